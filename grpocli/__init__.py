@@ -1,0 +1,24 @@
+"""grpocli: train language models with reinforcement learning from verifiable rewards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from grpocli.algorithm import Algorithm
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "build_algorithm"]
+
+
+def build_algorithm(*overrides: str) -> Algorithm:
+    """Compose an algorithm for use in a trainer of your own; no config file is needed.
+
+    >>> algo = build_algorithm("algorithm=dapo", "algorithm.objective.high=0.3")
+
+    The overrides are those of the command line. See `Algorithm.advantages` and `Algorithm.loss`.
+    Raises ConfigError, naming the key, for an unknown key, choice or value.
+    """
+    from grpocli.config.compose import build_algorithm as build
+
+    return build(*overrides)

@@ -1,0 +1,127 @@
+"""How token losses become one number: each choice is a weight for every row's token sum.
+
+    loss = sum_i weight_i x sum_t loss_it
+
+The weights [B] are float64. They are divided by counts of the whole optimizer window (`Totals`), so that the sum over micro-batches
+and processes does not depend on how rows were split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from grpocli.config.parts import follows, one_of, part, require
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counts over one optimizer window: all rows of one update, over all micro-batches and processes.
+
+    rows: all rows, those without a token in the loss included. tokens: tokens in the loss.
+    group_ids [N] sorted, group_tokens [N], group_informative [N] (any advantage not 0): a count for each group.
+    micro_batches: into how many forwards the window is split, over all processes (`scope=micro_batch` only).
+    """
+
+    rows: int
+    tokens: int
+    group_ids: Tensor
+    group_tokens: Tensor
+    group_informative: Tensor
+    micro_batches: int = 1
+
+    @classmethod
+    def of(
+        cls, advantages_B: Tensor, mask_BT: Tensor, group_ids_B: Tensor, micro_batches: int = 1
+    ) -> Totals:
+        return cls.from_lengths(advantages_B, mask_BT.sum(1), group_ids_B, micro_batches)
+
+    @classmethod
+    def from_lengths(
+        cls, advantages_B: Tensor, lengths_B: Tensor, group_ids_B: Tensor, micro_batches: int = 1
+    ) -> Totals:
+        ids_N, index_B = group_ids_B.unique(return_inverse=True)
+        tokens_N = lengths_B.long().new_zeros(len(ids_N)).index_add(0, index_B, lengths_B.long())
+        informative_N = lengths_B.long().new_zeros(len(ids_N))
+        informative_N = informative_N.index_add(0, index_B, (advantages_B != 0).long()) > 0
+        return cls(
+            rows=len(group_ids_B),
+            tokens=int(tokens_N.sum()),
+            group_ids=ids_N,
+            group_tokens=tokens_N,
+            group_informative=informative_N,
+            micro_batches=micro_batches,
+        )
+
+    def to(self, device: torch.device) -> Totals:
+        """The same counts on another device."""
+        return replace(
+            self,
+            group_ids=self.group_ids.to(device),
+            group_tokens=self.group_tokens.to(device),
+            group_informative=self.group_informative.to(device),
+        )
+
+    def index(self, group_ids_B: Tensor) -> Tensor:
+        """Where each row's group stands in `group_ids`."""
+        return (group_ids_B.unsqueeze(1) == self.group_ids.unsqueeze(0)).long().argmax(1)
+
+
+@part("algorithm/aggregate", "sequence_mean")
+class SequenceMean:
+    """Mean over rows of the mean over tokens: 1 / (rows |o_i|). GRPO (arXiv 2402.03300), equation 3."""
+
+    def __call__(self, mask_BT: Tensor, group_ids_B: Tensor, totals: Totals) -> Tensor:
+        return 1.0 / (max(totals.rows, 1) * mask_BT.sum(1).clamp(min=1).double())
+
+
+@part("algorithm/aggregate", "token_mean")
+class TokenMean:
+    """Mean over tokens.
+
+    scope: `batch`: over all tokens of the update; `group`: over each group's tokens, then over groups, as DAPO
+    writes it (arXiv 2503.14476), equation 8; `micro_batch`: over each micro-batch's tokens, then over
+    micro-batches, which depends on the split: only to reproduce trainers that do so.
+    informative_only: tokens and groups whose advantages are all 0 are not counted (MathForge, arXiv 2601.20614).
+    """
+
+    scope: str = "batch"
+    informative_only: bool = False
+
+    def __post_init__(self) -> None:
+        one_of(self, "scope", ("batch", "group", "micro_batch"))
+
+    def __call__(self, mask_BT: Tensor, group_ids_B: Tensor, totals: Totals) -> Tensor:
+        index_B = totals.index(group_ids_B)
+        counted_N = totals.group_informative if self.informative_only else totals.group_tokens >= 0
+        counted_B = counted_N[index_B]
+        if self.scope == "group":
+            denominator_B = totals.group_tokens[index_B].clamp(min=1) * counted_N.sum().clamp(min=1)
+        elif self.scope == "batch":
+            denominator_B = (totals.group_tokens * counted_N).sum().clamp(min=1).expand(len(index_B))
+        else:
+            here = (mask_BT.sum(1) * counted_B).sum().clamp(min=1)
+            denominator_B = (here * totals.micro_batches).expand(len(index_B))
+        return counted_B / denominator_B.double()
+
+
+@part("algorithm/aggregate", "constant")
+class Constant:
+    """1 / (rows x length): no bias by length. Dr. GRPO (arXiv 2503.20783), section 3.1.
+
+    length: any constant; by default the value of `rollout.max_completion_tokens`.
+    """
+
+    length: int | None = follows("rollout.max_completion_tokens")
+
+    def __post_init__(self) -> None:
+        require(self, "length", self.length is None or self.length >= 1, "must be at least 1")
+
+    def __call__(self, mask_BT: Tensor, group_ids_B: Tensor, totals: Totals) -> Tensor:
+        if self.length is None:
+            raise ValueError("Constant needs a length")
+        return mask_BT.new_ones(len(mask_BT)).double() / (max(totals.rows, 1) * self.length)

@@ -1,0 +1,139 @@
+"""A GRPO-family algorithm: seven parts and how they compose."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from grpocli.algorithm.aggregate import Totals
+from grpocli.algorithm.statistics import centred_PG, constant_P1, std_P1
+from grpocli.config.parts import one_of, part
+from grpocli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@part("algorithm", "parts")
+class Algorithm:
+    """Scores to advantages, and log-probs to a loss.
+
+    combine: how rewards become one score: `sum` of weight x reward over those that apply, or
+    `normalize_then_sum`: each reward is normalised in its group first, and their weighted sum over the batch
+    (GDPO, arXiv 2601.05242).
+    """
+
+    advantage: Any
+    question_weight: Any
+    keep: Any
+    objective: Any
+    kl: Any
+    correction: Any
+    aggregate: Any
+    combine: str = "sum"
+
+    def __post_init__(self) -> None:
+        one_of(self, "combine", ("sum", "normalize_then_sum"))
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference model has to score the rollouts."""
+        return bool(self.kl.beta > 0)
+
+    def scores(self, rewards: dict[str, Tensor], weights: dict[str, float] | None = None) -> Tensor:
+        """Sum of weight x reward [P, G]; NaN where no reward applies."""
+        weighted = [values * _weight(weights, name) for name, values in rewards.items()]
+        applies_PG = sum((~w.isnan()).long() for w in weighted)
+        total_PG = sum(w.nan_to_num(nan=0.0) for w in weighted)
+        assert not isinstance(total_PG, int), "an algorithm needs at least one reward"
+        assert not isinstance(applies_PG, int)
+        return total_PG.masked_fill(applies_PG == 0, float("nan"))
+
+    def advantages(self, rewards: dict[str, Tensor], weights: dict[str, float] | None = None) -> Tensor:
+        """Advantages [P, G] of rewards {name: [P, G]}, NaN where a reward does not apply.
+
+        weights: by reward name, 1 where none is given. A completion to which no reward applies gets 0.
+        Raises ConfigError if `algorithm.question_weight.reward` names none of the rewards.
+        """
+        scores_PG = self.scores(rewards, weights)
+        if self.combine == "sum":
+            advantages_PG = self.advantage(scores_PG)
+        else:
+            advantages_PG = self._normalize_then_sum(rewards, weights, scores_PG)
+        weight_P = self.question_weight(scores_PG, rewards[self.accuracy_name(list(rewards))])
+        result: Tensor = advantages_PG * weight_P.unsqueeze(1)
+        return result
+
+    def accuracy_name(self, names: list[str]) -> str:
+        """The reward that difficulty is read from: the one configured, else the first."""
+        name = self.question_weight.reward
+        if name is not None and name not in names:
+            raise ConfigError.of(
+                "algorithm.question_weight.reward", name, f"choose one of this run's rewards: {', '.join(names)}"
+            )
+        return name or names[0]
+
+    def _normalize_then_sum(
+        self, rewards: dict[str, Tensor], weights: dict[str, float] | None, scores_PG: Tensor
+    ) -> Tensor:
+        total_PG = scores_PG * 0
+        for name, values in rewards.items():
+            total_PG = total_PG + self.advantage(values) * _weight(weights, name)
+        flat = total_PG.reshape(1, -1)
+        normal_PG = (centred_PG(flat) / (std_P1(flat) + 1e-4)).reshape(total_PG.shape)
+        return normal_PG.masked_fill(scores_PG.isnan(), 0.0)
+
+    def totals(
+        self, advantages: Tensor, mask: Tensor, group_ids: Tensor | None = None, micro_batches: int = 1
+    ) -> Totals:
+        """The counts of a whole optimizer window [B], [B, T], [B], to give to the `loss` of each of its parts."""
+        return Totals.of(advantages, mask, _group_ids(advantages, group_ids), micro_batches)
+
+    def loss(
+        self,
+        logp: Tensor,
+        old_logp: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        group_ids: Tensor | None = None,
+        ref_logp: Tensor | None = None,
+        rollout_logp: Tensor | None = None,
+        totals: Totals | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of some rows of an optimizer window; the losses of its parts add up to that of the window.
+
+        logp, old_logp, ref_logp, rollout_logp [B, T]: log-probs in nats of each token under the policy (with
+        gradient), the policy that sampled as the trainer sees it, the reference, and as the sampler saw it.
+        advantages [B]; mask [B, T], 1 for tokens in the loss; group_ids [B], integers (null: a group each).
+        totals: counts of the window (null: these rows are all of it).
+
+        Returns a scalar, and metrics as scalars that also add up over the window's parts.
+        Raises ValueError if the KL part needs `ref_logp` and there is none.
+        """
+        from grpocli.algorithm.metrics import loss_metrics
+
+        ids_B = _group_ids(advantages, group_ids)
+        totals = totals or Totals.of(advantages, mask, ids_B)
+        inside = mask.bool()
+        logp, old_logp = logp.where(inside, 0.0), old_logp.where(inside, 0.0)
+        sampler = old_logp if rollout_logp is None else rollout_logp.where(inside, 0.0)
+
+        loss_BT, clipped = self.objective(logp, old_logp, advantages, mask)
+        loss_BT = loss_BT * self.correction(old_logp, sampler, mask)
+        kl_BT = None
+        if self.needs_reference:
+            if ref_logp is None:
+                raise ValueError("this algorithm has a KL term: loss() needs ref_logp")
+            kl_BT = self.kl(logp, old_logp, ref_logp.where(inside, 0.0))
+            loss_BT = loss_BT + self.kl.beta * kl_BT
+        weight_B = self.aggregate(mask, ids_B, totals).to(loss_BT.dtype)
+        loss = ((loss_BT * mask).sum(1) * weight_B).sum()
+        return loss, loss_metrics(logp, old_logp, sampler, mask, totals, kl_BT, clipped)
+
+
+def _weight(weights: dict[str, float] | None, name: str) -> float:
+    return 1.0 if weights is None else weights.get(name, 1.0)
+
+
+def _group_ids(advantages: Tensor, group_ids: Tensor | None) -> Tensor:
+    return advantages.new_ones(len(advantages)).long().cumsum(0) if group_ids is None else group_ids

@@ -1,0 +1,73 @@
+"""The importance weight of each token for the gap between the sampler's and the trainer's probabilities.
+
+rho = pi_trainer / pi_sampler with the weights that sampled: 1 but for numerics and staleness. The weight [B, T]
+multiplies the policy-gradient term and carries no gradient. NeMo RL's GRPO guide; "Your Efficient RL Framework
+Secretly Brings You Off-Policy RL Training" (fengyao.notion.site, 2025).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from grpocli.algorithm.objective import log_ratio
+from grpocli.config.parts import part, require, section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@part("algorithm/correction", "none")
+class NoCorrection:
+    """Every token weighs 1."""
+
+    def __call__(self, old_logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        return old_logp_BT.new_ones(())
+
+
+@section("algorithm.correction")
+class Correction:
+    """min and max bound rho."""
+
+    min: float = 0.0
+    max: float = 2.0
+    level = "token"
+
+    def __post_init__(self) -> None:
+        require(self, "min", 0 <= self.min <= self.max, "must be between 0 and algorithm.correction.max")
+
+    def __call__(self, old_logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        ratio = log_ratio(old_logp_BT, rollout_logp_BT, mask_BT, self.level).exp()
+        return self.bound(ratio).detach()
+
+    def bound(self, ratio: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+@part("algorithm/correction", "token_truncate")
+class TokenTruncate(Correction):
+    """clamp(rho, min, max) a token."""
+
+    def bound(self, ratio: Tensor) -> Tensor:
+        return ratio.clamp(self.min, self.max)
+
+
+@part("algorithm/correction", "token_mask")
+class TokenMask(Correction):
+    """rho a token, 0 where it is out of bounds."""
+
+    def bound(self, ratio: Tensor) -> Tensor:
+        return ratio.masked_fill((ratio < self.min) | (ratio > self.max), 0.0)
+
+
+@part("algorithm/correction", "sequence_truncate")
+class SequenceTruncate(TokenTruncate):
+    """As token_truncate with one rho a sequence, the geometric mean of its tokens'."""
+
+    level = "sequence"
+
+
+@part("algorithm/correction", "sequence_mask")
+class SequenceMask(TokenMask):
+    """As token_mask with one rho a sequence, the geometric mean of its tokens'."""
+
+    level = "sequence"

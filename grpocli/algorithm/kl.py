@@ -1,0 +1,76 @@
+"""The penalty for leaving a reference policy, of each token [B, T], in nats.
+
+With x = log pi_ref - log pi, the estimators of http://joschu.net/blog/kl-approx.html.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from grpocli.config.parts import part, require, section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@part("algorithm/kl", "none")
+class NoKL:
+    """No reference model is loaded."""
+
+    beta = 0.0
+    sync_every = 0
+    sync_alpha = 0.0
+
+    def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
+        return logp_BT.new_zeros(())
+
+
+@section("algorithm.kl")
+class KL:
+    """What the three estimators share.
+
+    beta: weight in the loss. on_policy: multiply by pi / pi_old, so that the estimate is one under the present
+    policy (NeMo RL's GRPO guide). sync_every, sync_alpha: every so many steps the reference becomes
+    alpha x policy + (1 - alpha) x reference, TR-DPO (arXiv 2404.09656); 0 never.
+    """
+
+    beta: float = 0.04
+    on_policy: bool = False
+    sync_every: int = 0
+    sync_alpha: float = 0.6
+
+    def __post_init__(self) -> None:
+        require(self, "beta", self.beta >= 0, "must be 0 or more")
+        require(self, "sync_every", self.sync_every >= 0, "must be 0 (never) or more")
+        require(self, "sync_alpha", 0 <= self.sync_alpha <= 1, "must be between 0 and 1")
+
+    def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
+        kl_BT = self.estimate(ref_logp_BT - logp_BT)
+        return kl_BT * (logp_BT - old_logp_BT).exp() if self.on_policy else kl_BT
+
+    def estimate(self, x_BT: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+@part("algorithm/kl", "k1")
+class K1(KL):
+    """-x: unbiased, high variance, may be negative."""
+
+    def estimate(self, x_BT: Tensor) -> Tensor:
+        return -x_BT
+
+
+@part("algorithm/kl", "k2")
+class K2(KL):
+    """x^2 / 2: low variance, biased; its gradient is that of the KL divergence."""
+
+    def estimate(self, x_BT: Tensor) -> Tensor:
+        return x_BT.square() / 2
+
+
+@part("algorithm/kl", "k3")
+class K3(KL):
+    """exp(x) - x - 1: unbiased and never negative. GRPO (arXiv 2402.03300), equation 4."""
+
+    def estimate(self, x_BT: Tensor) -> Tensor:
+        return x_BT.exp() - x_BT - 1

@@ -1,0 +1,89 @@
+"""The `grpocli` command: a subcommand, then Hydra's overrides."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from grpocli import __version__
+from grpocli.errors import GrpoError
+
+COMMANDS = {
+    "train": ("grpocli.commands.train", "train a model; `-m` sweeps, `resume=RUN_DIR` goes on"),
+    "vllm-serve": ("grpocli.commands.vllm_serve", "start a vLLM server that runs can use and sync"),
+    "compare": ("grpocli.commands.compare", "a table of the runs below one or more folders"),
+}
+
+HELP = """\
+grpocli {version}: train language models with reinforcement learning from verifiable rewards
+
+usage: grpocli COMMAND [KEY=VALUE ...]
+
+commands
+{commands}
+
+examples
+  grpocli train                                       a tiny model learns to add, on a CPU, in minutes
+  grpocli train algorithm=dapo train.steps=20         another algorithm, fewer steps
+  grpocli train model=qwen2.5-1.5b task=gsm8k reward=[math] engine=vllm
+  grpocli train -m algorithm=grpo,dapo,drgrpo,dgpo seed=0,1
+  grpocli train resume=runs/DATE/TIME                 go on exactly where it stopped
+  grpocli train --cfg job                             print the config that would run
+
+`grpocli COMMAND --help` lists a command's config groups and options.
+GRPOCLI_TRACEBACK=1 shows the traceback of an error; GRPOCLI_CACHE is where built models are kept.
+"""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a subcommand and exit with its code: 0 done, 2 bad config, 3 stopped after a checkpoint, 1 anything else."""
+    args = sys.argv[1:] if argv is None else argv
+    try:
+        code = run(args)
+    except GrpoError as error:
+        code = _report(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        code = _report("interrupted", 1)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone; say nothing at exit
+        code = 1
+    sys.exit(code)
+
+
+def run(args: list[str]) -> int:
+    """Dispatch; returns the exit code."""
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(help_text(), end="")
+        return 0
+    if args[0] in ("-V", "--version"):
+        print(f"grpocli {__version__}")
+        return 0
+    if args[0] not in COMMANDS:
+        from grpocli.config.parts import nearest
+
+        raise_usage(f"there is no command {args[0]}{nearest(args[0], COMMANDS)}; see grpocli --help")
+    module = importlib.import_module(COMMANDS[args[0]][0])
+    return int(module.main(args[1:]))
+
+
+def raise_usage(problem: str) -> None:
+    """Bad usage is bad config: exit code 2."""
+    from grpocli.errors import ConfigError
+
+    raise ConfigError(problem)
+
+
+def help_text() -> str:
+    """What `grpocli --help` prints."""
+    lines = "\n".join(f"  {name:<12}{about}" for name, (_, about) in COMMANDS.items())
+    return HELP.format(version=__version__, commands=lines)
+
+
+def _report(message: str, code: int) -> int:
+    if os.environ.get("GRPOCLI_TRACEBACK"):
+        import traceback
+
+        traceback.print_exc()
+    print(f"grpocli: {'stopped' if code == 3 else 'error'}: {message}", file=sys.stderr)
+    return code

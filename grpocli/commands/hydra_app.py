@@ -1,0 +1,48 @@
+"""Running a function as a Hydra app, with errors of one sentence and grpocli's exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from grpocli.config.complaints import friendly
+from grpocli.config.compose import conf_dir, register_parts
+from grpocli.errors import ConfigError
+
+
+def arguments(argv: list[str]) -> Any:
+    """Hydra's own reading of a command line: `.overrides`, `.multirun`, `.cfg`, `.config_dir` ..."""
+    from hydra._internal.utils import get_args_parser
+
+    return get_args_parser().parse_args(argv)
+
+
+def only_prints(args: Any) -> bool:
+    """Whether Hydra is asked for information rather than for a run."""
+    return bool(args.help or args.hydra_help or args.version or args.cfg or args.info is not None)
+
+
+def search_path(config_dir: str | None) -> list[str]:
+    """The override that adds `--config-dir` to a composition outside of Hydra's command line."""
+    if config_dir is None:
+        return []
+    if not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
+    return [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
+
+
+def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[str]) -> None:
+    """Run `task` under Hydra (single run or `--multirun`); what it raises comes out unchanged."""
+    import hydra
+
+    register_parts()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing a traceback of its own
+    sys.argv = [f"grpocli {config_name.replace('_', '-')}", *argv]
+    app = hydra.main(version_base="1.3", config_path=conf_dir(), config_name=config_name)(task)
+    with friendly([a for a in argv if not a.startswith("-")], config_name):
+        app()

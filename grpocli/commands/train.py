@@ -1,0 +1,47 @@
+"""`grpocli train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from grpocli.commands.hydra_app import arguments, hydra_app, only_prints, search_path
+from grpocli.config.resume import Resume
+
+
+def main(argv: list[str]) -> int:
+    """Check everything that can be checked in a second, then run. Returns the exit code."""
+    args = arguments(argv)
+    if only_prints(args):
+        hydra_app(_nothing, "train", argv)
+        return 0
+    resume = Resume.asked_for(args.overrides)
+    if resume and not args.multirun:
+        argv = [a for a in argv if a not in args.overrides] + resume.overrides(args.overrides)
+        args = arguments(argv)
+    if not args.multirun:
+        _check(args.overrides, args.config_dir, resume)
+    hydra_app(lambda config: _task(config, resume), "train", argv)
+    return 0
+
+
+def _check(overrides: list[str], config_dir: str | None, resume: Resume | None) -> None:
+    """Fail before Hydra makes a folder for a run that cannot work."""
+    from grpocli.config.compose import build_run, compose
+
+    config = compose([*search_path(config_dir), *overrides])
+    build_run(resume.merged(config) if resume else config)
+
+
+def _task(config: DictConfig, resume: Resume | None) -> float | None:
+    from hydra.core.hydra_config import HydraConfig
+
+    from grpocli.launch.run import launch
+
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    return launch(resume.merged(config) if resume else config, folder, resuming=resume is not None)
+
+
+def _nothing(config: DictConfig) -> None:
+    """Hydra prints and does not run."""

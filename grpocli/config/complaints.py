@@ -1,0 +1,131 @@
+"""Hydra's complaints as one sentence that names the key and the nearest valid name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpocli.config.parts import nearest
+from grpocli.errors import ConfigError
+
+
+@contextmanager
+def friendly(overrides: list[str], config_name: str) -> Iterator[None]:
+    """Turn what Hydra raises while composing into a ConfigError."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error, overrides, config_name)) from error
+
+
+def explain(error: Exception, overrides: list[str], config_name: str) -> str:
+    """One sentence for an error of Hydra's or OmegaConf's."""
+    text = str(error)
+    if isinstance(error, OverrideParseException):
+        return f"cannot read the override {error.override!r}: {text.splitlines()[0]}; write KEY=VALUE"
+    if isinstance(error, MissingConfigException):
+        return _unknown_choice(text, overrides)
+    if isinstance(error, ConfigCompositionException):
+        wrong_type = re.match(r"Error merging override (.*)", text)
+        if wrong_type:
+            return _wrong_type(wrong_type[1].splitlines()[0], error.__cause__)
+        unknown = re.match(r"Could not (?:override|delete from config\.) '([^'@]+)", text)
+        group = re.search(r"Could not override '([^']+)'\.\s*No match in the defaults list", text)
+        if unknown or group:
+            return _unknown_key((group or unknown)[1], overrides, config_name)  # type: ignore[index]
+    return " ".join(text.split("Config search path")[0].split())
+
+
+def _unknown_choice(text: str, overrides: list[str]) -> str:
+    found = re.search(r"Could not (?:find|load) '([^']+)'", text)
+    if not found:
+        return " ".join(text.split("Config search path")[0].split())
+    group, _, choice = found[1].rpartition("/")
+    names = [name for name in _choices(group) if name not in ("parts", "base")]
+    return f"{group}={choice}: choose one of {', '.join(names)}{nearest(choice, names)}"
+
+
+def _choices(group: str) -> list[str]:
+    from hydra.core.config_store import ConfigStore
+
+    from grpocli.config.compose import conf_dir
+
+    names = {name.removesuffix(".yaml") for name in ConfigStore.instance().list(group) if "." in name}
+    from pathlib import Path
+
+    names |= {path.stem for path in (Path(conf_dir()) / group).glob("*.yaml")}
+    return sorted(names)
+
+
+def _wrong_type(override: str, cause: BaseException | None) -> str:
+    key, _, value = override.partition("=")
+    reason = str(cause).splitlines()[0] if cause else "it does not fit"
+    expected = re.search(r"could not be converted to (\w+)", reason)
+    need = f"must be of type {expected[1].lower()}" if expected else reason
+    return f"{key}={value}: {need}"
+
+
+def _unknown_key(key: str, overrides: list[str], config_name: str) -> str:
+    keys = known_keys(overrides, config_name)
+    return f"there is no key {key}{nearest(key, keys) or nearest_leaf(key, keys)}"
+
+
+def nearest_leaf(key: str, keys: list[str]) -> str:
+    """A key elsewhere with the same last word: `lr` is `optim.lr`."""
+    leaf = key.rpartition(".")[2]
+    same = [name for name in keys if name.rpartition(".")[2] == leaf]
+    return f'; did you mean "{same[0]}"?' if same else ""
+
+
+def known_keys(overrides: list[str], config_name: str) -> list[str]:
+    """Every key and group of the config that the group choices among `overrides` compose."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    from grpocli.config.compose import conf_dir
+
+    groups = [text for text in overrides if _is_group_choice(text)]
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(conf_dir(), version_base="1.3"):
+        for attempt in (groups, []):
+            try:
+                config = compose(config_name, overrides=attempt)
+            except HydraException:
+                continue  # a bad group choice: the defaults' keys are still worth comparing with
+            return flat_keys(OmegaConf.to_container(config, resolve=False)) + _groups(config)
+    return []
+
+
+def flat_keys(node: Any, prefix: str = "") -> list[str]:
+    """`a`, `a.b`, ... of nested mappings, without `_target_`."""
+    if not isinstance(node, dict):
+        return []
+    keys: list[str] = []
+    for name, value in node.items():
+        if name != "_target_":
+            keys += [f"{prefix}{name}", *flat_keys(value, f"{prefix}{name}.")]
+    return keys
+
+
+def _groups(config: DictConfig) -> list[str]:
+    return [f"algorithm/{name}" for name in config.get("algorithm", {})] + ["recipe"]
+
+
+def _is_group_choice(text: str) -> bool:
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException:
+        return False
+    return "." not in override.key_or_group

@@ -1,0 +1,105 @@
+"""From overrides to a config, and from a config to live objects."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+import grpocli
+from grpocli.errors import ConfigError, GrpoError
+
+if TYPE_CHECKING:
+    from grpocli.algorithm import Algorithm
+    from grpocli.config.schema import Run
+
+def conf_dir() -> str:
+    """The folder of the config groups: inside an installed package, at top level in a checkout."""
+    package = Path(grpocli.__file__).parent
+    installed = package / "conf"
+    return str(installed if installed.is_dir() else package.parent / "conf")
+
+
+def register_parts() -> None:
+    """Register the parts of this package, and those that installed packages declare.
+
+    A module of this package is found by its `@part(` lines, so that a new part needs no list to be edited.
+    A package of yours declares `[project.entry-points."grpocli.parts"] NAME = "module"`.
+    """
+    package = Path(grpocli.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        if b"\n@part(" in path.read_bytes():
+            importlib.import_module(".".join(path.relative_to(package.parent).with_suffix("").parts))
+    for plugin in entry_points(group="grpocli.parts"):
+        plugin.load()
+
+
+def compose(overrides: list[str], config_name: str = "train") -> DictConfig:
+    """The config that `grpocli train OVERRIDES` would run, outside of Hydra's command line."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    from grpocli.config.complaints import friendly
+
+    register_parts()
+    GlobalHydra.instance().clear()
+    with friendly(overrides, config_name), initialize_config_dir(conf_dir(), version_base="1.3"):
+        return hydra_compose(config_name, overrides=overrides)
+
+
+def build(config: DictConfig) -> Any:
+    """Turn a composed config into its live objects: the only `instantiate` of the package.
+
+    Raises ConfigError for a value that a part refuses, a missing one, or a broken interpolation.
+    """
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+    from omegaconf.errors import OmegaConfBaseException
+
+    _refuse_missing(config)
+    try:
+        return instantiate(config, _convert_="all")
+    except InstantiationException as error:
+        raise _cause(error) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+
+
+def build_run(config: DictConfig) -> Run:
+    """`build`, then the checks that look at several keys at once."""
+    from grpocli.config.checks import check_run
+
+    run = cast("Run", build(config))
+    check_run(run)
+    return run
+
+
+def build_algorithm(*overrides: str) -> Algorithm:
+    """See `grpocli.build_algorithm`."""
+    config = compose(list(overrides)).algorithm
+    return cast("Algorithm", build(config))
+
+
+def save(config: DictConfig) -> str:
+    """The resolved config as YAML."""
+    return OmegaConf.to_yaml(config, resolve=True)
+
+
+def _refuse_missing(config: DictConfig) -> None:
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ConfigError(f"{missing[0]} has no value: give {missing[0]}=...")
+
+
+def _cause(error: BaseException) -> GrpoError:
+    """The ConfigError that a part raised, from under what Hydra wrapped around it."""
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, GrpoError):
+            return inner
+        inner = inner.__cause__
+    return ConfigError(" ".join(str(error).split()))

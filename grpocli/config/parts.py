@@ -1,0 +1,114 @@
+"""The parts registry: one frozen dataclass is a part's schema, its defaults and its behaviour.
+
+    @part("algorithm/advantage", "std")
+    class Std:
+        eps: float = 1e-4
+        def __call__(self, rewards_PG): ...
+
+makes `algorithm/advantage=std` a choice of Hydra's and `algorithm.advantage.eps` a typed key. Parts are
+imported at every start, so their modules import nothing heavy at the top.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, TypeVar, dataclass_transform, get_origin, get_type_hints
+
+from hydra.core.config_store import ConfigStore
+
+from grpocli.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def part(group: str, name: str, *, package: str | None = None) -> Callable[[type[T]], type[T]]:
+    """Make a class a frozen dataclass and register it as choice `name` of config group `group`.
+
+    `package` is where its keys live, by default the group with dots: several choices of one group
+    (rewards) need one each.
+    """
+
+    def register(cls: type[T]) -> type[T]:
+        made = section(package or group.replace("/", "."))(cls)
+        ConfigStore.instance().store(
+            group=group or None, name=name, node=schema(made), package=package, provider="grpocli"
+        )
+        return made
+
+    return register
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def section(key: str) -> Callable[[type[T]], type[T]]:
+    """A frozen dataclass whose keys live under `key`, without being a choice of a group."""
+
+    def make(cls: type[T]) -> type[T]:
+        made: type[T] = dataclasses.dataclass(frozen=True)(cls)  # type: ignore[call-overload]
+        made.config_key = key  # type: ignore[attr-defined]
+        return made
+
+    return make
+
+
+def schema(cls: type[Any]) -> type[Any]:
+    """The mutable twin of a part, with its `_target_`, for Hydra to merge overrides into.
+
+    The part itself cannot be stored: OmegaConf makes every config of a frozen dataclass read-only.
+    """
+    hints = get_type_hints(cls)
+    fields: list[tuple[str, Any, Any]] = [
+        ("_target_", str, dataclasses.field(default=f"{cls.__module__}.{cls.__qualname__}"))
+    ]
+    for f in dataclasses.fields(cls):
+        if get_origin(hints[f.name]) is ClassVar:
+            continue
+        fields.append((f.name, *_schema_field(hints[f.name], f)))
+    return dataclasses.make_dataclass(cls.__name__, fields, kw_only=True)
+
+
+def follows(key: str) -> Any:
+    """A field whose default is the value of another key; None where there is no such config."""
+    return dataclasses.field(default=None, metadata={"follows": key})
+
+
+def _schema_field(hint: Any, f: dataclasses.Field[Any]) -> tuple[Any, Any]:
+    if "follows" in f.metadata:
+        return hint, dataclasses.field(default="${" + f.metadata["follows"] + "}")
+    if dataclasses.is_dataclass(hint) and hasattr(hint, "config_key"):
+        nested = schema(hint)  # type: ignore[arg-type]
+        return nested, dataclasses.field(default_factory=nested)
+    if f.default is not dataclasses.MISSING:
+        return hint, dataclasses.field(default=f.default)
+    if f.default_factory is not dataclasses.MISSING:
+        return hint, dataclasses.field(default_factory=f.default_factory)
+    return hint, dataclasses.field()
+
+
+def key_of(owner: object, field: str) -> str:
+    """`rollout.group_size` for the field `group_size` of a Rollout."""
+    prefix = getattr(owner, "config_key", "")
+    return f"{prefix}.{field}" if prefix else field
+
+
+def require(owner: object, field: str, ok: bool, problem: str) -> None:
+    """Raise a ConfigError that names the key and its value unless `ok`."""
+    if not ok:
+        raise ConfigError.of(key_of(owner, field), getattr(owner, field), problem)
+
+
+def one_of(owner: object, field: str, choices: Iterable[str]) -> None:
+    """Raise a ConfigError with the nearest valid name unless the field is one of `choices`."""
+    value, choices = getattr(owner, field), list(choices)
+    if value not in choices:
+        raise ConfigError.of(
+            key_of(owner, field), value, f"choose one of {', '.join(choices)}{nearest(str(value), choices)}"
+        )
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """`; did you mean "x"?`, or nothing where no name is close."""
+    close = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)
+    return f'; did you mean "{close[0]}"?' if close else ""

@@ -1,0 +1,37 @@
+"""What a step will do, in the one vocabulary of batches, printed before a run starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
+
+
+def plan_lines(run: Run) -> list[str]:
+    """The batch plan, a fact a line."""
+    rollout, train = run.rollout, run.train
+    rows = rollout.prompts_per_step * rollout.group_size
+    groups = _share(rollout.prompts_per_step, train.minibatches)
+    processes = run.hardware.processes
+    rounds = run.algorithm.keep.max_rounds
+    refill = f", refilled up to {rounds} rounds" if rounds > 1 else ""
+    return [
+        f"sample  {rollout.prompts_per_step} prompts x {rollout.group_size} = {rows} completions a step, "
+        f"up to {rollout.max_prompt_tokens} + {rollout.max_completion_tokens} tokens each{refill}",
+        f"train   {train.epochs} x {train.minibatches} = {_count(train.updates_per_step, 'update')} a step, "
+        f"{groups} groups each, micro-batches of up to {train.micro_batch_tokens:,} tokens, "
+        f"{_count(processes, 'process')}",
+        f"run     {_count(train.steps, 'step')}, {train.steps * train.updates_per_step:,} updates, "
+        f"{train.steps * rows:,} completions",
+    ]
+
+
+def _count(n: int, what: str) -> str:
+    plural = f"{what}es" if what.endswith("s") else f"{what}s"
+    return f"{n:,} {what if n == 1 else plural}"
+
+
+def _share(total: int, pieces: int) -> str:
+    low, more = divmod(total, pieces)
+    return f"{low}" if not more else f"{low} or {low + 1}"

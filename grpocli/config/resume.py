@@ -1,0 +1,60 @@
+"""`resume=RUN_DIR`: the config of an interrupted run, with what the command line changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from grpocli.errors import ConfigError
+
+
+@dataclass(slots=True)
+class Resume:
+    """A run folder, and the overrides given now. The saved config is the truth; only these change it."""
+
+    folder: Path
+    given: list[str] = field(default_factory=list)
+
+    @classmethod
+    def asked_for(cls, overrides: list[str]) -> Resume | None:
+        """The run that an override `resume=` names."""
+        named = [o.partition("=")[2] for o in overrides if o.startswith("resume=")]
+        if not named or named[-1] in ("", "null"):
+            return None
+        folder = Path(named[-1].strip("'\"")).resolve()
+        for name in ("config.yaml", ".hydra/overrides.yaml"):
+            if not (folder / name).is_file():
+                raise ConfigError.of("resume", named[-1], f"holds no run of grpocli: {name} is missing")
+        return cls(folder, [o for o in overrides if not o.startswith(("resume=", "hydra."))])
+
+    def overrides(self, given: list[str]) -> list[str]:
+        """The overrides that compose the run again, in its own folder."""
+        saved = [str(o) for o in OmegaConf.load(self.folder / ".hydra" / "overrides.yaml")]
+        hydra = [o for o in given if o.startswith("hydra.") and not o.startswith("hydra.run.dir=")]
+        return [
+            *[o for o in saved if not o.startswith("resume=")],
+            *self.given,
+            *hydra,
+            f"resume='{self.folder}'",
+            f"hydra.run.dir='{self.folder}'",
+            "hydra.output_subdir=null",
+        ]
+
+    def merged(self, composed: DictConfig) -> DictConfig:
+        """The saved config, with the keys given now taken from `composed`.
+
+        Raises ConfigError if the saved config no longer fits the schema.
+        """
+        from omegaconf.errors import OmegaConfBaseException
+
+        saved = OmegaConf.load(self.folder / "config.yaml")
+        keys = [o.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for o in self.given]
+        for key in [*keys, "resume"]:
+            OmegaConf.update(saved, key, OmegaConf.select(composed, key), merge=False)
+        try:
+            return OmegaConf.merge(composed, saved)  # type: ignore[return-value]
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError.of("resume", self.folder, f"its config does not fit: {reason}") from error

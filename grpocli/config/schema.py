@@ -1,0 +1,136 @@
+"""The shape of a run: what `conf/train.yaml` composes and one `instantiate` turns into live objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpocli.config.parts import one_of, part, require, section
+from grpocli.data import Sampling
+
+
+@section("train")
+class Train:
+    """How long and in which pieces the policy is updated.
+
+    steps: rollout-and-update rounds.
+    epochs: passes over each step's rollouts (the papers' mu).
+    minibatches: optimizer updates per pass.
+    micro_batch_tokens: tokens (padding included) in one forward; bounds memory, never changes the gradient.
+    gradient_checkpointing: recompute activations in the backward pass to save memory.
+    """
+
+    steps: int = 60
+    epochs: int = 1
+    minibatches: int = 1
+    micro_batch_tokens: int = 8192
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("steps", "epochs", "minibatches", "micro_batch_tokens"):
+            require(self, field, getattr(self, field) >= 1, "must be at least 1")
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.epochs * self.minibatches
+
+
+@section("rollout")
+class Rollouts:
+    """What is sampled in a step: `prompts_per_step` x `group_size` completions.
+
+    long_prompts: what happens to prompts over `max_prompt_tokens`: `drop` them, or `truncate` from the left.
+    max_reward_errors: the run stops when a larger share of a step's samples could not be scored.
+    """
+
+    prompts_per_step: int = 16
+    group_size: int = 8
+    max_prompt_tokens: int = 512
+    long_prompts: str = "drop"
+    max_completion_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_reward_errors: float = 0.1
+
+    def __post_init__(self) -> None:
+        require(self, "prompts_per_step", self.prompts_per_step >= 1, "must be at least 1")
+        require(
+            self, "group_size", self.group_size >= 2, "a group is compared with itself: it needs at least 2"
+        )
+        require(self, "max_prompt_tokens", self.max_prompt_tokens >= 1, "must be at least 1")
+        require(self, "max_completion_tokens", self.max_completion_tokens >= 1, "must be at least 1")
+        one_of(self, "long_prompts", ("drop", "truncate"))
+        require(
+            self,
+            "temperature",
+            self.temperature > 0,
+            "must be above 0: groups of greedy completions are all equal",
+        )
+        require(self, "top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1")
+        require(self, "top_k", self.top_k >= 0, "must be 0 (off) or more")
+        require(self, "min_p", 0 <= self.min_p < 1, "must be at least 0 and below 1")
+        require(
+            self,
+            "repetition_penalty",
+            self.repetition_penalty == 1,
+            "only 1 is supported in training: the trainer scores tokens under the sampling distribution, and a "
+            "penalty makes that depend on the text so far",
+        )
+        require(self, "max_reward_errors", 0 <= self.max_reward_errors <= 1, "must be between 0 and 1")
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.max_completion_tokens, self.temperature, self.top_p, self.top_k, self.min_p)
+
+
+@section("checkpoint")
+class Checkpoint:
+    """every: steps between checkpoints (0: only at the end). keep: how many are kept (0: all)."""
+
+    every: int = 20
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        require(self, "every", self.every >= 0, "must be 0 (only at the end) or more")
+        require(self, "keep", self.keep >= 0, "must be 0 (keep all) or more")
+
+
+@section("eval")
+class Eval:
+    """Accuracy on held-out problems, at temperature 1 (mean over `samples` completions) and greedy.
+
+    every: steps between evaluations (0: only before and after). problems: how many are used (0: none at all).
+    reward: which reward judges them (null: the first). A completion is right where it scores 1 or more.
+    """
+
+    every: int = 0
+    problems: int = 128
+    samples: int = 4
+    reward: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self, "every", self.every >= 0, "must be 0 (only before and after) or more")
+        require(self, "problems", self.problems >= 0, "must be 0 (no evaluation) or more")
+        require(self, "samples", self.samples >= 1, "must be at least 1")
+
+
+@part("", "run_schema")
+class Run:
+    """A whole run. `algorithm` ... `tracker` are config groups; the rest are sections."""
+
+    algorithm: Any
+    reward: dict[str, Any]
+    task: Any
+    model: Any
+    engine: Any
+    hardware: Any
+    optim: Any
+    tracker: Any
+    train: Train = Train()
+    rollout: Rollouts = Rollouts()
+    checkpoint: Checkpoint = Checkpoint()
+    eval: Eval = Eval()
+    seed: int = 0
+    resume: str | None = None

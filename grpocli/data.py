@@ -1,0 +1,96 @@
+"""What flows through a step: Prompt -> Completion -> Rollout -> Group, ragged until a micro-batch is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+Message: TypeAlias = dict[str, str]
+Text: TypeAlias = str | list[Message]  # plain text, or a conversation
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question as it was drawn.
+
+    uid: names this draw; two draws of the same question, or two equal questions, have different uids.
+    token_ids: what the engine is given.
+    text: the prompt as a reward function sees it, a string or a list of messages.
+    columns: every other column of the example (the answer, a task name ...).
+    """
+
+    uid: str
+    token_ids: list[int]
+    text: Text
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine sampled for a prompt.
+
+    logprobs: per token, in nats, of the distribution that was sampled from (after temperature and truncation).
+    finish_reason: "stop" (the model ended) or "length" (it was cut at `max_tokens`).
+    version: the weight version that sampled it.
+    mask: 1 where the model wrote the token, 0 where it was given (an environment's words between turns);
+        None means all 1.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    version: int
+    mask: list[int] | None = None
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A completion with its decoded text and its rewards by name; NaN means "does not apply"."""
+
+    prompt: Prompt
+    completion: Completion
+    text: str
+    rewards: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The G rollouts of one prompt."""
+
+    prompt: Prompt
+    rollouts: list[Rollout]
+
+    @property
+    def uid(self) -> str:
+        return self.prompt.uid
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How completions are drawn; the trainer scores them under the same distribution.
+
+    Order: logits / temperature, then min_p, then top_k (0 keeps all), then top_p. temperature 0 is greedy.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """n completions of one prompt; the same seed and weights give the same tokens."""
+
+    token_ids: list[int]
+    n: int
+    seed: int

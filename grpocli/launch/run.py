@@ -1,0 +1,104 @@
+"""A run from its config to its summary: prepare, start the engine, train, stop everything."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from grpocli.config.compose import build_run, save
+from grpocli.config.plan import plan_lines
+from grpocli.errors import GrpoError
+from grpocli.launch.job import Job
+from grpocli.launch.signals import stop_signal
+from grpocli.rollout.engine import EngineJob
+from grpocli.tracking.files import write_atomic
+from grpocli.tracking.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
+    from grpocli.tracking.view import View
+
+logger = logging.getLogger(__name__)
+
+
+def launch(config: DictConfig, folder: Path, resuming: bool = False) -> float | None:
+    """Run `config` in `folder`. Returns the final `eval/accuracy`, which sweepers may optimise.
+
+    Raises ConfigError, RunError or Stopped; whatever was started is stopped first.
+    """
+    from grpocli.tracking.view import make_view
+
+    run = build_run(config)
+    run_dir = RunDir(folder)
+    run_dir.check_writable(resuming=resuming)
+    view = make_view()
+    quiet_libraries()
+    try:
+        job = prepare(run, run_dir, view, resuming)
+        write_atomic(run_dir.config, save(config))
+        view.start(title(run, run_dir), plan_lines(run), run.train.steps)
+        return _train(config, run, job, run_dir, view)
+    except GrpoError:
+        raise
+    except OSError as error:
+        logger.exception("the run failed")
+        raise run_dir.trouble(error) from error
+    except Exception as error:
+        logger.exception("the run failed")
+        cause = " ".join(str(error).split()) or "no message"
+        raise GrpoError(
+            f"{type(error).__name__}: {cause[:500]} (traceback in {run_dir.log}; this is a bug or a broken part)"
+        ) from error
+    finally:
+        view.stop()
+
+
+def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool) -> Job:
+    """Make ready what needs no model in memory, and find out early what cannot work."""
+    from grpocli.training.checkpoint import resume_point
+    from grpocli.training.dtype import choose_dtype
+
+    run.task.examples("train")
+    model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
+    engine = EngineJob(
+        model_path=model_path,
+        dtype=choose_dtype(run.model.dtype, model_path, run.hardware.device),
+        max_tokens=run.rollout.max_prompt_tokens + run.rollout.max_completion_tokens,
+        run_dir=run_dir.path,
+        seed=run.seed,
+    )
+    return Job(engine, resume_point(run_dir.path) if resuming else None)
+
+
+def _train(config: DictConfig, run: Run, job: Job, run_dir: RunDir, view: View) -> float | None:
+    with stop_signal() as stop:
+        view.stage("starting the engine")
+        with run.engine.launch(job.engine):
+            if run.hardware.processes == 1:
+                from grpocli.training.worker import work
+
+                return work(run, job, run_dir, stop, view)
+            from grpocli.launch.processes import train_in_processes
+
+            job.save(run_dir.path)
+            view.stop()  # the first trainer process has the terminal from here
+            return train_in_processes(run, run_dir, stop)
+
+
+def title(run: Run, run_dir: RunDir) -> str:
+    """The run's name in the live view."""
+    return f"{run_dir.path.parent.name}/{run_dir.path.name}"
+
+
+def quiet_libraries() -> None:
+    """Progress bars and advice of the libraries underneath would tear the live view; their warnings stay in the log."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DATASETS_VERBOSITY", "error")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    logging.captureWarnings(True)

@@ -1,0 +1,41 @@
+"""SIGINT, SIGTERM and SIGUSR1 ask a run to stop after its step; a second one ends it at once."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@dataclass(slots=True)
+class StopSignal:
+    """The name of the signal that was received, if any."""
+
+    received: str | None = None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name
+        print(f"\n{self.received}: stopping after this step; once more stops at once", file=sys.stderr)
+
+
+@contextmanager
+def stop_signal() -> Iterator[StopSignal]:
+    """Catch the stopping signals for as long as the block runs."""
+    stop = StopSignal()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, stop.handle) for number in STOPPING}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

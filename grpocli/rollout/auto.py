@@ -1,0 +1,35 @@
+"""engine=auto: vLLM where there is a GPU and vLLM is installed, else transformers."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from grpocli.config.parts import part
+
+if TYPE_CHECKING:
+    from grpocli.rollout.engine import Engine, EngineContext, EngineJob, EnginePart
+
+
+@part("engine", "auto")
+class Auto:
+    """The default. Choose an engine by name to set its keys."""
+
+    def chosen(self) -> EnginePart:
+        from importlib.util import find_spec
+
+        import torch
+
+        if torch.cuda.is_available() and find_spec("vllm") is not None:
+            from grpocli.rollout.vllm_engine import Vllm
+
+            return Vllm()
+        from grpocli.rollout.transformers_engine import Transformers
+
+        return Transformers()
+
+    def launch(self, job: EngineJob) -> AbstractContextManager[None]:
+        return self.chosen().launch(job)
+
+    def connect(self, context: EngineContext) -> Engine:
+        return self.chosen().connect(context)

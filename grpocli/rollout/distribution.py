@@ -1,0 +1,56 @@
+"""The distribution that completions are drawn from, the same for the sampler and for the trainer that scores them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from grpocli.data import Sampling
+
+
+def sampling_logits(logits_NV: Tensor, sampling: Sampling, keep_N: Tensor | None = None) -> Tensor:
+    """Logits [N, V] (float32) after temperature, min_p, top_k and top_p, in vLLM's order; -inf for what is cut off.
+
+    keep_N: tokens that stay whatever the cut, so that a token sampled under slightly different weights keeps a
+    finite log-prob.
+    """
+    logits_NV = logits_NV.float() / sampling.temperature
+    if not sampling.truncates:
+        return logits_NV
+    removed_NV = _removed(logits_NV.detach(), sampling)
+    if keep_N is not None:
+        removed_NV = removed_NV.scatter(1, keep_N.unsqueeze(1), False)
+    return logits_NV.masked_fill(removed_NV, float("-inf"))
+
+
+def _removed(logits_NV: Tensor, sampling: Sampling) -> Tensor:
+    removed_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
+    if sampling.min_p > 0:
+        probs_NV = logits_NV.softmax(-1)
+        removed_NV |= probs_NV < sampling.min_p * probs_NV.amax(-1, keepdim=True)
+    left_NV = logits_NV.masked_fill(removed_NV, float("-inf"))
+    if 0 < sampling.top_k < logits_NV.shape[1]:
+        kth_N1 = left_NV.topk(sampling.top_k, dim=-1).values[:, -1:]
+        left_NV = left_NV.masked_fill(left_NV < kth_N1, float("-inf"))
+    if sampling.top_p < 1:
+        sorted_NV, order_NV = left_NV.sort(dim=-1, descending=True)
+        before_NV = sorted_NV.softmax(-1).cumsum(-1) - sorted_NV.softmax(-1)
+        beyond_NV = before_NV >= sampling.top_p
+        beyond_NV[:, 0] = False
+        left_NV = left_NV.masked_fill(beyond_NV.scatter(1, order_NV, beyond_NV), float("-inf"))
+    return left_NV.isinf()
+
+
+def draw(logp_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    """One token a row by inverting the cumulative distribution at uniform_N in [0, 1).
+
+    One uniform number a token makes a row's tokens depend on its own seed alone, not on its batch.
+    """
+    cdf_NV = logp_NV.double().exp().cumsum(-1)
+    target_N1 = uniform_N.unsqueeze(1).to(cdf_NV) * cdf_NV[:, -1:]
+    token_N: Tensor = torch.searchsorted(cdf_NV, target_N1, right=True).squeeze(1)
+    return token_N.clamp(max=logp_NV.shape[1] - 1)

@@ -1,0 +1,89 @@
+"""The seam between the trainer and whatever samples completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from grpocli.data import Completion, Request, Sampling
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from grpocli.training.world import World
+
+
+class Policy(Protocol):
+    """What an engine may know of the trainer's model."""
+
+    model: PreTrainedModel  # not wrapped by any parallelism
+    dtype: torch.dtype  # what it computes in (weights are float32)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter under its Hugging Face name, tied ones once."""
+        ...
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """log p(token_ids[i] | token_ids[:i]) for i >= 1, in nats, at temperature 1, no gradient."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineJob:
+    """What a run knows before any model is loaded.
+
+    model_path: the folder (or hub id) of the initial weights. dtype: "float32" or "bfloat16".
+    max_tokens: the longest prompt plus completion. run_dir: where logs and addresses go.
+    """
+
+    model_path: str
+    dtype: str
+    max_tokens: int
+    run_dir: Path
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineContext:
+    """What a trainer process hands its engine."""
+
+    job: EngineJob
+    policy: Policy
+    tokenizer: PreTrainedTokenizerBase
+    world: World
+
+
+class Engine(Protocol):
+    """A live source of completions, in every trainer process."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+        """`n` completions for each request, in the requests' order."""
+        ...
+
+    def sync(self, version: int) -> dict[str, float]:
+        """Bring the engine to the policy's present weights and prove it; collective over all processes.
+
+        Returns metrics (`sync/bytes` ...). Raises EngineError with both numbers if the proof fails.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class EnginePart(Protocol):
+    """A choice of the config group `engine`."""
+
+    def launch(self, job: EngineJob) -> AbstractContextManager[None]:
+        """Start what lives outside the trainer processes (servers); stop it on the way out.
+
+        Called once, in the process that the user started.
+        """
+        ...
+
+    def connect(self, context: EngineContext) -> Engine:
+        """Called in every trainer process after `launch`."""
+        ...

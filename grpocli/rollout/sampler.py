@@ -1,0 +1,156 @@
+"""Sampling with a transformers model in this process: prompts computed once a group, finished rows dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from grpocli.data import Completion, Request, Sampling
+from grpocli.rollout.distribution import draw, sampling_logits
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The rows still being sampled: row[i] is the place in the output of the batch's i-th row."""
+
+    cache: Any
+    row: Tensor
+    attention_BL: Tensor
+    position_B: Tensor
+    logits_BV: Tensor
+
+    def keep(self, index: Tensor) -> None:
+        self.cache.batch_select_indices(index)
+        self.row, self.position_B = self.row[index], self.position_B[index]
+        self.attention_BL, self.logits_BV = self.attention_BL[index], self.logits_BV[index]
+
+
+@torch.no_grad()
+def sample(
+    model: PreTrainedModel,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    stop_ids: Sequence[int],
+    version: int,
+) -> list[list[Completion]]:
+    """`n` completions for each request. A row's tokens depend on its request's seed, not on the others'.
+
+    The token that ends a completion is part of it.
+    """
+    rows = _prefill(model, requests)
+    total, device = len(rows.row), rows.row.device
+    uniform_BT = _uniforms(requests, sampling.max_tokens).to(device)
+    tokens_BT = torch.zeros(total, sampling.max_tokens, dtype=torch.long, device=device)
+    logp_BT = torch.zeros(total, sampling.max_tokens, device=device)
+    length_B = torch.full((total,), sampling.max_tokens, device=device)
+    stopped_B = torch.zeros(total, dtype=torch.bool, device=device)
+    stops = torch.tensor(list(stop_ids), device=device)
+
+    for t in range(sampling.max_tokens):
+        token, logp = _choose(rows.logits_BV, sampling, uniform_BT[rows.row, t])
+        tokens_BT[rows.row, t], logp_BT[rows.row, t] = token, logp
+        ended = torch.isin(token, stops)
+        newly = ended & ~stopped_B[rows.row]
+        length_B[rows.row[newly]] = t + 1
+        stopped_B[rows.row[newly]] = True
+        going = ~stopped_B[rows.row]
+        left = int(going.sum())
+        if left == 0 or t + 1 == sampling.max_tokens:
+            break
+        if left <= 0.75 * len(going):  # a smaller batch is worth the copy of the cache
+            rows.keep(going.nonzero().squeeze(1))
+            token = token[going]
+        _advance(model, rows, token)
+    return _gather(requests, tokens_BT, logp_BT, length_B, stopped_B, version)
+
+
+def _prefill(model: PreTrainedModel, requests: Sequence[Request]) -> _Rows:
+    """Run each prompt once, then repeat its cache for its completions."""
+    from transformers import DynamicCache
+
+    device = model.device
+    longest = max(len(r.token_ids) for r in requests)
+    ids_PL = torch.zeros(len(requests), longest, dtype=torch.long)
+    mask_PL = torch.zeros(len(requests), longest, dtype=torch.long)
+    for i, r in enumerate(requests):
+        ids_PL[i, longest - len(r.token_ids) :] = torch.tensor(r.token_ids)
+        mask_PL[i, longest - len(r.token_ids) :] = 1
+    ids_PL, mask_PL = ids_PL.to(device), mask_PL.to(device)
+    out = model(
+        input_ids=ids_PL,
+        attention_mask=mask_PL,
+        position_ids=(mask_PL.cumsum(1) - 1).clamp(min=0),
+        past_key_values=DynamicCache(config=model.config),
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    repeats = torch.tensor([r.n for r in requests], device=device)
+    rows = _Rows(
+        cache=out.past_key_values,
+        row=torch.arange(len(requests), device=device),
+        attention_BL=mask_PL,
+        position_B=mask_PL.sum(1),
+        logits_BV=out.logits[:, -1],
+    )
+    rows.keep(rows.row.repeat_interleave(repeats))
+    rows.row = torch.arange(len(rows.row), device=device)
+    return rows
+
+
+def _advance(model: PreTrainedModel, rows: _Rows, token_B: Tensor) -> None:
+    rows.attention_BL = torch.cat([rows.attention_BL, rows.attention_BL.new_ones(len(token_B), 1)], 1)
+    out = model(
+        input_ids=token_B.unsqueeze(1),
+        attention_mask=rows.attention_BL,
+        position_ids=rows.position_B.unsqueeze(1),
+        past_key_values=rows.cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    rows.position_B = rows.position_B + 1
+    rows.logits_BV = out.logits[:, -1]
+
+
+def _choose(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """The next token of each row and its log-prob under the distribution sampled from."""
+    if sampling.temperature == 0:
+        token = logits_BV.argmax(-1)
+        return token, torch.zeros_like(token, dtype=torch.float32)
+    logp_BV = sampling_logits(logits_BV, sampling).log_softmax(-1)
+    token = draw(logp_BV, uniform_B)
+    return token, logp_BV.gather(1, token.unsqueeze(1)).squeeze(1)
+
+
+def _uniforms(requests: Sequence[Request], max_tokens: int) -> Tensor:
+    """A number in [0, 1) for every token that may be drawn, from each request's own seed."""
+    blocks = [
+        torch.rand(r.n, max_tokens, generator=torch.Generator().manual_seed(r.seed), dtype=torch.float64)
+        for r in requests
+    ]
+    return torch.cat(blocks)
+
+
+def _gather(
+    requests: Sequence[Request],
+    tokens_BT: Tensor,
+    logp_BT: Tensor,
+    length_B: Tensor,
+    stopped_B: Tensor,
+    version: int,
+) -> list[list[Completion]]:
+    tokens, logps = tokens_BT.tolist(), logp_BT.tolist()
+    lengths, stopped = length_B.tolist(), stopped_B.tolist()
+
+    def completions() -> Iterator[Completion]:
+        for ids, logp, n, stop in zip(tokens, logps, lengths, stopped, strict=True):
+            yield Completion(ids[:n], logp[:n], "stop" if stop else "length", version)
+
+    each = completions()
+    return [[next(each) for _ in range(r.n)] for r in requests]

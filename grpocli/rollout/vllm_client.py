@@ -1,0 +1,192 @@
+"""HTTP to a vLLM server: its RL endpoints, and completions from token ids to token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from grpocli.errors import ConfigError, EngineError
+from grpocli.rollout.vllm_endpoint import Endpoint
+from grpocli.rollout.vllm_log import failure_cause
+
+AT_ONCE = 64  # requests under way; each may hold several sequences, and the server queues what it cannot run
+CONNECT_TIMEOUT = 10.0
+MODEL = "policy"  # the name under which the server offers its model
+
+
+class Client:
+    """One server. Every call has `timeout` seconds; what goes wrong is an EngineError that says which call."""
+
+    def __init__(self, endpoint: Endpoint, timeout: float) -> None:
+        self.endpoint, self.timeout = endpoint, timeout
+        self._http = httpx.Client(**self._options())
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _options(self) -> dict[str, Any]:
+        """Proxies are for other machines; connections are not kept, since an idle one may be closed under us."""
+        host = urlsplit(self.endpoint.url).hostname or ""
+        return {
+            "base_url": self.endpoint.url,
+            "headers": {"Authorization": f"Bearer {self.endpoint.api_key}"},
+            "timeout": httpx.Timeout(self.timeout, connect=CONNECT_TIMEOUT),
+            "limits": httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=0),
+            "trust_env": not is_loopback(host),
+            "verify": self.endpoint.url.startswith("https"),
+        }
+
+    def get(self, path: str) -> Any:
+        return self._call("GET", path)
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        return self._call("POST", path, body)
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        try:
+            response = self._http.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise self._unreachable(path, error) from error
+        return self._answer(path, response)
+
+    def _unreachable(self, path: str, error: httpx.HTTPError) -> EngineError:
+        where = f"the vLLM server at {self.endpoint.url}"
+        if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
+            return EngineError(
+                f"{where} did not answer {path} within {self.timeout:g} s (engine.request_timeout)"
+            )
+        log = self.endpoint.log
+        cause = failure_cause(Path(log)) if log else ""
+        return EngineError(f"{where} is gone ({path}: {error or type(error).__name__}){cause}")
+
+    def _answer(self, path: str, response: httpx.Response) -> Any:
+        if response.is_success:
+            return response.json() if response.content else None
+        raise Refused(self.endpoint.url, path, response.status_code, _message(response))
+
+    def init_transfer(self) -> None:
+        self.post("/init_weight_transfer_engine", {"init_info": {}})
+
+    def pause(self) -> None:
+        """Let running requests end, hold new ones."""
+        self.post("/pause?mode=wait")
+
+    def resume(self) -> None:
+        self.post("/resume")
+
+    def start_update(self) -> None:
+        """Begin an update; one that another trainer left unfinished is closed first."""
+        try:
+            self.post("/start_weight_update")
+        except Refused:
+            self.post("/finish_weight_update", {})
+            self.post("/start_weight_update")
+
+    def update(self, file: str) -> None:
+        self.post("/update_weights", {"update_info": {"file": file}})
+
+    def finish_update(self, version: int) -> None:
+        self.post("/finish_weight_update", {"weight_version": str(version)})
+
+    def reset_prefix_cache(self) -> None:
+        if not self.post("/reset_prefix_cache")["success"]:
+            raise EngineError(
+                f"the vLLM server at {self.endpoint.url} could not drop its prefix cache: requests run"
+            )
+
+    def weight_version(self) -> str:
+        return str(self.get("/weight_info")["weight_version"])
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """log p(token_ids[i] | token_ids[:i]) for i >= 1, in nats, at temperature 1."""
+        body = {"prompt": list(token_ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        choice = self.post("/v1/completions", {"model": MODEL, **body})["choices"][0]
+        entries = choice["prompt_logprobs"][1:]
+        return [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)]
+
+    def complete(self, bodies: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        """The choices of each completion request, in order; at most `AT_ONCE` are under way.
+
+        The first failure cancels the others.
+        """
+        return asyncio.run(self._complete(bodies))
+
+    async def _complete(self, bodies: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        turn = asyncio.Semaphore(AT_ONCE)
+        async with httpx.AsyncClient(**self._options()) as http:
+
+            async def one(body: dict[str, Any]) -> list[dict[str, Any]]:
+                async with turn:
+                    try:
+                        response = await http.post("/v1/completions", json={"model": MODEL, **body})
+                    except httpx.HTTPError as error:
+                        raise self._unreachable("/v1/completions", error) from error
+                choices: list[dict[str, Any]] = self._answer("/v1/completions", response)["choices"]
+                return sorted(choices, key=lambda choice: int(choice["index"]))
+
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one(body)) for body in bodies]
+            except* EngineError as errors:
+                raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+
+class Refused(EngineError):
+    """The server answered, with an error."""
+
+    def __init__(self, url: str, path: str, status: int, message: str) -> None:
+        super().__init__(f"the vLLM server at {url} refused {path} ({status}): {message}")
+        self.status = status
+
+
+def _message(response: httpx.Response) -> str:
+    """What vLLM says in one of its two error formats, else the answer's first line."""
+    try:
+        body = response.json()
+    except ValueError:
+        return response.text.partition("\n")[0][:300]
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def check_given(client: Client, max_tokens: int) -> None:
+    """Raise ConfigError unless a server that was given by `engine.base_url` can serve this run."""
+    url = client.endpoint.url
+    try:
+        client.get("/health")
+    except EngineError as error:
+        raise ConfigError.of(
+            "engine.base_url",
+            url,
+            f"no vLLM server answers there ({error}): start one with `grpocli vllm-serve`",
+        ) from error
+    try:
+        client.weight_version()
+        length = client.get("/v1/models")["data"][0].get("max_model_len")
+    except Refused as error:
+        raise ConfigError.of("engine.base_url", url, _advice(error)) from error
+    if length is not None and length < max_tokens:
+        raise ConfigError.of(
+            "engine.base_url",
+            url,
+            f"that server takes {length} tokens, but rollout.max_prompt_tokens + "
+            f"rollout.max_completion_tokens is {max_tokens}: serve with max_model_len={max_tokens}, or lower these",
+        )
+
+
+def _advice(error: Refused) -> str:
+    if error.status in (401, 403):
+        return "that server does not take the key: set engine.api_key_file to the file that its start printed"
+    if error.status == 404:
+        return "that server has no endpoints for reinforcement learning: start it with `grpocli vllm-serve`"
+    return str(error)

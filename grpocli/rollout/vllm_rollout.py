@@ -1,0 +1,131 @@
+"""engine=vllm in a trainer process: completions from the server, weights to it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from grpocli.data import Completion, Request, Sampling
+from grpocli.errors import ConfigError, EngineError
+from grpocli.rollout.transformers_engine import stop_ids
+from grpocli.rollout.vllm_client import Client
+from grpocli.rollout.vllm_endpoint import Endpoint, run_file
+from grpocli.rollout.vllm_sync import WeightSync
+
+if TYPE_CHECKING:
+    from grpocli.rollout.engine import EngineContext
+    from grpocli.rollout.vllm_engine import Vllm
+
+COLDEST = 0.01  # vLLM raises a temperature between 0 and this
+
+
+class VllmEngine:
+    """See `Vllm`; made by `connect`."""
+
+    def __init__(self, client: Client, sync: WeightSync, stop: Sequence[int]) -> None:
+        self.client, self._sync, self._stop = client, sync, list(stop)
+        self.version = 0
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+        """`n` completions for each request, in order; raises EngineError if any cannot be had in time."""
+        if 0 < sampling.temperature < COLDEST:
+            raise ConfigError.of(
+                "rollout.temperature", sampling.temperature, f"vLLM samples at {COLDEST} at least (or at 0)"
+            )
+        answers = self.client.complete([self._body(request, sampling) for request in requests])
+        return [
+            self._completions(choices, request, sampling)
+            for choices, request in zip(answers, requests, strict=True)
+        ]
+
+    def _body(self, request: Request, sampling: Sampling) -> dict[str, Any]:
+        return {
+            "prompt": list(request.token_ids),
+            "n": 1 if sampling.temperature == 0 else request.n,  # greedy ones are all equal
+            "seed": spread(request.seed),
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "stop_token_ids": self._stop,
+            "logprobs": 0,  # of the sampled token alone
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "skip_special_tokens": False,
+        }
+
+    def _completions(
+        self, choices: list[dict[str, Any]], request: Request, sampling: Sampling
+    ) -> list[Completion]:
+        greedy = sampling.temperature == 0
+        made = [self._completion(choice, greedy) for choice in choices]
+        if greedy:
+            made *= request.n
+        if len(made) != request.n:
+            raise EngineError(f"vLLM returned {len(made)} completions of a prompt instead of {request.n}")
+        return made
+
+    def _completion(self, choice: dict[str, Any], greedy: bool) -> Completion:
+        ids, logprobs, reason = (
+            choice["token_ids"],
+            choice["logprobs"]["token_logprobs"],
+            choice["finish_reason"],
+        )
+        if reason not in ("stop", "length") or len(ids) != len(logprobs) or not ids:
+            raise EngineError(
+                f"vLLM returned a broken completion: {len(ids)} tokens, {len(logprobs)} log-probs, "
+                f'finish reason "{reason}"'
+            )
+        return Completion(ids, [0.0] * len(ids) if greedy else logprobs, reason, self.version)
+
+    def sync(self, version: int) -> dict[str, float]:
+        metrics = self._sync(version)
+        self.version = version
+        return metrics
+
+    def close(self) -> None:
+        self.client.close()
+
+
+def connect(options: Vllm, context: EngineContext) -> VllmEngine:
+    """Talk to the server that `launch` left in the run folder. Raises ConfigError if it serves another model."""
+    endpoint = Endpoint.load(run_file(context.job.run_dir))
+    client = Client(endpoint, options.request_timeout)
+    if options.base_url is not None:
+        check_model(client, context)
+    sync = WeightSync(client, context, options.sync_tolerance)
+    return VllmEngine(client, sync, stop_ids(context.policy.model, context.tokenizer))
+
+
+def spread(seed: int) -> int:
+    """A seed far from its neighbours': of n completions vLLM gives the i-th seed + i, and requests count up too."""
+    return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=7).digest())
+
+
+def check_model(client: Client, context: EngineContext) -> None:
+    """Raise ConfigError unless the server's architecture, vocabulary and dtype are the policy's."""
+    served = client.get("/server_info?config_format=json")["vllm_config"]["model_config"]
+    theirs, config = served["hf_config"], context.policy.model.config
+    for name in ("architectures", "vocab_size", "hidden_size", "num_hidden_layers"):
+        ours, other = getattr(config, name, None), served_value(theirs, name)
+        if ours is not None and other is not None and ours != other:
+            raise ConfigError.of(
+                "engine.base_url",
+                client.endpoint.url,
+                f"that server's model has {name}={other}, the run's {ours}: "
+                "serve the model that is trained (the same model=... for vllm-serve and train)",
+            )
+    dtype = str(served["dtype"]).removeprefix("torch.")
+    if dtype != context.job.dtype:
+        raise ConfigError.of(
+            "engine.base_url",
+            client.endpoint.url,
+            f"that server computes in {dtype}, the run in "
+            f"{context.job.dtype}: serve with dtype={context.job.dtype}",
+        )
+
+
+def served_value(hf_config: Any, name: str) -> Any:
+    return hf_config.get(name) if isinstance(hf_config, dict) else None

@@ -1,0 +1,83 @@
+"""Everything that a run tells the world: files, the live view and trackers. Only the main process speaks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grpocli.data import Group
+    from grpocli.tracking.metrics import MetricsLog
+    from grpocli.tracking.run_dir import RunDir
+    from grpocli.tracking.trackers import LiveTracker
+    from grpocli.tracking.view import View
+    from grpocli.training.collect import Collected
+
+STAGES = {
+    "sync": "syncing weights",
+    "rollout": "sampling and scoring",
+    "train": "training",
+    "eval": "evaluating",
+    "checkpoint": "saving a checkpoint",
+}
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Files are None in the other processes. seconds_before: what earlier sessions of this run took."""
+
+    run_dir: RunDir
+    view: View
+    metrics: MetricsLog | None
+    tracker: LiveTracker | None
+    seconds_before: float = 0.0
+    last: dict[str, Any] = field(default_factory=dict)
+    step_started: float = field(default_factory=time.perf_counter)
+
+    def stage(self, name: str) -> None:
+        """Show what is going on."""
+        self.view.stage(STAGES.get(name, name))
+
+    def step(self, step: int, metrics: dict[str, Any], collected: Collected) -> None:
+        """Record a step's metrics and rollouts, and show them."""
+        now = time.perf_counter()
+        metrics["time/step"] = now - self.step_started
+        self.step_started = now
+        if self.metrics is None:
+            return
+        from grpocli.tracking.rollouts import write_rollouts
+
+        advantages = collected.advantages.tolist()
+        write_rollouts(self.run_dir.rollouts(step), collected.groups, advantages, step)
+        self.metrics.append(step, metrics)
+        self.last = dict(metrics)
+        if self.tracker:
+            self.tracker.log(metrics, step)
+        self.view.step(step, metrics)
+        if collected.groups:
+            self._sample(collected.groups[0], advantages[0])
+
+    def _sample(self, group: Group, advantages: list[float]) -> None:
+        """Show the completion of a group that its rewards praise most."""
+        best = max(range(len(advantages)), key=advantages.__getitem__)
+        rollout = group.rollouts[best]
+        self.view.sample(rollout.prompt.text, rollout.text, rollout.rewards, advantages[best])
+
+    def evaluated(self, step: int, results: Mapping[str, float]) -> None:
+        """Show and track an evaluation outside of a step."""
+        self.step_started = time.perf_counter()
+        if self.metrics is None or not results:
+            return
+        if self.tracker:
+            self.tracker.log(dict(results), step)
+        self.view.note(
+            f"held-out accuracy after {step} steps: {results['eval/accuracy']:.3f} at temperature 1, "
+            f"{results['eval/accuracy_greedy']:.3f} greedy"
+        )
+
+    def close(self) -> None:
+        if self.tracker:
+            self.tracker.finish()
+        self.view.stop()

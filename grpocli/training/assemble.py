@@ -1,0 +1,169 @@
+"""From a run's parts to a trainer: loads data and models, connects the engine, restores a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from grpocli.algorithm import Algorithm
+from grpocli.models.loading import load_model, load_tokenizer
+from grpocli.rewards.scoring import Scorer
+from grpocli.rollout.engine import EngineContext, EngineJob
+from grpocli.tasks.order import Order
+from grpocli.tasks.prompts import PromptSet
+from grpocli.training import checkpoint
+from grpocli.training.collect import Collector, Sampler
+from grpocli.training.evaluate import Evaluator
+from grpocli.training.policy import Policy
+from grpocli.training.reference import Reference
+from grpocli.training.trainer import Trainer
+from grpocli.training.update import Updater
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
+    from grpocli.data import Prompt
+    from grpocli.launch.signals import StopSignal
+    from grpocli.rollout.engine import Engine
+    from grpocli.tracking.recorder import Recorder
+    from grpocli.training.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Prompts to train on, in a reproducible order, and to evaluate on."""
+
+    train: PromptSet
+    held_out: PromptSet | None
+    order: Order
+
+    @classmethod
+    def of(cls, run: Run, tokenizer: Any) -> Data:
+        limits = run.rollout.max_prompt_tokens, run.rollout.long_prompts
+        examples = run.task.examples("train")
+        for reward in run.reward.values():
+            reward.check(columns=sorted(set(examples[0]) - {"prompt"}))
+        train = PromptSet(examples, tokenizer, *limits, name="train")
+        held_out = None
+        if run.eval.problems:
+            problems = run.task.examples("eval")
+            problems = [problems[i] for i in range(min(run.eval.problems, len(problems)))]
+            held_out = PromptSet(problems, tokenizer, *limits, name="eval")
+        return cls(train, held_out, Order(len(train), run.seed))
+
+    def draw(self, number: int) -> Prompt:
+        """The prompt of the run's draw number `number`."""
+        return self.train.prompt(self.order.index(number), uid=f"{number}")
+
+    def problems(self) -> list[Prompt]:
+        held_out = self.held_out
+        return [held_out.prompt(i, uid=f"eval-{i}") for i in range(len(held_out))] if held_out else []
+
+
+def assemble(
+    run: Run, job: EngineJob, world: World, recorder: Recorder, stop: StopSignal, resume: Path | None
+) -> Trainer:
+    """Load everything and put it together. Collective."""
+    tokenizer = load_tokenizer(run.model, job.model_path)
+    data = Data.of(run, tokenizer)
+    for report in [data.train.report, *([data.held_out.report] if data.held_out else [])]:
+        if report:
+            recorder.view.note(report)
+    policy = _policy(run, job, world, str(resume) if resume else job.model_path)
+    reference = _reference(run, job, world, policy, resume)
+    engine = run.engine.connect(EngineContext(job, policy, tokenizer, world))
+    scorer = Scorer(run.reward, run.rollout.max_reward_errors)
+    sampler = Sampler(world, engine, tokenizer, scorer)
+    state = checkpoint.load_state(resume) if resume else checkpoint.State()
+    recorder.seconds_before = state.seconds
+    return Trainer(
+        run=run,
+        world=world,
+        policy=policy,
+        reference=reference,
+        tokenizer=tokenizer,
+        engine=engine,
+        collector=_collector(run, sampler, data, state),
+        updater=_updater(run, world, policy, reference, state, resume),
+        evaluator=_evaluator(run, sampler, data),
+        recorder=recorder,
+        stop=stop,
+        state=state,
+    )
+
+
+def _policy(run: Run, job: EngineJob, world: World, path: str) -> Policy:
+    model = load_model(run.model, path).to(world.device)
+    if run.train.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return Policy(model, world.wrap(model), getattr(torch, job.dtype))
+
+
+def _reference(
+    run: Run, job: EngineJob, world: World, policy: Policy, resume: Path | None
+) -> Reference | None:
+    if not run.algorithm.needs_reference:
+        return None
+    path = job.model_path
+    if resume and (resume / checkpoint.REFERENCE).is_dir():
+        path = str(resume / checkpoint.REFERENCE)
+    return Reference(load_model(run.model, path).to(world.device), policy)
+
+
+def _collector(run: Run, sampler: Sampler, data: Data, state: checkpoint.State) -> Collector:
+    algorithm: Algorithm = run.algorithm
+    return Collector(
+        sampler=sampler,
+        algorithm=algorithm,
+        draw=data.draw,
+        weights={name: reward.weight for name, reward in run.reward.items()},
+        prompts_per_step=run.rollout.prompts_per_step,
+        group_size=run.rollout.group_size,
+        sampling=run.rollout.sampling,
+        seed=run.seed,
+        draws=state.draws,
+    )
+
+
+def _updater(
+    run: Run,
+    world: World,
+    policy: Policy,
+    reference: Reference | None,
+    state: checkpoint.State,
+    resume: Path | None,
+) -> Updater:
+    optimizer = run.optim.make(policy.model.parameters())
+    if resume:
+        checkpoint.load_optimizer(resume, optimizer, world.device)
+    return Updater(
+        world=world,
+        policy=policy,
+        reference=reference,
+        algorithm=run.algorithm,
+        optim=run.optim,
+        optimizer=optimizer,
+        train=run.train,
+        sampling=run.rollout.sampling,
+        total_updates=run.train.steps * run.train.updates_per_step,
+        updates=state.updates,
+    )
+
+
+def _evaluator(run: Run, sampler: Sampler, data: Data) -> Evaluator:
+    return Evaluator(
+        sampler=sampler,
+        prompts=data.problems(),
+        samples=run.eval.samples,
+        reward=run.eval.reward or next(iter(run.reward)),
+        max_tokens=run.rollout.max_completion_tokens,
+        seed=run.seed,
+    )
+
+
+def close(engine: Engine, scorer: Scorer) -> None:
+    """Stop what the trainer process itself has started."""
+    engine.close()
+    scorer.close()

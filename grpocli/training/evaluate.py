@@ -1,0 +1,51 @@
+"""Accuracy on held-out problems."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpocli.data import Group, Prompt, Sampling
+from grpocli.training.collect import Sampler, seed_of
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """`eval/accuracy`: mean over `samples` completions at temperature 1; `eval/accuracy_greedy` beside it.
+
+    A completion is right where the reward named scores 1 or more. Every evaluation of a run uses the same
+    problems and seeds, so that two of them differ by the weights alone.
+    """
+
+    sampler: Sampler
+    prompts: Sequence[Prompt]
+    samples: int
+    reward: str
+    max_tokens: int
+    seed: int
+
+    def __call__(self) -> dict[str, float]:
+        """Collective. Empty where there are no problems."""
+        if not self.prompts:
+            return {}
+        sampled = self._groups(Sampling(self.max_tokens), self.samples)
+        greedy = self._groups(Sampling(self.max_tokens, temperature=0.0), 1)
+        lengths = [len(r.completion.token_ids) for g in sampled for r in g.rollouts]
+        return {
+            "eval/accuracy": self._accuracy(sampled),
+            "eval/accuracy_greedy": self._accuracy(greedy),
+            "eval/mean_length": float(np.mean(lengths)),
+        }
+
+    def _groups(self, sampling: Sampling, n: int) -> list[Group]:
+        seeds = [seed_of(self.seed, 2**32 - 1, i) for i in range(len(self.prompts))]
+        groups, _ = self.sampler.groups(self.prompts, seeds, n, sampling)
+        return groups
+
+    def _accuracy(self, groups: Sequence[Group]) -> float:
+        """A completion that could not be judged is left out."""
+        scores = np.array([r.rewards[self.reward] for g in groups for r in g.rollouts])
+        judged = scores[~np.isnan(scores)]
+        return float((judged >= 1).mean()) if len(judged) else float("nan")

@@ -1,0 +1,108 @@
+"""The model that is trained: how it scores tokens, and what an engine may know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from grpocli.rollout.distribution import sampling_logits
+from grpocli.training.batch import MicroBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from grpocli.data import Sampling
+
+LOGITS_AT_ONCE = 2**26
+"""How many logits are turned into log-probs at a time: bounds the float32 copies to about a quarter GiB each."""
+
+
+class Policy:
+    """A causal language model with float32 weights that computes in `dtype`.
+
+    `wrapped` is what training calls (under DDP its gradients are summed over processes); `model` is underneath.
+    """
+
+    def __init__(self, model: PreTrainedModel, wrapped: torch.nn.Module, dtype: torch.dtype) -> None:
+        self.model, self.wrapped, self.dtype = model, wrapped, dtype
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter under its Hugging Face name, tied ones once."""
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Autocast to `dtype`, where that is not float32."""
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.model.device.type, dtype=self.dtype)
+
+    @contextmanager
+    def sampling_mode(self) -> Iterator[None]:
+        """Evaluation mode, no gradients, one autocast region so that weights are cast once."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad(), self.computing():
+                yield
+        finally:
+            self.model.train(training)
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """log p(token_ids[i] | token_ids[:i]) for i >= 1, in nats, at temperature 1."""
+        ids = torch.tensor([list(token_ids)], device=self.model.device)
+        with self.sampling_mode():
+            logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, :-1].float()
+        logp: list[float] = logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1).tolist()
+        return logp
+
+    def logp(self, batch: MicroBatch, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """Log-probs [B, T] of the completions under the sampling distribution (with gradient), and entropies [B, T].
+
+        Nats; entropies carry no gradient. Calls `wrapped`: in training every process must call it equally often.
+        """
+        return completion_logp(self.wrapped, batch, sampling, self.computing())
+
+    @torch.no_grad()
+    def logp_without_gradient(self, batch: MicroBatch, sampling: Sampling) -> Tensor:
+        return completion_logp(self.model, batch, sampling, self.computing())[0]
+
+
+def completion_logp(
+    model: torch.nn.Module, batch: MicroBatch, sampling: Sampling, context: AbstractContextManager[Any]
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [B, T] of a micro-batch's completions under any causal model of transformers."""
+    n = batch.completion_ids.shape[1]
+    with context:
+        logits_BTV = model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            logits_to_keep=n + 1,
+        ).logits[:, :-1]
+    vocabulary = logits_BTV.shape[-1]
+    rows = max(1, LOGITS_AT_ONCE // vocabulary)
+    logits_NV = logits_BTV.reshape(-1, vocabulary)
+    ids_N = batch.completion_ids.reshape(-1)
+    pieces = [
+        _token_logp(logits, ids, sampling)
+        for logits, ids in zip(logits_NV.split(rows), ids_N.split(rows), strict=True)
+    ]
+    logp_BT = torch.cat([p[0] for p in pieces]).reshape(batch.completion_ids.shape)
+    entropy_BT = torch.cat([p[1] for p in pieces]).reshape(batch.completion_ids.shape)
+    return logp_BT, entropy_BT
+
+
+def _token_logp(logits_NV: Tensor, ids_N: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    logits_NV = sampling_logits(logits_NV, sampling, keep_N=ids_N)
+    normalizer_N = logits_NV.logsumexp(-1)
+    logp_N = logits_NV.gather(1, ids_N.unsqueeze(1)).squeeze(1) - normalizer_N
+    with torch.no_grad():
+        probs_NV = (logits_NV - normalizer_N.unsqueeze(1)).exp()
+        entropy_N = normalizer_N - (probs_NV * logits_NV.masked_fill(logits_NV.isinf(), 0.0)).sum(-1)
+    return logp_N, entropy_N

@@ -1,0 +1,36 @@
+"""The training loop, as the papers write it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from grpocli.training.trainer import torch_seed
+
+if TYPE_CHECKING:
+    from grpocli.training.trainer import Trainer
+
+
+def train(trainer: Trainer) -> dict[str, float]:
+    """Steps until there have been `train.steps`; returns the evaluation afterwards.
+
+    Raises Stopped, after a checkpoint, where a signal asked for it.
+    """
+    trainer.before()
+    while not trainer.done:
+        step(trainer)
+        trainer.raise_if_stopped()
+    return trainer.after()
+
+
+def step(trainer: Trainer) -> None:
+    """One step: sync -> collect -> credit -> update -> log -> checkpoint."""
+    torch_seed(trainer.run.seed, trainer.state.step, trainer.world.rank)
+    trainer.sync()
+    collected = trainer.collect()
+    rows = trainer.credit(collected)
+    trainer.update(rows, len(collected.groups))
+    if trainer.due(trainer.run.eval.every):
+        trainer.metrics |= trainer.evaluate()
+    trainer.log(collected)
+    if trainer.due(trainer.run.checkpoint.every):
+        trainer.checkpoint()

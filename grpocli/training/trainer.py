@@ -1,0 +1,170 @@
+"""A trainer process: the live pieces of a run, and what they are made from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from grpocli.errors import Stopped
+from grpocli.training import checkpoint
+from grpocli.training.batch import Row
+from grpocli.training.collect import Collected, Collector
+from grpocli.training.evaluate import Evaluator
+from grpocli.training.update import Updater
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
+    from grpocli.launch.signals import StopSignal
+    from grpocli.rollout.engine import Engine
+    from grpocli.tracking.recorder import Recorder
+    from grpocli.training.policy import Policy
+    from grpocli.training.reference import Reference
+    from grpocli.training.world import World
+
+
+@dataclass(slots=True)
+class Trainer:
+    """The verbs of a step. See `grpocli.training.step` for the order they are used in."""
+
+    run: Run
+    world: World
+    policy: Policy
+    reference: Reference | None
+    tokenizer: Any
+    engine: Engine
+    collector: Collector
+    updater: Updater
+    evaluator: Evaluator
+    recorder: Recorder
+    stop: StopSignal
+    state: checkpoint.State
+    synced: int = 0
+    started: float = field(default_factory=time.monotonic)
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds spent to this step's `time/NAME`, and show what is going on."""
+        self.recorder.stage(name)
+        start = time.perf_counter()
+        yield
+        self.metrics[f"time/{name}"] = (
+            self.metrics.get(f"time/{name}", 0.0) + time.perf_counter() - start
+        )
+
+    def sync(self) -> None:
+        """Bring the engine to the present weights, unless it has them. Version v is what step v samples with."""
+        version = self.state.step + 1
+        if self.synced != version:
+            with self.timed("sync"):
+                self.metrics |= self.engine.sync(version)
+            self.synced = version
+
+    def collect(self) -> Collected:
+        """Prompts to scored groups with advantages."""
+        self.metrics["weight_version"] = self.synced
+        with self.timed("rollout"):
+            collected = self.collector.collect()
+        self.metrics |= collected.metrics
+        self.metrics["time/rollout"] -= collected.metrics["time/reward"]
+        return collected
+
+    def credit(self, collected: Collected) -> list[Row]:
+        """One row for each completion, with its advantage."""
+        mask_truncated = self.run.algorithm.keep.mask_truncated
+        return [
+            Row.of(rollout, advantage, index, mask_truncated)
+            for index, (group, advantages) in enumerate(
+                zip(collected.groups, collected.advantages.tolist(), strict=True)
+            )
+            for rollout, advantage in zip(group.rollouts, advantages, strict=True)
+        ]
+
+    def update(self, rows: list[Row], n_groups: int) -> None:
+        """Optimizer updates, then the reference's own if it follows the policy."""
+        with self.timed("train"):
+            self.metrics |= self.updater.step(rows, n_groups)
+        self.state = replace(
+            self.state, step=self.state.step + 1, draws=self.collector.draws, updates=self.updater.updates
+        )
+        kl = self.run.algorithm.kl
+        if self.reference and kl.sync_every and self.state.step % kl.sync_every == 0:
+            self.reference.mix(kl.sync_alpha)
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out accuracy under the present weights; empty where there are no problems."""
+        if not self.evaluator.prompts:
+            return {}
+        self.sync()
+        with self.timed("eval"):
+            return self.evaluator()
+
+    def before(self) -> None:
+        """The evaluation before the first step, kept for the summary; a resumed run has it already."""
+        if self.state.before is None:
+            self.state = replace(self.state, before=self.evaluate())
+            self.recorder.evaluated(self.state.step, self.state.before or {})
+
+    def after(self) -> dict[str, float]:
+        """Evaluate and save what the run leaves behind."""
+        results = self.evaluate()
+        if not self.due(self.run.checkpoint.every):
+            self.checkpoint()
+        self.recorder.evaluated(self.state.step, results)
+        return results
+
+    def log(self, collected: Collected) -> None:
+        self.recorder.step(self.state.step, self.metrics, collected)
+        self.metrics = {}
+
+    def checkpoint(self) -> None:
+        """Save everything a resume needs."""
+        self.state = replace(self.state, seconds=self.seconds)
+        if self.world.is_main:
+            self.recorder.stage("checkpoint")
+            folder = self.recorder.run_dir.checkpoints
+            moving = self.reference if self.run.algorithm.kl.sync_every else None
+            checkpoint.save(
+                folder / f"step_{self.state.step:06d}",
+                self.state,
+                self.policy.model,
+                self.tokenizer,
+                self.updater.optimizer,
+                moving.model if moving else None,
+            )
+            checkpoint.prune(folder, self.run.checkpoint.keep)
+        self.world.barrier()
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on this run, earlier sessions included."""
+        return self.recorder.seconds_before + time.monotonic() - self.started
+
+    @property
+    def done(self) -> bool:
+        return self.state.step >= self.run.train.steps
+
+    def due(self, every: int) -> bool:
+        """Whether something that happens every so many steps (0: never) is due now."""
+        return every > 0 and self.state.step % every == 0
+
+    def raise_if_stopped(self) -> None:
+        """After a signal to any process: checkpoint, then raise Stopped. Collective."""
+        if self.world.any(self.stop.received is not None):
+            self.checkpoint()
+            raise Stopped(
+                f"stopped by {self.stop.received or 'a signal to another process'} after step {self.state.step}; "
+                f"go on with: grpocli train resume={self.recorder.run_dir.path}"
+            )
+
+
+def torch_seed(seed: int, step: int, rank: int) -> None:
+    """Seed what little randomness is left in the model (dropout) from counters, so that a resume repeats it."""
+    from grpocli.training.collect import seed_of
+
+    torch.manual_seed(seed_of(seed, 2**32 - 2, step, rank))

@@ -1,0 +1,156 @@
+"""Each part on numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpocli import build_algorithm
+from grpocli.algorithm.advantage import BatchStd, Center, LeaveOneOut, Mad, Std
+from grpocli.algorithm.correction import SequenceMask, SequenceTruncate, TokenMask, TokenTruncate
+from grpocli.algorithm.keep import All, Dynamic
+from grpocli.algorithm.kl import K1, K2, K3
+from grpocli.algorithm.objective import Cispo, Clip, Sapo
+from grpocli.algorithm.question_weight import Difficulty
+from grpocli.errors import ConfigError
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        (Std(eps=0.0), [-0.5, -0.5, -0.5, 1.5]),
+        (Center(), [-0.25, -0.25, -0.25, 0.75]),
+        (Mad(eps=0.0), [-2 / 3, -2 / 3, -2 / 3, 2.0]),
+        (LeaveOneOut(), [-1 / 3, -1 / 3, -1 / 3, 1.0]),
+        (BatchStd(eps=0.0), [-0.5, -0.5, -0.5, 1.5]),
+    ],
+)
+def test_advantages(advantage: Std, expected: list[float]) -> None:
+    scores = torch.tensor([[0.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
+    torch.testing.assert_close(advantage(scores), torch.tensor([expected], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("advantage", [Std(), Center(), Mad(), LeaveOneOut(), Std(eps=0.0)])
+def test_a_missing_score_is_no_score(advantage: Std) -> None:
+    with_gap = advantage(torch.tensor([[0.0, 1.0, NAN], [NAN, NAN, NAN], [2.0, NAN, NAN]]))
+    assert with_gap[0, 2] == 0
+    assert with_gap[1:].eq(0).all()
+    torch.testing.assert_close(with_gap[:1, :2], advantage(torch.tensor([[0.0, 1.0]])))
+
+
+def test_difficulty_weights_sum_to_the_informative_questions() -> None:
+    scores = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.5], [0.0, 1.0]])
+    accuracy = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [NAN, NAN]])
+    weights = Difficulty(temperature=2.0)(scores, accuracy)
+    assert weights[1] == 1
+    assert weights[[0, 2, 3]].sum().item() == pytest.approx(3)
+    torch.testing.assert_close(weights[0] / weights[2], torch.tensor(0.25).exp())  # 0 and unknown count as 1
+    assert weights[2] == weights[3]
+
+
+def test_dynamic_keeps_what_is_not_constant() -> None:
+    scores = torch.tensor([[0.0, 0.0], [1.0, 0.0], [NAN, NAN], [1.0, NAN], [0.1, 0.1]])
+    assert Dynamic()(scores).tolist() == [False, True, False, False, False]
+    assert All()(scores).all()
+
+
+def objective_at(objective: Clip | Cispo | Sapo, ratio: float, advantage: float) -> tuple[float, float]:
+    logp = torch.tensor([[ratio]], dtype=torch.float64).log().requires_grad_()
+    zero, mask = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1)
+    loss = objective(logp, zero, torch.tensor([advantage], dtype=torch.float64), mask)[0].sum()
+    return loss.item(), torch.autograd.grad(loss, logp)[0].item()
+
+
+@pytest.mark.parametrize(
+    ("options", "ratio", "advantage", "loss", "gradient"),
+    [
+        ({}, 1.1, 2.0, -2.2, -2.2),
+        ({}, 1.5, 2.0, -2.4, 0.0),
+        ({}, 0.5, 2.0, -1.0, -1.0),
+        ({}, 0.5, -2.0, 1.6, 0.0),
+        ({}, 5.0, -2.0, 10.0, 10.0),
+        ({"high": 0.28}, 1.25, 1.0, -1.25, -1.25),
+        ({"dual": 3.0}, 5.0, -2.0, 6.0, 0.0),
+        ({"dual": 3.0}, 2.5, -2.0, 5.0, 5.0),
+        ({"dual": 3.0}, 5.0, 2.0, -2.4, 0.0),
+        ({"delta": 4.0}, 5.0, -2.0, 8.0, 0.0),
+        ({"delta": 4.0}, 3.0, -2.0, 6.0, 6.0),
+    ],
+)
+def test_clip(options: dict[str, float], ratio: float, advantage: float, loss: float, gradient: float) -> None:
+    assert objective_at(Clip(**options), ratio, advantage) == pytest.approx((loss, gradient))
+
+
+def test_sequence_ratio_is_the_geometric_mean() -> None:
+    logp = torch.tensor([[0.1, 0.3, 9.0]])
+    mask = torch.tensor([[1, 1, 0]])
+    loss, _ = Clip(level="sequence", high=1.0)(logp * mask, torch.zeros(1, 3), torch.tensor([1.0]), mask)
+    torch.testing.assert_close(loss[:, :2], torch.full((1, 2), -torch.tensor(0.2).exp().item()))
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
+    assert objective_at(Cispo(high=1.0), 5.0, 1.0)[1] == pytest.approx(-2.0)
+
+
+def test_sapo_is_the_plain_gradient_at_ratio_one() -> None:
+    assert objective_at(Sapo(), 1.0, 1.0)[1] == pytest.approx(-1.0)
+
+
+def test_kl_estimators() -> None:
+    logp, ref = torch.tensor([[-1.0]]), torch.tensor([[-1.5]])
+    assert K1()(logp, logp, ref).item() == pytest.approx(0.5)
+    assert K2()(logp, logp, ref).item() == pytest.approx(0.125)
+    assert K3()(logp, logp, ref).item() == pytest.approx(torch.tensor(-0.5).exp().item() - 0.5)
+    old = torch.tensor([[-2.0]])
+    weighted = K1(on_policy=True)(logp, old, ref).item()
+    assert weighted == pytest.approx(0.5 * torch.tensor(1.0).exp().item())
+
+
+def test_corrections() -> None:
+    trainer = torch.tensor([[3.0, 1.0, 0.25]]).log()
+    sampler, mask = torch.zeros(1, 3), torch.ones(1, 3)
+    torch.testing.assert_close(TokenTruncate(min=0.5)(trainer, sampler, mask), torch.tensor([[2.0, 1.0, 0.5]]))
+    torch.testing.assert_close(TokenMask(min=0.5)(trainer, sampler, mask), torch.tensor([[0.0, 1.0, 0.0]]))
+    mean = torch.tensor([[0.75]]).pow(1 / 3)
+    torch.testing.assert_close(SequenceTruncate()(trainer, sampler, mask), mean)
+    assert SequenceMask(max=0.9)(trainer, sampler, mask).item() == 0
+
+
+def test_rewards_are_weighted_and_may_not_apply() -> None:
+    algorithm = build_algorithm("algorithm=drgrpo")
+    rewards = {
+        "a": torch.tensor([[1.0, 0.0, NAN]]),
+        "b": torch.tensor([[NAN, 1.0, NAN]]),
+    }
+    scores = algorithm.scores(rewards, {"b": 2.0})
+    assert scores[0, :2].tolist() == [1.0, 2.0]
+    assert scores[0, 2].isnan()
+    assert algorithm.advantages(rewards, {"b": 2.0})[0].tolist() == [-0.5, 0.5, 0.0]
+
+
+def test_normalize_then_sum_makes_rewards_of_any_scale_equal() -> None:
+    algorithm = build_algorithm("algorithm=grpo", "algorithm.combine=normalize_then_sum", "algorithm.advantage.eps=0")
+    a = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]], dtype=torch.float64)
+    small = algorithm.advantages({"a": a, "b": 1.0 - a})
+    assert small.abs().max() < 1e-9
+    torch.testing.assert_close(
+        algorithm.advantages({"a": a, "b": 1000 * a}), algorithm.advantages({"a": a, "b": a}), rtol=1e-6, atol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.objective.dual=0.5", "algorithm.objective.dual=0.5"),
+        ("algorithm.combine=add", "algorithm.combine=add: choose one of sum, normalize_then_sum"),
+        ("algorithm.objective.level=tokens", 'did you mean "token"?'),
+        ("algorithm/advantage=stdd", 'did you mean "std"?'),
+        ("algorithm.kl.betta=1", 'did you mean "algorithm.kl.beta"?'),
+    ],
+)
+def test_bad_values_name_their_key(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build_algorithm("algorithm=grpo", override)
+    assert message in str(error.value)
