@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -15,9 +16,13 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 @dataclass(slots=True)
 class StopSignal:
-    """The name of the signal that was received, if any."""
+    """Whether the run was asked to stop. file: its existence asks too (for processes that get no signal)."""
 
     received: str | None = None
+    file: Path | None = None
+
+    def asked(self) -> bool:
+        return self.received is not None or (self.file is not None and self.file.exists())
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
@@ -31,7 +36,7 @@ def stop_signal() -> Iterator[StopSignal]:
     """Catch the stopping signals for as long as the block runs."""
     stop = StopSignal()
     if threading.current_thread() is not threading.main_thread():
-        yield stop
+        yield stop  # only the main thread may set handlers
         return
     before = {number: signal.signal(number, stop.handle) for number in STOPPING}
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,19 +56,15 @@ class WeightSync:
         self.client.pause()
         try:
             self.client.start_update()
-            sent = sum(self._send_bucket(bucket, n) for n, bucket in enumerate(self._buckets()))
+            sent = sum(self._send_bucket(bucket) for bucket in buckets(self.policy.weights(), self.dtype))
             self.client.finish_update(version)
             self.client.reset_prefix_cache()
         finally:
             self.client.resume()
         return sent
 
-    def _buckets(self) -> list[list[tuple[str, torch.Tensor]]]:
-        return list(buckets(self.policy.weights(), self.dtype))
-
-    def _send_bucket(self, bucket: list[tuple[str, torch.Tensor]], n: int) -> int:
-        path = self.folder / f"weights-{n}.safetensors"
-        path.unlink(missing_ok=True)
+    def _send_bucket(self, bucket: list[tuple[str, torch.Tensor]]) -> int:
+        path = self.folder / f"weights-{secrets.token_hex(8)}.safetensors"
         try:
             size = write(path, bucket, self.dtype)
             self.client.update(path.name)

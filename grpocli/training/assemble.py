@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.data import Prompt
     from grpocli.launch.signals import StopSignal
-    from grpocli.rollout.engine import Engine
     from grpocli.tracking.recorder import Recorder
     from grpocli.training.world import World
 
@@ -162,8 +161,3 @@ def _evaluator(run: Run, sampler: Sampler, data: Data) -> Evaluator:
         seed=run.seed,
     )
 
-
-def close(engine: Engine, scorer: Scorer) -> None:
-    """Stop what the trainer process itself has started."""
-    engine.close()
-    scorer.close()

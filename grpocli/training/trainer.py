@@ -140,6 +140,11 @@ class Trainer:
             checkpoint.prune(folder, self.run.checkpoint.keep)
         self.world.barrier()
 
+    def close(self) -> None:
+        """Stop what this process has started."""
+        self.engine.close()
+        self.collector.sampler.scorer.close()
+
     @property
     def seconds(self) -> float:
         """Time spent on this run, earlier sessions included."""
@@ -155,10 +160,10 @@ class Trainer:
 
     def raise_if_stopped(self) -> None:
         """After a signal to any process: checkpoint, then raise Stopped. Collective."""
-        if self.world.any(self.stop.received is not None):
+        if self.world.any(self.stop.asked()):
             self.checkpoint()
             raise Stopped(
-                f"stopped by {self.stop.received or 'a signal to another process'} after step {self.state.step}; "
+                f"{self.stop.received or 'asked to stop'} after step {self.state.step}; "
                 f"go on with: grpocli train resume={self.recorder.run_dir.path}"
             )
 

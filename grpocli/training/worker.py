@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpocli.errors import GrpoError, Stopped
+from grpocli.errors import GrpoError, RunError, Stopped
 from grpocli.launch.job import Job
-from grpocli.tracking.files import write_atomic
 from grpocli.tracking.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -21,35 +18,129 @@ if TYPE_CHECKING:
     from grpocli.tracking.recorder import Recorder
     from grpocli.tracking.view import View
     from grpocli.training.trainer import Trainer
+    from grpocli.training.world import World
 
 logger = logging.getLogger(__name__)
 
 
 def work(run: Run, job: Job, run_dir: RunDir, stop: StopSignal, view: View) -> float | None:
-    """Train; leave `summary.json` whatever happens, and `model/` at the end. Returns the final accuracy."""
-    from grpocli.training.assemble import assemble, close
+    """Train; leave `model/` at the end, and `summary.json` whatever happens. Returns the final accuracy."""
+    from grpocli.training.assemble import assemble
     from grpocli.training.step import train
     from grpocli.training.world import World
 
     view.stage("loading libraries")
     world = World(run.hardware)
-    recorder = make_recorder(run, run_dir, world.is_main, job, view)
+    recorder = make_recorder(run, run_dir, world, job, view)
     trainer = None
     try:
         view.stage("loading data and model")
         trainer = assemble(run, job.engine, world, recorder, stop, job.checkpoint)
         results = train(trainer)
-        summarise(trainer, "done", results)
-        save_model(trainer, job, results)
+        finish(trainer, job, results)
         return results.get("eval/accuracy")
-    except Stopped as error:
-        summarise(trainer, str(error), {})
-        raise
     except BaseException as error:
-        summarise(trainer, f"{type(error).__name__}: {error}", {})
+        cause = str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
+        summarise(trainer, recorder, cause, {})
         raise
     finally:
         if trainer:
-            close(trainer.engine, trainer.collector.sampler.scorer)
+            trainer.close()
         recorder.close()
         world.close()
+
+
+def make_recorder(run: Run, run_dir: RunDir, world: World, job: Job, view: View) -> Recorder:
+    """The files, view and tracker of the main process; nothing but a silent view in the others."""
+    from omegaconf import OmegaConf
+
+    from grpocli.tracking.metrics import MetricsLog
+    from grpocli.tracking.recorder import Recorder
+    from grpocli.training.checkpoint import load_state
+
+    if not world.is_main:
+        return Recorder(run_dir, view, None, None)
+    log = MetricsLog(run_dir.metrics)
+    done = load_state(job.checkpoint).step if job.checkpoint else 0
+    log.truncate_after(done)
+    view.resumed(done)
+    config = OmegaConf.to_container(OmegaConf.load(run_dir.config))
+    tracker = run.tracker.start(run_dir.path.name, run_dir.path, config)
+    return Recorder(run_dir, view, log, tracker)
+
+
+def finish(trainer: Trainer, job: Job, results: dict[str, float]) -> None:
+    """The summary and the final model."""
+    import torch
+    from transformers import AutoConfig
+
+    from grpocli.tracking.card import model_card
+    from grpocli.training.checkpoint import save_model
+
+    if trainer.world.is_main:
+        summary = summarise(trainer, trainer.recorder, "done", results)
+        card = model_card(trainer.recorder.run_dir, job.engine.model_path, summary)
+        dtype = AutoConfig.from_pretrained(job.engine.model_path).dtype or torch.float32
+        save_model(trainer.recorder.run_dir.model, trainer.policy.model, trainer.tokenizer, dtype, card)
+    trainer.world.barrier()
+
+
+def summarise(
+    trainer: Trainer | None, recorder: Recorder, cause: str, results: dict[str, float]
+) -> dict[str, object]:
+    """Write summary.json."""
+    from grpocli.tracking.summary import write_summary
+
+    if recorder.metrics is None:
+        return {}
+    before = (trainer.state.before if trainer else None) or {}
+    return write_summary(
+        recorder.run_dir.summary,
+        steps=trainer.state.step if trainer else 0,
+        seconds=trainer.seconds if trainer else 0.0,
+        before=before,
+        after=results,
+        metrics=recorder.last,
+        cause=cause,
+    )
+
+
+def main() -> None:
+    """One of several processes, started by accelerate's launcher as `python -m grpocli.training.worker RUN_DIR`."""
+    from omegaconf import OmegaConf
+
+    from grpocli.config.compose import build_run, register_parts
+    from grpocli.launch.processes import STOP_FILE, report_failure
+    from grpocli.launch.run import quiet_libraries
+    from grpocli.launch.signals import StopSignal
+    from grpocli.tracking.view import make_view, silent_view
+
+    run_dir = RunDir(Path(sys.argv[1]))
+    rank = int(os.environ["RANK"])
+    quiet_libraries()
+    if rank:
+        redirect_output(run_dir.path / "logs" / f"rank_{rank}.log")
+    logging.basicConfig(filename=run_dir.log, level=logging.INFO, format=f"%(asctime)s [{rank}] %(message)s")
+    try:
+        register_parts()
+        config = OmegaConf.load(run_dir.config)
+        run = build_run(config)  # type: ignore[arg-type]
+        view = make_view() if rank == 0 else silent_view()
+        work(run, Job.load(run_dir.path), run_dir, StopSignal(file=run_dir.path / STOP_FILE), view)
+    except Exception as error:
+        logger.exception("process %d failed", rank)
+        known = error if isinstance(error, GrpoError) else RunError(f"{type(error).__name__}: {error}")
+        report_failure(run_dir.path, rank, known)
+        sys.exit(known.exit_code)
+
+
+def redirect_output(path: Path) -> None:
+    """Send this process's output to a file: the console belongs to the first process."""
+    path.parent.mkdir(exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+
+
+if __name__ == "__main__":
+    main()

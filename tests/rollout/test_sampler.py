@@ -1,0 +1,96 @@
+"""Sampling in process: the log-probs are the model's, and a row depends on its own seed alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from grpocli.data import Completion, Request, Sampling
+from grpocli.rollout.distribution import draw, sampling_logits
+from grpocli.rollout.sampler import sample
+
+PROMPTS = [[2, 5, 6], [2, 7, 8, 9, 10, 11], [2, 12]]
+FREE = Sampling(max_tokens=12)
+CUT = Sampling(max_tokens=12, temperature=0.7, top_p=0.8, top_k=7, min_p=0.02)
+
+
+def run(model, sampling: Sampling, seeds: list[int], n: int = 3) -> list[list[Completion]]:
+    requests = [Request(p, n, s) for p, s in zip(PROMPTS, seeds, strict=True)]
+    return sample(model, requests, sampling, stop_ids=[1], version=7)
+
+
+def rescored(model, prompt: list[int], done: Completion, sampling: Sampling) -> torch.Tensor:
+    ids = torch.tensor([prompt + done.token_ids])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    logp = sampling_logits(logits, sampling).log_softmax(-1)
+    return logp.gather(1, torch.tensor(done.token_ids)[:, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("sampling", [FREE, CUT])
+def test_log_probs_are_those_of_the_sampling_distribution(little_model, sampling: Sampling) -> None:
+    for prompt, group in zip(PROMPTS, run(little_model, sampling, [1, 2, 3]), strict=True):
+        for done in group:
+            expected = rescored(little_model, prompt, done, sampling)
+            torch.testing.assert_close(torch.tensor(done.logprobs), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_completion_ends_with_its_stop_token_or_at_the_limit(little_model) -> None:
+    groups = run(little_model, FREE, [1, 2, 3], n=16)
+    done = [c for group in groups for c in group]
+    assert {c.finish_reason for c in done} == {"stop", "length"}
+    for c in done:
+        assert (c.token_ids[-1] == 1) == (c.finish_reason == "stop")
+        assert 1 not in c.token_ids[:-1]
+        assert len(c.logprobs) == len(c.token_ids) <= 12
+        assert c.version == 7
+        assert c.truncated == (c.finish_reason == "length")
+
+
+def test_tokens_depend_on_the_seed_and_not_on_the_batch(little_model) -> None:
+    together = run(little_model, FREE, [1, 2, 3])
+    for i, prompt in enumerate(PROMPTS):
+        (alone,) = sample(little_model, [Request(prompt, 3, i + 1)], FREE, [1], 7)
+        assert [c.token_ids for c in alone] == [c.token_ids for c in together[i]]
+    other = run(little_model, FREE, [4, 5, 6])
+    assert [c.token_ids for g in other for c in g] != [c.token_ids for g in together for c in g]
+    assert len({tuple(c.token_ids) for c in together[0]}) > 1
+
+
+def test_greedy_takes_the_likeliest_token(little_model) -> None:
+    (group,) = sample(little_model, [Request(PROMPTS[0], 2, 0)], Sampling(5, temperature=0), [], 0)
+    ids = list(PROMPTS[0])
+    for _ in range(5):
+        with torch.no_grad():
+            ids.append(int(little_model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    assert group[0].token_ids == group[1].token_ids == ids[3:]
+
+
+def test_draw_follows_the_distribution() -> None:
+    logp = torch.tensor([0.5, 0.0, 0.3, 0.2]).log()
+    n = 20_000
+    uniform = (torch.arange(n) + 0.5) / n
+    counts = Counter(draw(logp.expand(n, 4), uniform).tolist())
+    assert [counts[i] / n for i in range(4)] == pytest.approx([0.5, 0.0, 0.3, 0.2], abs=1e-3)
+    assert draw(logp[None], torch.tensor([0.0])).item() == 0
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(1, top_k=2), [0, 1]),
+        (Sampling(1, top_p=0.6), [0, 1]),
+        (Sampling(1, top_p=0.5), [0]),
+        (Sampling(1, min_p=0.3), [0, 1]),
+        (Sampling(1, top_k=3, top_p=0.7), [0, 1]),
+        (Sampling(1), [0, 1, 2, 3]),
+    ],
+)
+def test_truncation(sampling: Sampling, kept: list[int]) -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.14, 0.06]]).log()
+    out = sampling_logits(logits, sampling)
+    assert (~out.isinf()).nonzero()[:, 1].tolist() == kept
+    forced = sampling_logits(logits, sampling, keep_N=torch.tensor([3]))
+    assert not forced[0, 3].isinf()

@@ -1,0 +1,69 @@
+"""Dealing rows to processes, packing them, and building micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpocli.data import Completion, Prompt, Rollout
+from grpocli.training.batch import EMPTY, MicroBatch, Row, deal, pack, windows
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), max_size=30)
+
+
+def row(prompt: int, completion: int, group: int = 0) -> Row:
+    ids = list(range(completion))
+    return Row(list(range(prompt)), ids, [1] * completion, 0.5, group, [-1.0] * completion)
+
+
+@given(n_groups=st.integers(0, 20), minibatches=st.integers(1, 8))
+def test_windows_cover_every_group_once(n_groups: int, minibatches: int) -> None:
+    spans = windows(n_groups, minibatches)
+    assert [g for span in spans for g in span] == list(range(n_groups))
+    assert len(spans) == min(n_groups, minibatches)
+    assert all(len(span) for span in spans)
+
+
+@given(lengths=LENGTHS, processes=st.integers(1, 4))
+def test_deal_gives_every_row_to_one_process(lengths: list[tuple[int, int]], processes: int) -> None:
+    rows = [row(*pair) for pair in lengths]
+    shares = deal(rows, processes)
+    assert sorted(id(r) for share in shares for r in share) == sorted(id(r) for r in rows)
+    loads = [sum(r.n_tokens for r in share) for share in shares]
+    assert max(loads) - min(loads) <= max([r.n_tokens for r in rows], default=0)
+
+
+@given(lengths=LENGTHS, limit=st.integers(60, 300))
+def test_pack_respects_the_limit(lengths: list[tuple[int, int]], limit: int) -> None:
+    rows = [row(*pair) for pair in lengths]
+    batches = pack(rows, limit)
+    assert sorted(id(r) for batch in batches for r in batch) == sorted(id(r) for r in rows)
+    for batch in batches:
+        assert MicroBatch.build(batch, torch.device("cpu")).input_ids.numel() <= limit
+
+
+def test_prompts_are_padded_left_and_completions_right() -> None:
+    batch = MicroBatch.build([row(3, 1, 4), row(1, 2, 5)], torch.device("cpu"))
+    assert batch.input_ids.tolist() == [[0, 1, 2, 0, 0], [0, 0, 0, 0, 1]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 3], [0, 0, 0, 1, 2]]
+    assert batch.mask.tolist() == [[1, 0], [1, 1]]
+    assert batch.group_ids.tolist() == [4, 5]
+    assert batch.old_logp is None
+
+
+def test_the_empty_row_is_not_in_the_loss() -> None:
+    assert MicroBatch.build([EMPTY], torch.device("cpu")).mask.sum() == 0
+
+
+@pytest.mark.parametrize(("mask_truncated", "mask"), [(True, [0, 0]), (False, [1, 1])])
+def test_truncated_completions_can_be_masked(mask_truncated: bool, mask: list[int]) -> None:
+    done = Completion([5, 6], [-1.0, -2.0], "length", version=1)
+    assert Row.of(Rollout(Prompt("u", [1], "p"), done, "t"), 1.0, 0, mask_truncated).mask == mask
+
+
+def test_what_an_environment_wrote_stays_out_of_the_loss() -> None:
+    done = Completion([5, 6, 7], [-1.0, 0.0, -2.0], "stop", version=1, mask=[1, 0, 1])
+    assert Row.of(Rollout(Prompt("u", [1], "p"), done, "t"), 1.0, 0, False).mask == [1, 0, 1]

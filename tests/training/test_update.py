@@ -1,0 +1,107 @@
+"""Optimizer updates do not depend on micro-batches, and use the right old log-probs."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpocli import build_algorithm
+from grpocli.config.schema import Train
+from grpocli.data import Request, Sampling
+from grpocli.launch.hardware import Single
+from grpocli.rollout.sampler import sample
+from grpocli.training.batch import Row
+from grpocli.training.optim import AdamW
+from grpocli.training.policy import Policy
+from grpocli.training.reference import Reference
+from grpocli.training.update import Updater
+from grpocli.training.world import World
+
+SAMPLING = Sampling(10, temperature=0.9)
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(Single(device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def rows(little_model) -> list[Row]:
+    """Two groups of four, ragged, sampled by the model itself."""
+    prompts = [[2, 5, 6], [2, 7, 8, 9, 10]]
+    groups = sample(little_model, [Request(p, 4, i) for i, p in enumerate(prompts)], SAMPLING, [1], 1)
+    advantages = [[1.0, -1.0, 0.5, -0.5], [0.2, 0.2, 0.2, -0.6]]
+    return [
+        Row(prompts[g], c.token_ids, [1] * len(c.token_ids), advantages[g][k], g, c.logprobs)
+        for g, group in enumerate(groups)
+        for k, c in enumerate(group)
+    ]
+
+
+def updater(little_model, world: World, algorithm: str, **train: int) -> Updater:
+    model = copy.deepcopy(little_model)
+    policy = Policy(model, world.wrap(model), torch.float32)
+    algo = build_algorithm(algorithm)
+    optim = AdamW(lr=1e-3, max_grad_norm=0.0)
+    return Updater(
+        world=world,
+        policy=policy,
+        reference=Reference(copy.deepcopy(little_model), policy) if algo.needs_reference else None,
+        algorithm=algo,
+        optim=optim,
+        optimizer=optim.make(model.parameters()),
+        train=Train(**train),
+        sampling=SAMPLING,
+        total_updates=10,
+    )
+
+
+def trained(little_model, world: World, rows: list[Row], algorithm: str, **train: int) -> SimpleNamespace:
+    up = updater(little_model, world, algorithm, **train)
+    metrics = up.step([copy.copy(r) for r in rows], n_groups=2)
+    weights = torch.cat([p.detach().flatten() for p in up.policy.model.parameters()])
+    return SimpleNamespace(metrics=metrics, weights=weights, updates=up.updates)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "drgrpo", "dgpo"])
+@pytest.mark.parametrize("train", [{}, {"epochs": 2, "minibatches": 2}])
+def test_micro_batches_change_nothing(little_model, world, rows, algorithm: str, train: dict[str, int]) -> None:
+    whole = trained(little_model, world, rows, f"algorithm={algorithm}", micro_batch_tokens=10_000, **train)
+    split = trained(little_model, world, rows, f"algorithm={algorithm}", micro_batch_tokens=20, **train)
+    assert whole.updates == split.updates == train.get("epochs", 1) * train.get("minibatches", 1)
+    torch.testing.assert_close(split.weights, whole.weights, rtol=0, atol=2e-5)
+    for name, value in whole.metrics.items():
+        assert split.metrics[name] == pytest.approx(value, rel=2e-4, abs=2e-5), name
+
+
+def test_the_first_update_is_on_policy(little_model, world, rows) -> None:
+    once = trained(little_model, world, rows, "algorithm=dapo")
+    assert once.metrics["clip_ratio/region_mean"] == 0
+    assert once.metrics["token_mult_prob_error"] == pytest.approx(1, abs=1e-4)
+    twice = trained(little_model, world, rows, "algorithm=dapo", epochs=4)
+    assert twice.metrics["clip_ratio/region_mean"] > 0
+    assert twice.metrics["token_mult_prob_error"] == pytest.approx(1, abs=1e-4)
+
+
+def test_an_update_makes_praised_completions_likelier(little_model, world, rows) -> None:
+    up = updater(little_model, world, "algorithm=drgrpo")
+    ids = rows[0].prompt_ids + rows[0].completion_ids
+    before = sum(up.policy.score(ids)[len(rows[0].prompt_ids) - 1 :])
+    up.step([copy.copy(r) for r in rows], n_groups=2)
+    assert sum(up.policy.score(ids)[len(rows[0].prompt_ids) - 1 :]) > before
+
+
+def test_no_groups_no_update(little_model, world) -> None:
+    up = updater(little_model, world, "algorithm=dapo")
+    assert up.step([], n_groups=0)["tokens/trained"] == 0
+    assert up.updates == 0
+
+
+def test_learning_rates() -> None:
+    optim = AdamW(lr=1.0, warmup_steps=3, schedule="linear")
+    assert [optim.rate(u, 7) for u in range(7)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25])
+    assert AdamW(lr=1.0, schedule="cosine").rate(5, 10) == pytest.approx(0.5)
+    assert AdamW(lr=1.0).rate(9, 10) == 1.0
