@@ -24,7 +24,7 @@ def arguments(argv: list[str]) -> Any:
 
 def only_prints(args: Any) -> bool:
     """Whether Hydra is asked for information rather than for a run."""
-    return bool(args.help or args.hydra_help or args.version or args.cfg or args.info is not None)
+    return bool(args.help or args.hydra_help or args.cfg or args.info is not None)
 
 
 def search_path(config_dir: str | None) -> list[str]:

@@ -35,6 +35,11 @@ class Guarded:
     def returncode(self) -> int | None:
         return self._process.poll()
 
+    @property
+    def pid(self) -> int:
+        """The guard's."""
+        return self._process.pid
+
     def poll(self) -> int | None:
         return self._process.poll()
 

@@ -15,9 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-PARENT_DIED = (
-    signal.SIGUSR1
-)  # apart from TERM: the kernel also sends it when only a thread of the parent ends
+PARENT_DIED = signal.SIGUSR1  # apart from TERM: the kernel also sends it when only a thread of the parent ends
 LEFTOVER_GRACE = 2.0  # seconds for what a command left behind when it ended by itself
 KILL_WAIT = 10.0  # seconds for the kernel to end what got SIGKILL
 
@@ -60,9 +58,7 @@ class Guard:
             return  # it has ended
 
     def run(self, command: list[str]) -> int:
-        prctl(
-            PR_SET_CHILD_SUBREAPER, 1
-        )  # what the command leaves behind becomes our child, so we can find it
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the command leaves behind becomes our child, so we can find it
         prctl(PR_SET_PDEATHSIG, PARENT_DIED)
         self.child = spawn(command, self.line)
         if os.getppid() != self.parent:  # it died before we could ask to be told
@@ -148,7 +144,8 @@ def descendants() -> list[int]:
                 continue  # it has ended
             if fields[0] not in "ZX":
                 parents[int(folder.name)] = int(fields[1])
-    found, level = [], {os.getpid()}
+    found: list[int] = []
+    level = {os.getpid()}
     while level := {pid for pid, parent in parents.items() if parent in level}:
         found += level
     return found

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from grpocli.config.parts import nearest, require, section
 from grpocli.data import Text
+from grpocli.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +25,13 @@ class Sample:
     completion: Text
     text: str
     columns: dict[str, Any]
-    n_tokens: int
+    token_ids: list[int]
     max_tokens: int
     truncated: bool
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +44,42 @@ class Failure:
 Score = float | None | Failure  # None: does not apply to this sample
 
 
-class Reward(Protocol):
-    """A choice of the config group `reward`, of type `reward.NAME`."""
+@section("reward")
+class BaseReward:
+    """A choice of the config group `reward`, registered with `package="reward.NAME"`.
 
-    weight: float
+    weight: what its scores are multiplied by in the sum of a run's rewards.
+    """
+
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(self, "weight", math.isfinite(self.weight), "must be a finite number")
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         """One score a sample, in order. An exception counts as a Failure of every sample."""
-        ...
+        raise NotImplementedError
+
+    def check(self, columns: Sequence[str]) -> None:
+        """Find out before training what cannot work with examples of these columns. Raises ConfigError."""
+        wanted = getattr(self, "answer_column", None)
+        if wanted is not None and wanted not in columns:
+            key = f"{getattr(self, 'config_key', 'reward')}.answer_column"
+            raise ConfigError.of(
+                key, wanted, f"the task's examples have the columns {', '.join(columns)}{nearest(wanted, columns)}"
+            )
+
+    def close(self) -> None:
+        """Stop what was started."""
+
+    @property
+    def label(self) -> str:
+        """What an error calls it, beside its key."""
+        return type(self).__name__
+
+
+def answer_of(sample: Sample, column: str) -> str | Failure:
+    """The reference answer as text."""
+    if sample.columns.get(column) is None:
+        return Failure(f"the example has no value in the column {column!r}")
+    return str(sample.columns[column])

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from grpocli.errors import ConfigError, EngineError
+from grpocli.errors import EngineError
 from grpocli.rollout.vllm_endpoint import Endpoint
 from grpocli.rollout.vllm_log import failure_cause
 
@@ -57,9 +57,7 @@ class Client:
     def _unreachable(self, path: str, error: httpx.HTTPError) -> EngineError:
         where = f"the vLLM server at {self.endpoint.url}"
         if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
-            return EngineError(
-                f"{where} did not answer {path} within {self.timeout:g} s (engine.request_timeout)"
-            )
+            return EngineError(f"{where} did not answer {path} within {self.timeout:g} s (engine.request_timeout)")
         log = self.endpoint.log
         cause = failure_cause(Path(log)) if log else ""
         return EngineError(f"{where} is gone ({path}: {error or type(error).__name__}){cause}")
@@ -95,9 +93,7 @@ class Client:
 
     def reset_prefix_cache(self) -> None:
         if not self.post("/reset_prefix_cache")["success"]:
-            raise EngineError(
-                f"the vLLM server at {self.endpoint.url} could not drop its prefix cache: requests run"
-            )
+            raise EngineError(f"the vLLM server at {self.endpoint.url} could not drop its prefix cache: requests run")
 
     def weight_version(self) -> str:
         return str(self.get("/weight_info")["weight_version"])
@@ -157,36 +153,3 @@ def _message(response: httpx.Response) -> str:
 
 def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def check_given(client: Client, max_tokens: int) -> None:
-    """Raise ConfigError unless a server that was given by `engine.base_url` can serve this run."""
-    url = client.endpoint.url
-    try:
-        client.get("/health")
-    except EngineError as error:
-        raise ConfigError.of(
-            "engine.base_url",
-            url,
-            f"no vLLM server answers there ({error}): start one with `grpocli vllm-serve`",
-        ) from error
-    try:
-        client.weight_version()
-        length = client.get("/v1/models")["data"][0].get("max_model_len")
-    except Refused as error:
-        raise ConfigError.of("engine.base_url", url, _advice(error)) from error
-    if length is not None and length < max_tokens:
-        raise ConfigError.of(
-            "engine.base_url",
-            url,
-            f"that server takes {length} tokens, but rollout.max_prompt_tokens + "
-            f"rollout.max_completion_tokens is {max_tokens}: serve with max_model_len={max_tokens}, or lower these",
-        )
-
-
-def _advice(error: Refused) -> str:
-    if error.status in (401, 403):
-        return "that server does not take the key: set engine.api_key_file to the file that its start printed"
-    if error.status == 404:
-        return "that server has no endpoints for reinforcement learning: start it with `grpocli vllm-serve`"
-    return str(error)

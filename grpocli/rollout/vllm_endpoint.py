@@ -15,7 +15,7 @@ ROOM = 2**30  # a memory file system with less than this is too small for weight
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """url: without a trailing slash. shm_dir: the folder that the server reads weights from. log: its output, if ours."""
+    """url: no slash at its end. shm_dir: the folder that the server reads weights from. log: its output, if ours."""
 
     url: str
     api_key: str
@@ -50,10 +50,11 @@ def run_file(run_dir: Path) -> Path:
 def serve_file(port: int) -> Path:
     """Where `grpocli vllm-serve` leaves the key of the server on `port` of this machine."""
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "grpocli" / "serve" / f"{port}.json"
+    own = os.environ.get("GRPOCLI_CACHE") or f"{cache}/grpocli"
+    return Path(own) / "serve" / f"{port}.json"
 
 
 def weights_dir() -> Path:
-    """A new private folder for weights: in shared memory, or where that is small or missing, in the temporary folder."""
+    """A new private folder for weights: in shared memory, or the temporary folder where that is small or missing."""
     in_memory = SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free >= ROOM
     return Path(tempfile.mkdtemp(prefix="grpocli-weights-", dir=SHM if in_memory else None))

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from grpocli.rollout.engine import Engine, EngineContext, EngineJob
 
 OURS = frozenset(
-    "api_key dtype enable_prefix_caching generation_config host logprobs_mode max_model_len middleware model port "
-    "seed served_model_name uds weight_transfer_config".split()
+    {
+        *("api_key", "host", "middleware", "model", "port", "served_model_name", "uds"),
+        *("dtype", "enable_prefix_caching", "generation_config", "logprobs_mode", "max_model_len", "seed"),
+        "weight_transfer_config",
+    }
 )
 """Options of vLLM that the run sets itself, because its correctness or safety rests on them."""
 
@@ -62,15 +65,9 @@ class Vllm:
         require(self, "port", 0 <= self.port < 65536, "must be 0 (any free port) to 65535")
         for field in ("start_timeout", "request_timeout", "cpu_kv_cache_gb", "tensor_parallel"):
             require(self, field, getattr(self, field) >= 1, "must be at least 1")
-        require(
-            self, "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "must be above 0, at most 1"
-        )
-        require(
-            self, "max_model_len", self.max_model_len is None or self.max_model_len > 1, "must be above 1"
-        )
-        require(
-            self, "sync_tolerance", self.sync_tolerance is None or self.sync_tolerance > 0, "must be above 0"
-        )
+        require(self, "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "must be above 0, at most 1")
+        require(self, "max_model_len", self.max_model_len is None or self.max_model_len > 1, "must be above 1")
+        require(self, "sync_tolerance", self.sync_tolerance is None or self.sync_tolerance > 0, "must be above 0")
         for name in self.vllm_args:
             if name.replace("-", "_") in OURS:
                 raise ConfigError(
@@ -78,7 +75,7 @@ class Vllm:
                 )
 
     def _fields(self) -> list[str]:
-        return [field.name for field in dataclasses.fields(self) if field.name != "vllm_args"]  # type: ignore[arg-type]
+        return [field.name for field in dataclasses.fields(self) if field.name != "vllm_args"]
 
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
         """Start a server, or check the given one. Raises ConfigError where it cannot work."""

@@ -7,9 +7,7 @@ from pathlib import Path
 
 TAIL = 256 * 1024  # bytes at the end of a log in which the cause is looked for
 ERROR = re.compile(r"(?:^|[\s\]])((?:[\w.]+\.)?\w*(?:Error|Exception): .+|[\w.]+: error: .+)$")
-NOT_THE_CAUSE = re.compile(
-    r"Engine core initialization failed|EngineDeadError|CancelledError|KeyboardInterrupt"
-)
+NOT_THE_CAUSE = re.compile(r"Engine core initialization failed|EngineDeadError|CancelledError|KeyboardInterrupt")
 
 
 def failure_cause(log: Path, since: int = 0) -> str:

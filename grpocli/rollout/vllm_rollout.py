@@ -35,8 +35,7 @@ class VllmEngine:
             )
         answers = self.client.complete([self._body(request, sampling) for request in requests])
         return [
-            self._completions(choices, request, sampling)
-            for choices, request in zip(answers, requests, strict=True)
+            self._completions(choices, request, sampling) for choices, request in zip(answers, requests, strict=True)
         ]
 
     def _body(self, request: Request, sampling: Sampling) -> dict[str, Any]:
@@ -56,11 +55,15 @@ class VllmEngine:
             "skip_special_tokens": False,
         }
 
-    def _completions(
-        self, choices: list[dict[str, Any]], request: Request, sampling: Sampling
-    ) -> list[Completion]:
+    def _completions(self, choices: list[dict[str, Any]], request: Request, sampling: Sampling) -> list[Completion]:
         greedy = sampling.temperature == 0
         made = [self._completion(choice, greedy) for choice in choices]
+        for one in made:
+            if one.truncated and len(one.token_ids) < sampling.max_tokens:
+                raise EngineError(
+                    f"vLLM stopped after {len(one.token_ids)} of {sampling.max_tokens} tokens, because with the prompt "
+                    "that is all its context holds: raise engine.max_model_len"
+                )
         if greedy:
             made *= request.n
         if len(made) != request.n:
@@ -90,11 +93,9 @@ class VllmEngine:
 
 
 def connect(options: Vllm, context: EngineContext) -> VllmEngine:
-    """Talk to the server that `launch` left in the run folder. Raises ConfigError if it serves another model."""
+    """Talk to the server whose address `launch` left in the run folder."""
     endpoint = Endpoint.load(run_file(context.job.run_dir))
     client = Client(endpoint, options.request_timeout)
-    if options.base_url is not None:
-        check_model(client, context)
     sync = WeightSync(client, context, options.sync_tolerance)
     return VllmEngine(client, sync, stop_ids(context.policy.model, context.tokenizer))
 
@@ -102,30 +103,3 @@ def connect(options: Vllm, context: EngineContext) -> VllmEngine:
 def spread(seed: int) -> int:
     """A seed far from its neighbours': of n completions vLLM gives the i-th seed + i, and requests count up too."""
     return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=7).digest())
-
-
-def check_model(client: Client, context: EngineContext) -> None:
-    """Raise ConfigError unless the server's architecture, vocabulary and dtype are the policy's."""
-    served = client.get("/server_info?config_format=json")["vllm_config"]["model_config"]
-    theirs, config = served["hf_config"], context.policy.model.config
-    for name in ("architectures", "vocab_size", "hidden_size", "num_hidden_layers"):
-        ours, other = getattr(config, name, None), served_value(theirs, name)
-        if ours is not None and other is not None and ours != other:
-            raise ConfigError.of(
-                "engine.base_url",
-                client.endpoint.url,
-                f"that server's model has {name}={other}, the run's {ours}: "
-                "serve the model that is trained (the same model=... for vllm-serve and train)",
-            )
-    dtype = str(served["dtype"]).removeprefix("torch.")
-    if dtype != context.job.dtype:
-        raise ConfigError.of(
-            "engine.base_url",
-            client.endpoint.url,
-            f"that server computes in {dtype}, the run in "
-            f"{context.job.dtype}: serve with dtype={context.job.dtype}",
-        )
-
-
-def served_value(hf_config: Any, name: str) -> Any:
-    return hf_config.get(name) if isinstance(hf_config, dict) else None

@@ -22,6 +22,7 @@ from grpocli.rollout.vllm_auth import KEY_VARIABLE
 from grpocli.rollout.vllm_endpoint import Endpoint, weights_dir
 from grpocli.rollout.vllm_log import failure_cause
 from grpocli.rollout.vllm_plugin import BACKEND
+from grpocli.rollout.vllm_weights import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from grpocli.rollout.vllm_engine import Vllm
@@ -64,9 +65,7 @@ def check_installed() -> None:
             "or use engine=transformers"
         )
     if not any(plugin.value.startswith("grpocli.") for plugin in entry_points(group="vllm.general_plugins")):
-        raise ConfigError(
-            "engine=vllm: vLLM finds its plugins among installed packages; pip install -e . once"
-        )
+        raise ConfigError("engine=vllm: vLLM finds its plugins among installed packages; pip install -e . once")
 
 
 def on_cpu() -> bool:
@@ -94,6 +93,7 @@ def command(spec: Spec, options: Vllm, cpu: bool) -> list[str]:
         "generation-config": "vllm",  # else the model's folder may change sampling behind our back
         "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
         "weight-transfer-config": {"backend": BACKEND},
+        "disable-uvicorn-access-log": True,
         "middleware": "grpocli.rollout.vllm_auth.RequireKey",
         **options.vllm_args,
     }
@@ -116,10 +116,11 @@ def environment(key: str, shm_dir: Path, options: Vllm) -> dict[str, str]:
         env["VLLM_PLUGINS"] = f"{plugins},grpocli"
     return env | {
         KEY_VARIABLE: key,
-        "GRPOCLI_SHM_DIR": str(shm_dir),
+        FOLDER_VARIABLE: str(shm_dir),
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_CPU_KVCACHE_SPACE": str(options.cpu_kv_cache_gb),
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": LOOPBACK,  # its processes talk to each other on this machine alone
     }
 
 

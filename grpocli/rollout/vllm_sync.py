@@ -13,14 +13,20 @@ import torch
 
 from grpocli.errors import EngineError
 from grpocli.rollout.vllm_client import Client
-from grpocli.rollout.vllm_weights import buckets, write
+from grpocli.rollout.vllm_weights import BUCKET, buckets, write
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext
 
 PROBE_TOKENS = 32
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
-"""Nats by which any log-prob of the probe may differ."""
+TOLERANCE = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.25}
+"""Nats by which the probe's log-probs may differ on average; any single one by `WORST` times as much.
+
+Measured, mean and worst: float32 3e-6 and 1e-5 (a tiny model). bfloat16 0.10 and 0.60 (SmolLM2-135M, the trainer
+under autocast with float32 weights; the probe's tokens are improbable, -15 nats, where rounding is coarsest). So
+in bfloat16 the check sees wrong, missing or stale tensors, but not a step smaller than the rounding.
+"""
+WORST = 10
 
 
 class WeightSync:
@@ -32,6 +38,7 @@ class WeightSync:
         self.tolerance = TOLERANCE[context.job.dtype] if tolerance is None else tolerance
         self.folder = Path(client.endpoint.shm_dir)
         self.probe = probe(int(self.policy.model.config.get_text_config().vocab_size))
+        self.bucket = BUCKET
         self._ready = False
 
     def __call__(self, version: int) -> dict[str, float]:
@@ -56,7 +63,7 @@ class WeightSync:
         self.client.pause()
         try:
             self.client.start_update()
-            sent = sum(self._send_bucket(bucket) for bucket in buckets(self.policy.weights(), self.dtype))
+            sent = sum(self._send_bucket(bucket) for bucket in buckets(self.policy.weights(), self.dtype, self.bucket))
             self.client.finish_update(version)
             self.client.reset_prefix_cache()
         finally:
@@ -81,9 +88,7 @@ class WeightSync:
     def _verify(self, version: int) -> None:
         echoed = self.client.weight_version()
         if echoed != str(version):
-            raise EngineError(
-                f"after a sync the vLLM server has weight version {echoed}, the trainer {version}"
-            )
+            raise EngineError(f"after a sync the vLLM server has weight version {echoed}, the trainer {version}")
         compare(self.client.score(self.probe), self.policy.score(self.probe), self.tolerance, version)
 
 
@@ -93,18 +98,19 @@ def probe(vocabulary: int) -> list[int]:
 
 
 def compare(server: Sequence[float], trainer: Sequence[float], tolerance: float, version: int) -> None:
-    """Raise EngineError unless each log-prob of the probe agrees within `tolerance` nats; NaN never agrees."""
+    """Raise EngineError unless the probe's log-probs agree within `tolerance` nats (see there); NaN never does."""
     gaps = [abs(a - b) if math.isfinite(a - b) else math.inf for a, b in zip(server, trainer, strict=True)]
     worst = max(range(len(gaps)), key=gaps.__getitem__)
-    if gaps[worst] <= tolerance:
+    if _mean(gaps) <= tolerance and gaps[worst] <= WORST * tolerance:
         return
     raise EngineError(
-        f"the vLLM server does not have the trainer's weights after the sync to version {version}: of {len(gaps)} "
-        f"probe tokens, number {worst + 1} has log-prob {server[worst]:.5f} on the server and {trainer[worst]:.5f} "
-        f"in the trainer, the largest difference, {gaps[worst]:.5f} (tolerance {tolerance:g}, engine.sync_tolerance; "
-        f"mean log-probs {_mean(server):.5f} and {_mean(trainer):.5f}). Likely causes: the server serves another "
-        "model or dtype; a parameter that vLLM's loader skips, renames or keeps packed; another run that syncs to "
-        "the same server"
+        f"the vLLM server does not have the trainer's weights after the sync to version {version}: over a probe of "
+        f"{len(gaps)} tokens the mean log-prob is {_mean(server):.5f} on the server and {_mean(trainer):.5f} in the "
+        f"trainer; the largest difference is at token {worst + 1}, {server[worst]:.5f} against "
+        f"{trainer[worst]:.5f}: {gaps[worst]:.5f}, on average {_mean(gaps):.5f} (engine.sync_tolerance is "
+        f"{tolerance:g} on average, {WORST * tolerance:g} for one). Likely causes: the server serves another model "
+        "or dtype; vLLM's loader skipped, renamed or kept a packed copy of a parameter; another run syncs to the "
+        "same server"
     )
 
 

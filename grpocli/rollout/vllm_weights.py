@@ -1,4 +1,4 @@
-"""Weights into safetensors files, a bucket at a time, cast on the way and copied once."""
+"""Weights in safetensors files: written a bucket at a time, cast and copied at once; read from one folder only."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import torch
 
 BUCKET = 512 * 2**20
 """Bytes in one file; a larger parameter has a file of its own. The peak above the model is one bucket."""
+FOLDER_VARIABLE = "GRPOCLI_SHM_DIR"
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 Named = tuple[str, torch.Tensor]
 
 
-def buckets(weights: Iterable[Named], dtype: torch.dtype, size: int = BUCKET) -> Iterator[list[Named]]:
+def buckets(weights: Iterable[Named], dtype: torch.dtype, size: int) -> Iterator[list[Named]]:
     """Consecutive parameters whose bytes in `dtype` fill at most `size`."""
     bucket: list[Named] = []
     filled = 0
@@ -69,3 +70,21 @@ def _copy(memory: mmap.mmap, at: int, bucket: list[Named], dtype: torch.dtype) -
             target.copy_(tensor.detach())
             del target  # the map cannot be closed while a tensor looks into it
         at += count * dtype.itemsize
+
+
+def weights_folder() -> Path:
+    """The only folder that a server reads weights from. Raises RuntimeError where its environment names none."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder:
+        raise RuntimeError(f"{FOLDER_VARIABLE} is not set: the shm transport has no folder to read from")
+    return Path(folder).resolve()
+
+
+def checked_path(name: str, folder: Path) -> Path:
+    """The file called `name` in `folder`. Raises ValueError for anything else: a path, a link, not a file."""
+    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+        raise ValueError(f"{name!r} is not the name of a file in the folder of the shm transport")
+    path = folder / name
+    if path.is_symlink() or not path.is_file():
+        raise ValueError(f"{name!r} is not a file in the folder of the shm transport")
+    return path

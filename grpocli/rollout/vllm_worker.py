@@ -5,7 +5,6 @@ What comes over the wire is JSON with a file's name. The folder is fixed by the 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,22 +19,22 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-FOLDER_VARIABLE = "GRPOCLI_SHM_DIR"
+from grpocli.rollout.vllm_weights import checked_path, weights_folder
 
 
 @dataclass
-class ShmInit(WeightTransferInitInfo):
+class ShmInit(WeightTransferInitInfo):  # type: ignore[misc]
     """Nothing to agree on: the folder comes from the environment."""
 
 
 @dataclass
-class ShmUpdate(WeightTransferUpdateInfo):
+class ShmUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     """One file of weights, by name."""
 
     file: str
 
 
-class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):
+class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[misc]
     """start -> update (once a file) -> finish; vLLM's loader fuses, shards and casts as it does from a checkpoint."""
 
     init_info_cls = ShmInit
@@ -69,21 +68,6 @@ class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):
 
     def shutdown(self) -> None:
         """Nothing is held between updates."""
-
-
-def weights_folder() -> Path:
-    folder = os.environ.get(FOLDER_VARIABLE)
-    if not folder:
-        raise RuntimeError(f"{FOLDER_VARIABLE} is not set: the shm transport has no folder to read from")
-    return Path(folder).resolve()
-
-
-def checked_path(name: str, folder: Path) -> Path:
-    """The file called `name` in `folder`. Raises ValueError for anything else: a path, a link, not a regular file."""
-    path = folder / name
-    if not isinstance(name, str) or Path(name).name != name or path.is_symlink() or not path.is_file():
-        raise ValueError(f"{name!r} is not a file in the folder of the shm transport")
-    return path
 
 
 def tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -63,11 +63,20 @@ class Sampler:
         ]
         groups = [Group(prompts[i], done[k * n : (k + 1) * n]) for k, i in enumerate(mine)]
         everyone = self.world.gather_objects(list(zip(mine, groups, strict=True)))
-        return [g for _, g in sorted(everyone, key=lambda pair: pair[0])], counts
+        counted = self.world.gather_objects([counts])
+        return [g for _, g in sorted(everyone, key=lambda pair: pair[0])], merged(counted)
 
     def _text(self, token_ids: list[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
+
+
+def merged(counts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """What the processes counted: errors add up, times go on side by side."""
+    names = dict.fromkeys(name for one in counts for name in one)
+    return {
+        name: (max if name.startswith("time/") else sum)(one.get(name, 0.0) for one in counts) for name in names
+    }
 
 
 @dataclass(frozen=True, slots=True)

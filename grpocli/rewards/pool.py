@@ -1,0 +1,161 @@
+"""Killable worker processes for scoring that may hang: a deadline for each item, and only that item is lost.
+
+A worker is `python -m grpocli.rewards.pool_worker module:function`. It imports that module and nothing else of
+weight, reads items and writes results as JSON lines, and dies with its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpocli
+from grpocli.errors import RunError
+from grpocli.rewards.pool_worker import READY
+from grpocli.rewards.reward import Failure
+
+PACKAGE = Path(grpocli.__file__).parent
+START_SECONDS = 120.0
+
+
+class Worker:
+    """One process, with at most one item under way."""
+
+    def __init__(self, function: str) -> None:
+        # -P and PYTHONPATH: the user's folder may hold a random.py, and may not be where this package is
+        command = [sys.executable, "-P", "-m", "grpocli.rewards.pool_worker", function]
+        path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        # what libraries say would tear the live view; errors come back as answers
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env
+        )
+        self.item: int | None = None
+        self.ready = False
+        self.deadline = time.monotonic() + START_SECONDS
+        self._buffer = b""
+
+    def fileno(self) -> int:
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    def give(self, index: int, item: Any, timeout: float) -> None:
+        assert self.process.stdin is not None
+        self.item, self.deadline = index, time.monotonic() + timeout
+        self.process.stdin.write(json.dumps(item).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def read(self) -> Any:
+        """The next answer: a list [score] or [null, reason]; None while half of it has come; EOFError at the end."""
+        piece = os.read(self.fileno(), 65536)
+        if not piece:
+            raise EOFError
+        self._buffer += piece
+        if b"\n" not in self._buffer:
+            return None
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return json.loads(line)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):  # what was not yet written is lost with the worker
+                stream.close()
+
+
+class Pool:
+    """Workers that live as long as the pool; started at the first use."""
+
+    def __init__(self, function: str, workers: int, timeout: float) -> None:
+        self.function, self.size, self.timeout = function, workers, timeout
+        self._workers: list[Worker] = []
+
+    def map(self, items: Sequence[Any]) -> list[float | Failure]:
+        """A score or a Failure for each item (JSON values), in order. Raises RunError if no worker starts."""
+        try:
+            return self._map(items)
+        except BaseException:
+            self.close()  # an answer still under way must not be taken for one of the next call's
+            raise
+
+    def _map(self, items: Sequence[Any]) -> list[float | Failure]:
+        results: list[float | Failure | None] = [None] * len(items)
+        waiting = deque(range(len(items)))
+        while any(result is None for result in results):
+            self._fill(min(self.size, len(items)))
+            for worker in self._workers:
+                if worker.ready and worker.item is None and waiting:
+                    index = waiting.popleft()
+                    with contextlib.suppress(BrokenPipeError):  # it has died: reading from it will say so
+                        worker.give(index, items[index], self.timeout)
+            self._listen(results)
+        return [r for r in results if r is not None]
+
+    def _fill(self, n: int) -> None:
+        """Start the workers that are missing, or that ended while they had nothing to do."""
+        for worker in [w for w in self._workers if w.ready and w.item is None]:
+            if worker.process.poll() is not None:
+                worker.kill()
+                self._workers.remove(worker)
+        while len(self._workers) < n:
+            self._workers.append(Worker(self.function))
+
+    def _listen(self, results: list[float | Failure | None]) -> None:
+        """Wait for answers until the first deadline; end the workers that have missed theirs."""
+        busy = [w for w in self._workers if w.item is not None or not w.ready]
+        with selectors.DefaultSelector() as selector:
+            for worker in busy:
+                selector.register(worker, selectors.EVENT_READ)
+            patience = max(0.0, min(w.deadline for w in busy) - time.monotonic())
+            answered = [key.fileobj for key, _ in selector.select(patience)]
+        for worker in busy:
+            if worker in answered:
+                self._take(worker, results)
+            elif time.monotonic() >= worker.deadline:
+                seconds = self.timeout if worker.ready else START_SECONDS
+                self._lose(worker, f"it took longer than {seconds:g} s", results)
+
+    def _take(self, worker: Worker, results: list[float | Failure | None]) -> None:
+        try:
+            answer = worker.read()
+        except EOFError:
+            self._lose(worker, "its worker process died", results)
+            return
+        if answer is None:
+            return
+        if not worker.ready:
+            if answer != READY:
+                self._lose(worker, answer[1], results)
+            worker.ready = True
+            return
+        assert worker.item is not None
+        results[worker.item] = Failure(answer[1]) if answer[0] is None else float(answer[0])
+        worker.item = None
+
+    def _lose(self, worker: Worker, reason: str, results: list[float | Failure | None]) -> None:
+        worker.kill()
+        self._workers.remove(worker)
+        if worker.item is None:
+            raise RunError(f"a worker process for {self.function} did not start: {reason}")
+        results[worker.item] = Failure(reason)
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+
+
+def default_workers() -> int:
+    """One for each core that this process may use, at most eight."""
+    return min(8, len(os.sched_getaffinity(0)))

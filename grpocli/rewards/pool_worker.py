@@ -1,0 +1,54 @@
+"""A worker process of `Pool`: JSON items in, JSON results out, gone when its parent is."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import TextIO
+
+PR_SET_PDEATHSIG = 1
+MAX_BYTES = 4 * 2**30
+READY = "ready"
+
+
+def main() -> None:
+    """Serve `module:function` until the input ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the run, which ends us
+    _limit_memory()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints is no answer
+    try:
+        module, _, name = sys.argv[1].partition(":")
+        function = getattr(importlib.import_module(module), name)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the parent says it
+        print(json.dumps([None, f"{type(error).__name__}: {error}"]), file=out, flush=True)
+        return
+    print(json.dumps(READY), file=out, flush=True)
+    _serve(function, out)
+
+
+def _limit_memory() -> None:
+    """A power tower written by a model may ask for all of the machine's memory before its time is up."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MAX_BYTES if hard == resource.RLIM_INFINITY else min(MAX_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def _serve(function: Callable[..., float], out: TextIO) -> None:
+    for line in sys.stdin:
+        try:
+            answer = [function(*json.loads(line))]
+        except Exception as error:  # noqa: BLE001 - whatever it is, the parent counts it
+            answer = [None, str(error) or type(error).__name__]
+        print(json.dumps(answer), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Rewards that are computed in killable worker processes: mathematics and regular expressions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import field
+from functools import lru_cache
+
+from grpocli.config.parts import part, require
+from grpocli.rewards.pool import Pool, default_workers
+from grpocli.rewards.reward import BaseReward, Failure, Sample, Score, answer_of
+
+
+@lru_cache(maxsize=8)
+def _pool(function: str, workers: int, timeout: float) -> Pool:
+    return Pool(function, workers or default_workers(), timeout)
+
+
+@part("reward", "math", package="reward.math")
+class Math(BaseReward):
+    """1 where the completion's answer equals the reference mathematically (math-verify), else 0.
+
+    The answer is what is in the last \\boxed{}, or else the last expression. timeout: seconds for a sample; one
+    that takes longer, or a reference that cannot be read, is a failure and no 0. workers: 0 is one for each core.
+    """
+
+    answer_column: str = "answer"
+    timeout: float = 5.0
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "timeout", self.timeout > 0, "must be above 0 seconds")
+        require(self, "workers", self.workers >= 0, "must be 0 (one for each core) or more")
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        answers = [answer_of(sample, self.answer_column) for sample in samples]
+        known = [i for i, answer in enumerate(answers) if isinstance(answer, str)]
+        scores: list[Score] = [a if isinstance(a, Failure) else None for a in answers]
+        for i, score in zip(known, self._pool().map([[answers[i], samples[i].text] for i in known]), strict=True):
+            scores[i] = score
+        return scores
+
+    def close(self) -> None:
+        self._pool().close()
+
+    def _pool(self) -> Pool:
+        return _pool("grpocli.rewards.checks:equal", self.workers, self.timeout)
+
+
+@part("reward", "format", package="reward.format")
+class Format(BaseReward):
+    """1 where the whole completion matches a regular expression (`.` matches newlines too), else 0.
+
+    timeout: seconds for a sample, since some patterns take exponential time.
+    """
+
+    pattern: str = field(default=r"<think>.*?</think>\s*<answer>.*?</answer>")
+    timeout: float = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            re.compile(self.pattern)
+            problem = ""
+        except re.error as error:
+            problem = f"is no regular expression: {error}"
+        require(self, "pattern", not problem, problem)
+        require(self, "timeout", self.timeout > 0, "must be above 0 seconds")
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        return list(self._pool().map([[self.pattern, sample.text] for sample in samples]))
+
+    def close(self) -> None:
+        self._pool().close()
+
+    def _pool(self) -> Pool:
+        return _pool("grpocli.rewards.checks:match", 1, self.timeout)

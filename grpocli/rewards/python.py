@@ -1,0 +1,155 @@
+"""reward=[python]: any function of the user's, called as TRL calls it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from grpocli.config.parts import nearest, part, require
+from grpocli.errors import ConfigError
+from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
+
+KEY = "reward.python.function"
+
+
+@part("reward", "python", package="reward.python")
+class PythonReward(BaseReward):
+    """A function FILE.py:NAME or module:NAME, plain or async.
+
+    It gets the keyword arguments `prompts`, `completions` (strings, or lists of messages for conversational data),
+    `completion_ids`, and every column of the dataset as a list; of these only what its signature takes. It returns
+    a list of numbers, None where it does not apply. timeout: seconds for a call.
+
+    For several, give each a YAML of its own in a folder `reward/` named by --config-dir, with
+    `# @package reward.NAME`, `_target_: grpocli.rewards.python.PythonReward` and its `function`.
+    """
+
+    function: str = MISSING
+    timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "function", ":" in self.function, "must be FILE.py:NAME or module:NAME")
+        require(self, "timeout", self.timeout > 0, "must be above 0 seconds")
+
+    @property
+    def label(self) -> str:
+        return self.function
+
+    def check(self, columns: Sequence[str]) -> None:
+        function = load(self.function)
+        given = {"prompts", "completions", "completion_ids", *columns}
+        for name, parameter in inspect.signature(function).parameters.items():
+            needed = parameter.default is inspect.Parameter.empty and parameter.kind in (
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                inspect.Parameter.KEYWORD_ONLY,
+            )
+            if needed and name not in given:
+                raise ConfigError.of(
+                    KEY, self.function, f"it wants {name!r}, but the task has no such column{nearest(name, given)}"
+                )
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        function = load(self.function)
+        result = self._within_time(function, _accepted(function, arguments(samples)))
+        if isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
+            return [Failure(f"it returned {result!r}, no list of numbers")] * len(samples)
+        if len(result) != len(samples):
+            return [Failure(f"it returned {len(result)} values for {len(samples)} samples")] * len(samples)
+        return list(result)
+
+    def _within_time(self, function: Callable[..., Any], given: dict[str, list[Any]]) -> Any:
+        """Call it in a thread, which cannot be ended but can be left behind."""
+        box: list[Any] = []
+
+        def call() -> None:
+            try:
+                result = function(**given)
+                box.extend([asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result, None])
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+                box.extend([None, error])
+
+        thread = threading.Thread(target=call, daemon=True, name=self.function)
+        thread.start()
+        thread.join(self.timeout)
+        if not box:
+            raise TimeoutError(f"no answer within {self.timeout:g} s (reward.python.timeout)")
+        if box[1] is not None:
+            raise box[1]
+        return box[0]
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    """What a reward function of TRL's is called with. A column that a sample lacks is None there."""
+    columns = dict.fromkeys(name for sample in samples for name in sample.columns)
+    return {
+        **{name: [s.columns.get(name) for s in samples] for name in columns},
+        "prompts": [s.prompt for s in samples],
+        "completions": [s.completion for s in samples],
+        "completion_ids": [s.token_ids for s in samples],
+    }
+
+
+def _accepted(function: Callable[..., Any], given: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return given
+    names = {p.name for p in parameters}
+    return {name: values for name, values in given.items() if name in names}
+
+
+@lru_cache(maxsize=16)
+def load(function: str) -> Callable[..., Any]:
+    """The function that FILE.py:NAME or module:NAME names. Raises ConfigError where there is none."""
+    place, _, name = function.rpartition(":")
+    try:
+        module = _file(Path(place)) if place.endswith(".py") else _module(place)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - importing a user's module may raise anything
+        raise ConfigError.of(KEY, function, f"importing it raised {type(error).__name__}: {error}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ConfigError.of(KEY, function, f"{place} has no function {name}{nearest(name, vars(module))}")
+    result: Callable[..., Any] = found
+    return result
+
+
+def _module(name: str) -> Any:
+    _reachable(Path.cwd())
+    return importlib.import_module(name)
+
+
+def _reachable(folder: Path) -> None:
+    """Let imports find what is in a folder, after everything that is installed."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _file(path: Path) -> Any:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError.of(KEY, path, "there is no such file")
+    _reachable(path.parent)  # as if it were run as a script
+    name = f"grpocli_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickling look a module up by its name
+    spec.loader.exec_module(module)
+    return module

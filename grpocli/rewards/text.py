@@ -1,0 +1,89 @@
+"""Rewards that only look at the text or its length."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+
+from grpocli.config.parts import follows, part, require
+from grpocli.rewards.reward import BaseReward, Failure, Sample, Score, answer_of
+
+# A minus after a word, a digit or a bracket is an operator: 10-5 ends in 5, "= -5" in -5.
+NUMBER = re.compile(r"((?<![\w)\]])[-−])?[$€£]?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
+
+
+@part("reward", "exact_match", package="reward.exact_match")
+class ExactMatch(BaseReward):
+    """1 where the completion, without surrounding space, is the answer; else 0."""
+
+    answer_column: str = "answer"
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        return [self._score(sample) for sample in samples]
+
+    def _score(self, sample: Sample) -> Score:
+        answer = answer_of(sample, self.answer_column)
+        return answer if isinstance(answer, Failure) else float(sample.text.strip() == answer.strip())
+
+
+@part("reward", "number", package="reward.number")
+class Number(BaseReward):
+    """1 where the last number in the completion equals the last number in the answer; else 0."""
+
+    answer_column: str = "answer"
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        return [self._score(sample) for sample in samples]
+
+    def _score(self, sample: Sample) -> Score:
+        answer = answer_of(sample, self.answer_column)
+        if isinstance(answer, Failure):
+            return answer
+        right = last_number(answer)
+        if right is None:
+            return Failure(f"there is no number in the answer {answer!r}")
+        return float(last_number(sample.text) == right)
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number written in digits; commas between thousands are ignored, and so is a currency sign."""
+    found = NUMBER.findall(text)
+    if not found:
+        return None
+    minus, digits = found[-1]
+    value = Decimal(digits.replace(",", ""))
+    return value.copy_negate() if minus else value
+
+
+@part("reward", "overlong", package="reward.overlong")
+class Overlong(BaseReward):
+    """DAPO's soft punishment (arXiv 2503.14476), equation 13.
+
+    0 up to max_tokens - buffer_tokens, then falling in a line to -1 at max_tokens, and -1 beyond.
+    max_tokens: the limit, `rollout.max_completion_tokens` unless given; null is what the sample was cut at.
+    buffer_tokens: null is a fifth of that, as in the paper (4096 of 20480).
+    """
+
+    max_tokens: int | None = follows("rollout.max_completion_tokens")
+    buffer_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "max_tokens", self.max_tokens is None or self.max_tokens >= 1, "must be at least 1")
+        require(self, "buffer_tokens", self.buffer_tokens is None or self.buffer_tokens >= 1, "must be at least 1")
+        if self.max_tokens is not None and self.buffer_tokens is not None:
+            require(
+                self,
+                "buffer_tokens",
+                self.buffer_tokens <= self.max_tokens,
+                f"must be at most reward.overlong.max_tokens={self.max_tokens}",
+            )
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        return [self._score(sample) for sample in samples]
+
+    def _score(self, sample: Sample) -> float:
+        limit = self.max_tokens or sample.max_tokens
+        buffer = min(self.buffer_tokens or max(1, limit // 5), limit)
+        return min(0.0, max(-1.0, (limit - buffer - sample.n_tokens) / buffer))

@@ -1,0 +1,83 @@
+"""rollouts/step_000001.parquet: every completion that a step trained on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpocli.data import Group
+from grpocli.tracking.files import sync_file
+
+
+def write_rollouts(path: Path, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int) -> None:
+    """A row a completion; conversations are JSON, a reward that does not apply is null."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        _row(group, i, k, advantages[i][k], step)
+        for i, group in enumerate(groups)
+        for k in range(len(group.rollouts))
+    ]
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        pq.write_table(pa.Table.from_pylist(rows, schema=_schema(groups)), temporary)
+        sync_file(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_rollouts(path: Path) -> list[dict[str, Any]]:
+    """The rows of such a file."""
+    import pyarrow.parquet as pq
+
+    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    return rows
+
+
+def _row(group: Group, index: int, k: int, advantage: float, step: int) -> dict[str, Any]:
+    rollout = group.rollouts[k]
+    prompt, done = rollout.prompt, rollout.completion
+    rewards = {f"reward/{name}": None if math.isnan(v) else v for name, v in rollout.rewards.items()}
+    return {
+        "step": step,
+        "uid": group.uid,
+        "group": index,
+        "prompt": prompt.text if isinstance(prompt.text, str) else json.dumps(prompt.text),
+        "completion": rollout.text,
+        "prompt_ids": prompt.token_ids,
+        "completion_ids": done.token_ids,
+        "logprobs": done.logprobs,
+        "advantage": advantage,
+        "finish_reason": done.finish_reason,
+        "version": done.version,
+        **rewards,
+    }
+
+
+def _schema(groups: Sequence[Group]) -> Any:
+    import pyarrow as pa
+
+    names = list(groups[0].rollouts[0].rewards) if groups else []
+    ids = pa.list_(pa.int32())
+    return pa.schema(
+        [
+            ("step", pa.int32()),
+            ("uid", pa.string()),
+            ("group", pa.int32()),
+            ("prompt", pa.string()),
+            ("completion", pa.string()),
+            ("prompt_ids", ids),
+            ("completion_ids", ids),
+            ("logprobs", pa.list_(pa.float32())),
+            ("advantage", pa.float32()),
+            ("finish_reason", pa.string()),
+            ("version", pa.int32()),
+            *[(f"reward/{name}", pa.float32()) for name in names],
+        ]
+    )

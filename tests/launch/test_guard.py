@@ -1,0 +1,145 @@
+"""Whatever a guarded command starts ends with us, however we end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from grpocli.launch.guard import alive, guarded, wait_gone
+
+# A command that starts a child in a session of its own (as launchers do), tells both pids, and stays.
+FAMILY = """
+import os, signal, subprocess, sys, time
+if "stubborn" in sys.argv: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+open(sys.argv[1] + ".part", "w").write(f"{os.getpid()} {child.pid}")
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+if "brief" in sys.argv: sys.exit(7)
+time.sleep(300)
+"""
+
+
+def family(folder: Path, *how: str) -> list[str]:
+    return [sys.executable, "-c", FAMILY, str(folder / "pids"), *how]
+
+
+def pids(folder: Path) -> list[int]:
+    file, deadline = folder / "pids", time.monotonic() + 20
+    while not file.exists():
+        assert time.monotonic() < deadline, "the command did not start"
+        time.sleep(0.02)
+    return [int(word) for word in file.read_text().split()]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)]
+)
+def test_relays_exit_code(code: str, expected: int) -> None:
+    with guarded([sys.executable, "-c", code], name="test") as process:
+        assert process.wait(20) == expected
+        assert process.returncode == expected
+
+
+def test_passes_environment_and_folder_and_appends_to_log(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "a.log"
+    code = "import os, sys; print(os.environ['A'], os.getcwd()); print('err', file=sys.stderr)"
+    for word in ("one", "two"):
+        with guarded([sys.executable, "-c", code], name="test", env={"A": word}, log=log, cwd=tmp_path) as process:
+            assert process.wait(20) == 0
+    text = log.read_text()
+    assert text.count(str(tmp_path)) == 2
+    assert text.count("err") == 2
+    assert text.index("one") < text.index("two")
+
+
+def test_leaving_the_block_ends_the_tree_and_deletes(tmp_path: Path) -> None:
+    folder, file = tmp_path / "weights", tmp_path / "socket"
+    folder.mkdir()
+    (folder / "a").write_text("x")
+    file.write_text("x")
+    with guarded(family(tmp_path), name="test", remove=[folder, file, tmp_path / "missing"]) as process:
+        started = pids(tmp_path)
+        assert all(alive(pid) for pid in started)
+        assert process.poll() is None
+    assert wait_gone(started, 5) == []
+    assert not folder.exists()
+    assert not file.exists()
+
+
+def test_kills_what_ignores_term(tmp_path: Path) -> None:
+    with guarded(family(tmp_path, "stubborn"), name="test") as process:
+        started = pids(tmp_path)
+        began = time.monotonic()
+        assert process.stop(grace=0.5) == 128 + signal.SIGKILL
+        assert 0.5 <= time.monotonic() - began < 10
+        assert process.stop() == 128 + signal.SIGKILL
+    assert wait_gone(started, 5) == []
+
+
+def test_ends_what_the_command_left_behind(tmp_path: Path) -> None:
+    with guarded(family(tmp_path, "brief"), name="test") as process:
+        started = pids(tmp_path)
+        assert process.wait(20) == 7
+    assert wait_gone(started, 5) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_parent_killed(tmp_path: Path, how: signal.Signals) -> None:
+    """The parent gets no chance to clean up; a forked child of it still holds the pipe, as a worker pool would."""
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    script = textwrap.dedent(f"""
+        import os, sys, time
+        from pathlib import Path
+        from grpocli.launch.guard import guarded
+        with guarded({family(tmp_path)!r}, name="test", grace=1, remove=[Path({str(folder)!r})]):
+            if os.fork() == 0:
+                time.sleep(15)
+                os._exit(0)
+            time.sleep(300)
+    """)
+    parent = subprocess.Popen([sys.executable, "-c", script])
+    started = pids(tmp_path)
+    parent.send_signal(how)
+    parent.wait(20)
+    assert wait_gone(started, 10) == []
+    deadline = time.monotonic() + 5
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not folder.exists()
+
+
+def test_guard_killed_takes_the_command_along(tmp_path: Path) -> None:
+    with guarded(family(tmp_path), name="test") as process:
+        command = pids(tmp_path)[0]
+        os.kill(process.pid, signal.SIGKILL)
+        assert wait_gone([command], 5) == []
+    os.kill(pids(tmp_path)[1], signal.SIGKILL)
+
+
+def test_a_thread_that_ends_does_not_end_the_command(tmp_path: Path) -> None:
+    """The kernel reports the death of the thread that started a process as its parent's death."""
+    import contextlib
+    import threading
+
+    with contextlib.ExitStack() as stack:
+        context = guarded(family(tmp_path), name="test")
+        thread = threading.Thread(target=lambda: stack.enter_context(context))
+        thread.start()
+        thread.join()
+        started = pids(tmp_path)
+        time.sleep(0.3)
+        assert all(alive(pid) for pid in started)
+    assert wait_gone(started, 5) == []
+
+
+def test_missing_program() -> None:
+    with pytest.raises(FileNotFoundError, match="/no/such/program"), guarded(["/no/such/program"], name="test"):
+        pass
