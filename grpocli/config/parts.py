@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar, dataclass_transform, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 from grpocli.errors import ConfigError
 
@@ -34,11 +35,22 @@ def part(group: str, name: str, *, package: str | None = None) -> Callable[[type
     def register(cls: type[T]) -> type[T]:
         made = section(package or group.replace("/", "."))(cls)
         ConfigStore.instance().store(
-            group=group or None, name=name, node=schema(made), package=package, provider="grpocli"
+            group=group or None, name=name, node=_node(schema(made)), package=package, provider="grpocli"
         )
         return made
 
     return register
+
+
+def _node(made: type[Any]) -> Any:
+    """What Hydra composes. The keys of a `dict` field are the user's own: overriding one needs no `+`."""
+    own = [f.name for f in dataclasses.fields(made) if f.default_factory is dict]
+    if not own:
+        return made
+    config = OmegaConf.structured(made)
+    for name in own:
+        OmegaConf.set_struct(config[name], False)
+    return config
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))

@@ -40,7 +40,7 @@ def launch(config: DictConfig, folder: Path, resuming: bool = False) -> float | 
     try:
         job = prepare(run, run_dir, view, resuming)
         write_atomic(run_dir.config, save(config))
-        view.start(title(run, run_dir), plan_lines(run), run.train.steps)
+        view.start(run_dir.name, plan_lines(run), run.train.steps)
         return _train(config, run, job, run_dir, view)
     except GrpoError:
         raise
@@ -87,11 +87,6 @@ def _train(config: DictConfig, run: Run, job: Job, run_dir: RunDir, view: View) 
             job.save(run_dir.path)
             view.stop()  # the first trainer process has the terminal from here
             return train_in_processes(run, run_dir, stop)
-
-
-def title(run: Run, run_dir: RunDir) -> str:
-    """The run's name in the live view."""
-    return f"{run_dir.path.parent.name}/{run_dir.path.name}"
 
 
 def quiet_libraries() -> None:

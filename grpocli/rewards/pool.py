@@ -75,7 +75,7 @@ class Worker:
 
 
 class Pool:
-    """Workers that live as long as the pool; started at the first use."""
+    """Workers that live as long as the pool; started by `start` or at the first use."""
 
     def __init__(self, function: str, workers: int, timeout: float) -> None:
         self.function, self.size, self.timeout = function, workers, timeout
@@ -101,6 +101,10 @@ class Pool:
                         worker.give(index, items[index], self.timeout)
             self._listen(results)
         return [r for r in results if r is not None]
+
+    def start(self) -> None:
+        """Start the workers without waiting for them: what they import takes seconds."""
+        self._fill(self.size)
 
     def _fill(self, n: int) -> None:
         """Start the workers that are missing, or that ended while they had nothing to do."""

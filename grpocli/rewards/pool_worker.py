@@ -10,7 +10,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
-from typing import TextIO
+from typing import Any, TextIO
 
 PR_SET_PDEATHSIG = 1
 MAX_BYTES = 4 * 2**30
@@ -44,7 +44,7 @@ def _limit_memory() -> None:
 def _serve(function: Callable[..., float], out: TextIO) -> None:
     for line in sys.stdin:
         try:
-            answer = [function(*json.loads(line))]
+            answer: list[Any] = [function(*json.loads(line))]
         except Exception as error:  # noqa: BLE001 - whatever it is, the parent counts it
             answer = [None, str(error) or type(error).__name__]
         print(json.dumps(answer), file=out, flush=True)

@@ -34,6 +34,10 @@ class Math(BaseReward):
         require(self, "timeout", self.timeout > 0, "must be above 0 seconds")
         require(self, "workers", self.workers >= 0, "must be 0 (one for each core) or more")
 
+    def check(self, columns: Sequence[str]) -> None:
+        super().check(columns)
+        self._pool().start()
+
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         answers = [answer_of(sample, self.answer_column) for sample in samples]
         known = [i for i, answer in enumerate(answers) if isinstance(answer, str)]
@@ -46,7 +50,7 @@ class Math(BaseReward):
         self._pool().close()
 
     def _pool(self) -> Pool:
-        return _pool("grpocli.rewards.checks:equal", self.workers, self.timeout)
+        return _pool("grpocli.rewards.mathematics:equal", self.workers, self.timeout)
 
 
 @part("reward", "format", package="reward.format")

@@ -120,7 +120,7 @@ def load(function: str) -> Callable[..., Any]:
         module = _file(Path(place)) if place.endswith(".py") else _module(place)
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - importing a user's module may raise anything
+    except (Exception, SystemExit) as error:
         raise ConfigError.of(KEY, function, f"importing it raised {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
     if not callable(found):

@@ -22,9 +22,7 @@ class Scorer:
     rewards: dict[str, BaseReward]
     max_errors: float
 
-    def score(
-        self, rollouts: Sequence[Rollout], max_tokens: int
-    ) -> tuple[list[dict[str, float]], dict[str, float]]:
+    def score(self, rollouts: Sequence[Rollout], max_tokens: int) -> tuple[list[dict[str, float]], dict[str, float]]:
         """Rewards by name for each rollout (NaN: does not apply, or failed), and counts that add up over calls.
 
         max_tokens: the limit that the completions were sampled under.
@@ -49,13 +47,11 @@ class Scorer:
             return []
         try:
             return [_number(score) for score in reward(samples)]
-        except Exception as error:  # noqa: BLE001 - a user's function may raise anything; it is counted and shown
+        except Exception as error:
             logger.exception("%s raised", reward.label)
             return [Failure(f"it raised {type(error).__name__}: {error}")] * len(samples)
 
-    def _judge(
-        self, name: str, reward: BaseReward, failed: list[tuple[Sample, Failure]], total: int
-    ) -> None:
+    def _judge(self, name: str, reward: BaseReward, failed: list[tuple[Sample, Failure]], total: int) -> None:
         for sample, failure in failed[:3]:
             logger.warning("reward.%s could not score %s: %s", name, excerpt(sample.text), failure.reason)
         if len(failed) > self.max_errors * total:

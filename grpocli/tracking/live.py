@@ -48,7 +48,8 @@ class LiveView(View):
 
     def start(self, title: str, plan: Sequence[str], total_steps: int) -> None:
         self._title, self._pace.total = title, total_steps
-        self.note("\n".join(plan))
+        if plan:
+            self.note("\n".join(plan))
 
     def resumed(self, done_steps: int) -> None:
         self._pace.done = done_steps

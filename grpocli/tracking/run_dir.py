@@ -20,6 +20,11 @@ class RunDir:
     path: Path
 
     @property
+    def name(self) -> str:
+        """What the run is called: its folder and the one above."""
+        return f"{self.path.parent.name}/{self.path.name}"
+
+    @property
     def config(self) -> Path:
         """The resolved config."""
         return self.path / "config.yaml"

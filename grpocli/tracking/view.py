@@ -70,7 +70,8 @@ class PlainView(View):
 
     def start(self, title: str, plan: Sequence[str], total_steps: int) -> None:
         self._pace.total = total_steps
-        self._say(f"run {title}")
+        if plan:
+            self._say(f"run {title}")
         for line in plan:
             self._say(f"  {line}")
 

@@ -126,6 +126,7 @@ def main() -> None:
         config = OmegaConf.load(run_dir.config)
         run = build_run(config)  # type: ignore[arg-type]
         view = make_view() if rank == 0 else silent_view()
+        view.start(run_dir.name, [], run.train.steps)
         work(run, Job.load(run_dir.path), run_dir, StopSignal(file=run_dir.path / STOP_FILE), view)
     except Exception as error:
         logger.exception("process %d failed", rank)

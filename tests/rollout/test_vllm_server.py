@@ -189,3 +189,17 @@ def test_address() -> None:
     assert address("127.0.0.1", 1) == "http://127.0.0.1:1"
     assert address("0.0.0.0", 1) == "http://127.0.0.1:1"
     assert address("::1", 1) == "http://[::1]:1"
+
+
+def test_any_option_of_vllm_is_an_override() -> None:
+    """Without Hydra's `+`, and still typed elsewhere."""
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    node = ConfigStore.instance().repo["engine"]["vllm.yaml"].node  # type: ignore[index]
+    config = OmegaConf.create({"engine": node})
+    OmegaConf.set_struct(config, True)
+    OmegaConf.update(config, "engine.vllm_args.max_num_seqs", 8)
+    assert config.engine.vllm_args == {"max_num_seqs": 8}
+    with pytest.raises(Exception, match="prt"):
+        OmegaConf.update(config, "engine.prt", 8)

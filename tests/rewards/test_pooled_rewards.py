@@ -1,0 +1,183 @@
+"""Rewards computed in killable worker processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from grpocli.errors import ConfigError, RunError
+from grpocli.rewards.pool import Pool
+from grpocli.rewards.pooled import Format, Math
+from grpocli.rewards.reward import Failure
+
+TOWER = r"\boxed{9^{9^{9^{9^9}}}}"
+
+
+@pytest.fixture(scope="module")
+def math():
+    reward = Math(workers=1, timeout=20)
+    yield reward
+    reward.close()
+
+
+@pytest.fixture
+def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A pool over a function of a light module: probes(seconds, workers) -> Pool."""
+    (tmp_path / "probes.py").write_text(
+        "import os, time\n"
+        "def run(what):\n"
+        "    if what == 'hang': time.sleep(600)\n"
+        "    if what == 'die': os._exit(1)\n"
+        "    if what == 'raise': raise ValueError('no good')\n"
+        "    if what == 'print': print('noise')\n"
+        "    if what == 'eat': bytearray(2**40)\n"
+        "    return os.getpid() if what == 'pid' else 1.0\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pools: list[Pool] = []
+
+    def make(seconds: float = 30.0, workers: int = 2, function: str = "probes:run") -> Pool:
+        pools.append(Pool(function, workers, seconds))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "score"),
+    [
+        (r"so the answer is \boxed{42}.", "42", 1.0),
+        (r"\boxed{7}, no: \boxed{42}", 42, 1.0),
+        (r"\boxed{42}, no: \boxed{7}", "42", 0.0),
+        (r"\boxed{1} and \boxed{2}", r"\{1, 2\}", 1.0),
+        ("48 / 2 = 24\n#### 24", "Natalia sold 48/2 = <<48/2=24>>24 clips.\n#### 24", 1.0),
+        ("It is 1234.", "#### 1,234", 1.0),
+        (r"$\frac{1}{2}$", "0.5", 1.0),
+        (r"\boxed{1+2x}", "2x+1", 1.0),
+        (r"\boxed{2}", "2x+1", 0.0),
+        (r"$\sqrt{18}$", r"3\sqrt{2}", 1.0),
+        ("42", "The answer is 42", 1.0),
+        ("", "42", 0.0),
+        ("no idea", "42", 0.0),
+    ],
+)
+def test_math(math: Math, sample, text: str, answer: object, score: float) -> None:
+    assert math([sample(text, answer=answer)]) == [score]
+
+
+def test_an_unreadable_or_missing_reference_is_a_failure(math: Math, sample) -> None:
+    good, unreadable, missing = math([sample("1", answer="1"), sample("1", answer="???"), sample("1")])
+    assert good == 1.0
+    assert isinstance(unreadable, Failure)
+    assert "'???'" in unreadable.reason
+    assert isinstance(missing, Failure)
+    assert "'answer'" in missing.reason
+
+
+def test_mathematics_that_never_ends_costs_only_its_sample(sample) -> None:
+    reward = Math(workers=1, timeout=1)
+    try:
+        start = time.monotonic()
+        one, tower, two = reward([sample(text, answer="1") for text in ("1", TOWER, "2")])
+        assert time.monotonic() - start < 60
+    finally:
+        reward.close()
+    assert (one, two) == (1.0, 0.0)
+    assert isinstance(tower, Failure)
+    assert "1 s" in tower.reason
+
+
+def test_format_wants_the_whole_text(sample) -> None:
+    reward = Format()
+    try:
+        texts = ["<think>a\nb</think>\n<answer>7</answer>\n", "<think>a</think><answer>7</answer> Bye", "7"]
+        assert reward([sample(text) for text in texts]) == [1.0, 0.0, 0.0]
+    finally:
+        reward.close()
+
+
+def test_a_pattern_that_backtracks_for_ever_costs_only_its_sample(sample) -> None:
+    reward = Format(pattern="(a+)+b", timeout=0.5)
+    try:
+        good, bad, after = reward([sample(text) for text in ("aab", "a" * 60, "b")])
+    finally:
+        reward.close()
+    assert (good, after) == (1.0, 0.0)
+    assert isinstance(bad, Failure)
+
+
+def test_a_broken_pattern_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.format\.pattern=\(a: is no regular expression"):
+        Format(pattern="(a")
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"), [("die", "died"), ("raise", "no good"), ("eat", "MemoryError"), ("hang", "longer than 0.5 s")]
+)
+def test_only_the_item_at_fault_is_lost(probes, what: str, reason: str) -> None:
+    pool = probes(seconds=0.5)
+    scores = pool.map([[w] for w in ("ok", what, "print", "ok", "ok")])
+    assert [s for i, s in enumerate(scores) if i != 1] == [1.0] * 4
+    assert isinstance(scores[1], Failure)
+    assert reason in scores[1].reason
+    assert pool.map([["ok"], ["ok"]]) == [1.0, 1.0]
+
+
+def test_workers_stay_between_calls_and_are_replaced_when_dead(probes) -> None:
+    pool = probes(workers=1)
+    (first,) = pool.map([["pid"]])
+    assert pool.map([["pid"]]) == [first]
+    os.kill(int(first), signal.SIGKILL)
+    time.sleep(0.2)
+    (second,) = pool.map([["pid"]])
+    assert isinstance(second, float)
+    assert second != first
+
+
+def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(probes, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = probes(workers=1)
+    pool.map([["ok"]])
+    with monkeypatch.context() as patched:
+        patched.setattr(pool, "_listen", lambda results: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pool.map([["pid"]])
+    assert pool.map([["ok"]]) == [1.0]
+
+
+def test_a_worker_that_cannot_start_says_why(probes) -> None:
+    with pytest.raises(RunError, match="No module named 'nowhere'"):
+        probes(function="nowhere:run").map([["ok"]])
+
+
+def test_an_empty_call_starts_nothing(probes) -> None:
+    assert probes(function="nowhere:run").map([]) == []
+
+
+def test_workers_die_with_a_killed_parent(probes, tmp_path: Path) -> None:
+    """Even one that is stuck and reads no input."""
+    script = (
+        "import sys, threading\n"
+        "from grpocli.rewards.pool import Pool\n"
+        "pool = Pool('probes:run', 1, 600)\n"
+        "print(int(pool.map([['pid']])[0]), flush=True)\n"
+        "pool.map([['hang']])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        time.sleep(0.3)
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{worker}/stat").exists() and time.monotonic() < deadline:
+        if Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return  # dead, and nobody has reaped it yet
+        time.sleep(0.05)
+    assert not Path(f"/proc/{worker}").exists()

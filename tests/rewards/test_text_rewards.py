@@ -1,0 +1,79 @@
+"""Rewards that look at the text or its length."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpocli.errors import ConfigError
+from grpocli.rewards.reward import Failure
+from grpocli.rewards.text import ExactMatch, Number, Overlong
+
+
+def test_exact_match_ignores_surrounding_space_only(sample) -> None:
+    given = [sample(" 42\n", answer="42"), sample("42", answer=42), sample("4 2", answer="42")]
+    assert ExactMatch()(given) == [1.0, 1.0, 0.0]
+
+
+def test_a_sample_without_the_answer_column_is_a_failure_that_names_it(sample) -> None:
+    for reward in (ExactMatch(), Number()):
+        (score,) = reward([sample("42", solution="42")])
+        assert isinstance(score, Failure)
+        assert "'answer'" in score.reason
+
+
+def test_a_missing_answer_column_is_found_before_training() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.number\.answer_column=answer: .*did you mean \"answers\""):
+        Number().check(["answers", "level"])
+    Number(answer_column="answers").check(["answers"])
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "score"),
+    [
+        ("so 3 + 4 = 7", "7", 1.0),
+        ("it costs $1,234.50 in all", "1234.5", 1.0),
+        ("5 - 8 = -3", "-3", 1.0),
+        ("5 - 8 = −3", "-3", 1.0),
+        ("between 3-5", "5", 1.0),
+        ("-$5", "-5", 1.0),
+        ("7 or 8", "7", 0.0),
+        ("3", "-3", 0.0),
+        ("no idea", "7", 0.0),
+        ("9007199254740993", "9007199254740992", 0.0),
+        ("7.", "She has 3 + 4 = 7.\n#### 7", 1.0),
+    ],
+)
+def test_number_compares_the_last_numbers(sample, text: str, answer: str, score: float) -> None:
+    assert Number()([sample(text, answer=answer)]) == [score]
+
+
+def test_an_answer_without_a_number_is_a_failure(sample) -> None:
+    (score,) = Number()([sample("7", answer="seven")])
+    assert isinstance(score, Failure)
+
+
+def test_overlong_is_the_papers_equation_13(sample) -> None:
+    """L_max = 20480 and L_cache = 4096, with -1 beyond the limit."""
+    reward = Overlong(max_tokens=20480, buffer_tokens=4096)
+    lengths = [0, 16384, 16384 + 1024, 20480 - 1, 20480, 20481, 40000]
+    expected = [0.0, 0.0, -0.25, (16384 - 20479) / 4096, -1.0, -1.0, -1.0]
+    assert reward([sample("x", tokens=n) for n in lengths]) == expected
+
+
+def test_overlong_takes_the_samples_limit_and_a_fifth_of_it(sample) -> None:
+    lengths = [80, 90, 100]
+    assert Overlong()([sample("x", tokens=n, max_tokens=100) for n in lengths]) == [0.0, -0.5, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "key"),
+    [
+        ({"max_tokens": 10, "buffer_tokens": 11}, "reward.overlong.buffer_tokens=11"),
+        ({"max_tokens": 0}, "reward.overlong.max_tokens=0"),
+        ({"buffer_tokens": 0}, "reward.overlong.buffer_tokens=0"),
+        ({"weight": float("nan")}, "reward.overlong.weight=nan"),
+    ],
+)
+def test_overlong_refuses_contradictions(fields: dict[str, float], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        Overlong(**fields)  # type: ignore[arg-type]
