@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from grpocli.config.complaints import friendly
 from grpocli.config.compose import conf_dir, register_parts
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, GrpoError, Stopped
 
 
 def arguments(argv: list[str]) -> Any:
@@ -37,12 +37,34 @@ def search_path(config_dir: str | None) -> list[str]:
 
 
 def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[str]) -> None:
-    """Run `task` under Hydra (single run or `--multirun`); what it raises comes out unchanged."""
+    """Run `task` under Hydra. A sweep goes on after a job that failed; the first error is raised at the end.
+
+    Raises what `task` raises, and ConfigError for what Hydra does.
+    """
     import hydra
 
     register_parts()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing a traceback of its own
     sys.argv = [f"grpocli {config_name.replace('_', '-')}", *argv]
-    app = hydra.main(version_base="1.3", config_path=conf_dir(), config_name=config_name)(task)
+    failures: list[GrpoError] = []
+
+    def job(config: DictConfig) -> Any:
+        try:
+            return task(config)
+        except Stopped:
+            raise
+        except GrpoError as error:
+            failures.append(error)
+            if arguments(argv).multirun:
+                print(f"grpocli: this job failed: {error}", file=sys.stderr)
+            return None
+
+    app = hydra.main(version_base="1.3", config_path=conf_dir(), config_name=config_name)(job)
     with friendly([a for a in argv if not a.startswith("-")], config_name):
-        app()
+        try:
+            app()
+        except OSError as error:  # the task's own are told apart by then: this is Hydra making its folders
+            folder = error.filename or "the output folder"
+            raise ConfigError(f"hydra.run.dir: {folder} cannot be written: {error.strerror}") from error
+    if failures:
+        raise failures[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -101,5 +102,8 @@ def _cause(error: BaseException) -> GrpoError:
     while inner is not None:
         if isinstance(inner, GrpoError):
             return inner
+        unknown = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(inner))
+        if unknown:
+            return ConfigError(f"there is no key {unknown[2]} in {unknown[1]}")
         inner = inner.__cause__
     return ConfigError(" ".join(str(error).split()))

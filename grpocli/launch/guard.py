@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,8 +86,8 @@ def guarded(
     appended (None: ours). grace: seconds between TERM and KILL. remove: files and folders deleted when it has
     ended, even if we did not live to see that. Raises FileNotFoundError if the program does not exist.
     """
-    if not os.access(command[0], os.X_OK):
-        raise FileNotFoundError(f"{command[0]} is not a program")
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(f"there is no program {command[0]}")
     read, write = os.pipe()
     try:
         process = _start(command, read, name, env, log, cwd, grace, remove)

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from grpocli.config.compose import build_run, save
 from grpocli.config.plan import plan_lines
-from grpocli.errors import GrpoError
+from grpocli.errors import ConfigError, GrpoError
 from grpocli.launch.job import Job
 from grpocli.launch.signals import stop_signal
 from grpocli.rollout.engine import EngineJob
@@ -42,6 +42,9 @@ def launch(config: DictConfig, folder: Path, resuming: bool = False) -> float | 
         write_atomic(run_dir.config, save(config))
         view.start(run_dir.name, plan_lines(run), run.train.steps)
         return _train(config, run, job, run_dir, view)
+    except ConfigError:
+        run_dir.forget()
+        raise
     except GrpoError:
         raise
     except OSError as error:

@@ -161,5 +161,6 @@ class Pool:
 
 
 def default_workers() -> int:
-    """One for each core that this process may use, at most eight."""
-    return min(8, len(os.sched_getaffinity(0)))
+    """One for each core that this process may use, shared with the other trainer processes here; at most eight."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(8, len(os.sched_getaffinity(0)) // processes))

@@ -21,8 +21,9 @@ def _pool(function: str, workers: int, timeout: float) -> Pool:
 class Math(BaseReward):
     """1 where the completion's answer equals the reference mathematically (math-verify), else 0.
 
-    The answer is what is in the last \\boxed{}, or else the last expression. timeout: seconds for a sample; one
-    that takes longer, or a reference that cannot be read, is a failure and no 0. workers: 0 is one for each core.
+    The answer is what is in the last \\boxed{}, else what follows "####", else the last expression. The reference is
+    a number, LaTeX, or ends in "#### 42". timeout: seconds for a sample; one that takes longer, or a reference that
+    cannot be read, is a failure and no 0. workers: 0 is one for each core.
     """
 
     answer_column: str = "answer"

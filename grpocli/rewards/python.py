@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +16,7 @@ from omegaconf import MISSING
 
 from grpocli.config.parts import nearest, part, require
 from grpocli.errors import ConfigError
+from grpocli.rewards.deadline import deadline
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 
 KEY = "reward.python.function"
@@ -69,24 +69,9 @@ class PythonReward(BaseReward):
         return list(result)
 
     def _within_time(self, function: Callable[..., Any], given: dict[str, list[Any]]) -> Any:
-        """Call it in a thread, which cannot be ended but can be left behind."""
-        box: list[Any] = []
-
-        def call() -> None:
-            try:
-                result = function(**given)
-                box.extend([asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result, None])
-            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-                box.extend([None, error])
-
-        thread = threading.Thread(target=call, daemon=True, name=self.function)
-        thread.start()
-        thread.join(self.timeout)
-        if not box:
-            raise TimeoutError(f"no answer within {self.timeout:g} s (reward.python.timeout)")
-        if box[1] is not None:
-            raise box[1]
-        return box[0]
+        with deadline(self.timeout, f"no answer within {self.timeout:g} s (reward.python.timeout)"):
+            result = function(**given)
+            return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
 
 async def _awaited(result: Any) -> Any:

@@ -23,12 +23,14 @@ COLDEST = 0.01  # vLLM raises a temperature between 0 and this
 class VllmEngine:
     """See `Vllm`; made by `connect`."""
 
-    def __init__(self, client: Client, sync: WeightSync, stop: Sequence[int]) -> None:
-        self.client, self._sync, self._stop = client, sync, list(stop)
-        self.version = 0
+    def __init__(self, client: Client, sync: WeightSync, stop: Sequence[int], version: int | None) -> None:
+        """version: of the server's weights; None where another run may have changed them."""
+        self.client, self._sync, self._stop, self.version = client, sync, list(stop), version
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         """`n` completions for each request, in order; raises EngineError if any cannot be had in time."""
+        if self.version is None:
+            raise EngineError("a given vLLM server may have any weights: sync before the first completion")
         if 0 < sampling.temperature < COLDEST:
             raise ConfigError.of(
                 "rollout.temperature", sampling.temperature, f"vLLM samples at {COLDEST} at least (or at 0)"
@@ -57,7 +59,7 @@ class VllmEngine:
 
     def _completions(self, choices: list[dict[str, Any]], request: Request, sampling: Sampling) -> list[Completion]:
         greedy = sampling.temperature == 0
-        made = [self._completion(choice, greedy) for choice in choices]
+        made = [self._completion(choice, greedy, self.version or 0) for choice in choices]
         for one in made:
             if one.truncated and len(one.token_ids) < sampling.max_tokens:
                 raise EngineError(
@@ -70,7 +72,7 @@ class VllmEngine:
             raise EngineError(f"vLLM returned {len(made)} completions of a prompt instead of {request.n}")
         return made
 
-    def _completion(self, choice: dict[str, Any], greedy: bool) -> Completion:
+    def _completion(self, choice: dict[str, Any], greedy: bool, version: int) -> Completion:
         ids, logprobs, reason = (
             choice["token_ids"],
             choice["logprobs"]["token_logprobs"],
@@ -81,7 +83,7 @@ class VllmEngine:
                 f"vLLM returned a broken completion: {len(ids)} tokens, {len(logprobs)} log-probs, "
                 f'finish reason "{reason}"'
             )
-        return Completion(ids, [0.0] * len(ids) if greedy else logprobs, reason, self.version)
+        return Completion(ids, [0.0] * len(ids) if greedy else logprobs, reason, version)
 
     def sync(self, version: int) -> dict[str, float]:
         metrics = self._sync(version)
@@ -97,7 +99,8 @@ def connect(options: Vllm, context: EngineContext) -> VllmEngine:
     endpoint = Endpoint.load(run_file(context.job.run_dir))
     client = Client(endpoint, options.request_timeout)
     sync = WeightSync(client, context, options.sync_tolerance)
-    return VllmEngine(client, sync, stop_ids(context.policy.model, context.tokenizer))
+    initial = 0 if options.base_url is None else None
+    return VllmEngine(client, sync, stop_ids(context.policy.model, context.tokenizer), initial)
 
 
 def spread(seed: int) -> int:

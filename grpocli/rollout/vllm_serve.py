@@ -12,7 +12,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import part, require
-from grpocli.errors import EngineError
+from grpocli.errors import ConfigError, EngineError
+from grpocli.rollout.vllm_engine import Vllm
 
 if TYPE_CHECKING:
     from grpocli.launch.guard import Guarded
@@ -37,6 +38,8 @@ class Serve:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.engine, Vllm):
+            raise ConfigError("engine: vllm-serve serves with engine=vllm; leave it out")
         require(self, "port", 0 <= self.port < 65536, "must be 0 (any free port) to 65535")
         require(self, "max_model_len", self.max_model_len is None or self.max_model_len > 1, "must be above 1")
 

@@ -6,6 +6,7 @@ import argparse
 import csv
 import io
 import json
+import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -148,8 +149,6 @@ def _over_seeds(rows: Sequence[RunRow], keys: Sequence[str]) -> Table:
 
 def _name(row: RunRow, rows: Sequence[RunRow]) -> str:
     """The part of a path in which runs differ."""
-    import os
-
     common = Path(os.path.commonpath([r.path for r in rows])) if len(rows) > 1 else row.path.parent
     return str(row.path.relative_to(common))
 
@@ -161,12 +160,13 @@ def _cell(value: Any) -> str:
 
 
 def _print_rich(found: Sequence[Table]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable
 
     console = Console()
     for title, header, body in found:
-        table = RichTable(title=title, title_justify="left")
+        table = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for column in header:
             table.add_column(column, overflow="fold")
         for cells in body:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,12 @@ class RunDir:
             raise ConfigError.of(
                 KEY, self.path, f"holds a run already; go on with resume={self.path}, or choose another folder"
             )
+
+    def forget(self) -> None:
+        """Remove the folder of a run that never began: it holds nothing but what Hydra put there."""
+        if any(p.name not in (".hydra", self.log.name) for p in self.path.iterdir()):
+            return
+        shutil.rmtree(self.path)
 
     def trouble(self, error: OSError) -> GrpoError:
         """An OSError in the middle of a run, as a sentence."""

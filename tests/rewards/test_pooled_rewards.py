@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpocli.errors import ConfigError, RunError
-from grpocli.rewards.pool import Pool
+from grpocli.rewards.pool import Pool, default_workers
 from grpocli.rewards.pooled import Format, Math
 from grpocli.rewards.reward import Failure
 
@@ -60,6 +60,8 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (r"\boxed{1} and \boxed{2}", r"\{1, 2\}", 1.0),
         ("48 / 2 = 24\n#### 24", "Natalia sold 48/2 = <<48/2=24>>24 clips.\n#### 24", 1.0),
         ("It is 1234.", "#### 1,234", 1.0),
+        ("The answer is 5 a week, so in 4 weeks:\n#### 20", "20", 1.0),
+        ("The final answer is $5$. \\boxed{6} \\boxed{7}", "5", 0.0),
         (r"$\frac{1}{2}$", "0.5", 1.0),
         (r"\boxed{1+2x}", "2x+1", 1.0),
         (r"\boxed{2}", "2x+1", 0.0),
@@ -93,6 +95,28 @@ def test_mathematics_that_never_ends_costs_only_its_sample(sample) -> None:
     assert (one, two) == (1.0, 0.0)
     assert isinstance(tower, Failure)
     assert "1 s" in tower.reason
+
+
+def test_check_starts_the_workers_without_waiting(sample) -> None:
+    reward = Math(workers=1, timeout=19)
+    try:
+        start = time.monotonic()
+        reward.check(["answer"])
+        assert time.monotonic() - start < 1
+        assert len(reward._pool()._workers) == 1
+        assert reward([sample("1", answer="1")]) == [1.0]
+    finally:
+        reward.close()
+
+
+def test_trainer_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert default_workers() == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert default_workers() == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
+    assert default_workers() == 1
 
 
 def test_format_wants_the_whole_text(sample) -> None:
@@ -176,8 +200,14 @@ def test_workers_die_with_a_killed_parent(probes, tmp_path: Path) -> None:
         time.sleep(0.3)
         parent.kill()
     deadline = time.monotonic() + 10
-    while Path(f"/proc/{worker}/stat").exists() and time.monotonic() < deadline:
-        if Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-            return  # dead, and nobody has reaped it yet
+    while running(worker) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not Path(f"/proc/{worker}").exists()
+    assert not running(worker)
+
+
+def running(pid: int) -> bool:
+    """Whether a process exists and is more than an exit code that nobody has collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -90,7 +90,7 @@ def choice(tokens: list[int], reason: str = "length", **more: Any) -> dict[str, 
 
 
 def generate(client: Client, n: int, max_tokens: int = 2) -> Any:
-    engine = VllmEngine(client, sync=None, stop=[1])  # type: ignore[arg-type]
+    engine = VllmEngine(client, sync=None, stop=[1], version=0)  # type: ignore[arg-type]
     return engine.generate([Request([i], 1, seed=i) for i in range(n)], Sampling(max_tokens))
 
 
@@ -174,7 +174,7 @@ def test_broken_completions_are_errors(stand_in: StandIn, client: Client, broken
 
 
 def test_temperature_that_vllm_would_change(client: Client) -> None:
-    engine = VllmEngine(client, sync=None, stop=[1])  # type: ignore[arg-type]
+    engine = VllmEngine(client, sync=None, stop=[1], version=0)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"rollout\.temperature=0\.001"):
         engine.generate([Request([1], 1, seed=0)], Sampling(2, temperature=0.001))
 
@@ -249,3 +249,9 @@ def test_where_the_key_of_a_given_server_is_found(tmp_path: Path, monkeypatch: p
     assert find_endpoint(copied, "http://elsewhere:8000").api_key == "from-serve"
     with pytest.raises(ConfigError, match=r"engine\.api_key_file=/no/such: cannot be read"):
         find_endpoint(Vllm(api_key_file="/no/such"), url)
+
+
+def test_a_given_server_is_not_trusted_before_a_sync(client: Client) -> None:
+    engine = VllmEngine(client, sync=None, stop=[1], version=None)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="sync before the first completion"):
+        engine.generate([Request([1], 1, seed=0)], Sampling(2))

@@ -1,0 +1,58 @@
+"""Rewards as choices of a config group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+
+from grpocli.config.compose import register_parts
+from grpocli.rewards.pooled import Format
+from grpocli.rewards.python import PythonReward
+from grpocli.rewards.text import Overlong
+
+
+@pytest.fixture
+def rewards(tmp_path: Path):
+    """Compose overrides with a config folder of a user's own: rewards(*overrides) -> the live rewards by name."""
+    register_parts()
+    (tmp_path / "reward").mkdir()
+    (tmp_path / "main.yaml").write_text(
+        "defaults:\n  - reward: [exact_match]\n  - _self_\nrollout: {max_completion_tokens: 256}\n"
+    )
+    (tmp_path / "reward" / "length.yaml").write_text(
+        "# @package reward.length\n"
+        "_target_: grpocli.rewards.python.PythonReward\n"
+        "function: mine.py:length\n"
+        "weight: 0.5\n"
+    )
+
+    def make(*overrides: str) -> dict[str, Any]:
+        with initialize_config_dir(str(tmp_path), version_base="1.3"):
+            config = compose("main", overrides=list(overrides))
+        made: dict[str, Any] = instantiate(config, _convert_="all")["reward"]
+        return made
+
+    return make
+
+
+def test_several_at_once_each_with_its_keys(rewards) -> None:
+    made = rewards("reward=[format,overlong]", "reward.format.weight=0.2", "reward.overlong.buffer_tokens=64")
+    assert made == {"format": Format(weight=0.2), "overlong": Overlong(max_tokens=256, buffer_tokens=64)}
+
+
+def test_several_functions_of_the_users_own(rewards) -> None:
+    made = rewards("reward=[python,length]", "reward.python.function=mine:right")
+    assert list(made.items()) == [
+        ("python", PythonReward(function="mine:right")),
+        ("length", PythonReward(function="mine.py:length", weight=0.5)),
+    ]
+
+
+def test_a_buffer_longer_than_the_completions_is_refused(rewards) -> None:
+    with pytest.raises(InstantiationException, match=r"reward\.overlong\.buffer_tokens=300: must be at most .*=256"):
+        rewards("reward=[overlong]", "reward.overlong.buffer_tokens=300")
