@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 
 # uv looks where pip is configured to look, and nowhere else.
-UV := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(BIN)/uv pip install --quiet \
+UV := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(BIN)/uv pip install --quiet --compile-bytecode \
       --python $(BIN)/python --override requirements/overrides.txt --constraint requirements/constraints.txt
 PINS := pyproject.toml requirements/constraints.txt requirements/overrides.txt
 

@@ -42,6 +42,7 @@ def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[st
     Raises what `task` raises, and ConfigError for what Hydra does.
     """
     import hydra
+    from hydra.errors import HydraException
 
     register_parts()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing a traceback of its own
@@ -63,7 +64,9 @@ def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[st
     with friendly([a for a in argv if not a.startswith("-")], config_name):
         try:
             app()
-        except OSError as error:  # the task's own are told apart by then: this is Hydra making its folders
+        except OSError as error:  # the task's own have become sentences: this is Hydra making its folders
+            if isinstance(error, HydraException):  # a missing choice is an OSError to Hydra
+                raise
             folder = error.filename or "the output folder"
             raise ConfigError(f"hydra.run.dir: {folder} cannot be written: {error.strerror}") from error
     if failures:

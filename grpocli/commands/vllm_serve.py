@@ -1,0 +1,37 @@
+"""`grpocli vllm-serve`."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+
+from grpocli.commands.hydra_app import arguments, hydra_app, only_prints
+from grpocli.errors import ConfigError
+
+
+def main(argv: list[str]) -> int:
+    """Serve until Ctrl-C. Returns the exit code."""
+    args = arguments(argv)
+    if args.multirun:
+        raise ConfigError("vllm-serve starts one server; leave out --multirun")
+    if only_prints(args):
+        hydra_app(lambda config: None, "vllm_serve", argv)
+    else:
+        hydra_app(_task, "vllm_serve", argv)
+    return 0
+
+
+def _task(config: DictConfig) -> int:
+    from grpocli.config.compose import build
+    from grpocli.rollout.vllm_serve import serve
+    from grpocli.rollout.vllm_server import check_installed
+    from grpocli.tracking.view import make_view
+    from grpocli.training.dtype import choose_dtype
+
+    settings = build(config)
+    check_installed()
+    view = make_view()
+    try:
+        path = settings.model.prepare(lambda fraction, text: view.stage(text, fraction))
+    finally:
+        view.stop()
+    return serve(settings, path, choose_dtype(settings.dtype, path, "auto"))

@@ -1,0 +1,79 @@
+"""Whatever a user gets wrong is one sentence that names the key, with exit code 2, before anything heavy starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpocli.cli import main
+
+BAD = [
+    ("train.setps=3", 'there is no key train.setps; did you mean "train.steps"?'),
+    ("lr=3", 'there is no key lr; did you mean "optim.lr"?'),
+    ("algoritm=grpo", 'there is no key algoritm; did you mean "algorithm"?'),
+    ("+nonsense=1", "there is no key nonsense in Run"),
+    ("+train.nonsense=1", "there is no key nonsense in Train"),
+    ("algorithm=gspo", "algorithm=gspo: choose one of dapo, dgpo, drgrpo, grpo"),
+    ("reward=[maths]", 'did you mean "math"?'),
+    ("task=gsm9k", 'did you mean "gsm8k"?'),
+    ("engine=vlm", 'did you mean "vllm"?'),
+    ("algorithm/kl=k4", "algorithm/kl=k4: choose one of k1, k2, k3, none"),
+    ("train.steps=many", "train.steps=many: must be of type integer"),
+    ("optim.lr=-1", "optim.lr=-1.0: must be 0 or more"),
+    ("rollout.group_size=1", "rollout.group_size=1: a group is compared with itself: it needs at least 2"),
+    ("rollout.temperature=0", "rollout.temperature=0.0: must be above 0"),
+    ("rollout.repetition_penalty=1.1", "rollout.repetition_penalty=1.1: only 1 is supported"),
+    ("train.minibatches=1000", "train.minibatches=1000: must be at most rollout.prompts_per_step"),
+    ("train.micro_batch_tokens=8", "train.micro_batch_tokens=8: must be at least"),
+    ("eval.reward=fluency", "eval.reward=fluency: choose one of this run's rewards: exact_match"),
+    ("task=jsonl", "task.path has no value: give task.path=..."),
+    ("model=hf", "model.path has no value: give model.path=..."),
+    ("reward=[python]", "reward.python.function has no value"),
+    ("seed=[", "write KEY=VALUE"),
+    ("resume=/nonexistent", "resume=/nonexistent: holds no run of grpocli"),
+]
+
+
+@pytest.mark.parametrize(("override", "sentence"), BAD)
+def test_bad_override(override: str, sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", f"hydra.run.dir={tmp_path}/run", override])
+    said = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert said.out == ""
+    assert said.err.startswith("grpocli: error: ")
+    assert sentence in said.err
+    assert len(said.err.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["trian"])
+    assert exit_.value.code == 2
+    assert 'did you mean "train"?' in capsys.readouterr().err
+
+
+def test_the_traceback_is_shown_when_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPOCLI_TRACEBACK", "1")
+    with pytest.raises(SystemExit):
+        main(["train", "train.steps=many"])
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["train", "--cfg", "job"], ["train", "--help"], ["compare", "--help"]])
+def test_nothing_heavy_is_imported_to_answer(argv: list[str]) -> None:
+    code = (
+        "import sys; from grpocli.cli import run; "
+        f"code = 0\ntry: run({argv!r})\nexcept SystemExit as e: code = e.code or 0\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'datasets', 'accelerate', 'pyarrow', 'httpx'} & set(sys.modules)\n"
+        "assert not heavy, heavy; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout

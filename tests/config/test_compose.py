@@ -1,0 +1,98 @@
+"""What the config groups compose to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from grpocli.config.compose import build_run, compose, conf_dir
+from grpocli.config.plan import plan_lines
+
+PREFIX = "grpocli.algorithm."
+TABLE = {
+    "grpo": ("Std", "Uniform", "All", (0.2, 0.2), ("K3", 0.04), "SequenceMean", {}),
+    "dapo": ("Std", "Uniform", "Dynamic", (0.2, 0.28), ("NoKL", None), "TokenMean", {"informative_only": False}),
+    "drgrpo": ("Center", "Uniform", "All", (0.2, 0.2), ("NoKL", None), "Constant", {}),
+    "dgpo": ("Mad", "Difficulty", "All", (0.2, 0.2), ("NoKL", None), "TokenMean", {"informative_only": True}),
+}
+
+
+def name(node: Any) -> str:
+    return str(node._target_.rpartition(".")[2])
+
+
+@pytest.mark.parametrize("algorithm", TABLE)
+def test_the_algorithms_are_composed_of_their_parts(algorithm: str) -> None:
+    a = compose([f"algorithm={algorithm}"]).algorithm
+    advantage, weight, keep, clip, (kl, beta), aggregate, options = TABLE[algorithm]
+    assert [name(a.advantage), name(a.question_weight), name(a.keep)] == [advantage, weight, keep]
+    assert (a.objective.low, a.objective.high) == clip
+    assert name(a.kl) == kl
+    assert a.kl.get("beta") == beta
+    assert name(a.aggregate) == aggregate
+    assert options.items() <= OmegaConf.to_container(a.aggregate).items()
+    assert name(a.correction) == "NoCorrection"
+
+
+def test_dapo_punishes_length_and_the_accuracy_stays_first() -> None:
+    assert list(compose(["algorithm=dapo"]).reward) == ["exact_match", "overlong"]
+    assert list(compose(["algorithm=grpo"]).reward) == ["exact_match"]
+
+
+def test_parts_are_swapped_as_groups_and_keys_set_by_name() -> None:
+    a = compose(["algorithm=grpo", "algorithm/advantage=center", "algorithm/kl=k1", "algorithm.kl.beta=0.5"]).algorithm
+    assert [name(a.advantage), name(a.kl), a.kl.beta] == ["Center", "K1", 0.5]
+
+
+def test_a_default_may_follow_another_key() -> None:
+    config = compose(["algorithm=drgrpo", "rollout.max_completion_tokens=77"])
+    assert config.algorithm.aggregate.length == 77
+    assert compose(["algorithm=drgrpo", "algorithm.aggregate.length=5"]).algorithm.aggregate.length == 5
+
+
+@pytest.mark.parametrize("path", sorted(Path(conf_dir()).glob("*/*.yaml")), ids=lambda p: f"{p.parent.name}={p.stem}")
+def test_every_shipped_choice_builds(path: Path) -> None:
+    choice = f"[{path.stem}]" if path.parent.name == "reward" else path.stem
+    more = ["task.path=x.jsonl"] if path.stem == "jsonl" else []
+    build_run(compose([f"{path.parent.name}={choice}", *more]))
+
+
+@pytest.mark.parametrize("path", sorted(Path(conf_dir()).glob("recipe/*.yaml")), ids=lambda p: p.stem)
+def test_every_recipe_builds(path: Path) -> None:
+    build_run(compose([f"recipe={path.stem}"]))
+
+
+def test_the_plan_is_in_plain_words() -> None:
+    run = build_run(
+        compose(
+            [
+                "rollout.prompts_per_step=6",
+                "rollout.group_size=4",
+                "train.minibatches=4",
+                "train.epochs=2",
+                "train.steps=10",
+            ]
+        )
+    )
+    sample, train, total = plan_lines(run)
+    assert "6 prompts x 4 = 24 completions a step" in sample
+    assert "2 x 4 = 8 updates a step, 1 or 2 groups each" in train
+    assert "10 steps, 80 updates, 240 completions" in total
+
+
+def test_a_users_own_reward_and_recipe(tmp_path: Path) -> None:
+    (tmp_path / "reward").mkdir()
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "reward" / "mine.yaml").write_text(
+        "# @package reward.mine\n_target_: grpocli.rewards.python.PythonReward\nfunction: mine.py:score\n"
+    )
+    (tmp_path / "recipe" / "short.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /algorithm: dgpo\n  - override /reward: [mine]\ntrain: {steps: 7}\n"
+    )
+    run = build_run(compose([f"hydra.searchpath=[file://{tmp_path}]", "recipe=short"]))
+    assert run.train.steps == 7
+    assert list(run.reward) == ["mine"]
+    assert run.algorithm.aggregate.informative_only
