@@ -134,3 +134,6 @@ class Run:
     eval: Eval = Eval()
     seed: int = 0
     resume: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self, "seed", self.seed >= 0, "must be 0 or more")

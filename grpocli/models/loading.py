@@ -1,10 +1,65 @@
+"""Models and tokenizers from a folder or the hub, with one clear sentence where they cannot be loaded."""
+
 from __future__ import annotations
-def load_model(part, path):
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpocli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_model(part: Any, path: str) -> PreTrainedModel:
+    """The causal language model at `path` with float32 weights, on the CPU, in evaluation mode.
+
+    part: the run's choice of `model`; path: what its `prepare` returned, or a checkpoint's folder.
+    Raises ConfigError where transformers cannot load it.
+    """
     import torch
     from transformers import AutoModelForCausalLM
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-def load_tokenizer(part, path):
+
+    options = _options(part, path)
+    if part.attn_implementation is not None:
+        options["attn_implementation"] = part.attn_implementation
+    with _explained(path, "model"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
+    return model
+
+
+def load_tokenizer(part: Any, path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer at `path`, with a padding token (the end token where it has none of its own)."""
     from transformers import AutoTokenizer
-    tok = AutoTokenizer.from_pretrained(path)
-    if tok.pad_token is None: tok.pad_token = tok.eos_token
-    return tok
+
+    with _explained(path, "tokenizer"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, **_options(part, path))
+    if tokenizer.eos_token_id is None:
+        raise ConfigError.of("model.path", path, "its tokenizer has no end token, so no completion could end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    template = getattr(part, "chat_template", None)
+    if template is not None:
+        tokenizer.chat_template = Path(template).expanduser().read_text(encoding="utf-8")
+    return tokenizer
+
+
+def _options(part: Any, path: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"trust_remote_code": getattr(part, "trust_remote_code", False)}
+    if not Path(path).is_dir():
+        options["revision"] = getattr(part, "revision", None)
+    return options
+
+
+@contextmanager
+def _explained(path: str, what: str) -> Iterator[None]:
+    """What transformers and the hub raise, as one sentence: the first line of theirs, and the key."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+        cause = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ConfigError.of("model.path", path, f"cannot load the {what}: {cause.rstrip('.')}") from error

@@ -3,42 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from grpocli.config.parts import part
 from grpocli.errors import ConfigError
 from grpocli.tasks.jsonl import Jsonl
 
+if TYPE_CHECKING:
+    from grpocli.tasks.loading import Row
+
 
 @part("task", "gsm8k")
 class Gsm8k(Jsonl):
-    """7,473 problems to train on and 1,319 to evaluate on.
+    """7,473 problems to train on and 1,319 to evaluate on, of columns `question` and `answer`.
 
-    path: a name on the hub, or a folder with train.jsonl and test.jsonl of columns `question` and `answer`.
+    path: a name on the hub, a folder with train.jsonl and test.jsonl, or one file, of which some are held out.
     `answer` becomes the final number; the worked solution stays as `solution`.
     """
 
     path: str = "openai/gsm8k"
     name: str | None = "main"
     eval_split: str | None = "test"
-    prompt_template: str | None = (
-        "{question}\nReason step by step, and put the final answer, a number, in \\boxed{{}}."
-    )
+    prompt_template: str | None = "{question}\nReason step by step, and put the final answer, a number, in \\boxed{{}}."
     format: str = "chat"
 
     def source(self, split: str) -> tuple[str, str] | None:
-        folder = Path(self.path).expanduser()
-        if not folder.is_dir():
-            return super().source(split)
-        file = folder / {"train": "train.jsonl", "eval": "test.jsonl"}[split]
-        if not file.is_file():
-            raise ConfigError.of("task.path", self.path, f"has no {file.name}")
-        return str(file), "train"
+        if split == "eval" and self.eval_path is None and Path(self.path).expanduser().is_file():
+            return None
+        return super().source(split)
 
-    def convert(self, row: dict[str, Any]) -> dict[str, Any]:
+    def convert(self, row: Row, where: str) -> Row:
         """The final number after "####", without commas."""
-        solution, mark, answer = str(row["answer"]).rpartition("####")
-        if not mark:
-            raise ConfigError.of("task.path", self.path, f"the answer {row['answer']!r} has no final #### NUMBER")
-        return {**row, "solution": solution.strip(), "answer": answer.strip().replace(",", "")}
-
+        if self.answer_column is None:
+            return row
+        solution, mark, answer = str(row[self.answer_column]).rpartition("####")
+        if not mark or not answer.strip():
+            raise ConfigError(f"task: {where} has no final #### NUMBER in its answer {row[self.answer_column]!r}")
+        return {**row, "solution": solution.strip(), self.answer_column: answer.strip().replace(",", "")}

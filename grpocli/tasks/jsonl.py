@@ -1,19 +1,21 @@
-"""task=jsonl: any local file or hub dataset, with its columns mapped."""
+"""task=jsonl, task=hub: any local file or hub dataset, with its columns mapped."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from string import Formatter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from grpocli.config.parts import nearest, one_of, part, require
+from grpocli.config.parts import one_of, part, require
 from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
+    from grpocli.tasks.loading import Row, Table
+    from grpocli.tasks.mapping import Mapping
     from grpocli.tasks.task import Example
 
 
@@ -21,11 +23,14 @@ if TYPE_CHECKING:
 class Jsonl:
     """Examples from .jsonl, .json, .csv or .parquet files, or from the hub.
 
-    path: a file, a folder of files, or a name on the hub (with `name` for its configuration and `split`).
-    eval_path, eval_split: where held-out problems are; without either, `eval_size` of the examples are held out.
+    path: a file, a folder of files, or a name on the hub (with `name`, its configuration).
+    split: which of the hub's splits, or which of a folder's files by their names; a single file has none.
+    eval_path, eval_split: where held-out problems are. Without either, `eval_size` different prompts are held
+        out, at most a fifth of them.
     prompt_column: text, or a list of messages. answer_column: what rewards get as `answer` (null: there is none).
     prompt_template: text with {column} fields, instead of prompt_column.
-    prefix: text before every prompt, for worked examples. system_prompt: a message before every conversation.
+    prefix: text before every prompt, for worked examples.
+    system_prompt: the system message of every prompt, which makes a text a user's message.
     format: `plain` text, `chat` (a text becomes a user's message), or `auto`: as the data has it.
     """
 
@@ -57,97 +62,111 @@ class Jsonl:
         return _examples(self, split)
 
     def source(self, split: str) -> tuple[str, str] | None:
-        """The path and the hub's split that hold `split`; None where it has to be held out of `train`."""
+        """The path, and the split there, of `train` or `eval`; None where eval has to be held out of train."""
         if split == "train":
             return self.path, self.split
         if self.eval_path is not None:
             return self.eval_path, self.eval_split or self.split
         return None if self.eval_split is None else (self.path, self.eval_split)
 
-    def convert(self, row: dict[str, Any]) -> dict[str, Any]:
-        """A hook for tasks with a format of their own: the row's columns as they should be."""
+    def convert(self, row: Row, where: str) -> Row:
+        """A hook for data with a format of its own: the row's columns as they should be.
+
+        `where` is for a ConfigError about it.
+        """
         return row
 
+    @property
+    def mapping(self) -> Mapping:
+        from grpocli.tasks.mapping import Mapping
 
-@lru_cache(maxsize=4)
-def _examples(task: Jsonl, split: str) -> Sequence[Example]:
-    table = _table(task, split)
-    _check_columns(task, table)
-    return Examples(task, table)
+        return Mapping(self.prompt_column, self.prompt_template, self.prefix, self.system_prompt, self.format)
+
+
+@part("task", "hub")
+class Hub(Jsonl):
+    """The same as `jsonl`, under the name that fits `task.path=OWNER/DATASET`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Examples(Sequence[Any]):
-    """Rows turned into examples when they are asked for."""
+    """Rows turned into examples when they are asked for. numbers: which rows of the table these are."""
 
     task: Jsonl
-    table: Any
+    mapping: Mapping
+    table: Table
+    numbers: Sequence[int]
+    path: str
 
     def __len__(self) -> int:
-        return len(self.table)
+        return len(self.numbers)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        row = self.task.convert(dict(self.table[index]))
-        prompt = _prompt(self.task, row, index)
+        number = self.numbers[index]
+        return self._example(self.table.rows[number], number)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Faster than one row after the other where all of them are wanted."""
+        wanted = set(self.numbers)
+        for number, row in enumerate(self.table.rows):
+            if number in wanted:
+                yield self._example(row, number)
+
+    def _example(self, row: Row, number: int) -> Example:
+        where = f"row {number} of {self.path}"
+        row = self.task.convert(dict(row), where)
+        prompt = self.mapping.prompt(row, where)
         if self.task.answer_column is not None:
             row["answer"] = row[self.task.answer_column]
         return {**row, "prompt": prompt}
 
 
-def _table(task: Jsonl, split: str) -> Any:
+@lru_cache(maxsize=4)
+def _examples(task: Jsonl, split: str) -> Examples:
     from grpocli.tasks.loading import load_table
 
-    own = task.source("eval")
-    path, hub_split = task.source(split) or (task.path, task.split)
-    key = "task.path" if path == task.path else "task.eval_path"
-    table = load_table(path, task.name, hub_split, key)
-    if own is not None:
-        return table
-    if len(table) < 2:
+    source = task.source(split)
+    if source is None:
+        return _held_out(task)[1]
+    if split == "train" and task.source("eval") is None:
+        return _held_out(task)[0]
+    path, table_split = source
+    if split == "eval":
+        _refuse_overlap(task, path, table_split)
+    ours = path == task.path
+    table = load_table(path, task.name if ours else None, table_split, "task.path" if ours else "task.eval_path")
+    return _mapped(task, table, path)
+
+
+def _refuse_overlap(task: Jsonl, path: str, table_split: str) -> None:
+    if path == task.path and (table_split == task.split or Path(path).expanduser().is_file()):
         raise ConfigError.of(
-            "task.path", task.path, "has one example; give two, so that one is held out, or task.eval_path"
+            "task.eval_split",
+            task.eval_split,
+            f"{path} would give the examples to train on; give another split or task.eval_path, or leave both null",
         )
-    held_out = min(task.eval_size, max(1, len(table) // 5))
-    parts = table.train_test_split(test_size=held_out, seed=0, load_from_cache_file=False)
-    return parts["test" if split == "eval" else "train"]
 
 
-def _check_columns(task: Jsonl, table: Any) -> None:
+@lru_cache(maxsize=2)
+def _held_out(task: Jsonl) -> tuple[Examples, Examples]:
+    from grpocli.tasks.hold_out import hold_out
+    from grpocli.tasks.loading import load_table
+
+    table = load_table(task.path, task.name, task.split)
+    everything = _mapped(task, table, task.path)
+    if len(table.rows) < 2:
+        raise ConfigError.of(
+            "task.path", task.path, "has one example; give two, so that one is held out, or give task.eval_path"
+        )
+    train, evaluate = hold_out(table.rows, task.mapping.columns, task.eval_size)
+    return replace(everything, numbers=train), replace(everything, numbers=evaluate)
+
+
+def _mapped(task: Jsonl, table: Table, path: str) -> Examples:
     from grpocli.tasks.loading import need_columns
 
-    wanted: dict[str, str | None] = {"task.answer_column": task.answer_column}
-    if task.prompt_template is None:
-        wanted["task.prompt_column"] = task.prompt_column
-    need_columns(table, wanted, task.path)
-    for _, field, _, _ in Formatter().parse(task.prompt_template or ""):
-        if field is not None and field not in table.column_names:
-            raise ConfigError.of(
-                "task.prompt_template",
-                task.prompt_template,
-                f"there is no column {field!r}; {task.path} has {', '.join(table.column_names)}"
-                f"{nearest(field, table.column_names)}",
-            )
-
-
-def _prompt(task: Jsonl, row: dict[str, Any], index: int) -> Any:
-    prompt = task.prompt_template.format(**row) if task.prompt_template else row[task.prompt_column]
-    if not prompt or not isinstance(prompt, str | list):
-        raise ConfigError.of(
-            "task.prompt_column",
-            task.prompt_column,
-            f"row {index} of {task.path} has {prompt!r}; a prompt is text or a list of messages",
-        )
-    if isinstance(prompt, str):
-        prompt = task.prefix + prompt
-        if task.format != "chat" and task.system_prompt is None:
-            return prompt
-        prompt = [{"role": "user", "content": prompt}]
-    elif task.format == "plain":
-        prompt = task.prefix + "\n".join(m["content"] for m in prompt)
-        return prompt
-    system = [] if task.system_prompt is None else [{"role": "system", "content": task.system_prompt}]
-    return [*system, *prompt]
+    task.mapping.check(table.columns, path)
+    need_columns(table.columns, {"task.answer_column": task.answer_column}, path)
+    return Examples(task, task.mapping, table, range(len(table.rows)), path)

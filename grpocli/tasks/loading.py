@@ -1,77 +1,147 @@
-"""Tables from local files or the hub, by the datasets library, with its troubles as one sentence."""
+"""Tables from local files or the hub, and what is wrong with them as one sentence."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+OTHER_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+
+Row = dict[str, Any]
 
 
-def load_table(path: str, name: str | None, split: str, key: str = "task.path") -> Dataset:
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows with the same columns; where a JSON object has no such key, the row has None."""
+
+    columns: list[str]
+    rows: Sequence[Row]
+
+
+@lru_cache(maxsize=4)
+def load_table(path: str, name: str | None, split: str, key: str = "task.path") -> Table:
     """The table at `path`: a file, a folder of files of one kind, or a name on the hub.
 
+    Of a folder, the files that `split` begins the name of (`train.jsonl`, `train-00000-of-00002.parquet`); for
+    `train`, where there are none, those that are not named after another split.
     Raises ConfigError, naming `key`, where it cannot be read or is empty.
     """
-    from datasets import disable_progress_bars
-
-    disable_progress_bars()
     local = Path(path).expanduser()
-    table = _local(local, key) if local.exists() else _hub(path, name, split, key)
-    if len(table) == 0:
-        raise ConfigError.of(key, path, "it is empty")
+    table = _local(local, split, key) if local.exists() else _hub(path, name, split, key)
+    if len(table.rows) == 0:
+        raise ConfigError.of(key, path, "it is empty; give data with at least one example")
     return table
 
 
 def looks_local(path: str) -> bool:
     """Whether a path that does not exist was meant as one, rather than as a name on the hub."""
-    return path.startswith(("/", "./", "../", "~")) or Path(path).suffix in READERS or path.count("/") > 1
+    return path.startswith(("/", ".", "~")) or Path(path).suffix in READERS or path.count("/") > 1
 
 
-def _local(path: Path, key: str) -> Dataset:
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
-
-    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in READERS)
-    kinds = {file.suffix for file in files}
-    if len(kinds) != 1 or not kinds <= READERS.keys():
-        found = f"found {', '.join(sorted(kinds))}" if kinds else "found none"
-        raise ConfigError.of(key, path, f"needs files of one kind of {', '.join(READERS)}; {found}")
-    if all(file.stat().st_size == 0 for file in files):
-        raise ConfigError.of(key, path, "it is empty")
+def _local(path: Path, split: str, key: str) -> Table:
+    files = [path] if path.is_file() else _files_of(path, split, key)
+    kinds = {READERS.get(file.suffix) for file in files}
+    if len(kinds) != 1 or None in kinds:
+        found = ", ".join(sorted({f.suffix or f.name for f in files})) or "none of them"
+        raise ConfigError.of(key, path, f"needs files of one kind of {', '.join(READERS)}; found {found}")
     try:
-        return load_dataset(READERS[kinds.pop()], data_files=[str(f) for f in files], split="train")
-    except (DatasetGenerationError, ValueError) as error:
-        reason = str(error.__cause__ or error).splitlines()[0]
-        raise ConfigError.of(key, path, f"cannot be read: {reason}") from error
+        kind = cast(str, kinds.pop())
+        return _json_table(files, key) if kind == "json" else _datasets_table(kind, files, key)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError.of(key, path, f"cannot be read: {error}") from error
 
 
-def _hub(path: str, name: str | None, split: str, key: str) -> Dataset:
-    if looks_local(path):
-        raise ConfigError.of(key, path, "there is no such file or folder")
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetNotFoundError
-
-    try:
-        return load_dataset(path, name, split=split)
-    except (DatasetNotFoundError, ConnectionError, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+def _files_of(folder: Path, split: str, key: str) -> list[Path]:
+    files = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix in READERS)
+    named = [file for file in files if _is_named(file, split)]
+    if not named and split == "train":
+        named = [file for file in files if not any(_is_named(file, other) for other in OTHER_SPLITS)]
+    if files and not named:
         raise ConfigError.of(
-            key, path, f"is no local file, and the hub did not give it: {reason}; check the name, or give a file"
+            key, folder, f"has no {split}.jsonl or other file of that name; found {', '.join(f.name for f in files)}"
+        )
+    return named
+
+
+def _is_named(file: Path, split: str) -> bool:
+    return re.match(rf"{re.escape(split)}(?![A-Za-z0-9])", file.name) is not None
+
+
+def _json_table(files: Sequence[Path], key: str) -> Table:
+    """By Python's own reader: the datasets library turns text that looks like a date into a date."""
+    rows = [row for file in files for row in _json_rows(file, key)]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    return Table(columns, [{column: row.get(column) for column in columns} for row in rows])
+
+
+def _json_rows(file: Path, key: str) -> list[Row]:
+    text = file.read_text(encoding="utf-8-sig")
+    if text.lstrip().startswith("["):
+        rows = list(enumerate(_parse(text, file, 1, key), 1))
+    else:
+        lines = enumerate(text.split("\n"), 1)
+        rows = [(number, _parse(line, file, number, key)) for number, line in lines if line.strip()]
+    for number, row in rows:
+        if not isinstance(row, dict):
+            raise ConfigError.of(key, file, f"example {number} is not an object with columns: {row!r}")
+    return [row for _, row in rows]
+
+
+def _parse(text: str, file: Path, line: int, key: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        where = line + error.lineno - 1
+        raise ConfigError.of(
+            key, file, f"cannot be read: line {where} is not JSON ({error.msg}); repair or remove it"
         ) from error
 
 
-def need_columns(table: Any, wanted: dict[str, str | None], path: str) -> None:
-    """Raise ConfigError unless the table has each column of {config key: column}."""
-    columns = list(table.column_names)
+def _datasets_table(kind: str, files: Sequence[Path], key: str) -> Table:
+    from datasets import disable_progress_bars, load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    disable_progress_bars()
+    try:
+        if all(file.stat().st_size == 0 for file in files):
+            return Table([], [])
+        table = load_dataset(kind, data_files=[str(f) for f in files], split="train")
+    except (DatasetGenerationError, ValueError) as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise ConfigError.of(key, files[0], f"cannot be read: {reason}") from error
+    return Table(list(table.column_names), table)
+
+
+def _hub(path: str, name: str | None, split: str, key: str) -> Table:
+    if looks_local(path):
+        raise ConfigError.of(key, path, "there is no such file or folder")
+    from datasets import disable_progress_bars, load_dataset
+    from datasets.exceptions import DatasetsError
+
+    disable_progress_bars()
+    try:
+        table = load_dataset(path, name, split=split)
+    except (DatasetsError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError.of(
+            key, path, f"is no local file, and the hub did not give it: {reason}; check the name, or give a file"
+        ) from error
+    return Table(list(table.column_names), table)
+
+
+def need_columns(columns: Sequence[str], wanted: dict[str, str | None], path: str) -> None:
+    """Raise ConfigError unless each column of {config key: column} is one of `columns`."""
     for key, column in wanted.items():
         if column is not None and column not in columns:
             raise ConfigError.of(
-                key, column, f"{path} has the columns {', '.join(columns)}{nearest(column, columns)}"
+                key, column, f"choose one of the columns of {path}: {', '.join(columns)}{nearest(column, columns)}"
             )

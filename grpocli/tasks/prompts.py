@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from grpocli.tasks.task import Example
 
+QUIET: dict[str, Any] = {"return_attention_mask": False, "verbose": False}  # lengths are checked here
 ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
@@ -66,8 +67,9 @@ class PromptSet:
     def prompt(self, index: int, uid: str) -> Prompt:
         """The index-th prompt that was kept."""
         place = self._kept[index]
-        columns = {k: v for k, v in self._examples[place].items() if k != "prompt"}
-        return Prompt(uid, self._token_ids[place], self._examples[place]["prompt"], columns)
+        columns = dict(self._examples[place])
+        text = columns.pop("prompt")
+        return Prompt(uid, self._token_ids[place], text, columns)
 
 
 def tokenize(texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -76,7 +78,7 @@ def tokenize(texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[
     plain = [i for i, text in enumerate(texts) if isinstance(text, str)]
     chats = [i for i, text in enumerate(texts) if not isinstance(text, str)]
     if plain:
-        for i, one in zip(plain, tokenizer([texts[i] for i in plain]).input_ids, strict=True):
+        for i, one in zip(plain, _plain_ids([str(texts[i]) for i in plain], tokenizer), strict=True):
             ids[i] = one
     if chats:
         for i, one in zip(chats, _chat_ids([texts[i] for i in chats], tokenizer), strict=True):
@@ -85,6 +87,20 @@ def tokenize(texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[
         if not one:
             raise ConfigError(f"task: example {i} has no token at all; give it a prompt")
     return ids
+
+
+def _plain_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    rows: list[list[int]] = tokenizer(texts, **QUIET).input_ids
+    for text, ids in zip(texts, rows, strict=True):
+        # the text may begin with the token that the tokenizer adds
+        if bos is not None and ids[:2] == [bos, bos]:
+            del ids[0]
+        # some tokenizers end every text; a prompt goes on
+        ended = ids[-2:] == [eos, eos] or (ids[-1:] == [eos] and not text.endswith(str(tokenizer.eos_token)))
+        if eos is not None and len(ids) > 1 and ended:
+            del ids[-1]
+    return rows
 
 
 def _chat_ids(chats: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -100,7 +116,7 @@ def _chat_ids(chats: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> list[
     except TemplateError as error:
         raise ConfigError(f"model: its chat template refuses the task's prompts: {error}") from error
     # the template writes the special tokens itself: adding them again would double the first
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False).input_ids
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, **QUIET).input_ids
     return ids
 
 
@@ -110,7 +126,11 @@ def _text(example: Example, index: int, name: str) -> Text:
         return prompt
     if isinstance(prompt, list) and prompt:
         for message in prompt:
-            if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
+            if (
+                not isinstance(message, dict)
+                or message.get("role") not in ROLES
+                or not isinstance(message.get("content"), str)
+            ):
                 raise ConfigError(
                     f"task: message {message} of {name} example {index} needs a `content` and a `role` of "
                     f"{', '.join(ROLES)}"

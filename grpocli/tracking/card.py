@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
 import grpocli
+from grpocli.tracking.choices import chosen
 from grpocli.tracking.run_dir import RunDir
 
 CARD = """\
 ---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [grpocli, grpo, reinforcement-learning]
----
+{front}---
 
 # {name}
 
-Trained by reinforcement learning from verifiable rewards with [grpocli](https://pypi.org/project/grpocli) {version}.
+Trained by reinforcement learning from verifiable rewards with grpocli {version}.
 
 | | |
 |---|---|
-| started from | `{base}` |
+| started from | {base} |
+| algorithm | {algorithm} |
+| task | {task} |
+| rewards | {rewards} |
 | steps | {steps} |
 | held-out accuracy at temperature 1 | {before} before, {after} after |
 | held-out accuracy, greedy | {greedy_before} before, {greedy_after} after |
@@ -36,25 +40,58 @@ tokenizer = AutoTokenizer.from_pretrained("PATH_TO_THIS_FOLDER")
 The config that made it:
 
 ```yaml
-{config}```
+{config}
+```
 """
 
 
 def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
-    """The card of a run's final model."""
-
-    def number(key: str) -> str:
-        value = summary.get(key)
-        return "not measured" if value is None else f"{value:.3f}"
-
+    """The card of a run's final model. base: the folder or the hub's name of the model it started from."""
+    config = yaml.safe_load(run_dir.config.read_text()) or {}
+    choices = chosen(run_dir.path, config)
     return CARD.format(
-        name=run_dir.path.name,
+        front=front_matter(base),
+        name=run_dir.name,
         version=grpocli.__version__,
-        base=base,
+        base=_base(base, choices),
+        algorithm=_code(choices.get("algorithm")),
+        task=_code(choices.get("task")),
+        rewards=", ".join(_code(name) for name in config.get("reward") or {}) or "none",
         steps=summary["steps"],
-        before=number("eval/accuracy_before"),
-        after=number("eval/accuracy"),
-        greedy_before=number("eval/accuracy_greedy_before"),
-        greedy_after=number("eval/accuracy_greedy"),
-        config=run_dir.config.read_text(),
+        before=_share(summary, "eval/accuracy_before"),
+        after=_share(summary, "eval/accuracy"),
+        greedy_before=_share(summary, "eval/accuracy_greedy_before"),
+        greedy_after=_share(summary, "eval/accuracy_greedy"),
+        config=run_dir.config.read_text().strip(),
     )
+
+
+def front_matter(base: str) -> str:
+    """What a hub reads. A folder of this machine is no base model that anybody could look up."""
+    facts: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["grpocli", "grpo", "reinforcement-learning"],
+    }
+    if _on_hub(base):
+        facts["base_model"] = base
+    text: str = yaml.safe_dump(facts, sort_keys=False)
+    return text
+
+
+def _on_hub(base: str) -> bool:
+    return re.fullmatch(r"[\w][\w.-]*/[\w.-]+", base) is not None
+
+
+def _base(base: str, choices: Mapping[str, str]) -> str:
+    name = choices.get("model")
+    return _code(base) if _on_hub(base) or not name else f"{_code(name)} ({_code(base)})"
+
+
+def _code(text: Any) -> str:
+    return f"`{text}`" if text else "unknown"
+
+
+def _share(summary: Mapping[str, Any], key: str) -> str:
+    value = summary.get(key)
+    return "not measured" if value is None else f"{value:.3f}"

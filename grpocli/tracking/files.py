@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+FULL = re.compile(r"no space left|os error 28|errno 28|disk quota", re.IGNORECASE)
+ROOM = 1 << 20
+"""Bytes free below which a failed write counts as a full disk, whatever the library that failed says."""
 
 
 def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
     """Write a file so that a reader sees the old content or the new, whatever happens in between."""
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
@@ -27,7 +33,8 @@ def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
 def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     """A temporary folder beside `path` that becomes `path` when the block succeeds, and is removed when it fails.
 
-    replace: whether a `path` that exists gives way; otherwise FileExistsError.
+    replace: whether a `path` that exists gives way; otherwise FileExistsError. A full disk is an OSError
+    whatever the block raised: libraries that write models have errors of their own for it.
     """
     if path.exists() and not replace:
         raise FileExistsError(f"{path} exists")
@@ -42,9 +49,29 @@ def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
         for folder in [*(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
             sync_folder(folder)
         _swap(temporary, path)
+    except Exception as error:
+        if not isinstance(error, OSError) and _disk_full(path.parent, error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     sync_folder(path.parent)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Tidy what a killed process left in `folder`: half-written files go, a folder caught in the swap comes back.
+
+    Only for folders in which nobody else is writing.
+    """
+    for path in folder.glob(".old-*"):
+        whole = path.with_name(path.name.removeprefix(".old-").rpartition("-")[0])
+        if not whole.exists():
+            path.rename(whole)
+    for path in [*folder.glob(".old-*"), *folder.glob(".tmp-*")]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _swap(temporary: Path, path: Path) -> None:
@@ -55,6 +82,10 @@ def _swap(temporary: Path, path: Path) -> None:
     path.rename(old)
     temporary.rename(path)
     shutil.rmtree(old)
+
+
+def _disk_full(folder: Path, error: BaseException) -> bool:
+    return bool(FULL.search(str(error))) or shutil.disk_usage(folder).free < ROOM
 
 
 def sync_file(path: Path) -> None:

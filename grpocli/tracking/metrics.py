@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from grpocli.errors import RunError
 from grpocli.tracking.files import write_atomic
 
 
@@ -19,36 +20,65 @@ class MetricsLog:
         self.path = path
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(line(step, metrics))
-            file.flush()
-            os.fsync(file.fileno())
+        """Raises OSError where the line cannot be written; then nothing of it is left in the file."""
+        left = line(step, metrics).encode()
+        with self.path.open("ab", buffering=0) as file:
+            whole = file.tell()
+            try:
+                while left:
+                    left = left[file.write(left) :]
+                os.fsync(file.fileno())
+            except OSError:
+                os.ftruncate(file.fileno(), whole)
+                raise
 
     def truncate_after(self, step: int) -> None:
-        """Forget steps after `step`, and a last line that was torn: what follows will be done again."""
+        """Forget steps after `step`, and a last line that was torn: what follows will be done again.
+
+        Of a step that is there twice the later line counts: it belongs to the run that went on.
+        """
         if self.path.exists():
-            kept = [row for row in read(self.path) if row["step"] <= step]
-            write_atomic(self.path, "".join(line(row.pop("step"), row) for row in kept))
+            kept = {row.pop("step"): row for row in read(self.path) if row["step"] <= step}
+            write_atomic(self.path, "".join(line(n, kept[n]) for n in sorted(kept)))
 
 
 def line(step: int, metrics: Mapping[str, Any]) -> str:
     """A row of valid JSON: what is not finite is null."""
-    row = {"step": step} | {name: _plain(metrics[name]) for name in sorted(metrics)}
+    row = {"step": step} | {name: finite(metrics[name]) for name in sorted(metrics)}
     return json.dumps(row, allow_nan=False) + "\n"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that was torn is left out."""
-    rows = []
-    for text in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
-    return rows
+    """The rows of a metrics.jsonl; a last line that was torn is left out.
+
+    Raises RunError, with the line's number, where a line before the last is broken.
+    """
+    *lines, torn = path.read_text(errors="replace").split("\n")
+    rows = [_row(path, number, text) for number, text in enumerate(lines, start=1)]
+    return rows + [row for row in [_parse(torn)] if row is not None]
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value
+def finite(value: Any) -> Any:
+    """A value as JSON has it: null for what is not finite, plain numbers for those of numpy and torch."""
+    if isinstance(value, Mapping):
+        return {name: finite(v) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    if not isinstance(value, str | bool | int | float | None) and hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _row(path: Path, number: int, text: str) -> dict[str, Any]:
+    row = _parse(text)
+    if row is None:
+        raise RunError(f"{path}: line {number} is not a JSON object with a step; delete that line")
+    return row
+
+
+def _parse(text: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.data import Group
-from grpocli.tracking.files import sync_file
+from grpocli.tracking.files import write_atomic
 
 
 def write_rollouts(path: Path, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int) -> None:
@@ -18,18 +18,13 @@ def write_rollouts(path: Path, groups: Sequence[Group], advantages: Sequence[Seq
     import pyarrow.parquet as pq
 
     rows = [
-        _row(group, i, k, advantages[i][k], step)
-        for i, group in enumerate(groups)
-        for k in range(len(group.rollouts))
+        _row(group, i, k, advantages[i][k], step) for i, group in enumerate(groups) for k in range(len(group.rollouts))
     ]
+    table = pa.Table.from_pylist(rows, schema=_schema(groups))
+    out = pa.BufferOutputStream()
+    pq.write_table(table, out, compression="zstd")
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(f".tmp-{path.name}")
-    try:
-        pq.write_table(pa.Table.from_pylist(rows, schema=_schema(groups)), temporary)
-        sync_file(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomic(path, out.getvalue().to_pybytes())
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
@@ -48,8 +43,8 @@ def _row(group: Group, index: int, k: int, advantage: float, step: int) -> dict[
         "step": step,
         "uid": group.uid,
         "group": index,
-        "prompt": prompt.text if isinstance(prompt.text, str) else json.dumps(prompt.text),
-        "completion": rollout.text,
+        "prompt": _utf8(prompt.text if isinstance(prompt.text, str) else json.dumps(prompt.text, ensure_ascii=False)),
+        "completion": _utf8(rollout.text),
         "prompt_ids": prompt.token_ids,
         "completion_ids": done.token_ids,
         "logprobs": done.logprobs,
@@ -60,10 +55,15 @@ def _row(group: Group, index: int, k: int, advantage: float, step: int) -> dict[
     }
 
 
+def _utf8(text: str) -> str:
+    """Data sets hold lone surrogates now and then, and Arrow refuses them."""
+    return text.encode(errors="replace").decode()
+
+
 def _schema(groups: Sequence[Group]) -> Any:
     import pyarrow as pa
 
-    names = list(groups[0].rollouts[0].rewards) if groups else []
+    names = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.rewards)
     ids = pa.list_(pa.int32())
     return pa.schema(
         [

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpocli.errors import ConfigError, GrpoError, RunError
+from grpocli.tracking.files import clear_leftovers
 
 KEY = "hydra.run.dir"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +71,19 @@ class RunDir:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise ConfigError.of(
-                KEY, self.path, f"cannot be written: {error.strerror}; choose another folder"
-            ) from error
-        if self.metrics.exists() and not resuming:
+            raise ConfigError.of(KEY, self.path, f"cannot be written: {self._why(error)}") from error
+        if resuming:
+            for folder in (self.path, self.checkpoints, self.path / "rollouts"):
+                clear_leftovers(folder)
+        elif self.metrics.exists() or self.config.exists():
             raise ConfigError.of(
                 KEY, self.path, f"holds a run already; go on with resume={self.path}, or choose another folder"
             )
+
+    def _why(self, error: OSError) -> str:
+        where = f" ({error.filename})" if error.filename and Path(error.filename) != self.path else ""
+        advice = "free some space, or choose" if error.errno in FULL else "choose"
+        return f"{error.strerror or error}{where}; {advice} another folder"
 
     def forget(self) -> None:
         """Remove the folder of a run that never began: it holds nothing but what Hydra put there."""
@@ -85,6 +94,9 @@ class RunDir:
     def trouble(self, error: OSError) -> GrpoError:
         """An OSError in the middle of a run, as a sentence."""
         where = error.filename or self.path
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return RunError(f"no space left on the disk while writing {where}; free some, then resume={self.path}")
-        return RunError(f"{where}: {error.strerror or error}")
+        reason = error.strerror or str(error)
+        if error.errno in FULL:
+            return RunError(f"{where}: {reason}; free some space, then go on with resume={self.path}")
+        if error.errno in FORBIDDEN and self.path in (Path(where), *Path(where).parents):
+            return RunError(f"{KEY}={self.path}: {reason} ({where}); make it writable, then resume={self.path}")
+        return RunError(f"{where}: {reason}")

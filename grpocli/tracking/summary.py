@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from grpocli.tracking.files import write_atomic
+from grpocli.tracking.metrics import finite
 
 
 def write_summary(
@@ -26,11 +26,5 @@ def write_summary(
     summary |= {f"{name}_before": value for name, value in before.items()}
     summary |= after
     summary["last"] = dict(metrics)
-    write_atomic(path, json.dumps(_finite(summary), indent=2) + "\n")
+    write_atomic(path, json.dumps(finite(summary), indent=2) + "\n")
     return summary
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(v) for name, v in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,17 +11,35 @@ from typing import Any, Protocol
 
 from grpocli.config.parts import one_of, part
 from grpocli.errors import ConfigError
+from grpocli.tracking.metrics import finite
 
-PACKAGES = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "trackio": "trackio",
-    "comet_ml": "comet_ml",
-    "aim": "aim",
-    "mlflow": "mlflow",
-    "clearml": "clearml",
-    "dvclive": "dvclive",
-    "swanlab": "swanlab",
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Backend:
+    """How a tracker of accelerate's is told what every tracker wants to know.
+
+    module: what must be importable. pip: what to install for it. name, folder: its keywords for the run's name and
+    for where it writes (None: it has none).
+    """
+
+    module: str
+    pip: str
+    name: str | None = None
+    folder: str | None = None
+
+
+BACKENDS = {
+    "tensorboard": Backend("tensorboard", "tensorboard"),
+    "wandb": Backend("wandb", "wandb", name="name", folder="dir"),
+    "trackio": Backend("trackio", "trackio", name="name"),
+    "comet_ml": Backend("comet_ml", "comet-ml"),
+    "aim": Backend("aim", "aim"),
+    "mlflow": Backend("mlflow", "mlflow", name="run_name"),
+    "clearml": Backend("clearml", "clearml", name="task_name"),
+    "dvclive": Backend("dvclive", "dvclive", folder="dir"),
+    "swanlab": Backend("swanlab", "swanlab", name="experiment_name", folder="logdir"),
 }
 
 
@@ -52,36 +71,67 @@ class Accelerate:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of(self, "kind", PACKAGES)
+        one_of(self, "kind", BACKENDS)
+        backend = BACKENDS[self.kind]
+        if find_spec(backend.module) is None:
+            raise ConfigError.of("tracker", self.kind, f"it is not installed: pip install {backend.pip}")
 
     def start(self, name: str, folder: Path, config: Any) -> LiveTracker | None:
-        """Raises ConfigError where its package is not installed."""
-        if find_spec(PACKAGES[self.kind]) is None:
-            raise ConfigError.of(
-                "tracker", self.kind, f"the package is not installed: pip install {PACKAGES[self.kind]}"
-            )
+        """Raises ConfigError where the tracker does not start (no account, wrong options ...)."""
+        try:
+            tracker = self._make(name, folder)
+            tracker.start()
+            tracker.store_init_configuration(flat(config))
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300] or "no message"
+            raise ConfigError.of("tracker", self.kind, f"{type(error).__name__}: {reason}") from error
+        return AccelerateTracker(tracker, self.kind)
+
+    def _make(self, name: str, folder: Path) -> Any:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+        backend = BACKENDS[self.kind]
+        known = {backend.name: name, backend.folder: str(folder / self.kind)}
+        options = {key: value for key, value in known.items() if key is not None} | self.options
         make = LOGGER_TYPE_TO_CLASS[self.kind]
-        where = {"logging_dir": str(folder)} if make.requires_logging_directory else {}
-        tracker = make(self.project, **where, **self.options)
-        if hasattr(tracker, "start"):
-            tracker.start()
-        tracker.store_init_configuration(flat(config))
-        return AccelerateTracker(tracker)
+        if self.kind == "tensorboard":  # its "run name" is a folder below; TensorBoard names runs by folder
+            return make("tensorboard", logging_dir=str(folder), **options)
+        if self.kind == "aim":  # one repository for all runs, where they can be compared; its own default place
+            return make(name, **{"logging_dir": ".", "experiment": self.project} | options)
+        return make(self.project, **options)
 
 
 class AccelerateTracker:
-    """A GeneralTracker of accelerate's, given the numbers among grpocli's metrics."""
+    """A GeneralTracker of accelerate's, given the finite numbers among grpocli's metrics.
 
-    def __init__(self, tracker: Any) -> None:
+    A dashboard that fails later never ends a run: the failure is in run.log, the numbers are in metrics.jsonl.
+    """
+
+    def __init__(self, tracker: Any, kind: str) -> None:
         self._tracker = tracker
+        self._kind = kind
+        self._failing = False
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        self._tracker.log({k: v for k, v in metrics.items() if isinstance(v, int | float)}, step=step)
+        try:
+            self._tracker.log(numbers(metrics), step=step)
+            self._failing = False
+        except Exception:
+            if not self._failing:
+                logger.exception("tracker=%s: step %d could not be logged", self._kind, step)
+            self._failing = True
 
     def finish(self) -> None:
-        self._tracker.finish()
+        try:
+            self._tracker.finish()
+        except Exception:
+            logger.exception("tracker=%s: could not be closed", self._kind)
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """What a dashboard can draw."""
+    plain = {name: finite(value) for name, value in metrics.items()}
+    return {name: value for name, value in plain.items() if isinstance(value, int | float)}
 
 
 def flat(node: Any, prefix: str = "") -> dict[str, Any]:

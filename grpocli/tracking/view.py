@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpocli.data import Text
+from grpocli.tracking.text import clean, duration, number, words
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+Clock = Callable[[], float]
+
 
 class View:
-    """Says nothing; the two that do are below."""
+    """Says nothing; the two that do are PlainView and LiveView. Every method works before `start`."""
 
     def start(self, title: str, plan: Sequence[str], total_steps: int) -> None:
         """The run's name, its batch plan, and how many steps it has."""
@@ -23,7 +27,7 @@ class View:
         """How many steps were done in earlier sessions."""
 
     def stage(self, text: str, fraction: float | None = None) -> None:
-        """What is going on now, and how much of it is done."""
+        """What is going on now, and how much of it is done (0 to 1)."""
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A step is done."""
@@ -34,39 +38,63 @@ class View:
     def note(self, text: str) -> None:
         """A sentence that stays."""
 
+    def warn(self, text: str) -> None:
+        """A sentence that stays, and that someone should act on."""
+
     def stop(self) -> None:
         """Leave the terminal as it was. Safe to call twice."""
 
 
 class Pace:
-    """Steps done and the time left, from the seconds that steps have taken."""
+    """Steps done, and the time left at the speed of the last steps."""
 
-    def __init__(self) -> None:
-        self.total = self.done = self.first = 0
-        self._started: float | None = None
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.total = self.done = 0
+        self._clock = clock
+        self._seconds: deque[float] = deque(maxlen=20)
+        self._last = clock()
 
-    def step(self, step: int, seconds: float) -> None:
-        if self._started is None:
-            self._started, self.first = time.monotonic() - seconds, step - 1
-        self.done = step
-
-    @property
-    def seconds_a_step(self) -> float:
-        steps = self.done - self.first
-        return (time.monotonic() - self._started) / steps if self._started and steps else 0.0
+    def step(self, step: int, seconds: float | None) -> None:
+        """seconds: what the step took; None: all the time since the last."""
+        now = self._clock()
+        self._seconds.append(now - self._last if seconds is None else seconds)
+        self.done, self._last = step, now
 
     @property
-    def left(self) -> str:
-        return duration((self.total - self.done) * self.seconds_a_step)
+    def seconds_a_step(self) -> float | None:
+        """Mean over the last steps; None before the first."""
+        return sum(self._seconds) / len(self._seconds) if self._seconds else None
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the last step is done; None where nobody can know."""
+        if self.seconds_a_step is None or not self.total:
+            return None
+        return max(0.0, (self.total - self.done) * self.seconds_a_step - (self._clock() - self._last))
+
+    @property
+    def count(self) -> str:
+        """`step 3/60`."""
+        return f"step {self.done:>{len(str(self.total))}}/{self.total}" if self.total else f"step {self.done}"
+
+    @property
+    def finished(self) -> bool:
+        return 0 < self.total <= self.done
+
+
+STAGE_SECONDS = 5.0
+SAMPLE_SECONDS = 30.0
 
 
 class PlainView(View):
-    """One line a step, for logs and pipes."""
+    """One line a step, for logs and pipes; a stage when it first begins, a sample now and then."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
         self._console = console
-        self._pace = Pace()
-        self._stage = ""
+        self._clock = clock
+        self._pace = Pace(clock)
+        self._stages: set[str] = set()
+        self._next_stage = self._next_sample = clock()
 
     def start(self, title: str, plan: Sequence[str], total_steps: int) -> None:
         self._pace.total = total_steps
@@ -76,62 +104,73 @@ class PlainView(View):
             self._say(f"  {line}")
 
     def resumed(self, done_steps: int) -> None:
+        self._pace.done = done_steps
         if done_steps:
             self._say(f"going on after step {done_steps}")
 
     def stage(self, text: str, fraction: float | None = None) -> None:
-        # within steps, stages follow each other too fast to be worth lines
-        if text != self._stage and not self._pace.done:
-            self._say(f"{text} ...")
-        self._stage = text
+        # stages of a step come back sixty times and more: the first time is enough
+        now = self._clock()
+        if text not in self._stages or (fraction is not None and now >= self._next_stage):
+            self._stages.add(text)
+            self._next_stage = now + STAGE_SECONDS
+            self._say(f"{text} ..." if fraction is None else f"{text} ... {fraction:.0%}")
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._pace.step(step, metrics.get("time/step", 0.0))
-        shown = "  ".join(f"{label} {number(metrics[key])}" for key, label in LINE.items() if key in metrics)
-        width = len(str(self._pace.total))
-        self._say(f"step {step:>{width}}/{self._pace.total}  {shown}  {self._pace.left} left")
+        self._pace.step(step, metrics.get("time/step"))
+        parts = [f"{label} {number(metrics[key])}" for key, label in LINE.items() if key in metrics]
+        parts.append(f"{number(self._pace.seconds_a_step)} s/step")
+        if self._pace.left is not None:
+            parts.append(f"{duration(self._pace.left)} left")
+        self._say(f"{self._pace.count}  {'  '.join(parts)}")
+
+    def sample(self, prompt: Text, completion: str, rewards: Mapping[str, float], advantage: float) -> None:
+        if self._clock() < self._next_sample:
+            return
+        self._next_sample = self._clock() + SAMPLE_SECONDS
+        scores = "  ".join(f"{name} {number(value)}" for name, value in rewards.items())
+        self._say(f"  {_quoted(words(prompt))} -> {_quoted(completion)}  {scores}  advantage {number(advantage)}")
 
     def note(self, text: str) -> None:
         self._say(text)
 
+    def warn(self, text: str) -> None:
+        self._say(f"warning: {text}")
+
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(clean(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
+        self._console.file.flush()
 
 
-LINE = {"reward": "reward", "loss": "loss", "kl": "kl", "completions/mean_length": "length", "time/step": "seconds"}
+LINE = {
+    "reward": "reward",
+    "loss": "loss",
+    "kl": "kl",
+    "completions/mean_length": "length",
+    "eval/accuracy": "accuracy",
+}
 """Metrics of a plain line, and what it calls them."""
 
 
-def number(value: Any) -> str:
-    """A number in about six characters."""
-    if value is None:
-        return "-"
-    if not isinstance(value, float):
-        return str(value)
-    if value == 0:
-        return "0"
-    if abs(value) >= 10_000 or abs(value) < 1e-3:
-        return f"{value:.2e}"
-    return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3f}"
+def _quoted(text: str, longest: int = 60) -> str:
+    """The end of a text on one line."""
+    line = " ".join(clean(text).split())
+    return f'"{line}"' if len(line) <= longest else f'"...{line[-longest:]}"'
 
 
-def duration(seconds: float) -> str:
-    """`3:05` or `1:02:03`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def make_view() -> View:
-    """The live view in a terminal, plain lines elsewhere."""
+def make_view(is_terminal: bool | None = None) -> View:
+    """The live view in a terminal that can be redrawn, plain lines elsewhere. None: look at standard output."""
     from rich.console import Console
 
     console = Console()
-    if console.is_terminal and not console.is_dumb_terminal:
+    # not rich's own guess: FORCE_COLOR makes it take a file for a terminal, and fill it with redrawn frames
+    if is_terminal is None:
+        is_terminal = sys.stdout.isatty()
+    if is_terminal and not console.is_dumb_terminal:
         from grpocli.tracking.live import LiveView
 
         return LiveView(console)
-    return PlainView(Console(file=sys.stdout, no_color=True, width=100_000))
+    return PlainView(Console(file=sys.stdout, force_terminal=False, no_color=True, width=100_000))
 
 
 def silent_view() -> View:

@@ -1,0 +1,81 @@
+"""Folders that are made once and kept: whole or absent, and made by one process at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from grpocli.errors import ConfigError, RunError
+from grpocli.tracking.files import atomic_folder
+
+DEADLINE = 600.0
+"""Seconds to wait for another process that is making the same folder."""
+
+
+def cache_dir() -> Path:
+    """$GRPOCLI_CACHE, else grpocli/ in the user's cache folder."""
+    own = os.environ.get("GRPOCLI_CACHE")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "grpocli"
+
+
+def cached(name: str, needed: tuple[str, ...], make: Callable[[Path], None], deadline: float = DEADLINE) -> Path:
+    """`name` in the cache folder: what is there if it has the files `needed`, else what `make` writes.
+
+    Raises ConfigError, naming GRPOCLI_CACHE, where the folder cannot be written, and RunError where another
+    process holds it for longer than `deadline` seconds.
+    """
+    path = cache_dir() / name
+    if _whole(path, needed):
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(path, deadline):
+            if not _whole(path, needed):  # another process may have made it meanwhile
+                _remove_leftovers(path)
+                with atomic_folder(path, replace=True) as folder:
+                    make(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"GRPOCLI_CACHE={cache_dir()}: cannot keep the built-in model there ({error.strerror or error}); "
+            "set GRPOCLI_CACHE to a folder that can be written"
+        ) from error
+    return path
+
+
+def _whole(path: Path, needed: tuple[str, ...]) -> bool:
+    return all((path / file).is_file() for file in needed)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """What killed processes have left; whoever holds the lock is the only one at work."""
+    for kind in ("tmp", "old"):
+        for leftover in path.parent.glob(f".{kind}-{path.name}-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+@contextmanager
+def _lock(path: Path, deadline: float) -> Iterator[None]:
+    """Held by one process; the system releases it when the process ends, however it does."""
+    file = path.with_name(f".lock-{path.name}")
+    end = time.monotonic() + deadline
+    with file.open("w") as handle:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise RunError(
+                        f"waited {deadline:.0f} s for another process that is making {path}; "
+                        f"stop it, or set GRPOCLI_CACHE to another folder"
+                    ) from None
+                time.sleep(0.1)
+        yield

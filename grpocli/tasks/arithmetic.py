@@ -1,0 +1,79 @@
+"""task=arithmetic: two numbers and an operation, made here, without any download."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from grpocli.config.parts import one_of, part, require
+
+if TYPE_CHECKING:
+    from grpocli.tasks.task import Example
+
+OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+STRIDE = 2654435761
+"""A prime other than 2, 3 and 5, the only prime factors of the number of pairs: multiples of it visit every pair
+once. Near the golden ratio times 2**32, so that any first n of them are spread evenly."""
+
+HELD_OUT = 26 / 256
+"""The share of all pairs that belongs to `eval`."""
+
+
+@part("task", "arithmetic")
+class Arithmetic:
+    """Problems like `47+85=` with the answer `132`, as a conversation of one message.
+
+    digits: of both operands (10 to 99 for 2; 0 to 9 for 1). operation: `+`, `-` or `*`.
+    train_size, eval_size: at most so many problems; where there are fewer pairs, all of them.
+    A pair of operands belongs to `train` or to `eval` by its hash, whatever the sizes are.
+    """
+
+    digits: int = 2
+    operation: str = "+"
+    train_size: int = 10000
+    eval_size: int = 1000
+
+    def __post_init__(self) -> None:
+        require(self, "digits", 1 <= self.digits <= 9, "must be between 1 and 9")
+        one_of(self, "operation", OPERATIONS)
+        require(self, "train_size", self.train_size >= 1, "must be at least 1")
+        require(self, "eval_size", self.eval_size >= 1, "must be at least 1")
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """`prompt` and `answer` of `train` or `eval`; the same on every machine."""
+        return _examples(self, split)
+
+
+@lru_cache(maxsize=8)
+def _examples(task: Arithmetic, split: str) -> Sequence[Example]:
+    size = {"train": task.train_size, "eval": task.eval_size}[split]
+    chosen = (pair for pair in _pairs(task.digits) if split_of(task.operation, *pair) == split)
+    return [_example(task.operation, *pair) for pair in islice(chosen, size)]
+
+
+def _pairs(digits: int) -> Iterator[tuple[int, int]]:
+    """Every pair of operands once, in an order that looks random."""
+    low = 10 ** (digits - 1) if digits > 1 else 0
+    values = 10**digits - low
+    total = values**2
+    for i in range(total):
+        first, second = divmod(i * STRIDE % total, values)
+        yield low + first, low + second
+
+
+def split_of(operation: str, first: int, second: int) -> str:
+    """`train` or `eval`."""
+    digest = hashlib.sha256(f"{first}{operation}{second}".encode()).digest()
+    return "eval" if digest[0] < HELD_OUT * 256 else "train"
+
+
+def _example(operation: str, first: int, second: int) -> Example:
+    return {
+        "prompt": [{"role": "user", "content": f"{first}{operation}{second}="}],
+        "answer": str(OPERATIONS[operation](first, second)),
+    }

@@ -1,0 +1,102 @@
+"""From a row of somebody's table to a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any
+
+from grpocli.config.parts import nearest
+from grpocli.data import Message, Text
+from grpocli.errors import ConfigError
+from grpocli.tasks.loading import Row, need_columns
+
+
+def template_fields(template: str) -> list[str]:
+    """The names in {braces}. Raises ConfigError where the braces do not match."""
+    try:
+        return [field for _, field, _, _ in Formatter().parse(template) if field is not None]
+    except ValueError as error:
+        raise ConfigError.of(
+            "task.prompt_template", repr(template), f"{error}; write a brace that is meant as one twice"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """How a row becomes a prompt; see Jsonl for the fields."""
+
+    prompt_column: str
+    prompt_template: str | None
+    prefix: str
+    system_prompt: str | None
+    format: str
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that a prompt is made of."""
+        if self.prompt_template is None:
+            return [self.prompt_column]
+        return list(dict.fromkeys(template_fields(self.prompt_template)))
+
+    def check(self, columns: Sequence[str], path: str) -> None:
+        """Raise ConfigError unless the table has what the prompt is made of."""
+        if self.prompt_template is None:
+            need_columns(columns, {"task.prompt_column": self.prompt_column}, path)
+        for column in self.columns:
+            if column not in columns:
+                raise ConfigError.of(
+                    "task.prompt_template",
+                    repr(self.prompt_template),
+                    f"there is no column {column!r}; {path} has {', '.join(columns)}{nearest(column, columns)}",
+                )
+
+    def prompt(self, row: Row, where: str) -> Text:
+        """The prompt of `row`. Raises ConfigError, with `where` it is, for a missing or unusable value."""
+        for column in self.columns:
+            if row[column] is None:
+                raise ConfigError(f"task: {where} has nothing in the column {column!r}; fill it in or remove the row")
+        prompt = self._fill(row, where) if self.prompt_template is not None else row[self.prompt_column]
+        if isinstance(prompt, str) and prompt.strip():
+            return self._from_text(prompt)
+        if isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt):
+            return self._from_messages(prompt, where)
+        raise ConfigError.of(
+            "task.prompt_column",
+            self.prompt_column,
+            f"{where} has {prompt!r} there; a prompt is text or a list of messages, and not empty",
+        )
+
+    def _fill(self, row: Row, where: str) -> str:
+        assert self.prompt_template is not None
+        try:
+            return self.prompt_template.format(**{column: row[column] for column in self.columns})
+        except ValueError as error:
+            raise ConfigError.of(
+                "task.prompt_template", repr(self.prompt_template), f"cannot be filled with {where}: {error}"
+            ) from error
+
+    def _from_text(self, text: str) -> Text:
+        text = self.prefix + text
+        if self.format != "chat" and self.system_prompt is None:
+            return text
+        return [*self._system(), {"role": "user", "content": text}]
+
+    def _from_messages(self, messages: list[dict[str, Any]], where: str) -> Text:
+        # a table gives every message the keys of all of them, and chat templates take a None for a value
+        messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        if self.format == "plain":
+            return self.prefix + "\n".join(str(message.get("content", "")) for message in messages)
+        if self.prefix:
+            raise ConfigError.of(
+                "task.prefix",
+                repr(self.prefix),
+                f"{where} is a list of messages; put worked examples into them, or choose task.format=plain",
+            )
+        if self.system_prompt is not None and messages[0].get("role") == "system":
+            messages = messages[1:]
+        return [*self._system(), *messages]
+
+    def _system(self) -> list[Message]:
+        return [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]

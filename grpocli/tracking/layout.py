@@ -1,0 +1,210 @@
+"""How the live view lays out its parts: whatever the terminal's size, nothing wraps and nothing is cut in half."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text as Line
+
+from grpocli.tracking.text import duration, number, sparkline, trend
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+
+    from grpocli.tracking.live import LiveView, Sample
+
+FIXED = 4
+"""Lines of progress, stage, reward, and one to spare (a terminal scrolls when its last line is written)."""
+COLUMN = 36
+"""Characters that a column of metrics needs."""
+
+HEADED = 16
+"""Lines of metrics from which on there is room for the sections' headings."""
+
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "rewards": ("reward", "reward_std", "rewards/", "eval/", "frac_reward_zero_std", "reward_"),
+    "policy": ("loss", "grad_norm", "kl", "entropy", "lr", "clip_ratio/", "token_mult_prob_error"),
+    "completions": ("completions/mean_length", "completions/clipped_ratio", "completions/", "tokens/", "sampling/"),
+    "time": ("time/step", "time/", "weight_version", "sync/"),
+}
+"""Metrics by section, in order: names, and beginnings of names that end in `/` or `_`. Others go to `policy`."""
+
+FIRST = ("reward", "loss", "kl", "grad_norm", "entropy", "completions/mean_length", "reward_std", "eval/accuracy")
+"""What stays when there is no room for everything."""
+
+
+class Screen:
+    """The live view as something rich can draw, at the size of the moment."""
+
+    def __init__(self, view: LiveView) -> None:
+        self._view = view
+        self._spinner = Spinner("dots")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown, width = self._view.shown, options.max_width
+        room = console.size.height - FIXED
+        if shown.metrics is not None:
+            body = _sample_height(shown.sample, width, room)
+            if shown.sample is not None and body:
+                yield sample_panel(console, shown.sample, width, body)
+            room -= body + 2 if body else 0
+            yield from metrics_table(shown.metrics, shown.before or {}, width, room)
+            yield reward_line(shown.rewards, width)
+        yield self._progress(width)
+        yield self._stage(console)
+
+    def _progress(self, width: int) -> RenderableType:
+        shown, pace = self._view.shown, self._view.pace
+        row = Table.grid(padding=(0, 1), expand=True)
+        row.add_column(no_wrap=True, style="bold")
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True, justify="right")
+        done = pace.done / pace.total if pace.total else 0.0
+        name = f"{shown.title}  {pace.count}" if width >= 76 and shown.title else pace.count
+        row.add_row(Line(name), ProgressBar(total=1.0, completed=done), Line(self._speed(width), style="cyan"))
+        return row
+
+    def _speed(self, width: int) -> str:
+        pace = self._view.pace
+        if pace.seconds_a_step is None:
+            return ""
+        left = "" if self._view.shown.over or pace.left is None else f"{duration(pace.left)} left"
+        speed = f"{number(pace.seconds_a_step)} s/step" if width >= 44 or not left else ""
+        return ", ".join(part for part in (speed, left) if part)
+
+    def _stage(self, console: Console) -> RenderableType:
+        shown = self._view.shown
+        if shown.over:
+            return Line(shown.stage, style="green" if shown.stage == "done" else "yellow", no_wrap=True)
+        share = "" if shown.fraction is None else f"  {shown.fraction:.0%}"
+        text = Line(f"{shown.stage}{share}  ", no_wrap=True, overflow="ellipsis")
+        text.append(duration(time.monotonic() - shown.since), style="dim")
+        spin = self._spinner.render(console.get_time())
+        row = Table.grid(padding=(0, 1))
+        row.add_column(no_wrap=True)
+        row.add_column(no_wrap=True, overflow="ellipsis")
+        row.add_row(spin, text)
+        return row
+
+
+def reward_line(rewards: Sequence[float], width: int) -> RenderableType:
+    """The course of the reward, with where it began and where it is."""
+    if not rewards:
+        return Line("")
+    ends = f"{number(rewards[0])} → {number(rewards[-1])}"
+    curve = sparkline(rewards, max(0, min(60, width - len(ends) - 10)))
+    return Line.assemble(("reward ", "bold"), (curve, "green"), f" {ends}", no_wrap=True, overflow="ellipsis")
+
+
+def metrics_table(
+    metrics: Mapping[str, Any], before: Mapping[str, Any], width: int, rows: int
+) -> Iterable[RenderableType]:
+    """Metrics by section, in as many columns as fit; where rows are short, the ones people look at first."""
+    columns = max(1, min(4, width // COLUMN))
+    if rows < 1 or not metrics:
+        return
+    cells = _cells(_fitting(metrics, columns * rows), metrics, before, headed=columns * rows >= HEADED)
+    flow = _flow(cells, min(rows, -(-len(cells) // columns)), columns)
+    grid = Table.grid(padding=(0, 2), expand=True)
+    for _ in range(columns):
+        grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    for r in range(max(map(len, flow))):
+        grid.add_row(*[column[r][1] if r < len(column) else "" for column in flow])
+    yield grid
+
+
+def sections(names: Iterable[str]) -> dict[str, list[str]]:
+    """Metric names by the section they belong to, in the sections' order."""
+    found: dict[str, list[tuple[int, str]]] = {section: [] for section in SECTIONS}
+    for name in names:
+        section, place = _place(name)
+        found[section].append((place, name))
+    return {section: [name for _, name in sorted(members)] for section, members in found.items() if members}
+
+
+def _place(name: str) -> tuple[str, int]:
+    for section, patterns in SECTIONS.items():
+        for place, pattern in enumerate(patterns):
+            if name == pattern or (pattern and pattern[-1] in "/_" and name.startswith(pattern)):
+                return section, place
+    return "policy", len(SECTIONS["policy"])
+
+
+def _fitting(metrics: Mapping[str, Any], room: int) -> list[str]:
+    """As many names as there is room for beside the headings."""
+    wanted = [n for n in FIRST if n in metrics] + [n for n in metrics if n not in FIRST]
+    return wanted[: room - len(SECTIONS) if room >= HEADED else room]
+
+
+Cell = tuple[bool, Any]  # whether it is a heading, and what is drawn
+
+
+def _cells(names: Sequence[str], metrics: Mapping[str, Any], before: Mapping[str, Any], headed: bool) -> list[Cell]:
+    cells: list[Cell] = []
+    for section, members in sections(names).items():
+        if headed:
+            cells.append((True, Line(section, style="bold cyan")))
+        cells += [(False, _cell(section, n, metrics[n], before.get(n))) for n in members]
+    return cells
+
+
+def _cell(section: str, name: str, value: Any, before: Any) -> RenderableType:
+    row = Table.grid(expand=True)
+    row.add_column(ratio=1, no_wrap=True, overflow="ellipsis", style="dim")
+    row.add_column(justify="right", no_wrap=True)
+    unit = " s" if name.startswith("time/") else ""
+    row.add_row(Line(_short(section, name)), Line(f"{number(value)}{unit} {trend(value, before)}"))
+    return row
+
+
+def _short(section: str, name: str) -> str:
+    """A name below its heading: `time/rollout` is `rollout`, `rewards/math/mean` is `math`."""
+    if name.startswith("rewards/"):
+        return name.removeprefix("rewards/").removesuffix("/mean")
+    return name.removeprefix(f"{section}/")
+
+
+def _flow(cells: Sequence[Cell], height: int, columns: int) -> list[list[Cell]]:
+    """Newspaper columns: no heading at the foot of a column; what does not fit is left out."""
+    flow: list[list[Cell]] = [[]]
+    for cell in cells:
+        is_heading = cell[0]
+        if len(flow[-1]) + is_heading >= height:
+            flow.append([])
+        flow[-1].append(cell)
+    return flow[:columns]
+
+
+def _sample_height(sample: Sample | None, width: int, room: int) -> int:
+    """Lines of text in the sample's panel: about a third of the screen, none on a small one."""
+    return 0 if sample is None or room < 14 or width < 30 else min(12, room // 3)
+
+
+def sample_panel(console: Console, sample: Sample, width: int, height: int) -> RenderableType:
+    """The end of the prompt and of the completion, in exactly `height` lines or fewer."""
+    inner = width - 4
+    prompt = _tail(console, sample.prompt, inner, max(1, height // 3), "dim")
+    completion = _tail(console, sample.completion or "(nothing)", inner, height - len(prompt), "")
+    scores = "  ".join(f"{name} {number(value)}" for name, value in sample.rewards.items())
+    foot = Line(f"{scores}  advantage {number(sample.advantage)}", no_wrap=True, overflow="ellipsis")
+    foot.truncate(max(1, inner - 2), overflow="ellipsis")
+    body = Line("\n").join([*prompt, *completion])
+    return Panel(Padding(body, 0), title="a completion", subtitle=foot, border_style="dim", width=width)
+
+
+def _tail(console: Console, text: str, width: int, height: int, style: str) -> list[Line]:
+    """The last lines of a text that was wrapped; `…` where there was more."""
+    # a screen holds no more than this; wrapping a whole book six times a second would be felt
+    end = text.strip()[-width * height * 2 :]
+    lines = [line for line in Line(end, style=style).wrap(console, width - 2) if line.plain.strip()] or [Line("")]
+    if len(lines) > height:
+        lines = lines[-height:]
+        lines[0] = Line("… ", style=style) + lines[0]
+    return lines

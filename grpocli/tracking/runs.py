@@ -1,0 +1,132 @@
+"""Reading runs back from their folders: what was chosen, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpocli.errors import ConfigError, GrpoError
+from grpocli.tracking.choices import chosen, load_yaml, overridden
+from grpocli.tracking.metrics import read
+from grpocli.tracking.run_dir import RunDir
+
+LAST = 10
+"""Steps over whose rewards the final reward is averaged: single steps are noisy."""
+
+Results = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """One run.
+
+    settings: the choices of config groups (`algorithm`, `algorithm/kl`, `reward`) and every key of its config.
+    typed: the keys given on its command line; None where that is not known.
+    """
+
+    path: Path
+    settings: Mapping[str, Any]
+    results: Results
+    typed: list[str] | None = field(default=None)
+
+    @property
+    def done(self) -> bool:
+        return bool(self.results["exit"] == "done")
+
+    @property
+    def configured(self) -> bool:
+        """Whether its config is there, not just what was chosen for it."""
+        return "seed" in self.settings
+
+
+def find(folder: Path) -> list[RunRow]:
+    """The runs in and below a folder, unfinished and broken ones too. Raises ConfigError without such a folder."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder")
+    return [read_run(path) for path in sorted(_run_folders(folder))]
+
+
+def _run_folders(folder: Path) -> Iterator[Path]:
+    for here, below, files in os.walk(folder):
+        path = Path(here)
+        if _is_run(path, files):
+            below.clear()  # checkpoints and models are no runs
+            yield path
+        below[:] = [name for name in below if not name.startswith(".")]
+
+
+def _is_run(path: Path, files: list[str]) -> bool:
+    begun = (path / ".hydra" / "overrides.yaml").is_file()
+    return begun or ("config.yaml" in files and bool({"metrics.jsonl", "summary.json"} & set(files)))
+
+
+def read_run(path: Path) -> RunRow:
+    """A run; where a file is broken, its `exit` says which, and what could be read is there."""
+    try:
+        settings, typed = _settings(path), overridden(path)
+    except ValueError as error:
+        return RunRow(path, {}, _no_results(f"unreadable: {error}"))
+    return RunRow(path, settings, _results(RunDir(path)), typed or None)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    saved = path / "config.yaml"
+    config = (load_yaml(saved) if saved.is_file() else None) or {}
+    if not isinstance(config, dict):
+        raise ValueError("config.yaml is broken")
+    rewards = "+".join(config.get("reward") or {})
+    return dict(chosen(path, config)) | ({"reward": rewards} if rewards else {}) | leaves(config)
+
+
+def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}, without the names of classes."""
+    if not isinstance(node, dict):
+        return {prefix[:-1]: node}
+    rows: dict[str, Any] = {}
+    for name, value in node.items():
+        if name != "_target_":
+            rows |= leaves(value, f"{prefix}{name}.")
+    return rows
+
+
+def _results(run: RunDir) -> Results:
+    try:
+        metrics = read(run.metrics) if run.metrics.is_file() else []
+        summary = _summary(run.summary)
+    except (GrpoError, ValueError) as error:
+        return _no_results(f"unreadable: {error}")
+    rewards = [m["reward"] for m in metrics[-LAST:] if m.get("reward") is not None]
+    before, after = summary.get("eval/accuracy_before"), summary.get("eval/accuracy")
+    return {
+        "steps": metrics[-1]["step"] if metrics else 0,
+        "before": before,
+        "accuracy": after,
+        "change": None if before is None or after is None else after - before,
+        "final reward": statistics.mean(rewards) if rewards else None,
+        "seconds": summary.get("seconds"),
+        "exit": str(summary.get("exit", "unfinished" if run.config.is_file() else "not started")),
+    }
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        summary = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError("summary.json is broken") from error
+    if not isinstance(summary, dict):
+        raise ValueError("summary.json is broken")
+    return summary
+
+
+def _no_results(why: str) -> Results:
+    return dict.fromkeys(RESULTS) | {"exit": why}
+
+
+RESULTS = ("steps", "before", "accuracy", "change", "final reward", "seconds", "exit")

@@ -1,0 +1,82 @@
+"""Printing a table for a terminal, a document, a spreadsheet or a program."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LONGEST = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Cells are numbers, texts, lists, or None where there is nothing."""
+
+    title: str
+    header: list[str]
+    body: list[list[Any]]
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return [dict(zip(self.header, cells, strict=True)) for cells in self.body]
+
+
+def cell(value: Any) -> str:
+    """A value for people: three decimals, `-` for nothing, long texts cut."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:g}"
+    text = " ".join(str(value).split())
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def print_terminal(tables: Sequence[Table]) -> None:
+    """Tables as rich draws them; not wrapped where the output is a file or a pipe."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    console = Console(width=None if sys.stdout.isatty() else 1000)
+    for table in tables:
+        drawn = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for i, column in enumerate(table.header):
+            numeric = all(isinstance(row[i], int | float | None) for row in table.body)
+            drawn.add_column(Text(column), overflow="fold", justify="right" if numeric else "left")
+        for row in table.body:
+            drawn.add_row(*[Text(cell(value)) for value in row])
+        console.print(drawn)
+
+
+def print_markdown(tables: Sequence[Table]) -> None:
+    """GitHub's tables, one below the other."""
+    for table in tables:
+        body = [[cell(value).replace("|", "\\|") for value in row] for row in table.body]
+        lines = [table.header, ["---"] * len(table.header), *body]
+        print(f"**{table.title}**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
+
+
+def print_csv(tables: Sequence[Table]) -> None:
+    """The first table, in full precision."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(tables[0].header)
+    writer.writerows(tables[0].body)
+
+
+def print_json(tables: Sequence[Table]) -> None:
+    """{"runs": [...], "means": [...]}; `means` only where there are several seeds."""
+    named = dict(zip(("runs", "means"), (table.records for table in tables), strict=False))
+    print(json.dumps(named, indent=2, default=str))
+
+
+PRINTERS: dict[str, Callable[[Sequence[Table]], None]] = {
+    "table": print_terminal,
+    "markdown": print_markdown,
+    "csv": print_csv,
+    "json": print_json,
+}

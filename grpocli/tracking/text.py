@@ -1,0 +1,69 @@
+"""Numbers, durations and other people's text, made fit for a terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from grpocli.data import Text
+
+BARS = "▁▂▃▄▅▆▇█"
+ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+
+
+def clean(text: str) -> str:
+    """Without escape sequences, control and direction characters: a model may write them, a terminal would obey."""
+    return CONTROLS.sub("", ESCAPES.sub("", text.replace("\r\n", "\n"))).expandtabs(4)
+
+
+def number(value: Any) -> str:
+    """A number in about six characters; `-` where there is none."""
+    if value is None or value != value:
+        return "-"
+    if not isinstance(value, float):
+        return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    size = abs(value)
+    if size == float("inf") or size == 0:
+        return f"{value:g}"
+    if size < 1e-3 or size >= 1e6:
+        return f"{value:.1e}"
+    if value.is_integer():
+        return f"{value:,.0f}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.3f}"
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `3:05` or `1:02:03`."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}" if minutes else f"{rest} s"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The course of a number in at most `width` characters, each the mean of as many values."""
+    if not values or width < 1:
+        return ""
+    per = -(-len(values) // width)
+    means = [sum(piece) / len(piece) for piece in (values[i : i + per] for i in range(0, len(values), per))]
+    low, high = min(means), max(means)
+    if high == low:
+        return BARS[0] * len(means)
+    return "".join(BARS[int((m - low) / (high - low) * (len(BARS) - 1))] for m in means)
+
+
+def trend(value: Any, before: Any) -> str:
+    """An arrow for the change since the last step."""
+    if not isinstance(value, int | float) or not isinstance(before, int | float):
+        return " "
+    return "↑" if value > before else "↓" if value < before else " "
+
+
+def words(prompt: Text) -> str:
+    """A prompt as text: plain, or a conversation's messages with their roles."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message.get('role', '?')}: {message.get('content') or ''}" for message in prompt)

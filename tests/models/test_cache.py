@@ -1,0 +1,120 @@
+"""The cache of built models: whole or absent, whatever happens while one is being made."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from grpocli.errors import ConfigError, RunError
+from grpocli.models.cache import cache_dir, cached
+
+NEEDED = ("a", "b")
+
+SLOW_BUILDER = """
+import sys, time
+from pathlib import Path
+from grpocli.models.cache import cached
+def make(folder):
+    (folder / "a").write_text("half")
+    print("half", flush=True)
+    time.sleep(float(sys.argv[1]))
+    (folder / "b").write_text("slow")
+cached("models/x", ("a", "b"), make)
+"""
+
+
+def write(content: str):
+    def make(folder: Path) -> None:
+        for name in NEEDED:
+            (folder / name).write_text(content)
+
+    return make
+
+
+def forbidden(folder: Path) -> None:
+    raise AssertionError("it was in the cache")
+
+
+def slow_builder(seconds: float) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", SLOW_BUILDER, str(seconds)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "half\n"
+    return process
+
+
+def test_it_is_made_once(cache_folder: Path) -> None:
+    path = cached("models/x", NEEDED, write("one"))
+    assert path == cache_folder / "models" / "x"
+    assert cached("models/x", NEEDED, forbidden) == path
+    assert (path / "a").read_text() == "one"
+
+
+def test_a_builder_killed_half_way_leaves_nothing_that_is_trusted(cache_folder: Path) -> None:
+    process = slow_builder(60)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=10)
+    assert not (cache_folder / "models" / "x").exists()
+    path = cached("models/x", NEEDED, write("after"))
+    assert (path / "a").read_text() == "after"
+    assert sorted(p.name for p in path.parent.iterdir()) == [".lock-x", "x"]
+
+
+def test_two_builders_wait_for_each_other(cache_folder: Path) -> None:
+    process = slow_builder(1)
+    path = cached("models/x", NEEDED, forbidden)  # it waits, and finds what the other one made
+    assert (path / "b").read_text() == "slow"
+    assert process.wait(timeout=10) == 0
+    process.communicate()
+
+
+def test_waiting_has_a_deadline_and_says_for_what(cache_folder: Path) -> None:
+    folder = cache_folder / "models"
+    folder.mkdir(parents=True)
+    with (folder / ".lock-x").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        started = time.monotonic()
+        with pytest.raises(RunError, match=r"another process that is making .*models/x"):
+            cached("models/x", NEEDED, forbidden, deadline=0.2)
+        assert time.monotonic() - started < 5
+
+
+def test_a_failed_build_leaves_nothing(cache_folder: Path) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "a").write_text("half")
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        cached("models/x", NEEDED, fail)
+    assert [p.name for p in (cache_folder / "models").iterdir()] == [".lock-x"]
+
+
+def test_a_damaged_folder_is_made_again(cache_folder: Path) -> None:
+    path = cached("models/x", NEEDED, write("one"))
+    (path / "b").unlink()
+    assert (cached("models/x", NEEDED, write("two")) / "b").read_text() == "two"
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")  # works for root too, whom no permission stops
+    monkeypatch.setenv("GRPOCLI_CACHE", str(blocked / "cache"))
+    with pytest.raises(ConfigError, match=r"GRPOCLI_CACHE=.*cannot keep the built-in model"):
+        cached("models/x", NEEDED, forbidden)
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GRPOCLI_CACHE", "/own")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/shared")
+    assert cache_dir() == Path("/own")
+    monkeypatch.delenv("GRPOCLI_CACHE")
+    assert cache_dir() == Path("/shared/grpocli")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / ".cache" / "grpocli"

@@ -1,0 +1,114 @@
+"""model=hf: what is refused before anything is loaded, and how a failed load reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpocli.config.compose import build, compose
+from grpocli.errors import ConfigError
+from grpocli.models.hf import HuggingFace
+from grpocli.models.loading import load_model, load_tokenizer
+from grpocli.models.tiny_parts import make_model, make_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A whole model, saved as transformers saves them."""
+    path = tmp_path / "model"
+    make_model(seed=0).save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+def test_a_whole_folder_is_taken_and_loads(folder: Path) -> None:
+    part = HuggingFace(path=str(folder), attn_implementation="eager")
+    path = part.prepare()
+    assert path == str(folder)
+    model = load_model(part, path)
+    assert model.config._attn_implementation == "eager"
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_hub_id_is_returned_as_it_is() -> None:
+    assert HuggingFace(path="Qwen/Qwen2.5-0.5B-Instruct").prepare() == "Qwen/Qwen2.5-0.5B-Instruct"
+
+
+def test_no_path_names_the_key() -> None:
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        HuggingFace()
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        build(compose(["model=hf"]).model)
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./here", "../there", "~/nowhere/at/all", "a/b/c"])
+def test_a_folder_that_does_not_exist(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path=.*no such folder") as caught:
+        HuggingFace(path=path).prepare()
+    assert path in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "what"),
+    [("config.json", "config.json"), ("model.safetensors", "weights"), ("tokenizer.json", "tokenizer")],
+)
+def test_an_incomplete_folder_names_what_it_lacks(folder: Path, file: str, what: str) -> None:
+    (folder / file).unlink()
+    with pytest.raises(ConfigError, match=rf"model\.path=.*has no {what}"):
+        HuggingFace(path=str(folder)).prepare()
+
+
+def test_a_file_is_no_model(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path=.*is a file"):
+        HuggingFace(path=str(folder / "config.json")).prepare()
+
+
+def test_a_broken_config_is_one_sentence(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    part = HuggingFace(path=str(folder))
+    with pytest.raises(ConfigError, match=r"model\.path=.*cannot load the model") as caught:
+        load_model(part, part.prepare())
+    assert "\n" not in str(caught.value)
+
+
+def test_broken_weights_are_one_sentence(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"short")
+    part = HuggingFace(path=str(folder))
+    with pytest.raises(ConfigError, match=r"model\.path=.*cannot load the model"):
+        load_model(part, part.prepare())
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence() -> None:
+    part = HuggingFace(path="nobody/nothing")
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(ConfigError, match=r"model\.path=nobody/nothing: cannot load") as caught:
+            load(part, part.prepare())
+        assert "\n" not in str(caught.value)
+
+
+def test_an_absent_padding_token_becomes_the_end_token(folder: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(folder)
+    loaded = load_tokenizer(HuggingFace(path=str(folder)), str(folder))
+    assert loaded.pad_token_id == loaded.eos_token_id
+    assert len(loaded) == len(tokenizer)
+
+
+def test_a_chat_template_of_ones_own(folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0]['content'] }}!")
+    part = HuggingFace(path=str(folder), chat_template=str(template))
+    tokenizer = load_tokenizer(part, part.prepare())
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+    with pytest.raises(ConfigError, match=r"model\.chat_template=nowhere"):
+        HuggingFace(path=str(folder), chat_template="nowhere")
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "smollm2-135m"])
+def test_every_named_model_composes(name: str) -> None:
+    part = build(compose([f"model={name}"]).model)
+    assert isinstance(part, HuggingFace)
+    assert "/" in part.prepare()

@@ -1,0 +1,153 @@
+"""model=tiny: its tokenizer, its warm start, and that the same settings give the same bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpocli.config.compose import build, compose
+from grpocli.errors import ConfigError
+from grpocli.models.loading import load_model, load_tokenizer
+from grpocli.models.muon import orthogonalise
+from grpocli.models.tiny import Tiny
+from grpocli.models.tiny_build import content_hash
+from grpocli.models.tiny_parts import ALPHABET, make_model, make_tokenizer
+from grpocli.models.warm_start import corrupt, warm_start
+from grpocli.tasks.arithmetic import Arithmetic
+
+TOKENIZER = make_tokenizer()
+
+
+@given(st.text(ALPHABET))
+def test_its_alphabet_survives_the_round_trip(text: str) -> None:
+    ids = TOKENIZER(text).input_ids
+    assert len(ids) == len(text)
+    assert TOKENIZER.decode(ids) == text
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_unknown_characters_are_one_token_each(text: str) -> None:
+    ids = TOKENIZER(text, add_special_tokens=False).input_ids
+    known = [c for c in text if c in ALPHABET]
+    assert TOKENIZER.decode(ids, skip_special_tokens=True) == "".join(known)
+    assert len(ids) == len(text)
+
+
+def test_the_chat_template_writes_one_token_a_mark() -> None:
+    chat = [{"role": "user", "content": "47+85="}]
+    text = TOKENIZER.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text == "<bos><user>47+85=<end><assistant>"
+    assert len(TOKENIZER(text, add_special_tokens=False).input_ids) == 4 + len("47+85=")
+
+
+def test_special_tokens_are_what_the_model_config_says() -> None:
+    config = make_model(seed=0).config
+    assert TOKENIZER.pad_token_id == config.pad_token_id
+    assert TOKENIZER.bos_token_id == config.bos_token_id
+    assert TOKENIZER.eos_token_id == config.eos_token_id
+    assert len(TOKENIZER) == config.vocab_size
+
+
+def test_the_model_is_small_and_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    model = make_model(seed=0)
+    assert torch.equal(before, torch.get_rng_state())
+    assert sum(p.numel() for p in model.parameters()) < 500_000
+
+
+def test_prepare_is_deterministic_and_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_folder: Path
+) -> None:
+    part = Tiny(warm_start_steps=3)
+    first = Path(part.prepare())
+    stamp = (first / "model.safetensors").stat().st_mtime_ns
+    assert first.parent == cache_folder / "models"
+    assert part.prepare() == str(first)
+    assert (first / "model.safetensors").stat().st_mtime_ns == stamp
+    monkeypatch.setenv("GRPOCLI_CACHE", str(tmp_path / "other"))
+    torch.manual_seed(123)  # a different global state must not matter
+    second = Path(part.prepare())
+    assert second.name == first.name
+    for file in ("model.safetensors", "tokenizer.json", "config.json"):
+        assert (first / file).read_bytes() == (second / file).read_bytes()
+
+
+def test_what_prepare_returns_loads(cache_folder: Path) -> None:
+    part = Tiny(warm_start_steps=1)
+    path = part.prepare()
+    model, tokenizer = load_model(part, path), load_tokenizer(part, path)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert tokenizer.chat_template == TOKENIZER.chat_template
+    assert tokenizer("47+85=").input_ids == TOKENIZER("47+85=").input_ids
+    assert tokenizer.decode(tokenizer("a  b ,c").input_ids) == "a  b ,c"
+
+
+def test_progress_goes_up_to_one(cache_folder: Path) -> None:
+    seen: list[tuple[float, str]] = []
+    Tiny(warm_start_steps=4).prepare(lambda fraction, text: seen.append((fraction, text)))
+    assert [fraction for fraction, _ in seen] == [0.25, 0.5, 0.75, 1.0]
+    assert "s left" in seen[0][1]
+
+
+def test_every_setting_that_matters_is_in_the_hash() -> None:
+    parts = [Tiny(), Tiny(noise=0.1), Tiny(digits=3), Tiny(operation="-"), Tiny(warm_start_steps=9)]
+    assert len({content_hash(part) for part in parts}) == len(parts)
+    assert content_hash(Tiny(dtype="bfloat16")) == content_hash(Tiny())
+
+
+def test_the_warm_start_teaches_digits_and_restores_the_threads() -> None:
+    threads = torch.get_num_threads()
+    model, examples = make_model(seed=0), Arithmetic(digits=1).examples("train")
+    prompt = TOKENIZER("<bos><user>2+2=<end><assistant>", add_special_tokens=False, return_tensors="pt")
+
+    def probability_of_a_digit() -> float:
+        with torch.no_grad():
+            logits = model(**{k: prompt[k] for k in ("input_ids", "attention_mask")}).logits[0, -1]
+        return float(logits.softmax(-1)[TOKENIZER.convert_tokens_to_ids(list("0123456789"))].sum())
+
+    before = probability_of_a_digit()
+    warm_start(model, TOKENIZER, examples, steps=12, noise=0.3, seed=0)
+    assert before < 0.2
+    assert probability_of_a_digit() > 0.6
+    assert torch.get_num_threads() == threads
+
+
+def test_noise_replaces_its_share_of_digits_and_nothing_else() -> None:
+    digits = torch.arange(10)
+    answers = torch.tensor([[3, 7, 50, -100]]).repeat(20_000, 1)
+    noisy = corrupt(answers, digits, 0.3, torch.Generator().manual_seed(0))
+    assert torch.equal(noisy[:, 2:], answers[:, 2:])
+    changed = float((noisy[:, :2] != answers[:, :2]).float().mean())
+    assert changed == pytest.approx(0.3 * 0.9, abs=0.01)  # a tenth of the replacements draw the same digit
+    assert set(noisy[:, :2].flatten().tolist()) == set(range(10))
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 16), (2, 32, 16), (2, 16, 32)])
+def test_muon_steps_along_matrices_of_singular_values_near_one(shape: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    result = orthogonalise(torch.randn(shape))
+    assert result.shape == shape
+    values = torch.linalg.svdvals(result)
+    assert float(values.min()) > 0.3
+    assert float(values.max()) < 1.3
+
+
+def test_digits_follow_the_task_where_it_has_them() -> None:
+    followed = build(compose(["model=tiny", "task=arithmetic", "task.digits=3", "task.operation='*'"]).model)
+    assert (followed.digits, followed.operation) == (3, "*")
+    own = build(compose(["model=tiny", "task=jsonl", "task.path=x.jsonl"]).model)
+    assert (own.digits, own.operation) == (2, "+")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "key"),
+    [("noise", 1.5, "model.noise=1.5"), ("digits", 0, "model.digits=0"), ("dtype", "bf16", "model.dtype=bf16")],
+)
+def test_bad_values_name_their_key(field: str, value: object, key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        Tiny(**{field: value})

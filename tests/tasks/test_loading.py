@@ -1,0 +1,94 @@
+"""Tables from local files: values as they were written, splits by file names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpocli.errors import ConfigError
+from grpocli.tasks.loading import load_table, looks_local
+
+
+def test_json_values_stay_as_they_were_written(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('\ufeff{"a": "2024-01-01", "b": 1}\n\n{"a": 12345678901234567890, "c": null}\n', encoding="utf-8")
+    table = load_table(str(file), None, "train")
+    assert table.columns == ["a", "b", "c"]
+    assert list(table.rows) == [
+        {"a": "2024-01-01", "b": 1, "c": None},
+        {"a": 12345678901234567890, "b": None, "c": None},
+    ]
+
+
+def test_csv_and_parquet(tmp_path: Path, cache_folder: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"q": ["a", "b"], "n": [1, 2]}), tmp_path / "a.parquet")
+    (tmp_path / "a.csv").write_text('q,n\n"a, or b",1\nb,2\n')
+    assert load_table(str(tmp_path / "a.parquet"), None, "train").rows[1] == {"q": "b", "n": 2}
+    assert load_table(str(tmp_path / "a.csv"), None, "train").rows[0] == {"q": "a, or b", "n": 1}
+
+
+@pytest.mark.parametrize(
+    ("files", "split", "rows"),
+    [
+        (["train.jsonl", "test.jsonl"], "train", ["train.jsonl"]),
+        (["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test.jsonl"], "train", [0, 1]),
+        (["part1.jsonl", "part2.jsonl", "test.jsonl"], "train", ["part1.jsonl", "part2.jsonl"]),
+        (["trains.jsonl", "test.json"], "test", ["test.json"]),
+    ],
+)
+def test_a_folders_files_are_chosen_by_split(
+    files: list[str], split: str, rows: list[str | int], tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / name).write_text(f'[{{"file": "{name}"}}]')
+    (tmp_path / "README.md").write_text("not data")
+    wanted = [files[r] if isinstance(r, int) else r for r in rows]
+    assert [row["file"] for row in load_table(str(tmp_path), None, split).rows] == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("a.jsonl", '{"a": 1}\n{"a": ', "line 2 is not JSON"),
+        ("a.json", '[{"a": 1},\n{"a" 2}]', "line 2 is not JSON"),
+        ("a.jsonl", '{"a": 1}\n3\n', "example 2 is not an object"),
+        ("a.jsonl", "\n\n", "it is empty"),
+        ("a.json", "[]", "it is empty"),
+        ("a.parquet", "no parquet", "cannot be read"),
+        ("a.csv", "", "it is empty"),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence(name: str, text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=sentence) as error:
+        load_table(str(tmp_path / name), None, "train", "task.eval_path")
+    assert str(error.value).startswith("task.eval_path=")
+    assert "\n" not in str(error.value)
+
+
+def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ConfigError, match=r"cannot be read: .*utf-8"):
+        load_table(str(tmp_path / "a.jsonl"), None, "train")
+
+
+def test_folders_without_what_is_wanted(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="found none"):
+        load_table(str(tmp_path), None, "train")
+    (tmp_path / "train.jsonl").write_text('{"a": 1}')
+    with pytest.raises(ConfigError, match=r"has no test\.jsonl .*found train\.jsonl"):
+        load_table(str(tmp_path), None, "test")
+    (tmp_path / "train.csv").write_text("a\n1\n")
+    with pytest.raises(ConfigError, match="files of one kind"):
+        load_table(str(tmp_path), None, "train")
+
+
+@pytest.mark.parametrize(
+    ("path", "local"), [("openai/gsm8k", False), ("squad", False), ("./x", True), ("x.csv", True), ("a/b/c", True)]
+)
+def test_what_was_meant_as_a_path(path: str, local: bool) -> None:
+    assert looks_local(path) is local

@@ -1,0 +1,97 @@
+"""Rows to prompts: what a template, a prefix, a system prompt and a format do, and refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpocli.errors import ConfigError
+from grpocli.tasks.jsonl import Hub, Jsonl
+from grpocli.tasks.mapping import Mapping
+
+
+def mapping(**options: Any) -> Mapping:
+    defaults = {"prompt_column": "prompt", "prompt_template": None, "prefix": "", "system_prompt": None}
+    return Mapping(**{**defaults, "format": "auto", **options})
+
+
+USER = {"role": "user", "content": "hi"}
+SYSTEM = {"role": "system", "content": "old"}
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt", "wanted"),
+    [
+        ({}, "hi", "hi"),
+        ({}, [USER], [USER]),
+        ({"format": "chat"}, "hi", [USER]),
+        ({"format": "plain"}, [SYSTEM, USER], "old\nhi"),
+        ({"system_prompt": "new"}, "hi", [{"role": "system", "content": "new"}, USER]),
+        ({"system_prompt": "new"}, [SYSTEM, USER], [{"role": "system", "content": "new"}, USER]),
+        ({"prefix": "1+1=2\n"}, "hi", "1+1=2\nhi"),
+        ({"prompt_template": "{{{prompt}}}: {n:02d}"}, "hi", "{hi}: 07"),
+    ],
+)
+def test_prompts(options: dict[str, Any], prompt: Any, wanted: Any) -> None:
+    assert mapping(**options).prompt({"prompt": prompt, "n": 7}, "row 0") == wanted
+
+
+def test_keys_that_only_other_messages_have_are_left_out() -> None:
+    assert mapping().prompt({"prompt": [{**USER, "tool_calls": None}]}, "row 0") == [USER]
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt", "sentence"),
+    [
+        ({}, None, "row 3 has nothing in the column 'prompt'"),
+        ({}, " ", "row 3 has ' ' there"),
+        ({}, 5, "row 3 has 5 there"),
+        ({}, [], "row 3 has [] there"),
+        ({}, ["hi"], "row 3 has ['hi'] there"),
+        ({"prompt_template": "Q: {prompt}"}, None, "row 3 has nothing in the column 'prompt'"),
+        ({"prompt_template": "{prompt:.2f}"}, "hi", "cannot be filled with row 3"),
+        ({"prefix": "x"}, [USER], "task.prefix='x': row 3 is a list of messages"),
+    ],
+)
+def test_what_is_no_prompt_names_the_row(options: dict[str, Any], prompt: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        mapping(**options).prompt({"prompt": prompt}, "row 3")
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [("{quest}", "no column 'quest'"), ("{}", "no column ''"), ("{question", "write a brace"), ("}", "write a brace")],
+)
+def test_templates_that_cannot_be_filled(template: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as error:
+        mapping(prompt_template=template).check(["question"], "data.jsonl")
+    assert str(error.value).startswith("task.prompt_template=")
+
+
+@pytest.mark.parametrize("options", [{"eval_split": "train"}, {"eval_split": "test"}, {"same": True}])
+def test_examples_to_train_on_are_refused_for_evaluation(options: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "a", "answer": "b"}\n' * 2)
+    task = Jsonl(path=str(file), eval_path=str(file)) if options.pop("same", 0) else Jsonl(path=str(file), **options)
+    with pytest.raises(ConfigError, match="would give the examples to train on"):
+        task.examples("eval")
+
+
+def test_data_without_answers_and_with_an_answer_column_of_another_name(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"p{i}", "gold": i}) + "\n" for i in range(3)))
+    assert "answer" not in Hub(path=str(file), answer_column=None).examples("train")[0]
+    assert {e["answer"] - e["gold"] for e in Hub(path=str(file), answer_column="gold").examples("train")} == {0}
+
+
+def test_indexing_and_iterating_agree(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"p{i}", "answer": i}) + "\n" for i in range(10)))
+    examples = Jsonl(path=str(file)).examples("train")
+    assert list(examples) == [examples[i] for i in range(len(examples))] == examples[:]
+    with pytest.raises(IndexError):
+        examples[len(examples)]

@@ -1,0 +1,80 @@
+"""From examples to token ids, and what happens to prompts that are too long."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpocli.errors import ConfigError
+from grpocli.tasks.order import Order
+from grpocli.tasks.prompts import PromptSet
+
+TEXTS = [{"prompt": "a b c", "answer": "1"}, {"prompt": "c", "answer": "2"}, {"prompt": "b b b b", "answer": "3"}]
+CHAT = [{"prompt": [{"role": "user", "content": "a b"}], "answer": "1"}]
+
+
+def test_plain_text_gets_the_tokenizers_own_special_tokens(plain_tokenizer) -> None:
+    prompts = PromptSet(TEXTS, plain_tokenizer, 10, "drop", "train")
+    assert len(prompts) == 3
+    first = prompts.prompt(0, uid="u")
+    assert first.token_ids == [1, 6, 7, 8]
+    assert first.text == "a b c"
+    assert first.columns == {"answer": "1"}
+    assert first.uid == "u"
+    assert prompts.report == ""
+
+
+def test_conversations_go_through_the_chat_template_without_a_second_bos(chat_tokenizer) -> None:
+    prompt = PromptSet(CHAT, chat_tokenizer, 10, "drop", "train").prompt(0, uid="u")
+    assert chat_tokenizer.convert_ids_to_tokens(prompt.token_ids)[0:1] != ["<unk>"]
+    assert prompt.token_ids.count(1) <= 1
+    assert prompt.token_ids[-1] == 4
+    assert prompt.text == CHAT[0]["prompt"]
+
+
+def test_long_prompts_are_dropped_and_counted(plain_tokenizer) -> None:
+    prompts = PromptSet(TEXTS, plain_tokenizer, 4, "drop", "train")
+    assert (len(prompts), prompts.n_dropped, prompts.n_truncated) == (2, 1, 0)
+    assert [prompts.prompt(i, "u").columns["answer"] for i in range(2)] == ["1", "2"]
+    assert prompts.report == "1 of 3 train prompts are longer than rollout.max_prompt_tokens=4 and were dropped"
+
+
+def test_long_prompts_are_cut_on_the_left(plain_tokenizer) -> None:
+    prompts = PromptSet(TEXTS, plain_tokenizer, 3, "truncate", "train")
+    assert (len(prompts), prompts.n_dropped, prompts.n_truncated) == (3, 0, 2)
+    assert prompts.prompt(0, "u").token_ids == [6, 7, 8]
+    assert "cut on the left" in prompts.report
+
+
+def test_all_too_long(plain_tokenizer) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.max_prompt_tokens=1: all 3 train prompts .* shortest has 2"):
+        PromptSet(TEXTS, plain_tokenizer, 1, "drop", "train")
+
+
+def test_no_chat_template(plain_tokenizer) -> None:
+    with pytest.raises(ConfigError, match="no chat template"):
+        PromptSet(CHAT, plain_tokenizer, 10, "drop", "train")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        (None, "must be text or messages"),
+        ("", "must be text or messages"),
+        ([], "must be text or messages"),
+        ([{"role": "wizard", "content": "a"}], "needs a `content` and a `role`"),
+        ([{"role": "user"}], "needs a `content` and a `role`"),
+    ],
+)
+def test_what_is_no_prompt(prompt, sentence: str, chat_tokenizer) -> None:
+    with pytest.raises(ConfigError, match="train example 1") as error:
+        PromptSet([TEXTS[0], {"prompt": prompt}], chat_tokenizer, 10, "drop", "train")
+    assert sentence in str(error.value)
+
+
+def test_every_example_once_an_epoch_in_another_order_each() -> None:
+    order = Order(10, seed=3)
+    epochs = [[order.index(e * 10 + i) for i in range(10)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert [Order(10, seed=3).index(d) for d in (25, 3, 12)] == [epochs[2][5], epochs[0][3], epochs[1][2]]
+    assert [Order(10, seed=4).index(i) for i in range(10)] != epochs[0]
