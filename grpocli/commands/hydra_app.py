@@ -19,7 +19,16 @@ def arguments(argv: list[str]) -> Any:
     """Hydra's own reading of a command line: `.overrides`, `.multirun`, `.cfg`, `.config_dir` ..."""
     from hydra._internal.utils import get_args_parser
 
-    return get_args_parser().parse_args(argv)
+    return get_args_parser().parse_intermixed_args(argv)
+
+
+def options_first(argv: list[str]) -> list[str]:
+    """The same command line with Hydra's options before the overrides, the only order that Hydra reads."""
+    overrides = arguments(argv).overrides
+    rest = list(argv)
+    for override in overrides:
+        rest.remove(override)
+    return [*rest, *overrides]
 
 
 def only_prints(args: Any) -> bool:

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from grpocli.commands.hydra_app import arguments, hydra_app, only_prints, search_path
+from grpocli.commands.hydra_app import arguments, hydra_app, only_prints, options_first, search_path
 from grpocli.config.resume import Resume
 
 
 def main(argv: list[str]) -> int:
     """Check everything that can be checked in a second, then run. Returns the exit code."""
+    argv = options_first(argv)
     args = arguments(argv)
     if only_prints(args):
         hydra_app(_nothing, "train", argv)

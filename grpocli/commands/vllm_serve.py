@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from grpocli.commands.hydra_app import arguments, hydra_app, only_prints
+from grpocli.commands.hydra_app import arguments, hydra_app, only_prints, options_first
 from grpocli.errors import ConfigError
 
 
 def main(argv: list[str]) -> int:
     """Serve until Ctrl-C. Returns the exit code."""
+    argv = options_first(argv)
     args = arguments(argv)
     if args.multirun:
         raise ConfigError("vllm-serve starts one server; leave out --multirun")

@@ -96,7 +96,7 @@ class RunDir:
         where = error.filename or self.path
         reason = error.strerror or str(error)
         if error.errno in FULL:
-            return RunError(f"{where}: {reason}; free some space, then go on with resume={self.path}")
+            return RunError(f"no space left on the disk while writing {where}; free some, then resume={self.path}")
         if error.errno in FORBIDDEN and self.path in (Path(where), *Path(where).parents):
             return RunError(f"{KEY}={self.path}: {reason} ({where}); make it writable, then resume={self.path}")
         return RunError(f"{where}: {reason}")

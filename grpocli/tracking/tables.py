@@ -20,10 +20,6 @@ class Table:
     header: list[str]
     body: list[list[Any]]
 
-    @property
-    def records(self) -> list[dict[str, Any]]:
-        return [dict(zip(self.header, cells, strict=True)) for cells in self.body]
-
 
 def cell(value: Any) -> str:
     """A value for people: three decimals, `-` for nothing, long texts cut."""
@@ -69,9 +65,9 @@ def print_csv(tables: Sequence[Table]) -> None:
 
 
 def print_json(tables: Sequence[Table]) -> None:
-    """{"runs": [...], "means": [...]}; `means` only where there are several seeds."""
-    named = dict(zip(("runs", "means"), (table.records for table in tables), strict=False))
-    print(json.dumps(named, indent=2, default=str))
+    """The first table, an object a row, in full precision."""
+    table = tables[0]
+    print(json.dumps([dict(zip(table.header, row, strict=True)) for row in table.body], indent=2, default=str))
 
 
 PRINTERS: dict[str, Callable[[Sequence[Table]], None]] = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ def test_what_differs_and_what_came_of_it(sweep: Path, capsys: pytest.CaptureFix
         ("3", "dapo", 1, None, "unfinished"),
     ]
     assert rows[0]["change"] == pytest.approx(0.8)
-    assert rows[0]["reward"] == 0.25
+    assert rows[0]["final reward"] == 0.25
     assert "optim.lr" not in rows[0]
     assert "algorithm.x" not in rows[0]
 
@@ -64,3 +66,105 @@ def test_nothing_to_compare(tmp_path: Path) -> None:
         main([str(tmp_path)])
     with pytest.raises(ConfigError, match="there is no such folder"):
         main([str(tmp_path / "missing")])
+
+
+def typed(folder: Path, overrides: list[str], choices: dict[str, str], config: dict[str, Any]) -> None:
+    """A run as Hydra leaves it, with its command line."""
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"choices": choices}}}))
+    (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(overrides))
+    (folder / "config.yaml").write_text(json.dumps({"seed": 0} | config))
+    (folder / "summary.json").write_text('{"exit": "done", "eval/accuracy": 0.5}')
+
+
+def columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    main([str(folder), "--format", "csv"])
+    header = capsys.readouterr().out.splitlines()[0].split(",")
+    return header[1 : header.index("steps")]
+
+
+def test_what_was_typed_is_shown_below_a_choice_that_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i, (name, part) in enumerate([("grpo", "k3"), ("dapo", "none")]):
+        for beta in (0.1, 0.2):
+            kl = {"beta": beta, "sync_every": 0} if part == "k3" else {}
+            typed(
+                tmp_path / f"{name}{beta}",
+                [f"algorithm={name}", f"+algorithm.kl.beta={beta}", f"optim.lr={i}"],
+                {"algorithm": name, "algorithm/kl": part},
+                {"algorithm": {"kl": kl | {"beta": beta}, "high": i}, "optim": {"lr": i, "eps": 1}},
+            )
+    assert columns(tmp_path, capsys) == ["algorithm", "kl.beta", "lr"]
+
+
+def test_a_swapped_part_is_shown_where_the_algorithm_is_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part in ("k1", "k2"):
+        choices = {"algorithm": "grpo", "algorithm/kl": part, "hydra/launcher": part, "recipe@_global_": part}
+        typed(tmp_path / part, [f"algorithm/kl={part}"], choices, {"algorithm": {"kl": {"beta": part}}})
+    assert columns(tmp_path, capsys) == ["recipe", "algorithm/kl"]
+
+
+def test_a_default_that_changed_between_versions_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for clip in (0.2, 0.3):
+        typed(tmp_path / str(clip), ["train.steps=3"], {"algorithm": "grpo"}, {"algorithm": {"clip": clip}})
+    assert columns(tmp_path, capsys) == ["clip"]
+
+
+def test_names_that_clash_are_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for i in (1, 2):
+        overrides = [f"train.steps={i}", f"a.every={i}", f"b.every={i}"]
+        config = {"train": {"steps": i}, "a": {"every": i}, "b": {"every": i}}
+        typed(tmp_path / str(i), overrides, {}, config)
+    main([str(tmp_path), "--format", "csv"])
+    assert capsys.readouterr().out.splitlines()[0].startswith("run,train.steps,a.every,b.every,steps,")
+
+
+def test_broken_and_unstarted_runs_are_shown_as_such(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (sweep / "0" / "config.yaml").write_text("a: [1, 2")
+    (sweep / "1" / "summary.json").write_text('{"exit": "do')
+    (sweep / "2" / "metrics.jsonl").write_text('{"step": 1}\noops\n{"step": 3}\n')
+    (sweep / "4" / ".hydra").mkdir(parents=True)
+    (sweep / "4" / ".hydra" / "overrides.yaml").write_text("- algorithm=drgrpo")
+    main([str(sweep), "--format", "json", "--sort", "path"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["exit"].split(": ")[0] for row in rows] == ["unreadable"] * 3 + ["unfinished", "not started"]
+    assert ["config.yaml" in rows[0]["exit"], "summary.json" in rows[1]["exit"], "line 2" in rows[2]["exit"]] == [
+        True
+    ] * 3
+
+
+def test_only_runs_that_are_done_are_averaged(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(sweep), "--format", "markdown"])
+    assert "| dapo | 1 | 0.100 | 0.900 | 0.800 |" in capsys.readouterr().out
+
+
+def test_an_accuracy_of_zero_is_better_than_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for i, accuracy in enumerate([None, 0.0, 0.1]):
+        run(tmp_path / str(i), "grpo", i, accuracy)
+    main([str(tmp_path), "--format", "json"])
+    assert [row["run"] for row in json.loads(capsys.readouterr().out)] == ["2", "1", "0"]
+
+
+def test_a_long_cause_is_cut_in_tables_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "a", "grpo", 0, 0.5)
+    cause = "RunError: " + "very | long " * 20
+    (tmp_path / "a" / "summary.json").write_text(json.dumps({"exit": cause}))
+    main([str(tmp_path), "--format", "markdown"])
+    assert "RunError: very \\| long very \\|" in capsys.readouterr().out
+    main([str(tmp_path), "--format", "json"])
+    assert json.loads(capsys.readouterr().out)[0]["exit"] == cause
+
+
+def test_a_folder_given_twice_is_shown_once(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(sweep), str(sweep / "1"), "--format", "json"])
+    assert len(json.loads(capsys.readouterr().out)) == 4
+
+
+def test_help_needs_nothing_heavy() -> None:
+    heavy = "[m for m in ('torch', 'rich', 'hydra') if m in sys.modules]"
+    code = f"import sys; from grpocli.tracking import compare; print({heavy})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

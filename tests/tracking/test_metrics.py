@@ -1,77 +1,95 @@
-"""metrics.jsonl, rollouts and the summary."""
+"""metrics.jsonl is valid JSON, never holds a step twice, and survives being cut anywhere."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 
-from grpocli.data import Completion, Group, Prompt, Rollout
-from grpocli.tracking.metrics import MetricsLog, read
-from grpocli.tracking.rollouts import read_rollouts, write_rollouts
-from grpocli.tracking.summary import write_summary
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpocli.errors import RunError
+from grpocli.tracking.metrics import MetricsLog, finite, line, read
 
 
-def test_a_line_a_step_of_valid_json(tmp_path: Path) -> None:
+def steps(path: Path) -> list[int]:
+    return [row["step"] for row in read(path)]
+
+
+def test_a_line_a_step(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.append(1, {"reward": 0.5, "kl": math.nan, "a": 1})
-    log.append(2, {"reward": math.inf})
-    lines = log.path.read_text().splitlines()
-    assert lines[0] == '{"step": 1, "a": 1, "kl": null, "reward": 0.5}'
-    assert json.loads(lines[1]) == {"step": 2, "reward": None}
+    log.append(1, {"reward": 0.5, "loss": math.nan, "kl": math.inf, "a": 1})
+    log.append(2, {"reward": 1.0})
+    first, second = log.path.read_text().splitlines()
+    assert first == '{"step": 1, "a": 1, "kl": null, "loss": null, "reward": 0.5}'
+    assert json.loads(second) == {"step": 2, "reward": 1.0}
 
 
-def test_a_resume_neither_doubles_nor_keeps_torn_steps(tmp_path: Path) -> None:
+def test_numbers_of_libraries_become_plain() -> None:
+    values = {"a": np.float32(0.5), "b": torch.tensor(2.0), "c": np.float64("nan"), "d": [np.int64(3), math.inf]}
+    assert json.loads(json.dumps(finite(values))) == {"a": 0.5, "b": 2.0, "c": None, "d": [3, None]}
+
+
+def test_truncation_for_a_resume(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    for step in range(1, 6):
-        log.append(step, {"reward": step / 10})
-    with log.path.open("a") as file:
-        file.write('{"step": 6, "rew')
-    assert [row["step"] for row in read(log.path)] == [1, 2, 3, 4, 5]
     log.truncate_after(3)
-    log.append(4, {"reward": 9.0})
-    assert [(row["step"], row["reward"]) for row in read(log.path)] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 9.0)]
+    assert not log.path.exists()
+    rows = [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (4, 0.4)]
+    log.path.write_text("".join(line(step, {"reward": r}) for step, r in rows) + '{"step": 5, "rew')
+    log.truncate_after(3)
+    assert [(row["step"], row["reward"]) for row in read(log.path)] == [(1, 0.1), (2, 0.25), (3, 0.3)]
+    log.append(4, {"reward": 0.5})
+    assert steps(log.path) == [1, 2, 3, 4]
 
 
-def test_rollouts_are_kept_as_sampled(tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "hi"}]
-    done = Completion([5, 6], [-0.5, -1.5], "stop", version=3)
-    group = Group(
-        Prompt("7", [1, 2], chat, {"answer": "x"}),
-        [Rollout(Prompt("7", [1, 2], chat), done, "text", {"math": 1.0, "format": math.nan})] * 2,
-    )
-    path = tmp_path / "rollouts" / "step_000001.parquet"
-    write_rollouts(path, [group], [[0.5, -0.5]], step=1)
-    first, second = read_rollouts(path)
-    assert json.loads(first["prompt"]) == chat
-    assert (first["completion"], first["completion_ids"], first["logprobs"]) == ("text", [5, 6], [-0.5, -1.5])
-    assert (first["reward/math"], first["reward/format"]) == (1.0, None)
-    assert (first["advantage"], second["advantage"]) == (0.5, -0.5)
-    assert (first["uid"], first["version"], first["finish_reason"], first["step"]) == ("7", 3, "stop", 1)
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
+@given(cut=st.integers(min_value=0), resume_at=st.integers(min_value=0, max_value=6))
+def test_cut_anywhere_a_resume_goes_on(tmp_path_factory: pytest.TempPathFactory, cut: int, resume_at: int) -> None:
+    log = MetricsLog(tmp_path_factory.mktemp("run") / "metrics.jsonl")
+    whole = "".join(line(step, {"reward": step / 7, "note": "päper"}) for step in range(1, 6)).encode()
+    log.path.write_bytes(whole[: cut % (len(whole) + 1)])
+    survived = steps(log.path)
+    assert survived == list(range(1, len(survived) + 1))
+    log.truncate_after(resume_at)
+    assert steps(log.path) == [s for s in survived if s <= resume_at]
+    log.append(9, {})
+    assert steps(log.path)[-1] == 9
 
 
-def test_a_step_that_kept_nothing_writes_an_empty_table(tmp_path: Path) -> None:
-    write_rollouts(tmp_path / "r" / "step_000002.parquet", [], [], step=2)
-    assert read_rollouts(tmp_path / "r" / "step_000002.parquet") == []
+def test_a_broken_line_in_the_middle_is_not_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line(1, {}) + "oops\n" + line(2, {}))
+    with pytest.raises(RunError, match=r"metrics\.jsonl: line 2 is not a JSON object"):
+        read(path)
 
 
-def test_summary(tmp_path: Path) -> None:
-    path = tmp_path / "summary.json"
-    write_summary(
-        path,
-        steps=3,
-        seconds=1.26,
-        before={"eval/accuracy": 0.1},
-        after={"eval/accuracy": 0.5},
-        metrics={"loss": math.nan},
-        cause="done",
-    )
-    assert json.loads(path.read_text()) == {
-        "steps": 3,
-        "seconds": 1.3,
-        "exit": "done",
-        "eval/accuracy_before": 0.1,
-        "eval/accuracy": 0.5,
-        "last": {"loss": None},
-    }
+def test_a_line_that_fails_leaves_nothing_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append(1, {"reward": 0.5})
+
+    def disk_fills_up(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", disk_fills_up)
+        with pytest.raises(OSError, match="No space left"):
+            log.append(2, {"reward": 0.6})
+    assert log.path.read_text() == line(1, {"reward": 0.5})
+
+
+def test_a_full_disk_keeps_the_lines_before(small_disk: Path) -> None:
+    log = MetricsLog(small_disk / "metrics.jsonl")
+
+    def write() -> None:
+        for step in range(1, 1000):
+            log.append(step, {"text": "x" * 5000})
+
+    with pytest.raises(OSError, match="No space left"):
+        write()
+    assert steps(log.path) == list(range(1, len(steps(log.path)) + 1))
+    assert log.path.read_bytes().endswith(b"\n")

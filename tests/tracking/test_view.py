@@ -3,69 +3,287 @@
 from __future__ import annotations
 
 import io
+import math
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
 from rich.console import Console
 
-from grpocli.tracking.live import LiveView, clean, sparkline
-from grpocli.tracking.view import PlainView, View, duration, number
+from grpocli.tracking.layout import Screen, sections
+from grpocli.tracking.live import LiveView
+from grpocli.tracking.text import clean, duration, number, sparkline, trend, words
+from grpocli.tracking.view import Pace, PlainView, View, make_view, silent_view
 
-METRICS = {"reward": 0.4123, "loss": -0.00012, "kl": 0.5, "time/step": 2.0, "weight_version": 3, "lr": 1e-6}
+METRICS: dict[str, Any] = {
+    "reward": 0.4123,
+    "loss": -0.00012,
+    "kl": 0.5,
+    "completions/mean_length": 3.25,
+    "time/step": 2.0,
+    "weight_version": 3,
+    "lr": 1e-6,
+    "rewards/format/mean": math.nan,
+}
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plain() -> tuple[PlainView, io.StringIO, Clock]:
+    out, clock = io.StringIO(), Clock()
+    return PlainView(Console(file=out, width=200), clock), out, clock
 
 
 def test_plain_lines() -> None:
-    out = io.StringIO()
-    view = PlainView(Console(file=out, width=200))
+    view, out, _ = plain()
     view.start("runs/x", ["sample 4"], total_steps=12)
-    view.stage("loading")
     view.stage("loading")
     view.step(1, METRICS)
-    view.note("[bold]kept as it is[/bold]")
-    lines = out.getvalue().splitlines()
-    assert lines[:3] == ["run runs/x", "  sample 4", "loading ..."]
-    assert lines[3].startswith("step  1/12  reward 0.412  loss -1.20e-04  kl 0.500  seconds 2.000  0:2")
-    assert lines[4] == "[bold]kept as it is[/bold]"
+    view.note("[bold]kept as it is[/bold] \x1b[31m:smile:")
+    view.warn("look out")
+    assert out.getvalue().splitlines() == [
+        "run runs/x",
+        "  sample 4",
+        "loading ...",
+        "step  1/12  reward 0.412  loss -1.2e-04  kl 0.500  length 3.250  2 s/step  22 s left",
+        "[bold]kept as it is[/bold] :smile:",
+        "warning: look out",
+    ]
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 45), (40, 12)])
-def test_the_live_view_fits_the_terminal(size: tuple[int, int]) -> None:
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=size[0], height=size[1], color_system=None)
+def test_plain_stages_are_said_once_and_slow_ones_now_and_then() -> None:
+    view, out, clock = plain()
+    for _ in range(3):
+        view.stage("training")
+    for percent in range(0, 100, 10):
+        view.stage("warm start", percent / 100)
+        clock.now += 2
+    assert out.getvalue().splitlines() == [
+        "training ...",
+        *(f"warm start ... {p}%" for p in (0, 30, 60, 90)),
+    ]
+
+
+def test_plain_samples_come_now_and_then_on_one_line() -> None:
+    view, out, clock = plain()
+    for _ in range(3):
+        view.sample("1+\n1=", "2\x1b[2J" + "x" * 100, {"math": 1.0, "format": math.nan}, -0.5)
+        clock.now += 20
+    (first, second) = out.getvalue().splitlines()
+    assert first == second == f'  "1+ 1=" -> "...{"x" * 60}"  math 1  format -  advantage -0.500'
+
+
+def test_plain_lines_after_a_resume() -> None:
+    view, out, _ = plain()
+    view.start("x", [], total_steps=5)
+    view.resumed(3)
+    view.step(4, {"reward": 1.0, "time/step": 2.0})
+    assert out.getvalue().splitlines() == ["going on after step 3", "step 4/5  reward 1  2 s/step  2 s left"]
+
+
+def test_the_time_left_follows_the_last_steps() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    assert pace.left is None
+    pace.total = 130
+    for step in range(1, 101):
+        clock.now += 9.0 if step < 50 else 1.0  # the first steps were slow
+        pace.step(step, None)
+    assert pace.left == pytest.approx(30.0)
+    clock.now += 0.5
+    assert pace.left == pytest.approx(29.5)
+    clock.now += 100
+    assert pace.left == 0
+
+
+def screen(view: LiveView, width: int, height: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
+    console.print(Screen(view))
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.fixture
+def live() -> Iterator[LiveView]:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40, color_system=None)
     view = LiveView(console)
-    view.start("runs/x", ["sample 4"], total_steps=12)
+    yield view
+    view.stop()
+
+
+def fill(view: LiveView, steps: int = 3, completion: str = "2") -> None:
+    view.start("day/time", ["sample 4"], total_steps=12)
     view.stage("warm start", 0.37)
-    for step in range(1, 4):
+    for step in range(1, steps + 1):
         view.step(step, METRICS | {f"some/long/metric/name/{i}": 0.1 * step for i in range(30)})
-        view.sample([{"role": "user", "content": "1+1="}], "\x1b[31m2", {"math": 1.0}, 0.5)
+        view.sample([{"role": "user", "content": "[red]1+1[/red]=" * 50}], completion, {"math": 1.0}, 0.5)
+
+
+@pytest.mark.parametrize("width", [20, 40, 50, 80, 81, 120, 250])
+@pytest.mark.parametrize("height", [3, 10, 20, 24, 40, 100])
+def test_the_live_view_fits_the_terminal(live: LiveView, width: int, height: int) -> None:
+    fill(live, completion="数学" * 500 + "\n\\boxed{46}\n")
+    lines = screen(live, width, height)
+    assert len(lines) < max(height, 4)
+    assert all(cell_len(line) <= width for line in lines)
+    if width >= 40:
+        assert any("step  3/12" in line for line in lines)
+    assert any("warm start" in line for line in lines)
+
+
+def test_the_live_view_shows_what_matters(live: LiveView) -> None:
+    live.stage("loading")
+    assert any("loading" in line for line in screen(live, 80, 24))
+    fill(live, completion="\x1b[31mso it is\n[bold]2[/bold]\x07")
+    text = "\n".join(screen(live, 100, 40))
+    for said in (
+        "day/time",
+        "step  3/12",
+        "2 s/step",
+        "warm start  37%",
+        "0.412",
+        "3 ",
+        "advantage 0.500",
+    ):
+        assert said in text
+    assert "[bold]2[/bold]" in text
+    assert "[red]1+1[/red]=" in text
+    assert "\x1b[31m" not in text
+    assert re.search(r"1\d s left", text)
+    assert re.search(r"some/long/metric/name/2 +0\.300 ↑", text)
+
+
+def test_little_room_is_for_what_people_look_at_first(live: LiveView) -> None:
+    fill(live)
+    text = "\n".join(screen(live, 50, 12))
+    for said in ("reward", "loss", "kl", "mean_length"):
+        assert said in text
+    assert "a completion" not in text
+
+
+@given(st.dictionaries(st.text(), st.none() | st.floats() | st.integers() | st.text()), st.text(), st.text())
+def test_whatever_comes_is_drawn(metrics: dict[str, Any], prompt: str, completion: str) -> None:
+    view = LiveView(Console(file=io.StringIO(), force_terminal=True, width=80, height=24))
+    try:
+        view.step(1, metrics)
+        view.sample(prompt, completion, {"r": math.nan}, math.inf)
+        lines = screen(view, 80, 24)
+    finally:
+        view.stop()
+    assert len(lines) < 24
+
+
+def test_the_terminal_is_as_it_was_after_an_error() -> None:
+    out = io.StringIO()
+    stdout = sys.stdout
+    view = LiveView(Console(file=out, force_terminal=True, width=80, height=24))
+    assert sys.stdout is not stdout
+    fill(view)
     view.stop()
     view.stop()
-    drawn = io.StringIO()
-    Console(file=drawn, width=size[0], height=size[1]).print(view._render())
-    lines = drawn.getvalue().splitlines()
-    assert len(lines) <= size[1]
-    assert all(len(line) <= size[0] for line in lines)
-    assert "\x1b[31m2" not in out.getvalue()
-    assert "step 3/12" in drawn.getvalue()
+    assert sys.stdout is stdout
+    assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") == 1  # the cursor hides, and is back
+    assert "stopped" in out.getvalue()
+
+
+def test_done_is_said_when_it_is(live: LiveView) -> None:
+    fill(live, steps=12)
+    live.stop()
+    assert screen(live, 80, 24)[-1] == "done"
+
+
+def test_notes_stay_above(live: LiveView) -> None:
+    live.note("[red]accuracy[/red] 0.5\x07")
+    live.warn("look out")
+    said = live._console.file.getvalue()  # type: ignore[attr-defined]
+    assert "[red]accuracy[/red] 0.5" in said
+    assert "\x07" not in said
+    assert "warning: look out" in said
+
+
+@pytest.mark.parametrize(("term", "kind"), [("xterm-256color", LiveView), ("dumb", PlainView), ("unknown", PlainView)])
+def test_a_terminal_that_cannot_be_redrawn_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, term: str, kind: type[View]
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    view = make_view(is_terminal=True)
+    view.stop()
+    assert type(view) is kind
+    assert type(make_view()) is PlainView  # the output of a test is no terminal, whatever FORCE_COLOR says
 
 
 def test_the_silent_view_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    view = View()
+    view = silent_view()
     view.start("x", ["y"], 3)
+    view.stage("z")
     view.step(1, METRICS)
+    view.note("n")
+    view.warn("w")
     view.stop()
     assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.4123, "0.412"), (123.456, "123.5"), (1e-6, "1.00e-06"), (0.0, "0"), (3, "3"), (None, "-"), (123456.0, "1.23e+05")],
+    [
+        (0.4123, "0.412"),
+        (123.456, "123.5"),
+        (1e-6, "1.0e-06"),
+        (0.0, "0"),
+        (3, "3"),
+        (3.0, "3"),
+        (None, "-"),
+        (math.nan, "-"),
+        (math.inf, "inf"),
+        (123456.7, "123,457"),
+        (16384, "16,384"),
+        (2.5e9, "2.5e+09"),
+        ("text", "text"),
+    ],
 )
-def test_numbers(value: float | None, text: str) -> None:
+def test_numbers(value: Any, text: str) -> None:
     assert number(value) == text
 
 
 def test_durations_and_sparklines() -> None:
-    assert [duration(5), duration(185), duration(3723)] == ["0:05", "3:05", "1:02:03"]
+    assert [duration(s) for s in (-1, 5, 185, 3723)] == ["0 s", "5 s", "3:05", "1:02:03"]
     assert sparkline([0, 1, 2, 3], 10) == "▁▃▅█"
     assert len(sparkline(list(range(100)), 10)) == 10
-    assert clean("a\x1b[2Jb\x07\nc") == "a[2Jb\nc"
+    assert [sparkline([], 5), sparkline([1, 1], 5), sparkline([1], 0)] == ["", "▁▁", ""]
+    assert [trend(1, 0), trend(0, 1), trend(1, 1), trend(1, None), trend(None, 1)] == ["↑", "↓", " ", " ", " "]
+
+
+def test_text_of_models_cannot_command_the_terminal() -> None:
+    assert clean("a\x1b[2Jb\x07\r\nc\x1b]0;title\x07d\te") == "ab\ncd  e"
+    assert clean("\u202eright to left\u200b \x9b31m") == "right to left 31m"
+    assert words([{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}]) == "user: hi\nassistant: "  # type: ignore[dict-item]
+
+
+def test_metrics_have_their_sections() -> None:
+    names = [
+        "time/train",
+        "loss",
+        "zzz",
+        "completions/max_length",
+        "rewards/a/mean",
+        "completions/mean_length",
+        "reward",
+    ]
+    assert sections(names) == {
+        "rewards": ["reward", "rewards/a/mean"],
+        "policy": ["loss", "zzz"],
+        "completions": ["completions/mean_length", "completions/max_length"],
+        "time": ["time/train"],
+    }

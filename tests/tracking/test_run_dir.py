@@ -1,0 +1,101 @@
+"""The folder of a run: what is refused before anything heavy starts, and how trouble is told."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from grpocli.errors import ConfigError
+from grpocli.tracking.run_dir import RunDir
+
+
+def test_paths(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "day" / "time")
+    assert run.name == "day/time"
+    assert run.rollouts(1) == run.path / "rollouts" / "step_000001.parquet"
+    below = {p.name for p in (run.config, run.metrics, run.summary, run.log, run.checkpoints, run.model)}
+    assert below == {"config.yaml", "metrics.jsonl", "summary.json", "run.log", "checkpoints", "model"}
+
+
+def test_a_new_folder_is_made_and_left_empty(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "a" / "b")
+    run.check_writable(resuming=False)
+    assert list(run.path.iterdir()) == []
+
+
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    for path in (tmp_path / "a", tmp_path / "a" / "b"):
+        with pytest.raises(ConfigError, match=rf"^hydra\.run\.dir={path}: cannot be written: .*choose another"):
+            RunDir(path).check_writable(resuming=False)
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT])
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(handle: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(ConfigError, match=r"^hydra\.run\.dir=") as caught:
+        RunDir(tmp_path).check_writable(resuming=False)
+    assert os.strerror(code) in str(caught.value)
+    assert ("free some space" in str(caught.value)) == (code in (errno.ENOSPC, errno.EDQUOT))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk(full_disk: Path) -> None:
+    with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.*No space left.*free some space"):
+        RunDir(full_disk).check_writable(resuming=False)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml"])
+def test_another_run_is_not_written_over(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("")
+    with pytest.raises(ConfigError, match="holds a run already; go on with resume="):
+        RunDir(tmp_path).check_writable(resuming=False)
+    RunDir(tmp_path).check_writable(resuming=True)
+
+
+def test_resuming_clears_what_a_killed_run_left(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for folder in (run.path, run.checkpoints, run.path / "rollouts"):
+        folder.mkdir(exist_ok=True)
+        (folder / ".tmp-half-77").touch()
+    run.check_writable(resuming=True)
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+def test_a_run_that_never_began_is_forgotten(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "a")
+    (run.path / ".hydra").mkdir(parents=True)
+    run.log.touch()
+    run.forget()
+    assert not run.path.exists()
+
+
+def test_a_run_that_began_is_kept(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "a")
+    run.path.mkdir()
+    run.config.touch()
+    run.forget()
+    assert run.config.exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "inside", "said"),
+    [
+        (errno.ENOSPC, True, r"^no space left on the disk while writing .*metrics\.jsonl; free some, then resume="),
+        (errno.EROFS, True, r"^hydra\.run\.dir=.*Read-only file system .*metrics\.jsonl.* resume="),
+        (errno.EACCES, False, r"^/etc/shadow: Permission denied$"),
+        (errno.ENOENT, True, r"metrics\.jsonl: No such file or directory$"),
+    ],
+)
+def test_trouble_in_the_middle_of_a_run(tmp_path: Path, code: int, inside: bool, said: str) -> None:
+    where = tmp_path / "metrics.jsonl" if inside else Path("/etc/shadow")
+    error = RunDir(tmp_path).trouble(OSError(code, os.strerror(code), str(where)))
+    assert error.exit_code == 1
+    with pytest.raises(type(error), match=said):
+        raise error

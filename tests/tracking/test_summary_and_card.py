@@ -1,0 +1,96 @@
+"""What a run leaves for people: summary.json and the model's card."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpocli.tracking.card import model_card
+from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.summary import write_summary
+
+CONFIG = """\
+algorithm:
+  _target_: grpocli.algorithm.algorithm.Algorithm
+reward:
+  math:
+    weight: 1.0
+  format:
+    weight: 0.5
+task:
+  _target_: grpocli.tasks.arithmetic.Arithmetic
+model:
+  _target_: grpocli.models.tiny.Tiny
+seed: 0
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "day" / "time")
+    run.path.mkdir(parents=True)
+    run.config.write_text(CONFIG)
+    return run
+
+
+def summary(run: RunDir, **changes: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "steps": 60,
+        "seconds": 61.23,
+        "before": {"eval/accuracy": 0.25, "eval/accuracy_greedy": 0.5},
+        "after": {"eval/accuracy": 0.75, "eval/accuracy_greedy": 0.875},
+        "metrics": {"reward": 0.7, "kl": math.nan},
+        "cause": "done",
+    }
+    return write_summary(run.summary, **(values | changes))
+
+
+def test_summary(run: RunDir) -> None:
+    summary(run)
+    assert json.loads(run.summary.read_text()) == {
+        "steps": 60,
+        "seconds": 61.2,
+        "exit": "done",
+        "eval/accuracy_before": 0.25,
+        "eval/accuracy_greedy_before": 0.5,
+        "eval/accuracy": 0.75,
+        "eval/accuracy_greedy": 0.875,
+        "last": {"reward": 0.7, "kl": None},
+    }
+
+
+def test_summary_of_a_run_that_failed(run: RunDir) -> None:
+    summary(run, after={}, cause="RunError: disk")
+    read = json.loads(run.summary.read_text())
+    assert read["exit"] == "RunError: disk"
+    assert "eval/accuracy" not in read
+
+
+def front(card: str) -> dict[str, Any]:
+    return dict(yaml.safe_load(card.split("---\n")[1]))
+
+
+def test_card(run: RunDir) -> None:
+    card = model_card(run, "Qwen/Qwen2.5-0.5B", summary(run))
+    assert front(card)["base_model"] == "Qwen/Qwen2.5-0.5B"
+    assert front(card)["library_name"] == "transformers"
+    for said in ("| rewards | `math`, `format` |", "| steps | 60 |", "0.250 before, 0.750 after", "from_pretrained"):
+        assert said in card
+    assert yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])["seed"] == 0
+
+
+def test_card_names_the_choices_that_hydra_saved(run: RunDir) -> None:
+    (run.path / ".hydra").mkdir()
+    choices = {"algorithm": "dapo", "task": "gsm8k", "model": "tiny", "hydra/launcher": "basic"}
+    saved = {"hydra": {"runtime": {"choices": choices}}}
+    (run.path / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(saved))
+    card = model_card(run, "/home/me/.cache/grpocli/tiny-abc", summary(run, before={}, after={}))
+    assert "| algorithm | `dapo` |" in card
+    assert "| task | `gsm8k` |" in card
+    assert "not measured before, not measured after" in card
+    assert "base_model" not in front(card)

@@ -1,0 +1,141 @@
+"""tracker=NAME."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+from grpocli.config.compose import build, compose, conf_dir
+from grpocli.errors import ConfigError
+from grpocli.tracking import trackers
+from grpocli.tracking.trackers import BACKENDS, Accelerate, AccelerateTracker, NoTracker, flat
+
+
+@pytest.fixture
+def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: name)
+
+
+def test_every_tracker_of_accelerate_has_a_name_here(all_installed: None) -> None:
+    assert set(BACKENDS) == set(LOGGER_TYPE_TO_CLASS)
+    assert {p.stem for p in (Path(conf_dir()) / "tracker").glob("*.yaml")} == set(BACKENDS)
+    for name in BACKENDS:
+        assert build(compose([f"tracker={name}", "tracker.options.tags=[a]"]).tracker).kind == name
+
+
+def test_none_is_no_tracker(tmp_path: Path) -> None:
+    assert NoTracker().start("run", tmp_path, {}) is None
+
+
+def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^tracker=comet_ml: it is not installed: pip install comet-ml$"):
+        Accelerate(kind="comet_ml")
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'tracker\.kind=tensorbord: .*did you mean "tensorboard"'):
+        Accelerate(kind="tensorbord")
+
+
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+def test_tensorboard_for_real(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    live = Accelerate(kind="tensorboard").start("run", tmp_path, {"seed": 0, "betas": [0.9, 0.99], "x": {"y": None}})
+    assert live is not None
+    for step in (1, 2):
+        live.log({"reward": step / 4, "loss": math.nan, "note": "text"}, step)
+    live.finish()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.25), (2, 0.5)]
+    assert "loss" not in events.Tags()["scalars"]
+
+
+class Recorded:
+    """Stands in for accelerate's class: keeps what it is told, fails when asked to."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args, self.kwargs, self.logged, self.failing = args, kwargs, [], False
+
+    def start(self) -> None:
+        if self.kwargs.get("entity") == "nobody":
+            raise RuntimeError("no such\naccount")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.config = values
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        if self.failing:
+            raise ConnectionError("the dashboard is down")
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        raise ConnectionError("the dashboard is down")
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "kwargs"),
+    [
+        ("wandb", ("mine",), {"name": "run", "dir": "FOLDER/wandb"}),
+        ("trackio", ("mine",), {"name": "run"}),
+        ("comet_ml", ("mine",), {}),
+        ("mlflow", ("mine",), {"run_name": "run"}),
+        ("clearml", ("mine",), {"task_name": "run"}),
+        ("dvclive", ("mine",), {"dir": "FOLDER/dvclive"}),
+        ("swanlab", ("mine",), {"experiment_name": "run", "logdir": "FOLDER/swanlab"}),
+        ("aim", ("run",), {"logging_dir": ".", "experiment": "mine"}),
+        ("tensorboard", ("tensorboard",), {"logging_dir": "FOLDER"}),
+    ],
+)
+def test_what_a_tracker_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    all_installed: None,
+    kind: str,
+    args: tuple[str, ...],
+    kwargs: dict[str, str],
+) -> None:
+    made: list[Recorded] = []
+
+    def make(*a: Any, **k: Any) -> Recorded:
+        made.append(Recorded(*a, **k))
+        return made[0]
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, kind, make)
+    part = Accelerate(kind=kind, project="mine", options={"extra": 1})
+    live = part.start("run", tmp_path, {"a": {"b": 1}})
+    assert live is not None
+    assert made[0].args == args
+    assert made[0].kwargs == {k: v.replace("FOLDER", str(tmp_path)) for k, v in kwargs.items()} | {"extra": 1}
+    assert made[0].config == {"a.b": 1}
+
+
+def test_a_tracker_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_installed: None) -> None:
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", Recorded)
+    with pytest.raises(ConfigError, match=r"^tracker=wandb: RuntimeError: no such account$"):
+        Accelerate(kind="wandb", options={"entity": "nobody"}).start("run", tmp_path, {})
+
+
+def test_a_dashboard_that_goes_down_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    behind = Recorded()
+    live = AccelerateTracker(behind, "wandb")
+    behind.failing = True
+    live.log({"reward": 1.0}, 1)
+    live.log({"reward": 1.0}, 2)
+    behind.failing = False
+    live.log({"reward": 1.0}, 3)
+    live.finish()
+    assert behind.logged == [(3, {"reward": 1.0})]
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["tracker=wandb: step 1 could not be logged", "tracker=wandb: could not be closed"]
+
+
+def test_flat() -> None:
+    assert flat({"a": {"b": 1, "c": [1, 2]}, "d": None}) == {"a.b": 1, "a.c": "[1, 2]", "d": "None"}
