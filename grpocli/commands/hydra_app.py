@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -78,5 +79,15 @@ def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[st
                 raise
             folder = error.filename or "the output folder"
             raise ConfigError(f"hydra.run.dir: {folder} cannot be written: {error.strerror}") from error
+        finally:
+            _close_log()
     if failures:
         raise failures[0]
+
+
+def _close_log() -> None:
+    """The log that Hydra opened belongs to a run that is over."""
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if isinstance(h, logging.FileHandler)]:
+        root.removeHandler(handler)
+        handler.close()

@@ -106,7 +106,7 @@ class Eval:
     """
 
     every: int = 0
-    problems: int = 128
+    problems: int = 256
     samples: int = 4
     reward: str | None = None
 

@@ -43,7 +43,8 @@ def launch(config: DictConfig, folder: Path, resuming: bool = False) -> float | 
         view.start(run_dir.name, plan_lines(run), run.train.steps)
         return _train(config, run, job, run_dir, view)
     except ConfigError:
-        run_dir.forget()
+        if not resuming:
+            run_dir.forget()
         raise
     except GrpoError:
         raise

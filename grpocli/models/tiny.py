@@ -9,7 +9,7 @@ from grpocli.models.common import ModelPart, Progress
 from grpocli.tasks.arithmetic import OPERATIONS
 
 
-@part("model/own", "tiny", package="model")
+@part("model", "tiny")
 class Tiny(ModelPart):
     """A Llama of a third of a million parameters, one character a token, warm-started on arithmetic.
 

@@ -97,12 +97,11 @@ def _accepted(function: Callable[..., Any], given: dict[str, list[Any]]) -> dict
     return {name: values for name, values in given.items() if name in names}
 
 
-@lru_cache(maxsize=16)
 def load(function: str) -> Callable[..., Any]:
     """The function that FILE.py:NAME or module:NAME names. Raises ConfigError where there is none."""
     place, _, name = function.rpartition(":")
     try:
-        module = _file(Path(place)) if place.endswith(".py") else _module(place)
+        module = _file(Path(place).expanduser().resolve()) if place.endswith(".py") else _module(place)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
@@ -125,6 +124,7 @@ def _reachable(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
+@lru_cache(maxsize=16)
 def _file(path: Path) -> Any:
     path = path.expanduser().resolve()
     if not path.is_file():

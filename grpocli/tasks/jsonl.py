@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,17 @@ class Jsonl:
 
     def examples(self, split: str) -> Sequence[Example]:
         """The examples of `train` or `eval`."""
-        return _examples(self, split)
+        if split not in self._loaded:
+            self._loaded[split] = _examples(self, split)
+        return self._loaded[split]
+
+    @cached_property
+    def _loaded(self) -> dict[str, Sequence[Example]]:
+        return {}
+
+    @cached_property
+    def _halves(self) -> tuple[Examples, Examples]:
+        return _held_out(self)
 
     def source(self, split: str) -> tuple[str, str] | None:
         """The path, and the split there, of `train` or `eval`; None where eval has to be held out of train."""
@@ -123,15 +133,14 @@ class Examples(Sequence[Any]):
         return {**row, "prompt": prompt}
 
 
-@lru_cache(maxsize=4)
 def _examples(task: Jsonl, split: str) -> Examples:
     from grpocli.tasks.loading import load_table
 
     source = task.source(split)
     if source is None:
-        return _held_out(task)[1]
+        return task._halves[1]
     if split == "train" and task.source("eval") is None:
-        return _held_out(task)[0]
+        return task._halves[0]
     path, table_split = source
     if split == "eval":
         _refuse_overlap(task, path, table_split)
@@ -149,7 +158,6 @@ def _refuse_overlap(task: Jsonl, path: str, table_split: str) -> None:
         )
 
 
-@lru_cache(maxsize=2)
 def _held_out(task: Jsonl) -> tuple[Examples, Examples]:
     from grpocli.tasks.hold_out import hold_out
     from grpocli.tasks.loading import load_table

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +26,6 @@ class Table:
     rows: Sequence[Row]
 
 
-@lru_cache(maxsize=4)
 def load_table(path: str, name: str | None, split: str, key: str = "task.path") -> Table:
     """The table at `path`: a file, a folder of files of one kind, or a name on the hub.
 

@@ -13,7 +13,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text as Line
 
-from grpocli.tracking.text import duration, number, sparkline, trend
+from grpocli.tracking.text import duration, number, one_line, sparkline, trend
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -160,7 +160,7 @@ def _cell(section: str, name: str, value: Any, before: Any) -> RenderableType:
     row.add_column(ratio=1, no_wrap=True, overflow="ellipsis", style="dim")
     row.add_column(justify="right", no_wrap=True)
     unit = " s" if name.startswith("time/") else ""
-    row.add_row(Line(_short(section, name)), Line(f"{number(value)}{unit} {trend(value, before)}"))
+    row.add_row(Line(one_line(_short(section, name))), Line(f"{number(value)}{unit} {trend(value, before)}"))
     return row
 
 
@@ -192,7 +192,7 @@ def sample_panel(console: Console, sample: Sample, width: int, height: int) -> R
     inner = width - 4
     prompt = _tail(console, sample.prompt, inner, max(1, height // 3), "dim")
     completion = _tail(console, sample.completion or "(nothing)", inner, height - len(prompt), "")
-    scores = "  ".join(f"{name} {number(value)}" for name, value in sample.rewards.items())
+    scores = "  ".join(f"{one_line(name)} {number(value)}" for name, value in sample.rewards.items())
     foot = Line(f"{scores}  advantage {number(sample.advantage)}", no_wrap=True, overflow="ellipsis")
     foot.truncate(max(1, inner - 2), overflow="ellipsis")
     body = Line("\n").join([*prompt, *completion])

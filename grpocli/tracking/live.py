@@ -13,7 +13,7 @@ from rich.text import Text as Line
 
 from grpocli.data import Text
 from grpocli.tracking.layout import Screen
-from grpocli.tracking.text import clean, words
+from grpocli.tracking.text import clean, one_line, words
 from grpocli.tracking.view import Pace, View
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class LiveView(View):
 
     def start(self, title: str, plan: Sequence[str], total_steps: int) -> None:
         self.pace.total = total_steps
-        self._show(title=clean(title))
+        self._show(title=one_line(title))
         if plan:
             self.note("\n".join(plan))
 
@@ -70,7 +70,7 @@ class LiveView(View):
             self.note(f"going on after step {done_steps}")
 
     def stage(self, text: str, fraction: float | None = None) -> None:
-        text = clean(text)
+        text = one_line(text)
         since = self.shown.since if text == self.shown.stage else time.monotonic()
         self._show(stage=text, fraction=fraction, since=since)
 

@@ -17,6 +17,19 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
+LEFT_BY_A_START = {
+    ".hydra",
+    "accelerate.json",
+    "config.yaml",
+    "engine",
+    "job.json",
+    "logs",
+    "run.log",
+    "summary.json",
+}
+"""What is in a run's folder before its first step."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     """Paths below `path`. Files are made by whoever writes them."""
@@ -86,10 +99,9 @@ class RunDir:
         return f"{error.strerror or error}{where}; {advice} another folder"
 
     def forget(self) -> None:
-        """Remove the folder of a run that never began: it holds nothing but what Hydra put there."""
-        if any(p.name not in (".hydra", self.log.name) for p in self.path.iterdir()):
-            return
-        shutil.rmtree(self.path)
+        """Remove the folder of a run that never began: it holds nothing but what every start leaves."""
+        if {p.name for p in self.path.iterdir()} <= LEFT_BY_A_START:
+            shutil.rmtree(self.path)
 
     def trouble(self, error: OSError) -> GrpoError:
         """An OSError in the middle of a run, as a sentence."""

@@ -18,12 +18,17 @@ def clean(text: str) -> str:
     return CONTROLS.sub("", ESCAPES.sub("", text.replace("\r\n", "\n"))).expandtabs(4)
 
 
+def one_line(text: str) -> str:
+    """A cleaned text whose line breaks are spaces."""
+    return " ".join(clean(text).split())
+
+
 def number(value: Any) -> str:
     """A number in about six characters; `-` where there is none."""
     if value is None or value != value:
         return "-"
     if not isinstance(value, float):
-        return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+        return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else one_line(str(value))
     size = abs(value)
     if size == float("inf") or size == 0:
         return f"{value:g}"

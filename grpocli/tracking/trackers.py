@@ -55,6 +55,9 @@ class LiveTracker(Protocol):
 class NoTracker:
     """metrics.jsonl alone."""
 
+    def check(self) -> None:
+        """It needs nothing."""
+
     def start(self, name: str, folder: Path, config: Any) -> LiveTracker | None:
         return None
 
@@ -72,12 +75,16 @@ class Accelerate:
 
     def __post_init__(self) -> None:
         one_of(self, "kind", BACKENDS)
+
+    def check(self) -> None:
+        """Raises ConfigError where its package is not installed; costs nothing, so ask before a run begins."""
         backend = BACKENDS[self.kind]
         if find_spec(backend.module) is None:
             raise ConfigError.of("tracker", self.kind, f"it is not installed: pip install {backend.pip}")
 
     def start(self, name: str, folder: Path, config: Any) -> LiveTracker | None:
-        """Raises ConfigError where the tracker does not start (no account, wrong options ...)."""
+        """Raises ConfigError where the tracker does not start (not installed, no account, wrong options ...)."""
+        self.check()
         try:
             tracker = self._make(name, folder)
             tracker.start()

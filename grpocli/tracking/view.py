@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpocli.data import Text
-from grpocli.tracking.text import clean, duration, number, words
+from grpocli.tracking.text import clean, duration, number, one_line, words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -154,7 +154,7 @@ LINE = {
 
 def _quoted(text: str, longest: int = 60) -> str:
     """The end of a text on one line."""
-    line = " ".join(clean(text).split())
+    line = one_line(text)
     return f'"{line}"' if len(line) <= longest else f'"...{line[-longest:]}"'
 
 

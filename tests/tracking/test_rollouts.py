@@ -67,7 +67,7 @@ def test_text_that_is_no_unicode(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_no_half_file(full_disk: Path) -> None:
     (full_disk / "filler").unlink()
-    noise = random.Random(0).randbytes(1_000_000).hex()  # more than a MiB can hold, however well compressed
+    noise = random.Random(0).randbytes(2_000_000).hex()  # more than a MiB can hold, however well compressed
     path = full_disk / "step_000001.parquet"
     with pytest.raises(OSError, match="No space left"):
         write_rollouts(path, [group("a", noise, [{"math": 1.0}])], [[0.0]], step=1)

@@ -79,9 +79,9 @@ def test_a_run_that_never_began_is_forgotten(tmp_path: Path) -> None:
 def test_a_run_that_began_is_kept(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "a")
     run.path.mkdir()
-    run.config.touch()
+    run.metrics.touch()
     run.forget()
-    assert run.config.exists()
+    assert run.metrics.exists()
 
 
 @pytest.mark.parametrize(

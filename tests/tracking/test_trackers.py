@@ -29,13 +29,16 @@ def test_every_tracker_of_accelerate_has_a_name_here(all_installed: None) -> Non
 
 
 def test_none_is_no_tracker(tmp_path: Path) -> None:
+    NoTracker().check()
     assert NoTracker().start("run", tmp_path, {}) is None
 
 
-def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^tracker=comet_ml: it is not installed: pip install comet-ml$"):
-        Accelerate(kind="comet_ml")
+        Accelerate(kind="comet_ml").check()
+    with pytest.raises(ConfigError, match=r"^tracker=aim: it is not installed: pip install aim$"):
+        Accelerate(kind="aim").start("run", tmp_path, {})
 
 
 def test_an_unknown_kind_is_refused() -> None:

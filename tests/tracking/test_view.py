@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
@@ -172,6 +172,7 @@ def test_little_room_is_for_what_people_look_at_first(live: LiveView) -> None:
     assert "a completion" not in text
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.text(), st.none() | st.floats() | st.integers() | st.text()), st.text(), st.text())
 def test_whatever_comes_is_drawn(metrics: dict[str, Any], prompt: str, completion: str) -> None:
     view = LiveView(Console(file=io.StringIO(), force_terminal=True, width=80, height=24))

@@ -1,0 +1,161 @@
+"""What goes wrong once a run has started, or just before: one sentence, the right code, nothing half-written."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from commands.running import SMALL, metrics
+
+SMALL_RUN = ["train", *SMALL, "eval.problems=0"]
+
+
+def failed(grpocli, *argv: str) -> tuple[int, str]:
+    code, _, err = grpocli(*argv)
+    lines = [line for line in err.splitlines() if line]
+    assert len(lines) == 1, err
+    assert lines[0].startswith("grpocli: error: ")
+    return code, lines[0]
+
+
+def test_a_model_folder_that_does_not_exist(grpocli, tmp_path: Path) -> None:
+    code, said = failed(grpocli, "train", "model=hf", "model.path=/nowhere/model", f"hydra.run.dir={tmp_path}/run")
+    assert code == 2
+    assert "model.path=/nowhere/model" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dataset_without_the_column(grpocli, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' * 4)
+    code, said = failed(grpocli, *SMALL_RUN, "task=jsonl", "task.path=d.jsonl", f"hydra.run.dir={tmp_path}/run")
+    assert code == 2
+    assert "task.prompt_column=prompt" in said
+    assert "question" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_dataset(grpocli, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").touch()
+    code, said = failed(grpocli, *SMALL_RUN, "task=jsonl", "task.path=d.jsonl")
+    assert code == 2
+    assert "task.path=d.jsonl" in said
+    assert "empty" in said
+
+
+def test_a_reward_that_wants_a_column_the_task_lacks(grpocli, tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def score(completions, ground_truth, **kwargs):\n    return [0.0]\n")
+    code, said = failed(grpocli, *SMALL_RUN, "reward=[python]", "reward.python.function=r.py:score")
+    assert code == 2
+    assert "reward.python.function=r.py:score" in said
+    assert "ground_truth" in said
+
+
+REWARDS = {
+    "raises": ("raise KeyError('oops')", "it raised KeyError"),
+    "short": ("return [0.0]", "it returned 1 values for 16 samples"),
+    "words": ("return ['good'] * len(completions)", "it returned 'good', which is no number"),
+    "slow": ("import time; time.sleep(60)", "no answer within 0.5 s"),
+}
+
+
+@pytest.mark.parametrize("kind", REWARDS)
+def test_a_reward_that_fails(kind: str, grpocli, tmp_path: Path) -> None:
+    body, reason = REWARDS[kind]
+    (tmp_path / "r.py").write_text(f"def score(completions, **kwargs):\n    {body}\n")
+    reward = ["reward=[python]", "reward.python.function=r.py:score", "reward.python.timeout=0.5"]
+    code, said = failed(grpocli, *SMALL_RUN, *reward, f"hydra.run.dir={tmp_path}/run")
+    assert code == 1
+    assert "reward.python (r.py:score) could not score 16 of 16 samples" in said
+    assert reason in said
+    assert "reward.python" in json.loads((tmp_path / "run" / "summary.json").read_text())["exit"]
+
+
+def test_a_reward_that_fails_now_and_then_is_counted_and_not_a_zero(grpocli, tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(
+        "def score(completions, **kwargs):\n    return [float('nan') if i == 0 else 1.0 for i in range(len(completions))]\n"
+    )
+    reward = ["reward=[python]", "reward.python.function=r.py:score"]
+    code, _, _ = grpocli(*SMALL_RUN, *reward, f"hydra.run.dir={tmp_path}/run")
+    assert code == 0
+    row = metrics(tmp_path / "run")[0]
+    assert (row["rewards/python/errors"], row["rewards/python/mean"]) == (1, 1.0)
+
+
+def test_a_folder_that_holds_a_run(grpocli, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    code, said = failed(grpocli, *SMALL_RUN, f"hydra.run.dir={tmp_path}/run")
+    assert code == 2
+    assert "holds a run already" in said
+
+
+def test_a_folder_that_cannot_be_written(grpocli, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file" / "run", Path("/proc/run")):
+        code, said = failed(grpocli, *SMALL_RUN, f"hydra.run.dir={folder}")
+        assert code == 2
+        assert "hydra.run.dir" in said
+        assert "cannot be written" in said
+
+
+def test_a_disk_that_fills_up_while_running(grpocli, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount a little file system")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"mounting is not allowed here: {mounted.stderr.decode().strip()}")
+    try:
+        code, said = failed(grpocli, *SMALL_RUN, "checkpoint.every=1", f"hydra.run.dir={disk}/run")
+        assert code == 1
+        assert "No space left on device" in said or "no space left" in said
+        assert "resume=" in said
+        assert list((disk / "run" / "checkpoints").iterdir()) == []
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_vllm_asked_for_but_not_installed(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpocli.rollout.vllm_server.find_spec", lambda name: None)
+    code, said = failed(grpocli, *SMALL_RUN, "engine=vllm")
+    assert code == 2
+    assert "engine=vllm: vLLM is not installed; pip install" in said
+
+
+def test_a_busy_port(grpocli) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, said = failed(grpocli, *SMALL_RUN, "engine=vllm", f"engine.port={port}")
+        assert code == 2
+        assert f"engine.port={port}" in said
+        code, said = failed(grpocli, "vllm-serve", f"port={port}")
+        assert code == 2
+        assert f"port={port}" in said
+
+
+def test_an_external_server_that_is_not_there(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, said = failed(grpocli, *SMALL_RUN, "engine=vllm", "engine.base_url=http://127.0.0.1:9")
+    assert code == 2
+    assert "engine.api_key_file" in said
+    monkeypatch.setenv("VLLM_API_KEY", "a key")
+    code, said = failed(grpocli, *SMALL_RUN, "engine=vllm", "engine.base_url=http://127.0.0.1:9")
+    assert code in (1, 2)
+    assert "engine.base_url" in said
+
+
+def test_a_tracker_that_is_not_installed(grpocli, tmp_path: Path) -> None:
+    if importlib.util.find_spec("aim"):
+        pytest.skip("aim is installed here")
+    code, said = failed(grpocli, *SMALL_RUN, "tracker=aim", f"hydra.run.dir={tmp_path}/run")
+    assert code == 2
+    assert "tracker" in said
+    assert "pip install aim" in said
