@@ -2,8 +2,8 @@
 
     loss = sum_i weight_i x sum_t loss_it
 
-The weights [B] are float64. They are divided by counts of the whole optimizer window (`Totals`), so that the sum over micro-batches
-and processes does not depend on how rows were split.
+The weights [B] are float64. They are divided by counts of the whole optimizer window (`Totals`), so that the sum over
+micro-batches and processes does not depend on how rows were split.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ class Totals:
     micro_batches: int = 1
 
     @classmethod
-    def of(
-        cls, advantages_B: Tensor, mask_BT: Tensor, group_ids_B: Tensor, micro_batches: int = 1
-    ) -> Totals:
+    def of(cls, advantages_B: Tensor, mask_BT: Tensor, group_ids_B: Tensor, micro_batches: int = 1) -> Totals:
         return cls.from_lengths(advantages_B, mask_BT.sum(1), group_ids_B, micro_batches)
 
     @classmethod

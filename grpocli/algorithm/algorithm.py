@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.aggregate import Totals
-from grpocli.algorithm.statistics import centred_PG, constant_P1, std_P1
+from grpocli.algorithm.statistics import centred_PG, std_P1
 from grpocli.config.parts import one_of, part
 from grpocli.errors import ConfigError
 

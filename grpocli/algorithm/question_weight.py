@@ -39,8 +39,6 @@ class Difficulty:
         informative_P = ~constant_P1(scores_PG).squeeze(1)
         mean_P = mean_P1(accuracy_PG).squeeze(1)
         unknown_P = (mean_P == 0) | (count_P1(accuracy_PG).squeeze(1) == 0)
-        logits_P = (-mean_P.masked_fill(unknown_P, 1.0) / self.temperature).masked_fill(
-            ~informative_P, float("-inf")
-        )
+        logits_P = (-mean_P.masked_fill(unknown_P, 1.0) / self.temperature).masked_fill(~informative_P, float("-inf"))
         weights_P = logits_P.softmax(0) * informative_P.sum()
         return weights_P.where(informative_P, weights_P.new_ones(()))

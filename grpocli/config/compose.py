@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from grpocli.algorithm import Algorithm
     from grpocli.config.schema import Run
 
+
 def conf_dir() -> str:
     """The folder of the config groups: inside an installed package, at top level in a checkout."""
     package = Path(grpocli.__file__).parent
@@ -49,7 +50,7 @@ def compose(overrides: list[str], config_name: str = "train") -> DictConfig:
     register_parts()
     GlobalHydra.instance().clear()
     with friendly(overrides, config_name), initialize_config_dir(conf_dir(), version_base="1.3"):
-        return hydra_compose(config_name, overrides=overrides)
+        return cast("DictConfig", hydra_compose(config_name, overrides=overrides))
 
 
 def build(config: DictConfig) -> Any:

@@ -58,7 +58,7 @@ def section(key: str) -> Callable[[type[T]], type[T]]:
     """A frozen dataclass whose keys live under `key`, without being a choice of a group."""
 
     def make(cls: type[T]) -> type[T]:
-        made: type[T] = dataclasses.dataclass(frozen=True)(cls)  # type: ignore[call-overload]
+        made: type[T] = dataclasses.dataclass(frozen=True)(cls)
         made.config_key = key  # type: ignore[attr-defined]
         return made
 

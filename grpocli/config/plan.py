@@ -16,15 +16,20 @@ def plan_lines(run: Run) -> list[str]:
     processes = run.hardware.processes
     rounds = run.algorithm.keep.max_rounds
     refill = f", refilled up to {rounds} rounds" if rounds > 1 else ""
-    return [
+    sample = (
         f"sample  {rollout.prompts_per_step} prompts x {rollout.group_size} = {rows} completions a step, "
-        f"up to {rollout.max_prompt_tokens} + {rollout.max_completion_tokens} tokens each{refill}",
+        f"up to {rollout.max_prompt_tokens} + {rollout.max_completion_tokens} tokens each{refill}"
+    )
+    update = (
         f"train   {train.epochs} x {train.minibatches} = {_count(train.updates_per_step, 'update')} a step, "
         f"{groups} groups each, micro-batches of up to {train.micro_batch_tokens:,} tokens, "
-        f"{_count(processes, 'process')}",
+        f"{_count(processes, 'process')}"
+    )
+    total = (
         f"run     {_count(train.steps, 'step')}, {train.steps * train.updates_per_step:,} updates, "
-        f"{train.steps * rows:,} completions",
-    ]
+        f"{train.steps * rows:,} completions"
+    )
+    return [sample, update, total]
 
 
 def _count(n: int, what: str) -> str:

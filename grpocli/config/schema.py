@@ -56,9 +56,7 @@ class Rollouts:
 
     def __post_init__(self) -> None:
         require(self, "prompts_per_step", self.prompts_per_step >= 1, "must be at least 1")
-        require(
-            self, "group_size", self.group_size >= 2, "a group is compared with itself: it needs at least 2"
-        )
+        require(self, "group_size", self.group_size >= 2, "a group is compared with itself: it needs at least 2")
         require(self, "max_prompt_tokens", self.max_prompt_tokens >= 1, "must be at least 1")
         require(self, "max_completion_tokens", self.max_completion_tokens >= 1, "must be at least 1")
         one_of(self, "long_prompts", ("drop", "truncate"))

@@ -31,6 +31,7 @@ def launch(config: DictConfig, folder: Path, resuming: bool = False) -> float | 
     Raises ConfigError, RunError or Stopped; whatever was started is stopped first.
     """
     from grpocli.tracking.view import make_view
+    from grpocli.training.worker import explained
 
     run = build_run(config)
     run_dir = RunDir(folder)
@@ -48,15 +49,9 @@ def launch(config: DictConfig, folder: Path, resuming: bool = False) -> float | 
         raise
     except GrpoError:
         raise
-    except OSError as error:
-        logger.exception("the run failed")
-        raise run_dir.trouble(error) from error
     except Exception as error:
         logger.exception("the run failed")
-        cause = " ".join(str(error).split()) or "no message"
-        raise GrpoError(
-            f"{type(error).__name__}: {cause[:500]} (traceback in {run_dir.log}; this is a bug or a broken part)"
-        ) from error
+        raise explained(error, run_dir) from error
     finally:
         view.stop()
 
@@ -66,6 +61,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool) -> Job:
     from grpocli.training.checkpoint import resume_point
     from grpocli.training.dtype import choose_dtype
 
+    run.tracker.check()
     run.task.examples("train")
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
     engine = EngineJob(

@@ -70,7 +70,7 @@ def warm_start(
             chosen = torch.randint(len(worked.prompts_NP), (BATCH,), generator=generator)
             noise_now = noise * min(1.0, step / (NOISE_UP * steps))
             answers_BT = corrupt(worked.answers_NT[chosen], digits, noise_now, generator)
-            _loss(model, worked.prompts_NP[chosen], answers_BT).backward()  # type: ignore[no-untyped-call]
+            _loss(model, worked.prompts_NP[chosen], answers_BT).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer, lr in optimizers:
                 optimizer.param_groups[0]["lr"] = lr * _schedule(step, steps)

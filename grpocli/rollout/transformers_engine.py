@@ -42,9 +42,7 @@ class TransformersEngine:
         results: list[list[Completion]] = [[] for _ in requests]
         with self.policy.sampling_mode():
             for chunk in self._chunks(requests):
-                done = sample(
-                    self.policy.model, [requests[i] for i in chunk], sampling, self.stop_ids, self.version
-                )
+                done = sample(self.policy.model, [requests[i] for i in chunk], sampling, self.stop_ids, self.version)
                 for i, completions in zip(chunk, done, strict=True):
                     results[i] = completions
         return results

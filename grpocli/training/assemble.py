@@ -100,9 +100,7 @@ def _policy(run: Run, job: EngineJob, world: World, path: str) -> Policy:
     return Policy(model, world.wrap(model), getattr(torch, job.dtype))
 
 
-def _reference(
-    run: Run, job: EngineJob, world: World, policy: Policy, resume: Path | None
-) -> Reference | None:
+def _reference(run: Run, job: EngineJob, world: World, policy: Policy, resume: Path | None) -> Reference | None:
     if not run.algorithm.needs_reference:
         return None
     path = job.model_path
@@ -160,4 +158,3 @@ def _evaluator(run: Run, sampler: Sampler, data: Data) -> Evaluator:
         max_tokens=run.rollout.max_completion_tokens,
         seed=run.seed,
     )
-

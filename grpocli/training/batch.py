@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -84,9 +85,7 @@ class MicroBatch:
 
 
 def _pad(values: Sequence[Tensor], left: bool = False) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(
-        list(values), batch_first=True, padding_side="left" if left else "right"
-    )
+    return torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True, padding_side="left" if left else "right")
 
 
 def _pad_optional(values: Sequence[Tensor | None]) -> Tensor | None:
@@ -98,7 +97,7 @@ def windows(n_groups: int, minibatches: int) -> list[range]:
     """The groups of each optimizer update of a pass: as equal as can be, none empty unless there are too few."""
     pieces = min(minibatches, n_groups)
     edges = [n_groups * i // pieces for i in range(pieces + 1)] if pieces else []
-    return [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(edges)]
 
 
 def deal(rows: Sequence[Row], processes: int) -> list[list[Row]]:

@@ -57,10 +57,7 @@ class Sampler:
             for done in completions
         ]
         scored, counts = self.scorer.score(rollouts, sampling.max_tokens)
-        done = [
-            Rollout(r.prompt, r.completion, r.text, rewards)
-            for r, rewards in zip(rollouts, scored, strict=True)
-        ]
+        done = [Rollout(r.prompt, r.completion, r.text, rewards) for r, rewards in zip(rollouts, scored, strict=True)]
         groups = [Group(prompts[i], done[k * n : (k + 1) * n]) for k, i in enumerate(mine)]
         everyone = self.world.gather_objects(list(zip(mine, groups, strict=True)))
         counted = self.world.gather_objects([counts])
@@ -74,9 +71,7 @@ class Sampler:
 def merged(counts: Sequence[dict[str, float]]) -> dict[str, float]:
     """What the processes counted: errors add up, times go on side by side."""
     names = dict.fromkeys(name for one in counts for name in one)
-    return {
-        name: (max if name.startswith("time/") else sum)(one.get(name, 0.0) for one in counts) for name in names
-    }
+    return {name: (max if name.startswith("time/") else sum)(one.get(name, 0.0) for one in counts) for name in names}
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,7 @@ def choose_dtype(dtype: str, model_path: str, device: str) -> str:
 
 def cpu_has_bfloat16(cpuinfo: Path) -> bool:
     """Whether matrix products in bfloat16 run in hardware."""
-    return cpuinfo.is_file() and any(
-        flag in cpuinfo.read_text() for flag in ("avx512_bf16", "amx_bf16", "bf16 ")
-    )
+    return cpuinfo.is_file() and any(flag in cpuinfo.read_text() for flag in ("avx512_bf16", "amx_bf16", "bf16 "))
 
 
 def count_parameters(model_path: str) -> int:

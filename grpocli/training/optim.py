@@ -58,7 +58,11 @@ class AdamW:
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=self.lr, betas=tuple(self.betas), eps=self.eps, fused=True
+            [g for g in groups if g["params"]],
+            lr=self.lr,
+            betas=(self.betas[0], self.betas[1]),
+            eps=self.eps,
+            fused=True,
         )
 
     def rate(self, update: int, total: int) -> float:

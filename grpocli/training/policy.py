@@ -90,8 +90,7 @@ def completion_logp(
     logits_NV = logits_BTV.reshape(-1, vocabulary)
     ids_N = batch.completion_ids.reshape(-1)
     pieces = [
-        _token_logp(logits, ids, sampling)
-        for logits, ids in zip(logits_NV.split(rows), ids_N.split(rows), strict=True)
+        _token_logp(logits, ids, sampling) for logits, ids in zip(logits_NV.split(rows), ids_N.split(rows), strict=True)
     ]
     logp_BT = torch.cat([p[0] for p in pieces]).reshape(batch.completion_ids.shape)
     entropy_BT = torch.cat([p[1] for p in pieces]).reshape(batch.completion_ids.shape)

@@ -53,9 +53,7 @@ class Trainer:
         self.recorder.stage(name)
         start = time.perf_counter()
         yield
-        self.metrics[f"time/{name}"] = (
-            self.metrics.get(f"time/{name}", 0.0) + time.perf_counter() - start
-        )
+        self.metrics[f"time/{name}"] = self.metrics.get(f"time/{name}", 0.0) + time.perf_counter() - start
 
     def sync(self) -> None:
         """Bring the engine to the present weights, unless it has them. Version v is what step v samples with."""

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpocli.errors import GrpoError, RunError, Stopped
+from grpocli.errors import GrpoError, RunError
 from grpocli.launch.job import Job
 from grpocli.tracking.run_dir import RunDir
 
@@ -85,9 +85,7 @@ def finish(trainer: Trainer, job: Job, results: dict[str, float]) -> None:
     trainer.world.barrier()
 
 
-def summarise(
-    trainer: Trainer | None, recorder: Recorder, cause: str, results: dict[str, float]
-) -> dict[str, object]:
+def summarise(trainer: Trainer | None, recorder: Recorder, cause: str, results: dict[str, float]) -> dict[str, object]:
     """Write summary.json."""
     from grpocli.tracking.summary import write_summary
 
@@ -130,9 +128,19 @@ def main() -> None:
         work(run, Job.load(run_dir.path), run_dir, StopSignal(file=run_dir.path / STOP_FILE), view)
     except Exception as error:
         logger.exception("process %d failed", rank)
-        known = error if isinstance(error, GrpoError) else RunError(f"{type(error).__name__}: {error}")
+        known = explained(error, run_dir)
         report_failure(run_dir.path, rank, known)
         sys.exit(known.exit_code)
+
+
+def explained(error: Exception, run_dir: RunDir) -> GrpoError:
+    """Any error as one that can be shown without its traceback, which the log has."""
+    if isinstance(error, GrpoError):
+        return error
+    if isinstance(error, OSError):
+        return run_dir.trouble(error)
+    cause = " ".join(str(error).split()) or "no message"
+    return RunError(f"{type(error).__name__}: {cause[:500]} (traceback in {run_dir.log}; a bug, or a broken part)")
 
 
 def redirect_output(path: Path) -> None:

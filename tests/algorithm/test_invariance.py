@@ -95,7 +95,11 @@ def test_constant_groups_teach_nothing(name: str) -> None:
     assert advantages.eq(0).all()
     logp = torch.full((6, 4), -1.0, requires_grad=True)
     loss, metrics = algorithm.loss(
-        logp, logp.detach(), advantages, torch.ones(6, 4), group_ids=torch.arange(2).repeat_interleave(3),
+        logp,
+        logp.detach(),
+        advantages,
+        torch.ones(6, 4),
+        group_ids=torch.arange(2).repeat_interleave(3),
         ref_logp=logp.detach(),
     )
     assert loss.item() == 0.0

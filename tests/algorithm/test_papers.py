@@ -93,9 +93,7 @@ def test_dapo(batch: dict[str, torch.Tensor]) -> None:
     """DAPO, equation 8, its denominator over the whole batch."""
     total = int(batch["mask"].sum())
     objective = sum(
-        sum(terms(batch, i, k, standardised(batch["rewards"][i], k), 0.28, 0.0))
-        for i in range(P)
-        for k in range(G)
+        sum(terms(batch, i, k, standardised(batch["rewards"][i], k), 0.28, 0.0)) for i in range(P) for k in range(G)
     )
     assert_same(batch, -objective / total, "algorithm=dapo")
 

@@ -10,7 +10,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
 from commands.running import SMALL, metrics
 
 SMALL_RUN = ["train", *SMALL, "eval.problems=0"]
@@ -78,7 +77,7 @@ def test_a_reward_that_fails(kind: str, grpocli, tmp_path: Path) -> None:
 
 def test_a_reward_that_fails_now_and_then_is_counted_and_not_a_zero(grpocli, tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(
-        "def score(completions, **kwargs):\n    return [float('nan') if i == 0 else 1.0 for i in range(len(completions))]\n"
+        "def score(completions, **kwargs):\n    return [float('nan'), *[1.0] * (len(completions) - 1)]\n"
     )
     reward = ["reward=[python]", "reward.python.function=r.py:score"]
     code, _, _ = grpocli(*SMALL_RUN, *reward, f"hydra.run.dir={tmp_path}/run")

@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+from commands.running import SMALL, finish, metrics, start, without_times
 from safetensors.torch import load_file
 
-from commands.running import SMALL, finish, metrics, start, without_times
-
-LONG = ["train", *SMALL, "train.steps=12", "checkpoint.every=3", "eval.problems=0", "optim.warmup_steps=4"]
+EVEN = ["reward=[format]", "reward.format.pattern=.*[02468]"]
+"""About half of all answers: every step has something to learn."""
+LONG = ["train", *SMALL, *EVEN, "train.steps=12", "checkpoint.every=3", "eval.problems=0", "optim.warmup_steps=4"]
 
 
 def wait_for(path: Path, seconds: float = 180) -> None:
@@ -38,6 +39,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) ->
         patch.setenv("GRPOCLI_CACHE", str(shared_cache))
         code, out = finish(start(*LONG, f"hydra.run.dir={run}"))
     assert code == 0, out
+    assert all(row["grad_norm"] > 0 for row in metrics(run)), "a run that learns nothing cannot show a difference"
     return run
 
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from commands.running import SMALL, metrics, without_times
 
 SMALL_RUN = ["train", *SMALL]

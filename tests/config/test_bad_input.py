@@ -66,7 +66,9 @@ def test_the_traceback_is_shown_when_asked_for(
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["train", "--cfg", "job"], ["train", "--help"], ["compare", "--help"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["--version"], ["train", "--cfg", "job"], ["train", "--help"], ["compare", "--help"]]
+)
 def test_nothing_heavy_is_imported_to_answer(argv: list[str]) -> None:
     code = (
         "import sys; from grpocli.cli import run; "

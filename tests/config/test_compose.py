@@ -90,7 +90,9 @@ def test_a_users_own_reward_and_recipe(tmp_path: Path) -> None:
         "# @package reward.mine\n_target_: grpocli.rewards.python.PythonReward\nfunction: mine.py:score\n"
     )
     (tmp_path / "recipe" / "short.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - override /algorithm: dgpo\n  - override /reward: [mine]\ntrain: {steps: 7}\n"
+        "# @package _global_\n"
+        "defaults:\n  - override /algorithm: dgpo\n  - override /reward: [mine]\n"
+        "train: {steps: 7}\n"
     )
     run = build_run(compose([f"hydra.searchpath=[file://{tmp_path}]", "recipe=short"]))
     assert run.train.steps == 7

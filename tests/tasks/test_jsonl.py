@@ -62,7 +62,10 @@ def test_conversations_stay_conversations(tmp_path: Path) -> None:
     assert Jsonl(path=path, format="plain").examples("train")[0]["prompt"] == "hi"
 
 
-@pytest.mark.parametrize(("name", "text"), [("d.csv", "prompt,answer\na,1\nb,2\n"), ("d.json", '[{"prompt":"a","answer":"1"},{"prompt":"b","answer":"2"}]')])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("d.csv", "prompt,answer\na,1\nb,2\n"), ("d.json", '[{"prompt":"a","answer":"1"},{"prompt":"b","answer":"2"}]')],
+)
 def test_other_formats(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     assert len(Jsonl(path=str(tmp_path / name)).examples("train")) == 1
@@ -72,7 +75,10 @@ def test_other_formats(name: str, text: str, tmp_path: Path) -> None:
     ("options", "sentence"),
     [
         ({"prompt_column": "qestion"}, 'task.prompt_column=qestion: .* did you mean "question"'),
-        ({**NAMED, "answer_column": "gold"}, "task.answer_column=gold: choose one of the columns of .*: question, reply, level"),
+        (
+            {**NAMED, "answer_column": "gold"},
+            "task.answer_column=gold: choose one of the columns of .*: question, reply, level",
+        ),
         ({"prompt_template": "{quest}", "answer_column": None}, 'no column .quest.; .* did you mean "question"'),
         ({**NAMED, "prompt_column": "level"}, "task.prompt_column=level: row 0 .* a prompt is text"),
     ],
