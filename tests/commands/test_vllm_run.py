@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-
 from commands.running import SMALL, finish, metrics, start
+
 from grpocli.launch.guard import alive
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
