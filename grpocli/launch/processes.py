@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from grpocli.errors import ConfigError, GrpoError, RunError, Stopped
 from grpocli.launch.guard import guarded
 from grpocli.tracking.files import write_atomic
+from grpocli.tracking.metrics import read
+from grpocli.tracking.summary import write_summary
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -36,9 +38,22 @@ def train_in_processes(run: Run, run_dir: RunDir, stop: StopSignal) -> float | N
     if workers.returncode == 0:
         accuracy = json.loads(run_dir.summary.read_text()).get("eval/accuracy")
         return None if accuracy is None else float(accuracy)
-    raise first_failure(run_dir.path) or RunError(
+    error = first_failure(run_dir.path) or RunError(
         f"a trainer process ended with code {workers.returncode} without a word; "
         f"see {run_dir.path / 'logs'} and the kernel's log (out of memory?)"
+    )
+    if not isinstance(error, Stopped):
+        _summarise(run_dir, str(error))
+    raise error
+
+
+def _summarise(run_dir: RunDir, cause: str) -> None:
+    """Write the summary of a run whose first process could not: it was ended because another one failed."""
+    rows = read(run_dir.metrics) if run_dir.metrics.exists() else []
+    last = rows[-1] if rows else {}
+    seconds = sum(row.get("time/step") or 0.0 for row in rows)
+    write_summary(
+        run_dir.summary, steps=last.get("step", 0), seconds=seconds, before={}, after={}, metrics=last, cause=cause
     )
 
 
