@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 
 from grpocli import __version__
@@ -39,6 +40,7 @@ GRPOCLI_TRACEBACK=1 shows the traceback of an error; GRPOCLI_CACHE is where buil
 def main(argv: list[str] | None = None) -> None:
     """Run a subcommand and exit with its code: 0 done, 2 bad config, 3 stopped after a checkpoint, 1 anything else."""
     args = sys.argv[1:] if argv is None else argv
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # until training handles it: clean up and go
     try:
         code = run(args)
     except GrpoError as error:
@@ -48,6 +50,8 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone; say nothing at exit
         code = 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
     sys.exit(code)
 
 

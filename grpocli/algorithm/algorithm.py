@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.aggregate import Totals
 from grpocli.algorithm.statistics import centred_PG, std_P1
-from grpocli.config.parts import one_of, part
+from grpocli.config.parts import one_of, part, require
 from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         one_of(self, "combine", ("sum", "normalize_then_sum"))
+        for kind in ("advantage", "question_weight", "keep", "objective", "kl", "correction", "aggregate"):
+            chosen = getattr(self, kind)
+            require(self, kind, callable(chosen), f"is no part; choose one with algorithm/{kind}={chosen}")
 
     @property
     def needs_reference(self) -> bool:

@@ -62,10 +62,10 @@ def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[st
     def job(config: DictConfig) -> Any:
         try:
             return task(config)
-        except Stopped:
-            raise
         except GrpoError as error:
             failures.append(error)
+            if isinstance(error, Stopped) and arguments(argv).multirun:
+                raise  # a signal ends the whole sweep
             if arguments(argv).multirun:
                 print(f"grpocli: this job failed: {error}", file=sys.stderr)
             return None

@@ -62,7 +62,11 @@ def _choices(group: str) -> list[str]:
 
     from grpocli.config.compose import conf_dir
 
-    names = {name.removesuffix(".yaml") for name in ConfigStore.instance().list(group) if "." in name}
+    try:
+        stored = ConfigStore.instance().list(group)
+    except OSError:  # a group of files alone
+        stored = []
+    names = {name.removesuffix(".yaml") for name in stored if "." in name}
     from pathlib import Path
 
     names |= {path.stem for path in (Path(conf_dir()) / group).glob("*.yaml")}

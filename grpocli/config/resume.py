@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from grpocli.errors import ConfigError
@@ -31,7 +33,7 @@ class Resume:
 
     def overrides(self, given: list[str]) -> list[str]:
         """The overrides that compose the run again, in its own folder."""
-        saved = [str(o) for o in OmegaConf.load(self.folder / ".hydra" / "overrides.yaml")]
+        saved = [str(o) for o in _load(self.folder / ".hydra" / "overrides.yaml")]
         hydra = [o for o in given if o.startswith("hydra.") and not o.startswith("hydra.run.dir=")]
         return [
             *[o for o in saved if not o.startswith("resume=")],
@@ -49,7 +51,7 @@ class Resume:
         """
         from omegaconf.errors import OmegaConfBaseException
 
-        saved = OmegaConf.load(self.folder / "config.yaml")
+        saved = _load(self.folder / "config.yaml")
         keys = [o.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for o in self.given]
         for key in [*keys, "resume"]:
             OmegaConf.update(saved, key, OmegaConf.select(composed, key), merge=False)
@@ -58,3 +60,11 @@ class Resume:
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
             raise ConfigError.of("resume", self.folder, f"its config does not fit: {reason}") from error
+
+
+def _load(path: Path) -> Any:
+    """A saved YAML. Raises ConfigError where it is damaged."""
+    try:
+        return OmegaConf.load(path)
+    except (yaml.YAMLError, OSError) as error:
+        raise ConfigError.of("resume", path, f"cannot be read: {' '.join(str(error).split())[:200]}") from error

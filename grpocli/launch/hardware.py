@@ -20,7 +20,7 @@ class Single:
     timeout: int = 1800
 
     def __post_init__(self) -> None:
-        require(self, "processes", self.processes >= 1, "must be at least 1")
+        require(self, "processes", 1 <= self.processes <= 1024, "must be between 1 and 1024")
         one_of(self, "device", ("auto", "cpu", "cuda"))
         one_of(self, "parallel", ("ddp",))
         require(self, "timeout", self.timeout >= 1, "must be at least 1 second")

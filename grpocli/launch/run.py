@@ -30,11 +30,16 @@ def launch(config: DictConfig, folder: Path, resuming: bool = False) -> float | 
 
     Raises ConfigError, RunError or Stopped; whatever was started is stopped first.
     """
+    run = build_run(config)
+    run_dir = RunDir(folder)
+    with run_dir.locked():
+        return _locked(config, run, run_dir, resuming)
+
+
+def _locked(config: DictConfig, run: Run, run_dir: RunDir, resuming: bool) -> float | None:
     from grpocli.tracking.view import make_view
     from grpocli.training.worker import explained
 
-    run = build_run(config)
-    run_dir = RunDir(folder)
     run_dir.check_writable(resuming=resuming)
     view = make_view()
     quiet_libraries()
@@ -43,7 +48,7 @@ def launch(config: DictConfig, folder: Path, resuming: bool = False) -> float | 
         write_atomic(run_dir.config, save(config))
         view.start(run_dir.name, plan_lines(run), run.train.steps)
         return _train(config, run, job, run_dir, view)
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt):
         if not resuming:
             run_dir.forget()
         raise

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGUSR1 ask a run to stop after its step; a second one ends it at once."""
+"""SIGINT, SIGTERM, SIGUSR1 and SIGHUP ask a run to stop after its step; a second one ends it at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @dataclass(slots=True)

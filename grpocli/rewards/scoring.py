@@ -47,7 +47,7 @@ class Scorer:
             return []
         try:
             return [_number(score) for score in reward(samples)]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             logger.exception("%s raised", reward.label)
             return [Failure(f"it raised {type(error).__name__}: {error}")] * len(samples)
 

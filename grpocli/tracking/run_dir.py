@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +22,7 @@ FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 LEFT_BY_A_START = {
     ".hydra",
+    ".lock",
     "accelerate.json",
     "config.yaml",
     "engine",
@@ -92,6 +96,24 @@ class RunDir:
             raise ConfigError.of(
                 KEY, self.path, f"holds a run already; go on with resume={self.path}, or choose another folder"
             )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for this process; the kernel lets go of it however the process ends.
+
+        Raises ConfigError while another process runs in it.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise ConfigError.of(KEY, self.path, f"cannot be written: {self._why(error)}") from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError.of(KEY, self.path, "another process is running in it; wait, or stop it") from error
+            yield
 
     def _why(self, error: OSError) -> str:
         where = f" ({error.filename})" if error.filename and Path(error.filename) != self.path else ""

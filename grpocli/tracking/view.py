@@ -111,8 +111,9 @@ class PlainView(View):
     def stage(self, text: str, fraction: float | None = None) -> None:
         # stages of a step come back sixty times and more: the first time is enough
         now = self._clock()
-        if text not in self._stages or (fraction is not None and now >= self._next_stage):
-            self._stages.add(text)
+        what = text.partition(",")[0]  # what follows counts down
+        if what not in self._stages or (fraction is not None and now >= self._next_stage):
+            self._stages.add(what)
             self._next_stage = now + STAGE_SECONDS
             self._say(f"{text} ..." if fraction is None else f"{text} ... {fraction:.0%}")
 

@@ -70,12 +70,14 @@ def assemble(
     for report in [data.train.report, *([data.held_out.report] if data.held_out else [])]:
         if report:
             recorder.view.note(report)
-    policy = _policy(run, job, world, str(resume) if resume else job.model_path)
-    reference = _reference(run, job, world, policy, resume)
+    with checkpoint.restoring(resume):
+        state = checkpoint.load_state(resume) if resume else checkpoint.State()
+        policy = _policy(run, job, world, str(resume) if resume else job.model_path)
+        reference = _reference(run, job, world, policy, resume)
+        updater = _updater(run, world, policy, reference, state, resume)
     engine = run.engine.connect(EngineContext(job, policy, tokenizer, world))
     scorer = Scorer(run.reward, run.rollout.max_reward_errors)
     sampler = Sampler(world, engine, tokenizer, scorer)
-    state = checkpoint.load_state(resume) if resume else checkpoint.State()
     recorder.seconds_before = state.seconds
     return Trainer(
         run=run,
@@ -85,7 +87,7 @@ def assemble(
         tokenizer=tokenizer,
         engine=engine,
         collector=_collector(run, sampler, data, state),
-        updater=_updater(run, world, policy, reference, state, resume),
+        updater=updater,
         evaluator=_evaluator(run, sampler, data),
         recorder=recorder,
         stop=stop,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 import torch
 
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, GrpoError
 from grpocli.tracking.files import atomic_folder
 
 if TYPE_CHECKING:
@@ -99,6 +102,20 @@ def prune(folder: Path, keep: int) -> None:
         shutil.rmtree(doomed)
 
 
+@contextmanager
+def restoring(path: Path | None) -> Iterator[None]:
+    """What a damaged checkpoint raises, as a sentence that says how to go on without it."""
+    try:
+        yield
+    except (GrpoError, RuntimeError, ValueError, KeyError, TypeError, EOFError, UnpicklingError) as error:
+        if path is None:
+            raise
+        cause = (" ".join(str(error).split()) or type(error).__name__)[:200]
+        raise ConfigError(
+            f"resume: the checkpoint {path} cannot be read ({cause}); remove that folder to go on from the one before"
+        ) from error
+
+
 def resume_point(run_dir: Path) -> Path | None:
     """The checkpoint to go on from; None where the run had not reached its first.
 
@@ -106,4 +123,8 @@ def resume_point(run_dir: Path) -> Path | None:
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError.of("resume", run_dir, "holds no run: there is no config.yaml in it")
-    return latest(run_dir / "checkpoints")
+    found = latest(run_dir / "checkpoints")
+    with restoring(found):
+        if found:
+            load_state(found)
+    return found

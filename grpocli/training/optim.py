@@ -35,8 +35,8 @@ class AdamW:
     max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        require(self, "lr", self.lr >= 0, "must be 0 or more")
-        require(self, "weight_decay", self.weight_decay >= 0, "must be 0 or more")
+        require(self, "lr", 0 <= self.lr < math.inf, "must be a finite number of 0 or more")
+        require(self, "weight_decay", 0 <= self.weight_decay < math.inf, "must be a finite number of 0 or more")
         require(
             self,
             "betas",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpocli.errors import Stopped
+from grpocli.errors import RunError, Stopped
 from grpocli.training import checkpoint
 from grpocli.training.batch import Row
 from grpocli.training.collect import Collected, Collector
@@ -87,12 +88,24 @@ class Trainer:
         """Optimizer updates, then the reference's own if it follows the policy."""
         with self.timed("train"):
             self.metrics |= self.updater.step(rows, n_groups)
+        self._refuse_nan()
         self.state = replace(
             self.state, step=self.state.step + 1, draws=self.collector.draws, updates=self.updater.updates
         )
         kl = self.run.algorithm.kl
         if self.reference and kl.sync_every and self.state.step % kl.sync_every == 0:
             self.reference.mix(kl.sync_alpha)
+
+    def _refuse_nan(self) -> None:
+        """Stop before weights that are no numbers reach a checkpoint."""
+        for name in ("loss", "grad_norm"):
+            value = self.metrics.get(name, 0.0)
+            if not math.isfinite(value):
+                raise RunError(
+                    f"step {self.state.step + 1}: {name} is {value}; lower optim.lr={self.run.optim.lr}, "
+                    "or set optim.max_grad_norm, and go on from the last checkpoint with resume="
+                    f"{self.recorder.run_dir.path}"
+                )
 
     def evaluate(self) -> dict[str, float]:
         """Held-out accuracy under the present weights; empty where there are no problems."""

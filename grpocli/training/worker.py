@@ -41,7 +41,8 @@ def work(run: Run, job: Job, run_dir: RunDir, stop: StopSignal, view: View) -> f
         return results.get("eval/accuracy")
     except BaseException as error:
         cause = str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
-        summarise(trainer, recorder, cause, {})
+        if trainer or not run_dir.summary.exists():  # a resume that cannot start keeps what the run had reached
+            summarise(trainer, recorder, cause, {})
         raise
     finally:
         if trainer:
@@ -82,6 +83,7 @@ def finish(trainer: Trainer, job: Job, results: dict[str, float]) -> None:
         card = model_card(trainer.recorder.run_dir, job.engine.model_path, summary)
         dtype = AutoConfig.from_pretrained(job.engine.model_path).dtype or torch.float32
         save_model(trainer.recorder.run_dir.model, trainer.policy.model, trainer.tokenizer, dtype, card)
+        trainer.recorder.view.note(f"the final model is in {trainer.recorder.run_dir.model}")
     trainer.world.barrier()
 
 

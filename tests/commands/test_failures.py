@@ -59,6 +59,7 @@ REWARDS = {
     "raises": ("raise KeyError('oops')", "it raised KeyError"),
     "short": ("return [0.0]", "it returned 1 values for 16 samples"),
     "words": ("return ['good'] * len(completions)", "it returned 'good', which is no number"),
+    "exits": ("import sys; sys.exit(0)", "it raised SystemExit"),
     "slow": ("import time; time.sleep(60)", "no answer within 0.5 s"),
 }
 
@@ -158,3 +159,45 @@ def test_a_tracker_that_is_not_installed(grpocli, tmp_path: Path) -> None:
     assert code == 2
     assert "tracker" in said
     assert "pip install aim" in said
+
+
+def test_a_policy_that_is_no_number_is_not_saved(grpocli, tmp_path: Path) -> None:
+    options = ["optim.lr=1e38", "optim.max_grad_norm=0", "reward=[format]", "reward.format.pattern='.*[02468]'"]
+    code, said = failed(grpocli, *SMALL_RUN, *options, "checkpoint.every=1", f"hydra.run.dir={tmp_path}/run")
+    assert code == 1
+    assert "lower optim.lr=1e+38" in said
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_two_runs_in_one_folder(grpocli, tmp_path: Path) -> None:
+    from grpocli.tracking.run_dir import RunDir
+
+    run = RunDir(tmp_path / "run")
+    with run.locked():
+        code, said = failed(grpocli, *SMALL_RUN, f"hydra.run.dir={run.path}")
+    assert code == 2
+    assert "another process is running in it" in said
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "trainer.json", "model.safetensors"])
+def test_a_damaged_checkpoint(name: str, grpocli, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert grpocli(*SMALL_RUN, f"hydra.run.dir={run}")[0] == 0
+    before = (run / "summary.json").read_text()
+    path = run / "checkpoints" / "step_000003" / name
+    path.write_bytes(path.read_bytes()[:50])
+    code, said = failed(grpocli, "train", f"resume={run}", "train.steps=4")
+    assert code == 2
+    assert f"resume: the checkpoint {path.parent} cannot be read" in said
+    assert "remove that folder" in said
+    assert (run / "summary.json").read_text() == before
+
+
+def test_a_damaged_config(grpocli, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert grpocli(*SMALL_RUN, "train.steps=1", f"hydra.run.dir={run}")[0] == 0
+    (run / "config.yaml").write_text("a: [")
+    code, said = failed(grpocli, "train", f"resume={run}")
+    assert code == 2
+    assert "resume=" in said
+    assert "cannot be read" in said

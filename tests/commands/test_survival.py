@@ -11,7 +11,7 @@ import pytest
 from commands.running import SMALL, finish, metrics, start, without_times
 from safetensors.torch import load_file
 
-EVEN = ["reward=[format]", "reward.format.pattern=.*[02468]"]
+EVEN = ["reward=[format]", "reward.format.pattern='.*[02468]'"]
 """About half of all answers: every step has something to learn."""
 LONG = ["train", *SMALL, *EVEN, "train.steps=12", "checkpoint.every=3", "eval.problems=0", "optim.warmup_steps=4"]
 
