@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 
 from grpocli.commands.hydra_app import arguments, hydra_app, only_prints, options_first, search_path
 from grpocli.config.resume import Resume
+from grpocli.errors import ConfigError
 
 
 def main(argv: list[str]) -> int:
@@ -18,7 +19,9 @@ def main(argv: list[str]) -> int:
         hydra_app(_nothing, "train", argv)
         return 0
     resume = Resume.asked_for(args.overrides)
-    if resume and not args.multirun:
+    if resume and args.multirun:
+        raise ConfigError("resume: goes on with one run; leave out -m")
+    if resume:
         argv = [a for a in argv if a not in args.overrides] + resume.overrides(args.overrides)
         args = arguments(argv)
     if not args.multirun:
@@ -41,6 +44,8 @@ def _task(config: DictConfig, resume: Resume | None) -> float | None:
     from grpocli.launch.run import launch
 
     folder = Path(HydraConfig.get().runtime.output_dir)
+    if resume:
+        resume.remember()
     return launch(resume.merged(config) if resume else config, folder, resuming=resume is not None)
 
 

@@ -10,6 +10,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from grpocli.errors import ConfigError
+from grpocli.tracking.files import write_atomic
 
 
 @dataclass(slots=True)
@@ -43,6 +44,12 @@ class Resume:
             f"hydra.run.dir='{self.folder}'",
             "hydra.output_subdir=null",
         ]
+
+    def remember(self) -> None:
+        """Keep the overrides given now for the next resume, which composes the same choices again."""
+        path = self.folder / ".hydra" / "overrides.yaml"
+        saved = [str(o) for o in _load(path) if not str(o).startswith("resume=")]
+        write_atomic(path, OmegaConf.to_yaml(OmegaConf.create([*saved, *self.given])))
 
     def merged(self, composed: DictConfig) -> DictConfig:
         """The saved config, with the keys given now taken from `composed`.

@@ -35,10 +35,11 @@ def train_in_processes(run: Run, run_dir: RunDir, stop: StopSignal) -> float | N
             if stop.received:
                 (run_dir.path / STOP_FILE).touch()
             time.sleep(0.1)
-    if workers.returncode == 0:
+    failure = first_failure(run_dir.path)
+    if workers.returncode == 0 and failure is None:
         accuracy = json.loads(run_dir.summary.read_text()).get("eval/accuracy")
         return None if accuracy is None else float(accuracy)
-    error = first_failure(run_dir.path) or RunError(
+    error = failure or RunError(
         f"a trainer process ended with code {workers.returncode} without a word; "
         f"see {run_dir.path / 'logs'} and the kernel's log (out of memory?)"
     )

@@ -32,11 +32,12 @@ def launch(config: DictConfig, folder: Path, resuming: bool = False) -> float | 
     """
     run = build_run(config)
     run_dir = RunDir(folder)
+    ours = not resuming and run_dir.is_fresh()
     with run_dir.locked():
-        return _locked(config, run, run_dir, resuming)
+        return _locked(config, run, run_dir, resuming, ours)
 
 
-def _locked(config: DictConfig, run: Run, run_dir: RunDir, resuming: bool) -> float | None:
+def _locked(config: DictConfig, run: Run, run_dir: RunDir, resuming: bool, ours: bool) -> float | None:
     from grpocli.tracking.view import make_view
     from grpocli.training.worker import explained
 
@@ -49,7 +50,7 @@ def _locked(config: DictConfig, run: Run, run_dir: RunDir, resuming: bool) -> fl
         view.start(run_dir.name, plan_lines(run), run.train.steps)
         return _train(config, run, job, run_dir, view)
     except (ConfigError, KeyboardInterrupt):
-        if not resuming:
+        if ours:
             run_dir.forget()
         raise
     except GrpoError:
@@ -67,6 +68,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool) -> Job:
     from grpocli.training.dtype import choose_dtype
 
     run.tracker.check()
+    _check_device(run)
     run.task.examples("train")
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
     engine = EngineJob(
@@ -77,6 +79,13 @@ def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool) -> Job:
         seed=run.seed,
     )
     return Job(engine, resume_point(run_dir.path) if resuming else None)
+
+
+def _check_device(run: Run) -> None:
+    import torch
+
+    if run.hardware.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError.of("hardware.device", "cuda", "torch finds no GPU here; take cpu or auto")
 
 
 def _train(config: DictConfig, run: Run, job: Job, run_dir: RunDir, view: View) -> float | None:

@@ -30,6 +30,26 @@ def load_model(part: Any, path: str) -> PreTrainedModel:
     return model
 
 
+def load_config(part: Any, path: str) -> Any:
+    """The config at `path`, as `load_model` would read it."""
+    from transformers import AutoConfig
+
+    with _explained(path, "config"):
+        return AutoConfig.from_pretrained(path, **_options(part, path))
+
+
+def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model, every dropout switched off: the sampler has none, and a ratio of two masks is no policy ratio."""
+    import torch
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return model
+
+
 def load_tokenizer(part: Any, path: str) -> PreTrainedTokenizerBase:
     """The tokenizer at `path`, with a padding token (the end token where it has none of its own)."""
     from transformers import AutoTokenizer

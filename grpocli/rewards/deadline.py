@@ -31,4 +31,5 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        timer.join()  # a signal that is on its way must find our handler
         signal.signal(signal.SIGUSR2, before)

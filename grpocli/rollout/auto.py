@@ -23,7 +23,7 @@ class Auto:
         if torch.cuda.is_available() and find_spec("vllm") is not None:
             from grpocli.rollout.vllm_engine import Vllm
 
-            return Vllm()
+            return Vllm(gpu_memory_utilization=0.4)  # the trainer needs the rest of the GPU
         from grpocli.rollout.transformers_engine import Transformers
 
         return Transformers()

@@ -120,8 +120,12 @@ class RunDir:
         advice = "free some space, or choose" if error.errno in FULL else "choose"
         return f"{error.strerror or error}{where}; {advice} another folder"
 
+    def is_fresh(self) -> bool:
+        """Whether nothing is in the folder but what Hydra has just put there."""
+        return not self.path.is_dir() or {p.name for p in self.path.iterdir()} <= {".hydra", self.log.name}
+
     def forget(self) -> None:
-        """Remove the folder of a run that never began: it holds nothing but what every start leaves."""
+        """Remove the folder of a run that never began, which `is_fresh` before: it holds what every start leaves."""
         if {p.name for p in self.path.iterdir()} <= LEFT_BY_A_START:
             shutil.rmtree(self.path)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpocli.algorithm import Algorithm
-from grpocli.models.loading import load_model, load_tokenizer
+from grpocli.models.loading import load_model, load_tokenizer, without_dropout
 from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.tasks.order import Order
@@ -96,7 +96,7 @@ def assemble(
 
 
 def _policy(run: Run, job: EngineJob, world: World, path: str) -> Policy:
-    model = load_model(run.model, path).to(world.device)
+    model = without_dropout(load_model(run.model, path)).to(world.device)
     if run.train.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return Policy(model, world.wrap(model), getattr(torch, job.dtype))

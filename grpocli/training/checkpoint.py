@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -63,7 +64,10 @@ def save_model(
 ) -> None:
     """Write the final model, in `dtype`, with its card."""
     with atomic_folder(path, replace=True) as folder:
-        weights = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+        cast: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
+        weights = {
+            name: cast.setdefault(tensor.data_ptr(), tensor.to(dtype)) for name, tensor in model.state_dict().items()
+        }
         configured, model.config.dtype = model.config.dtype, dtype
         try:
             model.save_pretrained(folder, state_dict=weights)
@@ -79,7 +83,10 @@ def load_state(path: Path) -> State:
 
 def load_optimizer(path: Path, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Restore the optimizer. Nothing but tensors and plain values is unpickled."""
-    optimizer.load_state_dict(torch.load(path / OPTIMIZER, map_location=device, weights_only=True))
+    saved = torch.load(path / OPTIMIZER, map_location=device, weights_only=True)
+    for new, old in zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True):
+        old.update({name: value for name, value in new.items() if name != "params"})  # the config's, not the file's
+    optimizer.load_state_dict(saved)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -97,7 +104,8 @@ def latest(folder: Path) -> Path | None:
 def prune(folder: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints (0: none)."""
     for path in checkpoints(folder)[:-keep] if keep else []:
-        doomed = path.with_name(f".old-{path.name}")  # renamed first: half a checkpoint must not look whole
+        # renamed first: half a checkpoint must not look whole; a resume deletes what is called .tmp-
+        doomed = path.with_name(f".tmp-{path.name}-{os.getpid()}")
         path.rename(doomed)
         shutil.rmtree(doomed)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpocli.errors import GrpoError, RunError
+from grpocli.errors import GrpoError, RunError, Stopped
 from grpocli.launch.job import Job
 from grpocli.tracking.run_dir import RunDir
 
@@ -23,8 +24,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def work(run: Run, job: Job, run_dir: RunDir, stop: StopSignal, view: View) -> float | None:
-    """Train; leave `model/` at the end, and `summary.json` whatever happens. Returns the final accuracy."""
+def work(
+    run: Run,
+    job: Job,
+    run_dir: RunDir,
+    stop: StopSignal,
+    view: View,
+    report: Callable[[BaseException], None] | None = None,
+) -> float | None:
+    """Train; leave `model/` at the end, and `summary.json` whatever happens. Returns the final accuracy.
+
+    report: told of an error before the other processes can notice that this one has gone.
+    """
     from grpocli.training.assemble import assemble
     from grpocli.training.step import train
     from grpocli.training.world import World
@@ -40,6 +51,8 @@ def work(run: Run, job: Job, run_dir: RunDir, stop: StopSignal, view: View) -> f
         finish(trainer, job, results)
         return results.get("eval/accuracy")
     except BaseException as error:
+        if report:
+            report(error)
         cause = str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
         if trainer or not run_dir.summary.exists():  # a resume that cannot start keeps what the run had reached
             summarise(trainer, recorder, cause, {})
@@ -73,15 +86,15 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: Job, view: View)
 def finish(trainer: Trainer, job: Job, results: dict[str, float]) -> None:
     """The summary and the final model."""
     import torch
-    from transformers import AutoConfig
 
+    from grpocli.models.loading import load_config
     from grpocli.tracking.card import model_card
     from grpocli.training.checkpoint import save_model
 
     if trainer.world.is_main:
         summary = summarise(trainer, trainer.recorder, "done", results)
         card = model_card(trainer.recorder.run_dir, job.engine.model_path, summary)
-        dtype = AutoConfig.from_pretrained(job.engine.model_path).dtype or torch.float32
+        dtype = load_config(trainer.run.model, job.engine.model_path).dtype or torch.float32
         save_model(trainer.recorder.run_dir.model, trainer.policy.model, trainer.tokenizer, dtype, card)
         trainer.recorder.view.note(f"the final model is in {trainer.recorder.run_dir.model}")
     trainer.world.barrier()
@@ -110,13 +123,18 @@ def main() -> None:
     from omegaconf import OmegaConf
 
     from grpocli.config.compose import build_run, register_parts
-    from grpocli.launch.processes import STOP_FILE, report_failure
+    from grpocli.launch.processes import STOP_FILE, failure_file, report_failure
     from grpocli.launch.run import quiet_libraries
     from grpocli.launch.signals import StopSignal
     from grpocli.tracking.view import make_view, silent_view
 
     run_dir = RunDir(Path(sys.argv[1]))
     rank = int(os.environ["RANK"])
+
+    def report(error: BaseException) -> None:
+        if isinstance(error, Exception) and not failure_file(run_dir.path, rank).exists():
+            report_failure(run_dir.path, rank, explained(error, run_dir))
+
     quiet_libraries()
     if rank:
         redirect_output(run_dir.path / "logs" / f"rank_{rank}.log")
@@ -127,12 +145,13 @@ def main() -> None:
         run = build_run(config)  # type: ignore[arg-type]
         view = make_view() if rank == 0 else silent_view()
         view.start(run_dir.name, [], run.train.steps)
-        work(run, Job.load(run_dir.path), run_dir, StopSignal(file=run_dir.path / STOP_FILE), view)
+        work(run, Job.load(run_dir.path), run_dir, StopSignal(file=run_dir.path / STOP_FILE), view, report)
+    except Stopped:
+        return  # reported; a code would make the launcher end the others before they have finished
     except Exception as error:
         logger.exception("process %d failed", rank)
-        known = explained(error, run_dir)
-        report_failure(run_dir.path, rank, known)
-        sys.exit(known.exit_code)
+        report(error)
+        sys.exit(explained(error, run_dir).exit_code)
 
 
 def explained(error: Exception, run_dir: RunDir) -> GrpoError:
