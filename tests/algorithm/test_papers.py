@@ -134,3 +134,23 @@ def test_dgpo(batch: dict[str, torch.Tensor]) -> None:
             advantage = weight * (rewards[k] - rewards.mean()).item() / (mad + 1e-4)
             objective += sum(terms(batch, i, k, advantage, 0.2, 0.0))
     assert_same(batch, -objective / tokens, "algorithm=dgpo")
+
+
+def test_the_correction_weighs_by_the_policy_that_sampled_not_the_present_one(batch: dict[str, torch.Tensor]) -> None:
+    """rho = pi_old as the trainer sees it / pi_old as the sampler saw it, cut at 2 (NeMo RL's guide)."""
+    algorithm = build_algorithm(
+        "algorithm=drgrpo", "algorithm.aggregate.length=1", "algorithm/correction=token_truncate"
+    )
+    sampler = batch["ref"]
+    advantages = algorithm.advantages({"accuracy": batch["rewards"]}).reshape(-1)
+    loss, _ = algorithm.loss(
+        batch["logp"], batch["old"], advantages, batch["mask"], group_ids=batch["groups"], rollout_logp=sampler
+    )
+    objective = 0.0
+    for i in range(P):
+        for k in range(G):
+            row = i * G + k
+            tokens = terms(batch, i, k, advantages[row].item(), 0.2, 0.0)
+            for t, term in enumerate(tokens):
+                objective += term * torch.exp(batch["old"][row, t] - sampler[row, t]).clamp(max=2.0)
+    torch.testing.assert_close(loss, -objective / (P * G), rtol=1e-10, atol=1e-14)

@@ -105,3 +105,34 @@ def test_learning_rates() -> None:
     assert [optim.rate(u, 7) for u in range(7)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25])
     assert AdamW(lr=1.0, schedule="cosine").rate(5, 10) == pytest.approx(0.5)
     assert AdamW(lr=1.0).rate(9, 10) == 1.0
+
+
+def test_gradients_are_clipped_to_the_norm(little_model, world, rows) -> None:
+    steps = {}
+    for limit in (0.0, 1e-4):
+        up = updater(little_model, world, "algorithm=drgrpo")
+        up.optim = AdamW(lr=1.0, max_grad_norm=limit)
+        up.optimizer = torch.optim.SGD(up.policy.model.parameters(), lr=1.0)
+        before = torch.cat([p.detach().flatten().clone() for p in up.policy.model.parameters()])
+        norm = up.step([copy.copy(r) for r in rows], n_groups=2)["grad_norm"]
+        after = torch.cat([p.detach().flatten() for p in up.policy.model.parameters()])
+        steps[limit] = (after - before).norm().item(), norm
+    assert steps[0.0][0] == pytest.approx(steps[0.0][1], rel=1e-3)
+    assert steps[1e-4][0] == pytest.approx(1e-4, rel=1e-2)
+    assert steps[1e-4][1] == pytest.approx(steps[0.0][1], rel=1e-4)
+
+
+def test_norms_are_not_decayed(little_model) -> None:
+    groups = AdamW(weight_decay=0.1).make(copy.deepcopy(little_model).parameters()).param_groups
+    assert [(g["weight_decay"], {p.ndim for p in g["params"]}) for g in groups] == [(0.1, {2}), (0.0, {1})]
+
+
+def test_the_reference_moves_towards_the_policy(little_model, world) -> None:
+    up = updater(little_model, world, "algorithm=grpo")
+    assert up.reference is not None
+    with torch.no_grad():
+        for p in up.policy.model.parameters():
+            p.add_(1.0)
+    up.reference.mix(0.25)
+    for mine, start in zip(up.reference.model.parameters(), little_model.parameters(), strict=True):
+        torch.testing.assert_close(mine, start + 0.25)
