@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from grpocli.data import Sampling
 
 LOGITS_AT_ONCE = 2**26
-"""How many logits are turned into log-probs at a time: bounds the float32 copies to about a quarter GiB each."""
+"""How many logits are turned into log-probs at a time. Bounds temporary float32 copies; those that the backward pass
+needs are kept for the whole micro-batch, which `train.micro_batch_tokens` bounds."""
 
 
 class Policy:
