@@ -23,7 +23,8 @@ class AdamW:
     """AdamW (arXiv 1711.05101) on float32 weights.
 
     warmup_steps: updates over which the rate rises from 0. schedule: after that, `constant`, or `linear` or
-    `cosine` towards 0, which it would reach one update after the last. max_grad_norm: gradients are scaled down to this norm (0: never).
+    `cosine` towards 0, which it would reach one update after the last.
+    max_grad_norm: gradients are scaled down to this norm (0: never).
     """
 
     lr: float = 1e-6
