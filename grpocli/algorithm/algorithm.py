@@ -1,4 +1,4 @@
-"""A GRPO-family algorithm: seven parts and how they compose."""
+"""A GRPO-family algorithm: nine parts and how they compose."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+PARTS = ("advantage", "question_weight", "keep", "objective", "tokens", "correction", "kl", "entropy", "aggregate")
 
 
 @part("algorithm", "parts")
@@ -26,21 +28,29 @@ class Algorithm:
     question_weight: Any
     keep: Any
     objective: Any
-    kl: Any
+    tokens: Any
     correction: Any
+    kl: Any
+    entropy: Any
     aggregate: Any
     combine: str = "sum"
 
     def __post_init__(self) -> None:
         one_of(self, "combine", ("sum", "normalize_then_sum"))
-        for kind in ("advantage", "question_weight", "keep", "objective", "kl", "correction", "aggregate"):
+        for kind in PARTS:
             chosen = getattr(self, kind)
-            require(self, kind, callable(chosen), f"is no part; choose one with algorithm/{kind}={chosen}")
+            given_a_value = isinstance(chosen, (str, int, float, list, dict)) or chosen is None
+            require(self, kind, not given_a_value, f"is no part; choose one with algorithm/{kind}={chosen}")
 
     @property
     def needs_reference(self) -> bool:
         """Whether a reference model has to score the rollouts."""
         return bool(self.kl.beta > 0)
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Whether `loss` wants entropies that carry a gradient."""
+        return bool(self.entropy.coefficient > 0)
 
     def scores(self, rewards: dict[str, Tensor], weights: dict[str, float] | None = None) -> Tensor:
         """Sum of weight x reward [P, G]; NaN where no reward applies."""
@@ -101,6 +111,8 @@ class Algorithm:
         group_ids: Tensor | None = None,
         ref_logp: Tensor | None = None,
         rollout_logp: Tensor | None = None,
+        entropy: Tensor | None = None,
+        selected: Tensor | None = None,
         totals: Totals | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of some rows of an optimizer window; the losses of its parts add up to that of the window.
@@ -108,14 +120,17 @@ class Algorithm:
         logp, old_logp, ref_logp, rollout_logp [B, T]: log-probs in nats of each token under the policy (with
         gradient), the policy that sampled as the trainer sees it, the reference, and as the sampler saw it.
         advantages [B]; mask [B, T], 1 for tokens in the loss; group_ids [B], integers (null: a group each).
+        entropy [B, T]: of the policy at each token, in nats, with gradient where the entropy part is a bonus.
+        selected [B, T]: tokens of the policy-gradient term (null: as the tokens part says, if these rows are all).
         totals: counts of the window (null: these rows are all of it).
 
         Returns a scalar, and metrics as scalars that also add up over the window's parts.
-        Raises ValueError if the KL part needs `ref_logp` and there is none.
+        Raises ValueError if a part needs `ref_logp`, `entropy` or `selected` and there is none.
         """
         from grpocli.algorithm.metrics import loss_metrics
 
         ids_B = _group_ids(advantages, group_ids)
+        whole = totals is None
         totals = totals or Totals.of(advantages, mask, ids_B)
         inside = mask.bool()
         logp, old_logp = logp.where(inside, 0.0), old_logp.where(inside, 0.0)
@@ -123,15 +138,30 @@ class Algorithm:
 
         loss_BT, clipped = self.objective(logp, old_logp, advantages, mask)
         loss_BT = loss_BT * self.correction(old_logp, sampler, mask)
+        if self.tokens.needs_entropy:
+            loss_BT = loss_BT * self._selected(selected, entropy, mask, whole)
         kl_BT = None
         if self.needs_reference:
-            if ref_logp is None:
-                raise ValueError("this algorithm has a KL term: loss() needs ref_logp")
-            kl_BT = self.kl(logp, old_logp, ref_logp.where(inside, 0.0))
+            ref_logp = _given(ref_logp, "ref_logp", "kl").where(inside, 0.0)
+            kl_BT = self.kl(logp, old_logp, ref_logp)
             loss_BT = loss_BT + self.kl.beta * kl_BT
+        if self.needs_entropy_gradient:
+            loss_BT = loss_BT - self.entropy(_given(entropy, "entropy", "entropy").where(inside, 0.0))
         weight_B = self.aggregate(mask, ids_B, totals).to(loss_BT.dtype)
         loss = ((loss_BT * mask).sum(1) * weight_B).sum()
         return loss, loss_metrics(logp, old_logp, sampler, mask, totals, kl_BT, clipped)
+
+    def _selected(self, selected: Tensor | None, entropy: Tensor | None, mask: Tensor, whole: bool) -> Tensor:
+        if selected is not None or not whole:  # of a part of a window, only the caller knows the threshold
+            return _given(selected, "selected", "tokens")
+        chosen: Tensor = self.tokens(_given(entropy, "entropy", "tokens").detach(), mask)
+        return chosen
+
+
+def _given(value: Tensor | None, name: str, kind: str) -> Tensor:
+    if value is None:
+        raise ValueError(f"the part algorithm/{kind} of this algorithm needs loss({name}=...)")
+    return value
 
 
 def _weight(weights: dict[str, float] | None, name: str) -> float:

@@ -61,20 +61,26 @@ class Policy:
         logp: list[float] = logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1).tolist()
         return logp
 
-    def logp(self, batch: MicroBatch, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    def logp(self, batch: MicroBatch, sampling: Sampling, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probs [B, T] of the completions under the sampling distribution (with gradient), and entropies [B, T].
 
-        Nats; entropies carry no gradient. Calls `wrapped`: in training every process must call it equally often.
+        Nats; entropies carry a gradient only if asked. Calls `wrapped`: in training every process must call it
+        equally often.
         """
-        return completion_logp(self.wrapped, batch, sampling, self.computing())
+        return completion_logp(self.wrapped, batch, sampling, self.computing(), entropy_gradient)
 
     @torch.no_grad()
-    def logp_without_gradient(self, batch: MicroBatch, sampling: Sampling) -> Tensor:
-        return completion_logp(self.model, batch, sampling, self.computing())[0]
+    def logp_without_gradient(self, batch: MicroBatch, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """As `logp`, of this process alone."""
+        return completion_logp(self.model, batch, sampling, self.computing())
 
 
 def completion_logp(
-    model: torch.nn.Module, batch: MicroBatch, sampling: Sampling, context: AbstractContextManager[Any]
+    model: torch.nn.Module,
+    batch: MicroBatch,
+    sampling: Sampling,
+    context: AbstractContextManager[Any],
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [B, T] of a micro-batch's completions under any causal model of transformers."""
     n = batch.completion_ids.shape[1]
@@ -91,18 +97,19 @@ def completion_logp(
     logits_NV = logits_BTV.reshape(-1, vocabulary)
     ids_N = batch.completion_ids.reshape(-1)
     pieces = [
-        _token_logp(logits, ids, sampling) for logits, ids in zip(logits_NV.split(rows), ids_N.split(rows), strict=True)
+        _token_logp(logits, ids, sampling, entropy_gradient)
+        for logits, ids in zip(logits_NV.split(rows), ids_N.split(rows), strict=True)
     ]
     logp_BT = torch.cat([p[0] for p in pieces]).reshape(batch.completion_ids.shape)
     entropy_BT = torch.cat([p[1] for p in pieces]).reshape(batch.completion_ids.shape)
     return logp_BT, entropy_BT
 
 
-def _token_logp(logits_NV: Tensor, ids_N: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def _token_logp(logits_NV: Tensor, ids_N: Tensor, sampling: Sampling, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
     logits_NV = sampling_logits(logits_NV, sampling, keep_N=ids_N)
     normalizer_N = logits_NV.logsumexp(-1)
     logp_N = logits_NV.gather(1, ids_N.unsqueeze(1)).squeeze(1) - normalizer_N
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         probs_NV = (logits_NV - normalizer_N.unsqueeze(1)).exp()
         entropy_N = normalizer_N - (probs_NV * logits_NV.masked_fill(logits_NV.isinf(), 0.0)).sum(-1)
     return logp_N, entropy_N

@@ -1,0 +1,49 @@
+"""Which tokens the policy-gradient term is taken over. KL, entropy bonus and denominators keep all of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from grpocli.config.parts import part, require
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@part("algorithm/tokens", "all")
+class AllTokens:
+    """Every token in the loss."""
+
+    needs_entropy = False
+
+
+@part("algorithm/tokens", "top_entropy")
+class TopEntropy:
+    """Tokens whose entropy is among the highest `quantile` of the optimizer window's: H_it >= tau.
+
+    "Beyond the 80/20 Rule" (arXiv 2506.01939), equation 6, where the share is 0.2. Entropies are those of the
+    policy before the window's first update, so that tau does not depend on the split.
+    """
+
+    quantile: float = 0.2
+    needs_entropy = True
+
+    def __post_init__(self) -> None:
+        require(self, "quantile", 0 < self.quantile <= 1, "must be above 0 and at most 1 (every token)")
+
+    def threshold(self, entropy_N: Tensor) -> Tensor:
+        """tau, a scalar in nats: the (1 - quantile) quantile, linear between two tokens' values.
+
+        entropy_N: of all tokens in the loss of the window.
+        """
+        if not len(entropy_N):
+            return entropy_N.new_zeros(())
+        sorted_N = entropy_N.sort().values  # torch.quantile refuses more than 2^24 values
+        position = (1 - self.quantile) * (len(sorted_N) - 1)
+        below = int(position)
+        above = min(below + 1, len(sorted_N) - 1)
+        return sorted_N[below].lerp(sorted_N[above], position - below)
+
+    def __call__(self, entropy_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """Selected tokens [B, T] (bool) of rows that are a whole window."""
+        return (entropy_BT >= self.threshold(entropy_BT[mask_BT.bool()])) & mask_BT.bool()
