@@ -72,18 +72,17 @@ class Algorithm:
             advantages_PG = self.advantage(scores_PG)
         else:
             advantages_PG = self._normalize_then_sum(rewards, weights, scores_PG)
-        weight_P = self.question_weight(scores_PG, rewards[self.accuracy_name(list(rewards))])
+        accuracy = _known("question_weight", self.question_weight.reward or next(iter(rewards)), rewards)
+        weight_P = self.question_weight(scores_PG, rewards[accuracy])
         result: Tensor = advantages_PG * weight_P.unsqueeze(1)
         return result
 
-    def accuracy_name(self, names: list[str]) -> str:
-        """The reward that difficulty is read from: the one configured, else the first."""
-        name = self.question_weight.reward
-        if name is not None and name not in names:
-            raise ConfigError.of(
-                "algorithm.question_weight.reward", name, f"choose one of this run's rewards: {', '.join(names)}"
-            )
-        return name or names[0]
+    def kept(self, rewards: dict[str, Tensor], weights: dict[str, float] | None = None) -> Tensor:
+        """Which groups [P] (bool) the keep part wants to train on, from rewards {name: [P, G]}."""
+        name = self.keep.reward
+        judged_PG = self.scores(rewards, weights) if name is None else rewards[_known("keep", name, rewards)]
+        kept_P: Tensor = self.keep(judged_PG)
+        return kept_P
 
     def _normalize_then_sum(
         self, rewards: dict[str, Tensor], weights: dict[str, float] | None, scores_PG: Tensor
@@ -156,6 +155,14 @@ class Algorithm:
             return _given(selected, "selected", "tokens")
         chosen: Tensor = self.tokens(_given(entropy, "entropy", "tokens").detach(), mask)
         return chosen
+
+
+def _known(kind: str, name: str, rewards: dict[str, Tensor]) -> str:
+    """The name of a reward that part `kind` reads."""
+    if name not in rewards:
+        choices = ", ".join(rewards)
+        raise ConfigError.of(f"algorithm.{kind}.reward", name, f"choose one of this run's rewards: {choices}")
+    return name
 
 
 def _given(value: Tensor | None, name: str, kind: str) -> Tensor:

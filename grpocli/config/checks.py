@@ -24,6 +24,7 @@ def _check_rewards(run: Run) -> None:
     for key, name in (
         ("eval.reward", run.eval.reward),
         ("algorithm.question_weight.reward", run.algorithm.question_weight.reward),
+        ("algorithm.keep.reward", run.algorithm.keep.reward),
     ):
         if name is not None and name not in names:
             raise ConfigError.of(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -43,14 +45,29 @@ def compose(overrides: list[str], config_name: str = "train") -> DictConfig:
     """The config that `grpocli train OVERRIDES` would run, outside of Hydra's command line."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
 
     from grpocli.config.complaints import friendly
 
     register_parts()
-    GlobalHydra.instance().clear()
-    with friendly(overrides, config_name), initialize_config_dir(conf_dir(), version_base="1.3"):
+    with (
+        friendly(overrides, config_name),
+        _beside_another_hydra(),
+        initialize_config_dir(conf_dir(), version_base="1.3"),
+    ):
         return cast("DictConfig", hydra_compose(config_name, overrides=overrides))
+
+
+@contextmanager
+def _beside_another_hydra() -> Iterator[None]:
+    """Hydra is one for a process: a program that is a Hydra app itself gets its own back."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    theirs = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = theirs
 
 
 def build(config: DictConfig) -> Any:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from grpocli.data import Rollout, Text
 from grpocli.errors import RewardError
@@ -16,31 +16,70 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Tally:
+    """What scoring took and could not do. errors, first: by reward, how many and the first one as a sentence."""
+
+    samples: int = 0
+    seconds: float = 0.0
+    errors: dict[str, int] = field(default_factory=dict)
+    first: dict[str, str] = field(default_factory=dict)
+
+    def then(self, later: Tally) -> Tally:
+        """Both, one after the other."""
+        return self._with(later, self.seconds + later.seconds)
+
+    def beside(self, other: Tally) -> Tally:
+        """Both, at the same time in two processes."""
+        return self._with(other, max(self.seconds, other.seconds))
+
+    def _with(self, other: Tally, seconds: float) -> Tally:
+        errors = {n: self.errors.get(n, 0) + other.errors.get(n, 0) for n in [*self.errors, *other.errors]}
+        return Tally(self.samples + other.samples, seconds, errors, other.first | self.first)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"time/reward": self.seconds} | {f"rewards/{n}/errors": float(k) for n, k in self.errors.items()}
+
+
+@dataclass(frozen=True, slots=True)
 class Scorer:
-    """The rewards by name. The run stops when a larger share than `max_errors` of a call's samples fails."""
+    """The rewards by name. A run stops when a larger share than `max_errors` of a step's samples fails."""
 
     rewards: dict[str, BaseReward]
     max_errors: float
 
-    def score(self, rollouts: Sequence[Rollout], max_tokens: int) -> tuple[list[dict[str, float]], dict[str, float]]:
-        """Rewards by name for each rollout (NaN: does not apply, or failed), and counts that add up over calls.
+    def score(self, rollouts: Sequence[Rollout], max_tokens: int) -> tuple[list[dict[str, float]], Tally]:
+        """Rewards by name for each rollout (NaN: does not apply, or failed), and what it took.
 
         max_tokens: the limit that the completions were sampled under.
-        Raises RewardError, naming the reward and a sample, where too many could not be scored.
         """
+        start = time.perf_counter()
         samples = [sample_of(rollout, max_tokens) for rollout in rollouts]
         results: list[dict[str, float]] = [{} for _ in samples]
-        counts: dict[str, float] = {"time/reward": 0.0}
+        errors, first = dict[str, int](), dict[str, str]()
         for name, reward in self.rewards.items():
-            start = time.perf_counter()
             scores = self._call(reward, samples)
             failed = [(s, f) for s, f in zip(samples, scores, strict=True) if isinstance(f, Failure)]
-            self._judge(name, reward, failed, len(samples))
+            for sample, failure in failed[:3]:
+                logger.warning("reward.%s could not score %s: %s", name, excerpt(sample.text), failure.reason)
+            errors[name] = len(failed)
+            if failed:
+                first[name] = _sentence(*failed[0])
             for result, score in zip(results, scores, strict=True):
                 result[name] = math.nan if score is None or isinstance(score, Failure) else score
-            counts[f"rewards/{name}/errors"] = float(len(failed))
-            counts["time/reward"] += time.perf_counter() - start
-        return results, counts
+        return results, Tally(len(samples), time.perf_counter() - start, errors, first)
+
+    def judge(self, tally: Tally, expected: int = 0) -> None:
+        """Raise RewardError, naming the reward and a sample, where too many could not be scored.
+
+        expected: how many samples a whole step has, for a judgement before all of them are there.
+        """
+        for name, failed in tally.errors.items():
+            if failed > self.max_errors * max(tally.samples, expected):
+                raise RewardError(
+                    f"reward.{name} ({self.rewards[name].label}) could not score {failed} of {tally.samples} samples, "
+                    f"more than rollout.max_reward_errors={self.max_errors} allows: {tally.first[name]}"
+                )
 
     def _call(self, reward: BaseReward, samples: Sequence[Sample]) -> list[Score]:
         if not samples:
@@ -50,17 +89,6 @@ class Scorer:
         except (Exception, SystemExit) as error:
             logger.exception("%s raised", reward.label)
             return [Failure(f"it raised {type(error).__name__}: {error}")] * len(samples)
-
-    def _judge(self, name: str, reward: BaseReward, failed: list[tuple[Sample, Failure]], total: int) -> None:
-        for sample, failure in failed[:3]:
-            logger.warning("reward.%s could not score %s: %s", name, excerpt(sample.text), failure.reason)
-        if len(failed) > self.max_errors * total:
-            sample, failure = failed[0]
-            raise RewardError(
-                f"reward.{name} ({reward.label}) could not score {len(failed)} of {total} samples, more than "
-                f"rollout.max_reward_errors={self.max_errors} allows: {failure.reason}; "
-                f"the first was the completion {excerpt(sample.text)} of {excerpt(str(sample.prompt))}"
-            )
 
     def close(self) -> None:
         for reward in self.rewards.values():
@@ -86,6 +114,10 @@ def sample_of(rollout: Rollout, max_tokens: int) -> Sample:
 def excerpt(text: str, length: int = 80) -> str:
     """The beginning of a text, on one line."""
     return repr(text if len(text) <= length else text[:length] + "...")
+
+
+def _sentence(sample: Sample, failure: Failure) -> str:
+    return f"{failure.reason}; the first was the completion {excerpt(sample.text)} of {excerpt(str(sample.prompt))}"
 
 
 def _number(score: Score) -> Score:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     from grpocli.tracking.trackers import LiveTracker
     from grpocli.tracking.view import View
     from grpocli.training.collect import Collected
+
+logger = logging.getLogger(__name__)
+
+MISMATCH = 1.02
+"""`token_mult_prob_error` above which NeMo RL's GRPO guide advises to look for a fault."""
 
 STAGES = {
     "sync": "syncing weights",
@@ -35,6 +41,7 @@ class Recorder:
     seconds_before: float = 0.0
     last: dict[str, Any] = field(default_factory=dict)
     step_started: float = field(default_factory=time.perf_counter)
+    mismatches: int = 0
 
     def stage(self, name: str) -> None:
         """Show what is going on."""
@@ -56,8 +63,23 @@ class Recorder:
         if self.tracker:
             self.tracker.log(metrics, step)
         self.view.step(step, metrics)
+        self._watch_mismatch(step, metrics)
         if collected.groups:
             self._sample(collected.groups[0], advantages[0])
+
+    def _watch_mismatch(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Warn where sampler and trainer disagree on the tokens' probabilities: every time in the log, once aloud."""
+        error = metrics.get("token_mult_prob_error", 1.0)
+        if error <= MISMATCH:
+            return
+        self.mismatches += 1
+        logger.warning("step %d: token_mult_prob_error is %.4f, above %s", step, error, MISMATCH)
+        if self.mismatches == 1:
+            self.view.warn(
+                f"step {step}: token_mult_prob_error is {error:.3f}, above {MISMATCH}: the sampler and the trainer "
+                "give the same tokens different probabilities. model.dtype=float32 shows whether it is rounding; "
+                "algorithm/correction=token_truncate corrects for it"
+            )
 
     def _sample(self, group: Group, advantages: list[float]) -> None:
         """Show the completion of a group that its rewards praise most."""

@@ -9,22 +9,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpocli.algorithm import Algorithm
-from grpocli.models.loading import load_model, load_tokenizer, without_dropout
+from grpocli.models.loading import load_model, load_policy, load_tokenizer
 from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.tasks.order import Order
 from grpocli.tasks.prompts import PromptSet
 from grpocli.training import checkpoint
+from grpocli.training.carry import from_json
 from grpocli.training.collect import Collector, Sampler
 from grpocli.training.evaluate import Evaluator
 from grpocli.training.policy import Policy
-from grpocli.training.reference import Reference
+from grpocli.training.reference import BaseReference, Reference
 from grpocli.training.trainer import Trainer
 from grpocli.training.update import Updater
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
-    from grpocli.data import Prompt
+    from grpocli.data import Group, Prompt
     from grpocli.launch.signals import StopSignal
     from grpocli.tracking.recorder import Recorder
     from grpocli.training.world import World
@@ -72,6 +73,7 @@ def assemble(
             recorder.view.note(report)
     with checkpoint.restoring(resume):
         state = checkpoint.load_state(resume) if resume else checkpoint.State()
+        carried = from_json(state.carried, data.draw)
         policy = _policy(run, job, world, str(resume) if resume else job.model_path)
         reference = _reference(run, job, world, policy, resume)
         updater = _updater(run, world, policy, reference, state, resume)
@@ -86,7 +88,7 @@ def assemble(
         reference=reference,
         tokenizer=tokenizer,
         engine=engine,
-        collector=_collector(run, sampler, data, state),
+        collector=_collector(run, sampler, data, state.draws, carried),
         updater=updater,
         evaluator=_evaluator(run, sampler, data),
         recorder=recorder,
@@ -96,7 +98,7 @@ def assemble(
 
 
 def _policy(run: Run, job: EngineJob, world: World, path: str) -> Policy:
-    model = without_dropout(load_model(run.model, path)).to(world.device)
+    model = load_policy(run.model, job.model_path, path, run.seed).to(world.device)
     if run.train.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return Policy(model, world.wrap(model), getattr(torch, job.dtype))
@@ -105,13 +107,15 @@ def _policy(run: Run, job: EngineJob, world: World, path: str) -> Policy:
 def _reference(run: Run, job: EngineJob, world: World, policy: Policy, resume: Path | None) -> Reference | None:
     if not run.algorithm.needs_reference:
         return None
+    if run.model.lora.rank and not run.algorithm.kl.sync_every:
+        return BaseReference(policy)
     path = job.model_path
     if resume and (resume / checkpoint.REFERENCE).is_dir():
         path = str(resume / checkpoint.REFERENCE)
     return Reference(load_model(run.model, path).to(world.device), policy)
 
 
-def _collector(run: Run, sampler: Sampler, data: Data, state: checkpoint.State) -> Collector:
+def _collector(run: Run, sampler: Sampler, data: Data, draws: int, carried: list[Group]) -> Collector:
     algorithm: Algorithm = run.algorithm
     return Collector(
         sampler=sampler,
@@ -122,7 +126,8 @@ def _collector(run: Run, sampler: Sampler, data: Data, state: checkpoint.State) 
         group_size=run.rollout.group_size,
         sampling=run.rollout.sampling,
         seed=run.seed,
-        draws=state.draws,
+        draws=draws,
+        carried=carried,
     )
 
 

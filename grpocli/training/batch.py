@@ -14,9 +14,10 @@ from grpocli.data import Rollout
 
 @dataclass(slots=True)
 class Row:
-    """One completion to train on. Log-probs are per completion token, on the training device, without gradient.
+    """One completion to train on. Log-probs and entropies are per completion token, in nats, without gradient.
 
-    group: which group of the step it belongs to. mask: 1 for tokens in the loss.
+    group: which group of the step it belongs to. mask: 1 for tokens in the loss. old_logp: None while the policy is
+    still the one whose log-probs they are. selected: tokens of the policy-gradient term (None: all).
     """
 
     prompt_ids: list[int]
@@ -27,29 +28,34 @@ class Row:
     rollout_logp: list[float]
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
+    entropy: Tensor | None = None
+    selected: Tensor | None = None
 
     @property
     def n_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
 
     @classmethod
-    def of(cls, rollout: Rollout, advantage: float, group: int, mask_truncated: bool) -> Row:
+    def of(cls, rollout: Rollout, advantage: float, group: int, mask_truncated: bool, version: int) -> Row:
+        """A row of a step that trains weight version `version`; what an older one sampled is off-policy."""
         done = rollout.completion
         n = len(done.token_ids)
         mask = [0] * n if mask_truncated and done.truncated else (done.mask or [1] * n)
-        return cls(rollout.prompt.token_ids, done.token_ids, mask, advantage, group, done.logprobs)
+        old_logp = torch.tensor(done.logprobs) if done.version < version else None
+        return cls(rollout.prompt.token_ids, done.token_ids, mask, advantage, group, done.logprobs, old_logp)
 
-
-EMPTY = Row([0], [0], [0], 0.0, -1, [0.0])
-"""Adds nothing: keeps a process that has run out of rows in step with the others' collective calls."""
+    @classmethod
+    def empty(cls) -> Row:
+        """Adds nothing: keeps a process that has run out of rows in step with the others' collective calls."""
+        return cls([0], [0], [0], 0.0, -1, [0.0])
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Rows side by side: prompts padded on the left, completions on the right, so that completions align.
 
-    input_ids, attention_mask, position_ids [B, L]; completion_ids, mask, rollout_logp, old_logp, ref_logp [B, T];
-    advantages, group_ids [B].
+    input_ids, attention_mask, position_ids [B, L]; completion_ids, mask, rollout_logp, old_logp, ref_logp, selected
+    [B, T]; advantages, group_ids [B]. old_logp is NaN in rows that have none yet.
     """
 
     input_ids: Tensor
@@ -62,6 +68,7 @@ class MicroBatch:
     rollout_logp: Tensor
     old_logp: Tensor | None
     ref_logp: Tensor | None
+    selected: Tensor | None
 
     @classmethod
     def build(cls, rows: Sequence[Row], device: torch.device) -> MicroBatch:
@@ -79,8 +86,9 @@ class MicroBatch:
             advantages=torch.tensor([r.advantage for r in rows], device=device),
             group_ids=torch.tensor([r.group for r in rows], device=device),
             rollout_logp=_pad([torch.tensor(r.rollout_logp) for r in rows]).to(device),
-            old_logp=_pad_optional([r.old_logp for r in rows]),
-            ref_logp=_pad_optional([r.ref_logp for r in rows]),
+            old_logp=_pad_optional(rows, [r.old_logp for r in rows], device),
+            ref_logp=_pad_optional(rows, [r.ref_logp for r in rows], device),
+            selected=_pad_optional(rows, [r.selected for r in rows], device),
         )
 
 
@@ -88,9 +96,12 @@ def _pad(values: Sequence[Tensor], left: bool = False) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True, padding_side="left" if left else "right")
 
 
-def _pad_optional(values: Sequence[Tensor | None]) -> Tensor | None:
-    present = [v for v in values if v is not None]
-    return _pad(present) if len(present) == len(values) else None
+def _pad_optional(rows: Sequence[Row], values: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
+    """[B, T] with NaN in the rows without a value; None where no row has one."""
+    if all(v is None for v in values):
+        return None
+    unknown = [torch.full((len(r.completion_ids),), float("nan"), device=device) for r in rows]
+    return _pad([u if v is None else v.to(device) for u, v in zip(unknown, values, strict=True)])
 
 
 def windows(n_groups: int, minibatches: int) -> list[range]:

@@ -8,14 +8,15 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grpocli.errors import ConfigError, GrpoError
+from grpocli.models.lora import is_adapted, merged, save_adapter
 from grpocli.tracking.files import atomic_folder
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class State:
     """Where a run stands. Everything random is drawn from the seed and these counters.
 
     step: steps done. draws: prompts drawn. updates: optimizer updates. seconds: time spent. before: the
-    evaluation before training.
+    evaluation before training. carried: groups kept for the next step (`training.carry`).
     """
 
     step: int = 0
@@ -39,6 +40,7 @@ class State:
     updates: int = 0
     seconds: float = 0.0
     before: dict[str, float] | None = None
+    carried: list[dict[str, Any]] = field(default_factory=list)
 
 
 def save(
@@ -49,9 +51,15 @@ def save(
     optimizer: torch.optim.Optimizer,
     reference: PreTrainedModel | None = None,
 ) -> None:
-    """Write the checkpoint `path`; it exists only when it is whole. `reference` only if it changes in training."""
+    """Write the checkpoint `path`; it exists only when it is whole. `reference` only if it changes in training.
+
+    With LoRA it holds the updates alone: the base model does not change.
+    """
     with atomic_folder(path, replace=True) as folder:
-        model.save_pretrained(folder)
+        if is_adapted(model):
+            save_adapter(model, folder)
+        else:
+            model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         torch.save(optimizer.state_dict(), folder / OPTIMIZER)
         if reference is not None:
@@ -62,12 +70,9 @@ def save(
 def save_model(
     path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, card: str
 ) -> None:
-    """Write the final model, in `dtype`, with its card."""
+    """Write the final model, in `dtype`, with its card; with LoRA, a plain model with the updates added."""
     with atomic_folder(path, replace=True) as folder:
-        cast: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
-        weights = {
-            name: cast.setdefault(tensor.data_ptr(), tensor.to(dtype)) for name, tensor in model.state_dict().items()
-        }
+        weights = {name: tensor.to(dtype) for name, tensor in merged(model, model.state_dict().items())}
         configured, model.config.dtype = model.config.dtype, dtype
         try:
             model.save_pretrained(folder, state_dict=weights)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 
 from grpocli.data import Group, Prompt, Request, Rollout, Sampling
 from grpocli.errors import RunError
+from grpocli.rewards.scoring import Tally
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,8 +49,8 @@ class Sampler:
 
     def groups(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling
-    ) -> tuple[list[Group], dict[str, float]]:
-        """A group of `n` rollouts for each prompt, in order, the same in every process; and summed metrics."""
+    ) -> tuple[list[Group], Tally]:
+        """A group of `n` rollouts for each prompt, in order, the same in every process; and what scoring took."""
         mine = range(self.world.rank, len(prompts), self.world.size)
         requests = [Request(prompts[i].token_ids, n, seeds[i]) for i in mine]
         sampled = self.engine.generate(requests, sampling)
@@ -56,22 +59,16 @@ class Sampler:
             for i, completions in zip(mine, sampled, strict=True)
             for done in completions
         ]
-        scored, counts = self.scorer.score(rollouts, sampling.max_tokens)
+        scored, tally = self.scorer.score(rollouts, sampling.max_tokens)
         done = [Rollout(r.prompt, r.completion, r.text, rewards) for r, rewards in zip(rollouts, scored, strict=True)]
         groups = [Group(prompts[i], done[k * n : (k + 1) * n]) for k, i in enumerate(mine)]
         everyone = self.world.gather_objects(list(zip(mine, groups, strict=True)))
-        counted = self.world.gather_objects([counts])
-        return [g for _, g in sorted(everyone, key=lambda pair: pair[0])], merged(counted)
+        tallies = self.world.gather_objects([tally])
+        return [g for _, g in sorted(everyone, key=lambda pair: pair[0])], reduce(Tally.beside, tallies)
 
     def _text(self, token_ids: list[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
-
-
-def merged(counts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """What the processes counted: errors add up, times go on side by side."""
-    names = dict.fromkeys(name for one in counts for name in one)
-    return {name: (max if name.startswith("time/") else sum)(one.get(name, 0.0) for one in counts) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +80,26 @@ class Collected:
     metrics: dict[str, float]
 
 
+MOST = 4
+"""A refill asks for at most so many times `rollout.prompts_per_step`, however few groups were kept before."""
+
+
+@dataclass(slots=True)
+class Round:
+    """What a step has sampled so far: all groups, those kept, and what scoring took. `rounds` of sampling."""
+
+    seen: list[Group] = field(default_factory=list)
+    kept: list[Group] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
+    rounds: int = 0
+
+
 @dataclass(slots=True)
 class Collector:
     """Draws prompts and keeps the groups that the algorithm wants.
 
-    draw: which prompt the n-th draw of the run is. draws: how many there were, the only state to save.
+    draw: which prompt the n-th draw of the run is. State to save: `draws`, how many there were, and `carried`, the
+    groups that the last step kept beyond what it wanted: they are the first of the next one.
     """
 
     sampler: Sampler
@@ -99,37 +111,59 @@ class Collector:
     sampling: Sampling
     seed: int
     draws: int = 0
+    carried: list[Group] = field(default_factory=list)
 
     def collect(self) -> Collected:
         """Sample until there are `prompts_per_step` groups that the algorithm keeps, or its rounds are used up."""
-        kept: list[Group] = []
-        seen: list[Group] = []
-        rounds, counts = 0, dict[str, float]()
-        while len(kept) < self.prompts_per_step and rounds < self.algorithm.keep.max_rounds:
-            groups, more = self._round(self.prompts_per_step - len(kept))
-            counts = {k: counts.get(k, 0.0) + v for k, v in more.items()}
-            kept_P = self.algorithm.keep(self._scores(groups))
-            kept += [g for g, keep in zip(groups, kept_P.tolist(), strict=True) if keep]
-            seen += groups
-            rounds += 1
-        if len(kept) < self.prompts_per_step and self.algorithm.keep.on_exhausted == "error":
+        carried = self.carried
+        step = self._sample(self.prompts_per_step - len(carried))
+        groups = [*carried, *step.kept]
+        wanted, surplus = groups[: self.prompts_per_step], groups[self.prompts_per_step :]
+        # at most one step's worth, so that all of it is used in the next: never older than one weight version
+        self.carried = surplus[: self.prompts_per_step] if self.algorithm.keep.surplus == "carry" else []
+        if len(wanted) < self.prompts_per_step and self.algorithm.keep.on_exhausted == "error":
             raise RunError(
-                f"algorithm.keep.max_rounds={rounds}: only {len(kept)} of {self.prompts_per_step} prompts had "
+                f"algorithm.keep.max_rounds={step.rounds}: only {len(wanted)} of {self.prompts_per_step} prompts had "
                 "completions of different reward; raise it, or choose easier or harder prompts"
             )
-        advantages = self._advantages(kept)
-        metrics = {"sampling/rounds": rounds, "sampling/kept": len(kept) / len(seen)}
-        return Collected(kept, advantages, metrics | counts | self._metrics(seen))
+        metrics = {
+            "sampling/rounds": step.rounds,
+            "sampling/kept": len(step.kept) / len(step.seen) if step.seen else 1.0,
+            "sampling/carried": len(carried),
+            "tokens/generated": float(sum(len(r.completion.token_ids) for g in step.seen for r in g.rollouts)),
+        }
+        shown = self._metrics(step.seen or wanted)
+        return Collected(wanted, self._advantages(wanted), metrics | step.tally.metrics | shown)
 
-    def _round(self, n: int) -> tuple[list[Group], dict[str, float]]:
+    def _sample(self, missing: int) -> Round:
+        """Rounds of sampling until `missing` groups are kept."""
+        step = Round()
+        while len(step.kept) < missing and step.rounds < self.algorithm.keep.max_rounds:
+            groups, tally = self._groups(self._ask(missing - len(step.kept), step))
+            step.tally = step.tally.then(tally)
+            self.sampler.scorer.judge(step.tally, self.prompts_per_step * self.group_size)
+            step.kept += [g for g, keep in zip(groups, self._kept(groups), strict=True) if keep]
+            step.seen += groups
+            step.rounds += 1
+        return step
+
+    def _ask(self, missing: int, step: Round) -> int:
+        """How many prompts are likely to give `missing` groups, by the share of groups kept in this step."""
+        if not step.seen:
+            return missing
+        expected = math.ceil(missing * len(step.seen) / max(len(step.kept), 1))
+        return min(expected, MOST * self.prompts_per_step)
+
+    def _groups(self, n: int) -> tuple[list[Group], Tally]:
         draws = range(self.draws, self.draws + n)
         self.draws += n
         prompts = [self.draw(d) for d in draws]
         seeds = [seed_of(self.seed, d) for d in draws]
         return self.sampler.groups(prompts, seeds, self.group_size, self.sampling)
 
-    def _scores(self, groups: Sequence[Group]) -> Tensor:
-        return self.algorithm.scores(rewards_of(groups, list(self.weights)), self.weights)
+    def _kept(self, groups: Sequence[Group]) -> list[bool]:
+        kept: list[bool] = self.algorithm.kept(rewards_of(groups, list(self.weights)), self.weights).tolist()
+        return kept
 
     def _advantages(self, groups: Sequence[Group]) -> Tensor:
         if not groups:
@@ -137,21 +171,19 @@ class Collector:
         return self.algorithm.advantages(rewards_of(groups, list(self.weights)), self.weights)
 
     def _metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Over everything sampled in the step, kept or not."""
+        """Over everything sampled in the step, kept or not; over the carried groups where nothing was sampled."""
         from grpocli.algorithm.statistics import constant_P1, std_P1
 
-        scores_PG = self._scores(groups)
+        rewards = rewards_of(groups, list(self.weights))
+        scores_PG = self.algorithm.scores(rewards, self.weights)
         done = [r.completion for g in groups for r in g.rollouts]
         lengths = [len(c.token_ids) for c in done]
-        metrics = {
+        return {
             "reward": scores_PG.nanmean().item(),
             "reward_std": std_P1(scores_PG).mean().item(),
             "frac_reward_zero_std": constant_P1(scores_PG).double().mean().item(),
             "completions/mean_length": float(np.mean(lengths)),
             "completions/max_length": float(max(lengths)),
             "completions/clipped_ratio": float(np.mean([c.truncated for c in done])),
-            "tokens/generated": float(sum(lengths)),
+            **{f"rewards/{name}/mean": values.nanmean().item() for name, values in rewards.items()},
         }
-        for name, values in rewards_of(groups, list(self.weights)).items():
-            metrics[f"rewards/{name}/mean"] = values.nanmean().item()
-        return metrics

@@ -41,7 +41,8 @@ class Evaluator:
 
     def _groups(self, sampling: Sampling, n: int) -> list[Group]:
         seeds = [seed_of(self.seed, 2**32 - 1, i) for i in range(len(self.prompts))]
-        groups, _ = self.sampler.groups(self.prompts, seeds, n, sampling)
+        groups, tally = self.sampler.groups(self.prompts, seeds, n, sampling)
+        self.sampler.scorer.judge(tally)
         return groups
 
     def _accuracy(self, groups: Sequence[Group]) -> float:

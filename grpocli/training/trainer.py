@@ -14,6 +14,7 @@ import torch
 from grpocli.errors import RunError, Stopped
 from grpocli.training import checkpoint
 from grpocli.training.batch import Row
+from grpocli.training.carry import to_json
 from grpocli.training.collect import Collected, Collector
 from grpocli.training.evaluate import Evaluator
 from grpocli.training.update import Updater
@@ -77,7 +78,7 @@ class Trainer:
         """One row for each completion, with its advantage."""
         mask_truncated = self.run.algorithm.keep.mask_truncated
         return [
-            Row.of(rollout, advantage, index, mask_truncated)
+            Row.of(rollout, advantage, index, mask_truncated, self.synced)
             for index, (group, advantages) in enumerate(
                 zip(collected.groups, collected.advantages.tolist(), strict=True)
             )
@@ -87,7 +88,7 @@ class Trainer:
     def update(self, rows: list[Row], n_groups: int) -> None:
         """Optimizer updates, then the reference's own if it follows the policy."""
         with self.timed("train"):
-            self.metrics |= self.updater.step(rows, n_groups)
+            self.metrics |= self.updater.step(rows, n_groups, self.state.step)
         self._refuse_nan()
         self.state = replace(
             self.state, step=self.state.step + 1, draws=self.collector.draws, updates=self.updater.updates
@@ -135,7 +136,7 @@ class Trainer:
 
     def checkpoint(self) -> None:
         """Save everything a resume needs."""
-        self.state = replace(self.state, seconds=self.seconds)
+        self.state = replace(self.state, seconds=self.seconds, carried=to_json(self.collector.carried))
         if self.world.is_main:
             self.recorder.stage("checkpoint")
             folder = self.recorder.run_dir.checkpoints

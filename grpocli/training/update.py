@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpocli.algorithm.aggregate import Totals
-from grpocli.training.batch import EMPTY, MicroBatch, Row, deal, pack, windows
+from grpocli.training.batch import MicroBatch, Row, deal, pack, windows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,19 +39,25 @@ class Updater:
     updates: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
 
-    def step(self, rows: Sequence[Row], n_groups: int) -> dict[str, float]:
-        """Train on one step's rows (the same in every process); metrics are means over its updates."""
+    def step(self, rows: Sequence[Row], n_groups: int, step: int = 0) -> dict[str, float]:
+        """Train on the rows (the same in every process) of step number `step` (from 0).
+
+        Metrics are means over the updates. The learning rate follows the step, so that a step with fewer updates,
+        or none, does not shift the schedule.
+        """
         self.sums = {}
         self.policy.wrapped.train()
         spans = windows(n_groups, self.train.minibatches)
         plans = [self._plan([r for r in rows if r.group in span]) for span in spans]
-        several = self.train.epochs * len(spans) > 1
-        for plan in plans:
-            self._score_before(plan, old=several)
-        for _ in range(self.train.epochs):
-            for plan in plans:
-                self._update(plan)
-        return self._metrics(self.train.epochs * len(spans), rows)
+        for i, plan in enumerate(plans):
+            self._score_before(plan, old=i > 0)
+        first = step * self.train.updates_per_step
+        rate = self.optim.rate(first, self.total_updates)
+        for epoch in range(self.train.epochs):
+            for i, plan in enumerate(plans):
+                rate = self.optim.rate(first + epoch * self.train.minibatches + i, self.total_updates)
+                self._update(plan, rate)
+        return self._metrics(self.train.epochs * len(spans), rows) | {"lr": rate}
 
     def _plan(self, rows: list[Row]) -> _Plan:
         """Deal a window's rows; every process gets as many micro-batches as the busiest one."""
@@ -64,27 +70,44 @@ class Updater:
             torch.tensor([r.group for r in rows]),
             micro_batches=sum(len(share) for share in shares),
         )
-        return _Plan([*mine, *[[EMPTY]] * (most - len(mine))], totals.to(self.world.device))
+        return _Plan([*mine, *([Row.empty()] for _ in range(most - len(mine)))], totals.to(self.world.device))
 
     def _score_before(self, plan: _Plan, old: bool) -> None:
-        """Log-probs under the reference and, where several updates follow, under the policy that starts the step."""
-        if self.reference is None and not old:
+        """What has to be known of a window's tokens before its first update.
+
+        Log-probs under the reference; entropies where tokens are chosen by them; and, where other windows are
+        updated first (`old`), log-probs under the policy that starts the step. Without those the first update
+        computes them anyway, and keeps them for the next epoch.
+        """
+        entropy = self.algorithm.tokens.needs_entropy
+        if self.reference is None and not old and not entropy:
             return
         for rows in plan.micro_batches:
             batch = MicroBatch.build(rows, self.world.device)
-            old_logp = self.policy.logp_without_gradient(batch, self.sampling) if old else None
-            ref_logp = self.reference.logp(batch, self.sampling) if self.reference else None
-            for i, row in enumerate(rows):
-                n = len(row.completion_ids)
-                row.old_logp = None if old_logp is None else old_logp[i, :n]
-                row.ref_logp = None if ref_logp is None else ref_logp[i, :n]
+            if self.reference:
+                _keep(rows, "ref_logp", self.reference.logp(batch, self.sampling))
+            if old or entropy:
+                logp, entropies = self.policy.logp_without_gradient(batch, self.sampling)
+                if old:
+                    _keep(rows, "old_logp", logp)
+                if entropy:
+                    _keep(rows, "entropy", entropies)
+        if entropy:
+            self._select(plan)
 
-    def _update(self, plan: _Plan) -> None:
+    def _select(self, plan: _Plan) -> None:
+        """Choose tokens by one threshold over the whole window. Collective."""
+        rows = [r for micro_batch in plan.micro_batches for r in micro_batch]
+        mine = [r.entropy[torch.tensor(r.mask).bool()].cpu() for r in rows if r.entropy is not None]
+        threshold = self.algorithm.tokens.threshold(torch.cat(self.world.gather_objects(mine)))
+        for row in rows:
+            row.selected = None if row.entropy is None else (row.entropy >= threshold.to(row.entropy.device)).float()
+
+    def _update(self, plan: _Plan, rate: float) -> None:
         for i, rows in enumerate(plan.micro_batches):
             last = i + 1 == len(plan.micro_batches)
             with self.world.accumulating(self.policy.wrapped, last):
-                self._micro_batch(MicroBatch.build(rows, self.world.device), plan.totals)
-        rate = self.optim.rate(self.updates, self.total_updates)
+                self._micro_batch(rows, plan.totals)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         parameters = [p for p in self.policy.model.parameters() if p.grad is not None]
@@ -95,21 +118,27 @@ class Updater:
         self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
 
-    def _micro_batch(self, batch: MicroBatch, totals: Totals) -> None:
-        logp, entropy = self.policy.logp(batch, self.sampling)
+    def _micro_batch(self, rows: list[Row], totals: Totals) -> None:
+        batch = MicroBatch.build(rows, self.world.device)
+        logp, entropy = self.policy.logp(batch, self.sampling, self.algorithm.needs_entropy_gradient)
+        now = logp.detach()
+        old_logp = now if batch.old_logp is None else now.where(batch.old_logp.isnan(), batch.old_logp)
+        _keep(rows, "old_logp", now)
         loss, metrics = self.algorithm.loss(
             logp,
-            logp.detach() if batch.old_logp is None else batch.old_logp,
+            old_logp,
             batch.advantages,
             batch.mask,
             group_ids=batch.group_ids,
             ref_logp=batch.ref_logp,
             rollout_logp=batch.rollout_logp,
+            entropy=entropy,
+            selected=batch.selected,
             totals=totals,
         )
         self.world.backward(loss)
         metrics["loss"] = loss.detach()
-        metrics["entropy"] = (entropy * batch.mask).sum() / max(totals.tokens, 1)
+        metrics["entropy"] = (entropy.detach() * batch.mask).sum() / max(totals.tokens, 1)
         self._add(metrics)
 
     def _add(self, metrics: dict[str, Tensor]) -> None:
@@ -120,7 +149,6 @@ class Updater:
         """One transfer for the whole step."""
         tokens: dict[str, Any] = {
             "tokens/trained": sum(sum(r.mask) for r in rows) * self.train.epochs,
-            "lr": self.optim.rate(max(self.updates - 1, 0), self.total_updates),
         }
         if not self.sums:
             return tokens
@@ -135,3 +163,10 @@ class _Plan:
 
     micro_batches: list[list[Row]]
     totals: Totals
+
+
+def _keep(rows: Sequence[Row], name: str, values_BT: Tensor) -> None:
+    """Note each row's values where it has none: those of the sampler, or of an earlier update, stay."""
+    for row, values in zip(rows, values_BT, strict=True):
+        if getattr(row, name) is None:
+            setattr(row, name, values[: len(row.completion_ids)])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpocli.data import Completion, Prompt, Rollout
-from grpocli.training.batch import EMPTY, MicroBatch, Row, deal, pack, windows
+from grpocli.training.batch import MicroBatch, Row, deal, pack, windows
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), max_size=30)
 
@@ -55,15 +55,28 @@ def test_prompts_are_padded_left_and_completions_right() -> None:
 
 
 def test_the_empty_row_is_not_in_the_loss() -> None:
-    assert MicroBatch.build([EMPTY], torch.device("cpu")).mask.sum() == 0
+    assert MicroBatch.build([Row.empty()], torch.device("cpu")).mask.sum() == 0
 
 
 @pytest.mark.parametrize(("mask_truncated", "mask"), [(True, [0, 0]), (False, [1, 1])])
 def test_truncated_completions_can_be_masked(mask_truncated: bool, mask: list[int]) -> None:
     done = Completion([5, 6], [-1.0, -2.0], "length", version=1)
-    assert Row.of(Rollout(Prompt("u", [1], "p"), done, "t"), 1.0, 0, mask_truncated).mask == mask
+    assert Row.of(Rollout(Prompt("u", [1], "p"), done, "t"), 1.0, 0, mask_truncated, version=1).mask == mask
 
 
 def test_what_an_environment_wrote_stays_out_of_the_loss() -> None:
     done = Completion([5, 6, 7], [-1.0, 0.0, -2.0], "stop", version=1, mask=[1, 0, 1])
-    assert Row.of(Rollout(Prompt("u", [1], "p"), done, "t"), 1.0, 0, False).mask == [1, 0, 1]
+    assert Row.of(Rollout(Prompt("u", [1], "p"), done, "t"), 1.0, 0, False, version=1).mask == [1, 0, 1]
+
+
+def test_what_an_older_version_sampled_keeps_the_samplers_log_probs_as_old() -> None:
+    done = Completion([5, 6], [-1.0, -2.0], "stop", version=3)
+    rollout = Rollout(Prompt("u", [1], "p"), done, "t")
+    fresh, stale = (Row.of(rollout, 1.0, 0, False, version=version) for version in (3, 4))
+    assert fresh.old_logp is None
+    assert stale.old_logp is not None
+    assert stale.old_logp.tolist() == [-1.0, -2.0]
+    both = MicroBatch.build([stale, row(1, 3)], torch.device("cpu")).old_logp
+    assert both is not None
+    assert both[0].tolist() == [-1.0, -2.0, 0.0]
+    assert both[1].isnan().all()

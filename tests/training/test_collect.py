@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from grpocli import build_algorithm
 from grpocli.data import Completion, Group, Prompt, Rollout, Sampling
-from grpocli.errors import RunError
-from grpocli.training.collect import Collector, merged, seed_of
+from grpocli.errors import ConfigError, RewardError, RunError
+from grpocli.rewards.scoring import Scorer, Tally
+from grpocli.rewards.text import ExactMatch
+from grpocli.training import carry
+from grpocli.training.collect import Collector, seed_of
 
 
 class Scripted:
     """A sampler whose n-th prompt gets the n-th pair of rewards."""
 
-    def __init__(self, rewards: Sequence[tuple[float, float]]) -> None:
+    def __init__(self, rewards: Sequence[tuple[float, ...]], errors: int = 0) -> None:
         self.rewards = rewards
+        self.errors = errors
         self.asked: list[int] = []
+        self.scorer = Scorer({"r": ExactMatch()}, max_errors=0.1)
 
     def groups(self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling):
         self.asked.append(len(prompts))
-        done = Completion([1, 2], [-1.0, -1.0], "stop", version=1)
+        done = Completion([1, 2], [-1.0, -1.5], "stop", version=len(self.asked))
         groups = [
-            Group(p, [Rollout(p, done, "", {"r": value}) for value in self.rewards[int(p.uid) % len(self.rewards)]])
+            Group(p, [Rollout(p, done, "t", {"r": value}) for value in self.rewards[int(p.uid) % len(self.rewards)]])
             for p in prompts
         ]
-        return groups, {"time/reward": 1.0, "rewards/r/errors": 1.0}
+        return groups, Tally(len(prompts) * n, 1.0, {"r": self.errors}, {"r": "a reason"})
 
 
-def collector(rewards: Sequence[tuple[float, float]], *overrides: str) -> tuple[Collector, Scripted]:
+def prompt(number: int) -> Prompt:
+    return Prompt(str(number), [1], "p")
+
+
+def collector(rewards: Sequence[tuple[float, ...]], *overrides: str) -> tuple[Collector, Scripted]:
     sampler = Scripted(rewards)
     made = Collector(
         sampler=sampler,  # type: ignore[arg-type]
         algorithm=build_algorithm(*overrides),
-        draw=lambda number: Prompt(str(number), [1], "p"),
+        draw=prompt,
         weights={"r": 1.0},
         prompts_per_step=3,
         group_size=2,
@@ -61,20 +72,86 @@ def test_constant_groups_are_replaced_by_others() -> None:
     made, sampler = collector([MIXED, FLAT, FLAT, FLAT, MIXED, MIXED], "algorithm=dapo")
     got = made.collect()
     assert [g.uid for g in got.groups] == ["0", "4", "5"]
-    assert sampler.asked == [3, 2, 1]
-    assert made.draws == 6
-    assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (3, 0.5)
-    assert got.metrics["rewards/r/errors"] == 3
+    assert sampler.asked == [3, 6]  # two are missing, and one of three was kept: six should give two
+    assert made.draws == 9
+    assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (2, pytest.approx(4 / 9))
+    assert got.metrics["time/reward"] == 2
     assert got.advantages.abs().min() > 0
+    assert made.carried == []
+
+
+def test_a_refill_is_sized_by_what_was_kept_in_the_step() -> None:
+    made, sampler = collector([FLAT, MIXED, MIXED, FLAT, FLAT, MIXED], "algorithm=dapo")
+    made.collect()
+    assert sampler.asked == [3, 2, 3]  # one is missing, at two of three, then at two of five
+    made, sampler = collector([*[FLAT] * 15, *[MIXED] * 9], "algorithm=dapo")
+    made.collect()
+    assert sampler.asked == [3, 9, 12]  # none kept counts as one; never more than four steps' worth
 
 
 def test_when_the_rounds_are_used_up() -> None:
     made, sampler = collector([MIXED, *[FLAT] * 99], "algorithm=dapo", "algorithm.keep.max_rounds=4")
     got = made.collect()
     assert [g.uid for g in got.groups] == ["0"]
-    assert sampler.asked == [3, 2, 2, 2]
+    assert sampler.asked == [3, 6, 12, 12]
+    assert got.metrics["sampling/rounds"] == 4
     made, _ = collector([FLAT], "algorithm=dapo", "algorithm.keep.on_exhausted=error")
     with pytest.raises(RunError, match=r"algorithm\.keep\.max_rounds=10: only 0 of 3 prompts"):
+        made.collect()
+
+
+def test_surplus_is_carried_into_the_next_step() -> None:
+    made, sampler = collector([FLAT, MIXED], "algorithm=dapo", "algorithm.keep.surplus=carry")
+    first = made.collect()
+    assert sampler.asked == [3, 6]
+    assert [g.uid for g in first.groups] == ["1", "3", "5"]
+    assert [g.uid for g in made.carried] == ["7"]
+    second = made.collect()
+    assert sampler.asked[2] == 2  # the carried group is one of the three
+    assert [g.uid for g in second.groups][:2] == ["7", "9"]
+    assert second.metrics["sampling/carried"] == 1
+    assert second.groups[0].rollouts[0].completion.version == 2  # of the second call; the others are later
+    assert "7" not in {g.uid for g in made.carried}
+
+
+def test_carried_groups_never_wait_for_more_than_one_step() -> None:
+    made, sampler = collector([*[FLAT] * 6, *[MIXED] * 9], "algorithm=dapo", "algorithm.keep.surplus=carry")
+    made.prompts_per_step = 2
+    made.collect()
+    assert sampler.asked == [2, 4, 8]
+    assert [g.uid for g in made.carried] == ["8", "9"]  # of 8 kept 2 are trained on; carried is one step's worth
+    got = made.collect()
+    assert sampler.asked == [2, 4, 8], "nothing is sampled where enough was carried"
+    assert [g.uid for g in got.groups] == ["8", "9"]
+    assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (0, 1.0)
+    assert got.metrics["reward"] == 0.5
+    assert made.carried == []
+
+
+def test_carried_groups_survive_a_checkpoint() -> None:
+    made, _ = collector([(1.0, 1.0, 1.0), (0.0, 1.0, float("nan"))], "algorithm=dapo", "algorithm.keep.surplus=carry")
+    made.collect()
+    assert made.carried
+    saved = json.loads(json.dumps(carry.to_json(made.carried)))
+    assert repr(carry.from_json(saved, prompt)) == repr(made.carried)
+
+
+def test_a_group_can_be_kept_by_one_reward_alone() -> None:
+    """DAPO's accuracy: groups that differ in length alone teach nothing about the answer."""
+    rewards = {"accuracy": torch.tensor([[1.0, 1.0], [0.0, 1.0]]), "overlong": torch.tensor([[0.0, -0.5], [0.0, 0.0]])}
+    assert build_algorithm("algorithm=dapo").kept(rewards).tolist() == [True, True]
+    by_accuracy = build_algorithm("algorithm=dapo", "algorithm.keep.reward=accuracy")
+    assert by_accuracy.kept(rewards).tolist() == [False, True]
+    with pytest.raises(ConfigError, match=r"algorithm\.keep\.reward=style: choose one of .*accuracy, overlong"):
+        build_algorithm("algorithm=dapo", "algorithm.keep.reward=style").kept(rewards)
+
+
+def test_reward_errors_are_judged_against_a_whole_step() -> None:
+    made, _ = collector([FLAT, MIXED], "algorithm=dapo", "algorithm.keep.max_rounds=1")
+    made.group_size, made.sampler.errors = 4, 1  # type: ignore[attr-defined]
+    made.collect()  # 1 of 12
+    made.sampler.errors = 2  # type: ignore[attr-defined]
+    with pytest.raises(RewardError, match=r"could not score 2 of 12 samples.*max_reward_errors=0\.1.*a reason"):
         made.collect()
 
 
@@ -82,11 +159,6 @@ def test_nothing_kept_is_an_empty_step() -> None:
     made, _ = collector([FLAT], "algorithm=dapo", "algorithm.keep.max_rounds=1")
     got = made.collect()
     assert (got.groups, tuple(got.advantages.shape)) == ([], (0, 2))
-
-
-def test_what_processes_counted_is_put_together() -> None:
-    counts = [{"time/reward": 1.0, "rewards/r/errors": 2.0}, {"time/reward": 3.0, "rewards/r/errors": 1.0}]
-    assert merged(counts) == {"time/reward": 3.0, "rewards/r/errors": 3.0}
 
 
 def test_seeds_differ_by_run_and_draw() -> None:

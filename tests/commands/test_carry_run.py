@@ -1,0 +1,77 @@
+"""Dynamic sampling with carried groups in whole runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands.running import finish, metrics, start, without_times
+from safetensors.torch import load_file
+
+from grpocli.tracking.rollouts import read_rollouts
+
+RUN = [
+    "train",
+    "algorithm=dapo",
+    "algorithm.keep.surplus=carry",
+    "reward=[format]",
+    "reward.format.pattern='.*[02468]'",
+    "model.warm_start_steps=20",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=2",
+    "eval.problems=0",
+    "checkpoint.every=1",
+    "checkpoint.keep=0",
+]
+
+
+def test_carried_groups_are_off_policy_by_one_version_and_survive_a_resume(tmp_path: Path) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    code, out = finish(start(*RUN, "train.steps=6", f"hydra.run.dir={whole}"))
+    assert code == 0, out
+    rows = metrics(whole)
+    carrying = [row["step"] for row in rows if row["sampling/carried"]]
+    assert carrying, "a run that carries nothing shows nothing"
+
+    first = carrying[0]
+    trained = read_rollouts(whole / "rollouts" / f"step_{first:06d}.parquet")
+    versions = [row["version"] for row in trained]
+    carried = int(2 * rows[first - 1]["sampling/carried"])
+    assert versions == [first - 1] * carried + [first] * (len(trained) - carried)
+    assert rows[first - 1]["weight_version"] == first
+
+    before = f"step_{first - 1:06d}"
+    saved = json.loads((whole / "checkpoints" / before / "trainer.json").read_text())["carried"]
+    assert len(saved) == carried / 2
+    code, out = finish(start(*RUN, f"train.steps={first - 1}", f"hydra.run.dir={halves}"))
+    assert code == 0, out
+    code, out = finish(start("train", f"resume={halves}", "train.steps=6"))
+    assert code == 0, out
+    assert without_times(metrics(halves)) == without_times(rows)
+    one, two = (load_file(folder / "model" / "model.safetensors") for folder in (whole, halves))
+    assert all(one[name].equal(two[name]) for name in one)
+
+
+def test_a_damaged_carried_group_is_one_sentence(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    code, out = finish(start(*RUN, "train.steps=1", f"hydra.run.dir={run}"))
+    assert code == 0, out
+    state = run / "checkpoints" / "step_000001" / "trainer.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"carried": [{"draw": 1}]}))
+    code, out = finish(start("train", f"resume={run}", "train.steps=2"))
+    assert code == 2, out
+    assert "cannot be read" in out
+    assert "Traceback" not in out
+
+
+@pytest.mark.parametrize("processes", [2])
+def test_several_processes_carry_the_same(processes: int, tmp_path: Path) -> None:
+    runs = []
+    for n in (1, processes):
+        run = tmp_path / f"{n}"
+        options = [f"hardware.processes={n}", "hardware.timeout=120", "train.steps=3"]
+        code, out = finish(start(*RUN, *options, f"hydra.run.dir={run}"))
+        assert code == 0, out
+        runs.append([row["sampling/carried"] for row in metrics(run)])
+    assert runs[0] == runs[1]

@@ -1,0 +1,34 @@
+"""What a recorder warns of."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpocli.tracking.metrics import MetricsLog
+from grpocli.tracking.recorder import Recorder
+from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.view import silent_view
+from grpocli.training.collect import Collected
+
+
+def test_a_mismatch_is_told_once_and_logged_every_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    view, told = silent_view(), list[str]()
+    monkeypatch.setattr(view, "warn", told.append)
+    recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None)
+    nothing = Collected([], torch.zeros(0, 2), {})
+    with caplog.at_level(logging.WARNING):
+        for step, error in enumerate([1.0, 1.02, 1.021, 1.5], start=1):
+            recorder.step(step, {"token_mult_prob_error": error}, nothing)
+        recorder.step(5, {}, nothing)
+    assert len(told) == 1
+    assert "step 3: token_mult_prob_error is 1.021, above 1.02" in told[0]
+    assert [r.getMessage() for r in caplog.records] == [
+        "step 3: token_mult_prob_error is 1.0210, above 1.02",
+        "step 4: token_mult_prob_error is 1.5000, above 1.02",
+    ]
