@@ -41,10 +41,10 @@ def rows(little_model) -> list[Row]:
     ]
 
 
-def updater(little_model, world: World, algorithm: str, **train: int) -> Updater:
+def updater(little_model, world: World, *algorithm: str, **train: int) -> Updater:
     model = copy.deepcopy(little_model)
     policy = Policy(model, world.wrap(model), torch.float32)
-    algo = build_algorithm(algorithm)
+    algo = build_algorithm(*algorithm)
     optim = AdamW(lr=1e-3, max_grad_norm=0.0)
     return Updater(
         world=world,

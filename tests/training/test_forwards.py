@@ -1,0 +1,101 @@
+"""No forward that is not needed, and the right old log-probs without it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from training.test_update import SAMPLING, rows, updater, world
+
+from grpocli.training.batch import MicroBatch, Row
+from grpocli.training.policy import Policy
+from grpocli.training.reference import Reference
+
+__all__ = ["rows", "world"]
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which forwards have run, in order."""
+    ran: list[str] = []
+
+    def noted(cls: type, method: str, name: str) -> None:
+        original = getattr(cls, method)
+
+        def call(*args, **kwargs):
+            ran.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(cls, method, call)
+
+    noted(Policy, "logp", "update")
+    noted(Policy, "logp_without_gradient", "score")
+    noted(Reference, "logp", "reference")
+    return ran
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "train", "expected"),
+    [
+        (["algorithm=dapo"], {}, ["update"]),
+        (["algorithm=dapo"], {"epochs": 3}, ["update"] * 3),
+        (["algorithm=dapo"], {"minibatches": 2}, ["score", "update", "update"]),
+        (["algorithm=dapo"], {"minibatches": 2, "epochs": 2}, ["score", *["update"] * 4]),
+        (["algorithm=grpo"], {}, ["reference", "update"]),
+        (["algorithm=dapo", "algorithm/tokens=top_entropy"], {}, ["score", "update"]),
+    ],
+)
+def test_forwards(little_model, world, rows, forwards, algorithm, train, expected) -> None:
+    updater(little_model, world, *algorithm, **train).step([copy.copy(r) for r in rows], n_groups=2)
+    assert forwards == expected
+
+
+def test_old_log_probs_are_of_the_policy_that_started_the_step(little_model, world, rows) -> None:
+    """Kept from the first update, or scored before it where another window comes first: the same numbers."""
+    mine = [copy.copy(r) for r in rows]
+    up = updater(little_model, world, "algorithm=dapo", epochs=2, minibatches=2)
+    start, _ = up.policy.logp_without_gradient(MicroBatch.build(mine, world.device), SAMPLING)
+    up.step(mine, n_groups=2)
+    after, _ = up.policy.logp_without_gradient(MicroBatch.build(mine, world.device), SAMPLING)
+    for row, before, now in zip(mine, start, after, strict=True):
+        n = len(row.completion_ids)
+        assert row.old_logp is not None
+        torch.testing.assert_close(row.old_logp, before[:n], rtol=0, atol=1e-5)
+        assert not torch.allclose(row.old_logp, now[:n], atol=1e-4)
+
+
+def test_a_carried_row_is_off_policy_at_the_first_update(little_model, world, rows) -> None:
+    """Its old log-probs are the sampler's; the other rows of its micro-batch stay on-policy."""
+    mine = [copy.copy(r) for r in rows]
+    praised = next(r for r in mine if r.advantage > 0)
+    praised.old_logp = torch.tensor(praised.rollout_logp) - 1.0  # ratio e, beyond 1 + 0.28
+    sampled = praised.old_logp.clone()
+    metrics = updater(little_model, world, "algorithm=dapo").step(mine, n_groups=2)
+    tokens = sum(len(r.completion_ids) for r in mine)
+    assert metrics["clip_ratio/high_mean"] == pytest.approx(len(praised.completion_ids) / tokens)
+    assert metrics["clip_ratio/low_mean"] == 0
+    assert praised.old_logp.equal(sampled), "the sampler's log-probs stay"
+
+
+def test_the_schedule_follows_the_step_not_the_number_of_updates(little_model, world, rows) -> None:
+    up = updater(little_model, world, "algorithm=dapo", minibatches=2)
+    up.optim = type(up.optim)(lr=1.0, schedule="linear")
+    assert up.step([], n_groups=0, step=0)["lr"] == pytest.approx(1.0)
+    one_group = [copy.copy(r) for r in rows if r.group == 0]
+    assert up.step(one_group, n_groups=1, step=1)["lr"] == pytest.approx(0.8)  # update 2 of 10
+    assert up.step([copy.copy(r) for r in rows], n_groups=2, step=2)["lr"] == pytest.approx(0.5)  # updates 4, 5
+    assert up.updates == 3
+
+
+def test_an_entropy_bonus_raises_the_entropy(little_model, world, rows) -> None:
+    flat: list[Row] = [copy.copy(r) for r in rows]
+    for row in flat:
+        row.advantage = 0.0
+    entropies = {}
+    for coefficient in (0.0, 1.0):
+        bonus = ["algorithm/entropy=bonus", f"algorithm.entropy.coefficient={coefficient}"]
+        up = updater(little_model, world, "algorithm=dapo", *bonus)
+        up.step([copy.copy(r) for r in flat], n_groups=2)
+        entropies[coefficient] = up.step([copy.copy(r) for r in flat], n_groups=2, step=1)["entropy"]
+    assert entropies[1.0] > entropies[0.0] + 1e-3
