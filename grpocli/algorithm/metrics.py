@@ -22,7 +22,8 @@ def loss_metrics(
     """Token means over the window of
 
     clip_ratio/low_mean: r < 1 - low and A < 0; clip_ratio/high_mean: r > 1 + high and A > 0 (as TRL);
-    clip_ratio/region_mean: either; none of them where the objective does not clip. With a ratio a sequence they are means over rows. kl: of the estimator chosen.
+    clip_ratio/region_mean: either. With a ratio a sequence they are means over rows; an objective that does not
+    clip has none. kl: of the estimator chosen.
     token_mult_prob_error = exp |trainer - sampler|; sampling_importance_ratio = exp(trainer - sampler);
     approx_entropy = -exp(current - sampler) x current (as NeMo RL).
     """

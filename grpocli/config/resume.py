@@ -12,6 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from grpocli.errors import ConfigError
 from grpocli.tracking.files import write_atomic
 
+FIXED = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
+"""What a checkpoint's tensors depend on: other values would make it another run."""
+
 
 @dataclass(slots=True)
 class Resume:
@@ -60,6 +63,7 @@ class Resume:
 
         saved = _load(self.folder / "config.yaml")
         keys = [o.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for o in self.given]
+        _refuse_changes(saved, composed, keys)
         for key in [*keys, "resume"]:
             OmegaConf.update(saved, key, OmegaConf.select(composed, key), merge=False)
         try:
@@ -67,6 +71,14 @@ class Resume:
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
             raise ConfigError.of("resume", self.folder, f"its config does not fit: {reason}") from error
+
+
+def _refuse_changes(saved: Any, composed: DictConfig, given: list[str]) -> None:
+    """Raise ConfigError where a key given now changes one of FIXED."""
+    for key in FIXED:
+        old, new = OmegaConf.select(saved, key), OmegaConf.select(composed, key)
+        if old != new and any(f"{key}.".startswith(f"{g}.") for g in given):
+            raise ConfigError.of(key, new, f"the run so far has {old}; keep that, or start a new run")
 
 
 def _load(path: Path) -> Any:

@@ -30,6 +30,24 @@ def load_model(part: Any, path: str) -> PreTrainedModel:
     return model
 
 
+def load_policy(part: Any, base: str, path: str, seed: int) -> PreTrainedModel:
+    """The model to train, without dropout. path: `base`, or the checkpoint to go on from.
+
+    With LoRA the weights are those of `base` in either case, and a checkpoint holds the updates to them.
+    Raises ConfigError where `model.lora` and the checkpoint do not fit together.
+    """
+    from grpocli.models import lora
+
+    if path != base:
+        lora.check_same(part.lora, Path(path))
+    if not part.lora.rank:
+        return without_dropout(load_model(part, path))
+    model = lora.attach(without_dropout(load_model(part, base)), part.lora, seed)
+    if path != base:
+        lora.load_adapter(model, part.lora, Path(path))
+    return model
+
+
 def load_config(part: Any, path: str) -> Any:
     """The config at `path`, as `load_model` would read it."""
     from transformers import AutoConfig

@@ -10,6 +10,7 @@ import torch
 
 from grpocli.algorithm import Algorithm
 from grpocli.models.loading import load_model, load_policy, load_tokenizer
+from grpocli.models.lora import trained_share
 from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.tasks.order import Order
@@ -77,6 +78,8 @@ def assemble(
         policy = _policy(run, job, world, str(resume) if resume else job.model_path)
         reference = _reference(run, job, world, policy, resume)
         updater = _updater(run, world, policy, reference, state, resume)
+    if run.model.lora.rank:
+        recorder.view.note(f"LoRA trains {trained_share(policy.model)}")
     engine = run.engine.connect(EngineContext(job, policy, tokenizer, world))
     scorer = Scorer(run.reward, run.rollout.max_reward_errors)
     sampler = Sampler(world, engine, tokenizer, scorer)

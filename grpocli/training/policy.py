@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grpocli.models.lora import merged
 from grpocli.rollout.distribution import sampling_logits
 from grpocli.training.batch import MicroBatch
 
@@ -32,9 +33,8 @@ class Policy:
         self.model, self.wrapped, self.dtype = model, wrapped, dtype
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter under its Hugging Face name, tied ones once."""
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
+        """Every parameter under its Hugging Face name, tied ones once; with LoRA, the base model's, updates added."""
+        return merged(self.model, self.model.named_parameters())
 
     def computing(self) -> AbstractContextManager[Any]:
         """Autocast to `dtype`, where that is not float32."""
@@ -44,11 +44,11 @@ class Policy:
 
     @contextmanager
     def sampling_mode(self) -> Iterator[None]:
-        """Evaluation mode, no gradients, one autocast region so that weights are cast once."""
+        """Evaluation mode, no gradients, one autocast region in which every weight is cast once."""
         training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), self.computing():
+            with torch.no_grad(), _casts_kept(self.model), self.computing():
                 yield
         finally:
             self.model.train(training)
@@ -73,6 +73,19 @@ class Policy:
     def logp_without_gradient(self, batch: MicroBatch, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """As `logp`, of this process alone."""
         return completion_logp(self.model, batch, sampling, self.computing())
+
+
+@contextmanager
+def _casts_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Autocast keeps the casts of weights that take gradients only: frozen ones would be cast again for every token."""
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def completion_logp(

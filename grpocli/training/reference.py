@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grpocli.models.lora import switched_off
 from grpocli.training.batch import MicroBatch
 from grpocli.training.policy import Policy, completion_logp
 
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """The policy as it was at the start of the run, moved towards it by `mix` if the KL part asks."""
+    """A model of its own: the policy as it was at the start of the run, moved towards it by `mix` if the KL part asks.
+
+    It has all weights even where the policy is a base model with LoRA: a mixture of low-rank updates has a higher
+    rank than they have.
+    """
 
     def __init__(self, model: PreTrainedModel, policy: Policy) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -32,6 +37,30 @@ class Reference:
 
     @torch.no_grad()
     def mix(self, alpha: float) -> None:
-        """reference = alpha x policy + (1 - alpha) x reference: TR-DPO (arXiv 2404.09656), equation 5."""
-        for mine, theirs in zip(self.model.parameters(), self.policy.model.parameters(), strict=True):
-            mine.lerp_(theirs.detach(), alpha)
+        """reference = alpha x policy + (1 - alpha) x reference, weight by weight; of LoRA, the weights W + update.
+
+        TR-DPO (arXiv 2404.09656), equation 5.
+        """
+        mine = dict(self.model.named_parameters())
+        for name, theirs in self.policy.weights():
+            mine.pop(name).lerp_(theirs, alpha)
+        if mine:
+            raise ValueError(f"the policy has no weights called {', '.join(sorted(mine))}")
+
+
+class BaseReference(Reference):
+    """The base model that a policy with LoRA trains updates to, with these switched off: no second copy in memory.
+
+    The updates start at 0, so it is the policy as it was at the start of the run, to the bit. It never moves.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.model, self.policy = policy.model, policy
+
+    def logp(self, batch: MicroBatch, sampling: Sampling) -> Tensor:
+        """Log-probs [B, T] of the completions, in nats."""
+        with switched_off(self.model):
+            return super().logp(batch, sampling)
+
+    def mix(self, alpha: float) -> None:
+        raise TypeError("the base model under LoRA does not move; a moving reference is a `Reference`")

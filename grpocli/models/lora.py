@@ -1,0 +1,225 @@
+"""LoRA: a frozen base model, and small trained updates to its weights (arXiv 2106.09685).
+
+    W' = W + (alpha / rank) B A        W [out, in], B [out, rank] starts at 0, A [rank, in] at random
+
+peft's layers are put into the model in place, so it stays a model of transformers with its own class, config and
+cache; only its parameters have other names. `merged` gives them under their own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpocli.config.parts import require, section
+from grpocli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+ADAPTER = "default"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Of the names in adapter files, as every reader of them expects."""
+
+
+@section("model.lora")
+class Lora:
+    """rank: of the updates; 0 trains all weights instead. alpha: their scale is alpha / rank.
+
+    target_modules: `all-linear` (every linear layer but the output head), a list of module names such as
+    [q_proj,v_proj], or a regular expression that whole names match. There is no dropout: the sampler has none.
+    """
+
+    rank: int = 0
+    alpha: float = 32.0
+    target_modules: Any = "all-linear"
+
+    def __post_init__(self) -> None:
+        require(self, "rank", self.rank >= 0, "must be 0 (train all weights) or more")
+        require(self, "alpha", 0 < self.alpha < math.inf, "must be a finite number above 0")
+        names = [self.target_modules] if isinstance(self.target_modules, str) else self.target_modules
+        ok = isinstance(names, list) and bool(names) and all(isinstance(n, str) and n for n in names)
+        require(self, "target_modules", ok, "give all-linear, a list of module names, or a regular expression")
+        if isinstance(self.target_modules, str):
+            try:
+                re.compile(self.target_modules)
+            except re.error as error:
+                raise ConfigError.of(
+                    "model.lora.target_modules", self.target_modules, f"is no regular expression: {error}"
+                ) from error
+
+
+def attach(model: PreTrainedModel, lora: Lora, seed: int) -> PreTrainedModel:
+    """The same model with its weights frozen and an update, still 0, beside each targeted one.
+
+    A is a function of `seed` alone. Raises ConfigError, naming the key, where nothing can be targeted.
+    """
+    import torch
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=0.0,
+        target_modules=lora.target_modules,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=model.name_or_path,
+    )
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # on tied weights, which are refused below
+            torch.manual_seed(seed)
+            inject_adapter_in_model(config, model, ADAPTER)
+    except ValueError as error:
+        cause = " ".join(str(error).split())[:200]
+        raise ConfigError.of(
+            "model.lora.target_modules", lora.target_modules, f"does not fit the model: {cause}"
+        ) from error
+    _refuse_tied(model, lora)
+    return model
+
+
+def _refuse_tied(model: PreTrainedModel, lora: Lora) -> None:
+    """An update of a weight that two layers share would reach only one of them."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict().items():
+        names.setdefault(tensor.data_ptr(), []).append(name.replace(".base_layer.", "."))
+    for name, layer in _layers(model):
+        shared = names[layer.base_layer.weight.data_ptr()]
+        if len(shared) > 1:
+            raise ConfigError.of(
+                "model.lora.target_modules",
+                lora.target_modules,
+                f"{name} shares its weight ({' and '.join(shared)}), so that it cannot have an update of its own; "
+                "leave it out",
+            )
+
+
+def _layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """The layers that have an update, by name; none where there is no adapter."""
+    if not is_adapted(model):
+        return
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            yield name, module
+
+
+def is_adapted(model: PreTrainedModel) -> bool:
+    return hasattr(model, "peft_config")
+
+
+def merged(model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """W + (alpha / rank) B A under the base model's own names, one at a time, tied ones once; the model is left alone.
+
+    tensors: its `named_parameters()` or `state_dict().items()`. Without an adapter they come as they are.
+    """
+    names, updates = _plain_names(model), {f"{name}.base_layer.weight": layer for name, layer in _layers(model)}
+    seen: set[int] = set()
+    for name, tensor in tensors:
+        plain = names.get(name, name)
+        if plain is None or tensor.data_ptr() in seen:
+            continue
+        seen.add(tensor.data_ptr())
+        layer = updates.get(name)
+        weight = tensor.detach()
+        yield plain, weight if layer is None else weight + layer.get_delta_weight(ADAPTER).detach()
+
+
+def _plain_names(model: PreTrainedModel) -> dict[str, str | None]:
+    """Tensors of the layers with an update: their names in the base model, None for what is not in it."""
+    return {
+        f"{name}.{own}": f"{name}.{own.removeprefix('base_layer.')}" if own.startswith("base_layer.") else None
+        for name, layer in _layers(model)
+        for own in layer.state_dict()
+    }
+
+
+@contextmanager
+def switched_off(model: PreTrainedModel) -> Iterator[None]:
+    """The base model: no updates while this lasts."""
+    layers = [layer for _, layer in _layers(model)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def save_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Write the updates in peft's format; transformers and peft find the base model by its path."""
+    from copy import copy
+
+    from safetensors.torch import save_file
+
+    config = copy(model.peft_config[ADAPTER])
+    config.inference_mode = True
+    config.target_modules = _in_order(config.target_modules)
+    config.save_pretrained(str(folder))
+    weights = {PREFIX + name: tensor.contiguous() for name, tensor in _adapter(model).items()}
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def _in_order(target_modules: Any) -> Any:
+    """The same file for the same run: a set has no order."""
+    return target_modules if isinstance(target_modules, str) else sorted(target_modules)
+
+
+def load_adapter(model: PreTrainedModel, lora: Lora, folder: Path) -> None:
+    """Copy saved updates into those of `model`, bit for bit.
+
+    Raises ConfigError where `model.lora` differs from what the folder was saved with.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    own = _adapter(model)
+    saved = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+    if own.keys() != saved.keys():
+        name = min(own.keys() ^ saved.keys())
+        raise ConfigError.of(
+            "model.lora.target_modules",
+            lora.target_modules,
+            f"does not fit the checkpoint {folder}: {name} is in one of them only; leave it as it was",
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(saved[name])
+
+
+def check_same(lora: Lora, folder: Path) -> None:
+    """Raise ConfigError unless the checkpoint `folder` was saved with this rank and alpha (rank 0: with no adapter)."""
+    path = folder / CONFIG
+    saved = json.loads(path.read_text()) if path.is_file() else {"r": 0, "lora_alpha": lora.alpha}
+    if saved["r"] != lora.rank:
+        raise ConfigError.of("model.lora.rank", lora.rank, f"the run so far has {saved['r']} ({folder}); keep that")
+    if lora.rank and saved["lora_alpha"] != lora.alpha:
+        raise ConfigError.of(
+            "model.lora.alpha", lora.alpha, f"the run so far has {saved['lora_alpha']} ({folder}); keep that"
+        )
+
+
+def _adapter(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The updates' own tensors (not copies), under their names in a file, without PREFIX."""
+    from peft import get_peft_model_state_dict
+
+    found: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
+    return found
+
+
+def trained_share(model: PreTrainedModel) -> str:
+    """`12,288 of 346,880 parameters` are trained."""
+    parameters = list(model.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    return f"{trained:,} of {sum(p.numel() for p in parameters):,} parameters"

@@ -1,0 +1,227 @@
+"""model.lora: the updates, their sum with the base weights, and the files that hold them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from grpocli.config.compose import build, compose
+from grpocli.errors import ConfigError
+from grpocli.models.lora import (
+    WEIGHTS,
+    Lora,
+    attach,
+    check_same,
+    load_adapter,
+    merged,
+    save_adapter,
+    switched_off,
+    trained_share,
+)
+from grpocli.models.tiny_parts import make_model
+
+IDS = torch.tensor([[2, 5, 9, 7, 11, 3]])
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def adapted(base, lora: Lora | None = None, seed: int = 0):
+    """A copy with updates that are still 0."""
+    return attach(copy.deepcopy(base), lora or Lora(rank=4), seed)
+
+
+def moved(base, lora: Lora | None = None):
+    """A copy with updates large enough to matter."""
+    model = adapted(base, lora)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.fixture
+def folder(little_model, tmp_path: Path) -> Path:
+    """The base model, where transformers finds it."""
+    little_model.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def test_untrained_updates_change_no_bit(little_model) -> None:
+    model = adapted(little_model)
+    assert logits(model).equal(logits(little_model))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained
+    assert all(".lora_A." in name or ".lora_B." in name for name in trained)
+    layers, linear = 2, 7
+    assert len(trained) == layers * linear * 2, "every linear layer but the output head has an A and a B"
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_updates_start_from_the_seed_alone(little_model) -> None:
+    def first(seed: int) -> torch.Tensor:
+        return next(p for p in adapted(little_model, seed=seed).parameters() if p.requires_grad).detach()
+
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    one = first(1)
+    assert torch.rand(3).equal(expected), "nobody else's random numbers are used up"
+    assert first(1).equal(one)
+    assert not first(2).equal(one)
+
+
+def test_merged_is_the_formula_under_the_base_models_names(little_model) -> None:
+    model = moved(little_model, Lora(rank=4, alpha=6.0, target_modules=["q_proj", "down_proj"]))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights = dict(merged(model, model.named_parameters()))
+    base = dict(little_model.named_parameters())
+    assert list(weights) == list(base)
+    for name, weight in weights.items():
+        layer = name.removesuffix(".weight")
+        expected = base[name]
+        if layer.endswith(("q_proj", "down_proj")):
+            a, b = before[f"{layer}.lora_A.default.weight"], before[f"{layer}.lora_B.default.weight"]
+            expected = base[name] + 6.0 / 4 * b @ a
+            assert (expected - base[name]).abs().max() > 0.1
+        torch.testing.assert_close(weight, expected.detach(), rtol=0, atol=1e-6)
+    assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
+
+
+def gpt2():
+    """Its layers keep their weights transposed, and its head is tied to the embedding."""
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=32, n_embd=32, n_layer=2, n_head=2)).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "target_modules"),
+    [
+        (lambda llama: llama, "all-linear"),
+        (lambda llama: llama, ["embed_tokens", "lm_head", "v_proj"]),
+        (lambda llama: llama, r".*\.1\..*_proj"),
+        (lambda llama: make_model(seed=0), "all-linear"),
+        (lambda llama: gpt2(), "all-linear"),
+    ],
+    ids=["llama", "embedding-and-head", "a-regular-expression", "tied", "gpt2"],
+)
+def test_a_plain_model_with_merged_weights_is_the_same_policy(little_model, make, target_modules) -> None:
+    base = make(little_model)
+    model = moved(base, Lora(rank=3, target_modules=target_modules))
+    plain = copy.deepcopy(base)
+    weights = dict(merged(model, model.named_parameters()))
+    assert list(weights) == [name for name, _ in base.named_parameters()], "tied ones once"
+    assert not plain.load_state_dict(weights, strict=False).unexpected_keys
+    assert (logits(model) - logits(base)).abs().max() > 0.01
+    torch.testing.assert_close(logits(plain), logits(model), rtol=1e-4, atol=1e-4)
+
+
+def test_without_an_adapter_merged_changes_nothing(little_model) -> None:
+    for (name, weight), (expected, parameter) in zip(
+        merged(little_model, little_model.named_parameters()), little_model.named_parameters(), strict=True
+    ):
+        assert name == expected
+        assert weight.data_ptr() == parameter.data_ptr()
+        assert not weight.requires_grad
+
+
+def test_switched_off_is_the_base_to_the_bit_and_ends(little_model) -> None:
+    model = moved(little_model)
+    trained = [p.requires_grad for p in model.parameters()]
+    on = logits(model)
+    with switched_off(model):
+        assert logits(model).equal(logits(little_model))
+    assert logits(model).equal(on)
+    assert [p.requires_grad for p in model.parameters()] == trained
+
+
+def test_saved_updates_come_back_to_the_bit(little_model, tmp_path: Path) -> None:
+    model, fresh = moved(little_model), adapted(little_model)
+    save_adapter(model, tmp_path)
+    load_adapter(fresh, Lora(rank=4), tmp_path)
+    state = model.state_dict()
+    assert all(tensor.equal(state[name]) for name, tensor in fresh.state_dict().items())
+    assert logits(fresh).equal(logits(model))
+    assert all(".lora_" in name for name in load_file(tmp_path / WEIGHTS)), "the base model is not copied"
+
+
+def test_transformers_loads_saved_updates_onto_the_base(folder: Path, tmp_path: Path) -> None:
+    model = moved(AutoModelForCausalLM.from_pretrained(folder))
+    saved = tmp_path / "updates"
+    saved.mkdir()
+    save_adapter(model, saved)
+    assert logits(AutoModelForCausalLM.from_pretrained(saved)).equal(logits(model))
+
+
+def test_another_rank_alpha_or_target_does_not_fit_a_checkpoint(little_model, tmp_path: Path) -> None:
+    save_adapter(moved(little_model), tmp_path)
+    check_same(Lora(rank=4), tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank=8: the run so far has 4"):
+        check_same(Lora(rank=8), tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank=0: the run so far has 4"):
+        check_same(Lora(), tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.lora\.alpha=8\.0: the run so far has 32\.0"):
+        check_same(Lora(rank=4, alpha=8.0), tmp_path)
+    only = Lora(rank=4, target_modules=["q_proj"])
+    with pytest.raises(ConfigError, match=r"model\.lora\.target_modules=.*does not fit the checkpoint"):
+        load_adapter(adapted(little_model, only), only, tmp_path)
+
+
+def test_a_whole_model_is_no_checkpoint_of_lora(folder: Path) -> None:
+    check_same(Lora(), folder)
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank=4: the run so far has 0"):
+        check_same(Lora(rank=4), folder)
+
+
+@pytest.mark.parametrize("head", ["lm_head", "embed_tokens"])
+def test_a_tied_weight_has_no_update_of_its_own(head: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.lora\.target_modules=.*{head} shares its weight"):
+        attach(make_model(seed=0), Lora(rank=4, target_modules=["q_proj", head]), 0)
+
+
+def test_a_target_that_the_model_does_not_have(little_model) -> None:
+    with pytest.raises(ConfigError, match=r"model\.lora\.target_modules=.*query.* does not fit the model"):
+        adapted(little_model, Lora(rank=4, target_modules=["query"]))
+
+
+def test_the_trained_share(little_model) -> None:
+    total = sum(p.numel() for p in little_model.parameters())
+    assert trained_share(little_model) == f"{total:,} of {total:,} parameters"
+    hidden, inner, rank = 32, 64, 4
+    attention = 2 * (hidden + hidden) + 2 * (hidden + hidden // 2)  # q and o; k and v of one head of two
+    trained = 2 * rank * (attention + 3 * (hidden + inner))
+    assert trained_share(adapted(little_model)) == f"{trained:,} of {total + trained:,} parameters"
+
+
+@pytest.mark.parametrize(
+    ("override", "error"),
+    [
+        ("model.lora.rank=-1", r"model\.lora\.rank=-1: must be 0"),
+        ("model.lora.alpha=0", r"model\.lora\.alpha=0\.0: must be a finite number above 0"),
+        ("model.lora.alpha=inf", r"model\.lora\.alpha=inf"),
+        ("model.lora.target_modules=[]", r"model\.lora\.target_modules=\[\]: give all-linear"),
+        ("model.lora.target_modules=3", r"model\.lora\.target_modules=3: give all-linear"),
+        ("model.lora.target_modules='('", r"model\.lora\.target_modules=\(: is no regular expression"),
+        ("model.lora.rnk=4", r"model\.lora\.rnk"),
+    ],
+)
+def test_bad_values_name_their_key(override: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        build(compose([override]).model)
+
+
+def test_the_keys_compose_for_every_model() -> None:
+    part = build(
+        compose(["model=hf", "model.path=a/b", "model.lora.rank=8", "model.lora.target_modules=[q_proj]"]).model
+    )
+    assert part.lora == Lora(rank=8, alpha=32.0, target_modules=["q_proj"])
+    assert build(compose([]).model).lora == Lora(rank=0)

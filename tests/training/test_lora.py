@@ -1,0 +1,281 @@
+"""LoRA in training: what is optimised, what the policy is compared with, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpocli import build_algorithm
+from grpocli.config.schema import Train
+from grpocli.data import Request, Sampling
+from grpocli.errors import ConfigError
+from grpocli.launch.hardware import Single
+from grpocli.models.hf import HuggingFace
+from grpocli.models.loading import load_policy
+from grpocli.models.lora import Lora, attach
+from grpocli.models.tiny_parts import make_tokenizer
+from grpocli.rollout.sampler import sample
+from grpocli.training.assemble import _reference
+from grpocli.training.batch import MicroBatch, Row
+from grpocli.training.checkpoint import OPTIMIZER, State, load_optimizer, save, save_model
+from grpocli.training.optim import AdamW
+from grpocli.training.policy import Policy
+from grpocli.training.reference import BaseReference, Reference
+from grpocli.training.update import Updater
+from grpocli.training.world import World
+
+SAMPLING = Sampling(10, temperature=0.9)
+LORA = Lora(rank=4, alpha=8.0)
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(Single(device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def rows(little_model) -> list[Row]:
+    """A group of four, sampled by the base model."""
+    prompt = [2, 5, 6, 7]
+    (group,) = sample(little_model, [Request(prompt, 4, 3)], SAMPLING, [1], 1)
+    return [
+        Row(prompt, c.token_ids, [1] * len(c.token_ids), advantage, 0, c.logprobs)
+        for c, advantage in zip(group, (1.0, -1.0, 0.5, -0.5), strict=True)
+    ]
+
+
+def lora_policy(little_model, world: World, dtype: torch.dtype = torch.float32) -> Policy:
+    model = attach(copy.deepcopy(little_model), LORA, seed=0)
+    return Policy(model, world.wrap(model), dtype)
+
+
+def updater(policy: Policy, world: World, reference: Reference | None = None, **train: int) -> Updater:
+    optim = AdamW(lr=0.02, max_grad_norm=0.0)
+    return Updater(
+        world=world,
+        policy=policy,
+        reference=reference,
+        algorithm=build_algorithm("algorithm=grpo" if reference else "algorithm=dapo"),
+        optim=optim,
+        optimizer=optim.make(policy.model.parameters()),
+        train=Train(**train),
+        sampling=SAMPLING,
+        total_updates=10,
+    )
+
+
+def step(up: Updater, rows: list[Row]) -> dict[str, float]:
+    return up.step([copy.copy(r) for r in rows], n_groups=1)
+
+
+def logp(model, rows: list[Row]) -> torch.Tensor:
+    return Policy(model, model, torch.float32).logp(MicroBatch.build(rows, "cpu"), SAMPLING)[0].detach()
+
+
+def base_weights(policy: Policy) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in policy.model.named_parameters() if not p.requires_grad}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_policy_is_the_base_to_the_bit(little_model, world, rows, dtype) -> None:
+    full = Policy(little_model, little_model, dtype)
+    policy = lora_policy(little_model, world, dtype)
+    batch = MicroBatch.build(rows, "cpu")
+    assert policy.logp(batch, SAMPLING)[0].equal(full.logp(batch, SAMPLING)[0])
+    for (name, weight), (expected, original) in zip(policy.weights(), full.weights(), strict=True):
+        assert name == expected
+        assert weight.equal(original)
+
+
+def test_training_moves_the_updates_and_nothing_else(little_model, world, rows) -> None:
+    policy = lora_policy(little_model, world)
+    up = updater(policy, world)
+    held = {id(p) for group in up.optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for n, p in policy.model.named_parameters() if ".lora_" in n}
+    before = base_weights(policy)
+    trained = {n: p.detach().clone() for n, p in policy.model.named_parameters() if p.requires_grad}
+    for _ in range(2):  # while B is 0, A has no gradient
+        assert step(up, rows)["grad_norm"] > 0
+    now = dict(policy.model.named_parameters())
+    assert all(now[name].equal(weight) for name, weight in before.items())
+    assert all(not now[name].equal(weight) for name, weight in trained.items())
+    assert (logp(policy.model, rows) - logp(little_model, rows)).abs().max() > 0.01
+
+
+def test_micro_batches_and_gradient_checkpointing_change_nothing(little_model, world, rows) -> None:
+    results = []
+    for checkpointing, tokens in ((False, 10_000), (True, 10_000), (False, 20)):
+        policy = lora_policy(little_model, world)
+        if checkpointing:
+            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        up = updater(policy, world, micro_batch_tokens=tokens)
+        norms = [step(up, rows)["grad_norm"] for _ in range(2)]
+        results.append((norms, torch.cat([p.detach().flatten() for p in policy.model.parameters()])))
+    for norms, weights in results[1:]:
+        assert norms == pytest.approx(results[0][0], rel=1e-4)
+        torch.testing.assert_close(weights, results[0][1], rtol=0, atol=2e-4)
+
+
+def test_sampling_follows_the_updates_and_keeps_the_base_frozen(little_model, world, rows) -> None:
+    policy = lora_policy(little_model, world, torch.bfloat16)
+    up = updater(policy, world)
+    for _ in range(3):
+        step(up, rows)
+    flags = [p.requires_grad for p in policy.model.parameters()]
+    with policy.sampling_mode():
+        ((completion,),) = sample(policy.model, [Request([2, 5, 6], 1, 0)], SAMPLING, [1], 1)
+    assert [p.requires_grad for p in policy.model.parameters()] == flags
+    row = Row([2, 5, 6], completion.token_ids, [1] * len(completion.token_ids), 0.0, 0, completion.logprobs)
+    again = policy.logp(MicroBatch.build([row], "cpu"), SAMPLING)[0][0].tolist()
+    assert again == pytest.approx(completion.logprobs, abs=0.3), "bfloat16, with and without a cache"
+    step(up, rows)
+    assert all(p.grad is None for p in policy.model.parameters())
+
+
+def run_of(algorithm: str, lora: Lora) -> SimpleNamespace:
+    return SimpleNamespace(algorithm=build_algorithm(*algorithm.split()), model=HuggingFace(path="base", lora=lora))
+
+
+def test_a_still_reference_is_the_base_and_no_second_model(little_model, world, rows) -> None:
+    policy = lora_policy(little_model, world)
+    job = SimpleNamespace(model_path="/there/is/no/model/to/load")
+    reference = _reference(run_of("algorithm=grpo", LORA), job, world, policy, None)
+    assert isinstance(reference, BaseReference)
+    assert {id(p) for p in reference.model.parameters()} == {id(p) for p in policy.model.parameters()}
+    up = updater(policy, world, reference)
+    assert step(up, rows)["kl"] == 0
+    assert step(up, rows)["kl"] > 0
+    batch = MicroBatch.build(rows, "cpu")
+    assert reference.logp(batch, SAMPLING).equal(logp(little_model, rows))
+    assert not policy.logp(batch, SAMPLING)[0].equal(logp(little_model, rows))
+    with pytest.raises(TypeError, match="does not move"):
+        reference.mix(0.5)
+
+
+def test_a_moving_reference_is_a_model_of_its_own(little_model, world, tmp_path: Path) -> None:
+    little_model.save_pretrained(tmp_path)
+    policy = lora_policy(little_model, world)
+    run = run_of("algorithm=grpo algorithm.kl.sync_every=2", LORA)
+    reference = _reference(run, SimpleNamespace(model_path=str(tmp_path)), world, policy, None)
+    assert type(reference) is Reference
+    assert not {id(p) for p in reference.model.parameters()} & {id(p) for p in policy.model.parameters()}
+
+
+def test_mixing_is_tr_dpos_formula_on_merged_weights(little_model, world, rows) -> None:
+    """reference <- alpha (W + (lora alpha / rank) B A) + (1 - alpha) reference, twice, from reference = W."""
+    policy = lora_policy(little_model, world)
+    reference = Reference(copy.deepcopy(little_model), policy)
+    up = updater(policy, world, reference)
+    expected = {name: p.detach().double() for name, p in little_model.named_parameters()}
+    for alpha in (0.25, 0.6):
+        for _ in range(3):
+            step(up, rows)
+        reference.mix(alpha)
+        state = policy.model.state_dict()
+        for name in expected:
+            layer = name.removesuffix(".weight")
+            merged = state[name if name in state else f"{layer}.base_layer.weight"].double()
+            if f"{layer}.lora_A.default.weight" in state:
+                a, b = (state[f"{layer}.lora_{x}.default.weight"].double() for x in "AB")
+                merged = merged + 8.0 / 4 * b @ a
+            expected[name] = alpha * merged + (1 - alpha) * expected[name]
+    moved = 0.0
+    for name, parameter in reference.model.named_parameters():
+        torch.testing.assert_close(parameter.double(), expected[name], rtol=1e-6, atol=1e-6)
+        moved = max(moved, (parameter - little_model.get_parameter(name)).abs().max().item())
+    assert moved > 1e-3
+
+
+def test_a_mixture_of_updates_has_more_than_their_rank(little_model, world, rows) -> None:
+    """Why a moving reference is kept whole."""
+    policy = lora_policy(little_model, world)
+    reference = Reference(copy.deepcopy(little_model), policy)
+    up = updater(policy, world)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    ranks = []
+    for _ in range(2):
+        for _ in range(3):
+            step(up, rows)
+        reference.mix(0.5)
+        change = (reference.model.get_parameter(name) - little_model.get_parameter(name)).double()
+        ranks.append(int((torch.linalg.svdvals(change) > 1e-4 * change.norm()).sum()))
+    assert ranks[0] <= 4 < ranks[1] <= 8
+
+
+def test_a_mixture_with_other_weights_is_refused(little_model, world) -> None:
+    full = Policy(little_model, little_model, torch.float32)
+    reference = Reference(copy.deepcopy(little_model), full)
+    reference.model.register_parameter("more", torch.nn.Parameter(torch.zeros(1)))
+    with pytest.raises(ValueError, match="no weights called more"):
+        reference.mix(0.5)
+
+
+@pytest.fixture
+def base(little_model, tmp_path: Path) -> Path:
+    """A folder with the base model, as `prepare` returns one."""
+    little_model.save_pretrained(tmp_path / "base")
+    make_tokenizer().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def test_a_checkpoint_goes_on_bit_for_bit(world, rows, base: Path, tmp_path: Path) -> None:
+    part = HuggingFace(path=str(base), lora=LORA)
+    runs = []
+    for path in (base, tmp_path / "checkpoint"):
+        model = load_policy(part, str(base), str(path), seed=7)
+        up = updater(Policy(model, world.wrap(model), torch.float32), world)
+        if path == base:
+            for _ in range(3):
+                step(up, rows)
+            save(tmp_path / "checkpoint", State(), model, AutoTokenizer.from_pretrained(base), up.optimizer)
+        else:
+            load_optimizer(path, up.optimizer, torch.device("cpu"))
+        up.updates = 3
+        metrics = [step(up, rows) for _ in range(3)]
+        runs.append((metrics, model.state_dict()))
+    assert runs[0][0] == runs[1][0]
+    assert all(runs[1][1][name].equal(tensor) for name, tensor in runs[0][1].items())
+
+
+def test_a_checkpoint_holds_the_updates_and_loads_with_transformers(world, rows, base: Path, tmp_path: Path) -> None:
+    model = load_policy(HuggingFace(path=str(base), lora=LORA), str(base), str(base), seed=7)
+    up = updater(Policy(model, world.wrap(model), torch.float32), world)
+    for _ in range(3):
+        step(up, rows)
+    path = tmp_path / "checkpoint"
+    save(path, State(), model, AutoTokenizer.from_pretrained(base), up.optimizer)
+    assert not (path / "model.safetensors").exists()
+    assert logp(AutoModelForCausalLM.from_pretrained(path), rows).equal(logp(model, rows))
+    saved = torch.load(path / OPTIMIZER, weights_only=True)["state"]
+    assert sum(s["exp_avg"].numel() for s in saved.values()) == sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_final_model_is_plain_and_the_same_policy(world, rows, base: Path, tmp_path: Path, dtype) -> None:
+    model = load_policy(HuggingFace(path=str(base), lora=LORA), str(base), str(base), seed=7)
+    policy = Policy(model, world.wrap(model), torch.float32)
+    up = updater(policy, world)
+    for _ in range(3):
+        step(up, rows)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_model(tmp_path / "model", model, AutoTokenizer.from_pretrained(base), dtype, "card")
+    assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
+    assert not (tmp_path / "model" / "adapter_config.json").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert not hasattr(loaded, "peft_config")
+    for name, weight in policy.weights():
+        assert loaded.get_parameter(name).equal(weight.to(dtype)), name
+    if dtype == torch.float32:
+        torch.testing.assert_close(logp(loaded, rows), logp(model, rows), rtol=0, atol=1e-4)
+
+
+def test_a_checkpoint_of_another_kind_is_refused(world, rows, base: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank=4: the run so far has 0"):
+        load_policy(HuggingFace(path=str(base), lora=LORA), "elsewhere", str(base), seed=7)
