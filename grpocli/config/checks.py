@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 def check_run(run: Run) -> None:
     """Raise a ConfigError for the first contradiction."""
     _check_rewards(run)
+    _check_difficulty(run)
     _check_batch(run)
 
 
@@ -30,6 +31,24 @@ def _check_rewards(run: Run) -> None:
             raise ConfigError.of(
                 key, name, f"choose one of this run's rewards: {', '.join(names)}{nearest(name, names)}"
             )
+
+
+def _check_difficulty(run: Run) -> None:
+    from grpocli.algorithm.question_weight import Difficulty
+    from grpocli.rewards.reward import Correctness
+
+    weight = run.algorithm.question_weight
+    if not isinstance(weight, Difficulty):
+        return
+    name = weight.reward or next(iter(run.reward))
+    reward = run.reward[name]
+    if isinstance(reward, Correctness) and (reward.right, reward.wrong) != (1, 0):
+        raise ConfigError.of(
+            "algorithm.question_weight.reward",
+            name,
+            f"difficulty reads an accuracy from it: leave reward.{name}.right=1 and reward.{name}.wrong=0, "
+            "or name another reward",
+        )
 
 
 def _check_batch(run: Run) -> None:

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from grpocli.config.parts import part, require
 from grpocli.rewards.pool import Pool, default_workers
-from grpocli.rewards.reward import BaseReward, Failure, Sample, Score, answer_of
+from grpocli.rewards.reward import BaseReward, Correctness, Failure, Sample, Score, answer_of
 
 
 @lru_cache(maxsize=8)
@@ -18,15 +18,14 @@ def _pool(function: str, workers: int, timeout: float) -> Pool:
 
 
 @part("reward", "math", package="reward.math")
-class Math(BaseReward):
-    """1 where the completion's answer equals the reference mathematically (math-verify), else 0.
+class Math(Correctness):
+    """`right` (1) where the completion's answer equals the reference mathematically (math-verify), else `wrong` (0).
 
     The answer is what is in the last \\boxed{}, else what follows "####", else the last expression. The reference is
     a number, LaTeX, or ends in "#### 42". timeout: seconds for a sample; one that takes longer, or a reference that
     cannot be read, is a failure and no 0. workers: 0 is one for each core.
     """
 
-    answer_column: str = "answer"
     timeout: float = 5.0
     workers: int = 0
 
@@ -44,7 +43,7 @@ class Math(BaseReward):
         known = [i for i, answer in enumerate(answers) if isinstance(answer, str)]
         scores: list[Score] = [a if isinstance(a, Failure) else None for a in answers]
         for i, score in zip(known, self._pool().map([[answers[i], samples[i].text] for i in known]), strict=True):
-            scores[i] = score
+            scores[i] = score if isinstance(score, Failure) else self.value(score == 1)
         return scores
 
     def close(self) -> None:

@@ -78,6 +78,29 @@ class BaseReward:
         return type(self).__name__
 
 
+@section("reward")
+class Correctness(BaseReward):
+    """What a reward that judges a completion as right or wrong has in common.
+
+    answer_column: the example's column with the reference answer.
+    right, wrong: the scores. Evaluations count a score of 1 or more as right, so only `right` may reach that.
+    """
+
+    right: float = 1.0
+    wrong: float = 0.0
+    answer_column: str = "answer"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        reason = "evaluations count a score of 1 or more as right"
+        require(self, "right", 1 <= self.right < math.inf, f"must be a finite number of 1 or more: {reason}")
+        require(self, "wrong", -math.inf < self.wrong < 1, f"must be a finite number below 1: {reason}")
+
+    def value(self, correct: bool) -> float:
+        """The score of a judged completion."""
+        return self.right if correct else self.wrong
+
+
 def answer_of(sample: Sample, column: str) -> str | Failure:
     """The reference answer as text."""
     if sample.columns.get(column) is None:

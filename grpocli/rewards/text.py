@@ -7,31 +7,27 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 from grpocli.config.parts import follows, part, require
-from grpocli.rewards.reward import BaseReward, Failure, Sample, Score, answer_of
+from grpocli.rewards.reward import BaseReward, Correctness, Failure, Sample, Score, answer_of
 
 # A minus after a word, a digit or a bracket is an operator: 10-5 ends in 5, "= -5" in -5.
 NUMBER = re.compile(r"((?<![\w)\]])[-−])?[$€£]?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
 
 
 @part("reward", "exact_match", package="reward.exact_match")
-class ExactMatch(BaseReward):
-    """1 where the completion, without surrounding space, is the answer; else 0."""
-
-    answer_column: str = "answer"
+class ExactMatch(Correctness):
+    """`right` (1) where the completion, without surrounding space, is the answer; else `wrong` (0)."""
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         return [self._score(sample) for sample in samples]
 
     def _score(self, sample: Sample) -> Score:
         answer = answer_of(sample, self.answer_column)
-        return answer if isinstance(answer, Failure) else float(sample.text.strip() == answer.strip())
+        return answer if isinstance(answer, Failure) else self.value(sample.text.strip() == answer.strip())
 
 
 @part("reward", "number", package="reward.number")
-class Number(BaseReward):
-    """1 where the last number in the completion equals the last number in the answer; else 0."""
-
-    answer_column: str = "answer"
+class Number(Correctness):
+    """`right` (1) where the last number in the completion equals the last number in the answer; else `wrong` (0)."""
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         return [self._score(sample) for sample in samples]
@@ -40,10 +36,10 @@ class Number(BaseReward):
         answer = answer_of(sample, self.answer_column)
         if isinstance(answer, Failure):
             return answer
-        right = last_number(answer)
-        if right is None:
+        reference = last_number(answer)
+        if reference is None:
             return Failure(f"there is no number in the answer {answer!r}")
-        return float(last_number(sample.text) == right)
+        return self.value(last_number(sample.text) == reference)
 
 
 def last_number(text: str) -> Decimal | None:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from grpocli.training.reference import Reference
     from grpocli.training.world import World
 
+ROUNDING = 1e-5
+"""Nats. Equal tokens whose entropies were rounded in two micro-batches fall on the same side of a threshold."""
+
 
 @dataclass(slots=True)
 class Updater:
@@ -101,7 +104,8 @@ class Updater:
         mine = [r.entropy[torch.tensor(r.mask).bool()].cpu() for r in rows if r.entropy is not None]
         threshold = self.algorithm.tokens.threshold(torch.cat(self.world.gather_objects(mine)))
         for row in rows:
-            row.selected = None if row.entropy is None else (row.entropy >= threshold.to(row.entropy.device)).float()
+            if row.entropy is not None:
+                row.selected = (row.entropy >= threshold.to(row.entropy.device) - ROUNDING).float()
 
     def _update(self, plan: _Plan, rate: float) -> None:
         for i, rows in enumerate(plan.micro_batches):

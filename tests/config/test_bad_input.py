@@ -32,6 +32,16 @@ BAD = [
     ("train.minibatches=1000", "train.minibatches=1000: must be at most rollout.prompts_per_step"),
     ("train.micro_batch_tokens=8", "train.micro_batch_tokens=8: must be at least"),
     ("eval.reward=fluency", "eval.reward=fluency: choose one of this run's rewards: exact_match"),
+    (
+        "algorithm.question_weight.reward=style",
+        "algorithm.question_weight.reward=style: choose one of this run's rewards",
+    ),
+    ("algorithm=dapo algorithm.keep.surplus=keep", "algorithm.keep.surplus=keep: choose one of discard, carry"),
+    ("algorithm.tokens.quantile=0.5", "there is no key algorithm.tokens.quantile"),
+    ("algorithm/tokens=top_entropy algorithm.tokens.quantile=0", "algorithm.tokens.quantile=0.0: must be above 0"),
+    ("algorithm/entropy=bonus algorithm.entropy.coefficient=-1", "algorithm.entropy.coefficient=-1.0: must be 0 or"),
+    ("algorithm=dapo algorithm.keep.reward=style", "algorithm.keep.reward=style: choose one of this run's rewards"),
+    ("algorithm=dgpo reward.exact_match.wrong=-1", "leave reward.exact_match.right=1 and reward.exact_match.wrong=0"),
     ("task=jsonl", "task.path has no value: give task.path=..."),
     ("model=hf", "model.path has no value: give model.path=..."),
     ("reward=[python]", "reward.python.function has no value"),
@@ -43,7 +53,7 @@ BAD = [
 @pytest.mark.parametrize(("override", "sentence"), BAD)
 def test_bad_override(override: str, sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main(["train", f"hydra.run.dir={tmp_path}/run", override])
+        main(["train", f"hydra.run.dir={tmp_path}/run", *override.split(" ")])
     said = capsys.readouterr()
     assert exit_.value.code == 2
     assert said.out == ""

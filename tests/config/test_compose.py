@@ -60,11 +60,6 @@ def test_every_shipped_choice_builds(path: Path) -> None:
     build_run(compose([f"{path.parent.name}={choice}", *more]))
 
 
-@pytest.mark.parametrize("path", sorted(Path(conf_dir()).glob("recipe/*.yaml")), ids=lambda p: p.stem)
-def test_every_recipe_builds(path: Path) -> None:
-    build_run(compose([f"recipe={path.stem}"]))
-
-
 def test_the_plan_is_in_plain_words() -> None:
     run = build_run(
         compose(

@@ -84,6 +84,21 @@ def test_an_unreadable_or_missing_reference_is_a_failure(math: Math, sample) -> 
     assert "'answer'" in missing.reason
 
 
+def test_math_gives_the_values_of_right_and_wrong_and_failures_as_they_are(sample) -> None:
+    reward = Math(workers=1, timeout=20, right=2, wrong=-1)
+    try:
+        right, wrong, unreadable = reward([sample("1", answer="1"), sample("2", answer="1"), sample("1", answer="???")])
+    finally:
+        reward.close()
+    assert (right, wrong) == (2.0, -1.0)
+    assert isinstance(unreadable, Failure)
+
+
+def test_the_answer_of_a_whole_solution_is_what_is_in_its_box(math: Math, sample) -> None:
+    solution = r"Since $20n$ leaves 5, $n = 26$, and there are $\boxed{890}$ of them, as $1000 > 890$."
+    assert math([sample(text, answer=solution) for text in (r"\boxed{890}", r"\boxed{1000}")]) == [1.0, 0.0]
+
+
 def test_mathematics_that_never_ends_costs_only_its_sample(sample) -> None:
     reward = Math(workers=1, timeout=1)
     try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.rewards.reward import Failure
+from grpocli.rewards.reward import Correctness, Failure
 from grpocli.rewards.text import ExactMatch, Number, Overlong
 
 
@@ -50,6 +52,31 @@ def test_number_compares_the_last_numbers(sample, text: str, answer: str, score:
 def test_an_answer_without_a_number_is_a_failure(sample) -> None:
     (score,) = Number()([sample("7", answer="seven")])
     assert isinstance(score, Failure)
+
+
+def test_right_and_wrong_have_the_values_given(sample) -> None:
+    given = [sample("7", answer="7"), sample("8", answer="7")]
+    for reward in (ExactMatch(right=2, wrong=-1), Number(right=2, wrong=-1)):
+        assert reward(given) == [2.0, -1.0]
+
+
+@pytest.mark.parametrize("reward", [ExactMatch, Number])
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"right": 0.5}, "right=0.5: must be a finite number of 1 or more: evaluations count"),
+        ({"right": math.inf}, "right=inf: must be"),
+        ({"right": math.nan}, "right=nan: must be"),
+        ({"wrong": 1.0}, "wrong=1.0: must be a finite number below 1: evaluations count"),
+        ({"wrong": -math.inf}, "wrong=-inf: must be"),
+        ({"wrong": math.nan}, "wrong=nan: must be"),
+    ],
+)
+def test_values_that_evaluations_would_misread_are_refused(
+    reward: type[Correctness], fields: dict[str, float], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{reward.config_key}.{problem}"):  # type: ignore[attr-defined]
+        reward(**fields)
 
 
 def test_overlong_is_the_papers_equation_13(sample) -> None:

@@ -1,0 +1,183 @@
+"""Recipes: the papers' numbers, their shrunk versions, and their index."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from grpocli.config.compose import build_run, compose, conf_dir
+
+RECIPES = Path(conf_dir()) / "recipe"
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+COMMON = {
+    "algorithm.question_weight.reward": None,
+    "optim._target_": "grpocli.training.optim.AdamW",
+    "optim.max_grad_norm": 1.0,
+    "optim.schedule": "constant",
+    "reward.math._target_": "grpocli.rewards.pooled.Math",
+    "reward.math.right": 1.0,
+    "rollout.temperature": 1.0,
+    "rollout.top_p": 1.0,
+    "train.epochs": 1,
+}
+NO_KL = {"algorithm.kl._target_": "grpocli.algorithm.kl.NoKL"}
+PAPERS: dict[str, dict[str, Any]] = {
+    "deepseekmath-grpo": {
+        "algorithm.advantage._target_": "grpocli.algorithm.advantage.Std",
+        "algorithm.aggregate._target_": "grpocli.algorithm.aggregate.SequenceMean",
+        "algorithm.kl._target_": "grpocli.algorithm.kl.K3",
+        "algorithm.kl.beta": 0.04,
+        "model.path": "deepseek-ai/deepseek-math-7b-instruct",
+        "optim.lr": 1e-6,
+        "rollout.group_size": 64,
+        "rollout.max_completion_tokens": 1024,
+        "rollout.prompts_per_step": 16,  # 1,024 completions
+        "train.minibatches": 1,
+    },
+    "dapo-qwen2.5-32b": NO_KL
+    | {
+        "algorithm.advantage._target_": "grpocli.algorithm.advantage.Std",
+        "algorithm.aggregate._target_": "grpocli.algorithm.aggregate.TokenMean",
+        "algorithm.keep._target_": "grpocli.algorithm.keep.Dynamic",
+        "algorithm.keep.mask_truncated": False,
+        "algorithm.keep.max_rounds": 10,
+        "algorithm.keep.reward": "math",
+        "algorithm.objective.high": 0.28,
+        "algorithm.objective.low": 0.2,
+        "model.path": "Qwen/Qwen2.5-32B",
+        "optim.lr": 1e-6,
+        "optim.warmup_steps": 20 * 16,
+        "optim.weight_decay": 0.1,
+        "reward.math.wrong": -1.0,
+        "reward.overlong.buffer_tokens": 4096,
+        "reward.overlong.max_tokens": 16384 + 4096,
+        "reward.overlong.weight": 1.0,
+        "rollout.group_size": 16,
+        "rollout.max_completion_tokens": 16384 + 4096,
+        "rollout.max_prompt_tokens": 2048,
+        "rollout.prompts_per_step": 512,
+        "train.minibatches": 16,
+    },
+    "drgrpo-qwen2.5-math-7b": NO_KL
+    | {
+        "algorithm.advantage._target_": "grpocli.algorithm.advantage.Center",
+        "algorithm.aggregate._target_": "grpocli.algorithm.aggregate.Constant",
+        "algorithm.aggregate.length": 3000,
+        "algorithm.objective.high": 0.2,
+        "algorithm.objective.low": 0.2,
+        "model.path": "Qwen/Qwen2.5-Math-7B",
+        "optim.betas": [0.9, 0.95],
+        "optim.lr": 1e-6,
+        "optim.warmup_steps": 0,
+        "optim.weight_decay": 0.0,
+        "reward.math.wrong": 0.0,
+        "rollout.group_size": 8,
+        "rollout.max_completion_tokens": 3000,
+        "rollout.max_prompt_tokens": 1024,
+        "rollout.prompts_per_step": 16,
+        "train.minibatches": 1,
+    },
+    "dgpo-qwen2.5-math-7b": NO_KL
+    | {
+        "algorithm.advantage._target_": "grpocli.algorithm.advantage.Mad",
+        "algorithm.aggregate._target_": "grpocli.algorithm.aggregate.TokenMean",
+        "algorithm.aggregate.informative_only": True,
+        "algorithm.objective.high": 0.2,
+        "algorithm.objective.low": 0.2,
+        "algorithm.question_weight._target_": "grpocli.algorithm.question_weight.Difficulty",
+        "algorithm.question_weight.temperature": 2.0,
+        "model.path": "Qwen/Qwen2.5-Math-7B",
+        "optim.lr": 5e-7,
+        "optim.warmup_steps": 0,
+        "optim.weight_decay": 0.0,
+        "reward.math.wrong": 0.0,
+        "rollout.group_size": 8,
+        "rollout.max_completion_tokens": 1024,
+        "rollout.max_prompt_tokens": 512,
+        "rollout.prompts_per_step": 32,
+        "train.minibatches": 1,
+    },
+}
+
+SMALL = {
+    "grpo-small": "deepseekmath-grpo",
+    "dapo-small": "dapo-qwen2.5-32b",
+    "drgrpo-small": "drgrpo-qwen2.5-math-7b",
+    "dgpo-small": "dgpo-qwen2.5-math-7b",
+}
+# What a small recipe may change: where it runs, and sizes. Sections end in a dot.
+SIZES = (
+    "model.",
+    "task.",
+    "engine.",
+    "checkpoint.",
+    "eval.",
+    "rollout.prompts_per_step",
+    "rollout.max_prompt_tokens",
+    "rollout.max_completion_tokens",
+    "train.steps",
+    "train.micro_batch_tokens",
+    "train.gradient_checkpointing",
+    "optim.lr",
+)
+MORE = {  # and what one of them changes besides
+    "grpo-small": {"rollout.group_size"},
+    "dapo-small": {"reward.overlong.max_tokens", "reward.overlong.buffer_tokens", "optim.warmup_steps"},
+    "drgrpo-small": {"algorithm.aggregate.length"},
+    "dgpo-small": set[str](),
+}
+
+
+def resolved(name: str) -> dict[str, Any]:
+    """Every key of a recipe, with dots, and its value."""
+    return flat(OmegaConf.to_container(compose([f"recipe={name}"]), resolve=True))
+
+
+def flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(node, dict):
+        return {prefix.rstrip("."): node}
+    return {key: value for name, child in node.items() for key, value in flat(child, f"{prefix}{name}.").items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_composes_and_builds(name: str) -> None:
+    build_run(compose([f"recipe={name}"]))
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_paper_recipe_has_the_papers_numbers(name: str) -> None:
+    config = resolved(name)
+    wanted = COMMON | PAPERS[name]
+    assert {key: config.get(key, "missing") for key in wanted} == wanted
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_recipe_differs_from_its_papers_in_sizes_only(name: str) -> None:
+    small, paper = resolved(name), resolved(SMALL[name])
+    differing = {key for key in small | paper if small.get(key, "missing") != paper.get(key, "missing")}
+    assert {key for key in differing if not key.startswith(SIZES)} == MORE[name]
+
+
+def test_small_dapo_keeps_the_papers_shares() -> None:
+    small, paper = build_run(compose(["recipe=dapo-small"])), build_run(compose(["recipe=dapo-qwen2.5-32b"]))
+    for run in (small, paper):
+        assert run.reward["overlong"].buffer_tokens / run.rollout.max_completion_tokens == 1 / 5
+        assert run.optim.warmup_steps / (run.train.steps * run.train.updates_per_step) == 1 / 16
+
+
+def test_every_recipe_is_in_the_index() -> None:
+    index = (RECIPES / "README.md").read_text()
+    rows = {line.split("`")[1] for line in index.splitlines() if line.startswith("| `")}
+    assert rows == set(NAMES)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_paper_recipe_has_a_readme_with_source_numbers_hardware_and_result(name: str) -> None:
+    text = (RECIPES / f"{name}.md").read_text()
+    assert f"recipe={name}" in text
+    for part in ("arXiv", "## Numbers", "## Hardware", "## Expected", "## Shrunk"):
+        assert part in text
