@@ -13,6 +13,7 @@ from grpocli.errors import GrpoError
 COMMANDS = {
     "train": ("grpocli.commands.train", "train a model; `-m` sweeps, `resume=RUN_DIR` goes on"),
     "vllm-serve": ("grpocli.commands.vllm_serve", "start a vLLM server that runs can use and sync"),
+    "explain": ("grpocli.commands.explain", "the objective of a run as mathematics; `A vs B` shows what differs"),
     "compare": ("grpocli.commands.compare", "a table of the runs below one or more folders"),
 }
 
@@ -31,6 +32,7 @@ examples
   grpocli train -m algorithm=grpo,dapo,drgrpo,dgpo seed=0,1
   grpocli train resume=runs/DATE/TIME                 go on exactly where it stopped
   grpocli train --cfg job                             print the config that would run
+  grpocli explain algorithm=dgpo vs algorithm=grpo    what two objectives differ in, as mathematics
 
 `grpocli COMMAND --help` lists a command's config groups and options.
 GRPOCLI_TRACEBACK=1 shows the traceback of an error; GRPOCLI_CACHE is where built models are kept.

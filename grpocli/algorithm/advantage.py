@@ -5,15 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from grpocli.algorithm.statistics import centred_PG, count_P1, std_P1
+from grpocli.config.formula import Formula
 from grpocli.config.parts import part, require
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+NOTHING = "A_i = 0 for a completion without a score, which is left out, and where all scores of G are equal."
+
 
 @part("algorithm/advantage", "std")
 class Std:
-    """(r - mean) / (std + eps), std with ddof 1. GRPO, DeepSeekMath (arXiv 2402.03300), section 4.1.2."""
+    """(r - mean) / (std + eps), std with ddof 1. GRPO, DeepSeekMath (arXiv 2402.03300), section 4.1.2.
+
+    eps: keeps the quotient bounded.
+    """
 
     eps: float = 1e-4
 
@@ -23,6 +29,14 @@ class Std:
     def __call__(self, scores_PG: Tensor) -> Tensor:
         return _divide(centred_PG(scores_PG), std_P1(scores_PG), self.eps)
 
+    def formula(self) -> Formula:
+        return Formula(
+            ("A_i = (s_i − mean_G s) / (std_G s + ε)", "std_G s = √( Σ_G (s − mean_G s)² / (n − 1) ),  n scores"),
+            {"ε": "eps"},
+            ("GRPO, DeepSeekMath (arXiv 2402.03300), section 4.1.2",),
+            NOTHING,
+        )
+
 
 @part("algorithm/advantage", "center")
 class Center:
@@ -31,10 +45,16 @@ class Center:
     def __call__(self, scores_PG: Tensor) -> Tensor:
         return centred_PG(scores_PG)
 
+    def formula(self) -> Formula:
+        return Formula(("A_i = s_i − mean_G s",), source=("Dr. GRPO (arXiv 2503.20783), section 3.2",), note=NOTHING)
+
 
 @part("algorithm/advantage", "mad")
 class Mad:
-    """(r - mean) / (MAD + eps), MAD = mean |r - mean|. DGPO's DGAE, MathForge (arXiv 2601.20614)."""
+    """(r - mean) / (MAD + eps), MAD = mean |r - mean|. DGPO's DGAE, MathForge (arXiv 2601.20614).
+
+    eps: keeps the quotient bounded.
+    """
 
     eps: float = 1e-4
 
@@ -46,10 +66,21 @@ class Mad:
         mad_P1 = centred.abs().sum(1, keepdim=True) / count_P1(scores_PG).clamp(min=1)
         return _divide(centred, mad_P1, self.eps)
 
+    def formula(self) -> Formula:
+        return Formula(
+            ("A_i = (s_i − mean_G s) / (MAD_G s + ε)", "MAD_G s = mean_G |s − mean_G s|"),
+            {"ε": "eps"},
+            ("DGPO's DGAE, MathForge (arXiv 2601.20614)",),
+            NOTHING,
+        )
+
 
 @part("algorithm/advantage", "batch_std")
 class BatchStd:
-    """(r - group mean) / (std over the whole batch + eps), ddof 1. "Part I: Tricks or Traps?" (arXiv 2508.08221)."""
+    """(r - group mean) / (std over the whole batch + eps), ddof 1. "Part I: Tricks or Traps?" (arXiv 2508.08221).
+
+    eps: keeps the quotient bounded.
+    """
 
     eps: float = 1e-4
 
@@ -59,6 +90,14 @@ class BatchStd:
     def __call__(self, scores_PG: Tensor) -> Tensor:
         return _divide(centred_PG(scores_PG), std_P1(scores_PG.reshape(1, -1)), self.eps)
 
+    def formula(self) -> Formula:
+        return Formula(
+            ("A_i = (s_i − mean_G s) / (std s + ε)", "std s = √( Σ (s − mean s)² / (n − 1) ),  the step's n scores"),
+            {"ε": "eps"},
+            ('"Tricks or Traps?" (arXiv 2508.08221)',),
+            NOTHING,
+        )
+
 
 @part("algorithm/advantage", "leave_one_out")
 class LeaveOneOut:
@@ -67,6 +106,13 @@ class LeaveOneOut:
     def __call__(self, scores_PG: Tensor) -> Tensor:
         n_P1 = count_P1(scores_PG)
         return centred_PG(scores_PG) * n_P1 / (n_P1 - 1).clamp(min=1)
+
+    def formula(self) -> Formula:
+        return Formula(
+            ("A_i = s_i − Σ_G,j≠i s_j / (n − 1),  n scores", "    = (s_i − mean_G s) n / (n − 1)"),
+            source=("RLOO (arXiv 2402.14740), equation 9",),
+            note=NOTHING,
+        )
 
 
 def _divide(centred_PG: Tensor, scale_P1: Tensor, eps: float) -> Tensor:

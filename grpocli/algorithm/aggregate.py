@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from grpocli.config.formula import Formula
 from grpocli.config.parts import follows, one_of, part, require
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Totals:
 
     def index(self, group_ids_B: Tensor) -> Tensor:
         """Where each row's group stands in `group_ids`."""
-        return (group_ids_B.unsqueeze(1) == self.group_ids.unsqueeze(0)).long().argmax(1)
+        return (group_ids_B.unsqueeze(1) > self.group_ids.unsqueeze(0)).sum(1)
 
 
 @part("algorithm/aggregate", "sequence_mean")
@@ -75,6 +76,9 @@ class SequenceMean:
 
     def __call__(self, mask_BT: Tensor, group_ids_B: Tensor, totals: Totals) -> Tensor:
         return 1.0 / (max(totals.rows, 1) * mask_BT.sum(1).clamp(min=1).double())
+
+    def formula(self) -> Formula:
+        return Formula(("w_i = 1 / (N |o_i|)",), source=("GRPO, DeepSeekMath (arXiv 2402.03300), equation 3",))
 
 
 @part("algorithm/aggregate", "token_mean")
@@ -106,12 +110,30 @@ class TokenMean:
             denominator_B = (here * totals.micro_batches).expand(len(index_B))
         return counted_B / denominator_B.double()
 
+    def formula(self) -> Formula:
+        weights = {
+            "batch": ("w_i = 1 / Σ_j∈U |o_j|", "U: the completions of the update"),
+            "group": ("w_i = 1 / (K Σ_G |o_j|)", "K: the number of questions in the update"),
+            "micro_batch": ("w_i = 1 / (B Σ_j∈U |o_j|)", "U: those of o_i's micro-batch, one of the update's B"),
+        }
+        scopes = {
+            "batch": "token mean: DAPO (arXiv 2503.14476), section 3.3, over the whole update",
+            "group": "DAPO (arXiv 2503.14476), equation 8",
+            "micro_batch": "trainers that average over micro-batches; it depends on the split",
+        }
+        lines, sources = [*weights[self.scope]], [scopes[self.scope]]
+        if self.informative_only:
+            what = "K: only" if self.scope == "group" else "U: only of"
+            lines.append(f"{what} questions where some A_j ≠ 0;  else w_i = 0")
+            sources.append("informative only: DGPO, MathForge (arXiv 2601.20614)")
+        return Formula(tuple(lines), source=tuple(sources))
+
 
 @part("algorithm/aggregate", "constant")
 class Constant:
     """1 / (rows x length): no bias by length. Dr. GRPO (arXiv 2503.20783), section 3.1.
 
-    length: any constant; by default the value of `rollout.max_completion_tokens`.
+    length: in place of each completion's length. Any constant; by default `rollout.max_completion_tokens`.
     """
 
     length: int | None = follows("rollout.max_completion_tokens")
@@ -123,3 +145,6 @@ class Constant:
         if self.length is None:
             raise ValueError("Constant needs a length")
         return mask_BT.new_ones(len(mask_BT)).double() / (max(totals.rows, 1) * self.length)
+
+    def formula(self) -> Formula:
+        return Formula(("w_i = 1 / (N L)",), {"L": "length"}, ("Dr. GRPO (arXiv 2503.20783), section 3.1",))

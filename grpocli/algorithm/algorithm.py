@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.aggregate import Totals
-from grpocli.algorithm.statistics import centred_PG, std_P1
+from grpocli.algorithm.statistics import centred_PG, constant_P1, std_P1
 from grpocli.config.parts import one_of, part, require
 from grpocli.errors import ConfigError
 
@@ -92,7 +92,8 @@ class Algorithm:
             total_PG = total_PG + self.advantage(values) * _weight(weights, name)
         flat = total_PG.reshape(1, -1)
         normal_PG = (centred_PG(flat) / (std_P1(flat) + 1e-4)).reshape(total_PG.shape)
-        return normal_PG.masked_fill(scores_PG.isnan(), 0.0)
+        # the sum's mean is 0 but for rounding, which would leave constant groups an advantage of about 1e-17
+        return normal_PG.masked_fill(scores_PG.isnan() | constant_P1(total_PG), 0.0)
 
     def totals(
         self, advantages: Tensor, mask: Tensor, group_ids: Tensor | None = None, micro_batches: int = 1

@@ -10,10 +10,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from grpocli.algorithm.objective import log_ratio
+from grpocli.config.formula import Formula
 from grpocli.config.parts import part, require, section
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+SOURCES = (
+    "NeMo RL's GRPO guide",
+    '"Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (fengyao.notion.site, 2025)',
+)
 
 
 @part("algorithm/correction", "none")
@@ -23,10 +29,16 @@ class NoCorrection:
     def __call__(self, old_logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         return old_logp_BT.new_ones(())
 
+    def formula(self) -> Formula:
+        return Formula(note="every token weighs 1")
+
 
 @section("algorithm.correction")
 class Correction:
-    """min and max bound rho."""
+    """min and max bound rho.
+
+    min: the lower bound. max: the upper bound.
+    """
 
     min: float = 0.0
     max: float = 2.0
@@ -42,6 +54,21 @@ class Correction:
     def bound(self, ratio: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def formula(self) -> Formula:
+        sequence = self.level == "sequence"
+        x = "x_i" if sequence else "x_it"
+        ratio = "x_i = ( Π_t π_old(o_it) / μ(o_it) )^(1 / |o_i|)" if sequence else "x_it = π_old(o_it) / μ(o_it)"
+        return Formula(
+            (ratio, f"ρ_it = {self.bounded(x)}"),
+            {"ρ_min": "min", "ρ_max": "max"},
+            SOURCES,
+            "μ: as the sampler computes it; π_old: as the trainer does. ρ has no gradient.",
+        )
+
+    def bounded(self, x: str) -> str:
+        """`bound`, written out."""
+        raise NotImplementedError
+
 
 @part("algorithm/correction", "token_truncate")
 class TokenTruncate(Correction):
@@ -50,6 +77,9 @@ class TokenTruncate(Correction):
     def bound(self, ratio: Tensor) -> Tensor:
         return ratio.clamp(self.min, self.max)
 
+    def bounded(self, x: str) -> str:
+        return f"clip({x}, ρ_min, ρ_max)"
+
 
 @part("algorithm/correction", "token_mask")
 class TokenMask(Correction):
@@ -57,6 +87,9 @@ class TokenMask(Correction):
 
     def bound(self, ratio: Tensor) -> Tensor:
         return ratio.masked_fill((ratio < self.min) | (ratio > self.max), 0.0)
+
+    def bounded(self, x: str) -> str:
+        return f"{x} where ρ_min ≤ {x} ≤ ρ_max, else 0"
 
 
 @part("algorithm/correction", "sequence_truncate")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from grpocli.config.formula import Formula
 from grpocli.config.parts import part, require
 
 if TYPE_CHECKING:
@@ -19,10 +20,16 @@ class NoEntropy:
     def __call__(self, entropy_BT: Tensor) -> Tensor:
         return entropy_BT.new_zeros(())
 
+    def formula(self) -> Formula:
+        return Formula(note="no bonus")
+
 
 @part("algorithm/entropy", "bonus")
 class EntropyBonus:
-    """coefficient x H_it, the entropy in nats of the distribution that token t was drawn from (arXiv 1602.01783)."""
+    """coefficient x H_it, the entropy in nats of the distribution that token t was drawn from (arXiv 1602.01783).
+
+    coefficient: weight in the loss (0: no bonus).
+    """
 
     coefficient: float = 0.001
 
@@ -31,3 +38,13 @@ class EntropyBonus:
 
     def __call__(self, entropy_BT: Tensor) -> Tensor:
         return self.coefficient * entropy_BT
+
+    def formula(self) -> Formula:
+        if not self.coefficient:
+            return Formula(symbols={"λ": "coefficient"}, note="λ = 0, so there is no bonus")
+        return Formula(
+            ("H_it = −Σ_v π_θ(v | q, o_i,<t) log π_θ(v | q, o_i,<t)",),
+            {"λ": "coefficient"},
+            ("A3C (arXiv 1602.01783)",),
+            "In nats, with gradient, of the distribution that is sampled from.",
+        )

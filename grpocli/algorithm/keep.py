@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from grpocli.algorithm.statistics import constant_P1
+from grpocli.config.formula import Formula
 from grpocli.config.parts import one_of, part, require
-from grpocli.explain.formula import Formula
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+FILTERING = "overlong filtering: DAPO (arXiv 2503.14476), section 3.4"
 TRUNCATED = "|o_i| = 0 for completions cut at the length limit: no loss"
 
 
@@ -31,7 +32,8 @@ class All:
         return scores_PG.new_ones(scores_PG.shape[0]).bool()
 
     def formula(self) -> Formula:
-        return Formula((TRUNCATED,) if self.mask_truncated else (), note="every question is trained on")
+        note = "every question is trained on"
+        return Formula((TRUNCATED,), source=(FILTERING,), note=note) if self.mask_truncated else Formula(note=note)
 
 
 @part("algorithm/keep", "dynamic")
@@ -41,7 +43,7 @@ class Dynamic:
     DAPO (arXiv 2503.14476), section 3.2, equation 11. A refill is sized by the share of groups kept so far in the
     step.
 
-    max_rounds: of sampling in a step.
+    max_rounds: rounds of sampling in a step.
     on_exhausted: after them a step trains on what it has (`train_partial`), or the run stops (`error`).
     mask_truncated: completions cut at the limit are taken out of the loss.
     surplus: groups beyond the number wanted are discarded, or carried into the next step
@@ -67,13 +69,15 @@ class Dynamic:
     def formula(self) -> Formula:
         score = "s" if self.reward is None else "R_d"
         then = {"train_partial": "train on fewer", "error": "stop the run"}[self.on_exhausted]
-        surplus = {"discard": "discarded", "carry": "carried into the next step, with μ as π_old"}[self.surplus]
+        surplus = {"discard": "discarded", "carry": "carried into the next step, π_old = μ"}[self.surplus]
         lines = [
             f"keep a question where min_G {score} < max_G {score}",
             f"sample until P are kept; after n_max rounds {then}",
             f"questions beyond P: {surplus}",
         ]
+        sources = ["DAPO (arXiv 2503.14476), section 3.2, equation 11"]
         if self.mask_truncated:
             lines.append(TRUNCATED)
+            sources.append(FILTERING)
         symbols = {"n_max": "max_rounds"} | ({} if self.reward is None else {"R_d": "reward"})
-        return Formula(tuple(lines), symbols, ("DAPO (arXiv 2503.14476), section 3.2, equation 11",))
+        return Formula(tuple(lines), symbols, tuple(sources))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from grpocli.config.formula import Formula
 from grpocli.config.parts import part, require, section
 
 if TYPE_CHECKING:
@@ -24,15 +25,22 @@ class NoKL:
     def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
         return logp_BT.new_zeros(())
 
+    def formula(self) -> Formula:
+        return Formula(note="no reference model is loaded")
+
 
 @section("algorithm.kl")
 class KL:
     """What the three estimators share.
 
-    beta: weight in the loss. on_policy: multiply by pi / pi_old, so that the estimate is one under the present
-    policy (NeMo RL's GRPO guide). sync_every, sync_alpha: every so many steps the reference becomes
-    alpha x policy + (1 - alpha) x reference, TR-DPO (arXiv 2404.09656); 0 never.
+    beta: weight in the loss (0: no reference).
+    on_policy: multiply by pi / pi_old, so that the estimate is one under the present policy (NeMo RL's GRPO guide).
+    sync_every: steps between moves of the reference (0: none). It becomes alpha x policy + (1 - alpha) x reference,
+    TR-DPO (arXiv 2404.09656).
+    sync_alpha: the policy's share in the new reference.
     """
+
+    estimator = ("", "")  # the formula of x_it, and its source
 
     beta: float = 0.04
     on_policy: bool = False
@@ -51,10 +59,27 @@ class KL:
     def estimate(self, x_BT: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def formula(self) -> Formula:
+        if not self.beta:
+            return Formula(symbols={"β": "beta"}, note="β = 0, so no reference model is loaded")
+        estimate, source = self.estimator
+        lines = ["x_it = log π_ref(o_it) − log π_θ(o_it)", f"D_it = {estimate}"]
+        symbols, sources = {"β": "beta"}, [source]
+        if self.on_policy:
+            lines[1] = f"D_it = ( π_θ(o_it) / π_old(o_it) ) ({estimate})"
+            sources.append("importance weight: NeMo RL's GRPO guide")
+        if self.sync_every:
+            lines.append("after every m steps:  θ_ref ← α θ + (1 − α) θ_ref")
+            symbols |= {"m": "sync_every", "α": "sync_alpha"}
+            sources.append("reference sync: TR-DPO (arXiv 2404.09656)")
+        return Formula(tuple(lines), symbols, tuple(sources))
+
 
 @part("algorithm/kl", "k1")
 class K1(KL):
     """-x: unbiased, high variance, may be negative."""
+
+    estimator = ("−x_it", "joschu.net/blog/kl-approx.html")
 
     def estimate(self, x_BT: Tensor) -> Tensor:
         return -x_BT
@@ -64,6 +89,8 @@ class K1(KL):
 class K2(KL):
     """x^2 / 2: low variance, biased; its gradient is that of the KL divergence."""
 
+    estimator = ("x_it² / 2", "joschu.net/blog/kl-approx.html")
+
     def estimate(self, x_BT: Tensor) -> Tensor:
         return x_BT.square() / 2
 
@@ -71,6 +98,8 @@ class K2(KL):
 @part("algorithm/kl", "k3")
 class K3(KL):
     """exp(x) - x - 1: unbiased and never negative. GRPO (arXiv 2402.03300), equation 4."""
+
+    estimator = ("exp(x_it) − x_it − 1", "GRPO, DeepSeekMath (arXiv 2402.03300), equation 4")
 
     def estimate(self, x_BT: Tensor) -> Tensor:
         return x_BT.exp() - x_BT - 1

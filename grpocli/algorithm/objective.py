@@ -1,17 +1,21 @@
 """The policy-gradient term of each token, to be minimised, before correction, KL and aggregation.
 
 All take log-probs [B, T] (nats), advantages [B] and a mask [B, T] of 0/1, and return the loss [B, T] and the
-clipped tokens by name ([B, T], or [B, 1] where the ratio is one of the sequence).
+clipped tokens by name ([B, T], or [B] where the ratio is one of the sequence).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from grpocli.config.formula import Formula
 from grpocli.config.parts import one_of, part, require
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+RATIO = "r_it = π_θ(o_it) / π_old(o_it)"
 
 
 @part("algorithm/objective", "clip")
@@ -19,9 +23,12 @@ class Clip:
     """-min(r A, clip(r, 1 - low, 1 + high) A), r = pi / pi_old.
 
     GRPO (arXiv 2402.03300), equation 3; `high` > `low` is DAPO's clip-higher (arXiv 2503.14476), section 3.1.
+
+    low: the ratio's room below 1. high: the ratio's room above 1.
     level: `token`, or `sequence` for GSPO's length-normalised ratio (arXiv 2507.18071), equation 7.
-    dual: where A < 0 the term is at least dual x A, dual > 1 (arXiv 1912.09729), section 4.
-    delta: r is first cut at delta, INTELLECT-2's two-sided clipping (arXiv 2505.07291), section 3.4.
+    dual: the most r counts for where A < 0. The term is at least dual x A, dual > 1 (arXiv 1912.09729), section 4.
+    delta: the most r counts for anywhere. It is cut there first: INTELLECT-2's two-sided clipping (arXiv 2505.07291),
+    section 3.4.
     """
 
     low: float = 0.2
@@ -55,12 +62,45 @@ class Clip:
             worse = worse.maximum(self.dual * advantages_B1).where(advantages_B1 < 0, worse)
         low = (ratio < 1 - self.low) & (advantages_B1 < 0)
         high = (ratio > 1 + self.high) & (advantages_B1 > 0)
+        if self.level == "sequence":  # [B]: rows of one token would make [B, 1] look like a flag a token
+            low, high = low.squeeze(1), high.squeeze(1)
         return -worse.expand_as(logp_BT), {"low": low, "high": high}
+
+    def formula(self) -> Formula:
+        sequence = self.level == "sequence"
+        r = "r_i" if sequence else "r_it"
+        ratio = "r_i = ( Π_t π_θ(o_it) / π_old(o_it) )^(1 / |o_i|)" if sequence else RATIO
+        bounded = r if self.delta is None else r.replace("r", "b")
+        gain = f"min({bounded} A_i, clip({r}, 1 − ε_low, 1 + ε_high) A_i)"
+        lines, symbols = [ratio], {"ε_low": "low", "ε_high": "high"}
+        if self.delta is not None:
+            lines.append(f"{bounded} = min({r}, δ)")
+            symbols["δ"] = "delta"
+        if self.dual is None:
+            lines.append(f"ℓ_it = −{gain}")
+        else:
+            lines += [f"g_it = {gain}", "ℓ_it = −g_it where A_i ≥ 0,  −max(g_it, c A_i) where A_i < 0"]
+            symbols["c"] = "dual"
+        return Formula(tuple(lines), symbols, tuple(self._sources()))
+
+    def _sources(self) -> Iterator[str]:
+        yield "GRPO, DeepSeekMath (arXiv 2402.03300), equation 3"
+        if self.high > self.low:
+            yield "clip-higher: DAPO (arXiv 2503.14476), section 3.1"
+        if self.level == "sequence":
+            yield "sequence ratio: GSPO (arXiv 2507.18071), equation 7"
+        if self.dual is not None:
+            yield "dual clip: arXiv 1912.09729, section 4"
+        if self.delta is not None:
+            yield "two-sided clip: INTELLECT-2 (arXiv 2505.07291), section 3.4"
 
 
 @part("algorithm/objective", "cispo")
 class Cispo:
-    """-sg(min(r, 1 + high)) A log pi: every token keeps a gradient. MiniMax-M1 (arXiv 2506.13585), equation 4."""
+    """-sg(min(r, 1 + high)) A log pi: every token keeps a gradient. MiniMax-M1 (arXiv 2506.13585), equation 4.
+
+    high: the weight's room above 1.
+    """
 
     high: float = 4.0
 
@@ -75,10 +115,21 @@ class Cispo:
         loss_BT = -ratio.clamp(max=1 + self.high) * advantages_B1 * logp_BT
         return loss_BT, {"high": (ratio > 1 + self.high) & (advantages_B1 > 0)}
 
+    def formula(self) -> Formula:
+        return Formula(
+            (RATIO, "ℓ_it = −sg[ min(r_it, 1 + ε_high) ] A_i log π_θ(o_it)"),
+            {"ε_high": "high"},
+            ("CISPO, MiniMax-M1 (arXiv 2506.13585), equation 4",),
+            "sg[ ]: a constant, without gradient.",
+        )
+
 
 @part("algorithm/objective", "sapo")
 class Sapo:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate for the clip. SAPO (arXiv 2511.20347)."""
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate for the clip. SAPO (arXiv 2511.20347).
+
+    tau_positive: how soon the gate closes where A > 0. tau_negative: how soon the gate closes elsewhere.
+    """
 
     tau_positive: float = 1.0
     tau_negative: float = 1.05
@@ -97,6 +148,18 @@ class Sapo:
         )
         gate = (tau_B1 * (ratio - 1)).sigmoid() * 4 / tau_B1
         return -gate * advantages_B1, {}
+
+    def formula(self) -> Formula:
+        return Formula(
+            (
+                RATIO,
+                "ℓ_it = −(4 / τ) σ(τ (r_it − 1)) A_i",
+                "τ = τ_pos where A_i > 0, else τ_neg",
+            ),
+            {"τ_pos": "tau_positive", "τ_neg": "tau_negative"},
+            ("SAPO (arXiv 2511.20347)",),
+            "σ(x) = 1 / (1 + exp(−x))",
+        )
 
 
 def log_ratio(logp_BT: Tensor, base_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from grpocli.algorithm.statistics import constant_P1, count_P1, mean_P1
+from grpocli.config.formula import Formula
 from grpocli.config.parts import part, require
 
 if TYPE_CHECKING:
@@ -13,12 +14,18 @@ if TYPE_CHECKING:
 
 @part("algorithm/question_weight", "uniform")
 class Uniform:
-    """Every question weighs 1."""
+    """Every question weighs 1.
+
+    reward: means nothing here; the name every question weight has.
+    """
 
     reward: str | None = None
 
     def __call__(self, scores_PG: Tensor, accuracy_PG: Tensor) -> Tensor:
         return scores_PG.new_ones(scores_PG.shape[0])
+
+    def formula(self) -> Formula:
+        return Formula(note="every question weighs 1")
 
 
 @part("algorithm/question_weight", "difficulty")
@@ -26,7 +33,10 @@ class Difficulty:
     """N x softmax(-mean accuracy / T) over the N questions whose score is not constant; the others weigh 1.
 
     A mean accuracy of 0, or none at all, counts as 1: nothing right was seen there to learn from.
-    DGPO's DQW, MathForge (arXiv 2601.20614). `reward` names the accuracy (null: the first reward).
+    DGPO's DQW, MathForge (arXiv 2601.20614).
+
+    temperature: the lower, the more hard questions count.
+    reward: names the reward that is the accuracy (null: the first).
     """
 
     temperature: float = 2.0
@@ -42,3 +52,16 @@ class Difficulty:
         logits_P = (-mean_P.masked_fill(unknown_P, 1.0) / self.temperature).masked_fill(~informative_P, float("-inf"))
         weights_P = logits_P.softmax(0) * informative_P.sum()
         return weights_P.where(informative_P, weights_P.new_ones(()))
+
+    def formula(self) -> Formula:
+        return Formula(
+            (
+                "A_i ← u_q A_i",
+                "u_q = |Q| exp(−a_q / T) / Σ_p∈Q exp(−a_p / T),  q ∈ Q",
+                "Q: the step's questions whose scores s are not all equal",
+                "a_q = mean_G R_a;  1 where that is 0 or no R_a applies",
+            ),
+            {"T": "temperature", "R_a": "reward"},
+            ("DGPO's DQW, MathForge (arXiv 2601.20614)",),
+            "u_q = 1 for the questions outside Q.",
+        )

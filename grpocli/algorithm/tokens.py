@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from grpocli.config.formula import Formula
 from grpocli.config.parts import part, require
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ class AllTokens:
 
     needs_entropy = False
 
+    def formula(self) -> Formula:
+        return Formula(note="every token of the loss has its policy-gradient term")
+
 
 @part("algorithm/tokens", "top_entropy")
 class TopEntropy:
@@ -23,6 +27,8 @@ class TopEntropy:
 
     "Beyond the 80/20 Rule" (arXiv 2506.01939), equation 6, where the share is 0.2. Entropies are those of the
     policy before the window's first update, so that tau does not depend on the split.
+
+    quantile: the share of tokens selected.
     """
 
     quantile: float = 0.2
@@ -47,3 +53,14 @@ class TopEntropy:
     def __call__(self, entropy_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """Selected tokens [B, T] (bool) of rows that are a whole window."""
         return (entropy_BT >= self.threshold(entropy_BT[mask_BT.bool()])) & mask_BT.bool()
+
+    def formula(self) -> Formula:
+        return Formula(
+            (
+                "S_it = 1 where H_it ≥ h, else 0",
+                "h: the (1 − κ) quantile of H over the tokens of the update",
+                "H_it: entropy of π(· | q, o_i,<t) before the update, in nats",
+            ),
+            {"κ": "quantile"},
+            ('"Beyond the 80/20 Rule" (arXiv 2506.01939), equation 6',),
+        )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpocli.config.formula import Formula, summary
 from grpocli.config.parts import nearest, require, section
 from grpocli.data import Text
 from grpocli.errors import ConfigError
@@ -95,6 +96,9 @@ class Correctness(BaseReward):
         reason = "evaluations count a score of 1 or more as right"
         require(self, "right", 1 <= self.right < math.inf, f"must be a finite number of 1 or more: {reason}")
         require(self, "wrong", -math.inf < self.wrong < 1, f"must be a finite number below 1: {reason}")
+
+    def formula(self) -> Formula:
+        return Formula((summary(type(self)),), {"right": "right", "wrong": "wrong"})
 
     def value(self, correct: bool) -> float:
         """The score of a judged completion."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
+from grpocli.config.formula import Formula
 from grpocli.config.parts import follows, part, require
 from grpocli.rewards.reward import BaseReward, Correctness, Failure, Sample, Score, answer_of
 
@@ -75,6 +76,16 @@ class Overlong(BaseReward):
                 self.buffer_tokens <= self.max_tokens,
                 f"must be at most reward.overlong.max_tokens={self.max_tokens}",
             )
+
+    def formula(self) -> Formula:
+        return Formula(
+            (
+                "R_overlong = min(0, max(−1, (l_max − l_buf − l_i) / l_buf))",
+                "l_i: o_i's tokens;  l_buf null: l_max / 5",
+            ),
+            {"l_max": "max_tokens", "l_buf": "buffer_tokens"},
+            ("DAPO (arXiv 2503.14476), equation 13",),
+        )
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         return [self._score(sample) for sample in samples]

@@ -80,7 +80,16 @@ def test_the_traceback_is_shown_when_asked_for(
 
 
 @pytest.mark.parametrize(
-    "argv", [["--help"], ["--version"], ["train", "--cfg", "job"], ["train", "--help"], ["compare", "--help"]]
+    "argv",
+    [
+        ["--help"],
+        ["--version"],
+        ["train", "--cfg", "job"],
+        ["train", "--help"],
+        ["compare", "--help"],
+        ["explain", "--help"],
+        ["explain", "algorithm=dapo"],
+    ],
 )
 def test_nothing_heavy_is_imported_to_answer(argv: list[str]) -> None:
     code = (

@@ -1,0 +1,1 @@
+"""A composed run as mathematics: `grpocli explain`, and docs/algorithms.md."""

@@ -1,0 +1,260 @@
+"""A run's objective from top to bottom, as `Algorithm.advantages` and `Algorithm.loss` compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from grpocli.algorithm import Algorithm
+from grpocli.algorithm.algorithm import PARTS
+from grpocli.config.complaints import flat_keys
+from grpocli.config.formula import Formula, formula_of, meanings, settings
+from grpocli.config.schema import Rollouts, Run
+from grpocli.explain.choices import choice_of
+
+ORDER = (
+    "sampling",
+    "score",
+    "keep",
+    "advantage",
+    "combine",
+    "question_weight",
+    "objective",
+    "tokens",
+    "correction",
+    "kl",
+    "entropy",
+    "aggregate",
+    "loss",
+    "update",
+)
+COMPARED = ("algorithm", "reward", "rollout", "train")
+
+LOSS_NOTE = "Minimised. i: the N completions of an update. t: the |o_i| tokens of o_i that are in the loss."
+CUTS = ("min_p", "top_k", "top_p")  # in the order that the sampler applies them
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A symbol with the key that holds its value."""
+
+    name: str
+    key: str
+    value: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A step of the computation: what it is called, the choice made for it, and its formulas.
+
+    settings: the part's fields that are not symbols, by key.
+    """
+
+    label: str
+    choice: str
+    lines: tuple[str, ...]
+    note: str = ""
+    symbols: tuple[Symbol, ...] = ()
+    settings: tuple[tuple[str, str], ...] = ()
+    source: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """All of it. title: the overrides. unused: parts that change nothing. values: every key that was compared."""
+
+    title: str
+    sections: tuple[Section, ...]
+    unused: tuple[Section, ...]
+    values: dict[str, str]
+
+    @property
+    def symbols(self) -> list[Symbol]:
+        return [symbol for section in (*self.sections, *self.unused) for symbol in section.symbols]
+
+    @property
+    def settings(self) -> list[tuple[str, str]]:
+        return [pair for section in (*self.sections, *self.unused) for pair in section.settings]
+
+
+def explanation(run: Run, config: DictConfig, overrides: list[str]) -> Explanation:
+    """What a run computes, in order."""
+    algorithm: Algorithm = run.algorithm
+    parts = {kind: part_section(f"algorithm/{kind}", getattr(algorithm, kind)) for kind in PARTS}
+    used = {kind: section for kind, section in parts.items() if is_used(algorithm, kind, section)}
+    ordered = [
+        _sampling(run.rollout),
+        _score(run),
+        *_chosen(used, "keep", "advantage"),
+        *_combine(algorithm),
+        *(_named(section, run) for section in _chosen(used, "question_weight")),
+        *_chosen(used, "objective", "tokens", "correction", "kl", "entropy", "aggregate"),
+        Section("loss", "", (loss_line(used),), LOSS_NOTE),
+        _update(run),
+    ]
+    unused = tuple(section for kind, section in parts.items() if kind not in used)
+    return Explanation(" ".join(overrides), tuple(ordered), unused, _values(run, config))
+
+
+def part_section(group: str, part: object) -> Section:
+    """What one part says, with keys and values from the live object."""
+    formula = formula_of(part)
+    label = group.rpartition("/")[2]
+    return _section(label, choice_of(group, part), formula, part, group.replace("/", "."))
+
+
+def is_used(algorithm: Algorithm, kind: str, section: Section) -> bool:
+    """Whether a part changes anything: for optional terms of the loss, what `Algorithm.loss` asks."""
+    asked = {
+        "kl": algorithm.needs_reference,
+        "entropy": algorithm.needs_entropy_gradient,
+        "tokens": algorithm.tokens.needs_entropy,
+    }
+    return bool(asked.get(kind, bool(section.lines)))
+
+
+def loss_line(used: dict[str, Section]) -> str:
+    """The loss with the terms that are there. It is minimised."""
+    factors = [sign for kind, sign in (("correction", "ρ_it"), ("tokens", "S_it")) if kind in used]
+    terms = " ".join([*factors, "ℓ_it"])
+    added = [term for kind, term in (("kl", "+ β D_it"), ("entropy", "− λ H_it")) if kind in used]
+    inner = f"( {' '.join([terms, *added])} )" if added else terms
+    return f"L(θ) = Σ_i w_i Σ_t {inner}"
+
+
+def spelled(value: Any) -> str:
+    """A value as it is typed in an override."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _section(label: str, choice: str, formula: Formula, owner: object, prefix: str) -> Section:
+    values, told = settings(owner), meanings(type(owner))
+    symbols = tuple(
+        Symbol(name, f"{prefix}.{field}", spelled(values[field]), told.get(field, ""))
+        for name, field in formula.symbols.items()
+    )
+    rest = tuple((f"{prefix}.{f}", spelled(v)) for f, v in values.items() if f not in formula.symbols.values())
+    return Section(label, choice, formula.lines, formula.note, symbols, rest, formula.source)
+
+
+def _chosen(used: dict[str, Section], *kinds: str) -> Iterator[Section]:
+    return (used[kind] for kind in kinds if kind in used)
+
+
+def _sampling(rollout: Rollouts) -> Section:
+    cuts = [f for f in CUTS if getattr(rollout, f) != getattr(Rollouts(), f)]
+    cut = f", cut to {', '.join(cuts)}" if cuts else ""
+    keys = {
+        "P": ("prompts_per_step", "questions of a step"),
+        "G": ("group_size", "completions of a question"),
+        "T_s": ("temperature", "sampling temperature"),
+    } | {f: (f, "cuts the distribution off") for f in cuts}
+    return Section(
+        "sampling",
+        "",
+        (
+            "o_1 … o_G ~ μ(· | q) for each of P questions q",
+            f"μ, π_θ, π_old, π_ref: softmax(logits / T_s){cut}",
+            "π(o_it): of o_i's token t, given q and the tokens before it",
+        ),
+        symbols=_symbols(rollout, "rollout", keys),
+        settings=tuple((f"rollout.{f}", spelled(getattr(rollout, f))) for f in CUTS if f not in cuts),
+    )
+
+
+def _symbols(owner: object, prefix: str, keys: dict[str, tuple[str, str]]) -> tuple[Symbol, ...]:
+    return tuple(
+        Symbol(name, f"{prefix}.{field}", spelled(getattr(owner, field)), meaning)
+        for name, (field, meaning) in keys.items()
+    )
+
+
+def _score(run: Run) -> Section:
+    rewards = [_reward(k, name, reward) for k, (name, reward) in enumerate(run.reward.items(), 1)]
+    terms = [f"ω_{k} R_{k}(o_i)" for k in range(1, len(rewards) + 1)]
+    total = " + ".join(terms) if len(terms) <= 3 else "Σ_k ω_k R_k(o_i)"
+    return Section(
+        "score",
+        "",
+        (f"s_i = {total}", *(line for r in rewards for line in r.lines)),
+        "A reward that does not apply to o_i is left out; where none applies, o_i has no score.",
+        tuple(symbol for r in rewards for symbol in r.symbols),
+        tuple(pair for r in rewards for pair in r.settings),
+        tuple(source for r in rewards for source in r.source),
+    )
+
+
+def _reward(k: int, name: str, reward: Any) -> Section:
+    """What the k-th reward says, and its weight."""
+    prefix = f"reward.{name}"
+    own = _section("", name, formula_of(reward), reward, prefix)
+    weight = Symbol(f"ω_{k}", f"{prefix}.weight", spelled(reward.weight), f"weight of R_{k}")
+    first, *more = own.lines or (own.note,)
+    return replace(
+        own,
+        lines=(f"R_{k}: {name}. {first}", *more),
+        symbols=(weight, *(symbol for symbol in own.symbols if symbol.key != weight.key)),
+        settings=tuple(pair for pair in own.settings if pair[0] != weight.key),
+    )
+
+
+def _combine(algorithm: Algorithm) -> list[Section]:
+    key = ("algorithm.combine", algorithm.combine)
+    if algorithm.combine == "sum":
+        return []
+    lines = (
+        "A_ik: the advantage above with R_k in place of s",
+        "Z_i = Σ_k ω_k A_ik",
+        "A_i ← (Z_i − mean Z) / (std Z + 10⁻⁴)",
+    )
+    note = "mean, std (by n − 1): over the step's n completions to which a reward applies; 0 for the others."
+    return [Section("combine", algorithm.combine, lines, note, settings=(key,), source=("GDPO (arXiv 2601.05242)",))]
+
+
+def _named(section: Section, run: Run) -> Section:
+    """With the first reward's name where no reward is named as the accuracy."""
+    meaning = f"the accuracy; null is {next(iter(run.reward))}"
+    symbols = (replace(s, meaning=meaning) if s.value == "null" else s for s in section.symbols)
+    return replace(section, symbols=tuple(symbols))
+
+
+def _update(run: Run) -> Section:
+    train, rollout = run.train, run.rollout
+    rows = rollout.prompts_per_step * rollout.group_size
+    updates = train.updates_per_step
+    several = updates > 1
+    lines = (
+        f"E M = {_count(updates, 'update')} a step, of N = P G / M {_share(rows, train.minibatches)} completions",
+        "π_old: π_θ before the step's first update" if several else "π_old = sg[π_θ]: with one update, r = 1 in value",
+    )
+    keys = {"E": ("epochs", "passes over a step's completions"), "M": ("minibatches", "updates a pass")}
+    return Section("update", "", lines, symbols=_symbols(train, "train", keys))
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
+def _share(rows: int, windows: int) -> str:
+    return f"= {rows // windows:,}" if rows % windows == 0 else f"≈ {rows / windows:,.0f}"
+
+
+def _values(run: Run, config: DictConfig) -> dict[str, str]:
+    """Every key whose value shapes the objective, and the choices of parts, in the config's order."""
+    found = {f"algorithm/{kind}": choice_of(f"algorithm/{kind}", getattr(run.algorithm, kind)) for kind in PARTS}
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    for name in COMPARED:
+        for key in flat_keys(plain[name], f"{name}."):
+            value = OmegaConf.select(config, key)
+            if not isinstance(value, DictConfig):
+                found[key] = spelled(value)
+    return found

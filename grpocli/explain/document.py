@@ -1,0 +1,133 @@
+"""docs/algorithms.md, written from the parts themselves: `python -m grpocli.explain.document FILE`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from grpocli.algorithm.algorithm import PARTS
+from grpocli.config.compose import build_run, compose, conf_dir
+from grpocli.config.formula import meanings, summary
+from grpocli.explain.choices import registered
+from grpocli.explain.compare import compared
+from grpocli.explain.compose import Explanation, explanation, part_section, spelled
+from grpocli.explain.layout import right_lines
+from grpocli.explain.markdown import code, comparison_markdown, explanation_markdown, table
+
+ALGORITHMS = ("grpo", "dapo", "drgrpo", "dgpo")
+EXAMPLE = "docs/examples/own_trainer.py"
+VARIANTS: dict[tuple[str, str], list[dict[str, Any]]] = {
+    ("keep", "all"): [{"mask_truncated": True}],
+    ("keep", "dynamic"): [{"reward": "math", "surplus": "carry", "on_exhausted": "error"}],
+    ("objective", "clip"): [{"level": "sequence"}, {"dual": 3.0}, {"delta": 4.0}],
+    ("kl", "k3"): [{"on_policy": True, "sync_every": 64}, {"beta": 0.0}],
+    ("aggregate", "token_mean"): [{"informative_only": True}, {"scope": "group"}, {"scope": "micro_batch"}],
+}
+
+INTRODUCTION = """\
+# Algorithms
+
+This page is written by `make docs` from the code of the parts; `grpocli explain` prints the same for any config, and
+`grpocli explain A vs B` what two configs differ in. Values below are those of the default run.
+
+A step samples completions o_1 … o_G of each of P questions and scores them; scores become advantages A_i; the loss is a
+weighted sum over completions i and their tokens t. mean_G, std_G, min_G and Σ_G run over the completions of o_i's
+question, r is a ratio of policies, sg[ ] a constant without gradient, and |o_i| counts o_i's tokens in the loss. Every
+count is over all micro-batches and processes of an update, so the gradient does not depend on how it is split.
+"""
+
+OWN_TRAINER = """\
+## In a trainer of your own
+
+`grpocli.build_algorithm(*overrides)` composes an algorithm from the overrides of the command line; nothing but the
+`algorithm` keys matters, and no file is read but the package's own config. All arguments are tensors.
+
+- `algorithm.advantages(rewards, weights=None)`: rewards `{name: [P, G]}`, NaN where one does not apply; `[P, G]`.
+- `algorithm.kept(rewards, weights=None)`: the questions to train on, `[P]` (bool), as the keep part says.
+- `algorithm.totals(advantages, mask, group_ids=None, micro_batches=1)`: the counts of a whole update, `[B]`, `[B, T]`,
+  `[B]`, to be given to the `loss` of each of its parts.
+- `algorithm.loss(logp, old_logp, advantages, mask, *, group_ids, ref_logp, rollout_logp, entropy, selected, totals)`:
+  a scalar, and metrics. Log-probs and the mask are `[B, T]`, `advantages` and the integers `group_ids` are `[B]`.
+  Losses and metrics of the parts of an update add up to those of the update. Without `totals` the rows given are all
+  of it.
+  `algorithm.needs_reference` says whether `ref_logp` is wanted, `algorithm.needs_entropy_gradient` and
+  `algorithm.tokens.needs_entropy` whether `entropy` is.
+
+A complete loop, with two micro-batches an update:
+"""
+
+
+def document() -> str:
+    """The whole page."""
+    shown = {name: _explained(name) for name in ALGORITHMS}
+    pieces = [INTRODUCTION]
+    for name, one in shown.items():
+        pieces.append(f"## {name}\n\n{_paper(name)}.\n\n{explanation_markdown(one)}")
+        if name != "grpo":
+            pieces.append(f"### {name} against grpo\n\n{comparison_markdown(compared(shown['grpo'], one))}")
+    pieces.append("## Parts\n\nEvery choice of every part, with its keys and their defaults.\n")
+    pieces += ["\n".join(_reference(kind)) for kind in PARTS]
+    example = Path(conf_dir()).parent / EXAMPLE
+    pieces.append(OWN_TRAINER + "\n" + "\n".join(code(example.read_text().splitlines(), "python")))
+    return "\n".join(piece.rstrip() + "\n" for piece in pieces)
+
+
+def _explained(name: str) -> Explanation:
+    overrides = [f"algorithm={name}"]
+    config = compose(overrides)
+    return explanation(build_run(config), config, overrides)
+
+
+def _paper(name: str) -> str:
+    """The first line of an algorithm's YAML."""
+    return (Path(conf_dir()) / "algorithm" / f"{name}.yaml").read_text().splitlines()[0].lstrip("# ")
+
+
+def _reference(kind: str) -> Iterator[str]:
+    yield f"### {kind}\n"
+    for choice, made in registered(f"algorithm/{kind}").items():
+        yield from _choice(kind, choice, made)
+
+
+def _choice(kind: str, choice: str, made: type[Any]) -> Iterator[str]:
+    """A choice with its defaults, then what other values make of it, its keys and its source."""
+    changes = VARIANTS.get((kind, choice), [])
+    section, *variants = (part_section(f"algorithm/{kind}", made(**changed)) for changed in ({}, *changes))
+    yield f"#### `algorithm/{kind}={choice}`\n"
+    yield from code(right_lines(section)) if section.lines else [f"{summary(made)}\n"]
+    for changed, variant in zip(changes, variants, strict=True):
+        keys = ", ".join(f"`{field}={spelled(value)}`" for field, value in changed.items())
+        yield f"With {keys}:\n"
+        yield from code(right_lines(variant))
+    symbols = {symbol.key: symbol.name for one in (section, *variants) for symbol in one.symbols}
+    yield from table(["key", "symbol", "default", "meaning"], _fields(f"algorithm.{kind}", made, symbols))
+    if section.source:
+        yield f"Source: {'; '.join(section.source)}.\n"
+
+
+def _fields(prefix: str, made: type[Any], symbols: dict[str, str]) -> list[list[str]]:
+    told = meanings(made)
+    return [
+        [f"`{prefix}.{f.name}`", symbols.get(f"{prefix}.{f.name}", ""), f"`{_default(f)}`", told.get(f.name, "")]
+        for f in dataclasses.fields(made)
+    ]
+
+
+def _default(f: dataclasses.Field[Any]) -> str:
+    followed = f.metadata.get("follows")
+    return f"${{{followed}}}" if followed else spelled(f.default)
+
+
+def main(argv: list[str]) -> int:
+    """Write the page to a file."""
+    from grpocli.tracking.files import write_atomic
+
+    write_atomic(Path(argv[0]), document())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

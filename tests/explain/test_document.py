@@ -1,0 +1,42 @@
+"""docs/algorithms.md is what the code says, and its example runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpocli.explain.document import document, main
+
+PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+
+
+def test_the_page_is_current() -> None:
+    assert document() == PAGE.read_text(), "docs/algorithms.md is not what the code says: run make docs"
+
+
+def test_the_page_is_written(tmp_path: Path) -> None:
+    assert main([str(tmp_path / "page.md")]) == 0
+    assert (tmp_path / "page.md").read_text() == document()
+
+
+@pytest.fixture(scope="module")
+def example() -> dict[str, Any]:
+    """The Python of the page, executed."""
+    found = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(found) == 1
+    scope: dict[str, Any] = {"__name__": "example"}
+    exec(compile(found[0], str(PAGE), "exec"), scope)
+    return scope
+
+
+def test_the_example_learns(example: dict[str, Any]) -> None:
+    history = example["train"]()
+    assert sum(history[:5]) / 5 < 0.25
+    assert sum(history[-5:]) / 5 > 0.5
+
+
+def test_the_example_does_not_depend_on_its_micro_batches(example: dict[str, Any]) -> None:
+    assert example["train"](10, micro_batches=1) == pytest.approx(example["train"](10, micro_batches=5), abs=1e-5)

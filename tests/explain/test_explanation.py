@@ -1,0 +1,140 @@
+"""The composition of a whole run, and what two of them differ in."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from grpocli.config.compose import build_run, compose
+from grpocli.explain.compare import compared
+from grpocli.explain.compose import ORDER, Explanation, explanation, spelled
+from grpocli.explain.markdown import comparison_markdown, explanation_markdown
+from grpocli.explain.terminal import comparison_text, explanation_text
+
+CASES = [
+    [],
+    ["algorithm=dapo", "reward=[math,format]", "algorithm.keep.reward=math"],
+    ["algorithm=drgrpo", "algorithm.objective.dual=3", "algorithm/tokens=top_entropy", "algorithm/entropy=bonus"],
+    ["algorithm=dgpo", "algorithm/correction=sequence_mask", "rollout.top_p=0.9", "algorithm/kl=k1"],
+    ["algorithm.combine=normalize_then_sum", "algorithm.kl.sync_every=4", "train.epochs=2", "train.minibatches=3"],
+]
+
+
+def explained(*overrides: str) -> Explanation:
+    config = compose(list(overrides))
+    return explanation(build_run(config), config, list(overrides))
+
+
+def section(shown: Explanation, label: str) -> list[str]:
+    return [line for s in shown.sections if s.label == label for line in s.lines]
+
+
+@pytest.mark.parametrize("overrides", CASES, ids=str)
+def test_symbols_have_the_config_s_keys_and_values(overrides: list[str]) -> None:
+    config = compose(overrides)
+    shown = explanation(build_run(config), config, overrides)
+    pairs = [(s.key, s.value) for s in shown.symbols] + shown.settings
+    for key, value in pairs:
+        assert value == spelled(OmegaConf.select(config, key, throw_on_missing=True)), key
+    assert len({key for key, _ in pairs}) == len(pairs)
+    names = [s.name for s in shown.symbols]
+    assert len(set(names)) == len(names), "a symbol means one thing"
+    assert all(s.meaning for s in shown.symbols)
+
+
+@pytest.mark.parametrize("overrides", CASES, ids=str)
+def test_no_key_of_the_algorithm_is_left_out(overrides: list[str]) -> None:
+    config = compose(overrides)
+    shown = explanation(build_run(config), config, overrides)
+    said = {s.key for s in shown.symbols} | {key for key, _ in shown.settings}
+    keys = {key for key in shown.values if key.startswith("algorithm.") and key != "algorithm.combine"}
+    assert keys <= said
+    assert len(keys) > 5
+
+
+@pytest.mark.parametrize("overrides", CASES, ids=str)
+def test_sections_come_in_the_order_of_the_computation(overrides: list[str]) -> None:
+    labels = [s.label for s in explained(*overrides).sections]
+    assert labels == [label for label in ORDER if label in labels]
+    assert {"score", "advantage", "objective", "aggregate", "loss"} <= set(labels)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "loss"),
+    [
+        ([], "L(θ) = Σ_i w_i Σ_t ( ℓ_it + β D_it )"),
+        (["algorithm.kl.beta=0"], "L(θ) = Σ_i w_i Σ_t ℓ_it"),
+        (["algorithm=dapo", "algorithm/correction=token_mask"], "L(θ) = Σ_i w_i Σ_t ρ_it ℓ_it"),
+        (["algorithm/tokens=top_entropy"], "L(θ) = Σ_i w_i Σ_t ( S_it ℓ_it + β D_it )"),
+        (["algorithm=dgpo", "algorithm/entropy=bonus"], "L(θ) = Σ_i w_i Σ_t ( ℓ_it − λ H_it )"),
+        (["algorithm=dgpo", "algorithm/entropy=bonus", "algorithm.entropy.coefficient=0"], "L(θ) = Σ_i w_i Σ_t ℓ_it"),
+    ],
+)
+def test_the_loss_has_the_terms_that_are_there(overrides: list[str], loss: str) -> None:
+    assert section(explained(*overrides), "loss") == [loss]
+
+
+def test_rewards_with_their_weights() -> None:
+    shown = explained("reward=[math,format]", "reward.format.weight=0.5")
+    assert section(shown, "score")[0] == "s_i = ω_1 R_1(o_i) + ω_2 R_2(o_i)"
+    assert ("ω_2", "reward.format.weight", "0.5") in [(s.name, s.key, s.value) for s in shown.symbols]
+    assert any(
+        line.startswith("R_3: overlong.")
+        for line in section(explained("algorithm=dapo", "reward=[math,format]"), "score")
+    )
+
+
+def test_the_accuracy_of_difficulty_is_named() -> None:
+    shown = explained("algorithm=dgpo", "reward=[math,format]")
+    assert next(s.meaning for s in shown.symbols if s.name == "R_a") == "the accuracy; null is math"
+
+
+def test_updates_of_a_step() -> None:
+    assert section(explained(), "update") == [
+        "E M = 1 update a step, of N = P G / M = 256 completions",
+        "π_old = sg[π_θ]: with one update, r = 1 in value",
+    ]
+    assert section(explained("train.epochs=2", "train.minibatches=3"), "update") == [
+        "E M = 6 updates a step, of N = P G / M ≈ 85 completions",
+        "π_old: π_θ before the step's first update",
+    ]
+
+
+def test_what_truncates_the_distribution() -> None:
+    assert section(explained("rollout.top_p=0.9", "rollout.top_k=5"), "sampling")[1].endswith(", cut to top_k, top_p")
+
+
+def test_a_comparison_has_only_what_differs() -> None:
+    found = compared(explained("algorithm=drgrpo"), explained("algorithm=drgrpo", "algorithm/advantage=mad"))
+    assert [pair.label for pair in found.sections] == ["advantage"]
+    assert list(found.sections[0].lines()) == [
+        "advantage",
+        "  left             A_i = s_i − mean_G s",
+        "  right            A_i = (s_i − mean_G s) / (MAD_G s + ε)",
+        "                   MAD_G s = mean_G |s − mean_G s|",
+    ]
+    assert found.keys == [["algorithm/advantage", "center", "mad"], ["algorithm.advantage.eps", "–", "0.0001"]]
+
+
+def test_a_comparison_of_values_alone() -> None:
+    found = compared(explained(), explained("algorithm.objective.low=0.1"))
+    assert found.sections == ()
+    assert found.keys == [["algorithm.objective.low", "0.2", "0.1"]]
+    assert "the same formulas; these values differ" in comparison_text(found)
+    assert "| `algorithm.objective.low` | 0.2 | 0.1 |" in comparison_markdown(found)
+
+
+def test_equal_objectives() -> None:
+    found = compared(explained(), explained("optim.lr=1", "algorithm=grpo", "seed=3"))
+    assert found.same
+    assert "the same objective" in comparison_text(found)
+    assert "The same objective." in comparison_markdown(found)
+
+
+def test_the_terminal_and_the_document_have_the_same_formulas() -> None:
+    shown = explained("algorithm=dgpo")
+    text, markdown = explanation_text(shown), explanation_markdown(shown)
+    block = markdown.split("```text\n")[1].split("```")[0]
+    assert block in text
+    assert "| T | `algorithm.question_weight.temperature` | 2 |" in markdown
+    assert max(map(len, block.splitlines())) <= 80

@@ -1,0 +1,188 @@
+"""Printed formulas give what the code computes: they are read as Python and evaluated on random numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from explain.evaluation import computed
+
+from grpocli.algorithm.advantage import BatchStd, Center, LeaveOneOut, Mad, Std
+from grpocli.algorithm.aggregate import Constant, SequenceMean, TokenMean, Totals
+from grpocli.algorithm.correction import Correction, SequenceMask, SequenceTruncate, TokenMask, TokenTruncate
+from grpocli.algorithm.kl import K1, K2, K3
+from grpocli.algorithm.objective import Cispo, Clip, Sapo
+from grpocli.algorithm.question_weight import Difficulty
+from grpocli.config.compose import build_run, compose
+from grpocli.config.formula import Formula
+from grpocli.explain.compose import explanation
+
+T = 3
+CLIPS = [
+    Clip(low=0.1, high=0.3, level=level, dual=dual, delta=delta)
+    for level, dual, delta in itertools.product(("token", "sequence"), (None, 1.5), (None, 1.7))
+]
+
+
+def noise(seed: int, *shape: int, scale: float = 0.6) -> torch.Tensor:
+    return scale * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def held(part: object, formula: Formula) -> dict[str, Any]:
+    """The values of a formula's symbols, where the part holds them."""
+    return {symbol: getattr(part, field) for symbol, field in formula.symbols.items()}
+
+
+def policies(new: torch.Tensor, old: torch.Tensor, t: int, **more: torch.Tensor) -> dict[str, Any]:
+    """The probabilities of one row's tokens as functions, and what a product over them needs."""
+
+    def product(factor: Any) -> float:
+        return math.prod(factor(k) for k in range(len(new)))
+
+    named = {"π_θ": new, "π_old": old, **more}
+    functions = {name: lambda k, logp=logp: math.exp(logp[k]) for name, logp in named.items()}
+    return {**functions, "o_it": t, "length": len(new), "product": product}
+
+
+@pytest.mark.parametrize("part", [*CLIPS, Cispo(high=0.2), Sapo(tau_positive=0.7, tau_negative=2.0)], ids=repr)
+@pytest.mark.parametrize("seed", range(12))
+def test_objective(part: Any, seed: int) -> None:
+    old = -noise(seed, T).abs()
+    new, advantage = old + noise(seed + 100, T), noise(seed + 200, 1)
+    loss_BT, _ = part(new[None], old[None], advantage, torch.ones(1, T))
+    formula = part.formula()
+    for t in range(T):
+        values = policies(new, old, t) | held(part, formula) | {"A_i": advantage.item()}
+        assert computed(formula.lines, "ℓ_it", values) == pytest.approx(loss_BT[0, t].item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("made", [TokenTruncate, TokenMask, SequenceTruncate, SequenceMask])
+@pytest.mark.parametrize("seed", range(6))
+def test_correction(made: type[Correction], seed: int) -> None:
+    part = made(min=0.8, max=1.2)
+    sampler = -noise(seed, T).abs()
+    old = sampler + noise(seed + 100, T, scale=0.3)
+    weight = part(old[None], sampler[None], torch.ones(1, T)).expand(1, T)
+    formula = part.formula()
+    for t in range(T):
+        values = policies(old, old, t, μ=sampler) | held(part, formula)
+        assert computed(formula.lines, "ρ_it", values) == pytest.approx(weight[0, t].item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("made", [K1, K2, K3])
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_kl(made: Any, on_policy: bool) -> None:
+    part = made(on_policy=on_policy, sync_every=3)
+    old = -noise(0, T).abs()
+    new, ref = old + noise(1, T), old + noise(2, T)
+    formula = part.formula()
+    for t in range(T):
+        values = policies(new, old, t, π_ref=ref) | held(part, formula)
+        assert computed(formula.lines[:2], "D_it", values) == pytest.approx(part(new, old, ref)[t].item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("part", [Std(eps=0.3), Mad(eps=0.3), Center(), LeaveOneOut()], ids=repr)
+def test_advantage(part: Any) -> None:
+    scores = noise(0, 5)
+    formula = part.formula()
+    lines = formula.lines
+    if isinstance(part, LeaveOneOut):  # the second of two equal forms
+        lines = (f"A_i{formula.lines[1].lstrip(' ').replace('=', ' =', 1)}",)
+    for i, s in enumerate(scores.tolist()):
+        values = {"s_i": s, "all_s": scores.tolist(), "n": 5} | held(part, formula)
+        assert computed(lines, "A_i", values) == pytest.approx(part(scores[None])[0, i].item(), rel=1e-12)
+
+
+AGGREGATES = [
+    SequenceMean(),
+    Constant(length=7),
+    *(TokenMean(scope, informative) for scope in ("batch", "group", "micro_batch") for informative in (False, True)),
+]
+
+
+@pytest.mark.parametrize("part", AGGREGATES, ids=repr)
+def test_aggregate(part: Any) -> None:
+    lengths, groups = [1, 4, 2, 3, 2, 5], [0, 0, 1, 1, 2, 2]
+    advantages = torch.tensor([1.0, -1.0, 0.0, 0.0, 0.5, -0.5])  # the second group says nothing
+    mask = (torch.arange(5) < torch.tensor(lengths)[:, None]).long()
+    ids = torch.tensor(groups)
+    weights = part(mask, ids, Totals.of(advantages, mask, ids, micro_batches=4))
+    formula = part.formula()
+    only = getattr(part, "informative_only", False)
+    counted = [not only or group != 1 for group in groups]
+    assert only == any("A_j ≠ 0;  else w_i = 0" in line for line in formula.lines)
+    for i, group in enumerate(groups):
+        values = {
+            "N": 6,
+            "B": 4,
+            "K": 2 if only else 3,
+            "length": lengths[i],
+            "tokens_U": sum(n for n, c in zip(lengths, counted, strict=True) if c),
+            "tokens_G": sum(n for n, g in zip(lengths, groups, strict=True) if g == group),
+        } | held(part, formula)
+        expected = computed(formula.lines[:1], "w_i", values) if counted[i] else 0.0
+        assert weights[i].item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_question_weight() -> None:
+    part = Difficulty(temperature=0.7)
+    accuracy = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]).double()
+    scores = accuracy + torch.tensor([[0.0], [0.0], [0.0], [0.0]]).double()
+    scores[3, 0] = 0.5  # differs, though nothing was right: its accuracy counts as 1
+    formula = part.formula()
+    line = formula.lines[1].partition(",  ")[0].replace("|Q|", "size_Q")
+    line = line.replace("Σ_p∈Q exp(−a_p / T)", "sum_Q")
+    a = {0: 1 / 3, 1: 2 / 3, 3: 1.0}
+    values = {"size_Q": 3, "T": part.temperature, "sum_Q": sum(math.exp(-x / part.temperature) for x in a.values())}
+    weights = part(scores, accuracy)
+    for q, a_q in a.items():
+        assert computed((line,), "u_q", values | {"a_q": a_q}) == pytest.approx(weights[q].item(), rel=1e-12)
+    assert weights[2].item() == 1
+    assert formula.note == "u_q = 1 for the questions outside Q."
+
+
+def test_batch_std() -> None:
+    scores = noise(0, 3, 4)
+    first, second = BatchStd(eps=0.3).formula().lines
+    assert (first, second.partition(",")[0]) == (
+        "A_i = (s_i − mean_G s) / (std s + ε)",
+        "std s = √( Σ (s − mean s)² / (n − 1) )",
+    )
+    by_hand = (scores - scores.mean(1, keepdim=True)) / (scores.flatten().std(correction=1) + 0.3)
+    torch.testing.assert_close(BatchStd(eps=0.3)(scores), by_hand)
+
+
+@pytest.mark.parametrize("correction", ["none", "token_truncate"])
+@pytest.mark.parametrize("tokens", ["all", "top_entropy"])
+@pytest.mark.parametrize("kl", ["none", "k3"])
+@pytest.mark.parametrize("entropy", ["none", "bonus"])
+def test_the_loss_is_the_sum_of_the_terms_printed(correction: str, tokens: str, kl: str, entropy: str) -> None:
+    choices = {"correction": correction, "tokens": tokens, "kl": kl, "entropy": entropy}
+    overrides = [f"algorithm/{kind}={choice}" for kind, choice in choices.items()]
+    overrides += ["algorithm.entropy.coefficient=0.3"] if entropy == "bonus" else []
+    config = compose(overrides)
+    run = build_run(config)
+    algorithm = run.algorithm
+    old, sampler, ref = -noise(0, 2, T).abs(), -noise(1, 2, T).abs(), -noise(2, 2, T).abs()
+    new, H, A, mask = old + noise(3, 2, T), noise(4, 2, T).abs(), noise(5, 2), torch.ones(2, T).long()
+    terms = {
+        "ℓ_it": algorithm.objective(new, old, A, mask)[0],
+        "ρ_it": algorithm.correction(old, sampler, mask).expand(2, T),
+        "S_it": algorithm.tokens(H, mask).double() if tokens != "all" else None,
+        "D_it": algorithm.kl(new, old, ref).expand(2, T),
+        "H_it": H,
+    }
+    line = explanation(run, config, overrides).sections[-2].lines[0]
+    inner = line.removeprefix("L(θ) = Σ_i w_i Σ_t ")
+    assert inner != line
+    w = 1 / (2 * T)  # of sequence_mean: two rows of T tokens
+    total = 0.0
+    for i, t in itertools.product(range(2), range(T)):
+        values = {name: value[i, t].item() for name, value in terms.items() if value is not None}
+        coefficients = {"β": algorithm.kl.beta, "λ": algorithm.entropy.coefficient}
+        total += w * computed((f"term = {inner}",), "term", values | coefficients)
+    loss, _ = algorithm.loss(new, old, A, mask, ref_logp=ref, rollout_logp=sampler, entropy=H)
+    assert total == pytest.approx(loss.item(), rel=1e-12)

@@ -1,0 +1,138 @@
+"""What every registered part says of itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from grpocli.algorithm.algorithm import PARTS
+from grpocli.algorithm.kl import K3
+from grpocli.algorithm.objective import Clip
+from grpocli.config.compose import register_parts
+from grpocli.config.formula import Formula, formula_of, meanings
+from grpocli.explain.choices import choice_of, registered
+from grpocli.explain.compose import part_section
+from grpocli.explain.document import VARIANTS
+from grpocli.explain.layout import LABEL, WIDTH
+
+register_parts()
+CHOICES = [(kind, choice, made) for kind in PARTS for choice, made in registered(f"algorithm/{kind}").items()]
+VALUES: dict[str, list[Any]] = {
+    "level": ["token", "sequence"],
+    "dual": [None, 3.0],
+    "delta": [None, 4.0],
+    "high": [0.2, 0.3],
+    "beta": [0.0, 0.04],
+    "on_policy": [False, True],
+    "sync_every": [0, 5],
+    "scope": ["batch", "group", "micro_batch"],
+    "informative_only": [False, True],
+    "mask_truncated": [False, True],
+    "on_exhausted": ["train_partial", "error"],
+    "surplus": ["discard", "carry"],
+    "reward": [None, "math"],
+}
+
+
+def instances(made: type[Any]) -> list[Any]:
+    """A part with every combination of the values that may change its formula."""
+    names = [f.name for f in dataclasses.fields(made) if f.name in VALUES]
+    return [made(**dict(zip(names, values, strict=True))) for values in itertools.product(*(VALUES[n] for n in names))]
+
+
+def test_every_kind_of_part_is_covered() -> None:
+    assert {kind for kind, _, _ in CHOICES} == set(PARTS)
+    assert len(CHOICES) >= 24
+
+
+@pytest.mark.parametrize(("kind", "choice", "made"), CHOICES, ids=str)
+def test_a_formula_with_its_source_or_why_there_is_none(kind: str, choice: str, made: type[Any]) -> None:
+    assert "formula" in dir(made)
+    for part in instances(made):
+        formula = formula_of(part)
+        if formula.lines:
+            assert all(formula.source), "a formula names the paper it is from"
+            assert formula.source
+        else:
+            assert formula.note, "a part without a formula says why"
+
+
+@pytest.mark.parametrize(("kind", "choice", "made"), CHOICES, ids=str)
+def test_every_field_is_a_symbol_or_is_told(kind: str, choice: str, made: type[Any]) -> None:
+    told = meanings(made)
+    for part in instances(made):
+        fields = {f.name for f in dataclasses.fields(made)}
+        assert set(formula_of(part).symbols.values()) <= fields
+        section = part_section(f"algorithm/{kind}", part)
+        keys = {s.key for s in section.symbols} | {key for key, _ in section.settings}
+        assert keys == {f"algorithm.{kind}.{name}" for name in fields}
+    for name in fields:
+        assert told.get(name), f"the docstring of {made.__name__} says nothing of {name}"
+
+
+@pytest.mark.parametrize(("kind", "choice", "made"), CHOICES, ids=str)
+def test_formulas_fit_on_80_columns_and_name_their_symbols(kind: str, choice: str, made: type[Any]) -> None:
+    for part in instances(made):
+        formula = formula_of(part)
+        for line in formula.lines:
+            assert len(line) < WIDTH - LABEL, line
+        coefficients = {"kl": "β", "entropy": "λ"}  # these stand in the loss
+        for symbol in formula.symbols:
+            said = " ".join((*formula.lines, formula.note, coefficients.get(kind, "")))
+            assert symbol in said
+
+
+def test_variants_of_the_document_are_real() -> None:
+    known = {(kind, choice) for kind, choice, _ in CHOICES}
+    assert set(VARIANTS) <= known
+
+
+def test_values_change_lines() -> None:
+    plain, sequence = Clip().formula(), Clip(level="sequence").formula()
+    assert plain.lines[0] == "r_it = π_θ(o_it) / π_old(o_it)"
+    assert sequence.lines[0] == "r_i = ( Π_t π_θ(o_it) / π_old(o_it) )^(1 / |o_i|)"
+    assert any("GSPO" in source for source in sequence.source)
+    assert "c" not in plain.symbols
+    assert Clip(dual=3.0).formula().symbols["c"] == "dual"
+    assert Clip(dual=3.0).formula().lines[-1] == "ℓ_it = −g_it where A_i ≥ 0,  −max(g_it, c A_i) where A_i < 0"
+    assert Clip(delta=3.0).formula().lines[1] == "b_it = min(r_it, δ)"
+    assert not any("DAPO" in source for source in plain.source)
+    assert any("DAPO" in source for source in Clip(high=0.28).formula().source)
+    assert K3(beta=0.0).formula().lines == ()
+    assert K3(sync_every=2).formula().symbols == {"β": "beta", "m": "sync_every", "α": "sync_alpha"}
+
+
+def test_a_part_without_a_formula_shows_its_docstring() -> None:
+    @dataclass(frozen=True)
+    class Mine:
+        """-r A, and nothing else.
+
+        scale: of it. other, third: both of these. More of them.
+        """
+
+        scale: float = 1.0
+        other: int = 2
+        third: int = 3
+
+    assert formula_of(Mine()) == Formula(("-r A, and nothing else.",))
+    assert meanings(Mine) == {"scale": "of it", "other": "both of these", "third": "both of these"}
+    section = part_section("algorithm/objective", Mine())
+    assert section.settings[0] == ("algorithm.objective.scale", "1")
+    assert section.choice.endswith("Mine")
+
+
+def test_a_class_without_a_docstring_shows_its_name() -> None:
+    @dataclass(frozen=True)
+    class Silent:
+        scale: float = 1.0
+
+    assert formula_of(Silent()).lines[0].endswith("Silent")
+    assert meanings(Silent) == {}
+
+
+def test_the_choice_of_a_part() -> None:
+    assert choice_of("algorithm/kl", K3()) == "k3"
