@@ -84,7 +84,8 @@ class Correctness(BaseReward):
     """What a reward that judges a completion as right or wrong has in common.
 
     answer_column: the example's column with the reference answer.
-    right, wrong: the scores. Evaluations count a score of 1 or more as right, so only `right` may reach that.
+    right: the score of a right answer. wrong: that of a wrong one. Evaluations count a score of 1 or more as right, so
+    only `right` may reach that.
     """
 
     right: float = 1.0

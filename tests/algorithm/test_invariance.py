@@ -1,107 +1,140 @@
-"""Loss and gradient do not depend on how a window is split, ordered or padded."""
+"""Loss and gradient do not depend on how a window is split, ordered, dealt to processes, packed or padded.
+
+For every choice of every part that is registered, in turn; `token_mean scope=micro_batch` is the one that depends on
+the split, by its definition.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from algorithm.windows import FOUR, NAN, WEIGHTS, Window, built, choices, deal, run, splits, windows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpocli import build_algorithm
-from grpocli.algorithm import Algorithm
+from grpocli.algorithm.algorithm import PARTS
 
-NAMES = ("grpo", "dapo", "drgrpo", "dgpo")
-ALGORITHMS = {name: build_algorithm(f"algorithm={name}") for name in NAMES}
-ALGORITHMS["dapo by group"] = build_algorithm("algorithm=dapo", "algorithm.aggregate.scope=group")
-ALGORITHMS["gspo"] = build_algorithm("algorithm=grpo", "algorithm.objective.level=sequence")
-ALGORITHMS["corrected"] = build_algorithm("algorithm=grpo", "algorithm/correction=sequence_mask")
-
-
-@st.composite
-def windows(draw: st.DrawFn) -> dict[str, torch.Tensor]:
-    """Groups of ragged completions, some constant, some without reward, some rows without a token."""
-    p, g = draw(st.integers(1, 4)), draw(st.integers(2, 4))
-    lengths = draw(st.lists(st.integers(0, 5), min_size=p * g, max_size=p * g))
-    values = st.sampled_from([0.0, 0.5, 1.0, float("nan")])
-    rewards = draw(st.lists(values, min_size=p * g, max_size=p * g))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
-    width = max(1, *lengths)
-    logp = -torch.rand(p * g, width, generator=generator, dtype=torch.float64) * 3
-
-    def near(scale: float) -> torch.Tensor:
-        return logp + scale * torch.randn(p * g, width, generator=generator, dtype=torch.float64)
-
-    return {
-        "rewards": torch.tensor(rewards, dtype=torch.float64).reshape(p, g),
-        "logp": logp,
-        "old": near(0.4),
-        "ref": near(0.4),
-        "sampler": near(0.1),
-        "mask": (torch.arange(width) < torch.tensor(lengths)[:, None]).long(),
-        "groups": torch.arange(p).repeat_interleave(g),
-    }
+OPTIONS = {
+    "sequence level": ("algorithm.objective.level=sequence",),
+    "dual and delta": ("algorithm.objective.dual=1.3", "algorithm.objective.delta=1.5"),
+    "token_mean by group": ("algorithm/aggregate=token_mean", "algorithm.aggregate.scope=group"),
+    "token_mean of informative": ("algorithm/aggregate=token_mean", "algorithm.aggregate.informative_only=true"),
+    "informative by group": (
+        "algorithm/aggregate=token_mean",
+        "algorithm.aggregate.scope=group",
+        "algorithm.aggregate.informative_only=true",
+    ),
+    "on-policy k1": ("algorithm/kl=k1", "algorithm.kl.on_policy=true"),
+    "on-policy k3": ("algorithm.kl.on_policy=true",),
+    "bounded below": ("algorithm/correction=token_mask", "algorithm.correction.min=0.8"),
+    "normalize_then_sum": ("algorithm.combine=normalize_then_sum", "algorithm/aggregate=token_mean"),
+    "normalize_then_sum of informative": (
+        "algorithm.combine=normalize_then_sum",
+        "algorithm/aggregate=token_mean",
+        "algorithm.aggregate.informative_only=true",
+    ),
+    "top_entropy and bonus": ("algorithm/tokens=top_entropy", "algorithm/entropy=bonus"),
+    "no eps": ("algorithm.advantage.eps=0",),
+}
+# The base has every term, so that a choice is tried together with the others.
+VARIANTS = {
+    **{name: (f"algorithm={name}",) for name in FOUR},
+    **{name: ("algorithm=grpo", *overrides) for name, overrides in {**choices(), **OPTIONS}.items()},
+}
 
 
-def loss_and_gradient(
-    algorithm: Algorithm, window: dict[str, torch.Tensor], pieces: list[torch.Tensor], padding: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The sum over `pieces` (row indices) of their losses, and its gradient in the window's own order."""
-    advantages = algorithm.advantages({"r": window["rewards"]}).reshape(-1)
-    totals = algorithm.totals(advantages, window["mask"], window["groups"])
-    leaf = window["logp"].clone().requires_grad_()
-    loss, metrics = leaf.new_zeros(()), dict[str, torch.Tensor]()
-    for rows in pieces:
+def advantages_of(name: str, window: Window) -> torch.Tensor:
+    return built(*VARIANTS[name]).advantages(window.rewards, WEIGHTS).reshape(-1)
 
-        def cut(x: torch.Tensor, rows: torch.Tensor = rows) -> torch.Tensor:
-            return torch.nn.functional.pad(x[rows], (0, padding), value=float("nan"))
 
-        mask = torch.nn.functional.pad(window["mask"][rows], (0, padding))
-        part, more = algorithm.loss(
-            cut(leaf),
-            cut(window["old"]),
-            advantages[rows],
-            mask,
-            group_ids=window["groups"][rows],
-            ref_logp=cut(window["ref"]),
-            rollout_logp=cut(window["sampler"]),
-            totals=totals,
+def assert_close(name: str, one: torch.Tensor, other: torch.Tensor, scale: torch.Tensor, tolerance: float) -> None:
+    assert other.isfinite().all(), name
+    assert (one - other).abs().max() <= tolerance * scale, name
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@given(window=windows(), split=splits())
+@settings(max_examples=10, deadline=None)
+def test_split_order_processes_and_padding(name: str, window: Window, split: tuple[int, int, int]) -> None:
+    algorithm = built(*VARIANTS[name])
+    advantages = advantages_of(name, window)
+    n = len(advantages)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        whole = run(algorithm, window, advantages, [torch.arange(n)], dtype)
+        pieces = run(algorithm, window, advantages, deal(n, split), dtype, torch.Generator().manual_seed(split[0]))
+        largest = whole.gradient.abs().max()
+        assert_close("gradient", whole.gradient, pieces.gradient, largest, tolerance)
+        # a loss is a sum that may cancel: it is exact to the size of what is added
+        size = pieces.pieces.abs().sum() + whole.gradient.abs().sum()
+        assert_close("loss", whole.loss, pieces.loss, size, tolerance)
+        assert whole.metrics.keys() == pieces.metrics.keys()
+        for metric, value in whole.metrics.items():
+            assert_close(metric, value, pieces.metrics[metric], 1 + value.abs(), 10 * tolerance)
+
+
+@pytest.mark.parametrize("name", [*choices("advantage", "question_weight"), "normalize_then_sum"])
+@given(window=windows(), seed=st.integers(0, 9999))
+@settings(max_examples=30, deadline=None)
+def test_advantages_follow_their_completions(name: str, window: Window, seed: int) -> None:
+    """Questions and completions in another order have the same advantages, and as many questions that teach."""
+    algorithm = built(*VARIANTS[name])
+    generator = torch.Generator().manual_seed(seed)
+    p, g = window.rewards["a"].shape
+    questions, completions = torch.randperm(p, generator=generator), torch.randperm(g, generator=generator)
+    one = algorithm.advantages(window.rewards, WEIGHTS)
+    moved = {reward: values[questions][:, completions] for reward, values in window.rewards.items()}
+    other = algorithm.advantages(moved, WEIGHTS)
+    assert one.isfinite().all()
+    torch.testing.assert_close(other, one[questions][:, completions], rtol=1e-9, atol=1e-12)
+    assert other.any(1).tolist() == one.any(1)[questions].tolist()
+
+
+WITHOUT_PENALTIES = {
+    name: (*overrides, "algorithm/kl=none")
+    for name, overrides in VARIANTS.items()
+    if not name.startswith(("kl=", "entropy="))
+    and name not in ("on-policy k1", "on-policy k3", "top_entropy and bonus")
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_PENALTIES)
+@given(window=windows(), value=st.floats(-3, 3), split=splits())
+@settings(max_examples=5, deadline=None)
+def test_constant_groups_teach_nothing(name: str, window: Window, value: float, split: tuple[int, int, int]) -> None:
+    """All groups constant, some completions without a score: advantages, loss and gradient are 0, not nearly."""
+    algorithm = built(*WITHOUT_PENALTIES[name])
+    a = window.rewards["a"]
+    levels = value * torch.arange(1, len(a) + 1, dtype=a.dtype)[:, None].expand_as(a)
+    for dtype in (torch.float64, torch.float32):
+        rewards = {"a": levels.masked_fill(a.isnan(), NAN).to(dtype), "b": torch.full_like(a, NAN).to(dtype)}
+        advantages = algorithm.advantages(rewards, WEIGHTS).reshape(-1)
+        assert advantages.eq(0).all()
+        for pieces in ([torch.arange(len(advantages))], deal(len(advantages), split)):
+            result = run(algorithm, window, advantages, pieces, dtype)
+            assert result.loss == 0
+            assert result.gradient.eq(0).all()
+            assert all(value.isfinite() for value in result.metrics.values())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_window_without_rows_or_tokens_is_zero(name: str) -> None:
+    """What is left when dynamic sampling keeps nothing, or every completion is masked."""
+    algorithm = built(*VARIANTS[name])
+    for rows, width in ((0, 1), (0, 0), (2, 3)):
+        nothing = torch.full((rows, width), NAN, requires_grad=True)
+        loss, metrics = algorithm.loss(
+            nothing,
+            nothing.detach(),
+            torch.linspace(-1, 1, rows),
+            torch.zeros(rows, width).long(),
+            group_ids=torch.zeros(rows).long(),
+            ref_logp=nothing.detach(),
+            entropy=nothing,
         )
-        loss = loss + part
-        metrics = {k: metrics.get(k, 0.0) + v for k, v in more.items()}
-    return loss.detach(), torch.autograd.grad(loss, leaf)[0], metrics
+        assert loss == 0
+        assert torch.autograd.grad(loss, nothing)[0].eq(0).all()
+        assert all(value == 0 for value in metrics.values())
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-@given(window=windows(), seed=st.integers(0, 99), size=st.integers(1, 5), padding=st.integers(0, 3))
-@settings(max_examples=25, deadline=None)
-def test_split_order_and_padding(
-    name: str, window: dict[str, torch.Tensor], seed: int, size: int, padding: int
-) -> None:
-    n = len(window["logp"])
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-    whole = loss_and_gradient(ALGORITHMS[name], window, [torch.arange(n)])
-    split = loss_and_gradient(ALGORITHMS[name], window, list(order.split(size)), padding)
-    for one, other in zip(whole, split, strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-12)
-    assert whole[0].isfinite()
-    assert whole[1].isfinite().all()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_constant_groups_teach_nothing(name: str) -> None:
-    algorithm = ALGORITHMS[name]
-    rewards = torch.full((2, 3), 0.1, dtype=torch.float32)
-    advantages = algorithm.advantages({"r": rewards}).reshape(-1)
-    assert advantages.eq(0).all()
-    logp = torch.full((6, 4), -1.0, requires_grad=True)
-    loss, metrics = algorithm.loss(
-        logp,
-        logp.detach(),
-        advantages,
-        torch.ones(6, 4),
-        group_ids=torch.arange(2).repeat_interleave(3),
-        ref_logp=logp.detach(),
-    )
-    assert loss.item() == 0.0
-    assert torch.autograd.grad(loss, logp)[0].eq(0).all()
-    assert all(value.isfinite() for value in metrics.values())
+def test_every_part_is_tried() -> None:
+    assert {name.split("=")[0] for name in choices()} == set(PARTS)
