@@ -80,7 +80,7 @@ class Algorithm:
     def kept(self, rewards: dict[str, Tensor], weights: dict[str, float] | None = None) -> Tensor:
         """Which groups [P] (bool) the keep part wants to train on, from rewards {name: [P, G]}."""
         name = self.keep.reward
-        judged_PG = self.scores(rewards, weights) if name is None else rewards[_known("keep", name, rewards)]
+        judged_PG = self.scores(rewards, weights) if name is None else rewards[_known("keep", name, rewards)].double()
         kept_P: Tensor = self.keep(judged_PG)
         return kept_P
 

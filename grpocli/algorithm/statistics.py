@@ -19,10 +19,16 @@ def mean_P1(scores_PG: Tensor) -> Tensor:
 
 
 def constant_P1(scores_PG: Tensor) -> Tensor:
-    """Whether a group's scores are all equal, so that it says nothing about which completion is better."""
+    """Whether a group's scores are all equal, so that it says nothing about which completion is better.
+
+    Up to rounding: sums of rewards such as 0.1 + 0.2 and 0.3 + 0.0 are equal.
+    """
+    import torch
+
     lowest_P1 = scores_PG.nan_to_num(nan=float("inf")).amin(1, keepdim=True)
     highest_P1 = scores_PG.nan_to_num(nan=float("-inf")).amax(1, keepdim=True)
-    return lowest_P1 >= highest_P1
+    rounding_P1 = 8 * torch.finfo(scores_PG.dtype).eps * scores_PG.nan_to_num(nan=0.0).abs().amax(1, keepdim=True)
+    return highest_P1 - lowest_P1 <= rounding_P1
 
 
 def centred_PG(scores_PG: Tensor) -> Tensor:

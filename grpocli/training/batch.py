@@ -74,7 +74,7 @@ class MicroBatch:
     def build(cls, rows: Sequence[Row], device: torch.device) -> MicroBatch:
         prompts_BL = _pad([torch.tensor(r.prompt_ids) for r in rows], left=True)
         prompt_mask_BL = _pad([torch.ones(len(r.prompt_ids), dtype=torch.long) for r in rows], left=True)
-        ids_BT = _pad([torch.tensor(r.completion_ids) for r in rows])
+        ids_BT = _pad([torch.tensor(r.completion_ids, dtype=torch.long) for r in rows])
         present_BT = _pad([torch.ones(len(r.completion_ids), dtype=torch.long) for r in rows])
         attention_mask = torch.cat([prompt_mask_BL, present_BT], 1)
         return cls(
@@ -82,7 +82,7 @@ class MicroBatch:
             attention_mask=attention_mask.to(device),
             position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0).to(device),
             completion_ids=ids_BT.to(device),
-            mask=_pad([torch.tensor(r.mask) for r in rows]).to(device),
+            mask=_pad([torch.tensor(r.mask, dtype=torch.long) for r in rows]).to(device),
             advantages=torch.tensor([r.advantage for r in rows], device=device),
             group_ids=torch.tensor([r.group for r in rows], device=device),
             rollout_logp=_pad([torch.tensor(r.rollout_logp) for r in rows]).to(device),

@@ -116,6 +116,35 @@ def test_constant_groups_teach_nothing(name: str, window: Window, value: float, 
             assert all(value.isfinite() for value in result.metrics.values())
 
 
+@pytest.mark.parametrize("name", [*choices("advantage", "question_weight"), "normalize_then_sum", "no eps"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_constant_group_among_others_teaches_nothing(name: str, dtype: torch.dtype) -> None:
+    """Exactly 0: a rounding error would make it one of the groups that `informative_only` counts."""
+    algorithm = built(*VARIANTS[name])
+    for seed in range(20):
+        rewards = torch.rand(4, 5, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+        rewards[2] = rewards[2, 0].item()
+        advantages = algorithm.advantages({"a": rewards, "b": rewards.square()}, WEIGHTS)
+        assert advantages.ne(0).any(1).tolist() == [True, True, False, True]
+
+
+def test_a_sequences_clip_ratio_is_a_mean_over_rows_whatever_the_width() -> None:
+    """A micro-batch of one-token rows is as wide as its flags: three rows, two of them clipped, apart and together."""
+    algorithm = built("algorithm=grpo", "algorithm/kl=none", "algorithm.objective.level=sequence")
+    logp, old = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]]), torch.zeros(3, 2)
+    mask, advantages = torch.tensor([[1, 0], [1, 1], [1, 0]]), torch.ones(3)
+    totals = algorithm.totals(advantages, mask)
+    whole = algorithm.loss(logp, old, advantages, mask, totals=totals)[1]["clip_ratio/high_mean"]
+    apart = [
+        algorithm.loss(
+            logp[rows, :width], old[rows, :width], advantages[rows], mask[rows, :width], group_ids=ids, totals=totals
+        )[1]["clip_ratio/high_mean"]
+        for rows, width, ids in (([0, 2], 1, torch.tensor([1, 3])), ([1], 2, torch.tensor([2])))
+    ]
+    assert whole.item() == pytest.approx(2 / 3)
+    assert sum(apart).item() == pytest.approx(2 / 3)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_window_without_rows_or_tokens_is_zero(name: str) -> None:
     """What is left when dynamic sampling keeps nothing, or every completion is masked."""

@@ -12,6 +12,7 @@ from grpocli.algorithm.keep import All, Dynamic
 from grpocli.algorithm.kl import K1, K2, K3
 from grpocli.algorithm.objective import Cispo, Clip, Sapo
 from grpocli.algorithm.question_weight import Difficulty
+from grpocli.algorithm.statistics import constant_P1
 from grpocli.errors import ConfigError
 
 NAN = float("nan")
@@ -154,3 +155,11 @@ def test_bad_values_name_their_key(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         build_algorithm("algorithm=grpo", override)
     assert message in str(error.value)
+
+
+def test_scores_that_differ_by_rounding_are_equal() -> None:
+    scores = torch.tensor([[0.1 + 0.2, 0.3 + 0.0], [0.3, 0.3 + 1e-6]], dtype=torch.float64)
+    assert constant_P1(scores).squeeze(1).tolist() == [True, False]
+    algorithm = build_algorithm("algorithm=dapo", "algorithm.advantage.eps=0")
+    assert algorithm.kept({"r": scores}).tolist() == [False, True]
+    assert algorithm.advantages({"r": scores})[0].tolist() == [0.0, 0.0]

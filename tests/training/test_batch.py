@@ -80,3 +80,11 @@ def test_what_an_older_version_sampled_keeps_the_samplers_log_probs_as_old() -> 
     assert both is not None
     assert both[0].tolist() == [-1.0, -2.0, 0.0]
     assert both[1].isnan().all()
+
+
+def test_a_row_without_tokens() -> None:
+    batch = MicroBatch.build([row(2, 0), row(1, 2)], torch.device("cpu"))
+    assert batch.input_ids.dtype == batch.mask.dtype == torch.long
+    assert batch.mask.tolist() == [[0, 0], [1, 1]]
+    alone = MicroBatch.build([row(2, 0)], torch.device("cpu"))
+    assert alone.input_ids.tolist() == [[0, 1]]

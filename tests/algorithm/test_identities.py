@@ -1,0 +1,254 @@
+"""What the sources say is equal, is: one setting against another, on random windows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from algorithm.windows import NAN, WEIGHTS, Window, built, choices, deal, run, splits, windows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpocli.algorithm import Algorithm
+
+few = settings(max_examples=20, deadline=None)
+
+
+def rows(window: Window) -> torch.Tensor:
+    return torch.arange(len(window.mask))
+
+
+def assert_equal(
+    window: Window,
+    one: Algorithm,
+    other: Algorithm,
+    one_pieces: list[torch.Tensor] | None = None,
+    other_pieces: list[torch.Tensor] | None = None,
+) -> None:
+    """The same loss and gradient in float64, each split in its own way (the whole window unless given)."""
+    results = []
+    for algorithm, pieces in ((one, one_pieces), (other, other_pieces)):
+        advantages = algorithm.advantages(window.rewards, WEIGHTS).reshape(-1)
+        results.append(run(algorithm, window, advantages, pieces or [rows(window)], torch.float64))
+    torch.testing.assert_close(results[0].loss, results[1].loss, rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(results[0].gradient, results[1].gradient, rtol=1e-10, atol=1e-13)
+
+
+# TRL's pull request on Dr. GRPO: what the mean over a local batch's tokens is in its special cases. The KL term stays.
+
+
+def token_mean(scope: str) -> Algorithm:
+    return built("algorithm=grpo", "algorithm/aggregate=token_mean", f"algorithm.aggregate.scope={scope}")
+
+
+@given(window=windows())
+@few
+def test_a_token_mean_by_micro_batch_with_a_group_in_each_is_one_by_group(window: Window) -> None:
+    groups = [rows(window)[window.group_ids == i] for i in window.group_ids.unique()]
+    assert_equal(window, token_mean("micro_batch"), token_mean("group"), groups)
+
+
+@given(window=windows())
+@few
+def test_a_token_mean_by_micro_batch_with_a_row_in_each_is_the_sequence_mean(window: Window) -> None:
+    assert_equal(window, token_mean("micro_batch"), built("algorithm=grpo"), list(rows(window).split(1)))
+
+
+@given(window=windows(), split=splits())
+@few
+def test_a_token_mean_by_micro_batch_with_one_of_them_is_one_by_batch(
+    window: Window, split: tuple[int, int, int]
+) -> None:
+    assert_equal(window, token_mean("micro_batch"), token_mean("batch"), None, deal(len(window.mask), split))
+
+
+def test_a_token_mean_by_micro_batch_depends_on_the_split() -> None:
+    """The stated exception: rows of 1 and 3 tokens weigh 1/2 + 3/2 a token alone, and 4/4 together."""
+    algorithm = token_mean("micro_batch")
+    mask, ones = torch.tensor([[1, 0, 0], [1, 1, 1]]), torch.ones(2, 3)
+    advantages = torch.tensor([-1.0, 0.5])
+    together = algorithm.loss(ones, ones, advantages, mask, ref_logp=ones)[0]
+    totals = algorithm.totals(advantages, mask, torch.tensor([0, 1]), micro_batches=2)
+    apart = [
+        algorithm.loss(
+            ones[i : i + 1],
+            ones[i : i + 1],
+            advantages[i : i + 1],
+            mask[i : i + 1],
+            group_ids=torch.tensor([i]),
+            ref_logp=ones[i : i + 1],
+            totals=totals,
+        )[0]
+        for i in (0, 1)
+    ]
+    assert together.item() == pytest.approx((1 - 3 * 0.5) / 4)
+    assert sum(apart).item() == pytest.approx((1 - 0.5) / 2)
+
+
+# DGPO.
+
+
+@given(window=windows(), split=splits())
+@few
+def test_mathforges_two_factors_are_a_mean_over_informative_tokens(window: Window, split: tuple[int, int, int]) -> None:
+    """Its pull request to TRL, literally, on processes with uneven token counts, a micro-batch each.
+
+    zero_mask_ratio = tokens / tokens of valid samples (1 where there are none) multiplies the advantages;
+    global_balancing_ratio = processes x local tokens / tokens multiplies each process's token mean; gradients of
+    processes are averaged. A sample is valid where its group's standard deviation is not 0.
+    """
+    algorithm = built("algorithm=dgpo")
+    advantages = algorithm.advantages(window.rewards, WEIGHTS).reshape(-1)
+    scores = algorithm.scores(window.rewards, WEIGHTS)
+    valid = torch.tensor([len({x for x in group.tolist() if x == x}) > 1 for group in scores])
+    valid = valid.repeat_interleave(scores.shape[1])
+    lengths = window.mask.sum(1)
+    tokens, valid_tokens = int(lengths.sum()), int(lengths[valid].sum())
+    zero_mask_ratio = tokens / valid_tokens if valid_tokens else 1.0
+    leaf = window.logp.clone().requires_grad_()
+    shares = deal(len(lengths), (split[0], split[1], len(lengths)))
+    processes = len(shares)
+    loss = leaf.nan_to_num().sum() * 0
+    for share in shares:
+        local = int(lengths[share].sum())
+        balancing_ratio = processes * local / max(tokens, 1)
+        total = leaf.new_zeros(())
+        for row in share.tolist():
+            a = advantages[row] * zero_mask_ratio
+            for t in range(leaf.shape[1]):
+                if window.mask[row, t]:
+                    r = torch.exp(leaf[row, t] - window.old[row, t])
+                    total = total - torch.minimum(r * a, r.clamp(0.8, 1.2) * a)
+        loss = loss + total / max(local, 1) * balancing_ratio / processes
+    gradient = torch.autograd.grad(loss, leaf, allow_unused=True, materialize_grads=True)[0]
+    ours = run(algorithm, window, advantages, deal(len(lengths), split), torch.float64)
+    torch.testing.assert_close(ours.loss, loss.detach(), rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(ours.gradient[: len(lengths)], gradient, rtol=1e-10, atol=1e-13)
+
+
+@given(window=windows(), temperature=st.floats(0.05, 20))
+@few
+def test_difficulty_weights_sum_to_the_number_of_informative_groups(window: Window, temperature: float) -> None:
+    algorithm = built("algorithm=dgpo")
+    weigh = type(algorithm.question_weight)(temperature=temperature)
+    scores = algorithm.scores(window.rewards, WEIGHTS)
+    weights = weigh(scores, window.rewards["a"])
+    informative = torch.tensor([len({x for x in group.tolist() if x == x}) > 1 for group in scores])
+    assert weights[informative].sum().item() == pytest.approx(int(informative.sum()))
+    assert weights[~informative].eq(1).all()
+    assert (weights > 0).all()
+
+
+# DAPO and GRPO.
+
+
+@given(window=windows(), split=splits())
+@few
+def test_dapo_with_equal_clips_and_no_filter_is_grpo_with_a_token_mean(
+    window: Window, split: tuple[int, int, int]
+) -> None:
+    dapo = built("algorithm=dapo", "algorithm.objective.high=0.2", "algorithm/keep=all")
+    grpo = built("algorithm=grpo", "algorithm/kl=none", "algorithm/aggregate=token_mean")
+    assert dapo == grpo
+    assert_equal(window, dapo, grpo, None, deal(len(window.mask), split))
+    with_kl = built("algorithm=dapo", "algorithm.objective.high=0.2", "algorithm/keep=all", "algorithm/kl=k3")
+    assert_equal(window, with_kl, token_mean("batch"))
+
+
+# Parts that are others' special cases.
+
+
+@pytest.mark.parametrize("name", [*choices("objective"), "sequence level"])
+@given(window=windows())
+@settings(max_examples=10, deadline=None)
+def test_on_policy_every_objective_has_the_plain_policy_gradient(name: str, window: Window) -> None:
+    """Where pi = pi_old the gradient of a token is -A / (rows |o|), whatever the objective does with the ratio."""
+    overrides = choices("objective").get(name, ("algorithm.objective.level=sequence",))
+    algorithm = built("algorithm=grpo", "algorithm/kl=none", *overrides)
+    advantages = algorithm.advantages(window.rewards, WEIGHTS).reshape(-1)
+    leaf = window.logp.clone().requires_grad_()
+    loss, _ = algorithm.loss(leaf, window.logp, advantages, window.mask, group_ids=window.group_ids)
+    expected = -advantages[:, None] * window.mask / (len(advantages) * window.mask.sum(1, keepdim=True).clamp(min=1))
+    torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], expected, rtol=1e-10, atol=1e-13)
+
+
+@given(window=windows())
+@settings(max_examples=10, deadline=None)
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (("algorithm/tokens=top_entropy", "algorithm.tokens.quantile=1"), ()),
+        (("algorithm/entropy=bonus", "algorithm.entropy.coefficient=0"), ()),
+        (("algorithm.kl.beta=0",), ("algorithm/kl=none",)),
+        (("algorithm/correction=token_truncate", "algorithm.correction.min=1", "algorithm.correction.max=1"), ()),
+        (("algorithm.objective.delta=1e6", "algorithm.objective.dual=1e6"), ()),
+    ],
+)
+def test_a_part_that_is_switched_off_by_its_number_does_nothing(
+    one: tuple[str, ...], other: tuple[str, ...], window: Window
+) -> None:
+    assert_equal(window, built("algorithm=grpo", *one), built("algorithm=grpo", *other))
+
+
+@pytest.mark.parametrize("name", choices("correction"))
+@given(window=windows(), factor=st.floats(0.6, 1.9))
+@settings(max_examples=10, deadline=None)
+def test_a_correction_by_one_ratio_is_that_factor(name: str, window: Window, factor: float) -> None:
+    """Where every token's pi_trainer / pi_sampler is the same and in bounds, all four corrections multiply by it."""
+    plain = built("algorithm=drgrpo")
+    corrected = built("algorithm=drgrpo", *choices("correction")[name])
+    advantages = plain.advantages(window.rewards, WEIGHTS).reshape(-1)
+    sampler = window.old - torch.tensor(factor).log()
+    results = [
+        algorithm.loss(
+            window.logp, window.old, advantages, window.mask, group_ids=window.group_ids, rollout_logp=sampler
+        )[0]
+        for algorithm in (plain, corrected)
+    ]
+    expected = results[0] * (1 if name == "correction=none" else factor)
+    torch.testing.assert_close(results[1], expected, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", choices("correction"))
+def test_a_correction_carries_no_gradient(name: str) -> None:
+    """It is a weight: the only gradient is by the policy's log-probs, whatever else has one."""
+    algorithm = built("algorithm=drgrpo", *choices("correction")[name])
+    logp, sampler = torch.full((2, 3), -1.0, requires_grad=True), torch.full((2, 3), -1.1, requires_grad=True)
+    loss, _ = algorithm.loss(logp, logp.detach(), torch.tensor([1.0, -0.5]), torch.ones(2, 3), rollout_logp=sampler)
+    by_policy, by_sampler = torch.autograd.grad(loss, [logp, sampler], allow_unused=True)
+    assert by_policy.ne(0).all()
+    assert by_sampler is None
+
+
+@given(window=windows())
+@few
+def test_leave_one_out_is_the_centred_score_times_n_over_n_minus_1(window: Window) -> None:
+    """RLOO's baseline, and Dr. GRPO's: the same but for a factor of the number of scores."""
+    scores = built("algorithm=grpo").scores(window.rewards, WEIGHTS)
+    n = (~scores.isnan()).sum(1, keepdim=True)
+    rloo, center = (
+        built("algorithm=drgrpo", f"algorithm/advantage={name}").advantages(window.rewards, WEIGHTS)
+        for name in ("leave_one_out", "center")
+    )
+    torch.testing.assert_close(rloo * (n - 1), center * n, rtol=1e-10, atol=1e-13)
+
+
+@given(window=windows())
+@few
+def test_a_completion_without_a_score_is_as_if_it_was_not_sampled(window: Window) -> None:
+    """Its advantage is 0, and the others' are those of the group without it."""
+    for name, overrides in choices("advantage").items():
+        algorithm = built("algorithm=grpo", *overrides)
+        for i in range(len(window.rewards["a"])):
+            group = {reward: values[i : i + 1] for reward, values in window.rewards.items()}
+            there = ~torch.stack(list(group.values())).isnan().all(0)[0]
+            whole = algorithm.advantages(group, WEIGHTS)[0]
+            assert whole[~there].eq(0).all(), name
+            if there.any():
+                part = algorithm.advantages({reward: v[:, there] for reward, v in group.items()}, WEIGHTS)[0]
+                torch.testing.assert_close(whole[there], part, rtol=1e-10, atol=1e-13)
+
+
+def test_rewards_that_do_not_apply_anywhere_teach_nothing() -> None:
+    for name in choices("advantage", "question_weight"):
+        algorithm = built("algorithm=grpo", f"algorithm/{name}")
+        assert algorithm.advantages({"r": torch.full((2, 3), NAN)}).eq(0).all()

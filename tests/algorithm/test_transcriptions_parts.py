@@ -1,0 +1,539 @@
+"""Every choice of every part against its source's formula, written out with loops in float64.
+
+Nothing here is shared with the package: tokens are visited one by one, `min`, `max` and quantiles are Python's, and
+log-probs outside of the mask are NaN, which a literal sum over the tokens of an output never meets.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import pytest
+import torch
+from algorithm.windows import built, choices
+
+from grpocli.data import Completion, Prompt, Rollout
+from grpocli.training.batch import Row
+
+Test = TypeVar("Test", bound=Callable[..., None])
+P, G, T = 3, 4, 6
+NAN = float("nan")
+TRANSCRIBED: set[str] = set()
+
+
+def transcribes(*choices: str) -> Callable[[Test], Test]:
+    """Say which choices (`kl=k3`) the test writes out, for the last test of this file."""
+
+    def mark(test: Test) -> Test:
+        TRANSCRIBED.update(choices)
+        return test
+
+    return mark
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rewards [P, G]; log-probs and entropies [P x G, T]; which positions are tokens of the output [P x G, T]."""
+
+    rewards: torch.Tensor
+    logp: torch.Tensor
+    entropy: torch.Tensor
+    old: torch.Tensor
+    ref: torch.Tensor
+    sampler: torch.Tensor
+    mask: torch.Tensor
+
+    def tokens(self, i: int, k: int) -> list[tuple[int, int]]:
+        """Where output k of question i has its tokens."""
+        row = i * G + k
+        return [(row, t) for t in range(T) if self.mask[row, t]]
+
+    def ratio(self, at: tuple[int, int]) -> torch.Tensor:
+        """pi / pi_old."""
+        return torch.exp(self.logp[at]) / torch.exp(self.old[at])
+
+
+def make_batch(seed: int, noise: float = 0.3) -> Batch:
+    """Ragged outputs with gaps (words of an environment); rewards of which the first question's are constant."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    lengths = torch.randint(1, T + 1, (P * G, 1), generator=g)
+    mask = (torch.arange(T) < lengths) & (torch.rand(P * G, T, generator=g) < 0.8)
+    mask[:, 0] |= ~mask.any(1)  # a paper's output has a token
+    rewards = torch.randint(0, 3, (P, G), generator=g).double() / 2
+    rewards[0] = 0.7
+    rewards[1:, :2] = torch.tensor([0.0, 1.0])
+    logp = -normal(P * G, T).abs()
+
+    def outside_nan(x: torch.Tensor) -> torch.Tensor:
+        return x.masked_fill(~mask, NAN)
+
+    return Batch(
+        rewards=rewards,
+        logp=outside_nan(logp).requires_grad_(),
+        entropy=outside_nan(normal(P * G, T).abs()).requires_grad_(),
+        old=outside_nan(logp + noise * normal(P * G, T)),
+        ref=outside_nan(logp + noise * normal(P * G, T)),
+        sampler=outside_nan(logp + noise * normal(P * G, T)),
+        mask=mask.long(),
+    )
+
+
+@pytest.fixture(params=range(4))
+def batch(request: pytest.FixtureRequest) -> Batch:
+    return make_batch(request.param)
+
+
+def smaller(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a if a.item() <= b.item() else b
+
+
+def larger(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a if a.item() >= b.item() else b
+
+
+def clip(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """x between low and high; outside, the nearer of them, a number without gradient."""
+    if x.item() < low:
+        return torch.tensor(low, dtype=torch.float64)
+    return torch.tensor(high, dtype=torch.float64) if x.item() > high else x
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def group_advantage(rewards: torch.Tensor, k: int) -> float:
+    """(r_k - mean) / std, to which a constant group adds nothing: 0 / 0 = 0."""
+    r = rewards.tolist()
+    return 0.0 if len(set(r)) == 1 else (r[k] - mean(r)) / statistics.stdev(r)
+
+
+def outputs() -> Iterator[tuple[int, int]]:
+    return ((i, k) for i in range(P) for k in range(G))
+
+
+def assert_same(batch: Batch, objective: torch.Tensor, *overrides: str, weights: torch.Tensor | None = None) -> None:
+    """The loss is minus the objective, and so are their gradients, to a relative 1e-10.
+
+    weights: advantages [P x G] to use instead of those of the algorithm.
+    """
+    algorithm = built(*overrides)
+    advantages = algorithm.advantages({"r": batch.rewards}).reshape(-1) if weights is None else weights
+    loss, _ = algorithm.loss(
+        batch.logp,
+        batch.old,
+        advantages,
+        batch.mask,
+        group_ids=torch.arange(P).repeat_interleave(G),
+        ref_logp=batch.ref,
+        rollout_logp=batch.sampler,
+        entropy=batch.entropy,
+    )
+    leaves = [batch.logp, batch.entropy]
+    ours = torch.cat(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
+    theirs = torch.cat(torch.autograd.grad(-objective, leaves, allow_unused=True, materialize_grads=True))
+    assert (theirs.abs() > 1e-6).any(), "a test of nothing"
+    assert (loss + objective).abs() <= 1e-10 * objective.abs()
+    assert (ours - theirs).abs().max() <= 1e-10 * theirs.abs().max()
+    assert ((ours == 0) == (theirs == 0)).all()
+
+
+# The policy-gradient term.
+
+CLIP = ("algorithm=grpo", "algorithm/kl=none", "algorithm.advantage.eps=0")
+
+
+@transcribes("objective=clip", "advantage=std", "aggregate=sequence_mean", "tokens=all", "correction=none", "kl=none")
+def test_gspo(batch: Batch) -> None:
+    """GSPO, equations 5 to 7: the mean over outputs of min(s A, clip(s) A), s = (pi / pi_old)^(1 / |y|)."""
+    objective = torch.zeros((), dtype=torch.float64)
+    for i, k in outputs():
+        tokens = batch.tokens(i, k)
+        s = math.prod(batch.ratio(at) for at in tokens) ** (1 / len(tokens))
+        a = group_advantage(batch.rewards[i], k)
+        objective = objective + smaller(s * a, clip(s, 1 - 0.1, 1 + 0.15) * a) / G
+    options = ("algorithm.objective.level=sequence", "algorithm.objective.low=0.1", "algorithm.objective.high=0.15")
+    assert_same(batch, objective / P, *CLIP, *options)
+
+
+@transcribes("objective=cispo", "aggregate=token_mean")
+def test_cispo(batch: Batch) -> None:
+    """MiniMax-M1, equations 4 and 5, without a lower bound as they ran it: sg(clip(r)) A log pi."""
+    objective = torch.zeros((), dtype=torch.float64)
+    for i in range(P):
+        length = sum(len(batch.tokens(i, k)) for k in range(G))
+        for k in range(G):
+            a = group_advantage(batch.rewards[i], k)
+            for at in batch.tokens(i, k):
+                weight = clip(batch.ratio(at), -math.inf, 1 + 0.2).item()
+                objective = objective + weight * a * batch.logp[at] / length
+    options = ("algorithm/objective=cispo", "algorithm.objective.high=0.2", "algorithm/aggregate=token_mean")
+    assert_same(batch, objective / P, *CLIP, *options, "algorithm.aggregate.scope=group")
+
+
+@transcribes("objective=sapo")
+@pytest.mark.parametrize("tau", [(1.0, 1.05), (3.0, 0.5)])
+def test_sapo(batch: Batch, tau: tuple[float, float]) -> None:
+    """SAPO, equations 5 and 6: f(r) A, f(x) = sigmoid(tau (x - 1)) 4 / tau, tau by the sign of A."""
+    objective = torch.zeros((), dtype=torch.float64)
+    for i, k in outputs():
+        a = group_advantage(batch.rewards[i], k)
+        t = tau[0] if a > 0 else tau[1]
+        for at in batch.tokens(i, k):
+            gate = 1 / (1 + torch.exp(-t * (batch.ratio(at) - 1))) * 4 / t
+            objective = objective + gate * a / len(batch.tokens(i, k)) / G
+    options = (f"algorithm.objective.tau_positive={tau[0]}", f"algorithm.objective.tau_negative={tau[1]}")
+    assert_same(batch, objective / P, *CLIP, "algorithm/objective=sapo", *options)
+
+
+def token_mean(batch: Batch, term: Callable[[tuple[int, int], float], torch.Tensor]) -> torch.Tensor:
+    """The mean of `term` over all tokens, given where they are and their output's advantage."""
+    total = torch.zeros((), dtype=torch.float64)
+    for i, k in outputs():
+        for at in batch.tokens(i, k):
+            total = total + term(at, group_advantage(batch.rewards[i], k))
+    return total / sum(len(batch.tokens(i, k)) for i, k in outputs())
+
+
+TOKEN_MEAN = (*CLIP, "algorithm/aggregate=token_mean")
+
+
+def clipped(batch: Batch, at: tuple[int, int], a: float) -> torch.Tensor:
+    """min(r A, clip(r, 0.8, 1.2) A)."""
+    return smaller(batch.ratio(at) * a, clip(batch.ratio(at), 0.8, 1.2) * a)
+
+
+def test_dual_clip(batch: Batch) -> None:
+    """Mastering Complex Control in MOBA Games, equation 5: max(min(r A, clip(r) A), c A) where A < 0."""
+
+    def term(at: tuple[int, int], a: float) -> torch.Tensor:
+        floor = torch.tensor(1.3 * a, dtype=torch.float64)
+        return larger(clipped(batch, at, a), floor) if a < 0 else clipped(batch, at, a)
+
+    assert_same(batch, token_mean(batch, term), *TOKEN_MEAN, "algorithm.objective.dual=1.3")
+
+
+def test_delta(batch: Batch) -> None:
+    """INTELLECT-2, section 3.4: min(min(r, delta) A, clip(r) A)."""
+
+    def term(at: tuple[int, int], a: float) -> torch.Tensor:
+        r = batch.ratio(at)
+        return smaller(clip(r, -math.inf, 1.3) * a, clip(r, 0.8, 1.2) * a)
+
+    assert_same(batch, token_mean(batch, term), *TOKEN_MEAN, "algorithm.objective.delta=1.3")
+
+
+# The gap between sampler and trainer.
+
+
+@transcribes(
+    "correction=token_truncate", "correction=token_mask", "correction=sequence_truncate", "correction=sequence_mask"
+)
+@pytest.mark.parametrize("bound", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_corrections(batch: Batch, level: str, bound: str) -> None:
+    """rho = pi_trainer / pi_sampler times the term; of a sequence the geometric mean (NeMo RL's GRPO guide)."""
+
+    def rho(at: tuple[int, int]) -> float:
+        row = batch.tokens(*divmod(at[0], G)) if level == "sequence" else [at]
+        gap = math.prod(math.exp(batch.old[x].item()) / math.exp(batch.sampler[x].item()) for x in row)
+        ratio = gap ** (1 / len(row))
+        if bound == "mask":
+            return ratio if 0.8 <= ratio <= 1.25 else 0.0
+        return min(max(ratio, 0.8), 1.25)
+
+    objective = token_mean(batch, lambda at, a: rho(at) * clipped(batch, at, a))
+    options = (
+        f"algorithm/correction={level}_{bound}",
+        "algorithm.correction.min=0.8",
+        "algorithm.correction.max=1.25",
+    )
+    assert_same(batch, objective, *TOKEN_MEAN, *options)
+
+
+# The reference.
+
+
+@transcribes("kl=k1", "kl=k2", "kl=k3")
+@pytest.mark.parametrize("on_policy", [False, True])
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_kl(batch: Batch, name: str, on_policy: bool) -> None:
+    """Schulman's estimators, r = pi_ref / pi; on policy, times pi / pi_old with its gradient (NeMo RL's GRPO guide)."""
+
+    def term(at: tuple[int, int], a: float) -> torch.Tensor:
+        r = torch.exp(batch.ref[at]) / torch.exp(batch.logp[at])
+        estimate = {"k1": -torch.log(r), "k2": torch.log(r) ** 2 / 2, "k3": (r - 1) - torch.log(r)}[name]
+        weight = torch.exp(batch.logp[at]) / torch.exp(batch.old[at]) if on_policy else 1.0
+        return clipped(batch, at, a) - 0.3 * weight * estimate
+
+    options = (f"algorithm/kl={name}", "algorithm.kl.beta=0.3", f"algorithm.kl.on_policy={on_policy}")
+    assert_same(batch, token_mean(batch, term), *CLIP, "algorithm/aggregate=token_mean", *options)
+
+
+def test_a_correction_leaves_the_kl_term_alone(batch: Batch) -> None:
+    """NeMo RL's guide multiplies "the first term of the loss function" only."""
+
+    def term(at: tuple[int, int], a: float) -> torch.Tensor:
+        rho = math.exp(batch.old[at].item() - batch.sampler[at].item())
+        r = torch.exp(batch.ref[at] - batch.logp[at])
+        return (rho if 0.8 <= rho <= 2 else 0.0) * clipped(batch, at, a) - 0.3 * (r - 1 - torch.log(r))
+
+    options = ("algorithm/correction=token_mask", "algorithm.correction.min=0.8", "algorithm/kl=k3")
+    assert_same(batch, token_mean(batch, term), *TOKEN_MEAN, *options, "algorithm.kl.beta=0.3")
+
+
+# Entropy.
+
+
+def quantile(values: list[float], q: float) -> float:
+    """Linear between two values."""
+    at = q * (len(values) - 1)
+    low, high = sorted(values)[math.floor(at)], sorted(values)[math.ceil(at)]
+    return low + (high - low) * (at - math.floor(at))
+
+
+@transcribes("tokens=top_entropy")
+@pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
+def test_top_entropy(batch: Batch, share: float) -> None:
+    """Beyond the 80/20 Rule, equation 6: I[H >= tau] times the term, over the number of all tokens."""
+    entropies = [batch.entropy[at].item() for i, k in outputs() for at in batch.tokens(i, k)]
+    tau = quantile(entropies, 1 - share)
+    assert sum(h >= tau for h in entropies) == pytest.approx(share * len(entropies), abs=1)
+
+    def term(at: tuple[int, int], a: float) -> torch.Tensor:
+        r = torch.exp(batch.ref[at] - batch.logp[at])
+        indicator = 1.0 if batch.entropy[at].item() >= tau else 0.0
+        return indicator * clipped(batch, at, a) - 0.04 * (r - 1 - torch.log(r))
+
+    options = ("algorithm/tokens=top_entropy", f"algorithm.tokens.quantile={share}", "algorithm/kl=k3")
+    assert_same(batch, token_mean(batch, term), *TOKEN_MEAN, *options)
+
+
+@transcribes("entropy=bonus", "entropy=none")
+def test_entropy_bonus(batch: Batch) -> None:
+    """A3C, section 4: the objective plus coefficient x H of every token."""
+    objective = token_mean(batch, lambda at, a: clipped(batch, at, a) + 0.05 * batch.entropy[at])
+    assert_same(batch, objective, *TOKEN_MEAN, "algorithm/entropy=bonus", "algorithm.entropy.coefficient=0.05")
+    assert_same(batch, token_mean(batch, lambda at, a: clipped(batch, at, a)), *TOKEN_MEAN, "algorithm/entropy=none")
+
+
+# How token losses become one number. Advantages are given: those of the first question are all 0.
+
+
+def aggregated(batch: Batch, advantages: torch.Tensor, divisor: Callable[[int, int], float]) -> torch.Tensor:
+    """The sum of every token's term over the divisor of its question and output."""
+    total = torch.zeros((), dtype=torch.float64)
+    for i, k in outputs():
+        for at in batch.tokens(i, k):
+            kl = torch.exp(batch.ref[at] - batch.logp[at]) - (batch.ref[at] - batch.logp[at]) - 1
+            counted = divisor(i, k)
+            if math.isfinite(counted):
+                total = total + (clipped(batch, at, advantages[i, k].item()) - 0.04 * kl) / counted
+    return total
+
+
+@transcribes("aggregate=sequence_mean", "aggregate=token_mean", "aggregate=constant")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sequence_mean", ["algorithm/aggregate=sequence_mean"]),
+        ("constant", ["algorithm/aggregate=constant", "algorithm.aggregate.length=7"]),
+        ("batch", ["algorithm/aggregate=token_mean"]),
+        ("group", ["algorithm/aggregate=token_mean", "algorithm.aggregate.scope=group"]),
+        ("informative batch", ["algorithm/aggregate=token_mean", "algorithm.aggregate.informative_only=true"]),
+        (
+            "informative group",
+            [
+                "algorithm/aggregate=token_mean",
+                "algorithm.aggregate.scope=group",
+                "algorithm.aggregate.informative_only=true",
+            ],
+        ),
+    ],
+)
+def test_aggregates(batch: Batch, name: str, options: list[str]) -> None:
+    """What each divides by; with informative_only, tokens and questions without any advantage are not there."""
+    lengths = [[len(batch.tokens(i, k)) for k in range(G)] for i in range(P)]
+    generator = torch.Generator().manual_seed(5)
+    advantages = torch.randn(P, G, generator=generator, dtype=torch.float64)
+    advantages[0] = 0
+    counted = range(1, P) if "informative" in name else range(P)
+    divisors: dict[str, Callable[[int, int], float]] = {
+        "sequence_mean": lambda i, k: P * G * lengths[i][k],
+        "constant": lambda i, k: P * G * 7,
+        "batch": lambda i, k: sum(sum(lengths[j]) for j in counted) if i in counted else math.inf,
+        "group": lambda i, k: len(counted) * sum(lengths[i]) if i in counted else math.inf,
+    }
+    objective = aggregated(batch, advantages, divisors[name.split()[-1]])
+    assert_same(batch, objective, "algorithm=grpo", *options, weights=advantages.reshape(-1))
+
+
+def test_a_masked_completion_counts_as_a_row_and_not_as_tokens(batch: Batch) -> None:
+    """DAPO, section 3.4, overlong filtering: the loss of truncated samples is masked; each is still one of G."""
+    cut = {(1, 0), (2, 3)}
+    rows = []
+    for i, k in outputs():
+        n = T if (i, k) in cut else int(batch.mask[i * G + k].nonzero().max()) + 1
+        reason, mask = ("length" if (i, k) in cut else "stop"), batch.mask[i * G + k, :n].tolist()
+        done = Completion([3] * n, [0.0] * n, reason, 1, mask)
+        rows.append(Row.of(Rollout(Prompt("u", [2], "x"), done, "y"), 0.0, i, mask_truncated=True, version=1))
+    mask = torch.zeros(P * G, T, dtype=torch.long)
+    for row, made in enumerate(rows):
+        mask[row, : len(made.mask)] = torch.tensor(made.mask)
+    masked = replace(batch, mask=mask)
+    a = [[group_advantage(batch.rewards[i], k) for k in range(G)] for i in range(P)]
+    advantages = torch.tensor(a, dtype=torch.float64)
+    total = sum(len(batch.tokens(i, k)) for i, k in outputs() if (i, k) not in cut)
+    for divisor, aggregate in (
+        (lambda i, k: math.inf if (i, k) in cut else P * G * len(batch.tokens(i, k)), "sequence_mean"),
+        (lambda i, k: math.inf if (i, k) in cut else P * G * 256, "constant algorithm.aggregate.length=256"),
+        (lambda i, k: math.inf if (i, k) in cut else total, "token_mean"),
+    ):
+        objective = aggregated(batch, advantages, divisor)
+        options = f"algorithm/aggregate={aggregate}".split()
+        assert_same(masked, objective, "algorithm=grpo", "algorithm.advantage.eps=0", *options)
+
+
+# Advantages and question weights. Rewards of four questions: with gaps, constant, one alone, none.
+
+
+def rewards(seed: int) -> torch.Tensor:
+    values = torch.randn(5, G, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    values[1, 2] = NAN
+    values[2] = 0.1
+    values[3, 1:] = NAN
+    values[4] = NAN
+    return values
+
+
+def scored(group: list[float]) -> list[float]:
+    return [r for r in group if not math.isnan(r)]
+
+
+def literal_advantage(name: str, eps: float, groups: list[list[float]], i: int, k: int) -> float:
+    r, group = groups[i][k], scored(groups[i])
+    if math.isnan(r) or len(set(group)) == 1:
+        return 0.0
+    centre = r - mean(group)
+    everything = [x for g in groups for x in scored(g)]
+    if name == "std":
+        return centre / (statistics.stdev(group) + eps)
+    if name == "batch_std":
+        return centre / (statistics.stdev(everything) + eps)
+    if name == "mad":
+        return centre / (mean([abs(x - mean(group)) for x in group]) + eps)
+    if name == "leave_one_out":
+        return r - (sum(group) - r) / (len(group) - 1)
+    return centre
+
+
+@transcribes("advantage=std", "advantage=center", "advantage=mad", "advantage=batch_std", "advantage=leave_one_out")
+@transcribes("question_weight=uniform")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["std", "center", "mad", "batch_std", "leave_one_out"])
+def test_advantages(name: str, seed: int) -> None:
+    """DeepSeekMath 4.1.2; Dr. GRPO 3.2; MathForge's MAD; Tricks or Traps' batch std; RLOO, equation 9."""
+    has_eps = name in ("std", "mad", "batch_std")
+    for eps in (1e-4, 0.1) if has_eps else (0.0,):
+        values = rewards(seed)
+        groups = values.tolist()
+        expected = [[literal_advantage(name, eps, groups, i, k) for k in range(G)] for i in range(len(groups))]
+        options = [f"algorithm.advantage.eps={eps}"] if has_eps else []
+        ours = built("algorithm=drgrpo", f"algorithm/advantage={name}", *options).advantages({"r": values})
+        torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-14)
+        assert (ours[2:] == 0).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_several_rewards_are_summed_then_normalised(seed: int) -> None:
+    """r = the sum of weight x reward over those that apply; advantage 0 where none does."""
+    a, b = rewards(seed), rewards(seed + 10).roll(1, 0)
+    groups = [
+        [
+            sum(scored([2.0 * x, 0.5 * y])) if scored([x, y]) else NAN
+            for x, y in zip(row_a, row_b, strict=True)
+        ]
+        for row_a, row_b in zip(a.tolist(), b.tolist(), strict=True)
+    ]  # fmt: skip
+    expected = [[literal_advantage("std", 1e-4, groups, i, k) for k in range(G)] for i in range(len(groups))]
+    ours = built("algorithm=grpo").advantages({"a": a, "b": b}, {"a": 2.0, "b": 0.5})
+    torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_normalize_then_sum(seed: int) -> None:
+    """GDPO: each reward normalised in its group, their weighted sum over the batch."""
+    a, b = rewards(seed), rewards(seed + 10).roll(1, 0)
+    first, second = a.tolist(), b.tolist()
+    sums = [
+        [
+            2.0 * literal_advantage("std", 1e-4, first, i, k) + 0.5 * literal_advantage("std", 1e-4, second, i, k)
+            if scored([first[i][k], second[i][k]])
+            else NAN
+            for k in range(G)
+        ]
+        for i in range(len(first))
+    ]
+    everything = [x for row in sums for x in scored(row)]
+    centre, scale = mean(everything), statistics.stdev(everything) + 1e-4
+    expected = [[0.0 if math.isnan(x) else (x - centre) / scale for x in row] for row in sums]
+    algorithm = built("algorithm=grpo", "algorithm.combine=normalize_then_sum")
+    ours = algorithm.advantages({"a": a, "b": b}, {"a": 2.0, "b": 0.5})
+    torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-13)
+
+
+@transcribes("question_weight=difficulty")
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_difficulty(temperature: float) -> None:
+    """MathForge's pull request: (questions - constant ones) x softmax(-mean accuracy / T), constant ones 1.
+
+    A mean accuracy of 0 or NaN is set to 1 in the softmax. The accuracy need not be the score.
+    """
+    accuracy = [[0.0, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1], [NAN, NAN, NAN, NAN], [NAN, 0, 0, 1], [0, 0, 1, 0]]
+    style = [[0.0, 0, 0, 0], [0.3, 0, 0, 0], [0.2, 0.2, 0.2, 0.2], [0.1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0.5, 0]]
+    scores = [[sum(scored([x, y])) for x, y in zip(*rows, strict=True)] for rows in zip(accuracy, style, strict=True)]
+    informative = [i for i, group in enumerate(scores) if len(set(group)) > 1]
+    assert informative == [0, 1, 3, 4, 5]
+    means = {i: mean(scored(accuracy[i]) or [0.0]) or 1.0 for i in informative}
+    total = sum(math.exp(-m / temperature) for m in means.values())
+    weight = {i: len(informative) * math.exp(-means[i] / temperature) / total for i in informative}
+    assert sum(weight.values()) == pytest.approx(len(informative))
+    expected = [
+        [weight.get(i, 1.0) * (group[k] - mean(group)) if len(set(group)) > 1 else 0.0 for k in range(G)]
+        for i, group in enumerate(scores)
+    ]
+    algorithm = built(
+        "algorithm=dgpo",
+        "algorithm/advantage=center",
+        f"algorithm.question_weight.temperature={temperature}",
+        "algorithm.question_weight.reward=accuracy",
+    )
+    ours = algorithm.advantages(
+        {
+            "style": torch.tensor(style, dtype=torch.float64),
+            "accuracy": torch.tensor(accuracy, dtype=torch.float64),
+        }
+    )
+    torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-14)
+
+
+@transcribes("keep=all", "keep=dynamic")
+def test_dynamic_sampling_keeps_what_is_neither_all_right_nor_all_wrong() -> None:
+    """DAPO, equation 11: 0 < the number of right outputs < G, for every group of four right or wrong outputs."""
+    rights = [[float(n >> bit & 1) for bit in range(G)] for n in range(2**G)]
+    scores = torch.tensor(rights)
+    assert built("algorithm=dapo").keep(scores).tolist() == [0 < sum(row) < G for row in rights]
+    assert built("algorithm=grpo").keep(scores).all()
+
+
+def test_every_choice_of_every_part_is_written_out_here() -> None:
+    """A new part needs its formula in this file."""
+    assert set(choices()) == TRANSCRIBED
