@@ -128,8 +128,9 @@ class Collector:
             )
         metrics = {
             "sampling/rounds": step.rounds,
-            "sampling/kept": len(step.kept) / len(step.seen) if step.seen else 1.0,
+            "sampling/kept": len(wanted),
             "sampling/carried": len(carried),
+            "sampling/acceptance": len(step.kept) / len(step.seen) if step.seen else 1.0,
             "tokens/generated": float(sum(len(r.completion.token_ids) for g in step.seen for r in g.rollouts)),
         }
         shown = self._metrics(step.seen or wanted)

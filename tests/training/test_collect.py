@@ -64,7 +64,7 @@ def test_all_groups_are_kept_in_one_round() -> None:
     assert [g.uid for g in got.groups] == ["0", "1", "2"]
     assert got.advantages[1:].eq(0).all()
     assert (sampler.asked, made.draws) == ([3], 3)
-    assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (1, 1.0)
+    assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (1, 3)
     assert got.metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)
 
 
@@ -74,7 +74,8 @@ def test_constant_groups_are_replaced_by_others() -> None:
     assert [g.uid for g in got.groups] == ["0", "4", "5"]
     assert sampler.asked == [3, 6]  # two are missing, and one of three was kept: six should give two
     assert made.draws == 9
-    assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (2, pytest.approx(4 / 9))
+    assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (2, 3)
+    assert got.metrics["sampling/acceptance"] == pytest.approx(4 / 9)
     assert got.metrics["time/reward"] == 2
     assert got.advantages.abs().min() > 0
     assert made.carried == []
@@ -94,7 +95,7 @@ def test_when_the_rounds_are_used_up() -> None:
     got = made.collect()
     assert [g.uid for g in got.groups] == ["0"]
     assert sampler.asked == [3, 6, 12, 12]
-    assert got.metrics["sampling/rounds"] == 4
+    assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (4, 1)
     made, _ = collector([FLAT], "algorithm=dapo", "algorithm.keep.on_exhausted=error")
     with pytest.raises(RunError, match=r"algorithm\.keep\.max_rounds=10: only 0 of 3 prompts"):
         made.collect()
@@ -123,7 +124,7 @@ def test_carried_groups_never_wait_for_more_than_one_step() -> None:
     got = made.collect()
     assert sampler.asked == [2, 4, 8], "nothing is sampled where enough was carried"
     assert [g.uid for g in got.groups] == ["8", "9"]
-    assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (0, 1.0)
+    assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (0, 2)
     assert got.metrics["reward"] == 0.5
     assert made.carried == []
 
