@@ -15,6 +15,10 @@ from grpocli.config.parts import one_of, part, require
 if TYPE_CHECKING:
     from torch import Tensor
 
+FARTHEST = 20.0
+"""Nats. Ratios beyond exp(+-20) count as that, without gradient: no clip range reaches so far, and exp(89), infinite in
+float32, would make NaN of an advantage of 0."""
+
 RATIO = "r_it = π_θ(o_it) / π_old(o_it)"
 
 
@@ -110,7 +114,7 @@ class Cispo:
     def __call__(
         self, logp_BT: Tensor, old_logp_BT: Tensor, advantages_B: Tensor, mask_BT: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = (logp_BT.detach() - old_logp_BT).exp()
+        ratio = log_ratio(logp_BT.detach(), old_logp_BT, mask_BT, "token").exp()
         advantages_B1 = advantages_B.unsqueeze(1)
         loss_BT = -ratio.clamp(max=1 + self.high) * advantages_B1 * logp_BT
         return loss_BT, {"high": (ratio > 1 + self.high) & (advantages_B1 > 0)}
@@ -141,7 +145,7 @@ class Sapo:
     def __call__(
         self, logp_BT: Tensor, old_logp_BT: Tensor, advantages_B: Tensor, mask_BT: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = (logp_BT - old_logp_BT).exp()
+        ratio = log_ratio(logp_BT, old_logp_BT, mask_BT, "token").exp()
         advantages_B1 = advantages_B.unsqueeze(1)
         tau_B1 = advantages_B1.new_full((), self.tau_positive).where(
             advantages_B1 > 0, advantages_B1.new_full((), self.tau_negative)
@@ -164,7 +168,7 @@ class Sapo:
 
 def log_ratio(logp_BT: Tensor, base_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
     """log(pi / base) of each token [B, T], or its mean over the sequence's tokens [B, 1]."""
-    difference_BT = (logp_BT - base_BT) * mask_BT
+    difference_BT = ((logp_BT - base_BT) * mask_BT).clamp(-FARTHEST, FARTHEST)
     if level == "token":
         return difference_BT
     return difference_BT.sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)

@@ -45,6 +45,14 @@ def explain(error: Exception, overrides: list[str], config_name: str) -> str:
         group = re.search(r"Could not override '([^']+)'\.\s*No match in the defaults list", text)
         if unknown or group:
             return _unknown_key((group or unknown)[1], overrides, config_name)  # type: ignore[index]
+    missing_in_part = re.search(r"^In '([^']+)'.*Key '(\w+)' not in '(\w+)'\s*full_key: (\S+)", text, re.DOTALL)
+    if missing_in_part:
+        config, _, cls, key = missing_in_part.groups()
+        group = key.rpartition(".")[0].replace(".", "/")
+        return (
+            f"{config} sets {key}, which the choice of {group} ({cls}) does not have; keep the choice that it makes, "
+            "or start from another config"
+        )
     return " ".join(text.split("Config search path")[0].split())
 
 
@@ -96,13 +104,11 @@ def nearest_leaf(key: str, keys: list[str]) -> str:
 def known_keys(overrides: list[str], config_name: str) -> list[str]:
     """Every key and group of the config that the group choices among `overrides` compose."""
     from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
 
-    from grpocli.config.compose import conf_dir
+    from grpocli.config.compose import beside_another_hydra, conf_dir
 
     groups = [text for text in overrides if _is_group_choice(text)]
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(conf_dir(), version_base="1.3"):
+    with beside_another_hydra(), initialize_config_dir(conf_dir(), version_base="1.3"):
         for attempt in (groups, []):
             try:
                 config = compose(config_name, overrides=attempt)

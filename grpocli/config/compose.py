@@ -51,14 +51,14 @@ def compose(overrides: list[str], config_name: str = "train") -> DictConfig:
     register_parts()
     with (
         friendly(overrides, config_name),
-        _beside_another_hydra(),
+        beside_another_hydra(),
         initialize_config_dir(conf_dir(), version_base="1.3"),
     ):
         return cast("DictConfig", hydra_compose(config_name, overrides=overrides))
 
 
 @contextmanager
-def _beside_another_hydra() -> Iterator[None]:
+def beside_another_hydra() -> Iterator[None]:
     """Hydra is one for a process: a program that is a Hydra app itself gets its own back."""
     from hydra.core.global_hydra import GlobalHydra
 

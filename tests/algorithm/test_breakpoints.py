@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpocli import build_algorithm
 from grpocli.algorithm.objective import Cispo, Clip
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Sample
@@ -111,3 +112,14 @@ def test_overlong_is_equation_13_at_every_length(limit: int, data: st.DataObject
     buffer = data.draw(st.integers(1, limit))
     lengths = list(range(limit + 3))
     assert punished(lengths, limit, buffer) == pytest.approx([overlong(n, limit, buffer) for n in lengths])
+
+
+@pytest.mark.parametrize("objective", ["clip", "cispo", "sapo"])
+@pytest.mark.parametrize("gap", [95.0, -95.0])
+def test_ratios_that_overflow_make_no_nan(objective: str, gap: float) -> None:
+    algorithm = build_algorithm("algorithm=dapo", f"algorithm/objective={objective}")
+    logp = torch.full((3, 2), -1.0, requires_grad=True)
+    loss, metrics = algorithm.loss(logp, logp.detach() - gap, torch.tensor([1.0, 0.0, -1.0]), torch.ones(3, 2))
+    assert loss.isfinite()
+    assert torch.autograd.grad(loss, logp)[0].isfinite().all()
+    assert all(metrics[name].isfinite() for name in metrics if name.startswith("clip_ratio"))

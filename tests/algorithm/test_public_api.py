@@ -38,6 +38,8 @@ def test_a_hydra_app_keeps_its_own_hydra(tmp_path: Path) -> None:
         assert grpocli.build_algorithm("algorithm=drgrpo").kl.beta == 0
         with pytest.raises(ConfigError):
             grpocli.build_algorithm("algorithm=dr_grpo")
+        with pytest.raises(ConfigError):
+            grpocli.build_algorithm("algorithm.keeep=1")
         assert compose("mine").x == 1
 
 

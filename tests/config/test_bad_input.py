@@ -41,6 +41,7 @@ BAD = [
     ("algorithm/tokens=top_entropy algorithm.tokens.quantile=0", "algorithm.tokens.quantile=0.0: must be above 0"),
     ("algorithm/entropy=bonus algorithm.entropy.coefficient=-1", "algorithm.entropy.coefficient=-1.0: must be 0 or"),
     ("algorithm=dapo algorithm.keep.reward=style", "algorithm.keep.reward=style: choose one of this run's rewards"),
+    ("recipe=dapo-small algorithm/keep=all", "dapo-qwen2.5-32b sets algorithm.keep.reward, which the choice of"),
     ("algorithm=dgpo reward.exact_match.wrong=-1", "leave reward.exact_match.right=1 and reward.exact_match.wrong=0"),
     ("task=jsonl", "task.path has no value: give task.path=..."),
     ("model=hf", "model.path has no value: give model.path=..."),
