@@ -48,9 +48,9 @@ def explain(error: Exception, overrides: list[str], config_name: str) -> str:
     missing_in_part = re.search(r"^In '([^']+)'.*Key '(\w+)' not in '(\w+)'\s*full_key: (\S+)", text, re.DOTALL)
     if missing_in_part:
         config, _, cls, key = missing_in_part.groups()
-        group = key.rpartition(".")[0].replace(".", "/")
+        part = key.rpartition(".")[0].replace(".", "/")
         return (
-            f"{config} sets {key}, which the choice of {group} ({cls}) does not have; keep the choice that it makes, "
+            f"{config} sets {key}, which the choice of {part} ({cls}) does not have; keep the choice that it makes, "
             "or start from another config"
         )
     return " ".join(text.split("Config search path")[0].split())
