@@ -15,8 +15,7 @@ from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.tasks.order import Order
 from grpocli.tasks.prompts import PromptSet
-from grpocli.training import checkpoint
-from grpocli.training.carry import from_json
+from grpocli.training import carry, checkpoint
 from grpocli.training.collect import Collector, Sampler
 from grpocli.training.evaluate import Evaluator
 from grpocli.training.policy import Policy
@@ -74,7 +73,7 @@ def assemble(
             recorder.view.note(report)
     with checkpoint.restoring(resume):
         state = checkpoint.load_state(resume) if resume else checkpoint.State()
-        carried = from_json(state.carried, data.draw)
+        carried = _carried(run, data, resume)
         policy = _policy(run, job, world, str(resume) if resume else job.model_path)
         reference = _reference(run, job, world, policy, resume)
         updater = _updater(run, world, policy, reference, state, resume)
@@ -132,6 +131,12 @@ def _collector(run: Run, sampler: Sampler, data: Data, draws: int, carried: list
         draws=draws,
         carried=carried,
     )
+
+
+def _carried(run: Run, data: Data, resume: Path | None) -> list[Group]:
+    if resume is None:
+        return []
+    return carry.load(resume, data.draw, run.rollout.group_size, run.reward, run.rollout.prompts_per_step)
 
 
 def _updater(

@@ -6,21 +6,24 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.models.lora import is_adapted, merged, save_adapter
 from grpocli.tracking.files import atomic_folder
+from grpocli.training import carry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from grpocli.data import Group
 
 STATE = "trainer.json"
 OPTIMIZER = "optimizer.pt"
@@ -32,7 +35,7 @@ class State:
     """Where a run stands. Everything random is drawn from the seed and these counters.
 
     step: steps done. draws: prompts drawn. updates: optimizer updates. seconds: time spent. before: the
-    evaluation before training. carried: groups kept for the next step (`training.carry`).
+    evaluation before training.
     """
 
     step: int = 0
@@ -40,7 +43,6 @@ class State:
     updates: int = 0
     seconds: float = 0.0
     before: dict[str, float] | None = None
-    carried: list[dict[str, Any]] = field(default_factory=list)
 
 
 def save(
@@ -50,6 +52,7 @@ def save(
     tokenizer: PreTrainedTokenizerBase,
     optimizer: torch.optim.Optimizer,
     reference: PreTrainedModel | None = None,
+    carried: Sequence[Group] = (),
 ) -> None:
     """Write the checkpoint `path`; it exists only when it is whole. `reference` only if it changes in training.
 
@@ -64,6 +67,7 @@ def save(
         torch.save(optimizer.state_dict(), folder / OPTIMIZER)
         if reference is not None:
             reference.save_pretrained(folder / REFERENCE)
+        carry.save(carried, folder)
         (folder / STATE).write_text(json.dumps(asdict(state), indent=2))
 
 

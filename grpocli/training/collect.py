@@ -84,11 +84,49 @@ MOST = 4
 """A refill asks for at most so many times `rollout.prompts_per_step`, however few groups were kept before."""
 
 
-@dataclass(slots=True)
-class Round:
-    """What a step has sampled so far: all groups, those kept, and what scoring took. `rounds` of sampling."""
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What metrics want to know of groups, kept or not: a discarded one need not stay in memory.
 
-    seen: list[Group] = field(default_factory=list)
+    rewards: {name: [P, G]}. lengths, truncated: of every completion.
+    """
+
+    rewards: dict[str, Tensor]
+    lengths: list[int]
+    truncated: list[bool]
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], names: Sequence[str]) -> Seen:
+        done = [r.completion for g in groups for r in g.rollouts]
+        return cls(rewards_of(groups, names), [len(c.token_ids) for c in done], [c.truncated for c in done])
+
+    def __add__(self, other: Seen) -> Seen:
+        rewards = {name: torch.cat([values, other.rewards[name]]) for name, values in self.rewards.items()}
+        return Seen(rewards, self.lengths + other.lengths, self.truncated + other.truncated)
+
+    @property
+    def groups(self) -> int:
+        return len(next(iter(self.rewards.values())))
+
+    def metrics(self, scores_PG: Tensor) -> dict[str, float]:
+        from grpocli.algorithm.statistics import constant_P1, std_P1
+
+        return {
+            "reward": scores_PG.nanmean().item(),
+            "reward_std": std_P1(scores_PG).mean().item(),
+            "frac_reward_zero_std": constant_P1(scores_PG).double().mean().item(),
+            "completions/mean_length": float(np.mean(self.lengths)),
+            "completions/max_length": float(max(self.lengths)),
+            "completions/clipped_ratio": float(np.mean(self.truncated)),
+            **{f"rewards/{name}/mean": values.nanmean().item() for name, values in self.rewards.items()},
+        }
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What the rounds of a step have brought so far."""
+
+    seen: Seen | None = None
     kept: list[Group] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     rounds: int = 0
@@ -126,33 +164,36 @@ class Collector:
                 f"algorithm.keep.max_rounds={step.rounds}: only {len(wanted)} of {self.prompts_per_step} prompts had "
                 "completions of different reward; raise it, or choose easier or harder prompts"
             )
+        seen = step.seen or Seen.of(wanted, list(self.weights))
         metrics = {
             "sampling/rounds": step.rounds,
             "sampling/kept": len(wanted),
             "sampling/carried": len(carried),
-            "sampling/acceptance": len(step.kept) / len(step.seen) if step.seen else 1.0,
-            "tokens/generated": float(sum(len(r.completion.token_ids) for g in step.seen for r in g.rollouts)),
+            "sampling/acceptance": len(step.kept) / seen.groups if step.seen else 1.0,
+            "tokens/generated": float(sum(step.seen.lengths)) if step.seen else 0.0,
         }
-        shown = self._metrics(step.seen or wanted)
+        shown = seen.metrics(self.algorithm.scores(seen.rewards, self.weights))
         return Collected(wanted, self._advantages(wanted), metrics | step.tally.metrics | shown)
 
-    def _sample(self, missing: int) -> Round:
+    def _sample(self, missing: int) -> Sampled:
         """Rounds of sampling until `missing` groups are kept."""
-        step = Round()
+        step = Sampled()
         while len(step.kept) < missing and step.rounds < self.algorithm.keep.max_rounds:
             groups, tally = self._groups(self._ask(missing - len(step.kept), step))
             step.tally = step.tally.then(tally)
             self.sampler.scorer.judge(step.tally, self.prompts_per_step * self.group_size)
-            step.kept += [g for g, keep in zip(groups, self._kept(groups), strict=True) if keep]
-            step.seen += groups
+            seen = Seen.of(groups, list(self.weights))
+            kept_P = self.algorithm.kept(seen.rewards, self.weights)
+            step.kept += [g for g, keep in zip(groups, kept_P.tolist(), strict=True) if keep]
+            step.seen = step.seen + seen if step.seen else seen
             step.rounds += 1
         return step
 
-    def _ask(self, missing: int, step: Round) -> int:
+    def _ask(self, missing: int, step: Sampled) -> int:
         """How many prompts are likely to give `missing` groups, by the share of groups kept in this step."""
         if not step.seen:
             return missing
-        expected = math.ceil(missing * len(step.seen) / max(len(step.kept), 1))
+        expected = math.ceil(missing * step.seen.groups / max(len(step.kept), 1))
         return min(expected, MOST * self.prompts_per_step)
 
     def _groups(self, n: int) -> tuple[list[Group], Tally]:
@@ -162,29 +203,7 @@ class Collector:
         seeds = [seed_of(self.seed, d) for d in draws]
         return self.sampler.groups(prompts, seeds, self.group_size, self.sampling)
 
-    def _kept(self, groups: Sequence[Group]) -> list[bool]:
-        kept: list[bool] = self.algorithm.kept(rewards_of(groups, list(self.weights)), self.weights).tolist()
-        return kept
-
     def _advantages(self, groups: Sequence[Group]) -> Tensor:
         if not groups:
             return torch.zeros(0, self.group_size, dtype=torch.float64)
         return self.algorithm.advantages(rewards_of(groups, list(self.weights)), self.weights)
-
-    def _metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Over everything sampled in the step, kept or not; over the carried groups where nothing was sampled."""
-        from grpocli.algorithm.statistics import constant_P1, std_P1
-
-        rewards = rewards_of(groups, list(self.weights))
-        scores_PG = self.algorithm.scores(rewards, self.weights)
-        done = [r.completion for g in groups for r in g.rollouts]
-        lengths = [len(c.token_ids) for c in done]
-        return {
-            "reward": scores_PG.nanmean().item(),
-            "reward_std": std_P1(scores_PG).mean().item(),
-            "frac_reward_zero_std": constant_P1(scores_PG).double().mean().item(),
-            "completions/mean_length": float(np.mean(lengths)),
-            "completions/max_length": float(max(lengths)),
-            "completions/clipped_ratio": float(np.mean([c.truncated for c in done])),
-            **{f"rewards/{name}/mean": values.nanmean().item() for name, values in rewards.items()},
-        }

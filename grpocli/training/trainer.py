@@ -14,7 +14,6 @@ import torch
 from grpocli.errors import RunError, Stopped
 from grpocli.training import checkpoint
 from grpocli.training.batch import Row
-from grpocli.training.carry import to_json
 from grpocli.training.collect import Collected, Collector
 from grpocli.training.evaluate import Evaluator
 from grpocli.training.update import Updater
@@ -136,7 +135,7 @@ class Trainer:
 
     def checkpoint(self) -> None:
         """Save everything a resume needs."""
-        self.state = replace(self.state, seconds=self.seconds, carried=to_json(self.collector.carried))
+        self.state = replace(self.state, seconds=self.seconds)
         if self.world.is_main:
             self.recorder.stage("checkpoint")
             folder = self.recorder.run_dir.checkpoints
@@ -148,6 +147,7 @@ class Trainer:
                 self.tokenizer,
                 self.updater.optimizer,
                 moving.model if moving else None,
+                self.collector.carried,
             )
             checkpoint.prune(folder, self.run.checkpoint.keep)
         self.world.barrier()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+import torch
 from commands.running import finish, metrics, start, without_times
 from safetensors.torch import load_file
 
 from grpocli.tracking.rollouts import read_rollouts
+from grpocli.training.carry import CARRIED
 
 RUN = [
     "train",
@@ -42,7 +43,7 @@ def test_carried_groups_are_off_policy_by_one_version_and_survive_a_resume(tmp_p
     assert rows[first - 1]["weight_version"] == first
 
     before = f"step_{first - 1:06d}"
-    saved = json.loads((whole / "checkpoints" / before / "trainer.json").read_text())["carried"]
+    saved = torch.load(whole / "checkpoints" / before / CARRIED, weights_only=True)
     assert len(saved) == carried / 2
     code, out = finish(start(*RUN, f"train.steps={first - 1}", f"hydra.run.dir={halves}"))
     assert code == 0, out
@@ -57,8 +58,7 @@ def test_a_damaged_carried_group_is_one_sentence(tmp_path: Path) -> None:
     run = tmp_path / "run"
     code, out = finish(start(*RUN, "train.steps=1", f"hydra.run.dir={run}"))
     assert code == 0, out
-    state = run / "checkpoints" / "step_000001" / "trainer.json"
-    state.write_text(json.dumps(json.loads(state.read_text()) | {"carried": [{"draw": 1}]}))
+    (run / "checkpoints" / "step_000001" / CARRIED).write_bytes(b"half a file")
     code, out = finish(start("train", f"resume={run}", "train.steps=2"))
     assert code == 2, out
     assert "cannot be read" in out

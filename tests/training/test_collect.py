@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,12 +129,47 @@ def test_carried_groups_never_wait_for_more_than_one_step() -> None:
     assert made.carried == []
 
 
-def test_carried_groups_survive_a_checkpoint() -> None:
+def test_carried_groups_survive_a_checkpoint(tmp_path: Path) -> None:
     made, _ = collector([(1.0, 1.0, 1.0), (0.0, 1.0, float("nan"))], "algorithm=dapo", "algorithm.keep.surplus=carry")
     made.collect()
     assert made.carried
-    saved = json.loads(json.dumps(carry.to_json(made.carried)))
-    assert repr(carry.from_json(saved, prompt)) == repr(made.carried)
+    carry.save(made.carried, tmp_path)
+    assert repr(carry.load(tmp_path, prompt, 3, ["r"], most=9)) == repr(made.carried)
+    assert carry.load(tmp_path / "elsewhere", prompt, 3, ["r"], most=9) == []
+
+
+def test_carried_groups_that_do_not_fit_a_changed_config_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, _ = collector([*[FLAT] * 3, *[MIXED] * 9], "algorithm=dapo", "algorithm.keep.surplus=carry")
+    made.collect()
+    assert len(made.carried) == 3
+    carry.save(made.carried, tmp_path)
+
+    def other_prompt(number: int) -> Prompt:
+        return Prompt(str(number), [2], "another seed")
+
+    assert carry.load(tmp_path, prompt, 2, ["r"], most=3) == made.carried
+    assert caplog.text == ""
+    assert carry.load(tmp_path, prompt, 2, ["r"], most=1) == made.carried[:1]
+    assert "2 of 3 carried groups do not fit" in caplog.text
+    assert carry.load(tmp_path, prompt, 4, ["r"], most=3) == []
+    assert carry.load(tmp_path, prompt, 2, ["r", "format"], most=3) == []
+    assert carry.load(tmp_path, other_prompt, 2, ["r"], most=3) == []
+
+
+@pytest.mark.parametrize(
+    "damage", [{"logprobs": torch.tensor([-1.0])}, {"logprobs": torch.tensor([-1.0, float("nan")])}]
+)
+def test_a_damaged_carried_completion_is_refused(damage: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    made, _ = collector([*[FLAT] * 3, *[MIXED] * 9], "algorithm=dapo", "algorithm.keep.surplus=carry")
+    made.collect()
+    carry.save(made.carried, tmp_path)
+    saved = torch.load(tmp_path / carry.CARRIED, weights_only=True)
+    saved[0]["rollouts"][0] |= damage
+    torch.save(saved, tmp_path / carry.CARRIED)
+    with pytest.raises(ValueError, match="finite log-prob"):
+        carry.load(tmp_path, prompt, 2, ["r"], most=3)
 
 
 def test_a_group_can_be_kept_by_one_reward_alone() -> None:
