@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from grpocli.algorithm.statistics import centred_PG, count_P1, std_P1
@@ -24,7 +25,7 @@ class Std:
     eps: float = 1e-4
 
     def __post_init__(self) -> None:
-        require(self, "eps", self.eps >= 0, "must be 0 or more")
+        require(self, "eps", 0 <= self.eps < math.inf, "must be a finite number of 0 or more")
 
     def __call__(self, scores_PG: Tensor) -> Tensor:
         return _divide(centred_PG(scores_PG), std_P1(scores_PG), self.eps)
@@ -59,7 +60,7 @@ class Mad:
     eps: float = 1e-4
 
     def __post_init__(self) -> None:
-        require(self, "eps", self.eps >= 0, "must be 0 or more")
+        require(self, "eps", 0 <= self.eps < math.inf, "must be a finite number of 0 or more")
 
     def __call__(self, scores_PG: Tensor) -> Tensor:
         centred = centred_PG(scores_PG)
@@ -85,7 +86,7 @@ class BatchStd:
     eps: float = 1e-4
 
     def __post_init__(self) -> None:
-        require(self, "eps", self.eps >= 0, "must be 0 or more")
+        require(self, "eps", 0 <= self.eps < math.inf, "must be a finite number of 0 or more")
 
     def __call__(self, scores_PG: Tensor) -> Tensor:
         return _divide(centred_PG(scores_PG), std_P1(scores_PG.reshape(1, -1)), self.eps)

@@ -74,6 +74,8 @@ class Totals:
 class SequenceMean:
     """Mean over rows of the mean over tokens: 1 / (rows |o_i|). GRPO (arXiv 2402.03300), equation 3."""
 
+    needs_groups = False
+
     def __call__(self, mask_BT: Tensor, group_ids_B: Tensor, totals: Totals) -> Tensor:
         return 1.0 / (max(totals.rows, 1) * mask_BT.sum(1).clamp(min=1).double())
 
@@ -96,6 +98,11 @@ class TokenMean:
 
     def __post_init__(self) -> None:
         one_of(self, "scope", ("batch", "group", "micro_batch"))
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether a row's weight depends on its group."""
+        return self.informative_only or self.scope == "group"
 
     def __call__(self, mask_BT: Tensor, group_ids_B: Tensor, totals: Totals) -> Tensor:
         index_B = totals.index(group_ids_B)
@@ -137,13 +144,14 @@ class Constant:
     """
 
     length: int | None = follows("rollout.max_completion_tokens")
+    needs_groups = False
 
     def __post_init__(self) -> None:
         require(self, "length", self.length is None or self.length >= 1, "must be at least 1")
 
     def __call__(self, mask_BT: Tensor, group_ids_B: Tensor, totals: Totals) -> Tensor:
         if self.length is None:
-            raise ValueError("Constant needs a length")
+            raise ValueError("the part algorithm/aggregate=constant needs algorithm.aggregate.length=...")
         return mask_BT.new_ones(len(mask_BT)).double() / (max(totals.rows, 1) * self.length)
 
     def formula(self) -> Formula:

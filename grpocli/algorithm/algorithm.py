@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.aggregate import Totals
-from grpocli.algorithm.statistics import centred_PG, constant_P1, std_P1
+from grpocli.algorithm.inputs import check_rows, checked_rewards
+from grpocli.algorithm.statistics import centred_PG, constant_P1, rounding, std_P1
 from grpocli.config.parts import one_of, part, require
 from grpocli.errors import ConfigError
 
@@ -53,20 +54,22 @@ class Algorithm:
         return bool(self.entropy.coefficient > 0)
 
     def scores(self, rewards: dict[str, Tensor], weights: dict[str, float] | None = None) -> Tensor:
-        """Sum of weight x reward [P, G]; NaN where no reward applies."""
-        weighted = [values * _weight(weights, name) for name, values in rewards.items()]
-        applies_PG = sum((~w.isnan()).long() for w in weighted)
-        total_PG = sum(w.nan_to_num(nan=0.0) for w in weighted)
-        assert not isinstance(total_PG, int), "an algorithm needs at least one reward"
-        assert not isinstance(applies_PG, int)
-        return total_PG.masked_fill(applies_PG == 0, float("nan"))
+        """Sum of weight x reward [P, G]; NaN where no reward applies. Raises as `advantages` does."""
+        import torch
+
+        weighted_RPG = torch.stack([v * _weight(weights, n) for n, v in checked_rewards(rewards, weights).items()])
+        total_PG = weighted_RPG.nansum(0)
+        cancelled_PG = total_PG.abs() <= rounding(weighted_RPG.abs().nansum(0))  # 0.1 + 0.2 - 0.3 is 0
+        return total_PG.masked_fill(cancelled_PG, 0.0).masked_fill(weighted_RPG.isnan().all(0), float("nan"))
 
     def advantages(self, rewards: dict[str, Tensor], weights: dict[str, float] | None = None) -> Tensor:
         """Advantages [P, G] of rewards {name: [P, G]}, NaN where a reward does not apply.
 
         weights: by reward name, 1 where none is given. A completion to which no reward applies gets 0.
-        Raises ConfigError if `algorithm.question_weight.reward` names none of the rewards.
+        Raises TypeError or ValueError for what is no [P, G] tensor and for weights of no reward, and ConfigError if
+        `algorithm.question_weight.reward` names none of the rewards.
         """
+        rewards = checked_rewards(rewards, weights)
         scores_PG = self.scores(rewards, weights)
         if self.combine == "sum":
             advantages_PG = self.advantage(scores_PG)
@@ -80,7 +83,8 @@ class Algorithm:
     def kept(self, rewards: dict[str, Tensor], weights: dict[str, float] | None = None) -> Tensor:
         """Which groups [P] (bool) the keep part wants to train on, from rewards {name: [P, G]}."""
         name = self.keep.reward
-        judged_PG = self.scores(rewards, weights) if name is None else rewards[_known("keep", name, rewards)].double()
+        rewards = checked_rewards(rewards, weights)
+        judged_PG = self.scores(rewards, weights) if name is None else rewards[_known("keep", name, rewards)]
         kept_P: Tensor = self.keep(judged_PG)
         return kept_P
 
@@ -89,7 +93,7 @@ class Algorithm:
     ) -> Tensor:
         total_PG = scores_PG * 0
         for name, values in rewards.items():
-            total_PG = total_PG + self.advantage(values) * _weight(weights, name)
+            total_PG = total_PG + self.advantage(values.to(total_PG.dtype)) * _weight(weights, name)
         flat = total_PG.reshape(1, -1)
         normal_PG = (centred_PG(flat) / (std_P1(flat) + 1e-4)).reshape(total_PG.shape)
         # the sum's mean is 0 but for rounding, which would leave constant groups an advantage of about 1e-17
@@ -125,12 +129,19 @@ class Algorithm:
         totals: counts of the window (null: these rows are all of it).
 
         Returns a scalar, and metrics as scalars that also add up over the window's parts.
-        Raises ValueError if a part needs `ref_logp`, `entropy` or `selected` and there is none.
+        Raises ValueError for a wrong shape, and if a part needs `ref_logp`, `entropy`, `selected` or `group_ids` and
+        there is none.
         """
         from grpocli.algorithm.metrics import loss_metrics
 
-        ids_B = _group_ids(advantages, group_ids)
+        check_rows(
+            logp,
+            {"old_logp": old_logp, "mask": mask, "ref_logp": ref_logp, "rollout_logp": rollout_logp}
+            | {"entropy": entropy, "selected": selected},
+            {"advantages": advantages, "group_ids": group_ids},
+        )
         whole = totals is None
+        ids_B = self._ids(advantages, group_ids, whole)
         totals = totals or Totals.of(advantages, mask, ids_B)
         inside = mask.bool()
         logp, old_logp = logp.where(inside, 0.0), old_logp.where(inside, 0.0)
@@ -150,6 +161,13 @@ class Algorithm:
         weight_B = self.aggregate(mask, ids_B, totals).to(loss_BT.dtype)
         loss = ((loss_BT * mask).sum(1) * weight_B).sum()
         return loss, loss_metrics(logp, old_logp, sampler, mask, totals, kl_BT, clipped)
+
+    def _ids(self, advantages_B: Tensor, group_ids: Tensor | None, whole: bool) -> Tensor:
+        if group_ids is None and not whole:
+            if getattr(self.aggregate, "needs_groups", True):
+                raise ValueError("loss(totals=...) needs loss(group_ids=...), the same as totals() was given")
+            return advantages_B.new_zeros(len(advantages_B)).long()
+        return _group_ids(advantages_B, group_ids)
 
     def _selected(self, selected: Tensor | None, entropy: Tensor | None, mask: Tensor, whole: bool) -> Tensor:
         if selected is not None or not whole:  # of a part of a window, only the caller knows the threshold

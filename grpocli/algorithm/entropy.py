@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from grpocli.config.formula import Formula
@@ -34,7 +35,7 @@ class EntropyBonus:
     coefficient: float = 0.001
 
     def __post_init__(self) -> None:
-        require(self, "coefficient", self.coefficient >= 0, "must be 0 or more")
+        require(self, "coefficient", 0 <= self.coefficient < math.inf, "must be a finite number of 0 or more")
 
     def __call__(self, entropy_BT: Tensor) -> Tensor:
         return self.coefficient * entropy_BT

@@ -5,6 +5,7 @@ With x = log pi_ref - log pi, the estimators of http://joschu.net/blog/kl-approx
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from grpocli.config.formula import Formula
@@ -48,7 +49,7 @@ class KL:
     sync_alpha: float = 0.6
 
     def __post_init__(self) -> None:
-        require(self, "beta", self.beta >= 0, "must be 0 or more")
+        require(self, "beta", 0 <= self.beta < math.inf, "must be a finite number of 0 or more")
         require(self, "sync_every", self.sync_every >= 0, "must be 0 (never) or more")
         require(self, "sync_alpha", 0 <= self.sync_alpha <= 1, "must be between 0 and 1")
 

@@ -6,6 +6,7 @@ clipped tokens by name ([B, T], or [B] where the ratio is one of the sequence).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 FARTHEST = 20.0
 """Nats. Ratios beyond exp(+-20) count as that, without gradient: no clip range reaches so far, and exp(89), infinite in
 float32, would make NaN of an advantage of 0."""
+
+SHARPNESS = "must be above 0 (at least 1e-6) and finite"
 
 RATIO = "r_it = π_θ(o_it) / π_old(o_it)"
 
@@ -139,8 +142,8 @@ class Sapo:
     tau_negative: float = 1.05
 
     def __post_init__(self) -> None:
-        require(self, "tau_positive", self.tau_positive > 0, "must be above 0")
-        require(self, "tau_negative", self.tau_negative > 0, "must be above 0")
+        require(self, "tau_positive", 1e-6 <= self.tau_positive < math.inf, SHARPNESS)
+        require(self, "tau_negative", 1e-6 <= self.tau_negative < math.inf, SHARPNESS)
 
     def __call__(
         self, logp_BT: Tensor, old_logp_BT: Tensor, advantages_B: Tensor, mask_BT: Tensor

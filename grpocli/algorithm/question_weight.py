@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from grpocli.algorithm.statistics import constant_P1, count_P1, mean_P1
@@ -43,7 +44,7 @@ class Difficulty:
     reward: str | None = None
 
     def __post_init__(self) -> None:
-        require(self, "temperature", self.temperature > 0, "must be above 0")
+        require(self, "temperature", 1e-6 <= self.temperature < math.inf, "must be above 0 (at least 1e-6) and finite")
 
     def __call__(self, scores_PG: Tensor, accuracy_PG: Tensor) -> Tensor:
         informative_P = ~constant_P1(scores_PG).squeeze(1)

@@ -23,12 +23,17 @@ def constant_P1(scores_PG: Tensor) -> Tensor:
 
     Up to rounding: sums of rewards such as 0.1 + 0.2 and 0.3 + 0.0 are equal.
     """
-    import torch
-
     lowest_P1 = scores_PG.nan_to_num(nan=float("inf")).amin(1, keepdim=True)
     highest_P1 = scores_PG.nan_to_num(nan=float("-inf")).amax(1, keepdim=True)
-    rounding_P1 = 8 * torch.finfo(scores_PG.dtype).eps * scores_PG.nan_to_num(nan=0.0).abs().amax(1, keepdim=True)
-    return highest_P1 - lowest_P1 <= rounding_P1
+    size_P1 = scores_PG.nan_to_num(nan=0.0).abs().amax(1, keepdim=True)
+    return highest_P1 - lowest_P1 <= rounding(size_P1)
+
+
+def rounding(size: Tensor) -> Tensor:
+    """How far apart equal sums of numbers of this size may be."""
+    import torch
+
+    return 8 * torch.finfo(size.dtype).eps * size
 
 
 def centred_PG(scores_PG: Tensor) -> Tensor:

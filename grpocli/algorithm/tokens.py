@@ -26,7 +26,7 @@ class TopEntropy:
     """Tokens whose entropy is among the highest `quantile` of the optimizer window's: H_it >= tau.
 
     "Beyond the 80/20 Rule" (arXiv 2506.01939), equation 6, where the share is 0.2. Entropies are those of the
-    policy before the window's first update, so that tau does not depend on the split.
+    policy before the step's first update, so that tau does not depend on the split.
 
     quantile: the share of tokens selected.
     """
@@ -59,7 +59,7 @@ class TopEntropy:
             (
                 "S_it = 1 where H_it ≥ h, else 0",
                 "h: the (1 − κ) quantile of H over the tokens of the update",
-                "H_it: entropy of π(· | q, o_i,<t) before the update, in nats",
+                "H_it: entropy of π(· | q, o_i,<t) before the step, in nats",
             ),
             {"κ": "quantile"},
             ('"Beyond the 80/20 Rule" (arXiv 2506.01939), equation 6',),

@@ -90,8 +90,51 @@ def _wrong_type(override: str, cause: BaseException | None) -> str:
 
 
 def _unknown_key(key: str, overrides: list[str], config_name: str) -> str:
+    elsewhere = _key_of_another_choice(key, overrides, config_name)
+    if elsewhere:
+        return elsewhere
     keys = known_keys(overrides, config_name)
     return f"there is no key {key}{nearest(key, keys) or nearest_leaf(key, keys)}"
+
+
+def _key_of_another_choice(key: str, overrides: list[str], config_name: str) -> str | None:
+    """`algorithm.tokens.quantile` where `algorithm/tokens` is another choice than the one that has it."""
+    section, _, name = key.rpartition(".")
+    group = section.replace(".", "/")
+    having = [choice for choice, node in _registered(group).items() if name in node]
+    if not having:
+        return None
+    now = _chosen(group, overrides, config_name)
+    choices = " or ".join(filter(None, [", ".join(having[:-1]), having[-1]]))
+    return f"{key} belongs to {group}={choices}" + (f"; now it is {now}" if now else "")
+
+
+def _registered(group: str) -> dict[str, Any]:
+    """The choices of a group that are classes, with their schema."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    try:
+        names = [name for name in store.list(group) if name.endswith(".yaml")]
+    except OSError:  # there is no such group
+        return {}
+    return {name.removesuffix(".yaml"): store.load(f"{group}/{name}").node for name in sorted(names)}
+
+
+def _chosen(group: str, overrides: list[str], config_name: str) -> str | None:
+    """The choice of a group that the group choices among `overrides` lead to."""
+    from hydra import compose, initialize_config_dir
+
+    from grpocli.config.compose import beside_another_hydra, conf_dir
+
+    groups = [text for text in overrides if _is_group_choice(text)]
+    with beside_another_hydra(), initialize_config_dir(conf_dir(), version_base="1.3"):
+        try:
+            config = compose(config_name, overrides=groups, return_hydra_config=True)
+        except HydraException:
+            return None
+    choice: str | None = config.hydra.runtime.choices.get(group)
+    return choice
 
 
 def nearest_leaf(key: str, keys: list[str]) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,6 +19,8 @@ from grpocli.errors import ConfigError, GrpoError
 if TYPE_CHECKING:
     from grpocli.algorithm import Algorithm
     from grpocli.config.schema import Run
+
+logger = logging.getLogger(__name__)
 
 
 def conf_dir() -> str:
@@ -99,8 +102,22 @@ def build_run(config: DictConfig) -> Run:
 
 def build_algorithm(*overrides: str) -> Algorithm:
     """See `grpocli.build_algorithm`."""
-    config = compose(list(overrides)).algorithm
-    return cast("Algorithm", build(config))
+    config = compose(list(overrides))
+    _warn_of_borrowed_length(config, overrides)
+    return cast("Algorithm", build(config.algorithm))
+
+
+def _warn_of_borrowed_length(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Dr. GRPO's length follows a key of the run; outside of a run nobody may have thought of that one."""
+    aggregate, limit = config.algorithm.aggregate, "rollout.max_completion_tokens"
+    borrowed = "length" in aggregate and OmegaConf.is_interpolation(aggregate, "length")
+    if borrowed and not any(o.lstrip("+").startswith(limit) for o in overrides):
+        logger.warning(
+            "build_algorithm: algorithm.aggregate.length is %d, %s of grpocli's default run; give "
+            '"algorithm.aggregate.length=N" with your own limit',
+            aggregate.length,
+            limit,
+        )
 
 
 def save(config: DictConfig) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from grpocli.config.parts import one_of, part, require, section
@@ -63,8 +64,8 @@ class Rollouts:
         require(
             self,
             "temperature",
-            self.temperature > 0,
-            "must be above 0: groups of greedy completions are all equal",
+            1e-3 <= self.temperature < math.inf,
+            "must be above 0 (at least 0.001) and finite: groups of greedy completions are all equal",
         )
         require(self, "top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1")
         require(self, "top_k", self.top_k >= 0, "must be 0 (off) or more")

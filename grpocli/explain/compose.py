@@ -230,10 +230,11 @@ def _update(run: Run) -> Section:
     train, rollout = run.train, run.rollout
     rows = rollout.prompts_per_step * rollout.group_size
     updates = train.updates_per_step
-    several = updates > 1
+    several, carries = updates > 1, run.algorithm.keep.surplus == "carry"
     lines = (
         f"E M = {_count(updates, 'update')} a step, of N = P G / M {_share(rows, train.minibatches)} completions",
         "π_old: π_θ before the step's first update" if several else "π_old = sg[π_θ]: with one update, r = 1 in value",
+        *(("π_old = μ for completions carried from the step before",) if carries else ()),
     )
     keys = {"E": ("epochs", "passes over a step's completions"), "M": ("minibatches", "updates a pass")}
     return Section("update", "", lines, symbols=_symbols(train, "train", keys))

@@ -14,6 +14,9 @@ from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 
 logger = logging.getLogger(__name__)
 
+LARGEST = 1e12
+"""Of a reward: its square is still far from what float32 can hold."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tally:
@@ -88,7 +91,7 @@ class Scorer:
             return [_number(score) for score in reward(samples)]
         except (Exception, SystemExit) as error:
             logger.exception("%s raised", reward.label)
-            return [Failure(f"it raised {type(error).__name__}: {error}")] * len(samples)
+            return [Failure(f"it raised {type(error).__name__}: {' '.join(str(error).split())}")] * len(samples)
 
     def close(self) -> None:
         for reward in self.rewards.values():
@@ -129,4 +132,8 @@ def _number(score: Score) -> Score:
         value = float(score)
     except (TypeError, ValueError, OverflowError) as error:
         return Failure(f"it returned what is no number: {error}")
-    return value if math.isfinite(value) else Failure(f"it returned {value}")
+    if not math.isfinite(value):
+        return Failure(f"it returned {value}")
+    return (
+        value if abs(value) <= LARGEST else Failure(f"it returned {value:g}, beyond {LARGEST:g}, too large to train on")
+    )

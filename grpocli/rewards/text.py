@@ -82,7 +82,7 @@ class Overlong(BaseReward):
             (
                 "a soft punishment of length",
                 "R_overlong = min(0, max(−1, (l_max − l_buf − l_i) / l_buf))",
-                "l_i: o_i's tokens;  l_buf null: l_max / 5",
+                "l_i: o_i's tokens;  l_buf null: max(1, ⌊l_max / 5⌋)",
             ),
             {"l_max": "max_tokens", "l_buf": "buffer_tokens"},
             ("DAPO (arXiv 2503.14476), equation 13",),

@@ -64,6 +64,11 @@ class Recorder:
             self.tracker.log(metrics, step)
         self.view.step(step, metrics)
         self._watch_mismatch(step, metrics)
+        if not collected.groups:
+            self.view.warn(
+                f"step {step} trained on nothing: of the groups sampled in {metrics['sampling/rounds']} rounds, "
+                "algorithm.keep.max_rounds, none had completions of different reward"
+            )
         if collected.groups:
             self._sample(collected.groups[0], advantages[0])
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from grpocli.training.world import World
 
 ROUNDING = 1e-5
-"""Nats. Equal tokens whose entropies were rounded in two micro-batches fall on the same side of a threshold."""
+"""Relative. Equal tokens whose entropies were rounded in two micro-batches fall on the same side of a threshold."""
 
 
 @dataclass(slots=True)
@@ -101,11 +101,13 @@ class Updater:
     def _select(self, plan: _Plan) -> None:
         """Choose tokens by one threshold over the whole window. Collective."""
         rows = [r for micro_batch in plan.micro_batches for r in micro_batch]
-        mine = [r.entropy[torch.tensor(r.mask).bool()].cpu() for r in rows if r.entropy is not None]
-        threshold = self.algorithm.tokens.threshold(torch.cat(self.world.gather_objects(mine)))
+        entropies = torch.cat([r.entropy for r in rows if r.entropy is not None]).cpu()
+        mask = torch.tensor([m for r in rows for m in r.mask]).bool()
+        window = torch.cat(self.world.gather_objects([entropies[mask]]))
+        threshold = self.algorithm.tokens.threshold(window).item() * (1 - ROUNDING)
         for row in rows:
             if row.entropy is not None:
-                row.selected = (row.entropy >= threshold.to(row.entropy.device) - ROUNDING).float()
+                row.selected = (row.entropy >= threshold).float()
 
     def _update(self, plan: _Plan, rate: float) -> None:
         for i, rows in enumerate(plan.micro_batches):

@@ -163,3 +163,12 @@ def test_scores_that_differ_by_rounding_are_equal() -> None:
     algorithm = build_algorithm("algorithm=dapo", "algorithm.advantage.eps=0")
     assert algorithm.kept({"r": scores}).tolist() == [False, True]
     assert algorithm.advantages({"r": scores})[0].tolist() == [0.0, 0.0]
+
+
+def test_rewards_that_cancel_are_zero() -> None:
+    algorithm = build_algorithm("algorithm=dapo", "algorithm.advantage.eps=0")
+    rewards = {
+        name: torch.tensor([[value, 0.0]], dtype=torch.float64) for name, value in (("a", 0.1), ("b", 0.2), ("c", -0.3))
+    }
+    assert algorithm.kept(rewards).tolist() == [False]
+    assert algorithm.advantages(rewards).tolist() == [[0.0, 0.0]]

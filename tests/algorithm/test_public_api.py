@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -56,3 +57,87 @@ def test_what_loss_needs_and_does_not_get(missing: str) -> None:
     totals = algorithm.totals(torch.ones(2), torch.ones(2, 3)) if missing == "selected" else None
     with pytest.raises(ValueError, match=rf"needs loss\({missing}=...\)"):
         algorithm.loss(rows, rows, torch.ones(2), torch.ones(2, 3), totals=totals, **given)
+
+
+ROWS = torch.zeros(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights", "sentence"),
+    [
+        ({}, None, "needs at least one reward"),
+        ({"r": [[0.0, 1.0]]}, None, "reward 'r' is a list; give a tensor"),
+        ({"r": torch.zeros(2)}, None, r"reward 'r' has the shape \[2\]; give \[P, G\]"),
+        ({"r": torch.zeros(2, 2, 2)}, None, r"reward 'r' has the shape \[2, 2, 2\]"),
+        ({"r": torch.zeros(2, 2), "s": torch.zeros(1, 2)}, None, r"reward 's' has the shape \[1, 2\], the others"),
+        ({"math": torch.zeros(2, 2)}, {"maht": 2.0}, "weights\\['maht'\\]: there is no such reward; did you mean"),
+    ],
+)
+def test_what_are_no_rewards(rewards, weights, sentence: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        grpocli.build_algorithm("algorithm=grpo").advantages(rewards, weights)
+
+
+@pytest.mark.parametrize("combine", ["sum", "normalize_then_sum"])
+def test_integer_and_boolean_rewards(combine: str) -> None:
+    algorithm = grpocli.build_algorithm("algorithm=dgpo", f"algorithm.combine={combine}")
+    values = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]])
+    expected = algorithm.advantages({"r": values.float()})
+    assert algorithm.advantages({"r": values}).equal(expected)
+    assert algorithm.advantages({"r": values.bool()}).equal(expected)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"old_logp": torch.zeros(4, 1)},
+        {"mask": torch.ones(4, 1)},
+        {"ref_logp": torch.zeros(1, 3)},
+        {"rollout_logp": torch.zeros(3)},
+        {"entropy": torch.zeros(3, 3)},
+        {"advantages": torch.zeros(1)},
+        {"advantages": torch.zeros(2, 2)},
+        {"group_ids": torch.zeros(3)},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_shapes_that_would_be_broadcast(wrong: dict[str, torch.Tensor]) -> None:
+    given = {"old_logp": ROWS, "advantages": torch.zeros(4), "mask": torch.ones(4, 3), "ref_logp": ROWS} | wrong
+    (name,) = wrong
+    with pytest.raises(ValueError, match=rf"loss\({name}=\.\.\.\) has the shape"):
+        grpocli.build_algorithm("algorithm=grpo").loss(ROWS, **given)
+
+
+@pytest.mark.parametrize(
+    "aggregate", [[], ["algorithm.aggregate.informative_only=false", "algorithm.aggregate.scope=group"]]
+)
+def test_a_part_of_a_window_needs_its_group_ids(aggregate: list[str]) -> None:
+    algorithm = grpocli.build_algorithm("algorithm=dgpo", *aggregate)
+    advantages, ids = torch.tensor([0.0, 0.0, 1.0, -2.0]), torch.tensor([7, 7, 9, 9])
+    totals = algorithm.totals(advantages, torch.ones(4, 3), ids)
+    part = [ROWS[2:], ROWS[2:], advantages[2:], torch.ones(2, 3)]
+    assert algorithm.loss(*part, group_ids=ids[2:], totals=totals)[0].item() == pytest.approx(
+        0.5 if not aggregate else 0.25
+    )
+    with pytest.raises(ValueError, match=r"needs loss\(group_ids=\.\.\.\)"):
+        algorithm.loss(*part, totals=totals)
+
+
+@pytest.mark.parametrize("algorithm", ["algorithm=grpo", "algorithm=dapo"])
+def test_where_groups_do_not_matter_they_can_be_left_out(algorithm: str) -> None:
+    built = grpocli.build_algorithm(algorithm, "algorithm/kl=none")
+    advantages = torch.tensor([0.0, 0.0, 1.0, -2.0])
+    totals = built.totals(advantages, torch.ones(4, 3))
+    parts = [built.loss(ROWS[i], ROWS[i], advantages[i], torch.ones(2, 3), totals=totals)[0] for i in ([0, 1], [2, 3])]
+    whole, _ = built.loss(ROWS, ROWS, advantages, torch.ones(4, 3))
+    assert sum(parts).item() == pytest.approx(whole.item())
+
+
+def test_a_length_borrowed_from_the_default_run_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert grpocli.build_algorithm("algorithm=drgrpo", "algorithm.aggregate.length=3000").aggregate.length == 3000
+        assert grpocli.build_algorithm("algorithm=drgrpo", "rollout.max_completion_tokens=7").aggregate.length == 7
+        grpocli.build_algorithm("algorithm=dapo")
+        assert caplog.text == ""
+        grpocli.build_algorithm("algorithm=drgrpo")
+    assert "algorithm.aggregate.length is 8, rollout.max_completion_tokens of grpocli's default run" in caplog.text

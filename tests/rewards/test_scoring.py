@@ -42,7 +42,7 @@ def test_rewards_by_name_with_nan_where_one_does_not_apply() -> None:
     assert tally.metrics["time/reward"] > 0.0
 
 
-@pytest.mark.parametrize("bad", [Failure("lost"), math.nan, math.inf, "one", 10**400, [1.0]])
+@pytest.mark.parametrize("bad", [Failure("lost"), math.nan, math.inf, "one", 10**400, 1e39, [1.0]])
 def test_what_is_no_finite_number_is_an_error_and_no_zero(bad: Score, caplog: pytest.LogCaptureFixture) -> None:
     scorer = Scorer({"r": Scripted(lambda s: bad if s.text == "bad" else 1.0)}, 0.5)
     with caplog.at_level(logging.WARNING):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpocli.data import Completion, Group, Prompt, Rollout
 from grpocli.tracking.metrics import MetricsLog
 from grpocli.tracking.recorder import Recorder
 from grpocli.tracking.run_dir import RunDir
@@ -21,14 +22,26 @@ def test_a_mismatch_is_told_once_and_logged_every_time(
     view, told = silent_view(), list[str]()
     monkeypatch.setattr(view, "warn", told.append)
     recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None)
-    nothing = Collected([], torch.zeros(0, 2), {})
+    done = Completion([1], [-1.0], "stop", version=1)
+    prompt = Prompt("0", [1], "p")
+    group = Group(prompt, [Rollout(prompt, done, "t", {"r": 1.0})] * 2)
+    something = Collected([group], torch.zeros(1, 2), {})
     with caplog.at_level(logging.WARNING):
         for step, error in enumerate([1.0, 1.02, 1.021, 1.5], start=1):
-            recorder.step(step, {"token_mult_prob_error": error}, nothing)
-        recorder.step(5, {}, nothing)
+            recorder.step(step, {"token_mult_prob_error": error}, something)
+        recorder.step(5, {}, something)
     assert len(told) == 1
     assert "step 3: token_mult_prob_error is 1.021, above 1.02" in told[0]
     assert [r.getMessage() for r in caplog.records] == [
         "step 3: token_mult_prob_error is 1.0210, above 1.02",
         "step 4: token_mult_prob_error is 1.5000, above 1.02",
     ]
+
+
+def test_a_step_that_trained_on_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    view, told = silent_view(), list[str]()
+    monkeypatch.setattr(view, "warn", told.append)
+    recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None)
+    recorder.step(1, {"sampling/rounds": 10}, Collected([], torch.zeros(0, 2), {}))
+    assert len(told) == 1
+    assert "step 1 trained on nothing: of the groups sampled in 10 rounds, algorithm.keep.max_rounds" in told[0]

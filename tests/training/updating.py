@@ -15,10 +15,11 @@ from grpocli import build_algorithm
 from grpocli.config.schema import Train
 from grpocli.data import Sampling
 from grpocli.launch.hardware import Single
+from grpocli.models.lora import Lora, attach, is_adapted
 from grpocli.training.batch import Row
 from grpocli.training.optim import AdamW
 from grpocli.training.policy import Policy
-from grpocli.training.reference import Reference
+from grpocli.training.reference import BaseReference, Reference
 from grpocli.training.update import Updater
 from grpocli.training.world import World
 
@@ -38,6 +39,7 @@ ALGORITHMS = {
         "algorithm.entropy.coefficient=0.1",
         "algorithm/correction=token_mask",
     ),
+    "lora": ("algorithm=grpo",),
 }
 
 
@@ -60,20 +62,21 @@ def updated(model: LlamaForCausalLM, world: World, overrides: tuple[str, ...], r
     """Weights and metrics after one step of four updates, by gradient descent: Adam would hide a gradient's size."""
     algorithm = build_algorithm(*overrides)
     policy = Policy(model, world.wrap(model), torch.float32)
+    reference = BaseReference(policy) if is_adapted(model) else Reference(copy.deepcopy(model), policy)
     updater = Updater(
         world=world,
         policy=policy,
-        reference=Reference(copy.deepcopy(model), policy) if algorithm.needs_reference else None,
+        reference=reference if algorithm.needs_reference else None,
         algorithm=algorithm,
         optim=AdamW(lr=0.1, max_grad_norm=0.0),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
         train=TRAIN,
         sampling=Sampling(10, temperature=0.9),
         total_updates=10,
     )
     metrics = updater.step(rows, N_GROUPS)
     assert updater.updates == TRAIN.updates_per_step
-    return {"metrics": metrics, "weights": torch.cat([p.detach().flatten() for p in model.parameters()])}
+    return {"metrics": metrics, "weights": torch.cat([w.flatten() for _, w in policy.weights()])}
 
 
 def main(folder: Path) -> None:
@@ -82,6 +85,8 @@ def main(folder: Path) -> None:
     results = {}
     for name, overrides in ALGORITHMS.items():
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+        if name == "lora":
+            model = attach(model, Lora(rank=4), seed=0)
         results[name] = updated(model, world, overrides, load_rows(folder / "rows.json"))
     torch.save(results, folder / f"{world.size}_{world.rank}.pt")
     world.close()

@@ -1,0 +1,45 @@
+"""What the public methods of an algorithm are given, checked by type and shape: no value is read from a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from grpocli.config.parts import nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def checked_rewards(rewards: Mapping[str, Tensor], weights: Mapping[str, float] | None) -> dict[str, Tensor]:
+    """The rewards as floating-point tensors [P, G].
+
+    Raises TypeError or ValueError, naming the reward, for anything else, and for a weight of no reward.
+    """
+    import torch
+
+    if not rewards:
+        raise ValueError("an algorithm needs at least one reward: {name: tensor [P, G]}")
+    shape = None
+    for name, values in rewards.items():
+        if not isinstance(values, torch.Tensor):
+            raise TypeError(f"reward {name!r} is a {type(values).__name__}; give a tensor [P, G]")
+        if values.ndim != 2:
+            raise ValueError(f"reward {name!r} has the shape {list(values.shape)}; give [P, G], a row a group")
+        if shape not in (None, values.shape):
+            raise ValueError(f"reward {name!r} has the shape {list(values.shape)}, the others {list(shape or ())}")
+        shape = values.shape
+    for name in weights or {}:
+        if name not in rewards:
+            raise ValueError(f"weights[{name!r}]: there is no such reward{nearest(name, rewards)}")
+    return {n: v if v.is_floating_point() else v.to(torch.get_default_dtype()) for n, v in rewards.items()}
+
+
+def check_rows(logp: Tensor, per_token: Mapping[str, Tensor | None], per_row: Mapping[str, Tensor | None]) -> None:
+    """Raise ValueError, naming the argument of `loss`, where a shape would be broadcast without a word."""
+    if logp.ndim != 2:
+        raise ValueError(f"loss(logp=...) has the shape {list(logp.shape)}; give [B, T]")
+    for arguments, shape in ((per_token, logp.shape), (per_row, logp.shape[:1])):
+        for name, value in arguments.items():
+            if value is not None and value.shape != shape:
+                raise ValueError(f"loss({name}=...) has the shape {list(value.shape)}; give {list(shape)}, as logp has")
