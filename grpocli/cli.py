@@ -42,6 +42,7 @@ GRPOCLI_TRACEBACK=1 shows the traceback of an error; GRPOCLI_CACHE is where buil
 def main(argv: list[str] | None = None) -> None:
     """Run a subcommand and exit with its code: 0 done, 2 bad config, 3 stopped after a checkpoint, 1 anything else."""
     args = sys.argv[1:] if argv is None else argv
+    _wait_briefly()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # until training handles it: clean up and go
     try:
         code = run(args)
@@ -55,6 +56,16 @@ def main(argv: list[str] | None = None) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     sys.exit(code)
+
+
+def _wait_briefly() -> None:
+    """Threads that wait for each other spin for a while before they sleep, by default too long by far.
+
+    Where another program holds a core, the default makes a run on a CPU ten times slower. libgomp reads this when torch
+    is loaded.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 
 def run(args: list[str]) -> int:
