@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from grpocli.algorithm.statistics import centred_PG, count_P1, std_P1
 from grpocli.config.formula import Formula
-from grpocli.config.parts import part, require
+from grpocli.config.parts import part, require, section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 NOTHING = "A_i = 0 for a completion without a score, which is left out, and where all scores of G are equal."
 
 
-@part("algorithm/advantage", "std")
-class Std:
-    """(r - mean) / (std + eps), std with ddof 1. GRPO, DeepSeekMath (arXiv 2402.03300), section 4.1.2.
+@section("algorithm.advantage")
+class Quotient:
+    """What advantages share that are divided by how far scores are apart.
 
     eps: keeps the quotient bounded.
     """
@@ -26,6 +26,11 @@ class Std:
 
     def __post_init__(self) -> None:
         require(self, "eps", 0 <= self.eps < math.inf, "must be a finite number of 0 or more")
+
+
+@part("algorithm/advantage", "std")
+class Std(Quotient):
+    """(r - mean) / (std + eps), std with ddof 1. GRPO, DeepSeekMath (arXiv 2402.03300), section 4.1.2."""
 
     def __call__(self, scores_PG: Tensor) -> Tensor:
         return _divide(centred_PG(scores_PG), std_P1(scores_PG), self.eps)
@@ -51,16 +56,8 @@ class Center:
 
 
 @part("algorithm/advantage", "mad")
-class Mad:
-    """(r - mean) / (MAD + eps), MAD = mean |r - mean|. DGPO's DGAE, MathForge (arXiv 2601.20614).
-
-    eps: keeps the quotient bounded.
-    """
-
-    eps: float = 1e-4
-
-    def __post_init__(self) -> None:
-        require(self, "eps", 0 <= self.eps < math.inf, "must be a finite number of 0 or more")
+class Mad(Quotient):
+    """(r - mean) / (MAD + eps), MAD = mean |r - mean|. DGPO's DGAE, MathForge (arXiv 2601.20614)."""
 
     def __call__(self, scores_PG: Tensor) -> Tensor:
         centred = centred_PG(scores_PG)
@@ -77,16 +74,8 @@ class Mad:
 
 
 @part("algorithm/advantage", "batch_std")
-class BatchStd:
-    """(r - group mean) / (std over the whole batch + eps), ddof 1. "Part I: Tricks or Traps?" (arXiv 2508.08221).
-
-    eps: keeps the quotient bounded.
-    """
-
-    eps: float = 1e-4
-
-    def __post_init__(self) -> None:
-        require(self, "eps", 0 <= self.eps < math.inf, "must be a finite number of 0 or more")
+class BatchStd(Quotient):
+    """(r - group mean) / (std over the whole batch + eps), ddof 1. "Part I: Tricks or Traps?" (arXiv 2508.08221)."""
 
     def __call__(self, scores_PG: Tensor) -> Tensor:
         return _divide(centred_PG(scores_PG), std_P1(scores_PG.reshape(1, -1)), self.eps)

@@ -164,7 +164,7 @@ class Algorithm:
 
     def _ids(self, advantages_B: Tensor, group_ids: Tensor | None, whole: bool) -> Tensor:
         if group_ids is None and not whole:
-            if getattr(self.aggregate, "needs_groups", True):
+            if getattr(self.aggregate, "needs_groups", True):  # a part of the user's need not say
                 raise ValueError("loss(totals=...) needs loss(group_ids=...), the same as totals() was given")
             return advantages_B.new_zeros(len(advantages_B)).long()
         return _group_ids(advantages_B, group_ids)

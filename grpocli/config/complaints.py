@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,7 +18,7 @@ from hydra.errors import (
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpocli.config.parts import nearest
+from grpocli.config.parts import nearest, stored
 from grpocli.errors import ConfigError
 
 
@@ -66,19 +67,10 @@ def _unknown_choice(text: str, overrides: list[str]) -> str:
 
 
 def _choices(group: str) -> list[str]:
-    from hydra.core.config_store import ConfigStore
-
     from grpocli.config.compose import conf_dir
 
-    try:
-        stored = ConfigStore.instance().list(group)
-    except OSError:  # a group of files alone
-        stored = []
-    names = {name.removesuffix(".yaml") for name in stored if "." in name}
-    from pathlib import Path
-
-    names |= {path.stem for path in (Path(conf_dir()) / group).glob("*.yaml")}
-    return sorted(names)
+    files = {path.stem for path in (Path(conf_dir()) / group).glob("*.yaml")}
+    return sorted(files | set(stored(group)))
 
 
 def _wrong_type(override: str, cause: BaseException | None) -> str:
@@ -101,24 +93,12 @@ def _key_of_another_choice(key: str, overrides: list[str], config_name: str) -> 
     """`algorithm.tokens.quantile` where `algorithm/tokens` is another choice than the one that has it."""
     section, _, name = key.rpartition(".")
     group = section.replace(".", "/")
-    having = [choice for choice, node in _registered(group).items() if name in node]
+    having = sorted(choice for choice, node in stored(group).items() if name in node)
     if not having:
         return None
     now = _chosen(group, overrides, config_name)
     choices = " or ".join(filter(None, [", ".join(having[:-1]), having[-1]]))
     return f"{key} belongs to {group}={choices}" + (f"; now it is {now}" if now else "")
-
-
-def _registered(group: str) -> dict[str, Any]:
-    """The choices of a group that are classes, with their schema."""
-    from hydra.core.config_store import ConfigStore
-
-    store = ConfigStore.instance()
-    try:
-        names = [name for name in store.list(group) if name.endswith(".yaml")]
-    except OSError:  # there is no such group
-        return {}
-    return {name.removesuffix(".yaml"): store.load(f"{group}/{name}").node for name in sorted(names)}
 
 
 def _chosen(group: str, overrides: list[str], config_name: str) -> str | None:

@@ -53,6 +53,16 @@ def _node(made: type[Any]) -> Any:
     return config
 
 
+def stored(group: str) -> dict[str, Any]:
+    """The choices of a config group that are classes, with what Hydra composes of each; none for other groups."""
+    store = ConfigStore.instance()
+    try:
+        files = [name for name in store.list(group) if name.endswith(".yaml")]
+    except OSError:  # no class is registered there
+        return {}
+    return {name.removesuffix(".yaml"): store.load(f"{group}/{name}").node for name in files}
+
+
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def section(key: str) -> Callable[[type[T]], type[T]]:
     """A frozen dataclass whose keys live under `key`, without being a choice of a group."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
+from grpocli.config.parts import stored
 
 
 def choice_of(group: str, part: object) -> str:
@@ -21,9 +21,7 @@ def registered(group: str) -> dict[str, type[Any]]:
 
 
 def _targets(group: str) -> dict[str, str]:
-    store = ConfigStore.instance()
-    names = [name for name in store.list(group) if name.endswith(".yaml")]
-    return {name.removesuffix(".yaml"): str(store.load(f"{group}/{name}").node._target_) for name in names}
+    return {name: str(node._target_) for name, node in stored(group).items()}
 
 
 def _class(target: str) -> type[Any]:

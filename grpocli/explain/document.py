@@ -42,8 +42,9 @@ count is over all micro-batches and processes of an update, so the gradient does
 OWN_TRAINER = """\
 ## In a trainer of your own
 
-`grpocli.build_algorithm(*overrides)` composes an algorithm from the overrides of the command line; nothing but the
-`algorithm` keys matters, and no file is read but the package's own config. All arguments are tensors.
+`grpocli.build_algorithm(*overrides)` composes an algorithm from the overrides of the command line. Only the
+`algorithm` keys matter, and for `algorithm/aggregate=constant` without a length `rollout.max_completion_tokens`, which
+it follows. No file is read but the package's own config. All arguments are tensors.
 
 - `algorithm.advantages(rewards, weights=None)`: rewards `{name: [P, G]}`, NaN where one does not apply; `[P, G]`.
 - `algorithm.kept(rewards, weights=None)`: the questions to train on, `[P]` (bool), as the keep part says.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,15 +92,3 @@ def test_a_run_that_was_started(grpocli: Command, tmp_path: Path) -> None:
     code, out, err = grpocli("explain", f"resume={tmp_path}/run", "vs", "algorithm=dgpo")
     assert (code, err) == (0, "")
     assert [line.split() for line in out.splitlines()][-1] == ["algorithm.question_weight.temperature", "5", "2"]
-
-
-@pytest.mark.parametrize("argv", [["explain", "algorithm=dgpo"], ["explain", "vs", "algorithm=dapo", "--markdown"]])
-def test_nothing_heavy_is_imported(argv: list[str]) -> None:
-    code = (
-        f"import sys; from grpocli.cli import run; code = run({argv!r})\n"
-        "heavy = {'torch', 'transformers', 'vllm', 'datasets', 'accelerate', 'pyarrow', 'httpx'} & set(sys.modules)\n"
-        "assert not heavy, heavy; sys.exit(code)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout

@@ -100,7 +100,8 @@ def test_the_traceback_is_shown_when_asked_for(
         ["train", "--help"],
         ["compare", "--help"],
         ["explain", "--help"],
-        ["explain", "algorithm=dapo"],
+        ["explain", "algorithm=dgpo"],
+        ["explain", "vs", "algorithm=dapo", "--markdown"],
     ],
 )
 def test_nothing_heavy_is_imported_to_answer(argv: list[str]) -> None:
