@@ -31,7 +31,8 @@ class Completion:
 
     logprobs: per token, in nats, of the distribution that was sampled from (after temperature and truncation).
     finish_reason: "stop" (the model ended) or "length" (it was cut at `max_tokens`).
-    version: the weight version that sampled it.
+    version: the weight version that sampled it, the oldest where weights changed on the way; then spans are the pieces
+        in order, as (version, number of tokens).
     mask: 1 where the model wrote the token, 0 where it was given (an environment's words between turns);
         None means all 1.
     """
@@ -41,6 +42,7 @@ class Completion:
     finish_reason: str
     version: int
     mask: list[int] | None = None
+    spans: list[tuple[int, int]] | None = None
 
     @property
     def truncated(self) -> bool:

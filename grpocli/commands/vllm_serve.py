@@ -23,8 +23,8 @@ def main(argv: list[str]) -> int:
 
 def _task(config: DictConfig) -> int:
     from grpocli.config.compose import build
-    from grpocli.rollout.vllm_serve import serve
-    from grpocli.rollout.vllm_server import check_installed
+    from grpocli.rollout.vllm.serve import serve
+    from grpocli.rollout.vllm.server import check_installed
     from grpocli.tracking.view import make_view
     from grpocli.training.dtype import choose_dtype
 

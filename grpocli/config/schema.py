@@ -41,6 +41,8 @@ class Rollouts:
 
     long_prompts: what happens to prompts over `max_prompt_tokens`: `drop` them, or `truncate` from the left.
     max_reward_errors: the run stops when a larger share of a step's samples could not be scored.
+    max_staleness: completions may be sampled with weights that are so many versions old, while a step trains.
+    in_flight: weights change under running requests instead of waiting for them (with max_staleness above 0).
     """
 
     prompts_per_step: int = 16
@@ -54,6 +56,8 @@ class Rollouts:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     max_reward_errors: float = 0.1
+    max_staleness: int = 0
+    in_flight: bool = False
 
     def __post_init__(self) -> None:
         require(self, "prompts_per_step", self.prompts_per_step >= 1, "must be at least 1")
@@ -77,6 +81,7 @@ class Rollouts:
             "only 1 is supported in training: the trainer scores tokens under the sampling distribution, and a "
             "penalty makes that depend on the text so far",
         )
+        require(self, "max_staleness", self.max_staleness >= 0, "must be 0 (exactly on-policy) or more")
         require(self, "max_reward_errors", 0 <= self.max_reward_errors <= 1, "must be between 0 and 1")
 
     @property
@@ -124,6 +129,7 @@ class Run:
     task: Any
     model: Any
     engine: Any
+    sync: Any
     hardware: Any
     optim: Any
     tracker: Any

@@ -77,6 +77,11 @@ def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool) -> Job:
         max_tokens=run.rollout.max_prompt_tokens + run.rollout.max_completion_tokens,
         run_dir=run_dir.path,
         seed=run.seed,
+        transport=run.sync.transport(run.hardware.device),
+        sync_folder=run.sync.folder,
+        lora_rank=run.model.lora.rank,
+        revision=getattr(run.model, "revision", None),
+        trust_remote_code=getattr(run.model, "trust_remote_code", False),
     )
     return Job(engine, resume_point(run_dir.path) if resuming else None)
 

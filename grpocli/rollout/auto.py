@@ -21,7 +21,7 @@ class Auto:
         import torch
 
         if torch.cuda.is_available() and find_spec("vllm") is not None:
-            from grpocli.rollout.vllm_engine import Vllm
+            from grpocli.rollout.vllm.options import Vllm
 
             return Vllm(gpu_memory_utilization=0.4)  # the trainer needs the rest of the GPU
         from grpocli.rollout.transformers_engine import Transformers

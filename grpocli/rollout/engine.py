@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from grpocli.data import Completion, Request, Sampling
+from grpocli.rollout.sync import Sync
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,9 @@ class EngineJob:
 
     model_path: the folder (or hub id) of the initial weights. dtype: "float32" or "bfloat16".
     max_tokens: the longest prompt plus completion. run_dir: where logs and addresses go.
+    transport: how weights get to a server, "shm", "nccl" or "ipc". sync_folder: where shm leaves them
+        (null: a new folder).
+    lora_rank: 0 where all weights are trained. revision, trust_remote_code: as for the trainer's model.
     """
 
     model_path: str
@@ -45,16 +49,23 @@ class EngineJob:
     max_tokens: int
     run_dir: Path
     seed: int
+    transport: str = "shm"
+    sync_folder: str | None = None
+    lora_rank: int = 0
+    revision: str | None = None
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """What a trainer process hands its engine."""
+    """What a trainer process hands its engine. in_flight: weights may change under running requests."""
 
     job: EngineJob
     policy: Policy
     tokenizer: PreTrainedTokenizerBase
     world: World
+    sync: Sync = field(default_factory=Sync)
+    in_flight: bool = False
 
 
 class Engine(Protocol):

@@ -79,7 +79,7 @@ def assemble(
         updater = _updater(run, world, policy, reference, state, resume)
     if run.model.lora.rank:
         recorder.view.note(f"LoRA trains {trained_share(policy.model)}")
-    engine = run.engine.connect(EngineContext(job, policy, tokenizer, world))
+    engine = run.engine.connect(EngineContext(job, policy, tokenizer, world, run.sync, run.rollout.in_flight))
     scorer = Scorer(run.reward, run.rollout.max_reward_errors)
     sampler = Sampler(world, engine, tokenizer, scorer)
     recorder.seconds_before = state.seconds

@@ -116,7 +116,7 @@ def test_a_stopped_run_goes_on_only_with_the_same_updates(tmp_path: Path) -> Non
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_a_vllm_server_samples_from_the_merged_weights(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    options = ["engine=vllm", "model.dtype=float32", "train.steps=3", "optim.lr=0.01", "engine.sync_tolerance=1e-4"]
+    options = ["engine=vllm", "model.dtype=float32", "train.steps=3", "optim.lr=0.01", "sync.tolerance=1e-4"]
     code, out = finish(start(*LORA, *options, f"hydra.run.dir={run}"))
     assert code == 0, out
     rows = metrics(run)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpocli.rollout.vllm_auth import RequireKey
+from grpocli.rollout.vllm.auth import RequireKey
 
 KEY = "s3cret-key"
 

@@ -16,11 +16,12 @@ import pytest
 from grpocli.data import Request, Sampling
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.vllm_client import AT_ONCE, Client, Refused
-from grpocli.rollout.vllm_endpoint import Endpoint, serve_file
-from grpocli.rollout.vllm_engine import Vllm
-from grpocli.rollout.vllm_given import find_endpoint, misfit
-from grpocli.rollout.vllm_rollout import VllmEngine, spread
+from grpocli.rollout.vllm.client import AT_ONCE, Client, Refused
+from grpocli.rollout.vllm.endpoint import Endpoint, serve_file
+from grpocli.rollout.vllm.engine import VllmEngine
+from grpocli.rollout.vllm.given import find_endpoint, misfit
+from grpocli.rollout.vllm.options import Vllm
+from grpocli.rollout.vllm.request import spread
 
 Answer = Callable[[str, Any], tuple[int, Any]]
 
@@ -244,7 +245,7 @@ def test_where_the_key_of_a_given_server_is_found(tmp_path: Path, monkeypatch: p
     assert find_endpoint(Vllm(), "http://elsewhere:8000").api_key == "from-environment"
     bare = tmp_path / "key"
     bare.write_text("bare\n")
-    assert find_endpoint(Vllm(api_key_file=str(bare), shm_dir="/mine"), url) == Endpoint(url, "bare", "/mine")
+    assert find_endpoint(Vllm(api_key_file=str(bare)), url, "/mine") == Endpoint(url, "bare", "/mine")
     copied = Vllm(api_key_file=str(serve_file(8000)))
     assert find_endpoint(copied, "http://elsewhere:8000").api_key == "from-serve"
     with pytest.raises(ConfigError, match=r"engine\.api_key_file=/no/such: cannot be read"):

@@ -6,104 +6,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy, build_model, expected_logprobs
 
 from grpocli.data import Request, Sampling
 from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.guard import wait_gone
 from grpocli.launch.guard_main import descendants
-from grpocli.rollout.distribution import sampling_logits
 from grpocli.rollout.engine import EngineContext, EngineJob
-from grpocli.rollout.vllm_client import Refused
-from grpocli.rollout.vllm_endpoint import Endpoint, run_file
-from grpocli.rollout.vllm_engine import Vllm
-from grpocli.rollout.vllm_rollout import VllmEngine
+from grpocli.rollout.vllm.client import Refused
+from grpocli.rollout.vllm.endpoint import Endpoint, run_file
+from grpocli.rollout.vllm.engine import VllmEngine
+from grpocli.rollout.vllm.options import Vllm
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-
-VOCABULARY = 96
-
-
-def build_model(folder: Path, *, tied: bool, seed: int = 0) -> Path:
-    """A random Llama whose logits are spread out, with a tokenizer of words w0 ... and the end token 1."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,  # of 32: vLLM on a CPU has no smaller ones,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    words = {"<s>": 0, "</s>": 1} | {f"w{i}": i for i in range(2, VOCABULARY)}
-    core = Tokenizer(WordLevel(words, unk_token="w2"))
-    core.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="w2").save_pretrained(
-        folder
-    )
-    return folder
-
-
-class TinyPolicy:
-    """What an engine may know of a policy; `sent` are the weights that a sync sends, where they are not its own."""
-
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        self.model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.dtype = dtype
-        self.sent: dict[str, torch.Tensor] | None = None
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from (self.sent or dict(self.model.named_parameters())).items()
-
-    @torch.no_grad()
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        ids = torch.tensor([list(token_ids)])
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.dtype != torch.float32):
-            logp = self.model(ids).logits[0, :-1].float().log_softmax(-1)
-        return logp.gather(1, ids[0, 1:, None])[:, 0].tolist()
-
-    @torch.no_grad()
-    def change(self, seed: int, by: float = 0.1) -> None:
-        """Move every parameter, as an optimizer would."""
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in self.model.parameters():
-            parameter += by * torch.randn(parameter.shape, generator=generator)
-
-
-class Alone:
-    """A world of one process."""
-
-    rank, size, is_main = 0, 1, True
-    device = torch.device("cpu")
-
-    def barrier(self) -> None:
-        return
-
-    def gather_objects(self, items: Sequence[Any]) -> list[Any]:
-        return list(items)
-
-    def broadcast_object(self, item: Any) -> Any:
-        return item
 
 
 @dataclass
@@ -135,21 +58,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     assert not run_file(job.run_dir).exists()
 
 
-TOKENIZER: Any = SimpleNamespace(eos_token_id=1)
 PROMPTS = [[5, 6, 7, 8], [9, 10], [5, 6, 7, 8], [11] * 40]
 
 
 def requests(n: int = 4, seed: int = 0) -> list[Request]:
     return [Request(prompt, n, seed + i) for i, prompt in enumerate(PROMPTS)]
-
-
-def expected_logprobs(policy: TinyPolicy, prompt: list[int], ids: list[int], sampling: Sampling) -> list[float]:
-    """By transformers, under the distribution that is sampled from."""
-    with torch.no_grad():
-        logits = policy.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-    picked = torch.tensor(ids)
-    logp = sampling_logits(logits, sampling, keep_N=picked).log_softmax(-1)
-    return logp.gather(1, picked[:, None])[:, 0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -257,7 +170,7 @@ def test_the_server_reads_weights_from_its_own_folder_only(running: Running, tmp
 
 
 def test_a_prompt_that_does_not_fit(running: Running) -> None:
-    with pytest.raises(EngineError, match=r"refused /v1/completions \(400\).*128"):
+    with pytest.raises(EngineError, match=r"refused /inference/v1/generate \(400\).*128"):
         running.engine.generate([Request([5] * 130, 1, seed=0)], Sampling(24))
     with pytest.raises(EngineError, match="after 8 of 24 tokens"):
         running.engine.generate([Request([5] * 120, 8, seed=0)], Sampling(24))
@@ -290,13 +203,13 @@ def test_given_server_that_does_not_fit(running: Running, tmp_path: Path) -> Non
     key = tmp_path / "key"
     key.write_text(running.endpoint.api_key)
     other = build_model(tmp_path / "other", tied=False)
-    good = Vllm(base_url=running.endpoint.url, api_key_file=str(key), shm_dir=running.endpoint.shm_dir)
-    job = replace(running.job, run_dir=tmp_path / "run")
+    good = Vllm(base_url=running.endpoint.url, api_key_file=str(key))
+    job = replace(running.job, run_dir=tmp_path / "run", sync_folder=running.endpoint.shm_dir)
     cases = [
         (good, replace(job, dtype="bfloat16"), "computes in float32, the run in bfloat16: serve with dtype"),
         (good, replace(job, max_tokens=1000), "takes 128 tokens, the run needs 1000"),
         (good, replace(job, model_path=str(other)), "tie_word_embeddings=True, the run's False"),
-        (replace(good, shm_dir=None), job, "engine.shm_dir=None"),
+        (good, replace(job, sync_folder=None), "sync.folder=None"),
     ]
     for options, needs, message in cases:
         with pytest.raises(ConfigError, match=message), options.launch(needs):
@@ -308,16 +221,16 @@ def test_given_server_that_does_not_fit(running: Running, tmp_path: Path) -> Non
 
 SERVE = """
 import sys
-from grpocli.rollout.vllm_engine import Vllm
-from grpocli.rollout.vllm_serve import Serve, serve
+from grpocli.rollout.vllm.options import Vllm
+from grpocli.rollout.vllm.serve import Serve, serve
 sys.exit(serve(Serve(model=None, engine=Vllm(), port=int(sys.argv[2]), max_model_len=128), sys.argv[1], "float32"))
 """
 
 
 def test_vllm_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Untied embeddings; the key is found by itself; a run leaves the server as it was; Ctrl-C ends all of it."""
-    from grpocli.rollout.vllm_endpoint import serve_file
-    from grpocli.rollout.vllm_server import free_port
+    from grpocli.rollout.vllm.endpoint import serve_file
+    from grpocli.rollout.vllm.server import free_port
 
     monkeypatch.setenv("GRPOCLI_CACHE", str(tmp_path / "cache"))
     model, port = build_model(tmp_path / "model", tied=False), free_port()

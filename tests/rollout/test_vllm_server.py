@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from grpocli.errors import ConfigError, EngineError
-from grpocli.rollout import vllm_server
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.vllm_engine import Vllm
-from grpocli.rollout.vllm_log import failure_cause
-from grpocli.rollout.vllm_server import Spec, address, command, environment
+from grpocli.rollout.vllm import server as vllm_server
+from grpocli.rollout.vllm.log import failure_cause
+from grpocli.rollout.vllm.options import Vllm
+from grpocli.rollout.vllm.server import Spec, address, command, environment
 
 SPEC = Spec("/models/m", "float32", seed=3, port=8001, max_model_len=256)
 
@@ -49,7 +49,7 @@ def test_command_says_what_correctness_and_safety_rest_on() -> None:
     assert given["--max-model-len"] == "256"
     assert given["--logprobs-mode"] == "processed_logprobs"
     assert given["--generation-config"] == "vllm"
-    assert given["--middleware"] == "grpocli.rollout.vllm_auth.RequireKey"
+    assert given["--middleware"] == "grpocli.rollout.vllm.auth.RequireKey"
     assert json.loads(given["--weight-transfer-config"] or "") == {"backend": "shm"}
     assert "--enable-prefix-caching" in given
     assert not any("key" in name for name in given)
@@ -87,7 +87,7 @@ def test_options_that_are_ours_are_refused(name: str) -> None:
         ("start_timeout", 0),
         ("gpu_memory_utilization", 1.5),
         ("max_model_len", 0),
-        ("sync_tolerance", 0.0),
+        ("replicas", 0),
     ],
 )
 def test_bad_values_name_their_key(field: str, value: object) -> None:

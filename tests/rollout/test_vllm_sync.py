@@ -14,10 +14,10 @@ import torch
 from safetensors import safe_open
 
 from grpocli.errors import EngineError
-from grpocli.rollout import vllm_sync
-from grpocli.rollout.vllm_endpoint import Endpoint
-from grpocli.rollout.vllm_sync import TOLERANCE, WeightSync, compare, probe
-from grpocli.rollout.vllm_weights import buckets, checked_path, weights_folder, write
+from grpocli.rollout.vllm import sync as vllm_sync
+from grpocli.rollout.vllm.endpoint import Endpoint
+from grpocli.rollout.vllm.sync import TOLERANCE, WeightSync, compare, probe
+from grpocli.rollout.vllm.weights import buckets, checked_path, weights_folder, write
 
 WEIGHTS = {
     "a": torch.randn(3, 5),

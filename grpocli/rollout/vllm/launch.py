@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from grpocli.errors import ConfigError, EngineError
-from grpocli.rollout.vllm_endpoint import Endpoint, run_file
-from grpocli.rollout.vllm_given import given_server
-from grpocli.rollout.vllm_server import Spec, free_port, serving
+from grpocli.rollout.vllm.endpoint import Endpoint, run_file
+from grpocli.rollout.vllm.given import given_server
+from grpocli.rollout.vllm.server import Spec, free_port, serving
 
 if TYPE_CHECKING:
     from grpocli.launch.guard import Guarded
     from grpocli.rollout.engine import EngineJob
-    from grpocli.rollout.vllm_engine import Vllm
+    from grpocli.rollout.vllm.options import Vllm
 
 PROBE_ROOM = 64  # tokens of context that the check after a sync needs at least
 PORT_TRIES = 3

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import part, require
 from grpocli.errors import ConfigError, EngineError
-from grpocli.rollout.vllm_engine import Vllm
+from grpocli.rollout.vllm.options import Vllm
 
 if TYPE_CHECKING:
     from grpocli.launch.guard import Guarded
-    from grpocli.rollout.vllm_endpoint import Endpoint
+    from grpocli.rollout.vllm.endpoint import Endpoint
 
 
 @part("", "serve_schema")
@@ -31,6 +31,7 @@ class Serve:
 
     model: Any
     engine: Any
+    sync: Any
     host: str = "127.0.0.1"
     port: int = 8000
     dtype: str = "auto"
@@ -50,8 +51,8 @@ def serve(config: Serve, model_path: str, dtype: str) -> int:
     model_path: a folder or hub id. dtype: "float32", "bfloat16" ...; `config.dtype` as the caller understands it.
     Raises ConfigError for a busy port, EngineError if the server ends by itself.
     """
-    from grpocli.rollout.vllm_endpoint import serve_file
-    from grpocli.rollout.vllm_server import Spec, free_port, serving
+    from grpocli.rollout.vllm.endpoint import serve_file
+    from grpocli.rollout.vllm.server import Spec, free_port, serving
 
     port = config.port or free_port()
     limit = config.max_model_len or config.engine.max_model_len
@@ -83,7 +84,7 @@ def _how_to_use(endpoint: Endpoint, record: Path) -> str:
         f"\nvLLM serves at {endpoint.url}\n"
         f"  train with it:  grpocli train engine=vllm engine.base_url={endpoint.url}\n"
         f"  its key:        {record} (mode 0600; runs on this machine find it by themselves)\n"
-        f"  from elsewhere: engine.api_key_file=COPY_OF_THAT_FILE engine.shm_dir=SHARED_FOLDER\n"
+        f"  from elsewhere: engine.api_key_file=COPY_OF_THAT_FILE sync=shm sync.folder=SHARED_FOLDER\n"
         f"  weights come through {endpoint.shm_dir}\n"
         f"  stop with Ctrl-C\n"
     )

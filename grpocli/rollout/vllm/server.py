@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.guard import Guarded, guarded
-from grpocli.rollout.vllm_auth import KEY_VARIABLE
-from grpocli.rollout.vllm_endpoint import Endpoint, weights_dir
-from grpocli.rollout.vllm_log import failure_cause
-from grpocli.rollout.vllm_plugin import BACKEND
-from grpocli.rollout.vllm_weights import FOLDER_VARIABLE
+from grpocli.rollout.vllm.auth import KEY_VARIABLE
+from grpocli.rollout.vllm.endpoint import Endpoint, weights_dir
+from grpocli.rollout.vllm.log import failure_cause
+from grpocli.rollout.vllm.plugin import BACKEND
+from grpocli.rollout.vllm.weights import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
-    from grpocli.rollout.vllm_engine import Vllm
+    from grpocli.rollout.vllm.options import Vllm
 
 LOOPBACK = "127.0.0.1"
 POLL = 0.2  # seconds between looks at a starting server
@@ -76,7 +76,7 @@ def on_cpu() -> bool:
 
 def command(spec: Spec, options: Vllm, cpu: bool) -> list[str]:
     """The server's command line. The key is not on it: anyone may list processes."""
-    from grpocli.rollout.vllm_client import MODEL
+    from grpocli.rollout.vllm.client import MODEL
 
     flags: dict[str, Any] = {
         "model": spec.model,
@@ -93,8 +93,9 @@ def command(spec: Spec, options: Vllm, cpu: bool) -> list[str]:
         "generation-config": "vllm",  # else the model's folder may change sampling behind our back
         "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
         "weight-transfer-config": {"backend": BACKEND},
+        "enable-scale-out": True,  # token ids in, token ids out
         "disable-uvicorn-access-log": True,
-        "middleware": "grpocli.rollout.vllm_auth.RequireKey",
+        "middleware": "grpocli.rollout.vllm.auth.RequireKey",
         **options.vllm_args,
     }
     # -P: the current folder is no place to import from, as for the console script

@@ -10,4 +10,4 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
     if BACKEND not in Factory._registry:
-        Factory.register_engine(BACKEND, "grpocli.rollout.vllm_worker", "ShmWeightTransfer")
+        Factory.register_engine(BACKEND, "grpocli.rollout.vllm.worker", "ShmWeightTransfer")

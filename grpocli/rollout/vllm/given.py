@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from grpocli.errors import ConfigError, EngineError
-from grpocli.rollout.vllm_client import Client, Refused, is_loopback
-from grpocli.rollout.vllm_endpoint import Endpoint, serve_file
-from grpocli.rollout.vllm_plugin import BACKEND
+from grpocli.rollout.vllm.client import Client, Refused, is_loopback
+from grpocli.rollout.vllm.endpoint import Endpoint, serve_file
+from grpocli.rollout.vllm.plugin import BACKEND
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
-    from grpocli.rollout.vllm_engine import Vllm
+    from grpocli.rollout.vllm.options import Vllm
 
 SHAPE = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
 SERVE = "`grpocli vllm-serve`"
@@ -24,7 +24,7 @@ SERVE = "`grpocli vllm-serve`"
 def given_server(options: Vllm, job: EngineJob) -> Endpoint:
     """Where the server at `engine.base_url` is, once it is known to fit. Raises ConfigError that names the key."""
     url = (options.base_url or "").rstrip("/")
-    endpoint = find_endpoint(options, url)
+    endpoint = find_endpoint(options, url, job.sync_folder)
     client = Client(endpoint, options.request_timeout)
     try:
         _check(client, job)
@@ -32,14 +32,14 @@ def given_server(options: Vllm, job: EngineJob) -> Endpoint:
         client.close()
     if not Path(endpoint.shm_dir).is_dir() or not endpoint.shm_dir:
         raise ConfigError.of(
-            "engine.shm_dir",
-            options.shm_dir,
+            "sync.folder",
+            job.sync_folder,
             f"must be the folder that the server reads weights from, as this machine sees it; {SERVE} prints it",
         )
     return endpoint
 
 
-def find_endpoint(options: Vllm, url: str) -> Endpoint:
+def find_endpoint(options: Vllm, url: str, folder: str | None = None) -> Endpoint:
     """The key and the folder of a given server: from the config, what vllm-serve left here, the environment."""
     known = _record(options, url)
     key = known.api_key if known else _plain_key(options)
@@ -49,7 +49,7 @@ def find_endpoint(options: Vllm, url: str) -> Endpoint:
             options.api_key_file,
             f"no key for {url} is known here: give the file that {SERVE} printed, or set VLLM_API_KEY",
         )
-    return Endpoint(url, key, options.shm_dir or (known.shm_dir if known else ""))
+    return Endpoint(url, key, folder or (known.shm_dir if known else ""))
 
 
 def _record(options: Vllm, url: str) -> Endpoint | None:

@@ -29,29 +29,34 @@ class Vllm:
     base_url: e.g. http://127.0.0.1:8000; null starts a server.
     api_key_file: holds that server's key; null finds the one that `grpocli vllm-serve` wrote on this machine, then
         the environment's VLLM_API_KEY.
-    shm_dir: the folder through which that server gets weights, where it cannot be found with the key.
-    port: of the run's own server, on 127.0.0.1; 0 takes a free one.
-    start_timeout: seconds until that server must answer. request_timeout: seconds for one answer.
+    replicas: servers of the run's own, which share the prompts. port: of the first of them, on 127.0.0.1 (the others
+        follow); 0 takes free ones.
+    start_timeout: seconds until a server must answer. request_timeout: seconds for one answer.
+    max_restarts: how often a server of the run's own that dies is started again. reconnect_timeout: seconds for which
+        a given server that went away is waited for.
     gpu_memory_utilization: share of a GPU's memory that vLLM may take. cpu_kv_cache_gb: GiB for its cache on a CPU.
-    tensor_parallel: GPUs that share one model. max_model_len: null takes what the run needs.
-    enforce_eager: no compilation; null means on a CPU.
-    sync_tolerance: nats by which the server's log-probs may differ from the trainer's after a sync; null takes
-        what fits the dtype (`grpocli.rollout.vllm_sync.TOLERANCE`).
+    tensor_parallel: GPUs that share one model. data_parallel: copies of it in one server.
+    max_model_len: null takes what the run needs.
+    enforce_eager: no compilation; null means on a CPU. quantization, speculative: as vLLM takes them.
     vllm_args: any other option of vLLM's server: `engine.vllm_args.max_num_seqs=64`.
     """
 
-    base_url: str | None = None
-    api_key_file: str | None = None
-    shm_dir: str | None = None
+    base_url: Any = None
+    api_key_file: Any = None
+    replicas: int = 1
     port: int = 0
     start_timeout: int = 600
     request_timeout: int = 600
+    max_restarts: int = 2
+    reconnect_timeout: int = 300
     gpu_memory_utilization: float = 0.9
     cpu_kv_cache_gb: int = 1
     tensor_parallel: int = 1
+    data_parallel: int = 1
     max_model_len: int | None = None
     enforce_eager: bool | None = None
-    sync_tolerance: float | None = None
+    quantization: str | None = None
+    speculative: dict[str, Any] | None = None
     vllm_args: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,11 +68,17 @@ class Vllm:
             "must start with http://",
         )
         require(self, "port", 0 <= self.port < 65536, "must be 0 (any free port) to 65535")
-        for field in ("start_timeout", "request_timeout", "cpu_kv_cache_gb", "tensor_parallel"):
+        for field in (
+            "start_timeout",
+            "request_timeout",
+            "cpu_kv_cache_gb",
+            "tensor_parallel",
+            "data_parallel",
+            "replicas",
+        ):
             require(self, field, getattr(self, field) >= 1, "must be at least 1")
         require(self, "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "must be above 0, at most 1")
         require(self, "max_model_len", self.max_model_len is None or self.max_model_len > 1, "must be above 1")
-        require(self, "sync_tolerance", self.sync_tolerance is None or self.sync_tolerance > 0, "must be above 0")
         for name in self.vllm_args:
             if name.replace("-", "_") in OURS:
                 raise ConfigError(
@@ -79,11 +90,11 @@ class Vllm:
 
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
         """Start a server, or check the given one. Raises ConfigError where it cannot work."""
-        from grpocli.rollout.vllm_launch import launch
+        from grpocli.rollout.vllm.launch import launch
 
         return launch(self, job)
 
     def connect(self, context: EngineContext) -> Engine:
-        from grpocli.rollout.vllm_rollout import connect
+        from grpocli.rollout.vllm.engine import connect
 
         return connect(self, context)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from grpocli.errors import EngineError
-from grpocli.rollout.vllm_client import Client
-from grpocli.rollout.vllm_weights import BUCKET, buckets, write
+from grpocli.rollout.vllm.client import Client
+from grpocli.rollout.vllm.weights import BUCKET, buckets, write
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext
@@ -79,7 +79,7 @@ class WeightSync:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             raise EngineError(
                 f"cannot write weights to {self.folder}: {error.strerror}"
-                + ("; make room there, or set engine.shm_dir for a server of your own" if full else "")
+                + ("; make room there, or give the server another folder with sync=shm sync.folder=" if full else "")
             ) from error
         finally:
             path.unlink(missing_ok=True)
@@ -107,7 +107,7 @@ def compare(server: Sequence[float], trainer: Sequence[float], tolerance: float,
         f"the vLLM server does not have the trainer's weights after the sync to version {version}: over a probe of "
         f"{len(gaps)} tokens the mean log-prob is {_mean(server):.5f} on the server and {_mean(trainer):.5f} in the "
         f"trainer; the largest difference is at token {worst + 1}, {server[worst]:.5f} against "
-        f"{trainer[worst]:.5f}: {gaps[worst]:.5f}, on average {_mean(gaps):.5f} (engine.sync_tolerance is "
+        f"{trainer[worst]:.5f}: {gaps[worst]:.5f}, on average {_mean(gaps):.5f} (sync.tolerance is "
         f"{tolerance:g} on average, {WORST * tolerance:g} for one). Likely causes: the server serves another model "
         "or dtype; vLLM's loader skipped, renamed or kept a packed copy of a parameter; another run syncs to the "
         "same server"

@@ -1,7 +1,7 @@
 """ASGI middleware for vLLM's server: every route but `/health` needs the key.
 
 vLLM's own check covers a few prefixes only; with its RL endpoints on, anyone who reaches the port could change
-weights or call into the workers. Loaded by `--middleware grpocli.rollout.vllm_auth.RequireKey`, it runs before
+weights or call into the workers. Loaded by `--middleware grpocli.rollout.vllm.auth.RequireKey`, it runs before
 everything else in the server.
 """
 

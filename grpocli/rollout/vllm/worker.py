@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from grpocli.rollout.vllm_weights import checked_path, weights_folder
+from grpocli.rollout.vllm.weights import checked_path, weights_folder
 
 
 @dataclass

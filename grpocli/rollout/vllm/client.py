@@ -12,12 +12,13 @@ from urllib.parse import urlsplit
 import httpx
 
 from grpocli.errors import EngineError
-from grpocli.rollout.vllm_endpoint import Endpoint
-from grpocli.rollout.vllm_log import failure_cause
+from grpocli.rollout.vllm.endpoint import Endpoint
+from grpocli.rollout.vllm.log import failure_cause
 
 AT_ONCE = 64  # requests under way; each may hold several sequences, and the server queues what it cannot run
 CONNECT_TIMEOUT = 10.0
 MODEL = "policy"  # the name under which the server offers its model
+GENERATE = "/inference/v1/generate"  # token ids in, token ids out
 
 
 class Client:
@@ -25,6 +26,7 @@ class Client:
 
     def __init__(self, endpoint: Endpoint, timeout: float) -> None:
         self.endpoint, self.timeout = endpoint, timeout
+        self.model = MODEL
         self._http = httpx.Client(**self._options())
 
     def close(self) -> None:
@@ -101,13 +103,13 @@ class Client:
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """log p(token_ids[i] | token_ids[:i]) for i >= 1, in nats, at temperature 1."""
-        body = {"prompt": list(token_ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-        choice = self.post("/v1/completions", {"model": MODEL, **body})["choices"][0]
-        entries = choice["prompt_logprobs"][1:]
+        sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        body = {"token_ids": list(token_ids), "sampling_params": sampling}
+        entries = self.post(GENERATE, {"model": self.model, **body})["prompt_logprobs"][1:]
         return [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)]
 
     def complete(self, bodies: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-        """The choices of each completion request, in order; at most `AT_ONCE` are under way.
+        """The choices of each request to generate, in order; at most `AT_ONCE` are under way.
 
         The first failure cancels the others.
         """
@@ -120,10 +122,10 @@ class Client:
             async def one(body: dict[str, Any]) -> list[dict[str, Any]]:
                 async with turn:
                     try:
-                        response = await http.post("/v1/completions", json={"model": MODEL, **body})
+                        response = await http.post(GENERATE, json={"model": self.model, **body})
                     except httpx.HTTPError as error:
-                        raise self._unreachable("/v1/completions", error) from error
-                choices: list[dict[str, Any]] = self._answer("/v1/completions", response)["choices"]
+                        raise self._unreachable(GENERATE, error) from error
+                choices: list[dict[str, Any]] = self._answer(GENERATE, response)["choices"]
                 return sorted(choices, key=lambda choice: int(choice["index"]))
 
             try:

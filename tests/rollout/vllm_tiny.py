@@ -1,0 +1,100 @@
+"""A tiny model that vLLM can serve, and what an engine needs to know of a trainer, for tests with real vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from grpocli.data import Sampling
+from grpocli.rollout.distribution import sampling_logits
+
+VOCABULARY = 96
+
+
+def build_model(folder: Path, *, tied: bool, seed: int = 0) -> Path:
+    """A random Llama whose logits are spread out, with a tokenizer of words w0 ... and the end token 1."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,  # of 32: vLLM on a CPU has no smaller ones,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = {"<s>": 0, "</s>": 1} | {f"w{i}": i for i in range(2, VOCABULARY)}
+    core = Tokenizer(WordLevel(words, unk_token="w2"))
+    core.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="w2").save_pretrained(
+        folder
+    )
+    return folder
+
+
+class TinyPolicy:
+    """What an engine may know of a policy; `sent` are the weights that a sync sends, where they are not its own."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        self.model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.dtype = dtype
+        self.sent: dict[str, torch.Tensor] | None = None
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from (self.sent or dict(self.model.named_parameters())).items()
+
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        ids = torch.tensor([list(token_ids)])
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.dtype != torch.float32):
+            logp = self.model(ids).logits[0, :-1].float().log_softmax(-1)
+        return logp.gather(1, ids[0, 1:, None])[:, 0].tolist()
+
+    @torch.no_grad()
+    def change(self, seed: int, by: float = 0.1) -> None:
+        """Move every parameter, as an optimizer would."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.model.parameters():
+            parameter += by * torch.randn(parameter.shape, generator=generator)
+
+
+class Alone:
+    """A world of one process."""
+
+    rank, size, is_main = 0, 1, True
+    device = torch.device("cpu")
+
+    def barrier(self) -> None:
+        return
+
+    def gather_objects(self, items: Sequence[Any]) -> list[Any]:
+        return list(items)
+
+    def broadcast_object(self, item: Any) -> Any:
+        return item
+
+
+TOKENIZER: Any = SimpleNamespace(eos_token_id=1)
+
+
+def expected_logprobs(policy: TinyPolicy, prompt: list[int], ids: list[int], sampling: Sampling) -> list[float]:
+    """By transformers, under the distribution that is sampled from."""
+    with torch.no_grad():
+        logits = policy.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    picked = torch.tensor(ids)
+    logp = sampling_logits(logits, sampling, keep_N=picked).log_softmax(-1)
+    return logp.gather(1, picked[:, None])[:, 0].tolist()
