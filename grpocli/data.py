@@ -75,7 +75,11 @@ class Group:
 class Sampling:
     """How completions are drawn; the trainer scores them under the same distribution.
 
-    Order: logits / temperature, then min_p, then top_k (0 keeps all), then top_p. temperature 0 is greedy.
+    Order: the repetition penalty, then logits / temperature, then min_p, then top_k (0 keeps all), then top_p.
+    temperature 0 is greedy.
+    stop: strings; a completion ends with the first token whose text completes one, and keeps that token.
+    regex, json_schema: the whole completion must match, by a mask on its tokens (vLLM alone; at most one of them).
+        The trainer scores without that mask.
     """
 
     max_tokens: int
@@ -83,10 +87,21 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    regex: str | None = None
+    json_schema: dict[str, Any] | None = None
 
     @property
     def truncates(self) -> bool:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def structure(self) -> str:
+        """The name of the field that gives completions a form: "regex", "json_schema", or "" for none."""
+        if self.regex is not None:
+            return "regex"
+        return "json_schema" if self.json_schema is not None else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,12 @@ class EngineError(RunError):
     """The rollout engine failed, or could not prove that it has the trainer's weights."""
 
 
+class EngineGone(EngineError):
+    """The engine is gone and does not come back: the trainer makes a checkpoint, and the run can be resumed."""
+
+    exit_code = 3
+
+
 class RewardError(RunError):
     """More samples could not be scored than the config allows."""
 

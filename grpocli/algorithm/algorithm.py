@@ -53,6 +53,11 @@ class Algorithm:
         """Whether `loss` wants entropies that carry a gradient."""
         return bool(self.entropy.coefficient > 0)
 
+    @property
+    def corrects(self) -> bool:
+        """Whether tokens are weighed by the gap between the sampler and the policy at the start of the step."""
+        return bool(getattr(self.correction, "corrects", True))  # a part of the user's need not say
+
     def scores(self, rewards: dict[str, Tensor], weights: dict[str, float] | None = None) -> Tensor:
         """Sum of weight x reward [P, G]; NaN where no reward applies. Raises as `advantages` does."""
         import torch

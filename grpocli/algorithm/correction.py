@@ -7,11 +7,12 @@ Secretly Brings You Off-Policy RL Training" (fengyao.notion.site, 2025).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from grpocli.algorithm.objective import log_ratio
 from grpocli.config.formula import Formula
-from grpocli.config.parts import part, require, section
+from grpocli.config.parts import follows, part, require, section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +26,8 @@ SOURCES = (
 @part("algorithm/correction", "none")
 class NoCorrection:
     """Every token weighs 1."""
+
+    corrects = False
 
     def __call__(self, old_logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         return old_logp_BT.new_ones(())
@@ -43,6 +46,7 @@ class Correction:
     min: float = 0.0
     max: float = 2.0
     level = "token"
+    corrects = True
 
     def __post_init__(self) -> None:
         require(self, "min", 0 <= self.min <= self.max, "must be between 0 and algorithm.correction.max")
@@ -79,6 +83,36 @@ class TokenTruncate(Correction):
 
     def bounded(self, x: str) -> str:
         return f"clip({x}, ρ_min, ρ_max)"
+
+
+@part("algorithm/correction", "auto")
+class AutoCorrection:
+    """token_truncate where completions may be older than the weights that train, else none.
+
+    Choose a correction by name to set its bounds. max_staleness: of the completions, in weight versions.
+    """
+
+    max_staleness: int | None = follows("rollout.max_staleness")
+
+    @property
+    def chosen(self) -> NoCorrection | TokenTruncate:
+        return TokenTruncate() if self.max_staleness else NoCorrection()
+
+    @property
+    def corrects(self) -> bool:
+        return self.chosen.corrects
+
+    def __call__(self, old_logp_BT: Tensor, rollout_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        return self.chosen(old_logp_BT, rollout_logp_BT, mask_BT)
+
+    def formula(self) -> Formula:
+        made, told = self.chosen, self.chosen.formula()
+        if isinstance(made, NoCorrection):
+            return replace(told, note=f"{told.note}: rollout.max_staleness is 0")
+        bounded = told.lines[1].replace("ρ_min", f"{made.min:g}").replace("ρ_max", f"{made.max:g}")
+        return replace(
+            told, lines=(told.lines[0], bounded), symbols={}, note=f"token_truncate, for staleness. {told.note}"
+        )
 
 
 @part("algorithm/correction", "token_mask")

@@ -22,17 +22,18 @@ def main(argv: list[str]) -> int:
 
 
 def _task(config: DictConfig) -> int:
-    from grpocli.config.compose import build
-    from grpocli.rollout.vllm.serve import serve
+    from grpocli.rollout.vllm.arguments import check_arguments
+    from grpocli.rollout.vllm.serve import build_serve, serve
     from grpocli.rollout.vllm.server import check_installed
     from grpocli.tracking.view import make_view
     from grpocli.training.dtype import choose_dtype
 
-    settings = build(config)
+    settings = build_serve(config)
     check_installed()
+    check_arguments(settings.options().vllm_args)  # before a model is fetched
     view = make_view()
     try:
         path = settings.model.prepare(lambda fraction, text: view.stage(text, fraction))
     finally:
         view.stop()
-    return serve(settings, path, choose_dtype(settings.dtype, path, "auto"))
+    return serve(settings, path, choose_dtype(settings.dtype or "auto", path, "auto"))

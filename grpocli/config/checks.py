@@ -16,6 +16,8 @@ def check_run(run: Run) -> None:
     _check_rewards(run)
     _check_difficulty(run)
     _check_batch(run)
+    _check_structure(run)
+    check_overlap(run, run.engine)
 
 
 def _check_rewards(run: Run) -> None:
@@ -65,4 +67,43 @@ def _check_batch(run: Run) -> None:
             run.train.micro_batch_tokens,
             f"must be at least rollout.max_prompt_tokens + rollout.max_completion_tokens = {longest}: "
             "a micro-batch holds whole completions",
+        )
+
+
+def _check_structure(run: Run) -> None:
+    """A regex or schema masks the sampler's tokens, not the trainer's: only a correction makes up for that."""
+    from grpocli.rollout.auto import Auto
+    from grpocli.rollout.transformers_engine import Transformers, refuse_structure
+
+    name = run.rollout.sampling.structure
+    if not name:
+        return
+    if isinstance(run.engine.chosen() if isinstance(run.engine, Auto) else run.engine, Transformers):
+        refuse_structure(run.rollout.sampling)
+    if not run.algorithm.corrects:
+        problem = "samples from a part of the policy's distribution: choose algorithm/correction=token_truncate"
+        raise ConfigError.of(f"rollout.{name}", getattr(run.rollout, name), problem)
+
+
+def check_overlap(run: Run, engine: object) -> None:
+    """Sampling ahead needs an engine beside the trainer. Asked again of the engine that engine=auto turns out to be."""
+    from grpocli.explain.choices import choice_of
+
+    staleness = run.rollout.max_staleness
+    if run.rollout.in_flight and not staleness:
+        raise ConfigError.of(
+            "rollout.in_flight", "true", "no request runs while weights change unless rollout.max_staleness is above 0"
+        )
+    if staleness and run.algorithm.keep.surplus == "carry":
+        raise ConfigError.of(
+            "algorithm.keep.surplus",
+            "carry",
+            f"carried groups would be older than rollout.max_staleness={staleness} when they train: choose discard",
+        )
+    if staleness and not getattr(engine, "overlaps", False):
+        raise ConfigError.of(
+            "rollout.max_staleness",
+            staleness,
+            f"engine={choice_of('engine', engine)} samples with the trainer's own weights or devices, not beside it: "
+            "choose engine=vllm, or rollout.max_staleness=0",
         )

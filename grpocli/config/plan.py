@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from grpocli.config.schema import Run
+    from grpocli.config.schema import Rollouts, Run
 
 
 def plan_lines(run: Run) -> list[str]:
@@ -29,7 +29,15 @@ def plan_lines(run: Run) -> list[str]:
         f"run     {_count(train.steps, 'step')}, {train.steps * train.updates_per_step:,} updates, "
         f"{train.steps * rows:,} completions"
     )
-    return [sample, update, total]
+    return [sample, *_overlap(rollout), update, total]
+
+
+def _overlap(rollout: Rollouts) -> list[str]:
+    if not rollout.max_staleness:
+        return []
+    change = "under running requests" if rollout.in_flight else "between two steps' completions"
+    steps = _count(rollout.max_staleness, "step")
+    return [f"ahead   {steps} at most, sampled while another trains; weights change {change}"]
 
 
 def _count(n: int, what: str) -> str:

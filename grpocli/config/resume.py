@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
+from grpocli.config.complaints import flat_keys
 from grpocli.errors import ConfigError
 from grpocli.tracking.files import write_atomic
 
@@ -37,10 +39,9 @@ class Resume:
 
     def overrides(self, given: list[str]) -> list[str]:
         """The overrides that compose the run again, in its own folder."""
-        saved = [str(o) for o in _load(self.folder / ".hydra" / "overrides.yaml")]
         hydra = [o for o in given if o.startswith("hydra.") and not o.startswith("hydra.run.dir=")]
         return [
-            *[o for o in saved if not o.startswith("resume=")],
+            *self._saved(),
             *self.given,
             *hydra,
             f"resume='{self.folder}'",
@@ -51,8 +52,15 @@ class Resume:
     def remember(self) -> None:
         """Keep the overrides given now for the next resume, which composes the same choices again."""
         path = self.folder / ".hydra" / "overrides.yaml"
-        saved = [str(o) for o in _load(path) if not str(o).startswith("resume=")]
-        write_atomic(path, OmegaConf.to_yaml(OmegaConf.create([*saved, *self.given])))
+        write_atomic(path, OmegaConf.to_yaml(OmegaConf.create([*self._saved(), *self.given])))
+
+    def _saved(self) -> list[str]:
+        """The run's own overrides, without the keys of a part that another is chosen for now."""
+        saved = [str(o) for o in _load(self.folder / ".hydra" / "overrides.yaml")]
+        before = dict(o.split("=", 1) for o in saved if "=" in o)
+        now = dict(o.split("=", 1) for o in self.given if "=" in o)
+        gone = [key.replace("/", ".") for key, choice in now.items() if before.get(key, choice) != choice]
+        return [o for o in saved if not o.lstrip("+~").startswith(("resume=", *(f"{key}." for key in gone)))]
 
     def merged(self, composed: DictConfig) -> DictConfig:
         """The saved config, with the keys given now taken from `composed`.
@@ -64,13 +72,51 @@ class Resume:
         saved = _load(self.folder / "config.yaml")
         keys = [o.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for o in self.given]
         _refuse_changes(saved, composed, keys)
-        for key in [*keys, "resume"]:
+        for key in [*keys, *_followers(composed, saved, keys), "resume"]:
             OmegaConf.update(saved, key, OmegaConf.select(composed, key), merge=False)
+        _keep_choices(composed, saved)
         try:
             return OmegaConf.merge(composed, saved)  # type: ignore[return-value]
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
             raise ConfigError.of("resume", self.folder, f"its config does not fit: {reason}") from error
+
+
+def _followers(composed: DictConfig, saved: DictConfig, given: list[str]) -> list[str]:
+    """Keys whose default is the value of a key given now, and whose saved value was it: they follow it still."""
+    plain = OmegaConf.to_container(composed, resolve=False)
+    targets = {key: _target(plain, key) for key in flat_keys(plain)}
+    return [
+        key
+        for key, target in targets.items()
+        if target in given and OmegaConf.select(saved, key) == OmegaConf.select(saved, target)
+    ]
+
+
+def _target(plain: Any, key: str) -> str | None:
+    """`a.b` where the value of `key` is `${a.b}`."""
+    for name in key.split("."):
+        plain = plain[name]
+    match = re.fullmatch(r"\$\{([\w.]+)\}", plain) if isinstance(plain, str) else None
+    return match[1] if match else None
+
+
+def _keep_choices(composed: DictConfig, saved: DictConfig) -> None:
+    """Where the default choice of a part has changed since the run began, there is nothing to merge the saved one with.
+
+    Replaces it in `composed`.
+    """
+    for name in [str(key) for key in composed]:
+        if OmegaConf.is_missing(composed, name) or OmegaConf.is_interpolation(composed, name):
+            continue
+        mine, theirs = composed[name], saved.get(name)
+        if not isinstance(mine, DictConfig) or not isinstance(theirs, DictConfig):
+            continue
+        if mine.get("_target_") == theirs.get("_target_"):
+            _keep_choices(mine, theirs)
+        else:
+            with open_dict(composed):
+                composed[name] = theirs
 
 
 def _refuse_changes(saved: Any, composed: DictConfig, given: list[str]) -> None:

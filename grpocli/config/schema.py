@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 from typing import Any
 
 from grpocli.config.parts import one_of, part, require, section
 from grpocli.data import Sampling
+from grpocli.errors import ConfigError
 
 
 @section("train")
@@ -40,6 +43,11 @@ class Rollouts:
     """What is sampled in a step: `prompts_per_step` x `group_size` completions.
 
     long_prompts: what happens to prompts over `max_prompt_tokens`: `drop` them, or `truncate` from the left.
+    repetition_penalty: divides the positive logits of tokens that stand in the prompt or earlier in the completion,
+        multiplies the negative ones; 1 is none. The trainer scores tokens under the same penalty.
+    stop: strings that end a completion. The token that completes one is the last; rewards see the text with it.
+    regex, json_schema: every completion matches it, unless it is cut off at `max_completion_tokens` (engine=vllm, one
+        of them). The trainer scores without that constraint, so `algorithm/correction` has to make up for it.
     max_reward_errors: the run stops when a larger share of a step's samples could not be scored.
     max_staleness: completions may be sampled with weights that are so many versions old, while a step trains.
     in_flight: weights change under running requests instead of waiting for them (with max_staleness above 0).
@@ -55,6 +63,9 @@ class Rollouts:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    stop: list[str] = dataclasses.field(default_factory=list)
+    regex: str | None = None
+    json_schema: Any = None
     max_reward_errors: float = 0.1
     max_staleness: int = 0
     in_flight: bool = False
@@ -77,16 +88,38 @@ class Rollouts:
         require(
             self,
             "repetition_penalty",
-            self.repetition_penalty == 1,
-            "only 1 is supported in training: the trainer scores tokens under the sampling distribution, and a "
-            "penalty makes that depend on the text so far",
+            0 < self.repetition_penalty < math.inf,
+            "must be above 0 and finite (1: no penalty)",
         )
+        require(self, "stop", all(self.stop), "a stop string must not be empty")
+        self._check_structure()
         require(self, "max_staleness", self.max_staleness >= 0, "must be 0 (exactly on-policy) or more")
         require(self, "max_reward_errors", 0 <= self.max_reward_errors <= 1, "must be between 0 and 1")
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(self.max_completion_tokens, self.temperature, self.top_p, self.top_k, self.min_p)
+        return Sampling(
+            max_tokens=self.max_completion_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            stop=tuple(self.stop),
+            regex=self.regex,
+            json_schema=self.json_schema,
+        )
+
+    def _check_structure(self) -> None:
+        """What can be known without vLLM, whose own grammar is asked when the engine is connected."""
+        schema = self.json_schema
+        require(self, "json_schema", schema is None or isinstance(schema, dict), "must be a JSON schema: an object")
+        require(self, "json_schema", schema is None or self.regex is None, "choose this or rollout.regex, not both")
+        if self.regex is not None:
+            try:
+                re.compile(self.regex)
+            except re.error as error:
+                raise ConfigError.of("rollout.regex", self.regex, f"does not compile: {error}") from error
 
 
 @section("checkpoint")

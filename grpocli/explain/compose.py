@@ -152,17 +152,22 @@ def _chosen(used: dict[str, Section], *kinds: str) -> Iterator[Section]:
 def _sampling(rollout: Rollouts) -> Section:
     cuts = [f for f in CUTS if getattr(rollout, f) != getattr(Rollouts(), f)]
     cut = f", cut to {', '.join(cuts)}" if cuts else ""
+    penalised, structure = rollout.repetition_penalty != 1, rollout.sampling.structure
     keys = {
         "P": ("prompts_per_step", "questions of a step"),
         "G": ("group_size", "completions of a question"),
         "T_s": ("temperature", "sampling temperature"),
     } | {f: (f, "cuts the distribution off") for f in cuts}
+    if penalised:
+        keys["ν"] = ("repetition_penalty", "penalty for tokens that were seen")
     return Section(
         "sampling",
         "",
         (
             "o_1 … o_G ~ μ(· | q) for each of P questions q",
             f"μ, π_θ, π_old, π_ref: softmax(logits / T_s){cut}",
+            *(("logits z of tokens in q or earlier in o_i: z / ν where z > 0, else ν z",) if penalised else ()),
+            *((f"μ: only tokens that keep o_i within rollout.{structure}",) if structure else ()),
             "π(o_it): of o_i's token t, given q and the tokens before it",
         ),
         symbols=_symbols(rollout, "rollout", keys),
@@ -230,11 +235,12 @@ def _update(run: Run) -> Section:
     train, rollout = run.train, run.rollout
     rows = rollout.prompts_per_step * rollout.group_size
     updates = train.updates_per_step
-    several, carries = updates > 1, run.algorithm.keep.surplus == "carry"
+    several, older = updates > 1, run.algorithm.keep.surplus == "carry" or rollout.max_staleness > 0
     lines = (
         f"E M = {_count(updates, 'update')} a step, of N = P G / M {_share(rows, train.minibatches)} completions",
         "π_old: π_θ before the step's first update" if several else "π_old = sg[π_θ]: with one update, r = 1 in value",
-        *(("π_old = μ for completions carried from the step before",) if carries else ()),
+        *((f"μ: π_θ of up to {_count(rollout.max_staleness, 'step')} before",) if rollout.max_staleness else ()),
+        *(("π_old = μ for completions of older weights",) if older and not run.algorithm.corrects else ()),
     )
     keys = {"E": ("epochs", "passes over a step's completions"), "M": ("minibatches", "updates a pass")}
     return Section("update", "", lines, symbols=_symbols(train, "train", keys))

@@ -23,6 +23,7 @@ VARIANTS: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("keep", "all"): [{"mask_truncated": True}],
     ("keep", "dynamic"): [{"reward": "math", "surplus": "carry", "on_exhausted": "error"}],
     ("objective", "clip"): [{"level": "sequence"}, {"dual": 3.0}, {"delta": 4.0}],
+    ("correction", "auto"): [{"max_staleness": 1}],
     ("kl", "k3"): [{"on_policy": True, "sync_every": 64}, {"beta": 0.0}],
     ("aggregate", "token_mean"): [{"informative_only": True}, {"scope": "group"}, {"scope": "micro_batch"}],
 }

@@ -17,6 +17,8 @@ from types import FrameType
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PARENT_DIED = signal.SIGUSR1  # apart from TERM: the kernel also sends it when only a thread of the parent ends
 LEFTOVER_GRACE = 2.0  # seconds for what a command left behind when it ended by itself
+TRACKER = b"multiprocessing.resource_tracker"  # in its command line
+TIDY = 3.0  # seconds for Python's resource trackers to unlink the shared memory of processes that were killed
 KILL_WAIT = 10.0  # seconds for the kernel to end what got SIGKILL
 
 
@@ -87,7 +89,7 @@ class Guard:
             if word:  # the parent is there and has waited long enough
                 self.stop_at = time.monotonic()
         if self.stop_at is not None and time.monotonic() >= self.stop_at:
-            kill_tree(signal.SIGKILL)
+            kill_tree(signal.SIGKILL, spare_trackers=True)
             self.stop_at = time.monotonic() + 0.2  # once more, for what was started meanwhile
 
     def reap(self) -> None:
@@ -104,7 +106,7 @@ class Guard:
         kill_tree(signal.SIGTERM)
         while descendants() and time.monotonic() < grace + KILL_WAIT:
             if time.monotonic() > grace:
-                kill_tree(signal.SIGKILL)
+                kill_tree(signal.SIGKILL, spare_trackers=time.monotonic() < grace + TIDY)
             time.sleep(0.02)
             self.reap()
 
@@ -151,11 +153,13 @@ def descendants() -> list[int]:
     return found
 
 
-def kill_tree(number: int) -> None:
+def kill_tree(number: int, spare_trackers: bool = False) -> None:
+    """spare_trackers: leave Python's resource trackers alone, which end when those they track for have ended."""
     for pid in descendants():
         try:
-            os.kill(pid, number)
-        except ProcessLookupError:
+            if not (spare_trackers and TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()):
+                os.kill(pid, number)
+        except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended
 
 

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
+from grpocli.config.checks import check_overlap
 from grpocli.config.compose import build_run, save
 from grpocli.config.plan import plan_lines
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.launch.job import Job
 from grpocli.launch.signals import stop_signal
+from grpocli.rollout.auto import Auto
 from grpocli.rollout.engine import EngineJob
 from grpocli.tracking.files import write_atomic
 from grpocli.tracking.run_dir import RunDir
@@ -69,6 +71,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool) -> Job:
 
     run.tracker.check()
     _check_device(run)
+    check_overlap(run, run.engine.chosen() if isinstance(run.engine, Auto) else run.engine)
     run.task.examples("train")
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
     engine = EngineJob(
@@ -77,7 +80,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool) -> Job:
         max_tokens=run.rollout.max_prompt_tokens + run.rollout.max_completion_tokens,
         run_dir=run_dir.path,
         seed=run.seed,
-        transport=run.sync.transport(run.hardware.device),
+        transport=run.sync.transport(run.hardware.device, run.engine, run.hardware.processes),
         sync_folder=run.sync.folder,
         lora_rank=run.model.lora.rank,
         revision=getattr(run.model, "revision", None),

@@ -127,9 +127,10 @@ def merged(model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]) -> Ite
     seen: set[int] = set()
     for name, tensor in tensors:
         plain = names.get(name, name)
-        if plain is None or tensor.data_ptr() in seen:
+        shard = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor itself has no address
+        if plain is None or (shard.data_ptr() and shard.data_ptr() in seen):  # 0: an empty shard
             continue
-        seen.add(tensor.data_ptr())
+        seen.add(shard.data_ptr())
         layer = updates.get(name)
         weight = tensor.detach()
         yield plain, weight if layer is None else weight + layer.get_delta_weight(ADAPTER).detach()
@@ -159,16 +160,26 @@ def switched_off(model: PreTrainedModel) -> Iterator[None]:
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Write the updates in peft's format; transformers and peft find the base model by its path."""
-    from copy import copy
-
     from safetensors.torch import save_file
+
+    write_config(model, folder)
+    weights = {name: tensor.contiguous() for name, tensor in adapter_tensors(model)}
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def write_config(model: PreTrainedModel, folder: Path) -> None:
+    """The half of an adapter that says where its tensors belong and how they are scaled."""
+    from copy import copy
 
     config = copy(model.peft_config[ADAPTER])
     config.inference_mode = True
     config.target_modules = _in_order(config.target_modules)
     config.save_pretrained(str(folder))
-    weights = {PREFIX + name: tensor.contiguous() for name, tensor in _adapter(model).items()}
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def adapter_tensors(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    """The updates' own tensors (not copies), under their names in an adapter's file."""
+    return [(PREFIX + name, tensor) for name, tensor in _adapter(model).items()]
 
 
 def _in_order(target_modules: Any) -> Any:

@@ -1,12 +1,40 @@
-"""A deadline for a call that stays in its own thread, so that code that uses `signal.alarm` works inside it."""
+"""A deadline for a call, in the main thread without leaving it, so that code that uses `signal.alarm` works inside."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def within(seconds: float, what: str, call: Callable[[], T]) -> T:
+    """What `call` returns or raises; TimeoutError(what) when it takes longer.
+
+    Only the main thread can be interrupted: in another (`rollout.max_staleness` above 0) the call gets a thread of its
+    own, which is left behind.
+    """
+    if threading.current_thread() is threading.main_thread():
+        with deadline(seconds, what):
+            return call()
+    done: Future[T] = Future()
+    threading.Thread(target=_into, args=(done, call), daemon=True).start()
+    try:
+        return done.result(seconds)
+    except TimeoutError as error:
+        raise error if done.done() else TimeoutError(what) from error
+
+
+def _into(done: Future[T], call: Callable[[], T]) -> None:
+    try:
+        done.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
+        done.set_exception(error)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from omegaconf import MISSING
 
 from grpocli.config.parts import nearest, part, require
 from grpocli.errors import ConfigError
-from grpocli.rewards.deadline import deadline
+from grpocli.rewards.deadline import within
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 
 KEY = "reward.python.function"
@@ -69,9 +69,11 @@ class PythonReward(BaseReward):
         return list(result)
 
     def _within_time(self, function: Callable[..., Any], given: dict[str, list[Any]]) -> Any:
-        with deadline(self.timeout, f"no answer within {self.timeout:g} s (reward.python.timeout)"):
+        def call() -> Any:
             result = function(**given)
             return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+        return within(self.timeout, f"no answer within {self.timeout:g} s (reward.python.timeout)", call)
 
 
 async def _awaited(result: Any) -> Any:

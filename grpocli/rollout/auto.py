@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 class Auto:
     """The default. Choose an engine by name to set its keys."""
 
+    overlaps = True  # some choice does; at the launch the chosen one is asked
+
     def chosen(self) -> EnginePart:
         from importlib.util import find_spec
 

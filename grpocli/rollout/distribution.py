@@ -6,19 +6,32 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from grpocli.rollout.repetition import penalised
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from grpocli.data import Sampling
 
 
-def sampling_logits(logits_NV: Tensor, sampling: Sampling, keep_N: Tensor | None = None) -> Tensor:
-    """Logits [N, V] (float32) after temperature, min_p, top_k and top_p, in vLLM's order; -inf for what is cut off.
+def sampling_logits(
+    logits_NV: Tensor, sampling: Sampling, keep_N: Tensor | None = None, seen_NV: Tensor | None = None
+) -> Tensor:
+    """Logits [N, V] (float32) after repetition penalty, temperature, min_p, top_k and top_p, in vLLM's order.
 
+    -inf for what is cut off. Temperature 0 counts as 1 and cuts nothing off: the likeliest token is then the choice.
     keep_N: tokens that stay whatever the cut, so that a token sampled under slightly different weights keeps a
     finite log-prob.
+    seen_NV: which tokens the penalty is for (bool); needed unless it is 1.
     """
-    logits_NV = logits_NV.float() / sampling.temperature
+    logits_NV = logits_NV.float()
+    if sampling.repetition_penalty != 1:
+        if seen_NV is None:
+            raise ValueError("a repetition penalty needs to know which tokens were seen")
+        logits_NV = penalised(logits_NV, seen_NV, sampling.repetition_penalty)
+    if sampling.temperature == 0:
+        return logits_NV
+    logits_NV = logits_NV / sampling.temperature
     if not sampling.truncates:
         return logits_NV
     removed_NV = _removed(logits_NV.detach(), sampling)

@@ -58,7 +58,11 @@ class EngineJob:
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """What a trainer process hands its engine. in_flight: weights may change under running requests."""
+    """What a trainer process hands its engine.
+
+    in_flight: weights may change under running requests. sampling: of training, so that an engine can refuse it at
+    once; None where nobody knows it yet.
+    """
 
     job: EngineJob
     policy: Policy
@@ -66,10 +70,16 @@ class EngineContext:
     world: World
     sync: Sync = field(default_factory=Sync)
     in_flight: bool = False
+    sampling: Sampling | None = None
 
 
 class Engine(Protocol):
-    """A live source of completions, in every trainer process."""
+    """A live source of completions, in every trainer process.
+
+    With `rollout.max_staleness` above 0 `generate` is called in a thread of its own, beside the main one's; `sync` is
+    called in the main thread, and while `generate` runs only if weights may change under running requests. An engine
+    that may have to sync within `generate` calls its attribute `recover` for that, which is then set by the trainer.
+    """
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         """`n` completions for each request, in the requests' order."""
@@ -86,7 +96,11 @@ class Engine(Protocol):
 
 
 class EnginePart(Protocol):
-    """A choice of the config group `engine`."""
+    """A choice of the config group `engine`.
+
+    One that samples beside the trainer, with weights and devices of its own, says so with `overlaps = True`; it can be
+    used with `rollout.max_staleness`.
+    """
 
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
         """Start what lives outside the trainer processes (servers); stop it on the way out.

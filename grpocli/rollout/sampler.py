@@ -10,26 +10,34 @@ import torch
 
 from grpocli.data import Completion, Request, Sampling
 from grpocli.rollout.distribution import draw, sampling_logits
+from grpocli.rollout.repetition import first_seen
+from grpocli.rollout.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(slots=True)
 class _Rows:
-    """The rows still being sampled: row[i] is the place in the output of the batch's i-th row."""
+    """The rows still being sampled: row[i] is the place in the output of the batch's i-th row.
+
+    seen_BV: which tokens each row has had, prompt included; None where nobody asks.
+    """
 
     cache: Any
     row: Tensor
     attention_BL: Tensor
     position_B: Tensor
     logits_BV: Tensor
+    seen_BV: Tensor | None
 
     def keep(self, index: Tensor) -> None:
         self.cache.batch_select_indices(index)
         self.row, self.position_B = self.row[index], self.position_B[index]
         self.attention_BL, self.logits_BV = self.attention_BL[index], self.logits_BV[index]
+        if self.seen_BV is not None:
+            self.seen_BV = self.seen_BV[index]
 
 
 @torch.no_grad()
@@ -39,12 +47,14 @@ def sample(
     sampling: Sampling,
     stop_ids: Sequence[int],
     version: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> list[list[Completion]]:
     """`n` completions for each request. A row's tokens depend on its request's seed, not on the others'.
 
-    The token that ends a completion is part of it.
+    The token that ends a completion is part of it. tokenizer: needed for stop strings alone.
     """
-    rows = _prefill(model, requests)
+    rows = _prefill(model, requests, sampling)
+    texts = _texts(requests, sampling, tokenizer)
     total, device = len(rows.row), rows.row.device
     uniform_BT = _uniforms(requests, sampling.max_tokens).to(device)
     tokens_BT = torch.zeros(total, sampling.max_tokens, dtype=torch.long, device=device)
@@ -54,9 +64,11 @@ def sample(
     stops = torch.tensor(list(stop_ids), device=device)
 
     for t in range(sampling.max_tokens):
-        token, logp = _choose(rows.logits_BV, sampling, uniform_BT[rows.row, t])
+        token, logp = _choose(rows, sampling, uniform_BT[rows.row, t])
         tokens_BT[rows.row, t], logp_BT[rows.row, t] = token, logp
         ended = torch.isin(token, stops)
+        if texts:
+            ended |= _stopped(texts, rows.row, token)
         newly = ended & ~stopped_B[rows.row]
         length_B[rows.row[newly]] = t + 1
         stopped_B[rows.row[newly]] = True
@@ -71,7 +83,7 @@ def sample(
     return _gather(requests, tokens_BT, logp_BT, length_B, stopped_B, version)
 
 
-def _prefill(model: PreTrainedModel, requests: Sequence[Request]) -> _Rows:
+def _prefill(model: PreTrainedModel, requests: Sequence[Request], sampling: Sampling) -> _Rows:
     """Run each prompt once, then repeat its cache for its completions."""
     from transformers import DynamicCache
 
@@ -91,6 +103,9 @@ def _prefill(model: PreTrainedModel, requests: Sequence[Request]) -> _Rows:
         use_cache=True,
         logits_to_keep=1,
     )
+    seen_PV = None
+    if sampling.repetition_penalty != 1:
+        seen_PV = first_seen(ids_PL, mask_PL, 0, out.logits.shape[-1]) < 0
     repeats = torch.tensor([r.n for r in requests], device=device)
     rows = _Rows(
         cache=out.past_key_values,
@@ -98,6 +113,7 @@ def _prefill(model: PreTrainedModel, requests: Sequence[Request]) -> _Rows:
         attention_BL=mask_PL,
         position_B=mask_PL.sum(1),
         logits_BV=out.logits[:, -1],
+        seen_BV=seen_PV,
     )
     rows.keep(rows.row.repeat_interleave(repeats))
     rows.row = torch.arange(len(rows.row), device=device)
@@ -105,6 +121,8 @@ def _prefill(model: PreTrainedModel, requests: Sequence[Request]) -> _Rows:
 
 
 def _advance(model: PreTrainedModel, rows: _Rows, token_B: Tensor) -> None:
+    if rows.seen_BV is not None:
+        rows.seen_BV.scatter_(1, token_B.unsqueeze(1), True)
     rows.attention_BL = torch.cat([rows.attention_BL, rows.attention_BL.new_ones(len(token_B), 1)], 1)
     out = model(
         input_ids=token_B.unsqueeze(1),
@@ -118,14 +136,31 @@ def _advance(model: PreTrainedModel, rows: _Rows, token_B: Tensor) -> None:
     rows.logits_BV = out.logits[:, -1]
 
 
-def _choose(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+def _choose(rows: _Rows, sampling: Sampling, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """The next token of each row and its log-prob under the distribution sampled from."""
+    logits_BV = sampling_logits(rows.logits_BV, sampling, seen_NV=rows.seen_BV)
     if sampling.temperature == 0:
         token = logits_BV.argmax(-1)
         return token, torch.zeros_like(token, dtype=torch.float32)
-    logp_BV = sampling_logits(logits_BV, sampling).log_softmax(-1)
+    logp_BV = logits_BV.log_softmax(-1)
     token = draw(logp_BV, uniform_B)
     return token, logp_BV.gather(1, token.unsqueeze(1)).squeeze(1)
+
+
+def _texts(
+    requests: Sequence[Request], sampling: Sampling, tokenizer: PreTrainedTokenizerBase | None
+) -> list[StopStrings]:
+    """Of each row of the output; empty where there are no stop strings."""
+    if not sampling.stop:
+        return []
+    if tokenizer is None:
+        raise ValueError("stop strings need a tokenizer")
+    return [StopStrings(tokenizer, sampling.stop, r.token_ids) for r in requests for _ in range(r.n)]
+
+
+def _stopped(texts: list[StopStrings], row: Tensor, token: Tensor) -> Tensor:
+    ended = [texts[i].completed_by(one) for i, one in zip(row.tolist(), token.tolist(), strict=True)]
+    return torch.tensor(ended, device=token.device)
 
 
 def _uniforms(requests: Sequence[Request], max_tokens: int) -> Tensor:

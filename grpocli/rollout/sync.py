@@ -2,22 +2,65 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from grpocli.config.parts import part, require, section
+from grpocli.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the servers are, seen from the trainer.
+
+    gpu: the trainer computes on GPUs. local: the servers are on this machine. shared: True where every GPU of the
+    servers is a trainer's too, False where none is, None where some are.
+    """
+
+    gpu: bool
+    local: bool = True
+    shared: bool | None = False
+
+
+def placement(device: str, engine: Any = None, processes: int = 1) -> Placement:
+    """device: "auto", "cpu" or "cuda". engine: the config's part; None for a server that is started for any run.
+
+    The run's own servers take the machine's GPUs from the first on, as its trainer processes do.
+    """
+    gpu = device == "cuda" or (device == "auto" and _has_gpu())
+    if engine is None:
+        return Placement(gpu)
+    urls = getattr(engine, "base_url", None)
+    if urls:
+        return Placement(gpu, all(_here(url) for url in ([urls] if isinstance(urls, str) else urls)))
+    needed = math.prod(getattr(engine, field, 1) for field in ("replicas", "tensor_parallel", "data_parallel"))
+    return Placement(gpu, shared=True if needed <= processes else None)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _here(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 @section("sync")
 class Sync:
-    """verify_every: steps between probes of the server's log-probs (the version is compared at every sync).
+    """verify_every: syncs between probes of the server's log-probs (the version is compared at every sync).
 
-    bucket_mb: MiB that are sent at a time; the peak above the model is about one bucket.
+    bucket_mb: MiB that are sent at a time; at most two buckets are in memory above the model.
     tolerance: nats by which the server's log-probs may differ from the trainer's on average; null takes what fits
         the dtype (`grpocli.rollout.vllm.sync.TOLERANCE`).
     """
 
     verify_every: int = 1
-    bucket_mb: int = 512
+    bucket_mb: int = 128
     tolerance: float | None = None
 
     def __post_init__(self) -> None:
@@ -27,14 +70,22 @@ class Sync:
 
     folder: ClassVar[str | None] = None
 
-    def transport(self, device: str) -> str:
-        """ "shm", "nccl" or "ipc", for a trainer on `device` ("cpu", "cuda")."""
+    def transport(self, device: str, engine: Any = None, processes: int = 1) -> str:
+        """ "shm", "nccl" or "ipc"; see `placement`. Raises ConfigError for a choice that cannot work there."""
+        return self.choose(placement(device, engine, processes))
+
+    def choose(self, place: Placement) -> str:
         return "shm"
 
 
 @part("sync", "auto")
 class Auto(Sync):
-    """The transport that fits: shm on a CPU."""
+    """The transport that fits: shm on a CPU; ipc where the server shares the trainer's GPUs; nccl to other GPUs."""
+
+    def choose(self, place: Placement) -> str:
+        if not place.gpu or place.shared is None:
+            return "shm"
+        return "ipc" if place.shared else "nccl"
 
 
 @part("sync", "shm")
@@ -45,3 +96,40 @@ class Shm(Sync):
     """
 
     folder: str | None = None  # type: ignore[misc]
+
+
+@part("sync", "nccl")
+class Nccl(Sync):
+    """vLLM's broadcast from GPU to GPU, on one machine or several; the server's GPUs are others than the trainer's."""
+
+    def choose(self, place: Placement) -> str:
+        if not place.gpu:
+            raise ConfigError.of("sync", "nccl", "needs GPUs, and the trainer computes on a CPU: take sync=shm")
+        if place.shared is not False:
+            raise ConfigError.of(
+                "sync",
+                "nccl",
+                "the run's own server shares the trainer's GPUs, and NCCL joins no GPU with itself: take sync=ipc or "
+                "sync=shm, or start the server on other GPUs with `grpocli vllm-serve` and give engine.base_url",
+            )
+        return "nccl"
+
+
+@part("sync", "ipc")
+class Ipc(Sync):
+    """vLLM's CUDA IPC between processes that share GPUs: nothing is copied between devices."""
+
+    def choose(self, place: Placement) -> str:
+        if not place.gpu:
+            raise ConfigError.of("sync", "ipc", "needs GPUs, and the trainer computes on a CPU: take sync=shm")
+        if not place.local:
+            raise ConfigError.of(
+                "sync", "ipc", "the server is not on this machine (engine.base_url): take sync=nccl or sync=shm"
+            )
+        if place.shared is None:
+            raise ConfigError.of(
+                "sync",
+                "ipc",
+                "the server has GPUs without a trainer process: raise hardware.processes or take sync=shm",
+            )
+        return "ipc"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import part, require
 from grpocli.data import Completion, Request, Sampling
+from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import Engine, EngineContext, EngineJob
@@ -26,23 +27,27 @@ class Transformers:
         return nullcontext()
 
     def connect(self, context: EngineContext) -> Engine:
-        return TransformersEngine(context.policy, stop_ids(context.policy.model, context.tokenizer), self.max_rows)
+        ids = stop_ids(context.policy.model, context.tokenizer)
+        return TransformersEngine(context.policy, ids, self.max_rows, context.tokenizer)
 
 
 class TransformersEngine:
     """See `Transformers`."""
 
-    def __init__(self, policy: Any, stop_ids: Sequence[int], max_rows: int) -> None:
-        self.policy, self.stop_ids, self.max_rows = policy, stop_ids, max_rows
+    def __init__(self, policy: Any, stop_ids: Sequence[int], max_rows: int, tokenizer: Any) -> None:
+        self.policy, self.stop_ids, self.max_rows, self.tokenizer = policy, stop_ids, max_rows, tokenizer
         self.version = 0
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+        """`n` completions for each request, in order. Raises ConfigError where the sampling asks for a structure."""
         from grpocli.rollout.sampler import sample
 
+        refuse_structure(sampling)
         results: list[list[Completion]] = [[] for _ in requests]
         with self.policy.sampling_mode():
             for chunk in self._chunks(requests):
-                done = sample(self.policy.model, [requests[i] for i in chunk], sampling, self.stop_ids, self.version)
+                asked = [requests[i] for i in chunk]
+                done = sample(self.policy.model, asked, sampling, self.stop_ids, self.version, self.tokenizer)
                 for i, completions in zip(chunk, done, strict=True):
                     results[i] = completions
         return results
@@ -65,6 +70,13 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Nothing to stop."""
+
+
+def refuse_structure(sampling: Sampling) -> None:
+    """Raise a ConfigError if completions are to match a regex or a JSON schema."""
+    if sampling.structure:
+        problem = "engine=transformers cannot hold completions to it: choose engine=vllm, or set it to null"
+        raise ConfigError.of(f"rollout.{sampling.structure}", getattr(sampling, sampling.structure), problem)
 
 
 def stop_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -13,7 +13,11 @@ from grpocli.tracking.files import write_atomic
 
 
 def write_rollouts(path: Path, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int) -> None:
-    """A row a completion; conversations are JSON, a reward that does not apply is null."""
+    """A row a completion; conversations are JSON, a reward that does not apply is null.
+
+    version: of the weights that sampled it; where they changed on the way, of its first token, and version_spans has
+    [version, number of tokens] of each piece.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -51,6 +55,7 @@ def _row(group: Group, index: int, k: int, advantage: float, step: int) -> dict[
         "advantage": advantage,
         "finish_reason": done.finish_reason,
         "version": done.version,
+        "version_spans": done.spans,
         **rewards,
     }
 
@@ -78,6 +83,7 @@ def _schema(groups: Sequence[Group]) -> Any:
             ("advantage", pa.float32()),
             ("finish_reason", pa.string()),
             ("version", pa.int32()),
+            ("version_spans", pa.list_(ids)),
             *[(f"reward/{name}", pa.float32()) for name in names],
         ]
     )

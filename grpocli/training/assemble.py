@@ -16,7 +16,8 @@ from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.tasks.order import Order
 from grpocli.tasks.prompts import PromptSet
 from grpocli.training import carry, checkpoint
-from grpocli.training.collect import Collector, Sampler
+from grpocli.training.ahead import Ahead
+from grpocli.training.collect import Collected, Collector, Sampler
 from grpocli.training.evaluate import Evaluator
 from grpocli.training.policy import Policy
 from grpocli.training.reference import BaseReference, Reference
@@ -79,24 +80,33 @@ def assemble(
         updater = _updater(run, world, policy, reference, state, resume)
     if run.model.lora.rank:
         recorder.view.note(f"LoRA trains {trained_share(policy.model)}")
-    engine = run.engine.connect(EngineContext(job, policy, tokenizer, world, run.sync, run.rollout.in_flight))
+    rollout = run.rollout
+    engine = run.engine.connect(
+        EngineContext(job, policy, tokenizer, world, run.sync, rollout.in_flight, rollout.sampling)
+    )
     scorer = Scorer(run.reward, run.rollout.max_reward_errors)
     sampler = Sampler(world, engine, tokenizer, scorer)
     recorder.seconds_before = state.seconds
-    return Trainer(
+    collector = _collector(run, sampler, data, state.draws, carried)
+    trainer = Trainer(
         run=run,
         world=world,
         policy=policy,
         reference=reference,
         tokenizer=tokenizer,
         engine=engine,
-        collector=_collector(run, sampler, data, state.draws, carried),
+        collector=collector,
+        ahead=Ahead(collector, world, run.rollout, run.train.steps, state.step, _ready(run, data, collector, resume)),
         updater=updater,
         evaluator=_evaluator(run, sampler, data),
         recorder=recorder,
         stop=stop,
         state=state,
     )
+    if run.rollout.max_staleness and hasattr(engine, "recover"):
+        # the thread that generates must not send weights that an update is changing
+        engine.recover = lambda: trainer.ahead.in_main(trainer.sync_again)
+    return trainer
 
 
 def _policy(run: Run, job: EngineJob, world: World, path: str) -> Policy:
@@ -139,6 +149,16 @@ def _carried(run: Run, data: Data, resume: Path | None) -> list[Group]:
     return carry.load(resume, data.draw, run.rollout.group_size, run.reward, run.rollout.prompts_per_step)
 
 
+def _ready(run: Run, data: Data, collector: Collector, resume: Path | None) -> list[Collected]:
+    """What had been collected for the steps after the checkpoint."""
+    if resume is None:
+        return []
+    with checkpoint.restoring(resume):
+        overlaps = run.rollout.max_staleness > 0
+        steps = carry.load_steps(resume, data.draw, run.rollout.group_size, run.reward, overlaps)
+        return [Collected(list(groups), collector.advantages(groups), metrics) for groups, metrics in steps]
+
+
 def _updater(
     run: Run,
     world: World,
@@ -170,6 +190,6 @@ def _evaluator(run: Run, sampler: Sampler, data: Data) -> Evaluator:
         prompts=data.problems(),
         samples=run.eval.samples,
         reward=run.eval.reward or next(iter(run.reward)),
-        max_tokens=run.rollout.max_completion_tokens,
+        sampling=run.rollout.sampling,
         seed=run.seed,
     )

@@ -36,12 +36,18 @@ class Row:
         return len(self.prompt_ids) + len(self.completion_ids)
 
     @classmethod
-    def of(cls, rollout: Rollout, advantage: float, group: int, mask_truncated: bool, version: int) -> Row:
-        """A row of a step that trains weight version `version`; what an older one sampled is off-policy."""
+    def of(
+        cls, rollout: Rollout, advantage: float, group: int, mask_truncated: bool, version: int, corrected: bool = False
+    ) -> Row:
+        """A row of a step that trains weight version `version`; what an older one sampled is off-policy.
+
+        Its old log-probs are then the sampler's, unless the algorithm corrects for the sampler (`corrected`): the
+        correction is from the sampler to the step's start, and the objective's ratio from there on.
+        """
         done = rollout.completion
         n = len(done.token_ids)
         mask = [0] * n if mask_truncated and done.truncated else (done.mask or [1] * n)
-        old_logp = torch.tensor(done.logprobs) if done.version < version else None
+        old_logp = torch.tensor(done.logprobs) if done.version < version and not corrected else None
         return cls(rollout.prompt.token_ids, done.token_ids, mask, advantage, group, done.logprobs, old_logp)
 
     @classmethod

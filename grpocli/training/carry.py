@@ -1,4 +1,4 @@
-"""Groups kept for the next step, in a checkpoint: tensors and plain values, without pickled code."""
+"""Groups kept for the next steps, in a checkpoint: tensors and plain values, without pickled code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -15,6 +15,9 @@ from grpocli.data import Completion, Group, Prompt, Rollout
 logger = logging.getLogger(__name__)
 
 CARRIED = "carried.pt"
+AHEAD = "ahead.pt"
+
+Step: TypeAlias = tuple[Sequence[Group], dict[str, float]]  # what has been collected for a step, and its metrics
 
 
 def save(groups: Sequence[Group], folder: Path) -> None:
@@ -39,6 +42,31 @@ def load(
     if len(groups) < len(saved):
         logger.warning("%d of %d carried groups do not fit the config now", len(saved) - len(groups), len(saved))
     return groups
+
+
+def save_steps(steps: Sequence[Step], folder: Path) -> None:
+    """Whole steps that have been collected ahead, in order."""
+    if steps:
+        saved = [{"groups": [_group(group) for group in groups], "metrics": metrics} for groups, metrics in steps]
+        torch.save(saved, folder / AHEAD)
+
+
+def load_steps(
+    folder: Path, draw: Callable[[int], Prompt], group_size: int, rewards: Iterable[str], wanted: bool
+) -> list[Step]:
+    """The steps again, equal to the bit; none of them, and a word in the log, where a resume has changed the config so
+    that groups do not fit (as in `load`), or so that no step is collected ahead (not `wanted`).
+    """
+    if not (folder / AHEAD).is_file():
+        return []
+    saved = torch.load(folder / AHEAD, weights_only=True)
+    names = set(rewards)
+    steps = [([_restored(one, draw, group_size, names) for one in step["groups"]], step["metrics"]) for step in saved]
+    whole = [([group for group in groups if group], metrics) for groups, metrics in steps]
+    if wanted and all(len(some) == len(groups) for (some, _), (groups, _) in zip(whole, steps, strict=True)):
+        return [(groups, metrics) for groups, metrics in whole]
+    logger.warning("the rollouts of %d steps collected ahead do not fit the config now", len(saved))
+    return []
 
 
 def _restored(saved: dict[str, Any], draw: Callable[[int], Prompt], size: int, names: set[str]) -> Group | None:

@@ -53,8 +53,10 @@ def save(
     optimizer: torch.optim.Optimizer,
     reference: PreTrainedModel | None = None,
     carried: Sequence[Group] = (),
+    ahead: Sequence[carry.Step] = (),
 ) -> None:
     """Write the checkpoint `path`; it exists only when it is whole. `reference` only if it changes in training.
+    carried, ahead: groups and whole steps that have been sampled for the steps to come.
 
     With LoRA it holds the updates alone: the base model does not change.
     """
@@ -68,6 +70,7 @@ def save(
         if reference is not None:
             reference.save_pretrained(folder / REFERENCE)
         carry.save(carried, folder)
+        carry.save_steps(ahead, folder)
         (folder / STATE).write_text(json.dumps(asdict(state), indent=2))
 
 

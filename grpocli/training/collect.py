@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -40,12 +41,13 @@ def rewards_of(groups: Sequence[Group], names: Sequence[str]) -> dict[str, Tenso
 
 @dataclass(slots=True)
 class Sampler:
-    """Completions of prompts, decoded and scored, spread over the processes."""
+    """Completions of prompts, decoded and scored, spread over the processes. May be used by two threads."""
 
     world: World
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     scorer: Scorer
+    scoring: threading.Lock = field(default_factory=threading.Lock)  # rewards need not be safe with threads
 
     def groups(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling
@@ -59,7 +61,8 @@ class Sampler:
             for i, completions in zip(mine, sampled, strict=True)
             for done in completions
         ]
-        scored, tally = self.scorer.score(rollouts, sampling.max_tokens)
+        with self.scoring:
+            scored, tally = self.scorer.score(rollouts, sampling.max_tokens)
         done = [Rollout(r.prompt, r.completion, r.text, rewards) for r, rewards in zip(rollouts, scored, strict=True)]
         groups = [Group(prompts[i], done[k * n : (k + 1) * n]) for k, i in enumerate(mine)]
         everyone = self.world.gather_objects(list(zip(mine, groups, strict=True)))
@@ -152,7 +155,18 @@ class Collector:
     carried: list[Group] = field(default_factory=list)
 
     def collect(self) -> Collected:
-        """Sample until there are `prompts_per_step` groups that the algorithm keeps, or its rounds are used up."""
+        """Sample until there are `prompts_per_step` groups that the algorithm keeps, or its rounds are used up.
+
+        An error leaves the state as it was.
+        """
+        before = self.draws, self.carried
+        try:
+            return self._collect()
+        except BaseException:
+            self.draws, self.carried = before
+            raise
+
+    def _collect(self) -> Collected:
         carried = self.carried
         step = self._sample(self.prompts_per_step - len(carried))
         groups = [*carried, *step.kept]
@@ -173,7 +187,7 @@ class Collector:
             "tokens/generated": float(sum(step.seen.lengths)) if step.seen else 0.0,
         }
         shown = seen.metrics(self.algorithm.scores(seen.rewards, self.weights))
-        return Collected(wanted, self._advantages(wanted), metrics | step.tally.metrics | shown)
+        return Collected(wanted, self.advantages(wanted), metrics | step.tally.metrics | shown)
 
     def _sample(self, missing: int) -> Sampled:
         """Rounds of sampling until `missing` groups are kept."""
@@ -203,7 +217,8 @@ class Collector:
         seeds = [seed_of(self.seed, d) for d in draws]
         return self.sampler.groups(prompts, seeds, self.group_size, self.sampling)
 
-    def _advantages(self, groups: Sequence[Group]) -> Tensor:
+    def advantages(self, groups: Sequence[Group]) -> Tensor:
+        """[P, G] of what a step trains on."""
         if not groups:
             return torch.zeros(0, self.group_size, dtype=torch.float64)
         return self.algorithm.advantages(rewards_of(groups, list(self.weights)), self.weights)

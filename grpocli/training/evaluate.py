@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,21 +17,25 @@ class Evaluator:
 
     A completion is right where the reward named scores 1 or more. Every evaluation of a run uses the same
     problems and seeds, so that two of them differ by the weights alone.
+
+    sampling: the run's. What decides which answer is the likeliest, and where it ends, is kept: the repetition
+    penalty, stop strings, regex or schema. Temperature and truncation are not: neither changes a greedy answer.
     """
 
     sampler: Sampler
     prompts: Sequence[Prompt]
     samples: int
     reward: str
-    max_tokens: int
+    sampling: Sampling
     seed: int
 
     def __call__(self) -> dict[str, float]:
         """Collective. Empty where there are no problems."""
         if not self.prompts:
             return {}
-        sampled = self._groups(Sampling(self.max_tokens), self.samples)
-        greedy = self._groups(Sampling(self.max_tokens, temperature=0.0), 1)
+        untouched = replace(self.sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+        sampled = self._groups(untouched, self.samples)
+        greedy = self._groups(replace(untouched, temperature=0.0), 1)
         lengths = [len(r.completion.token_ids) for g in sampled for r in g.rollouts]
         return {
             "eval/accuracy": self._accuracy(sampled),

@@ -10,6 +10,7 @@ import torch
 
 from grpocli.models.lora import merged
 from grpocli.rollout.distribution import sampling_logits
+from grpocli.rollout.repetition import first_seen
 from grpocli.training.batch import MicroBatch
 
 if TYPE_CHECKING:
@@ -110,16 +111,30 @@ def completion_logp(
     logits_NV = logits_BTV.reshape(-1, vocabulary)
     ids_N = batch.completion_ids.reshape(-1)
     pieces = [
-        _token_logp(logits, ids, sampling, entropy_gradient)
-        for logits, ids in zip(logits_NV.split(rows), ids_N.split(rows), strict=True)
+        _token_logp(logits, ids, sampling, entropy_gradient, seen)
+        for logits, ids, seen in zip(
+            logits_NV.split(rows), ids_N.split(rows), _seen(batch, sampling, vocabulary, rows), strict=True
+        )
     ]
     logp_BT = torch.cat([p[0] for p in pieces]).reshape(batch.completion_ids.shape)
     entropy_BT = torch.cat([p[1] for p in pieces]).reshape(batch.completion_ids.shape)
     return logp_BT, entropy_BT
 
 
-def _token_logp(logits_NV: Tensor, ids_N: Tensor, sampling: Sampling, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    logits_NV = sampling_logits(logits_NV, sampling, keep_N=ids_N)
+def _seen(batch: MicroBatch, sampling: Sampling, vocabulary: int, rows: int) -> Iterator[Tensor | None]:
+    """For each piece of `rows` tokens [N, V]: what stood before each token; None where there is no penalty."""
+    total, n = batch.completion_ids.numel(), batch.completion_ids.shape[1]
+    first_BV = None
+    if sampling.repetition_penalty != 1:
+        first_BV = first_seen(batch.input_ids, batch.attention_mask, n, vocabulary)
+    for token_N in torch.arange(total, device=batch.input_ids.device).split(rows):
+        yield None if first_BV is None else first_BV[token_N // n] < (token_N % n).unsqueeze(1)
+
+
+def _token_logp(
+    logits_NV: Tensor, ids_N: Tensor, sampling: Sampling, entropy_gradient: bool, seen_NV: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    logits_NV = sampling_logits(logits_NV, sampling, keep_N=ids_N, seen_NV=seen_NV)
     normalizer_N = logits_NV.logsumexp(-1)
     logp_N = logits_NV.gather(1, ids_N.unsqueeze(1)).squeeze(1) - normalizer_N
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from grpocli.errors import EngineGone
 from grpocli.training.trainer import torch_seed
 
 if TYPE_CHECKING:
@@ -13,13 +14,16 @@ if TYPE_CHECKING:
 def train(trainer: Trainer) -> dict[str, float]:
     """Steps until there have been `train.steps`; returns the evaluation afterwards.
 
-    Raises Stopped, after a checkpoint, where a signal asked for it.
+    Raises Stopped, after a checkpoint, where a signal asked for it or the engine is gone for good.
     """
-    trainer.before()
-    while not trainer.done:
-        step(trainer)
-        trainer.raise_if_stopped()
-    return trainer.after()
+    try:
+        trainer.before()
+        while not trainer.done:
+            step(trainer)
+            trainer.raise_if_stopped()
+        return trainer.after()
+    except EngineGone as gone:
+        raise trainer.stopped_by(gone) from gone
 
 
 def step(trainer: Trainer) -> None:
@@ -29,8 +33,10 @@ def step(trainer: Trainer) -> None:
     collected = trainer.collect()
     rows = trainer.credit(collected)
     trainer.update(rows, len(collected.groups))
-    if trainer.due(trainer.run.eval.every):
-        trainer.metrics |= trainer.evaluate()
-    trainer.log(collected)
+    try:
+        if trainer.due(trainer.run.eval.every):
+            trainer.metrics |= trainer.evaluate()
+    finally:  # an evaluation that cannot be had takes no step's row with it
+        trainer.log(collected)
     if trainer.due(trainer.run.checkpoint.every):
         trainer.checkpoint()

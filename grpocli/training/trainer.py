@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpocli.errors import RunError, Stopped
+from grpocli.errors import EngineGone, RunError, Stopped
 from grpocli.training import checkpoint
 from grpocli.training.batch import Row
 from grpocli.training.collect import Collected, Collector
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from grpocli.launch.signals import StopSignal
     from grpocli.rollout.engine import Engine
     from grpocli.tracking.recorder import Recorder
+    from grpocli.training.ahead import Ahead
     from grpocli.training.policy import Policy
     from grpocli.training.reference import Reference
     from grpocli.training.world import World
@@ -39,6 +40,7 @@ class Trainer:
     tokenizer: Any
     engine: Engine
     collector: Collector
+    ahead: Ahead
     updater: Updater
     evaluator: Evaluator
     recorder: Recorder
@@ -60,24 +62,34 @@ class Trainer:
         """Bring the engine to the present weights, unless it has them. Version v is what step v samples with."""
         version = self.state.step + 1
         if self.synced != version:
-            with self.timed("sync"):
-                self.metrics |= self.engine.sync(version)
+            with ExitStack() as until_synced:
+                with self.timed("rollout"):
+                    until_synced.enter_context(self.ahead.quiet(version))
+                with self.timed("sync"):
+                    self.metrics |= self.engine.sync(version)
             self.synced = version
+
+    def sync_again(self) -> None:
+        """Bring an engine that was lost, with servers of its own, back to the present weights."""
+        version = self.state.step + 1
+        self.metrics |= self.engine.sync(version)
+        self.synced = version
 
     def collect(self) -> Collected:
         """Prompts to scored groups with advantages."""
         self.metrics["weight_version"] = self.synced
         with self.timed("rollout"):
-            collected = self.collector.collect()
+            collected = self.ahead.collect(self.synced)
         self.metrics |= collected.metrics
-        self.metrics["time/rollout"] -= collected.metrics["time/reward"]
+        if not self.ahead.max_staleness:  # else it is what the trainer has waited
+            self.metrics["time/rollout"] -= collected.metrics["time/reward"]
         return collected
 
     def credit(self, collected: Collected) -> list[Row]:
         """One row for each completion, with its advantage."""
-        mask_truncated = self.run.algorithm.keep.mask_truncated
+        algorithm = self.run.algorithm
         return [
-            Row.of(rollout, advantage, index, mask_truncated, self.synced)
+            Row.of(rollout, advantage, index, algorithm.keep.mask_truncated, self.synced, algorithm.corrects)
             for index, (group, advantages) in enumerate(
                 zip(collected.groups, collected.advantages.tolist(), strict=True)
             )
@@ -89,9 +101,7 @@ class Trainer:
         with self.timed("train"):
             self.metrics |= self.updater.step(rows, n_groups, self.state.step)
         self._refuse_nan()
-        self.state = replace(
-            self.state, step=self.state.step + 1, draws=self.collector.draws, updates=self.updater.updates
-        )
+        self.state = replace(self.state, step=self.state.step + 1, updates=self.updater.updates)
         kl = self.run.algorithm.kl
         if self.reference and kl.sync_every and self.state.step % kl.sync_every == 0:
             self.reference.mix(kl.sync_alpha)
@@ -135,7 +145,8 @@ class Trainer:
 
     def checkpoint(self) -> None:
         """Save everything a resume needs."""
-        self.state = replace(self.state, seconds=self.seconds)
+        self.ahead.drain()
+        self.state = replace(self.state, draws=self.collector.draws, seconds=self.seconds)
         if self.world.is_main:
             self.recorder.stage("checkpoint")
             folder = self.recorder.run_dir.checkpoints
@@ -148,6 +159,7 @@ class Trainer:
                 self.updater.optimizer,
                 moving.model if moving else None,
                 self.collector.carried,
+                [(step.groups, step.metrics) for step in self.ahead.ready],
             )
             checkpoint.prune(folder, self.run.checkpoint.keep)
         self.world.barrier()
@@ -155,6 +167,7 @@ class Trainer:
     def close(self) -> None:
         """Stop what this process has started."""
         self.engine.close()
+        self.ahead.close()
         self.collector.sampler.scorer.close()
 
     @property
@@ -178,6 +191,16 @@ class Trainer:
                 f"{self.stop.received or 'asked to stop'} after step {self.state.step}; "
                 f"go on with: grpocli train resume={self.recorder.run_dir.path}"
             )
+
+    def stopped_by(self, gone: EngineGone) -> Stopped:
+        """Checkpoint the last whole step; the error that ends the run. Collective."""
+        with suppress(EngineGone):  # told already
+            self.ahead.drain()
+        self.checkpoint()
+        return Stopped(
+            f"{gone}; stopped after step {self.state.step}, which is saved; when there is a server again, go on with: "
+            f"grpocli train resume={self.recorder.run_dir.path}"
+        )
 
 
 def torch_seed(seed: int, step: int, rank: int) -> None:

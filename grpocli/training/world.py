@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,32 +20,67 @@ T = TypeVar("T")
 
 
 class World:
-    """This process among `size` of them, on `device`. Collective calls must be made by all, in one order."""
+    """This process among `size` of them, on `device`. Collective calls must be made by all, in one order.
+
+    That order is one for each thread: a thread beside the main one makes its calls in a `channel`.
+    """
 
     def __init__(self, hardware: Single) -> None:
         from accelerate import Accelerator
         from accelerate.utils import InitProcessGroupKwargs
 
         cpu = hardware.device == "cpu" or not torch.cuda.is_available()
+        self.timeout = timedelta(seconds=hardware.timeout)
         self.accelerator: Accelerator = Accelerator(
             cpu=cpu,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=hardware.timeout))],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=self.timeout)],
         )
         self.rank: int = self.accelerator.process_index
         self.size: int = self.accelerator.num_processes
         self.device: torch.device = self.accelerator.device
+        self._thread = threading.local()
+
+    def channel(self) -> AbstractContextManager[None]:
+        """A block in which this thread's collective calls go beside those of the main one. Collective, to be made in
+        the main thread; entered once, in the other.
+
+        It has a process group of its own, on the CPU, so that the engine and the sampler need not know who calls.
+        """
+        if self.size == 1:
+            return nullcontext()
+        return self._through(torch.distributed.new_group(backend="gloo", timeout=self.timeout))
+
+    @contextmanager
+    def _through(self, group: torch.distributed.ProcessGroup) -> Iterator[None]:
+        self._thread.group = group
+        try:
+            yield
+        finally:
+            del self._thread.group
+
+    @property
+    def _group(self) -> torch.distributed.ProcessGroup | None:
+        """That of this thread's channel; None in the main thread."""
+        return getattr(self._thread, "group", None)
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def barrier(self) -> None:
-        self.accelerator.wait_for_everyone()
+        if self._group:
+            torch.distributed.barrier(self._group)
+        else:
+            self.accelerator.wait_for_everyone()
 
     def gather_objects(self, items: Sequence[T]) -> list[T]:
         """Every process's items, in rank order."""
         if self.size == 1:
             return list(items)
+        if self._group:
+            everyone: list[Any] = [None] * self.size
+            torch.distributed.all_gather_object(everyone, list(items), group=self._group)
+            return [item for one in everyone for item in one]
         from accelerate.utils import gather_object
 
         return list(gather_object(list(items)))
@@ -56,15 +92,20 @@ class World:
         from accelerate.utils import broadcast_object_list
 
         box: list[Any] = [item]
-        broadcast_object_list(box, from_process=0)
+        if self._group:
+            torch.distributed.broadcast_object_list(box, src=0, group=self._group)
+        else:
+            broadcast_object_list(box, from_process=0)
         return box[0]  # type: ignore[no-any-return]
 
     def any(self, flag: bool) -> bool:
         """Whether any process says so."""
+        if self._group:
+            return any(self.gather_objects([flag]))
         return bool(self.sum(torch.tensor(float(flag), device=self.device)).item())
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over processes, left on the device."""
+        """The sum over processes, left on the device. Of the main thread's calls only."""
         return self.accelerator.reduce(value, reduction="sum") if self.size > 1 else value
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:

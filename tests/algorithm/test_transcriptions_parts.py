@@ -259,6 +259,18 @@ def test_corrections(batch: Batch, level: str, bound: str) -> None:
     assert_same(batch, objective, *TOKEN_MEAN, *options)
 
 
+@transcribes("correction=auto")
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_the_correction_by_default(batch: Batch, staleness: int) -> None:
+    """None on policy; where completions may be older, rho cut at 2, as NeMo RL's GRPO guide has it."""
+
+    def term(at: tuple[int, int], a: float) -> torch.Tensor:
+        rho = min(math.exp(batch.old[at].item() - batch.sampler[at].item()), 2.0) if staleness else 1.0
+        return rho * clipped(batch, at, a)
+
+    assert_same(batch, token_mean(batch, term), *TOKEN_MEAN, f"rollout.max_staleness={staleness}")
+
+
 # The reference.
 
 

@@ -34,7 +34,7 @@ def test_the_algorithms_are_composed_of_their_parts(algorithm: str) -> None:
     assert a.kl.get("beta") == beta
     assert name(a.aggregate) == aggregate
     assert options.items() <= OmegaConf.to_container(a.aggregate).items()
-    assert name(a.correction) == "NoCorrection"
+    assert name(a.correction) == "AutoCorrection"
 
 
 def test_dapo_punishes_length_and_the_accuracy_stays_first() -> None:

@@ -104,6 +104,27 @@ def test_what_truncates_the_distribution() -> None:
     assert section(explained("rollout.top_p=0.9", "rollout.top_k=5"), "sampling")[1].endswith(", cut to top_k, top_p")
 
 
+def test_what_else_changes_the_distribution() -> None:
+    structured = ["engine=vllm", "algorithm/correction=token_truncate", "rollout.regex=a+"]
+    lines = section(explained("rollout.repetition_penalty=1.2", *structured), "sampling")
+    assert "logits z of tokens in q or earlier in o_i: z / ν where z > 0, else ν z" in lines
+    assert "μ: only tokens that keep o_i within rollout.regex" in lines
+    assert not any("ν" in line or "regex" in line for line in section(explained(), "sampling"))
+
+
+def test_older_weights() -> None:
+    """Corrected for where completions are sampled ahead; else the sampler is the old policy."""
+    ahead = ["engine=vllm", "rollout.max_staleness=2"]
+    shown = explained(*ahead)
+    assert section(shown, "loss") == ["L(θ) = Σ_i w_i Σ_t ( ρ_it ℓ_it + β D_it )"]
+    assert section(shown, "correction")[1] == "ρ_it = clip(x_it, 0, 2)"
+    assert section(shown, "update")[2:] == ["μ: π_θ of up to 2 steps before"]
+    uncorrected = section(explained(*ahead, "algorithm/correction=none"), "update")
+    assert uncorrected[2:] == ["μ: π_θ of up to 2 steps before", "π_old = μ for completions of older weights"]
+    carried = explained("algorithm=dapo", "algorithm.keep.surplus=carry")
+    assert section(carried, "update")[2:] == ["π_old = μ for completions of older weights"]
+
+
 def test_a_comparison_has_only_what_differs() -> None:
     found = compared(explained("algorithm=drgrpo"), explained("algorithm=drgrpo", "algorithm/advantage=mad"))
     assert [pair.label for pair in found.sections] == ["advantage"]

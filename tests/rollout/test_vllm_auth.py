@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpocli.rollout.vllm.auth import RequireKey
+from grpocli.rollout.vllm.endpoint import Endpoint
 
 KEY = "s3cret-key"
 
@@ -95,3 +98,122 @@ def test_no_key_no_server(monkeypatch: pytest.MonkeyPatch, value: str | None) ->
 def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     assert RequireKey(app)._authorized({"headers": bearer(KEY)})
+
+
+class Routes:
+    """An application like vLLM's: routes, a mounted application, a websocket, maybe behind a prefix."""
+
+    def __init__(self, root_path: str = "") -> None:
+        pytest.importorskip("fastapi")
+        from fastapi import FastAPI, WebSocket
+        from starlette.types import Receive, Scope, Send
+
+        self.reached: list[str] = []
+        web = FastAPI(root_path=root_path)
+        web.get("/health")(lambda: self.reached.append("health"))
+        web.post("/update_weights")(lambda: self.reached.append("update"))
+
+        async def mounted(scope: Scope, receive: Receive, send: Send) -> None:
+            self.reached.append("metrics")
+
+        async def realtime(websocket: WebSocket) -> None:
+            self.reached.append("websocket")
+
+        web.mount("/metrics", mounted)
+        web.mount("/health/inner", mounted)
+        web.websocket("/v1/realtime")(realtime)
+        web.add_middleware(RequireKey, key=KEY)
+        self.web = web
+
+    def ask(self, path: str, method: str = "POST", kind: str = "http", **more: Any) -> int | None:
+        """The status, or None for a websocket that was closed."""
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            return {"type": "http.request" if kind == "http" else "websocket.connect", "body": b""}
+
+        scope = {"type": kind, "path": path, "raw_path": path.encode(), "method": method, "headers": []}
+        asyncio.run(self.web(scope | {"query_string": b"", "server": ("x", 80), "root_path": ""} | more, receive, send))
+        return next((message["status"] for message in sent if "status" in message), None)
+
+
+TRICKY = [
+    *("/update_weights", "/health/../update_weights", "/health/..", "/health//", "//health", "/./health", "/health/."),
+    *("/health/inner", "/health/inner/", "/metrics", "/metrics/", "/health;x", "/health?x", "/health#", "/health%2f"),
+    *("/Health", " /health", "/health ", "/health\x00", "\\health", "", "*", "http://x/health", "/x/health"),
+]
+
+
+@pytest.mark.parametrize("path", TRICKY)
+@pytest.mark.parametrize("root_path", ["", "/x", "/health"])
+def test_no_way_around_the_key(path: str, root_path: str) -> None:
+    routes = Routes(root_path)
+    for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "get", "X"):
+        assert routes.ask(path, method) == 401, method
+        assert routes.ask(path, method, root_path="/health") == 401, method
+    assert routes.ask("/v1/realtime", kind="websocket") is None
+    assert routes.ask("/health", kind="websocket") is None
+    assert routes.reached == []
+    assert routes.ask("/health", "GET") in (200, 404)  # where it is served, it is open
+    assert routes.reached in ([], ["health"])
+
+
+def test_percent_encoded_health_is_health_and_nothing_more() -> None:
+    """Servers decode the path before anyone looks at it: the one that was checked is the one that is routed."""
+    routes = Routes()
+    assert routes.ask("/health", "GET", raw_path=b"/%68ealth") == 200
+    assert routes.ask("/update_weights", raw_path=b"/health") == 401
+    assert routes.reached == ["health"]
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `secrets.compare_digest`, of digests of one length whatever was sent."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return a == b
+
+    monkeypatch.setattr("grpocli.rollout.vllm.auth.secrets.compare_digest", compare)
+    for key in ("", "x", KEY, KEY * 100):
+        ask("http", "/pause", bearer(key), "POST")
+    assert len(compared) == 4
+    assert {len(one) for pair in compared for one in pair} == {32}
+
+
+def test_a_key_is_not_what_another_header_or_the_query_says() -> None:
+    query = {"query_string": f"key={KEY}&api_key={KEY}&token={KEY}".encode()}
+    assert ask("http", "/pause", [], "POST", **query)[0]["status"] == 401
+    assert ask("http", "/pause", [(b"cookie", f"key={KEY}".encode())], "POST")[0]["status"] == 401
+    for value in (f"Bearer {KEY}, Bearer wrong", f"Bearer wrong {KEY}", f"Bearer{KEY}", f"Bearer {KEY.upper()}"):
+        assert ask("http", "/pause", [(b"authorization", value.encode())], "POST")[0]["status"] == 401
+
+
+def test_a_key_is_not_shown_by_accident() -> None:
+    assert KEY not in repr(Endpoint("http://127.0.0.1:1", KEY, "/dev/shm/x"))
+
+
+def test_a_key_file_is_private_from_its_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an older file, or the umask, would let others read."""
+    modes: list[int] = []
+    opened = os.open
+
+    def look(path: Any, flags: int, mode: int = 0o777, **more: Any) -> int:
+        modes.append(mode)
+        return opened(path, flags, mode, **more)
+
+    file = tmp_path / "serve" / "8000.json"
+    file.parent.mkdir()
+    file.touch(mode=0o666)
+    monkeypatch.setattr("grpocli.rollout.vllm.endpoint.os.open", look)
+    before = os.umask(0)
+    try:
+        Endpoint("http://127.0.0.1:1", KEY, "/dev/shm/x").save(file)
+    finally:
+        os.umask(before)
+    assert modes == [0o600]
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert [one.name for one in file.parent.iterdir()] == [file.name]

@@ -2,73 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import threading
+import asyncio
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rollout.stand_in import StandIn, choice, clients_of
+from rollout.vllm_tiny import Alone
 
 from grpocli.data import Request, Sampling
 from grpocli.errors import ConfigError, EngineError
-from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.vllm.client import AT_ONCE, Client, Refused
-from grpocli.rollout.vllm.endpoint import Endpoint, serve_file
+from grpocli.rollout.vllm import client as vllm_client
+from grpocli.rollout.vllm.client import Client, Refused, ServerGone
+from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.engine import VllmEngine
-from grpocli.rollout.vllm.given import find_endpoint, misfit
-from grpocli.rollout.vllm.options import Vllm
+from grpocli.rollout.vllm.fleet import AT_ONCE, Fleet
 from grpocli.rollout.vllm.request import spread
-
-Answer = Callable[[str, Any], tuple[int, Any]]
-
-
-class StandIn:
-    """Answers by calling `answer(path, body)`, counts how many requests are under way."""
-
-    def __init__(self) -> None:
-        self.answer: Answer = lambda path, body: (200, {})
-        self.now = self.most = 0
-        self.lock = threading.Lock()
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                with outer.lock:
-                    outer.now += 1
-                    outer.most = max(outer.most, outer.now)
-                body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or "null")
-                status, answer = outer.answer(self.path, body)
-                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-                with outer.lock:
-                    outer.now -= 1
-                self.send_response(status)
-                self.send_header("content-length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            do_GET = do_POST
-
-            def log_message(self, *_: object) -> None:
-                return
-
-        class Server(ThreadingHTTPServer):
-            request_queue_size = 128
-            daemon_threads = True
-
-            def handle_error(self, *_: object) -> None:
-                return  # a client that gave up
-
-        self.server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
 
 
 @pytest.fixture
@@ -79,26 +31,22 @@ def stand_in() -> Iterator[StandIn]:
 
 
 @pytest.fixture
-def client(stand_in: StandIn) -> Iterator[Client]:
-    made = Client(Endpoint(stand_in.url, "key", "/nowhere"), timeout=5)
-    yield made
-    made.close()
+def client(stand_in: StandIn) -> Client:
+    return clients_of(stand_in)[0]
 
 
-def choice(tokens: list[int], reason: str = "length", **more: Any) -> dict[str, Any]:
-    logprobs = {"token_logprobs": [-0.5] * len(tokens)}
-    return {"index": 0, "token_ids": tokens, "logprobs": logprobs, "finish_reason": reason} | more
+def engine_of(clients: list[Client], version: int | None = 0) -> VllmEngine:
+    return VllmEngine(Fleet(clients), sync=None, stop=[1], version=version, world=Alone(), waiting=None)  # type: ignore[arg-type]
 
 
 def generate(client: Client, n: int, max_tokens: int = 2) -> Any:
-    engine = VllmEngine(client, sync=None, stop=[1], version=0)  # type: ignore[arg-type]
-    return engine.generate([Request([i], 1, seed=i) for i in range(n)], Sampling(max_tokens))
+    return engine_of([client]).generate([Request([i], 1, seed=i) for i in range(n)], Sampling(max_tokens))
 
 
 def test_order_is_that_of_the_requests_and_concurrency_is_bounded(stand_in: StandIn, client: Client) -> None:
     def answer(path: str, body: Any) -> tuple[int, Any]:
-        time.sleep(0.05 if body["prompt"][0] % 2 else 0.01)
-        return 200, {"choices": [choice([body["prompt"][0]] * 2)]}
+        time.sleep(0.05 if body["token_ids"][0] % 2 else 0.01)
+        return 200, {"choices": [choice([body["token_ids"][0]] * 2)]}
 
     stand_in.answer = answer
     results = generate(client, 2 * AT_ONCE + 5)
@@ -108,21 +56,23 @@ def test_order_is_that_of_the_requests_and_concurrency_is_bounded(stand_in: Stan
 
 def test_choices_are_put_in_order(stand_in: StandIn, client: Client) -> None:
     stand_in.answer = lambda path, body: (200, {"choices": [{"index": 1, "a": "b"}, {"index": 0, "a": "a"}]})
-    assert [c["a"] for c in client.complete([{}])[0]] == ["a", "b"]
+    assert [c["a"] for c in asyncio.run(client.generate({}))] == ["a", "b"]
 
 
 def test_what_the_server_says_is_passed_on(stand_in: StandIn, client: Client) -> None:
     stand_in.answer = lambda path, body: (400, {"error": {"message": "prompt too long", "code": 400}})
-    with pytest.raises(Refused, match=r"refused /v1/completions \(400\): prompt too long"):
+    with pytest.raises(Refused, match=r"refused /inference/v1/generate \(400\): prompt too long"):
         generate(client, 3)
-    stand_in.answer = lambda path, body: (500, b"Internal Server Error\nmore")
+    stand_in.answer = lambda path, body: (200, {}) if path == "/health" else (500, b"Internal Server Error\nmore")
     with pytest.raises(Refused, match=r"refused /resume \(500\): Internal Server Error$"):
         client.resume()
 
 
 def test_the_first_failure_does_not_wait_for_the_others(stand_in: StandIn, client: Client) -> None:
     def answer(path: str, body: Any) -> tuple[int, Any]:
-        if body["prompt"] == [1]:
+        if path == "/health":
+            return 200, {}
+        if body["token_ids"] == [1]:
             return 500, {"error": "broken"}
         time.sleep(4)
         return 200, {"choices": []}
@@ -140,11 +90,12 @@ def test_deadline(stand_in: StandIn) -> None:
         return 200, {}
 
     stand_in.answer = answer
-    client = Client(Endpoint(stand_in.url, "key", "/nowhere"), timeout=0.2)
-    for call in (client.pause, lambda: generate(client, 1)):
-        with pytest.raises(EngineError, match=r"did not answer .* within 0\.2 s \(engine\.request_timeout\)"):
+    (client,) = clients_of(stand_in, timeout=0.2)
+    for call in (client.pause, lambda: asyncio.run(client.generate({}))):
+        client.lost = None
+        with pytest.raises(ServerGone, match=r"did not answer .* within 0\.2 s \(engine\.request_timeout\)") as caught:
             call()
-    client.close()
+        assert client.lost is caught.value
 
 
 def test_a_server_that_is_gone(stand_in: StandIn, tmp_path: Path) -> None:
@@ -152,10 +103,90 @@ def test_a_server_that_is_gone(stand_in: StandIn, tmp_path: Path) -> None:
     log.write_text("(EngineCore pid=1) ERROR [core.py:1] MemoryError: no memory\n")
     client = Client(Endpoint(stand_in.url, "key", "/nowhere", str(log)), timeout=5)
     stand_in.close()
-    for call in (client.weight_version, lambda: generate(client, 1)):
-        with pytest.raises(EngineError, match=r"is gone .*MemoryError: no memory \(see .*vllm\.log\)"):
+    for call in (client.weight_version, lambda: asyncio.run(client.generate({}))):
+        client.lost = None
+        with pytest.raises(ServerGone, match=r"is gone .*MemoryError: no memory \(see .*vllm\.log\)") as caught:
             call()
-    client.close()
+        assert client.lost is caught.value
+
+
+def test_a_server_whose_engine_has_died_is_gone_although_it_answers(stand_in: StandIn, client: Client) -> None:
+    stand_in.answer = lambda path, body: (503 if path == "/health" else 500, {"error": {"message": "EngineDeadError"}})
+    for call in (client.resume, lambda: asyncio.run(client.generate({}))):
+        client.lost = None
+        with pytest.raises(ServerGone, match="EngineDeadError"):
+            call()
+        assert client.lost
+
+
+@pytest.mark.parametrize("dead", [True, False], ids=["dead", "busy"])
+def test_a_server_that_dies_without_an_answer(
+    stand_in: StandIn, client: Client, monkeypatch: pytest.MonkeyPatch, dead: bool
+) -> None:
+    """vLLM may leave a call unanswered for ever when its engine dies; a busy server is waited for."""
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        if path == "/health":
+            return 503 if dead else 200, {}
+        time.sleep(1)
+        return 200, {"weight_version": "1"}
+
+    monkeypatch.setattr(vllm_client, "HEARTBEAT", 0.1)
+    stand_in.answer = answer
+    began = time.monotonic()
+    if dead:
+        with pytest.raises(ServerGone, match="died during /weight_info"):
+            client.weight_version()
+        assert client.lost
+        assert time.monotonic() - began < 0.9
+    else:
+        assert client.weight_version() == "1"
+        assert client.lost is None
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 429])
+def test_a_server_that_refuses_is_not_gone(stand_in: StandIn, client: Client, status: int) -> None:
+    stand_in.answer = lambda path, body: (status, {"error": {"message": "too much"}})
+    for call in (client.resume, lambda: asyncio.run(client.generate({}))):
+        with pytest.raises(Refused, match="too much"):
+            call()
+        assert client.lost is None
+
+
+def test_another_server_at_the_same_address_is_noticed(stand_in: StandIn, client: Client) -> None:
+    """By its key, or by weights that have had no version of ours."""
+    stand_in.answer = lambda path, body: (200, {"weight_version": "3"})
+    assert client.weight_version() == "3"
+    stand_in.answer = lambda path, body: (401, {"error": "Unauthorized"})
+    with pytest.raises(ServerGone):
+        client.pause()
+    client.connect(client.endpoint)
+    labels = {"weight_versions": [{"version": "4", "start": 0, "end": 1}]}
+    stand_in.answer = lambda path, body: (200, {"choices": [choice([5]) | labels]})
+    asyncio.run(client.generate({}))
+    labels["weight_versions"][0]["version"] = "default"
+    with pytest.raises(ServerGone, match="started again by somebody"):
+        asyncio.run(client.generate({}))
+    assert client.lost
+
+
+def test_a_server_that_shuts_down_is_gone(stand_in: StandIn, client: Client) -> None:
+    """What it answers then is half a completion."""
+    stand_in.answer = lambda path, body: (200, {"choices": [choice([5, 6], reason="abort")]})
+    with pytest.raises(ServerGone, match="shutting down"):
+        asyncio.run(client.generate({}))
+    assert client.lost
+
+
+def test_a_call_to_the_server_before_does_not_lose_the_new_one(stand_in: StandIn, client: Client) -> None:
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        client.connect(Endpoint(stand_in.url, "new", "/nowhere"))
+        return 503, {}
+
+    stand_in.answer = answer
+    with pytest.raises(ServerGone):
+        client.pause()
+    assert client.lost is None
 
 
 @pytest.mark.parametrize(
@@ -163,8 +194,8 @@ def test_a_server_that_is_gone(stand_in: StandIn, tmp_path: Path) -> None:
     [
         ([], "returned 0 completions of a prompt instead of 1"),
         ([choice([])], "broken completion: 0 tokens"),
-        ([choice([4, 5], logprobs={"token_logprobs": [-1.0]})], "2 tokens, 1 log-probs"),
-        ([choice([4, 5], reason="abort")], 'finish reason "abort"'),
+        ([choice([4, 5], logprobs={"content": [{"logprob": -1.0}]})], "2 tokens, 1 log-probs"),
+        ([choice([4, 5], reason="error")], 'finish reason "error"'),
         ([choice([4])], "after 1 of 2 tokens"),
     ],
 )
@@ -175,7 +206,7 @@ def test_broken_completions_are_errors(stand_in: StandIn, client: Client, broken
 
 
 def test_temperature_that_vllm_would_change(client: Client) -> None:
-    engine = VllmEngine(client, sync=None, stop=[1], version=0)  # type: ignore[arg-type]
+    engine = engine_of([client])
     with pytest.raises(ConfigError, match=r"rollout\.temperature=0\.001"):
         engine.generate([Request([1], 1, seed=0)], Sampling(2, temperature=0.001))
 
@@ -188,71 +219,7 @@ def test_seeds_of_neighbours_do_not_overlap() -> None:
     assert used[-1] < 2**62
 
 
-def served(**changes: Any) -> dict[str, Any]:
-    model = {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs", "max_model_len": 128, "model": "/none"}
-    return {"model_config": model | changes, "weight_transfer_config": {"backend": "shm"}}
-
-
-def test_misfit(tmp_path: Path) -> None:
-    job = EngineJob("/other", "float32", 128, tmp_path, seed=0)
-    assert misfit(served(), job) == ""
-    assert "dtype=float32" in misfit(served(dtype="torch.bfloat16"), job)
-    assert "max_model_len=128" in misfit(served(max_model_len=64), job)
-    assert "not started for training" in misfit(served(logprobs_mode="raw_logprobs"), job)
-    assert "not started for training" in misfit(served() | {"weight_transfer_config": None}, job)
-
-
-def test_misfit_of_models(tmp_path: Path) -> None:
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for size, folder in enumerate(folders):
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({"vocab_size": 90 + size, "architectures": ["X"]}))
-    job = EngineJob(str(folders[0]), "float32", 128, tmp_path, seed=0)
-    assert misfit(served(model=str(folders[0])), job) == ""
-    assert "vocab_size=91, the run's 90" in misfit(served(model=str(folders[1])), job)
-
-
-def given(stand_in: StandIn, tmp_path: Path, **options: Any) -> None:
-    job = EngineJob("/other", "float32", 128, tmp_path / "run", seed=0)
-    with Vllm(base_url=stand_in.url, **options).launch(job):
-        pass
-
-
-def test_given_server_without_rl_endpoints(stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", "key")
-    stand_in.answer = lambda path, body: (200, b"") if path == "/health" else (404, {"detail": "Not Found"})
-    with pytest.raises(ConfigError, match=r"no endpoints for reinforcement learning: .*grpocli vllm-serve"):
-        given(stand_in, tmp_path)
-
-
-def test_given_server_that_is_not_there(stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", "key")
-    stand_in.close()
-    with pytest.raises(ConfigError, match=r"engine\.base_url=http.*: no vLLM server answers there"):
-        given(stand_in, tmp_path)
-
-
-def test_where_the_key_of_a_given_server_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRPOCLI_CACHE", str(tmp_path))
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    url = "http://localhost:8000"
-    with pytest.raises(ConfigError, match=r"engine\.api_key_file=None: no key for http://localhost:8000"):
-        find_endpoint(Vllm(), url)
-    monkeypatch.setenv("VLLM_API_KEY", "from-environment")
-    assert find_endpoint(Vllm(), url) == Endpoint(url, "from-environment", "")
-    Endpoint("http://127.0.0.1:8000", "from-serve", "/shm").save(serve_file(8000))
-    assert find_endpoint(Vllm(), url) == Endpoint(url, "from-serve", "/shm")
-    assert find_endpoint(Vllm(), "http://elsewhere:8000").api_key == "from-environment"
-    bare = tmp_path / "key"
-    bare.write_text("bare\n")
-    assert find_endpoint(Vllm(api_key_file=str(bare)), url, "/mine") == Endpoint(url, "bare", "/mine")
-    copied = Vllm(api_key_file=str(serve_file(8000)))
-    assert find_endpoint(copied, "http://elsewhere:8000").api_key == "from-serve"
-    with pytest.raises(ConfigError, match=r"engine\.api_key_file=/no/such: cannot be read"):
-        find_endpoint(Vllm(api_key_file="/no/such"), url)
-
-
 def test_a_given_server_is_not_trusted_before_a_sync(client: Client) -> None:
-    engine = VllmEngine(client, sync=None, stop=[1], version=None)  # type: ignore[arg-type]
+    engine = engine_of([client], version=None)
     with pytest.raises(EngineError, match="sync before the first completion"):
         engine.generate([Request([1], 1, seed=0)], Sampling(2))

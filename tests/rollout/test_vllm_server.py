@@ -8,16 +8,20 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import EngineJob
+from grpocli.rollout.vllm import heads
 from grpocli.rollout.vllm import server as vllm_server
 from grpocli.rollout.vllm.log import failure_cause
 from grpocli.rollout.vllm.options import Vllm
-from grpocli.rollout.vllm.server import Spec, address, command, environment
+from grpocli.rollout.vllm.server import Spec, address, command, environment, serving
+from grpocli.rollout.vllm.transport import BACKENDS
 
 SPEC = Spec("/models/m", "float32", seed=3, port=8001, max_model_len=256)
 
@@ -35,8 +39,8 @@ def busy_port() -> Iterator[int]:
         yield taken.getsockname()[1]
 
 
-def flags(options: Vllm, cpu: bool = True) -> dict[str, str | None]:
-    words = command(SPEC, options, cpu)
+def flags(options: Vllm, cpu: bool = True, spec: Spec = SPEC) -> dict[str, str | None]:
+    words = command(spec, options, cpu)
     assert words[:4] == [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     return {name: value if found else None for name, found, value in (word.partition("=") for word in words[4:])}
 
@@ -64,18 +68,44 @@ def test_command_on_cpu_and_gpu() -> None:
     assert "--enforce-eager" not in flags(Vllm(enforce_eager=False), cpu=True)
 
 
-def test_other_options_pass_through() -> None:
-    options = Vllm(vllm_args={"max_num_seqs": 8, "enable_log_requests": True, "async_scheduling": False, "a": {"b": 1}})
-    given = flags(options)
-    assert given["--max-num-seqs"] == "8"
-    assert "--enable-log-requests" in given
-    assert "--no-async-scheduling" in given
-    assert given["--a"] == '{"b": 1}'
+def test_keys_that_vllm_names_otherwise() -> None:
+    given = flags(Vllm(tensor_parallel=2, data_parallel=3, quantization="fp8", speculative={"method": "ngram"}))
+    assert given["--tensor-parallel-size"] == "2"
+    assert given["--data-parallel-size"] == "3"
+    assert given["--quantization"] == "fp8"
+    assert json.loads(given["--speculative-config"] or "") == {"method": "ngram"}
+    plain = flags(Vllm())
+    assert not {"--data-parallel-size", "--quantization", "--speculative-config"} & set(plain)
 
 
-@pytest.mark.parametrize("name", ["middleware", "api-key", "logprobs_mode", "host"])
-def test_options_that_are_ours_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"engine\.vllm_args\.{name}"):
+def test_a_server_is_what_the_job_says(job: EngineJob) -> None:
+    special = replace(job, transport="ipc", revision="v2", trust_remote_code=True, lora_rank=8, sync_folder="/shared")
+    spec = Spec.of(special, 8001, 256, port_key="port")
+    given = flags(Vllm(), spec=spec)
+    assert (given["--model"], given["--dtype"], given["--max-model-len"]) == ("/models/m", "float32", "256")
+    assert json.loads(given["--weight-transfer-config"] or "") == {"backend": BACKENDS["ipc"]}
+    assert given["--revision"] == given["--tokenizer-revision"] == "v2"
+    assert "--trust-remote-code" in given
+    assert "--enable-lora" in given
+    assert (spec.sync_folder, spec.port_key, spec.host) == ("/shared", "port", "127.0.0.1")
+    assert not {"--revision", "--trust-remote-code", "--enable-lora"} & set(flags(Vllm(), spec=Spec.of(job, 1, None)))
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        *((name, "grpocli sets this itself") for name in ("middleware", "api-key", "logprobs_mode", "host", "uds")),
+        *((name, "grpocli sets this itself") for name in ("enable_scale_out", "enable-lora", "config", "grpc")),
+        ("max_model_len", r"set engine\.max_model_len"),
+        ("data-parallel-size", r"set engine\.data_parallel"),
+        ("tensor_parallel_size", r"set engine\.tensor_parallel"),
+        ("speculative_config", r"set engine\.speculative"),
+        ("quantization", r"set engine\.quantization"),
+        ("dtype", r"set model\.dtype"),
+    ],
+)
+def test_options_that_are_ours_are_refused(name: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^engine\.vllm_args\.{name}: .*{instead}"):
         Vllm(vllm_args={name: "x"})
 
 
@@ -88,11 +118,43 @@ def test_options_that_are_ours_are_refused(name: str) -> None:
         ("gpu_memory_utilization", 1.5),
         ("max_model_len", 0),
         ("replicas", 0),
+        ("data_parallel", 0),
+        ("max_restarts", -1),
+        ("reconnect_timeout", 0),
     ],
 )
 def test_bad_values_name_their_key(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"^engine\.{field}="):
         Vllm(**{field: value})
+
+
+def test_replicas_need_ports_up_to_the_last() -> None:
+    with pytest.raises(ConfigError, match=r"^engine\.port=65535: leaves no room for 2 servers"):
+        Vllm(port=65535, replicas=2)
+    Vllm(port=65535)
+
+
+def test_nothing_unsafe_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would unpickle what it is sent, or serve through a front end that asks nobody for a key."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_USE_RUST_FRONTEND", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("VLLM_HOST_IP", "0.0.0.0")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    env = environment("the-key", Path("/dev/shm/x"), Vllm())
+    unsafe = ("VLLM_ALLOW_INSECURE", "VLLM_USE_RUST", "VLLM_ALLOW_RUNTIME")
+    assert not [name for name in env if name.startswith(unsafe)]
+    assert env["VLLM_HOST_IP"] == "127.0.0.1"
+    assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "lo"
+    assert env["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+def test_other_machines_take_part_where_the_user_or_the_transport_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    assert "NCCL_SOCKET_IFNAME" not in environment("key", Path("/x"), Vllm(), transport="nccl")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    assert environment("key", Path("/x"), Vllm())["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +187,26 @@ def test_busy_port(monkeypatch: pytest.MonkeyPatch, job: EngineJob, busy_port: i
         pass
 
 
+def test_a_given_folder_for_weights(monkeypatch: pytest.MonkeyPatch, job: EngineJob, tmp_path: Path) -> None:
+    """It is made where it is not there, and stays; what cannot be made is said before anything starts."""
+    installed(monkeypatch)
+    monkeypatch.setattr(vllm_server, "command", lambda *_: [sys.executable, "-c", "raise SystemExit('x')"])
+    monkeypatch.setattr(vllm_server, "wait_healthy", lambda *_: None)
+    folder = tmp_path / "shared" / "weights"
+    spec = Spec.of(replace(job, sync_folder=str(folder)), vllm_server.free_port(), None)
+    with serving(spec, Vllm(), tmp_path / "log") as (endpoint, _):
+        assert endpoint.shm_dir == str(folder)
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert folder.is_dir()
+    (tmp_path / "file").touch()
+    bad = replace(spec, sync_folder=str(tmp_path / "file" / "below"))
+    with (
+        pytest.raises(ConfigError, match=r"^sync\.folder=.*cannot be made: Not a directory"),
+        serving(bad, Vllm(), None),
+    ):
+        pass
+
+
 def test_context_too_small_for_the_run(job: EngineJob) -> None:
     with (
         pytest.raises(ConfigError, match=r"engine\.max_model_len=100: .*128 tokens"),
@@ -140,7 +222,7 @@ def test_a_server_that_ends_while_it_starts_says_why(monkeypatch: pytest.MonkeyP
     )
     monkeypatch.setattr(vllm_server, "command", lambda *_: [sys.executable, "-c", code])
     with (
-        pytest.raises(EngineError, match=r"exit code 1 .*ValueError: too little memory \(see .*vllm\.log\)"),
+        pytest.raises(EngineError, match=r"exit code 1 .*ValueError: too little memory \(see .*vllm_0\.log\)"),
         Vllm().launch(job),
     ):
         pass
@@ -179,10 +261,110 @@ def test_failure_cause_skips_what_is_not_the_cause(tmp_path: Path) -> None:
     with log.open("a") as file:
         file.write("(Worker pid=1) ERROR 11-21 08:29:52 [executor.py:1063] RuntimeError: Unsupported head_dim=16\n")
         file.write("(APIServer pid=2) RuntimeError: Engine core initialization failed. See root cause above.\n")
-    assert failure_cause(log, since) == f": RuntimeError: Unsupported head_dim=16 (see {log})"
+    advice = "vLLM's attention has no kernel for this model's head size: take engine=transformers, which serves any"
+    assert failure_cause(log, since) == f": {advice}: RuntimeError: Unsupported head_dim=16 (see {log})"
     log.write_text("usage: x\napi_server.py: error: unrecognized arguments: --foo\n")
     assert failure_cause(log) == f": api_server.py: error: unrecognized arguments: --foo (see {log})"
     assert failure_cause(tmp_path / "missing") == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            (
+                "RuntimeError: Worker failed with error 'Available memory on node 0 (1/2 GiB) on kv cache allocation "
+                "is less than requested memory for kv (500.0 GiB).', please check the stack trace above for the root"
+            ),
+            "lower engine.cpu_kv_cache_gb",
+        ),
+        (
+            (
+                "ValueError: Free memory on device cuda:0 (10.1/79.2 GiB) on startup is less than desired GPU memory "
+                "utilization (0.9, 71.28 GiB). Decrease GPU memory utilization or reduce GPU memory used by others."
+            ),
+            "lower engine.gpu_memory_utilization",
+        ),
+        (
+            (
+                "ValueError: To serve at least one request with the model's max seq len (131072), (14 GiB KV cache is "
+                "needed, which is larger than the available KV cache memory (1.0 GiB). Based on the available memory"
+            ),
+            "raise engine.gpu_memory_utilization (CPU: engine.cpu_kv_cache_gb), or lower engine.max_model_len",
+        ),
+        ("ValueError: No available memory for the cache blocks. Try", "raise engine.gpu_memory_utilization"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "lower engine.gpu_memory_utilization"),
+        ("RuntimeError: Unsupported head_dim=8", "take engine=transformers"),
+        ("ValueError: Head size 8 is not supported by CPU_ATTN", "take engine=transformers"),
+        (
+            "ValueError: Selected backend AttentionBackendEnum.X is not valid. Reason: ['head_size not supported']",
+            "take engine=transformers",
+        ),
+        (
+            "ValueError: User-specified max_model_len (768) is greater than the derived max_model_len (512)",
+            "own context",
+        ),
+        ("api_server.py: error: argument --max-num-seqs: invalid int value: 'a'", "engine.vllm_args.max_num_seqs: "),
+        ("api_server.py: error: argument --quantization/-q: invalid choice: 'a'", "engine.quantization: "),
+    ],
+)
+def test_the_key_to_change_is_named(tmp_path: Path, said: str, told: str) -> None:
+    log = tmp_path / "vllm.log"
+    log.write_text(f"usage: x\n(EngineCore pid=9) ERROR 11-21 08:29:52 [core.py:1063] {said}\n")
+    cause = failure_cause(log)
+    assert told in cause.partition(said[-30:])[0]
+    assert said.partition(": ")[2][40:100] in cause
+    assert "stack trace" not in cause
+
+
+def test_of_several_refused_values_the_given_one_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "vllm.log"
+    log.write_text(
+        "(APIServer pid=2) INFO 11-21 [utils.py:286] non-default args: {'model': 'm', 'max_num_seqs': -3}\n"
+        "pydantic_core._pydantic_core.ValidationError: 2 validation errors for SchedulerConfig\n"
+        "max_num_batched_tokens\n"
+        "  Input should be at least 1 [type=greater, input_value=-192, input_type=int]\n"
+        "    For further information visit https://errors.pydantic.dev/x\n"
+        "max_num_seqs\n"
+        "  Input should be at least 1 [type=greater, input_value=-3, input_type=int]\n"
+        "    For further information visit https://errors.pydantic.dev/x\n"
+    )
+    cause = failure_cause(log)
+    assert cause.startswith(": engine.vllm_args.max_num_seqs: ")
+    assert "max_num_seqs Input should be at least 1 (see" in cause
+    assert "pydantic" not in cause
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"head_dim": 8, "hidden_size": 64, "num_attention_heads": 8}, 8),
+        ({"hidden_size": 64, "num_attention_heads": 4}, 16),
+        ({"hidden_size": 64, "num_attention_heads": 2}, None),
+        ({"hidden_size": 64, "num_attention_heads": 4, "kv_lora_rank": 8}, None),
+        ({"text_config": {"head_dim": 8}}, None),
+    ],
+)
+def test_heads_that_vllm_has_no_kernel_for(
+    monkeypatch: pytest.MonkeyPatch, job: EngineJob, tmp_path: Path, config: dict[str, Any], size: int | None
+) -> None:
+    """On a CPU its server would start, and die at the first completion."""
+    installed(monkeypatch)
+    monkeypatch.setattr(heads, "cpu_head_sizes", lambda: [32, 64])
+    monkeypatch.setattr(
+        vllm_server, "command", lambda *_: [sys.executable, "-c", "raise SystemExit('ValueError: went')"]
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    job = replace(job, model_path=str(tmp_path))
+    error: type[Exception] = ConfigError if size else EngineError
+    said = rf"^engine=vllm: the model's heads have size {size}.*engine=transformers" if size else "ValueError: went"
+    with pytest.raises(error, match=said), Vllm().launch(job):
+        pass
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_the_installed_vllm_lists_its_head_sizes() -> None:
+    assert {32, 64, 128} <= set(heads.cpu_head_sizes())
 
 
 def test_address() -> None:
@@ -201,5 +383,7 @@ def test_any_option_of_vllm_is_an_override() -> None:
     OmegaConf.set_struct(config, True)
     OmegaConf.update(config, "engine.vllm_args.max_num_seqs", 8)
     assert config.engine.vllm_args == {"max_num_seqs": 8}
+    OmegaConf.update(config, "engine.speculative.method", "ngram")
+    assert config.engine.speculative == {"method": "ngram"}
     with pytest.raises(Exception, match="prt"):
         OmegaConf.update(config, "engine.prt", 8)

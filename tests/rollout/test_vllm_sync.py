@@ -1,10 +1,11 @@
-"""The shm transport's files and the proof after a sync, without a server."""
+"""Weights to servers without a server: the files, the handles, the order of calls, the choice, and the proof."""
 
 from __future__ import annotations
 
 import math
+import os
+import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,25 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from grpocli.errors import EngineError
+from grpocli.errors import ConfigError, EngineError
+from grpocli.launch.processes import command
+from grpocli.rollout import sync as choices
+from grpocli.rollout.sync import Placement
 from grpocli.rollout.vllm import sync as vllm_sync
+from grpocli.rollout.vllm import transport_gpu, transport_shm
 from grpocli.rollout.vllm.endpoint import Endpoint
+from grpocli.rollout.vllm.options import Vllm
 from grpocli.rollout.vllm.sync import TOLERANCE, WeightSync, compare, probe
-from grpocli.rollout.vllm.weights import buckets, checked_path, weights_folder, write
+from grpocli.rollout.vllm.transport import Weights
+from grpocli.rollout.vllm.transport_ipc import ARGUMENTS, decode_handles, encode_handles
+from grpocli.rollout.vllm.weights import (
+    BucketFile,
+    MappedFiles,
+    bucket_counts,
+    checked_path,
+    file_size,
+    weights_folder,
+)
 
 WEIGHTS = {
     "a": torch.randn(3, 5),
@@ -28,31 +43,60 @@ WEIGHTS = {
 }
 
 
+SHAPES = [(name, tuple(tensor.shape)) for name, tensor in WEIGHTS.items()]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_files_hold_the_weights_cast_as_torch_casts(tmp_path: Path, dtype: torch.dtype) -> None:
-    size = write(tmp_path / "w", list(WEIGHTS.items()), dtype)
-    assert size == sum(t.numel() for t in WEIGHTS.values()) * dtype.itemsize
-    with safe_open(tmp_path / "w", framework="pt") as file:
-        assert set(file.keys()) == set(WEIGHTS)
-        for name, tensor in WEIGHTS.items():
-            read = file.get_tensor(name)
-            assert read.dtype == dtype
-            assert torch.equal(read, tensor.to(dtype))
+@pytest.mark.parametrize("room", [0, 1000])
+def test_files_hold_the_weights_cast_as_torch_casts(tmp_path: Path, dtype: torch.dtype, room: int) -> None:
+    file = BucketFile(tmp_path / "w", file_size(SHAPES, dtype) + room)
+    file.write(SHAPES, WEIGHTS.values(), dtype)
     assert (tmp_path / "w").stat().st_mode & 0o777 == 0o600
+    read = dict(MappedFiles().tensors("w", tmp_path, keep=False))
+    if not room:
+        with safe_open(tmp_path / "w", framework="pt") as others:
+            read |= {name: others.get_tensor(name) for name in others.keys()}  # noqa: SIM118 (it is not a dict)
+    assert set(read) == set(WEIGHTS)
+    for name, tensor in WEIGHTS.items():
+        assert read[name].dtype == dtype
+        assert torch.equal(read[name], tensor.to(dtype))
 
 
 def test_an_existing_file_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "w").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(FileExistsError):
-        write(tmp_path / "w", list(WEIGHTS.items()), torch.float32)
+    with pytest.raises(EngineError, match="cannot write weights to"):
+        BucketFile(tmp_path / "w", 100)
+
+
+def test_a_kept_file_is_read_again_without_its_name(tmp_path: Path) -> None:
+    file, server = BucketFile(tmp_path / "w", file_size(SHAPES, torch.float32)), MappedFiles()
+    file.write(SHAPES, WEIGHTS.values(), torch.float32)
+    server.tensors("w", tmp_path, keep=True)
+    file.unlink()
+    file.write(SHAPES, [tensor + 1 for tensor in WEIGHTS.values()], torch.float32)
+    assert torch.equal(dict(server.tensors("w", tmp_path, keep=True))["big"], WEIGHTS["big"] + 1)
+    server.forget()
+    with pytest.raises(ValueError, match="is not a file"):
+        server.tensors("w", tmp_path, keep=True)
+
+
+@pytest.mark.parametrize("cut", [4, 100, 3000])
+def test_files_that_are_cut_off_are_refused(tmp_path: Path, cut: int) -> None:
+    file = BucketFile(tmp_path / "w", file_size(SHAPES, torch.float32))
+    file.write(SHAPES, WEIGHTS.values(), torch.float32)
+    (tmp_path / "cut").write_bytes((tmp_path / "w").read_bytes()[:cut])
+    with pytest.raises(ValueError, match="cut off"):
+        MappedFiles().tensors("cut", tmp_path, keep=False)
 
 
 @pytest.mark.parametrize("size", [1, 64, 200, 2900, 10**9])
-def test_buckets_are_in_order_and_bounded(size: int) -> None:
-    made = list(buckets(WEIGHTS.items(), torch.float32, size))
-    assert [name for bucket in made for name, _ in bucket] == list(WEIGHTS)
-    assert all(len(b) == 1 or sum(t.numel() * 4 for _, t in b) <= size for b in made)
-    assert (len(made) == 1) == (size == 10**9)
+def test_buckets_are_bounded_and_hold_everything(size: int) -> None:
+    counts = bucket_counts(SHAPES, torch.float32, size)
+    assert sum(counts) == len(SHAPES)
+    begins = [sum(counts[:i]) for i in range(len(counts))]
+    filled = [sum(math.prod(s) * 4 for _, s in SHAPES[b : b + n]) for b, n in zip(begins, counts, strict=True)]
+    assert all(n == 1 or bytes_ <= size for n, bytes_ in zip(counts, filled, strict=True))
+    assert (len(counts) == 1) == (size == 10**9)
 
 
 def test_paths_outside_the_folder_are_refused(tmp_path: Path) -> None:
@@ -122,23 +166,57 @@ def test_one_wild_token_is_refused_even_where_the_mean_is_fine() -> None:
 
 
 class Server:
-    """Remembers what it was asked; fails where told to."""
+    """Loads what it is told to from its folder, as a real one does; remembers what it was asked; fails on demand."""
 
-    def __init__(self, folder: Path, fails: str = "", version: str | None = None) -> None:
+    def __init__(self, folder: Path, fails: str = "", version: str | None = None, scores: float = -1.0) -> None:
         self.endpoint = Endpoint("http://x", "k", str(folder))
+        self.prepared = False
         self.calls: list[str] = []
-        self.fails, self.version = fails, version
+        self.infos: list[dict[str, Any]] = []
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.fails, self.version, self.scores = fails, version, scores
+        self._files = MappedFiles()
+
+    def init_transfer(self, info: dict[str, Any]) -> None:
+        self._call("init_transfer")
+        self.infos.append(info)
+        self._files.forget()
+
+    def update(self, info: dict[str, Any]) -> None:
+        self._call("update")
+        self.infos.append(info)
+        if "file" in info:
+            tensors = self._files.tensors(info["file"], Path(self.endpoint.shm_dir), info["keep"])
+            self.loaded |= {name: tensor.clone() for name, tensor in tensors}
+
+    def finish_update(self, version: int) -> None:
+        self._call("finish_update")
+        if self.version is None or self.version.startswith("v"):
+            self.version = f"v{version}"
+
+    def weight_version(self) -> str:
+        self._call("weight_version")
+        return str(self.version).removeprefix("v")
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        self._call("score")
+        return [self.scores] * 31
+
+    def world_size(self) -> int:
+        return 2
+
+    def pause(self, mode: str) -> None:
+        self._call(f"pause {mode}")
 
     def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any) -> Any:
-            self.calls.append(name)
-            if name == self.fails:
-                raise EngineError(f"{name} failed")
-            if name == "finish_update" and self.version is None:
-                self.version = str(arguments[0])
-            return {"weight_version": self.version, "score": [-1.0] * 31}.get(name)
+        if name not in ("start_update", "reset_prefix_cache", "resume"):
+            raise AttributeError(name)
+        return lambda: self._call(name)
 
-        return call
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.fails:
+            raise EngineError(f"{name} failed")
 
 
 class Pair:
@@ -157,20 +235,30 @@ class Pair:
             self.meet.wait()
             return got
 
-        return SimpleNamespace(is_main=rank == 0, broadcast_object=broadcast)
+        return SimpleNamespace(is_main=rank == 0, broadcast_object=broadcast, size=2, rank=rank)
 
 
-def sync_for(server: Any, world: Any) -> WeightSync:
+ALONE = SimpleNamespace(is_main=True, broadcast_object=lambda item: item, size=1, rank=0)
+
+
+def sync_for(servers: Any, world: Any = ALONE, *, in_flight: bool = False, **options: Any) -> WeightSync:
+    return WeightSync(servers, context(world, in_flight=in_flight, **options))
+
+
+def context(world: Any = ALONE, *, transport: str = "shm", in_flight: bool = False, **options: Any) -> Any:
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=50))
     policy = SimpleNamespace(
-        model=SimpleNamespace(config=config), weights=lambda: iter(WEIGHTS.items()), score=lambda ids: [-1.0] * 31
+        model=SimpleNamespace(config=config, parameters=lambda: iter(WEIGHTS.values())),
+        weights=lambda: iter(WEIGHTS.items()),
+        score=lambda ids: [-1.0] * 31,
     )
-    job = SimpleNamespace(dtype="float32")
-    return WeightSync(server, SimpleNamespace(job=job, policy=policy, world=world), None)  # type: ignore[arg-type]
+    job = SimpleNamespace(dtype="float32", transport=transport)
+    sync = choices.Shm(**options)
+    return SimpleNamespace(job=job, policy=policy, world=world, sync=sync, in_flight=in_flight)
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> Iterator[Any]:
+def two() -> Any:
     """Run a sync in two processes at once; what each returned or raised."""
 
     def run(server: Server) -> list[Any]:
@@ -178,7 +266,7 @@ def two(tmp_path: Path) -> Iterator[Any]:
 
         def work(rank: int) -> None:
             try:
-                results[rank] = sync_for(server, pair.world(rank))(3)  # type: ignore[call-overload]
+                results[rank] = sync_for([server], pair.world(rank))(3)  # type: ignore[call-overload]
             except EngineError as error:
                 results[rank] = str(error)  # type: ignore[call-overload]
 
@@ -192,37 +280,281 @@ def two(tmp_path: Path) -> Iterator[Any]:
     return run
 
 
+UPDATE = ["start_update", "update", "finish_update", "reset_prefix_cache", "weight_version"]
+BYTES = 4 * sum(t.numel() for t in WEIGHTS.values())
+
+
 def test_the_main_process_sends_and_all_learn_of_it(two: Any, tmp_path: Path) -> None:
     server = Server(tmp_path)
-    expected = {"sync/bytes": 4.0 * sum(t.numel() for t in WEIGHTS.values())}
-    assert two(server) == [expected, expected]
-    update = ["start_update", "update", "finish_update", "reset_prefix_cache"]
-    assert server.calls == ["init_transfer", "pause", *update, "resume", "weight_version", "score"]
+    assert [result["sync/bytes"] for result in two(server)] == [BYTES, BYTES]
+    assert server.calls == ["pause wait", "init_transfer", *UPDATE, "resume", "score"]
 
 
-@pytest.mark.parametrize("step", ["init_transfer", "start_update", "update", "finish_update", "score"])
+@pytest.mark.parametrize(
+    "step", ["pause wait", "init_transfer", "start_update", "update", "finish_update", "weight_version", "score"]
+)
 def test_all_processes_fail_together_and_the_server_goes_on(two: Any, tmp_path: Path, step: str) -> None:
     server = Server(tmp_path, fails=step)
     assert two(server) == [f"{step} failed"] * 2
-    assert ("pause" in server.calls) == ("resume" in server.calls)
+    assert "resume" in server.calls
     assert list(tmp_path.iterdir()) == []
 
 
 def test_wrong_version_is_refused(two: Any, tmp_path: Path) -> None:
     server = Server(tmp_path, version="2")
-    assert two(server) == ["after a sync the vLLM server has weight version 2, the trainer 3"] * 2
+    assert two(server) == ["after a sync the vLLM server at http://x has weight version 2, the trainer 3"] * 2
+
+
+def test_requests_in_flight_are_held(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    sync_for([server], in_flight=True)(1)
+    assert server.calls[0] == "pause keep"
+
+
+@pytest.fixture(params=["in memory", "on disk"])
+def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the folder is taken for shared memory."""
+    kept = bool(request.param == "in memory")
+    monkeypatch.setattr(transport_shm, "in_memory", lambda folder: kept)
+    return kept
+
+
+def test_every_sync_leaves_the_present_weights_on_every_server_and_no_file(
+    tmp_path: Path, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three servers, two of which share a folder; four buckets, so that files are written again while others load."""
+    monkeypatch.setattr(transport_shm, "bucket_counts", lambda *_: [1, 2, 1, 1])
+    made: list[Path] = []
+    monkeypatch.setattr(transport_shm, "BucketFile", lambda path, size: made.append(path) or BucketFile(path, size))
+    folders = [tmp_path / "a", tmp_path / "a", tmp_path / "b"]
+    for folder in set(folders):
+        folder.mkdir()
+    servers = [Server(folder) for folder in folders]
+    sync = sync_for(servers)
+    values = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
+    sync.policy.weights = lambda: iter(values.items())  # type: ignore[method-assign]
+    for version in range(3):
+        for tensor in values.values():
+            tensor += 1.0
+        assert sync(version)["sync/bytes"] == BYTES
+        for server in servers:
+            assert list(server.loaded) == list(WEIGHTS)
+            assert all(torch.equal(server.loaded[name], tensor) for name, tensor in values.items())
+        assert not any(path.is_file() for path in tmp_path.rglob("*"))
+    assert len(made) == (2 * transport_shm.SLOTS if kept else 3 * 2 * 4)
+    assert [server.calls.count("init_transfer") for server in servers] == [1, 1, 1]
+
+
+def test_a_server_in_the_place_of_another_gets_the_weights(tmp_path: Path, kept: bool) -> None:
+    servers = [Server(tmp_path), Server(tmp_path)]
+    sync = sync_for(servers)
+    sync(1)
+    servers[1] = sync.servers[1] = Server(tmp_path)
+    sync(1)
+    assert torch.equal(servers[1].loaded["big"], WEIGHTS["big"])
+    assert [server.calls.count("score") for server in servers] == [2, 1]
+
+
+def test_a_sync_after_a_failure_starts_afresh(tmp_path: Path, kept: bool) -> None:
+    server = Server(tmp_path, fails="update")
+    sync = sync_for([server])
+    with pytest.raises(EngineError, match="update failed"):
+        sync(1)
+    server.fails = ""
+    sync(1)
+    assert torch.equal(server.loaded["big"], WEIGHTS["big"])
+
+
+def test_the_probe_is_scored_at_the_first_sync_every_nth_and_where_a_server_is_new(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    sync = sync_for([server], verify_every=3)
+    probed = []
+    for version in range(10):
+        if version == 7:
+            server.prepared = False
+        server.calls.clear()
+        sync(version)
+        probed.append("score" in server.calls)
+        assert "weight_version" in server.calls
+    assert [version for version, was in enumerate(probed) if was] == [0, 3, 6, 7]
+
+
+def test_one_wrong_server_of_two_is_found(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"-1\.50000 on the server and -1\.00000 in the trainer"):
+        sync_for([Server(tmp_path), Server(tmp_path, scores=-1.5)])(1)
 
 
 def test_full_memory_file_system(two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(vllm_sync, "write", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     first, second = two(Server(tmp_path))
     assert first == second
     assert f"cannot write weights to {tmp_path}: No space left" in first
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_dtype_of_a_job_has_a_tolerance() -> None:
     assert set(TOLERANCE) >= {"float32", "bfloat16"}
     assert TOLERANCE["float32"] * vllm_sync.WORST == pytest.approx(1e-3)
+
+
+# Sharded policies
+
+
+def test_sharded_weights_are_gathered_in_lockstep(tmp_path: Path) -> None:
+    """Two processes with half of every parameter each; a good sync, and one whose server fails in the middle."""
+    script = Path(__file__).with_name("sharded_sync.py")
+    launcher = command(SimpleNamespace(hardware=SimpleNamespace(processes=2)), tmp_path)  # type: ignore[arg-type]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_LOG_LEVEL": "ERROR"}
+    done = subprocess.run(
+        [*launcher[: launcher.index("--module")], str(script), str(tmp_path)],
+        env=env,
+        timeout=120,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    loaded = torch.load(tmp_path / "loaded.pt", weights_only=True)
+    assert list(loaded) == list(whole)
+    assert all(torch.equal(loaded[name], tensor.to(torch.bfloat16)) for name, tensor in whole.items())
+    assert [(tmp_path / f"failed_{rank}").read_text() for rank in range(2)] == ["update failed"] * 2
+
+
+# The choice of a transport
+
+CPU, OTHER = Placement(gpu=False), Placement(gpu=True)
+SAME, PARTLY, AWAY = Placement(True, shared=True), Placement(True, shared=None), Placement(True, local=False)
+
+
+@pytest.mark.parametrize(
+    ("part", "place", "chosen"),
+    [
+        *[(choices.Auto(), *case) for case in ((CPU, "shm"), (OTHER, "nccl"), (SAME, "ipc"), (PARTLY, "shm"))],
+        *[(choices.Shm(), place, "shm") for place in (CPU, OTHER, SAME, PARTLY, AWAY)],
+        *[(choices.Nccl(), place, "nccl") for place in (OTHER, AWAY)],
+        *[(choices.Ipc(), place, "ipc") for place in (OTHER, SAME)],
+        (choices.Auto(), AWAY, "nccl"),
+    ],
+)
+def test_the_transport_fits_the_machine(part: choices.Sync, place: Placement, chosen: str) -> None:
+    assert part.choose(place) == chosen
+
+
+@pytest.mark.parametrize(
+    ("part", "place"),
+    [
+        (choices.Nccl(), CPU),
+        (choices.Nccl(), SAME),
+        (choices.Nccl(), PARTLY),
+        (choices.Ipc(), CPU),
+        (choices.Ipc(), AWAY),
+        (choices.Ipc(), PARTLY),
+    ],
+)
+def test_impossible_transports_are_refused(part: choices.Sync, place: Placement) -> None:
+    with pytest.raises(ConfigError, match=r"^sync=(nccl|ipc): .*sync=shm"):
+        part.choose(place)
+
+
+def test_where_servers_are_is_read_from_the_config() -> None:
+    assert choices.placement("cpu", Vllm()) == Placement(gpu=False, shared=True)
+    assert choices.placement("cuda", Vllm(tensor_parallel=2), processes=1) == PARTLY
+    assert choices.placement("cuda", Vllm(tensor_parallel=2), processes=2) == SAME
+    assert choices.placement("cuda", Vllm(base_url="http://localhost:8000")) == OTHER
+    assert choices.placement("cuda", Vllm(base_url="http://node2:8000")) == AWAY
+    assert choices.placement("cuda") == OTHER
+
+
+# GPUs: what is said, since nothing can be run
+
+HANDLE = (
+    *(torch.Tensor, torch.Size([3, 2]), (2, 1), 0, torch.storage.TypedStorage, torch.uint8, 1, b"\x00\xffhandle"),
+    *(1 << 34, 64, False, b"counter", 8, b"event", True),
+)
+
+
+def test_ipc_handles_survive_json() -> None:
+    import json
+
+    assert len(HANDLE) == ARGUMENTS
+    travelled = json.loads(json.dumps(encode_handles({"GPU-1": HANDLE})))
+    assert decode_handles(travelled) == {"GPU-1": HANDLE}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [{"type": "os.system"}, {"dtype": "int3"}, {"bytes": "%%"}, {"ints": [1, "2"]}, {"ints": [True]}, "text", 1.5, []],
+)
+def test_anything_else_is_no_ipc_handle(part: Any) -> None:
+    good = encode_handles({"GPU-1": HANDLE})["GPU-1"]
+    with pytest.raises(ValueError, match=r"IPC handle|base64|Invalid|Non-base64"):
+        decode_handles({"GPU-1": [part, *good[1:]]})
+    with pytest.raises(ValueError, match=f"has {ARGUMENTS} parts"):
+        decode_handles({"GPU-1": good[:-1]})
+
+
+def test_only_what_is_listed_is_encoded() -> None:
+    with pytest.raises(ValueError, match="is not part of an IPC handle"):
+        encode_handles({"GPU-1": (os.system,)})
+
+
+def test_what_a_source_declares_is_what_it_yields() -> None:
+    pytest.importorskip("vllm")
+    weights = Weights(context().policy, torch.bfloat16)
+    source = transport_gpu.Source(weights)
+    source.stream = weights.stream()
+    declared = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
+    assert declared == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source]
+
+
+def test_workers_of_several_servers_are_one_group(tmp_path: Path) -> None:
+    servers: list[Any] = [Server(tmp_path), Server(tmp_path)]
+    client = transport_gpu.Adapter()
+    client.begin(servers, 7)
+    client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 5})
+    assert [server.infos for server in servers] == [[{"rank_offset": r, "world_size": 5}] for r in (1, 3)]
+    client.start_weight_update()
+    client.update_weights({"names": ["a"], "ipc_handles": {"GPU-1": HANDLE}, "ipc_handles_pickled": None})
+    client.finish_weight_update()
+    client.check()
+    for server in servers:
+        assert server.calls == ["init_transfer", "start_update", "update", "finish_update"]
+        assert server.infos[1] == {"names": ["a"], "ipc_handles": encode_handles({"GPU-1": HANDLE})}
+        assert server.weight_version() == "7"
+
+
+def test_a_transfer_goes_on_to_its_end_after_a_failure(tmp_path: Path) -> None:
+    """Other processes take part in it: leaving it in the middle would leave them waiting."""
+    server: Any = Server(tmp_path, fails="start_update")
+    client = transport_gpu.Adapter()
+    client.begin([server], 7)
+    client.start_weight_update()
+    client.update_weights({"names": []})
+    client.finish_weight_update()
+    assert server.calls == ["start_update"]
+    with pytest.raises(EngineError, match="start_update failed"):
+        client.check()
+
+
+def test_a_transfer_that_hangs_has_a_deadline() -> None:
+    for_ever = threading.Event()
+    with pytest.raises(EngineError, match=r"waited 0\.2 s for the test"):
+        transport_gpu.within(0.2, "the test", lambda: for_ever.wait(60) and None)
+    with pytest.raises(EngineError, match="the test: broken"):
+        transport_gpu.within(5, "the test", lambda: (_ for _ in ()).throw(RuntimeError("broken")))
+    for_ever.set()
+
+
+def test_the_worker_takes_no_pickled_handles() -> None:
+    pytest.importorskip("vllm")
+    from grpocli.rollout.vllm.worker_ipc import JsonIpcUpdate
+
+    fields = {"names": ["a"], "dtype_names": ["uint8"], "shapes": [[3, 2]], "tensor_sizes": [6]}
+    update = JsonIpcUpdate(**fields, ipc_handles=encode_handles({"GPU-1": HANDLE}))
+    assert update.ipc_handles == {"GPU-1": HANDLE}
+    with pytest.raises(ValueError, match="JSON only"):
+        JsonIpcUpdate(**fields, ipc_handles_pickled="gASVAA==")

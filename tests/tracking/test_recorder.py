@@ -38,6 +38,20 @@ def test_a_mismatch_is_told_once_and_logged_every_time(
     ]
 
 
+def test_staleness_is_no_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where completions are of older weights their probabilities differ by what was learnt since."""
+    view, told = silent_view(), list[str]()
+    monkeypatch.setattr(view, "warn", told.append)
+    recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None)
+    done = Completion([1], [-1.0], "stop", version=1)
+    prompt = Prompt("0", [1], "p")
+    something = Collected([Group(prompt, [Rollout(prompt, done, "t", {"r": 1.0})] * 2)], torch.zeros(1, 2), {})
+    recorder.step(2, {"token_mult_prob_error": 1.5, "staleness/max": 1}, something)
+    assert told == []
+    recorder.step(3, {"token_mult_prob_error": 1.5, "staleness/max": 0}, something)
+    assert len(told) == 1
+
+
 def test_a_step_that_trained_on_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view, told = silent_view(), list[str]()
     monkeypatch.setattr(view, "warn", told.append)

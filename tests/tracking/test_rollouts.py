@@ -43,6 +43,7 @@ def test_a_row_a_completion(tmp_path: Path) -> None:
         "advantage": 0.75,
         "finish_reason": "length",
         "version": 4,
+        "version_spans": None,
         "reward/math": 1.0,
         "reward/format": None,
         "reward/extra": None,

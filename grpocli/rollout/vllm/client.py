@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
-from collections.abc import Sequence
+import ssl
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import httpx
@@ -15,34 +20,105 @@ from grpocli.errors import EngineError
 from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.log import failure_cause
 
-AT_ONCE = 64  # requests under way; each may hold several sequences, and the server queues what it cannot run
 CONNECT_TIMEOUT = 10.0
+HEALTH_TIMEOUT = 5.0
+HEARTBEAT = 5.0  # seconds between looks at the health of a server that an answer is awaited from
 MODEL = "policy"  # the name under which the server offers its model
+ADAPTER = f"{MODEL}-v"  # and, with LoRA, its updates: this and their version
 GENERATE = "/inference/v1/generate"  # token ids in, token ids out
 
 
+class Server(Protocol):
+    """What a weight sync needs of one server, over HTTP or in this process.
+
+    model: the name to ask completions of. prepared: whether this very server has had `init_transfer`; False again
+    when another one takes its place.
+    """
+
+    endpoint: Endpoint
+    model: str
+    prepared: bool
+
+    def init_transfer(self, info: dict[str, Any]) -> None:
+        """Make the server's side of the weight transfer, from what its backend needs to know."""
+        ...
+
+    def pause(self, mode: str = "wait") -> None:
+        """Hold new requests; "wait": let the running ones end first, "keep": freeze them until `resume`."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def start_update(self) -> None:
+        """Begin an update; one that another trainer left unfinished is closed first."""
+        ...
+
+    def update(self, info: dict[str, Any]) -> None:
+        """Take some of the weights; `info` says which, in the backend's words."""
+        ...
+
+    def finish_update(self, version: int) -> None:
+        """End the update; from here the server's weights have this version."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what was computed with other weights. Raises EngineError if it cannot."""
+        ...
+
+    def weight_version(self) -> str: ...
+
+    def set_version(self, version: int) -> None:
+        """Where an adapter is loaded instead of weights: the version from here on."""
+        ...
+
+    def adapters(self) -> dict[str, Path]:
+        """The folder of each adapter that can be asked for."""
+        ...
+
+    def adapters_in_use(self) -> set[str]:
+        """Those that requests of this process wait for."""
+        ...
+
+    def load_adapter(self, name: str, folder: Path) -> None: ...
+
+    def unload_adapter(self, name: str) -> None:
+        """It cannot be asked for any more."""
+        ...
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """log p(token_ids[i] | token_ids[:i]) for i >= 1, in nats, at temperature 1."""
+        ...
+
+    def sample(self, token_ids: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
+        """So many tokens that follow, the same ones for the same weights, and their log-probs at temperature 1."""
+        ...
+
+    def world_size(self) -> int:
+        """Processes that hold a part or a copy of the weights."""
+        ...
+
+
 class Client:
-    """One server. Every call has `timeout` seconds; what goes wrong is an EngineError that says which call."""
+    """One server. Every call has `timeout` seconds; what goes wrong is an EngineError that says which call.
+
+    lost: what told that the server is gone, stuck, or replaced by another; None while it answers.
+    """
 
     def __init__(self, endpoint: Endpoint, timeout: float) -> None:
-        self.endpoint, self.timeout = endpoint, timeout
-        self.model = MODEL
-        self._http = httpx.Client(**self._options())
+        self.timeout = timeout
+        self.connect(endpoint)
+
+    def connect(self, endpoint: Endpoint) -> None:
+        """Talk to the server at `endpoint` from now on; nothing is known of it yet."""
+        self.endpoint, self.model, self.prepared = endpoint, MODEL, False
+        self.lost: ServerGone | None = None
+        self._accepted = False  # whether this server has taken our key
+        self._numbered = False  # whether its weights have had one of our versions
+        self._check_at = 0.0  # when its health is due to be looked at, if a call waits for it
+        self._under_way: Counter[str] = Counter()  # requests, by the model they ask for
 
     def close(self) -> None:
-        self._http.close()
-
-    def _options(self) -> dict[str, Any]:
-        """Proxies are for other machines; connections are not kept, since an idle one may be closed under us."""
-        host = urlsplit(self.endpoint.url).hostname or ""
-        return {
-            "base_url": self.endpoint.url,
-            "headers": {"Authorization": f"Bearer {self.endpoint.api_key}"},
-            "timeout": httpx.Timeout(self.timeout, connect=CONNECT_TIMEOUT),
-            "limits": httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=0),
-            "trust_env": not is_loopback(host),
-            "verify": self.endpoint.url.startswith("https"),
-        }
+        """Nothing is held between calls."""
 
     def get(self, path: str) -> Any:
         return self._call("GET", path)
@@ -51,45 +127,107 @@ class Client:
         return self._call("POST", path, body)
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        return asyncio.run(self._ask(self.endpoint, method, path, body))
+
+    async def _ask(self, endpoint: Endpoint, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        """The answer's JSON. While it is waited for, the server's health is watched: one whose engine has died may
+        keep us waiting for ever."""
         try:
-            response = self._http.request(method, path, json=body)
+            async with httpx.AsyncClient(**http_options(endpoint, self.timeout)) as http:
+                call = asyncio.ensure_future(http.request(method, path, json=body))
+                try:
+                    while not (await asyncio.wait({call}, timeout=HEARTBEAT))[0]:
+                        await self._check_alive(endpoint, http, path)
+                finally:
+                    call.cancel()
+                    await asyncio.gather(call, return_exceptions=True)
+                response = call.result()
         except httpx.HTTPError as error:
-            raise self._unreachable(path, error) from error
-        return self._answer(path, response)
-
-    def _unreachable(self, path: str, error: httpx.HTTPError) -> EngineError:
-        where = f"the vLLM server at {self.endpoint.url}"
-        if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
-            return EngineError(f"{where} did not answer {path} within {self.timeout:g} s (engine.request_timeout)")
-        log = self.endpoint.log
-        cause = failure_cause(Path(log)) if log else ""
-        return EngineError(f"{where} is gone ({path}: {error or type(error).__name__}){cause}")
-
-    def _answer(self, path: str, response: httpx.Response) -> Any:
+            raise self._gone(endpoint, unreachable(endpoint, path, error, self.timeout)) from error
         if response.is_success:
-            return response.json() if response.content else None
-        raise Refused(self.endpoint.url, path, response.status_code, _message(response))
+            return self._taken(response)
+        raise await self._failure(endpoint, path, response)
 
-    def init_transfer(self) -> None:
-        self.post("/init_weight_transfer_engine", {"init_info": {}})
+    async def _check_alive(self, endpoint: Endpoint, http: httpx.AsyncClient, path: str) -> None:
+        """Raises ServerGone where nothing listens any more, or the engine is said to be dead.
 
-    def pause(self) -> None:
-        """Let running requests end, hold new ones."""
-        self.post("/pause?mode=wait")
+        Of many calls that wait, one looks.
+        """
+        if time.monotonic() < self._check_at:
+            return
+        self._check_at = time.monotonic() + HEARTBEAT
+        if await health(http) is False:
+            raise self._gone(endpoint, f"the vLLM server at {endpoint.url} died during {path}{_cause(endpoint)}")
+
+    async def generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The choices of one request, in order."""
+        endpoint, model = self.endpoint, self.model
+        with self._asking(model):
+            answer = await self._ask(endpoint, "POST", GENERATE, {"model": model, **body})
+        choices: list[dict[str, Any]] = answer["choices"]
+        for choice in choices:
+            if choice.get("finish_reason") == "abort":
+                raise self._gone(endpoint, f"the vLLM server at {endpoint.url} is shutting down (it aborted requests)")
+            for label in choice.get("weight_versions") or []:
+                self._note(endpoint, str(label["version"]))
+        for choice in choices if model != MODEL else []:
+            choice["weight_versions"] = _versions(model, choice)
+        return sorted(choices, key=lambda choice: int(choice["index"]))
+
+    @contextmanager
+    def _asking(self, model: str) -> Iterator[None]:
+        under_way = self._under_way
+        under_way[model] += 1
+        try:
+            yield
+        finally:
+            under_way[model] -= 1
+
+    def _taken(self, response: httpx.Response) -> Any:
+        self._accepted = True
+        return response.json() if "json" in response.headers.get("content-type", "") else None
+
+    async def _failure(self, endpoint: Endpoint, path: str, response: httpx.Response) -> EngineError:
+        """A server whose engine has died answers too, and so does another one that took its place."""
+        refused = Refused(endpoint.url, path, response.status_code, _message(response))
+        unknown_adapter = response.status_code == 404 and path == GENERATE and self.model != MODEL
+        replaced = unknown_adapter or (response.status_code == 401 and self._accepted)
+        died = False
+        if response.status_code >= 500:
+            async with httpx.AsyncClient(**http_options(endpoint, self.timeout)) as http:
+                died = await health(http) is not True
+        return self._gone(endpoint, str(refused)) if replaced or died else refused
+
+    def _gone(self, endpoint: Endpoint, problem: str) -> ServerGone:
+        error = ServerGone(problem)
+        if endpoint is self.endpoint:  # else it has been replaced meanwhile
+            self.lost = error
+        return error
+
+    def _note(self, endpoint: Endpoint, version: str) -> None:
+        """A server that has just been started calls its version by no number."""
+        if self._numbered and not version.isdecimal():
+            raise self._gone(endpoint, f"the vLLM server at {endpoint.url} was started again by somebody")
+        self._numbered |= version.isdecimal()
+
+    def init_transfer(self, info: dict[str, Any]) -> None:
+        self.post("/init_weight_transfer_engine", {"init_info": info})
+
+    def pause(self, mode: str = "wait") -> None:
+        self.post(f"/pause?mode={mode}")
 
     def resume(self) -> None:
         self.post("/resume")
 
     def start_update(self) -> None:
-        """Begin an update; one that another trainer left unfinished is closed first."""
         try:
             self.post("/start_weight_update")
         except Refused:
             self.post("/finish_weight_update", {})
             self.post("/start_weight_update")
 
-    def update(self, file: str) -> None:
-        self.post("/update_weights", {"update_info": {"file": file}})
+    def update(self, info: dict[str, Any]) -> None:
+        self.post("/update_weights", {"update_info": info})
 
     def finish_update(self, version: int) -> None:
         self.post("/finish_weight_update", {"weight_version": str(version)})
@@ -99,41 +237,39 @@ class Client:
             raise EngineError(f"the vLLM server at {self.endpoint.url} could not drop its prefix cache: requests run")
 
     def weight_version(self) -> str:
-        return str(self.get("/weight_info")["weight_version"])
+        version = str(self.get("/weight_info")["weight_version"])
+        self._note(self.endpoint, version)
+        return version
+
+    def set_version(self, version: int) -> None:
+        self.post("/update_weight_version", {"new_version": str(version)})
+
+    def adapters(self) -> dict[str, Path]:
+        return {card["id"]: Path(card["root"]) for card in self.get("/v1/models")["data"] if card.get("parent")}
+
+    def adapters_in_use(self) -> set[str]:
+        return {name for name, requests in self._under_way.items() if requests and name != MODEL}
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+
+    def unload_adapter(self, name: str) -> None:
+        self.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    def world_size(self) -> int:
+        return int(self.get("/get_world_size")["world_size"])
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """log p(token_ids[i] | token_ids[:i]) for i >= 1, in nats, at temperature 1."""
         sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
         body = {"token_ids": list(token_ids), "sampling_params": sampling}
         entries = self.post(GENERATE, {"model": self.model, **body})["prompt_logprobs"][1:]
         return [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)]
 
-    def complete(self, bodies: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-        """The choices of each request to generate, in order; at most `AT_ONCE` are under way.
-
-        The first failure cancels the others.
-        """
-        return asyncio.run(self._complete(bodies))
-
-    async def _complete(self, bodies: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-        turn = asyncio.Semaphore(AT_ONCE)
-        async with httpx.AsyncClient(**self._options()) as http:
-
-            async def one(body: dict[str, Any]) -> list[dict[str, Any]]:
-                async with turn:
-                    try:
-                        response = await http.post(GENERATE, json={"model": self.model, **body})
-                    except httpx.HTTPError as error:
-                        raise self._unreachable(GENERATE, error) from error
-                choices: list[dict[str, Any]] = self._answer(GENERATE, response)["choices"]
-                return sorted(choices, key=lambda choice: int(choice["index"]))
-
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(one(body)) for body in bodies]
-            except* EngineError as errors:
-                raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
+    def sample(self, token_ids: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
+        sampling = {"max_tokens": tokens, "temperature": 1, "seed": 0, "logprobs": 0, "ignore_eos": True}
+        body = {"token_ids": list(token_ids), "sampling_params": sampling}
+        (choice,) = self.post(GENERATE, {"model": self.model, **body})["choices"]
+        return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
 
 
 class Refused(EngineError):
@@ -141,7 +277,56 @@ class Refused(EngineError):
 
     def __init__(self, url: str, path: str, status: int, message: str) -> None:
         super().__init__(f"the vLLM server at {url} refused {path} ({status}): {message}")
-        self.status = status
+        self.status, self.path = status, path
+
+
+class ServerGone(EngineError):
+    """The server cannot be reached, did not answer in time, or has lost its engine: only another one can help."""
+
+
+def http_options(endpoint: Endpoint, timeout: float) -> dict[str, Any]:
+    """Proxies are for other machines; connections are not kept, since an idle one may be closed under us."""
+    host = urlsplit(endpoint.url).hostname or ""
+    return {
+        "base_url": endpoint.url,
+        "headers": {"Authorization": f"Bearer {endpoint.api_key}"},
+        "timeout": httpx.Timeout(timeout, connect=CONNECT_TIMEOUT),
+        "trust_env": not is_loopback(host),
+        "verify": _certificates() if endpoint.url.startswith("https") else False,
+    }
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Slow to read, so once for all calls."""
+    return httpx.create_ssl_context()
+
+
+async def health(http: httpx.AsyncClient) -> bool | None:
+    """Whether the server is there and its engine lives; None where it does not say: it may be busy."""
+    try:
+        response = await http.get("/health", timeout=HEALTH_TIMEOUT)
+    except httpx.HTTPError as error:
+        return False if isinstance(error, httpx.ConnectError) else None
+    return True if response.is_success else False if response.status_code == 503 else None
+
+
+def unreachable(endpoint: Endpoint, path: str, error: httpx.HTTPError, timeout: float) -> str:
+    """Why there was no answer."""
+    where = f"the vLLM server at {endpoint.url}"
+    if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
+        return f"{where} did not answer {path} within {timeout:g} s (engine.request_timeout)"
+    return f"{where} is gone ({path}: {error or type(error).__name__}){_cause(endpoint)}"
+
+
+def _cause(endpoint: Endpoint) -> str:
+    return failure_cause(Path(endpoint.log)) if endpoint.log else ""
+
+
+def _versions(adapter: str, choice: dict[str, Any]) -> list[dict[str, Any]]:
+    """A request keeps its adapter to its end, whatever version the server has by then."""
+    version = adapter.removeprefix(ADAPTER).partition(".")[0]
+    return [{"version": version, "start": 0, "end": len(choice["token_ids"])}]
 
 
 def _message(response: httpx.Response) -> str:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 SHM = Path("/dev/shm")
@@ -15,12 +15,18 @@ ROOM = 2**30  # a memory file system with less than this is too small for weight
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """url: no slash at its end. shm_dir: the folder that the server reads weights from. log: its output, if ours."""
+    """url: no slash at its end. shm_dir: the folder that the server reads weights from. log: its output, if ours.
+
+    generation: counts the servers that have stood here, one after the other died; each has a URL of its own.
+    gone: why there will be no other.
+    """
 
     url: str
-    api_key: str
+    api_key: str = field(repr=False)  # an error or a log line may show the rest
     shm_dir: str
     log: str | None = None
+    generation: int = 0
+    gone: str | None = None
 
     def save(self, path: Path) -> None:
         """Write it with mode 0600: beside, then renamed, so that a reader never sees half of it."""
@@ -42,9 +48,20 @@ class Endpoint:
             raise ValueError(f"{path} does not describe a vLLM server: {error}") from error
 
 
-def run_file(run_dir: Path) -> Path:
-    """Where a run's trainer processes find their server."""
-    return run_dir / "engine" / "endpoint.json"
+def run_file(run_dir: Path, index: int = 0) -> Path:
+    """Where a run's trainer processes find its server number `index`."""
+    return run_dir / "engine" / f"endpoint_{index}.json"
+
+
+def run_files(run_dir: Path) -> list[Path]:
+    """Those of all of a run's servers, in order."""
+    found = (run_dir / "engine").glob("endpoint_*.json")
+    return sorted(found, key=lambda path: int(path.stem.removeprefix("endpoint_")))
+
+
+def lost_file(run_dir: Path, index: int) -> Path:
+    """Holds the generation of a server that the trainer found gone or stuck, for the process that started it."""
+    return run_dir / "engine" / f"lost_{index}"
 
 
 def serve_file(port: int) -> Path:

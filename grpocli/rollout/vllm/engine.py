@@ -1,59 +1,176 @@
-"""engine=vllm in a trainer process: completions from the server, weights to it."""
+"""engine=vllm in a trainer process: completions from the servers, weights to them, and what to do when one is gone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from grpocli.data import Completion, Request, Sampling
-from grpocli.errors import ConfigError, EngineError
+from grpocli.errors import EngineError, EngineGone
 from grpocli.rollout.transformers_engine import stop_ids
 from grpocli.rollout.vllm.client import Client
-from grpocli.rollout.vllm.endpoint import Endpoint, run_file
-from grpocli.rollout.vllm.request import body, completions
-from grpocli.rollout.vllm.sync import WeightSync
+from grpocli.rollout.vllm.comeback import Given, Own, Waiting
+from grpocli.rollout.vllm.endpoint import Endpoint, run_files
+from grpocli.rollout.vllm.fleet import Choices, Fleet
+from grpocli.rollout.vllm.request import body, check_temperature, completions
+from grpocli.rollout.vllm.trial import check_sampling
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext
     from grpocli.rollout.vllm.options import Vllm
+    from grpocli.training.world import World
 
-COLDEST = 0.01  # vLLM raises a temperature between 0 and this
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 10  # at one sync or one batch of completions; a server that dies each time must end some day
+
+
+class Sync(Protocol):
+    """How the servers get what is trained; collective."""
+
+    def __call__(self, version: int) -> dict[str, float]:
+        """Bring every server to the present weights and prove it. Raises EngineError in every process, or in none."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class VllmEngine:
-    """See `Vllm`; made by `connect`."""
+    """See `Vllm`; made by `connect`.
 
-    def __init__(self, client: Client, sync: WeightSync, stop: Sequence[int], version: int | None) -> None:
-        """version: of the server's weights; None where another run may have changed them."""
-        self.client, self._sync, self._stop, self.version = client, sync, list(stop), version
+    recover: called by `generate`, in every process and as often in each, where requests are left that no living
+    server can answer; when it returns, the servers are back and have the weights to sample with. By default it syncs
+    the present version again, in the thread that called `generate`. Who calls `generate` beside a thread that changes
+    the weights replaces it by one that asks that thread to `sync` and waits.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        sync: Sync,
+        stop: Sequence[int],
+        version: int | None,
+        world: World,
+        waiting: Waiting,
+    ) -> None:
+        """version: of the servers' weights; None where another run may have changed them."""
+        self.fleet, self._sync, self._stop, self.version = fleet, sync, list(stop), version
+        self.world, self._waiting = world, waiting
+        self.recover: Callable[[], None] = self._sync_again
+        self.restarts = 0  # servers that came back
+        self._gone: str | None = None  # why none will come back
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
-        """`n` completions for each request, in order; raises EngineError if any cannot be had in time."""
+        """`n` completions for each request, in order; answers of servers that have died since are kept.
+
+        Collective. Raises EngineError if any cannot be had, EngineGone if its server does not come back in time.
+        """
         if self.version is None:
             raise EngineError("a given vLLM server may have any weights: sync before the first completion")
-        if 0 < sampling.temperature < COLDEST:
-            raise ConfigError.of(
-                "rollout.temperature", sampling.temperature, f"vLLM samples at {COLDEST} at least (or at 0)"
-            )
-        answers = self.client.complete([body(request, sampling, self._stop) for request in requests])
+        check_temperature(sampling)
+        bodies = [body(request, sampling, self._stop) for request in requests]
         return [
             completions(choices, request, sampling, self.version)
-            for choices, request in zip(answers, requests, strict=True)
+            for choices, request in zip(self._answers(bodies), requests, strict=True)
         ]
 
+    def _answers(self, bodies: Sequence[dict[str, object]]) -> list[Choices]:
+        """Rounds of requests, of those without an answer, until every process has all of its own."""
+        answers: dict[int, Choices] = {}
+        for _ in range(ATTEMPTS):
+            left = [i for i in range(len(bodies)) if i not in answers]
+            found = self.fleet.complete([bodies[i] for i in left])
+            answers |= {i: choices for i, choices in zip(left, found, strict=True) if choices is not None}
+            if not any(self.world.gather_objects([len(answers) < len(bodies)])):
+                return [answers[i] for i in range(len(bodies))]
+            self.recover()
+        raise EngineGone(f"vLLM servers died {ATTEMPTS} times during one batch of completions")
+
+    def _sync_again(self) -> None:
+        assert self.version is not None
+        self.sync(self.version)
+
     def sync(self, version: int) -> dict[str, float]:
-        metrics = self._sync(version)
-        self.version = version
-        return metrics
+        """Bring every server to the policy's present weights and prove it; servers that are gone come back first.
+
+        Collective. Raises EngineGone in every process if one does not.
+        """
+        for _ in range(ATTEMPTS):
+            self._bring_back()
+            try:
+                metrics = self._sync(version)
+            except EngineError:
+                if not self._lost():
+                    raise
+                continue
+            self.version = version
+            self.fleet.open()
+            return metrics | ({"engine/restarts": float(self.restarts)} if self.restarts else {})
+        raise EngineGone(f"vLLM servers died {ATTEMPTS} times during one sync of weights")
+
+    def _lost(self) -> dict[int, str]:
+        """The servers that any process has lost, by number, and how each was. Collective."""
+        found = self.world.gather_objects(list(self.fleet.lost.items()))
+        return dict(sorted(found, reverse=True))
+
+    def _bring_back(self) -> None:
+        """Wait for the servers that are gone, or for others in their places. Collective."""
+        if self._gone:  # it has been waited for
+            raise EngineGone(self._gone)
+        if self.world.is_main:
+            self._waiting.look(self.fleet.clients)
+        lost = self._lost()
+        if not lost:
+            return
+        found = self.world.broadcast_object(self._wait(lost) if self.world.is_main else "")
+        if isinstance(found, str):
+            self._gone = found
+            raise EngineGone(found)
+        for index, endpoint in zip(lost, found, strict=True):
+            self.fleet.replace(index, endpoint)
+            self.restarts += 1
+            logger.warning("vLLM server %d is back, at %s", index, endpoint.url)
+
+    def _wait(self, lost: dict[int, str]) -> list[Endpoint] | str:
+        """Where they are now, or why there is none."""
+        for index, reason in lost.items():
+            logger.warning("vLLM server %d is lost: %s", index, reason)
+        try:
+            return [self._waiting.wait(i, self.fleet.clients[i].endpoint, reason) for i, reason in lost.items()]
+        except EngineGone as error:
+            return str(error)
 
     def close(self) -> None:
-        self.client.close()
+        self._sync.close()
 
 
 def connect(options: Vllm, context: EngineContext) -> VllmEngine:
-    """Talk to the server whose address `launch` left in the run folder."""
-    endpoint = Endpoint.load(run_file(context.job.run_dir))
-    client = Client(endpoint, options.request_timeout)
-    sync = WeightSync(client, context, context.sync.tolerance)
-    initial = 0 if options.base_url is None else None
-    return VllmEngine(client, sync, stop_ids(context.policy.model, context.tokenizer), initial)
+    """Talk to the servers whose addresses `launch` left in the run folder.
+
+    Raises ConfigError if they cannot sample what the run wants.
+    """
+    job = context.job
+    clients = [Client(Endpoint.load(path), options.request_timeout) for path in run_files(job.run_dir)]
+    fleet = Fleet(clients)
+    if context.sampling:
+        check_sampling(context.sampling, lambda request, sampling: fleet.complete([body(request, sampling, [])]))
+    return VllmEngine(
+        fleet,
+        _sync(clients, context),
+        stop_ids(context.policy.model, context.tokenizer),
+        version=0 if options.base_url is None else None,
+        world=context.world,
+        waiting=Own(options, job) if options.base_url is None else Given(options, job),
+    )
+
+
+def _sync(clients: Sequence[Client], context: EngineContext) -> Sync:
+    """What is trained goes over: all weights, or an adapter."""
+    if context.job.lora_rank:
+        from grpocli.rollout.vllm.adapter import AdapterSync
+
+        return AdapterSync(clients, context)
+    from grpocli.rollout.vllm.sync import WeightSync
+
+    return WeightSync(clients, context)

@@ -1,4 +1,4 @@
-"""A server given by `engine.base_url`: where its key is, and whether it can serve this run."""
+"""Servers given by `engine.base_url`: where their keys are, and whether they can serve this run."""
 
 from __future__ import annotations
 
@@ -9,92 +9,137 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from grpocli.errors import ConfigError, EngineError
-from grpocli.rollout.vllm.client import Client, Refused, is_loopback
+from grpocli.rollout.vllm.adapter import lora_misfit
+from grpocli.rollout.vllm.client import GENERATE, MODEL, Client, Refused, is_loopback
 from grpocli.rollout.vllm.endpoint import Endpoint, serve_file
-from grpocli.rollout.vllm.plugin import BACKEND
+from grpocli.rollout.vllm.transport import BACKENDS
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
     from grpocli.rollout.vllm.options import Vllm
 
-SHAPE = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
+SHAPE = (
+    *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
+)
 SERVE = "`grpocli vllm-serve`"
 
 
-def given_server(options: Vllm, job: EngineJob) -> Endpoint:
-    """Where the server at `engine.base_url` is, once it is known to fit. Raises ConfigError that names the key."""
-    url = (options.base_url or "").rstrip("/")
+def given_servers(options: Vllm, job: EngineJob) -> list[Endpoint]:
+    """Where the servers at `engine.base_url` are, in its order, once each is known to fit.
+
+    Raises ConfigError that names the key to change, and the server.
+    """
+    return [_given_server(options, url, job) for url in options.urls]
+
+
+def _given_server(options: Vllm, url: str, job: EngineJob) -> Endpoint:
+    _check_alive(url, options.request_timeout)
     endpoint = find_endpoint(options, url, job.sync_folder)
     client = Client(endpoint, options.request_timeout)
     try:
         _check(client, job)
     finally:
         client.close()
-    if not Path(endpoint.shm_dir).is_dir() or not endpoint.shm_dir:
+    if (job.transport == "shm" or job.lora_rank) and not (endpoint.shm_dir and Path(endpoint.shm_dir).is_dir()):
         raise ConfigError.of(
             "sync.folder",
             job.sync_folder,
-            f"must be the folder that the server reads weights from, as this machine sees it; {SERVE} prints it",
+            f"must be the folder that the server at {url} reads weights from, as this machine sees it; {SERVE} "
+            "prints it",
         )
     return endpoint
 
 
 def find_endpoint(options: Vllm, url: str, folder: str | None = None) -> Endpoint:
     """The key and the folder of a given server: from the config, what vllm-serve left here, the environment."""
-    known = _record(options, url)
-    key = known.api_key if known else _plain_key(options)
+    file = options.key_file(url)
+    known = _record(file, url)
+    key = known.api_key if known else _plain_key(file)
     if not key:
         raise ConfigError.of(
             "engine.api_key_file",
-            options.api_key_file,
+            file,
             f"no key for {url} is known here: give the file that {SERVE} printed, or set VLLM_API_KEY",
         )
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError.of("engine.api_key_file", file, "holds no key: give the file that the server's start printed")
     return Endpoint(url, key, folder or (known.shm_dir if known else ""))
 
 
-def _record(options: Vllm, url: str) -> Endpoint | None:
+def _record(file: str | None, url: str) -> Endpoint | None:
     """What vllm-serve wrote about this server, if there is such a file."""
     parts = urlsplit(url)
-    if options.api_key_file is None and not is_loopback(parts.hostname or ""):
+    if file is None and not is_loopback(parts.hostname or ""):
         return None
-    path = Path(options.api_key_file) if options.api_key_file else serve_file(parts.port or 80)
+    path = Path(file).expanduser() if file else serve_file(parts.port or 80)
     try:
         return Endpoint.load(path)
     except (OSError, ValueError):
         return None  # it may hold a bare key, or not be there
 
 
-def _plain_key(options: Vllm) -> str:
-    if options.api_key_file is None:
+def _plain_key(file: str | None) -> str:
+    if file is None:
         return os.environ.get("VLLM_API_KEY", "")
     try:
-        return Path(options.api_key_file).read_text().strip()
-    except OSError as error:
-        raise ConfigError.of("engine.api_key_file", options.api_key_file, f"cannot be read: {error}") from error
+        return Path(file).expanduser().read_text().strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError.of("engine.api_key_file", file, f"cannot be read: {error}") from error
+
+
+def _check_alive(url: str, timeout: float) -> None:
+    """`/health` needs no key: so a server that is not there is not taken for a missing key."""
+    client = Client(Endpoint(url, "none", ""), timeout)
+    try:
+        client.get("/health")
+    except EngineError as error:
+        problem = f"no vLLM server answers there: start one with {SERVE}, or unset it and the run starts its own"
+        raise ConfigError.of("engine.base_url", url, f"{problem} ({error})") from error
+    finally:
+        client.close()
 
 
 def _check(client: Client, job: EngineJob) -> None:
     url = client.endpoint.url
     try:
-        client.get("/health")
-    except EngineError as error:
-        problem = f"no vLLM server answers there: start one with {SERVE}, or unset it and the run starts its own"
-        raise ConfigError.of("engine.base_url", url, problem) from error
-    try:
         client.weight_version()
         served = client.get("/server_info?config_format=json")["vllm_config"]
+        _check_generate(client)
     except Refused as error:
-        raise ConfigError.of("engine.base_url", url, _advice(error)) from error
-    if problem := misfit(served, job):
+        raise ConfigError.of("engine.base_url", url, _advice(client, error)) from error
+    except (KeyError, TypeError, ValueError) as error:
+        problem = f"what answers there is no vLLM server for training: start one with {SERVE} ({error!r})"
+        raise ConfigError.of("engine.base_url", url, problem) from error
+    if problem := misfit(served, job) or lora_misfit(served, job):
         raise ConfigError.of("engine.base_url", url, problem)
 
 
-def _advice(error: Refused) -> str:
-    if error.status in (401, 403):
+def _check_generate(client: Client) -> None:
+    """Whether the route is there and open: a request without tokens is refused as such. Raises Refused otherwise."""
+    try:
+        client.post(GENERATE, {})
+    except Refused as error:
+        if error.status not in (400, 422):
+            raise
+
+
+def _advice(client: Client, error: Refused) -> str:
+    if error.status == 401 or (error.status == 403 and error.path != GENERATE):
         return "that server refuses the key: set engine.api_key_file to the file that its start printed"
+    if error.status == 403:
+        return f"that server keeps {GENERATE} closed (it has no --enable-scale-out): start it with {SERVE}"
     if error.status == 404:
-        return f"that server has no endpoints for reinforcement learning: start it with {SERVE}"
+        return f"that server{_version(client)} has no {error.path}: start it with {SERVE} of this grpocli"
     return str(error)
+
+
+def _version(client: Client) -> str:
+    """` (vLLM 0.9.1)`, if it says so."""
+    try:
+        return f" (vLLM {client.get('/version')['version']})"
+    except (EngineError, KeyError, TypeError, ValueError):
+        return ""
 
 
 def misfit(served: dict[str, Any], job: EngineJob) -> str:
@@ -102,8 +147,15 @@ def misfit(served: dict[str, Any], job: EngineJob) -> str:
     model = served["model_config"]
     dtype = str(model["dtype"]).removeprefix("torch.")
     backend = (served.get("weight_transfer_config") or {}).get("backend")
-    if backend != BACKEND or model["logprobs_mode"] != "processed_logprobs":
+    transport = next((name for name, known in BACKENDS.items() if known == backend), None)
+    named = model.get("served_model_name", MODEL)
+    if transport is None or model["logprobs_mode"] != "processed_logprobs" or named not in (MODEL, [MODEL]):
         return f"that server was not started for training: start it with {SERVE}"
+    if transport != job.transport:
+        return (
+            f"that server takes weights through {transport}, the run sends them through {job.transport}: give "
+            f"vllm-serve and train the same sync=, {transport} or {job.transport}"
+        )
     if dtype != job.dtype:
         return f"that server computes in {dtype}, the run in {job.dtype}: serve with dtype={job.dtype}"
     if model["max_model_len"] < job.max_tokens:
@@ -111,19 +163,37 @@ def misfit(served: dict[str, Any], job: EngineJob) -> str:
             f"that server takes {model['max_model_len']} tokens, the run needs {job.max_tokens}: serve with "
             f"max_model_len={job.max_tokens}, or lower rollout.max_prompt_tokens or rollout.max_completion_tokens"
         )
-    return _other_model(Path(model["model"]), Path(job.model_path))
+    return _other_model(str(model["model"]), job.model_path)
 
 
-def _other_model(theirs: Path, ours: Path) -> str:
+def _other_model(theirs: str, ours: str) -> str:
     """Compares the two config files, where this machine can read both; the first sync settles the rest."""
-    try:
-        a, b = (json.loads((folder / "config.json").read_text()) for folder in (theirs, ours))
-    except OSError:
-        return ""
+    a, b = _model_config(theirs), _model_config(ours)
     for name in SHAPE:
-        if a.get(name) != b.get(name):
+        if name in a and name in b and a[name] != b[name]:
             return (
-                f"that server's model has {name}={a.get(name)}, the run's {b.get(name)}: give vllm-serve and train "
+                f"that server's model has {name}={a[name]}, the run's {b[name]}: give vllm-serve and train "
                 "the same model"
             )
     return ""
+
+
+def _model_config(model: str) -> dict[str, Any]:
+    """Of a folder, or of a hub's model that this machine has; else empty."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        try:
+            found = try_to_load_from_cache(model, "config.json")
+        except HFValidationError:
+            return {}  # a folder of another machine
+        if not isinstance(found, str):
+            return {}
+        path = Path(found)
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return config

@@ -1,15 +1,23 @@
-"""engine=vllm before any trainer process exists: start the run's own server, or check the given one."""
+"""engine=vllm before any trainer process exists: start the run's own servers, or check the given ones."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.errors import ConfigError, EngineError
-from grpocli.rollout.vllm.endpoint import Endpoint, run_file
-from grpocli.rollout.vllm.given import given_server
+from grpocli.launch.guard import guarded
+from grpocli.rollout.vllm.endpoint import Endpoint, run_file, weights_dir
+from grpocli.rollout.vllm.given import given_servers
 from grpocli.rollout.vllm.server import Spec, free_port, serving
+from grpocli.rollout.vllm.watch import Watched
 
 if TYPE_CHECKING:
     from grpocli.launch.guard import Guarded
@@ -18,42 +26,134 @@ if TYPE_CHECKING:
 
 PROBE_ROOM = 64  # tokens of context that the check after a sync needs at least
 PORT_TRIES = 3
+OUTLIVE = 15.0  # seconds after our death in which servers and trainer processes surely have ended too
 
 
 @contextlib.contextmanager
 def launch(options: Vllm, job: EngineJob) -> Iterator[None]:
-    """Leave the server's address and key in the run folder for the trainer processes, until the block ends."""
-    with contextlib.ExitStack() as stack:
-        endpoint = given_server(options, job) if options.base_url else _start(stack, options, job)
-        file = run_file(job.run_dir)
-        stack.callback(file.unlink, missing_ok=True)
-        endpoint.save(file)
+    """Leave the servers' addresses and keys in the run folder for the trainer processes, until the block ends.
+
+    Servers of the run's own that die meanwhile are started again.
+    """
+    shutil.rmtree(run_file(job.run_dir).parent, ignore_errors=True)  # what a run that was killed left
+    if options.base_url:
+        with _told(given_servers(options, job), job.run_dir):
+            yield
+    else:
+        with contextlib.ExitStack() as stack:
+            _start(stack, options, job)
+            yield
+
+
+@contextlib.contextmanager
+def _told(endpoints: Sequence[Endpoint], run_dir: Path) -> Iterator[None]:
+    try:
+        for index, endpoint in enumerate(endpoints):
+            endpoint.save(run_file(run_dir, index))
         yield
+    finally:
+        for index in range(len(endpoints)):
+            run_file(run_dir, index).unlink(missing_ok=True)
 
 
-def _start(stack: contextlib.ExitStack, options: Vllm, job: EngineJob) -> Endpoint:
-    """A free port may be taken by another process before the server listens: then try another."""
-    tries = 1 if options.port else PORT_TRIES
-    while True:
-        tries -= 1
+def _start(stack: contextlib.ExitStack, options: Vllm, job: EngineJob) -> None:
+    """All at once: n starts take little longer than one where there are cores for them."""
+    folder = job.sync_folder or str(stack.enter_context(_kept_folder()))
+    over = threading.Event()
+    watched = [
+        Watched(index, job.run_dir, _Starter(options, job, folder, index, gpus, over), over, options.max_restarts)
+        for index, gpus in enumerate(gpu_slices(options))
+    ]
+    stack.callback(_stop, watched, over)
+    with ThreadPoolExecutor(len(watched)) as pool:
         try:
-            endpoint, _process = stack.enter_context(own_server(options, job))
-            return endpoint
+            for started in as_completed([pool.submit(one.start) for one in watched]):
+                started.result()
+        except BaseException:
+            over.set()  # else the pool would wait for the others
+            raise
+    for one in watched:
+        one.watch()
+
+
+def _stop(watched: Sequence[Watched], over: threading.Event) -> None:
+    over.set()
+    with ThreadPoolExecutor(len(watched)) as pool:
+        for stopped in [pool.submit(one.stop) for one in watched]:
+            stopped.result()
+
+
+@contextlib.contextmanager
+def _kept_folder() -> Iterator[Path]:
+    """A folder for weights that outlives any one server, and not us: where we cannot remove it, a guard does."""
+    folder = weights_dir()
+    # it ignores TERM, so that its guard waits before it removes what the others may still be writing to
+    command = ["sh", "-c", "trap '' TERM; exec sleep 2147483647"]
+    with guarded(command, name="weights", remove=[folder], grace=OUTLIVE) as keeper:
+        try:
+            yield folder
+        finally:
+            keeper.stop(0)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Starter:
+    """Makes server number `index`; what `Watched` calls."""
+
+    def __init__(
+        self, options: Vllm, job: EngineJob, folder: str, index: int, gpus: str | None, over: threading.Event
+    ) -> None:
+        self.options, self.job, self.folder, self.index = options, job, folder, index
+        self.gpus, self.over = gpus, over
+
+    @contextlib.contextmanager
+    def __call__(self, restarts: int) -> Iterator[tuple[Endpoint, Guarded]]:
+        """A restart takes a new port, so that no request to the one before can reach a server with other weights.
+
+        A free port may be taken by another process before the server listens: then try another.
+        """
+        fixed = self.options.port + self.index if self.options.port and not restarts else 0
+        with contextlib.ExitStack() as stack:
+            yield self._enter(stack, fixed, tries=1 if fixed else PORT_TRIES)
+
+    def _enter(self, stack: contextlib.ExitStack, fixed: int, tries: int) -> tuple[Endpoint, Guarded]:
+        spec = own_spec(self.options, self.job, fixed or free_port(), self.folder, self.gpus)
+        log = self.job.run_dir.absolute() / "logs" / f"vllm_{self.index}.log"
+        try:
+            return stack.enter_context(serving(spec, self.options, log, self.over))
         except EngineError as error:
-            if tries == 0 or "Address already in use" not in str(error):
+            if tries == 1 or "Address already in use" not in str(error):
                 raise
+        return self._enter(stack, fixed, tries - 1)
 
 
-def own_server(options: Vllm, job: EngineJob) -> contextlib.AbstractContextManager[tuple[Endpoint, Guarded]]:
-    """The server of one run, as a context. Raises ConfigError if its context was chosen too small for the run."""
+def own_spec(options: Vllm, job: EngineJob, port: int, folder: str, gpus: str | None) -> Spec:
+    """A server of one run. Raises ConfigError if its context was chosen too small for the run."""
     if options.max_model_len is not None and options.max_model_len < job.max_tokens:
         problem = f"the run's prompts and completions need {job.max_tokens} tokens: raise it, or set it to null"
         raise ConfigError.of("engine.max_model_len", options.max_model_len, problem)
-    spec = Spec(
-        model=job.model_path,
-        dtype=job.dtype,
-        seed=job.seed,
-        port=options.port or free_port(),
-        max_model_len=options.max_model_len or max(job.max_tokens, PROBE_ROOM),
-    )
-    return serving(spec, options, job.run_dir.absolute() / "logs" / "vllm.log")
+    room = options.max_model_len or max(job.max_tokens, PROBE_ROOM)
+    return Spec.of(dataclasses.replace(job, sync_folder=folder), port, room, gpus=gpus)
+
+
+def gpu_slices(options: Vllm) -> list[str | None]:
+    """The GPUs of each replica, as CUDA_VISIBLE_DEVICES; None leaves them to vLLM. Raises ConfigError for too few."""
+    count = _gpus() if options.replicas > 1 else 0
+    if count == 0:
+        return [None] * options.replicas
+    each = options.tensor_parallel * options.data_parallel
+    if each * options.replicas > count:
+        problem = (
+            f"needs {each * options.replicas} GPUs, {each} for each server, and there are {count}: lower it, or "
+            "engine.tensor_parallel or engine.data_parallel"
+        )
+        raise ConfigError.of("engine.replicas", options.replicas, problem)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(count)]
+    return [",".join(names[i * each : (i + 1) * each]) for i in range(options.replicas)]
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

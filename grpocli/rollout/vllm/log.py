@@ -1,25 +1,144 @@
-"""What went wrong, from the log of a vLLM server."""
+"""What went wrong, from the log of a vLLM server, and which key to change."""
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
+import threading
+from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
+from typing import IO
 
+FOLLOW = 0.1  # seconds between looks at a growing log
 TAIL = 256 * 1024  # bytes at the end of a log in which the cause is looked for
 ERROR = re.compile(r"(?:^|[\s\]])((?:[\w.]+\.)?\w*(?:Error|Exception): .+|[\w.]+: error: .+)$")
+DEFAULTS = re.compile(r"non-default args: (\{.*\})")
+WORDS_OF_PYDANTIC = re.compile(
+    r"(?:pydantic_core\S*)?ValidationError: \d+ validation errors? for |Value error, |\[type=.*?\]"
+)
 NOT_THE_CAUSE = re.compile(r"Engine core initialization failed|EngineDeadError|CancelledError|KeyboardInterrupt")
+PREFIX = re.compile(r"^(?:\(\S+ pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[\S+\] )?")  # of vLLM's log lines
+MORE = 8  # lines after "validation error for", which say what is wrong
+OPTIONS = {
+    "data_parallel_size": "engine.data_parallel",
+    "dtype": "model.dtype",
+    "max_lora_rank": "model.lora.rank",
+    "model": "model",
+    "port": "engine.port",
+    "speculative_config": "engine.speculative",
+    "tensor_parallel_size": "engine.tensor_parallel",
+    **{name: f"engine.{name}" for name in ("enforce_eager", "gpu_memory_utilization", "max_model_len", "quantization")},
+}
+"""vLLM's options that are keys of ours; any other one is in engine.vllm_args."""
+ADVICE = (
+    (r"GiB\) on kv cache allocation is less than", "too little memory for the KV cache: lower engine.cpu_kv_cache_gb"),
+    (r"on startup is less than desired CPU memory", "too little free memory: lower engine.cpu_kv_cache_gb"),
+    (
+        r"Free memory on device .* is less than|CUDA out of memory|OutOfMemoryError",
+        "too little free GPU memory: lower engine.gpu_memory_utilization, or free the GPU of other programs",
+    ),
+    (
+        r"is larger than the available KV cache memory",
+        (
+            "the KV cache cannot hold one request: raise engine.gpu_memory_utilization (CPU: engine.cpu_kv_cache_gb), "
+            "or lower engine.max_model_len or rollout.max_completion_tokens"
+        ),
+    ),
+    (
+        r"No available memory for the cache blocks",
+        "no memory is left for the KV cache: raise engine.gpu_memory_utilization (CPU: engine.cpu_kv_cache_gb)",
+    ),
+    (
+        r"(?i)unsupported head.?(dim|size)|head.?(dim|size).{0,20}not supported",
+        "vLLM's attention has no kernel for this model's head size: take engine=transformers, which serves any",
+    ),
+    (
+        r"is greater than the derived max_model_len",
+        (
+            "the model's own context is too short: lower rollout.max_prompt_tokens, rollout.max_completion_tokens or "
+            "engine.max_model_len"
+        ),
+    ),
+    (
+        r"World size .* is larger than the number of available GPUs|Invalid device id|invalid device ordinal",
+        "there are fewer GPUs than engine.tensor_parallel times engine.data_parallel: lower them",
+    ),
+    (r"Model architectures .* (are not supported|failed)", "vLLM does not know this model: take engine=transformers"),
+    (r"trust_remote_code=True", "the model brings code of its own: set model.trust_remote_code=true if you trust it"),
+)
+"""What vLLM says, and what to do about it."""
 
 
 def failure_cause(log: Path, since: int = 0) -> str:
-    """`: CAUSE (see LOG)`, the last line of the log that names an error; `: see LOG` where none does.
+    """`: ADVICE: CAUSE (see LOG)`, from the last line of the log that names an error; `: see LOG` where none does.
 
     since: the byte at which this server's output begins.
     """
     try:
         with log.open("rb") as file:
             file.seek(max(since, log.stat().st_size - TAIL))
-            lines = file.read().decode(errors="replace").splitlines()
+            lines = [PREFIX.sub("", line) for line in file.read().decode(errors="replace").splitlines()]
     except FileNotFoundError:
         return ""
-    found = [match[1] for line in lines if (match := ERROR.search(line)) and not NOT_THE_CAUSE.search(line)]
-    return f": {found[-1][:400]} (see {log})" if found else f": see {log}"
+    found = [_whole(match[1], lines[at + 1 :]) for at, line in enumerate(lines) if (match := ERROR.search(line))]
+    found = [re.sub(r"\w+: Worker failed with error '(.*)', please check.*", r"\1", cause) for cause in found]
+    causes = [cause for cause in found if not NOT_THE_CAUSE.search(cause)]
+    given = next((match[1] for line in lines if (match := DEFAULTS.search(line))), "")
+    return f": {explained(causes[-1], given)} (see {log})" if causes else f": see {log}"
+
+
+def _whole(error: str, following: list[str]) -> str:
+    """pydantic says what is wrong in indented lines after its first, each below the name of a field."""
+    if "validation error" not in error:
+        return error
+    more = takewhile(re.compile(r"[\w.]+|\s+\S.*").fullmatch, following[:MORE])
+    said = [line.strip() for line in more if not line.startswith("    For further information")]
+    return " ".join(WORDS_OF_PYDANTIC.sub("", " ".join([error, *said])).split())
+
+
+def explained(cause: str, given: str = "") -> str:
+    """A cause in vLLM's words, with the key to change before it where that is known.
+
+    given: vLLM's own list of the options that it was started with.
+    """
+    advice = next((advice for pattern, advice in ADVICE if re.search(pattern, cause)), None)
+    return ": ".join(filter(None, [advice or _key(cause, given), cause[:400]]))
+
+
+def _key(cause: str, given: str) -> str | None:
+    """The key of an option that vLLM's command line or its config refused; of several, one that was given."""
+    names = [name.replace("-", "_") for name in re.findall(r"error: argument --([\w-]+)", cause)]
+    names += re.findall(r"(\w+) (?:Input|Value|Extra|Field) \w+", cause)
+    if not names:
+        return None
+    name = next((name for name in names if f"'{name}'" in given), names[0])
+    return OPTIONS.get(name, f"engine.vllm_args.{name}")
+
+
+@contextlib.contextmanager
+def followed(log: Path) -> Iterator[None]:
+    """A new log, printed to stdout as it grows, to its end when the block ends; then it is removed."""
+    log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    log.unlink(missing_ok=True)  # of a server that was killed
+    log.touch(mode=0o600)
+    ended = threading.Event()
+    with log.open(errors="replace") as file:
+        thread = threading.Thread(target=_print_until, args=(file, ended), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            log.unlink(missing_ok=True)
+
+
+def _print_until(file: IO[str], ended: threading.Event) -> None:
+    last = False
+    while not last:
+        last = ended.wait(FOLLOW)
+        if text := file.read():
+            sys.stdout.write(text)
+            sys.stdout.flush()

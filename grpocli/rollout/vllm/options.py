@@ -6,7 +6,7 @@ import dataclasses
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from grpocli.config.parts import key_of, nearest, part, require
+from grpocli.config.parts import key_of, part, require
 from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,21 +14,34 @@ if TYPE_CHECKING:
 
 OURS = frozenset(
     {
-        *("api_key", "host", "middleware", "model", "port", "served_model_name", "uds"),
-        *("dtype", "enable_prefix_caching", "generation_config", "logprobs_mode", "max_model_len", "seed"),
-        "weight_transfer_config",
+        *("api_key", "api_server_count", "config", "grpc", "grpc_port", "headless", "host", "middleware", "root_path"),
+        *("model", "model_tag", "port", "served_model_name", "ssl_certfile", "ssl_keyfile", "tokens_only", "uds"),
+        *("enable_prefix_caching", "enable_scale_out", "generation_config", "logprobs_mode", "weight_transfer_config"),
+        *("enable_lora", "lora_modules", "lora_target_modules", "max_cpu_loras", "max_lora_rank", "max_loras"),
     }
 )
-"""Options of vLLM that the run sets itself, because its correctness or safety rests on them."""
+"""Options of vLLM that grpocli sets itself, because a run's correctness or safety rests on them."""
+ELSEWHERE = {
+    "data_parallel_size": "engine.data_parallel",
+    "dtype": "model.dtype",
+    "revision": "model.revision",
+    "seed": "seed",
+    "speculative_config": "engine.speculative",
+    "tensor_parallel_size": "engine.tensor_parallel",
+    "trust_remote_code": "model.trust_remote_code",
+}
+"""Options of vLLM that are keys of their own, under another name."""
+OF_ITS_START = ("replicas", "port", "tensor_parallel", "data_parallel", "quantization", "speculative", "vllm_args")
+"""Keys that say nothing of a server that runs already, and would be ignored without a word."""
 
 
 @part("engine", "vllm")
 class Vllm:
     """A vLLM server: the run's own, or the one at `base_url` (started with `grpocli vllm-serve`).
 
-    base_url: e.g. http://127.0.0.1:8000; null starts a server.
-    api_key_file: holds that server's key; null finds the one that `grpocli vllm-serve` wrote on this machine, then
-        the environment's VLLM_API_KEY.
+    base_url: e.g. http://127.0.0.1:8000, or a list of several; null starts a server.
+    api_key_file: holds that server's key (one for all, or a list with one for each); null finds the one that
+        `grpocli vllm-serve` wrote on this machine, then the environment's VLLM_API_KEY.
     replicas: servers of the run's own, which share the prompts. port: of the first of them, on 127.0.0.1 (the others
         follow); 0 takes free ones.
     start_timeout: seconds until a server must answer. request_timeout: seconds for one answer.
@@ -56,34 +69,72 @@ class Vllm:
     max_model_len: int | None = None
     enforce_eager: bool | None = None
     quantization: str | None = None
-    speculative: dict[str, Any] | None = None
+    speculative: dict[str, Any] = dataclasses.field(default_factory=dict)
     vllm_args: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    overlaps = True  # it samples while the trainer trains
+
     def __post_init__(self) -> None:
-        url = self.base_url
-        require(
-            self,
-            "base_url",
-            url is None or url.startswith(("http://", "https://")),
-            "must start with http://",
-        )
+        self._check_given()
         require(self, "port", 0 <= self.port < 65536, "must be 0 (any free port) to 65535")
-        for field in (
-            "start_timeout",
-            "request_timeout",
-            "cpu_kv_cache_gb",
-            "tensor_parallel",
-            "data_parallel",
-            "replicas",
-        ):
+        at_least_1 = ("start_timeout", "request_timeout", "reconnect_timeout", "cpu_kv_cache_gb")
+        for field in (*at_least_1, "tensor_parallel", "data_parallel", "replicas"):
             require(self, field, getattr(self, field) >= 1, "must be at least 1")
+        require(self, "max_restarts", self.max_restarts >= 0, "must be 0 (never) or more")
         require(self, "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "must be above 0, at most 1")
         require(self, "max_model_len", self.max_model_len is None or self.max_model_len > 1, "must be above 1")
+        require(
+            self,
+            "port",
+            self.port == 0 or self.port + self.replicas <= 65536,
+            f"leaves no room for {self.replicas} servers, which take the ports from there on: take a lower one",
+        )
+        self._check_vllm_args()
+
+    @property
+    def urls(self) -> list[str]:
+        """The given servers, without a slash at the end; none where the run starts its own."""
+        given = [self.base_url] if isinstance(self.base_url, str) else self.base_url or []
+        return [str(url).rstrip("/") for url in given]
+
+    def key_file(self, url: str) -> str | None:
+        """Where the key of one of `urls` is, if the config says so."""
+        files = self.api_key_file
+        named = files[self.urls.index(url)] if isinstance(files, list | tuple) else files
+        return None if named is None else str(named)
+
+    def _check_given(self) -> None:
+        """The keys that belong to `base_url`."""
+        if self.base_url is None:
+            return
+        require(self, "base_url", isinstance(self.base_url, str | list | tuple), "must be an address or a list of them")
+        urls = self.urls
+        require(self, "base_url", bool(urls), "names no server: give an address, or null to start one")
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError.of(key_of(self, "base_url"), url, "must start with http://")
+        twice = sorted({url for url in urls if urls.count(url) > 1})
+        require(self, "base_url", not twice, f"names {', '.join(twice)} twice: each server once")
+        require(
+            self,
+            "api_key_file",
+            not isinstance(self.api_key_file, list | tuple) or len(self.api_key_file) == len(urls),
+            f"has another length than engine.base_url ({len(urls)}): give one file for each server, or one for all",
+        )
+        defaults = {field.name: field for field in dataclasses.fields(self)}
+        for name in OF_ITS_START:
+            default = {} if defaults[name].default_factory is dict else defaults[name].default
+            problem = "does not change a server that runs already: give it to `grpocli vllm-serve`, or unset base_url"
+            require(self, name, getattr(self, name) == default, problem)
+
+    def _check_vllm_args(self) -> None:
         for name in self.vllm_args:
-            if name.replace("-", "_") in OURS:
-                raise ConfigError(
-                    f"{key_of(self, 'vllm_args')}.{name}: grpocli sets this itself{nearest(name, self._fields())}"
-                )
+            key, option = f"{key_of(self, 'vllm_args')}.{name}", name.replace("-", "_")
+            own = f"engine.{option}" if option in self._fields() else ELSEWHERE.get(option)
+            if own:
+                raise ConfigError(f"{key}: is a key of its own: set {own}")
+            if option in OURS:
+                raise ConfigError(f"{key}: grpocli sets this itself, since a run's correctness or safety rests on it")
 
     def _fields(self) -> list[str]:
         return [field.name for field in dataclasses.fields(self) if field.name != "vllm_args"]

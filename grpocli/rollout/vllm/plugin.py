@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-BACKEND = "shm"
+ENGINES = {
+    "shm": ("grpocli.rollout.vllm.worker", "ShmWeightTransfer"),
+    "ipc_json": ("grpocli.rollout.vllm.worker_ipc", "JsonIpcWeightTransfer"),
+}
 
 
 def register() -> None:
-    """Make `--weight-transfer-config '{"backend": "shm"}'` known to vLLM. Safe to call again."""
+    """Make `--weight-transfer-config '{"backend": "shm"}'` and "ipc_json" known to vLLM. Safe to call again."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
-    if BACKEND not in Factory._registry:
-        Factory.register_engine(BACKEND, "grpocli.rollout.vllm.worker", "ShmWeightTransfer")
+    for name, (module, engine) in ENGINES.items():
+        if name not in Factory._registry:
+            Factory.register_engine(name, module, engine)

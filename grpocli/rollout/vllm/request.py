@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpocli.data import Completion, Request, Sampling
-from grpocli.errors import EngineError
+from grpocli.errors import ConfigError, EngineError
+
+COLDEST, HOTTEST = 0.01, 2.0
+"""vLLM raises a temperature between 0 and the first, and refuses one above the second."""
+
+
+def check_temperature(sampling: Sampling) -> None:
+    """Raise a ConfigError if vLLM would sample at another temperature, or not at all."""
+    if sampling.temperature != 0 and not COLDEST <= sampling.temperature <= HOTTEST:
+        problem = f"vLLM samples at {COLDEST} at least (or at 0), and at {HOTTEST:g} at most"
+        raise ConfigError.of("rollout.temperature", sampling.temperature, problem)
 
 
 def body(request: Request, sampling: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
@@ -16,7 +26,11 @@ def body(request: Request, sampling: Sampling, stop_ids: Sequence[int]) -> dict[
 
 
 def sampling_params(request: Request, sampling: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """What vLLM's SamplingParams are made of."""
+    """What vLLM's SamplingParams are made of, as JSON.
+
+    For `SamplingParams(**...)` in vLLM's own process one key needs its class, where it is there:
+    `structured_outputs=StructuredOutputsParams(**params["structured_outputs"])`.
+    """
     return {
         "n": 1 if sampling.temperature == 0 else request.n,  # greedy ones are all equal
         "seed": spread(request.seed),
@@ -25,10 +39,22 @@ def sampling_params(request: Request, sampling: Sampling, stop_ids: Sequence[int
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop": list(sampling.stop),
         "stop_token_ids": list(stop_ids),
         "logprobs": 0,  # of the sampled token alone
-        "detokenize": False,
+        "detokenize": bool(sampling.stop),  # vLLM looks for them in the text; tokens are never cut
+        "include_stop_str_in_output": bool(sampling.stop),
+        **_structure(sampling),
     }
+
+
+def _structure(sampling: Sampling) -> dict[str, Any]:
+    if sampling.regex is not None:
+        return {"structured_outputs": {"regex": sampling.regex}}
+    if sampling.json_schema is not None:
+        return {"structured_outputs": {"json": sampling.json_schema}}
+    return {}
 
 
 def completions(
@@ -57,7 +83,27 @@ def _completion(choice: dict[str, Any], greedy: bool, version: int) -> Completio
         raise EngineError(
             f'vLLM returned a broken completion: {len(ids)} tokens, {len(logprobs)} log-probs, finish reason "{reason}"'
         )
-    return Completion(ids, [0.0] * len(ids) if greedy else logprobs, reason, version)
+    spans = _spans(choice.get("weight_versions") or [], version)
+    return Completion(
+        ids,
+        [0.0] * len(ids) if greedy else logprobs,
+        reason,
+        version=min((v for v, _ in spans), default=version),
+        spans=spans if len(spans) > 1 else None,
+    )
+
+
+def _spans(labels: Sequence[dict[str, Any]], version: int) -> list[tuple[int, int]]:
+    """(version, number of tokens) in order. A label that is no number (before the first sync) stands for `version`."""
+    spans: list[tuple[int, int]] = []
+    for label in labels:
+        number = int(label["version"]) if str(label["version"]).isdecimal() else version
+        tokens = label["end"] - label["start"]
+        if spans and spans[-1][0] == number:
+            spans[-1] = (number, spans[-1][1] + tokens)
+        elif tokens:
+            spans.append((number, tokens))
+    return spans
 
 
 def spread(seed: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import subprocess
 import threading
@@ -11,38 +12,106 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from grpocli.config.parts import part, require
+from grpocli.config.parts import follows, one_of, part, require
 from grpocli.errors import ConfigError, EngineError
+from grpocli.rollout.vllm.log import failure_cause, followed
 from grpocli.rollout.vllm.options import Vllm
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from grpocli.launch.guard import Guarded
-    from grpocli.rollout.vllm.endpoint import Endpoint
+    from grpocli.rollout.engine import EngineJob
+
+
+SHORT = (
+    *("tensor_parallel", "data_parallel", "max_model_len", "gpu_memory_utilization", "enforce_eager"),
+    *("quantization", "speculative", "cpu_kv_cache_gb"),
+)
+"""Keys of `engine=vllm` that have a short name here; each follows `engine.NAME`, so both spellings work."""
+NOT_HERE = {
+    "base_url": "it is the address that a run is given",
+    "api_key_file": "a new key is made, and where it is gets printed",
+    "replicas": "it starts one server; start it again with another port for another one",
+    "port": "set port",
+}
+"""Keys of `engine=vllm` that belong to runs."""
 
 
 @part("", "serve_schema")
 class Serve:
-    """model: as for `train`. engine: the keys of `engine=vllm` (memory, parallelism, `vllm_args`).
+    """model: as for `train`. sync: how weights will come, as for `train`. engine: the keys of `engine=vllm`.
 
     host: 127.0.0.1 is this machine alone; 0.0.0.0 is everyone who reaches it and has the key. port: 0 takes a
     free one. dtype: auto is what `train` would compute in. max_model_len: tokens of prompt plus completion
-    (null: the model's own limit).
+    (null: the model's own limit). lora_rank: of the adapter that runs will send (0: they send all weights).
     """
 
     model: Any
     engine: Any
-    sync: Any
+    sync: Any = None
     host: str = "127.0.0.1"
     port: int = 8000
-    dtype: str = "auto"
-    max_model_len: int | None = None
     seed: int = 0
+    dtype: str | None = follows("model.dtype")
+    lora_rank: int | None = follows("model.lora.rank")
+    tensor_parallel: int | None = follows("engine.tensor_parallel")
+    data_parallel: int | None = follows("engine.data_parallel")
+    max_model_len: int | None = follows("engine.max_model_len")
+    gpu_memory_utilization: float | None = follows("engine.gpu_memory_utilization")
+    enforce_eager: bool | None = follows("engine.enforce_eager")
+    quantization: str | None = follows("engine.quantization")
+    speculative: Any = follows("engine.speculative")
+    cpu_kv_cache_gb: int | None = follows("engine.cpu_kv_cache_gb")
 
     def __post_init__(self) -> None:
-        if not isinstance(self.engine, Vllm):
-            raise ConfigError("engine: vllm-serve serves with engine=vllm; leave it out")
+        for field in dataclasses.fields(Vllm):
+            if field.name in NOT_HERE and getattr(self.engine, field.name) != field.default:
+                value = getattr(self.engine, field.name)
+                raise ConfigError.of(f"engine.{field.name}", value, f"not for vllm-serve: {NOT_HERE[field.name]}")
+        require(self, "host", bool(self.host), "must be an address of this machine, such as 127.0.0.1")
         require(self, "port", 0 <= self.port < 65536, "must be 0 (any free port) to 65535")
-        require(self, "max_model_len", self.max_model_len is None or self.max_model_len > 1, "must be above 1")
+        require(self, "seed", self.seed >= 0, "must be 0 or more")
+        require(self, "lora_rank", (self.lora_rank or 0) >= 0, "must be 0 (no adapters) or more")
+        if self.dtype is not None:
+            one_of(self, "dtype", ("auto", "float32", "bfloat16"))
+        self.options()
+
+    def options(self) -> Vllm:
+        """The engine's keys, with the short ones among them. Raises ConfigError for a short one that it refuses."""
+        given = {name: value for name in SHORT if (value := getattr(self, name)) is not None}
+        try:
+            options: Vllm = dataclasses.replace(self.engine, **given)
+        except ConfigError as error:
+            raise ConfigError(str(error).removeprefix("engine.")) from error
+        return options
+
+    def job(self, model_path: str, dtype: str) -> EngineJob:
+        """What the runs to come have in common."""
+        from grpocli.rollout.engine import EngineJob
+
+        return EngineJob(
+            model_path=model_path,
+            dtype=dtype,
+            max_tokens=self.max_model_len or 0,
+            run_dir=Path(),
+            seed=self.seed,
+            transport=self.sync.transport("auto") if self.sync is not None else "shm",
+            sync_folder=self.sync.folder if self.sync is not None else None,
+            lora_rank=self.lora_rank or 0,
+            revision=getattr(self.model, "revision", None),
+            trust_remote_code=getattr(self.model, "trust_remote_code", False),
+        )
+
+
+def build_serve(config: DictConfig) -> Serve:
+    """The composed config's live objects. Raises ConfigError, also for another engine than vLLM."""
+    from grpocli.config.compose import build
+
+    if "vllm_args" not in config.engine:  # which the keys that follow engine.NAME would otherwise stumble over
+        raise ConfigError("engine: vllm-serve serves with engine=vllm; leave it out")
+    made: Serve = build(config)
+    return made
 
 
 def serve(config: Serve, model_path: str, dtype: str) -> int:
@@ -52,42 +121,36 @@ def serve(config: Serve, model_path: str, dtype: str) -> int:
     Raises ConfigError for a busy port, EngineError if the server ends by itself.
     """
     from grpocli.rollout.vllm.endpoint import serve_file
-    from grpocli.rollout.vllm.server import Spec, free_port, serving
+    from grpocli.rollout.vllm.server import Spec, check_port, free_port, serving
+    from grpocli.rollout.vllm.summary import how_to_use, served
 
-    port = config.port or free_port()
-    limit = config.max_model_len or config.engine.max_model_len
-    spec = Spec(model_path, dtype, config.seed, port, config.host, limit, port_key="port")
+    port, options = config.port or free_port(), config.options()
+    job = config.job(model_path, dtype)
+    spec = Spec.of(job, port, options.max_model_len, host=config.host, port_key="port")
     record = serve_file(port)
+    log = record.with_suffix(".log")
+    check_port(spec)  # before the log of another server there is touched
     with (
         contextlib.suppress(KeyboardInterrupt),
         _interrupted_by_term(),
-        serving(spec, config.engine, log=None) as (endpoint, process),
+        followed(log),
+        serving(spec, options, log) as (endpoint, process),
     ):
         try:
             endpoint.save(record)
-            print(_how_to_use(endpoint, record), flush=True)
-            _wait(process)
+            print(how_to_use(endpoint, record, job, served(endpoint)), flush=True)
+            _wait(process, log)
         finally:
             record.unlink(missing_ok=True)
     print("vllm-serve: stopped", flush=True)
     return 0
 
 
-def _wait(process: Guarded) -> None:
+def _wait(process: Guarded, log: Path) -> None:
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            raise EngineError(f"the vLLM server ended by itself, with exit code {process.wait(3600)}; see above")
-
-
-def _how_to_use(endpoint: Endpoint, record: Path) -> str:
-    return (
-        f"\nvLLM serves at {endpoint.url}\n"
-        f"  train with it:  grpocli train engine=vllm engine.base_url={endpoint.url}\n"
-        f"  its key:        {record} (mode 0600; runs on this machine find it by themselves)\n"
-        f"  from elsewhere: engine.api_key_file=COPY_OF_THAT_FILE sync=shm sync.folder=SHARED_FOLDER\n"
-        f"  weights come through {endpoint.shm_dir}\n"
-        f"  stop with Ctrl-C\n"
-    )
+            code = process.wait(3600)
+            raise EngineError(f"the vLLM server ended by itself, with exit code {code}{failure_cause(log)}")
 
 
 @contextlib.contextmanager

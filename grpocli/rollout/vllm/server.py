@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,13 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.guard import Guarded, guarded
+from grpocli.rollout.vllm.adapter import lora_environment, lora_flags
+from grpocli.rollout.vllm.arguments import argument_words, check_arguments, further_words
 from grpocli.rollout.vllm.auth import KEY_VARIABLE
 from grpocli.rollout.vllm.endpoint import Endpoint, weights_dir
+from grpocli.rollout.vllm.heads import check_head_size
 from grpocli.rollout.vllm.log import failure_cause
-from grpocli.rollout.vllm.plugin import BACKEND
+from grpocli.rollout.vllm.transport import BACKENDS
 from grpocli.rollout.vllm.weights import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
+    from grpocli.rollout.engine import EngineJob
     from grpocli.rollout.vllm.options import Vllm
 
 LOOPBACK = "127.0.0.1"
@@ -39,6 +43,13 @@ LAUNCHER = (
     "GROUP_RANK",
 )
 """What accelerate's launcher sets for trainer processes; vLLM would take it for its own."""
+UNSAFE = (
+    "VLLM_ALLOW_INSECURE_SERIALIZATION",  # pickles over HTTP
+    "VLLM_DEBUG_LOG_API_SERVER_RESPONSE",  # completions in the log
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    "VLLM_USE_RUST_FRONTEND",  # which takes no middleware, so nothing would ask for the key
+)
+"""What a server gets from us or not at all, whatever the user's environment says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +57,9 @@ class Spec:
     """What is served, and where.
 
     dtype: "float32", "bfloat16" ... max_model_len: None leaves it to vLLM. port_key: what the user calls the port.
+    lora_rank: of the adapters that it takes; 0 for none. transport: how its weights come, "shm", "nccl" or "ipc".
+    sync_folder: the folder that it reads weights from (None: a new one, which goes with it). revision,
+    trust_remote_code: as for the trainer's model. gpus: CUDA_VISIBLE_DEVICES for it (None: ours).
     """
 
     model: str
@@ -55,6 +69,29 @@ class Spec:
     host: str = LOOPBACK
     max_model_len: int | None = None
     port_key: str = "engine.port"
+    lora_rank: int = 0
+    transport: str = "shm"
+    sync_folder: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    gpus: str | None = None
+
+    @classmethod
+    def of(cls, job: EngineJob, port: int, max_model_len: int | None, **more: Any) -> Spec:
+        """A server for this job, or for jobs like it; `more` are further fields."""
+        return cls(
+            model=job.model_path,
+            dtype=job.dtype,
+            seed=job.seed,
+            port=port,
+            max_model_len=max_model_len,
+            lora_rank=job.lora_rank,
+            transport=job.transport,
+            sync_folder=job.sync_folder,
+            revision=job.revision,
+            trust_remote_code=job.trust_remote_code,
+            **more,
+        )
 
 
 def check_installed() -> None:
@@ -83,71 +120,113 @@ def command(spec: Spec, options: Vllm, cpu: bool) -> list[str]:
         "served-model-name": MODEL,
         "host": spec.host,
         "port": spec.port,
+        "revision": spec.revision,
+        "tokenizer-revision": spec.revision,
+        "trust-remote-code": spec.trust_remote_code or None,
         "dtype": spec.dtype,
         "seed": spec.seed,
         "max-model-len": spec.max_model_len,
+        "quantization": options.quantization,
+        "speculative-config": options.speculative or None,
         "tensor-parallel-size": options.tensor_parallel,
+        "data-parallel-size": None if options.data_parallel == 1 else options.data_parallel,
         "gpu-memory-utilization": None if cpu else options.gpu_memory_utilization,
         "enforce-eager": (cpu if options.enforce_eager is None else options.enforce_eager) or None,
         "enable-prefix-caching": True,
         "generation-config": "vllm",  # else the model's folder may change sampling behind our back
         "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
-        "weight-transfer-config": {"backend": BACKEND},
+        "weight-transfer-config": {"backend": BACKENDS[spec.transport]},
         "enable-scale-out": True,  # token ids in, token ids out
         "disable-uvicorn-access-log": True,
         "middleware": "grpocli.rollout.vllm.auth.RequireKey",
-        **options.vllm_args,
+        **lora_flags(spec.lora_rank, spec.dtype, cpu),
     }
     # -P: the current folder is no place to import from, as for the console script
-    words = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
-    return words + [word for name, value in flags.items() for word in _flag(name.replace("_", "-"), value)]
+    start = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+    known = [word for name, value in flags.items() for word in argument_words(name, value)]
+    return [*start, *known, *further_words(options.vllm_args)]
 
 
-def _flag(name: str, value: Any) -> list[str]:
-    if value is None:
-        return []
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
-    return [f"--{name}={json.dumps(value) if isinstance(value, dict | list) else value}"]
-
-
-def environment(key: str, shm_dir: Path, options: Vllm) -> dict[str, str]:
-    env = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+def environment(key: str, shm_dir: Path, options: Vllm, transport: str = "shm") -> dict[str, str]:
+    """The server's: ours without what would open it or confuse it."""
+    env = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, *UNSAFE)}
     if plugins := env.get("VLLM_PLUGINS"):
         env["VLLM_PLUGINS"] = f"{plugins},grpocli"
-    return env | {
-        KEY_VARIABLE: key,
-        FOLDER_VARIABLE: str(shm_dir),
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": str(options.cpu_kv_cache_gb),
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_HOST_IP": LOOPBACK,  # its processes talk to each other on this machine alone
-    }
+    return (
+        _loopback(transport)
+        | env
+        | {
+            KEY_VARIABLE: key,
+            FOLDER_VARIABLE: str(shm_dir),
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": str(options.cpu_kv_cache_gb),
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_HOST_IP": LOOPBACK,  # its processes talk to each other on this machine alone
+        }
+    )
+
+
+def _loopback(transport: str) -> dict[str, str]:
+    """A server's processes are on one machine, but Gloo and NCCL would listen where others reach them.
+
+    With sync=nccl the trainer, maybe on another machine, joins them. What the user's environment says comes first.
+    """
+    if not Path("/sys/class/net/lo").exists():
+        return {}
+    names = ["GLOO_SOCKET_IFNAME"] + ["NCCL_SOCKET_IFNAME"] * (transport != "nccl")
+    return dict.fromkeys(names, "lo")
 
 
 @contextlib.contextmanager
-def serving(spec: Spec, options: Vllm, log: Path | None) -> Iterator[tuple[Endpoint, Guarded]]:
+def serving(
+    spec: Spec, options: Vllm, log: Path | None, give_up: threading.Event | None = None
+) -> Iterator[tuple[Endpoint, Guarded]]:
     """A healthy server for as long as the block runs; after it neither processes nor weight files are left.
 
-    Raises ConfigError for a busy port, EngineError with the cause from its log where it does not come up.
+    give_up: once set, a start that is under way ends with an EngineError.
+    Raises ConfigError for a busy port or an option that vLLM does not have, EngineError with the cause from its log
+    where it does not come up.
     """
     check_installed()
     check_port(spec)
-    key, shm_dir = secrets.token_urlsafe(32), weights_dir()
+    check_arguments(options.vllm_args)
+    cpu, key = on_cpu(), secrets.token_urlsafe(32)
+    if cpu:
+        check_head_size(spec.model)
+    words = command(spec, options, cpu)  # before there is a folder to leave behind
+    shm_dir = _given_folder(spec.sync_folder) if spec.sync_folder else weights_dir()
     endpoint = Endpoint(address(spec.host, spec.port), key, str(shm_dir), str(log) if log else None)
     began = log.stat().st_size if log and log.exists() else 0
     with guarded(
-        command(spec, options, on_cpu()),
+        words,
         name="vllm",
-        env=environment(key, shm_dir, options),
+        env=environment(key, shm_dir, options, spec.transport) | lora_environment(spec.lora_rank) | _devices(spec),
         log=log,
-        remove=[shm_dir],
+        remove=[] if spec.sync_folder else [shm_dir],
     ) as process:
-        wait_healthy(process, endpoint, options.start_timeout, began)
+        wait_healthy(process, endpoint, options.start_timeout, began, give_up)
         yield endpoint, process
 
 
-def wait_healthy(process: Guarded, endpoint: Endpoint, timeout: float, log_from: int) -> None:
+def _devices(spec: Spec) -> dict[str, str]:
+    return {} if spec.gpus is None else {"CUDA_VISIBLE_DEVICES": spec.gpus}
+
+
+def _given_folder(name: str) -> Path:
+    """Raise ConfigError unless the folder can be made and written."""
+    folder = Path(name).expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError.of("sync.folder", name, f"cannot be made: {error.strerror}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError.of("sync.folder", name, "cannot be written: choose another folder")
+    return folder
+
+
+def wait_healthy(
+    process: Guarded, endpoint: Endpoint, timeout: float, log_from: int, give_up: threading.Event | None = None
+) -> None:
     """Until `/health` answers; raises EngineError if the process ends first or after `timeout` seconds."""
     import httpx
 
@@ -160,6 +239,8 @@ def wait_healthy(process: Guarded, endpoint: Endpoint, timeout: float, log_from:
             cause = failure_cause(Path(endpoint.log), log_from) if endpoint.log else ": its output is above"
             if (code := process.poll()) is not None:
                 raise EngineError(f"the vLLM server ended with exit code {code} while it started{cause}")
+            if give_up and give_up.is_set():
+                raise EngineError("the vLLM server was not wanted any more while it started")
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"the vLLM server did not answer /health within {timeout:g} s (engine.start_timeout){cause}"

@@ -1,22 +1,21 @@
-"""The trainer's side of the `shm` transport, and the proof that the server has the trainer's weights."""
+"""Bring servers to the trainer's weights, and prove that they have them."""
 
 from __future__ import annotations
 
-import errno
 import math
-import secrets
-from collections.abc import Sequence
-from pathlib import Path
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 
 from grpocli.errors import EngineError
-from grpocli.rollout.vllm.client import Client
-from grpocli.rollout.vllm.weights import BUCKET, buckets, write
+from grpocli.rollout.vllm.transport import Weights, each, transport_of
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext
+    from grpocli.rollout.vllm.client import Server
 
 PROBE_TOKENS = 32
 TOLERANCE = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.25}
@@ -30,66 +29,92 @@ WORST = 10
 
 
 class WeightSync:
-    """Called with a version by every trainer process; the main one sends and verifies, all of them fail together."""
+    """Called with a version by every trainer process; the main one sends and verifies, all of them fail together.
 
-    def __init__(self, client: Client, context: EngineContext, tolerance: float | None) -> None:
-        self.client, self.policy, self.world = client, context.policy, context.world
-        self.dtype: torch.dtype = getattr(torch, context.job.dtype)
-        self.tolerance = TOLERANCE[context.job.dtype] if tolerance is None else tolerance
-        self.folder = Path(client.endpoint.shm_dir)
+    Requests that run are awaited first, or with `context.in_flight` held and resumed: vLLM drops what they computed
+    with the old weights, and computes it again with the new ones before their next token.
+    """
+
+    def __init__(self, servers: Sequence[Server], context: EngineContext) -> None:
+        self.servers, self.policy, self.world = list(servers), context.policy, context.world
+        self.tolerance = TOLERANCE[context.job.dtype] if context.sync.tolerance is None else context.sync.tolerance
+        self.verify_every = context.sync.verify_every
+        self.mode = "keep" if context.in_flight else "wait"
         self.probe = probe(int(self.policy.model.config.get_text_config().vocab_size))
-        self.bucket = BUCKET
-        self._ready = False
+        self.weights = Weights(self.policy, getattr(torch, context.job.dtype))
+        self.transport = transport_of(context, self.weights)
+        self._since_probe = 0
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Raises EngineError in every process if the weights cannot be sent or proven."""
+        """Raises EngineError in every process if the weights cannot be sent or proven. `sync/seconds/probe` is 0
+        where no probe was due."""
+        began = time.perf_counter()
+        main = self.world.is_main
+        probing = main and self._probe_due()
         sent, failure = 0, ""
-        if self.world.is_main:
-            try:
-                sent = self._send(version)
-                self._verify(version)
-            except EngineError as error:
-                failure = str(error)
-        failure = self.world.broadcast_object(failure)
+        weights = self.weights.stream()
+        try:
+            if main or self.transport.everywhere:
+                sent = self._update(weights, version) if main else self.transport.send([], weights, version)
+        except EngineError as error:
+            failure = str(error)
+        if self.world.size > 1 and self.weights.sharded:
+            for _ in weights:  # gathers are collective: also after a failure, and where nothing is sent
+                pass
+        sent, failure, probing = self.world.broadcast_object((sent, failure, probing))
+        updated = time.perf_counter()
+        if not failure and probing:
+            failure = self.world.broadcast_object(self._probe(version))
         if failure:
             raise EngineError(failure)
-        return {"sync/bytes": float(self.world.broadcast_object(sent))}
+        seconds = {"sync/seconds/update": updated - began, "sync/seconds/probe": time.perf_counter() - updated}
+        return {"sync/bytes": float(sent), **seconds}
 
-    def _send(self, version: int) -> int:
-        """Pause, replace the weights, forget what was computed with the old ones, resume; return the bytes sent."""
-        if not self._ready:
-            self.client.init_transfer()
-            self._ready = True
-        self.client.pause()
+    def close(self) -> None:
+        self.transport.close()
+
+    def _probe_due(self) -> bool:
+        """At every `verify_every`th sync, the first one included, and where a server is new."""
+        due = self._since_probe == 0 or not all(server.prepared for server in self.servers)
+        self._since_probe = (1 if due else self._since_probe + 1) % self.verify_every
+        return due
+
+    def _update(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
+        """Hold requests, replace the weights, forget what was computed with the old ones, go on; the bytes sent."""
         try:
-            self.client.start_update()
-            sent = sum(self._send_bucket(bucket) for bucket in buckets(self.policy.weights(), self.dtype, self.bucket))
-            self.client.finish_update(version)
-            self.client.reset_prefix_cache()
-        finally:
-            self.client.resume()
+            each(self.servers, lambda server: server.pause(self.mode))
+            sent = self.transport.send(self.servers, weights, version)
+            each(self.servers, lambda server: server.reset_prefix_cache())
+            each(self.servers, lambda server: compare_versions(server, version))
+        except EngineError:
+            with suppress(EngineError):  # of a server that is gone; what went wrong before it is the cause to tell
+                each(self.servers, lambda server: server.resume())
+            raise
+        each(self.servers, lambda server: server.resume())
         return sent
 
-    def _send_bucket(self, bucket: list[tuple[str, torch.Tensor]]) -> int:
-        path = self.folder / f"weights-{secrets.token_hex(8)}.safetensors"
+    def _probe(self, version: int) -> str:
+        """What is wrong, in the main process. A sharded policy scores in all processes or in none."""
+        if not self.world.is_main:
+            if self.weights.sharded:
+                self.policy.score(self.probe)
+            return ""
+        expected = self.policy.score(self.probe)
         try:
-            size = write(path, bucket, self.dtype)
-            self.client.update(path.name)
-        except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            raise EngineError(
-                f"cannot write weights to {self.folder}: {error.strerror}"
-                + ("; make room there, or give the server another folder with sync=shm sync.folder=" if full else "")
-            ) from error
-        finally:
-            path.unlink(missing_ok=True)
-        return size
+            for scored in each(self.servers, lambda server: server.score(self.probe)):
+                compare(scored, expected, self.tolerance, version)
+        except EngineError as error:
+            return str(error)
+        return ""
 
-    def _verify(self, version: int) -> None:
-        echoed = self.client.weight_version()
-        if echoed != str(version):
-            raise EngineError(f"after a sync the vLLM server has weight version {echoed}, the trainer {version}")
-        compare(self.client.score(self.probe), self.policy.score(self.probe), self.tolerance, version)
+
+def compare_versions(server: Server, version: int) -> None:
+    """Raise EngineError unless the server says that its weights are those of `version`."""
+    echoed = server.weight_version()
+    if echoed != str(version):
+        raise EngineError(
+            f"after a sync the vLLM server at {server.endpoint.url} has weight version {echoed}, the trainer {version}"
+        )
 
 
 def probe(vocabulary: int) -> list[int]:

@@ -1,0 +1,166 @@
+"""Tokens a second through `engine=vllm` against vLLM called directly: `python bench/generation.py --model FOLDER`.
+
+Both get the same requests (token ids, seeds, sampling parameters) and the same vLLM options. The two are up side by
+side and are asked in turn, so that a busy minute of the machine hits both; medians are printed as JSON. vLLM directly
+is `LLM.generate` in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+LINE = "answer: "
+
+
+def requests(prompts: int, group: int, prompt_tokens: int) -> list[Any]:
+    from grpocli.data import Request
+
+    return [Request([(37 * i + 11 * j) % 1000 + 100 for j in range(prompt_tokens)], group, i) for i in range(prompts)]
+
+
+def bodies(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from grpocli.data import Sampling
+    from grpocli.rollout.vllm.request import body
+
+    wanted = requests(args.prompts, args.group, args.prompt_tokens)
+    return [body(request, Sampling(args.tokens), ()) for request in wanted]
+
+
+def direct(settings: dict[str, Any]) -> None:
+    """The child: says how many tokens in how many seconds, once for every line it reads."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**settings["llm"])
+    asked = [
+        ({"prompt_token_ids": one["token_ids"]}, SamplingParams(**one["sampling_params"])) for one in settings["bodies"]
+    ]
+    print(LINE + "ready", flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        outputs = llm.generate([prompt for prompt, _ in asked], [params for _, params in asked], use_tqdm=False)
+        tokens = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+        llm.reset_prefix_cache()
+        print(LINE + json.dumps([tokens, time.perf_counter() - start]), flush=True)
+
+
+def answer(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.startswith(LINE):
+            return line.removeprefix(LINE).strip()
+    raise SystemExit(f"vLLM ended with {child.wait()}")
+
+
+def through_engine(engine: Any, args: argparse.Namespace) -> tuple[int, float]:
+    from grpocli.data import Sampling
+
+    start = time.perf_counter()
+    groups = engine.generate(requests(args.prompts, args.group, args.prompt_tokens), Sampling(args.tokens))
+    seconds = time.perf_counter() - start
+    return sum(len(one.token_ids) for group in groups for one in group), seconds
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__)
+    cli.add_argument("--model", required=True, help="a Hugging Face folder")
+    cli.add_argument("--dtype", default="bfloat16")
+    cli.add_argument("--prompts", type=int, default=16)
+    cli.add_argument("--group", type=int, default=8)
+    cli.add_argument("--prompt-tokens", type=int, default=64)
+    cli.add_argument("--tokens", type=int, default=64)
+    cli.add_argument("--turns", type=int, default=5)
+    cli.add_argument("--direct", help=argparse.SUPPRESS)
+    args = cli.parse_args()
+    if args.direct:
+        direct(json.loads(Path(args.direct).read_text()))
+        return
+    print(json.dumps(compare(args), indent=1))
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from grpocli.rollout.engine import EngineContext, EngineJob
+    from grpocli.rollout.vllm.options import Vllm
+    from grpocli.training.policy import Policy
+
+    llm = {
+        "model": args.model,
+        "dtype": args.dtype,
+        "enforce_eager": True,
+        "max_model_len": args.prompt_tokens + args.tokens,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Path(folder, "settings.json")
+        settings.write_text(json.dumps({"llm": llm, "bodies": bodies(args)}))
+        job = EngineJob(args.model, args.dtype, args.prompt_tokens + args.tokens, Path(folder, "run"), seed=0)
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+        policy = Policy(model, model, getattr(torch, args.dtype))
+        options = Vllm()
+        with options.launch(job):
+            context = EngineContext(job, policy, AutoTokenizer.from_pretrained(args.model), Alone())  # type: ignore[arg-type]
+            engine: Any = options.connect(context)
+            engine.sync(1)
+            child = subprocess.Popen(
+                [sys.executable, __file__, "--model", args.model, "--direct", str(settings)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            answer(child)
+            ours, theirs = take_turns(engine, child, args)
+            child.communicate()
+            engine.close()
+    a, b = statistics.median(ours), statistics.median(theirs)
+    return {
+        "sequences": args.prompts * args.group,
+        "tokens_each": args.tokens,
+        "engine_tokens_per_second": round(a, 1),
+        "direct_tokens_per_second": round(b, 1),
+        "ratio": round(a / b, 3),
+    }
+
+
+def take_turns(engine: Any, child: subprocess.Popen[str], args: argparse.Namespace) -> tuple[list[float], list[float]]:
+    """Tokens a second of each turn; the first of each warms up and is left out."""
+    ours, theirs = [], []
+    assert child.stdin is not None
+    for _ in range(args.turns + 1):
+        tokens, seconds = through_engine(engine, args)
+        ours.append(tokens / seconds)
+        for server in engine.servers:
+            server.reset_prefix_cache()
+        child.stdin.write("go\n")
+        child.stdin.flush()
+        tokens, seconds = json.loads(answer(child))
+        theirs.append(tokens / seconds)
+    return ours[1:], theirs[1:]
+
+
+class Alone:
+    """A world of one process."""
+
+    rank, size, is_main = 0, 1, True
+
+    def gather_objects(self, items: Any) -> Any:
+        return list(items)
+
+    def broadcast_object(self, item: Any) -> Any:
+        return item
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Seconds a step with and without overlap, against the longer of generation and training: `python bench/overlap.py`.
+
+`recipe=multiplication`-sized steps with longer completions, `engine=vllm`, in turn with `rollout.max_staleness` 0 and
+1. On a CPU generation and training would share the cores and overlap could gain nothing, so each gets a core of its
+own (`taskset` and VLLM_CPU_OMP_THREADS_BIND); on a GPU machine nothing is bound. Medians over the steps after the
+first two, as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+GRPOCLI = str(Path(sys.executable).with_name("grpocli"))
+
+
+def rows(staleness: int, args: argparse.Namespace) -> list[dict[str, float]]:
+    """The metrics of a run's steps, without the first two."""
+    options = [
+        "recipe=multiplication",
+        f"model.path={args.model}",
+        "engine=vllm",
+        "eval.problems=0",
+        "checkpoint.every=0",
+        f"train.steps={args.steps}",
+        f"rollout.max_completion_tokens={args.tokens}",
+        f"rollout.max_staleness={staleness}",
+    ]
+    env, prefix = dict(os.environ), []
+    if not args.unbound:
+        env |= {"VLLM_CPU_OMP_THREADS_BIND": "1", "OMP_NUM_THREADS": "1"}
+        options.append("engine.vllm_args.max_num_seqs=64")
+        prefix = ["taskset", "-c", "0,1"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*prefix, GRPOCLI, "train", *options, f"hydra.run.dir={folder}/run"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=env)
+        lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines][2:]
+
+
+def median(rows: list[dict[str, float]], name: str) -> float:
+    return round(statistics.median(row[name] for row in rows), 3)
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__)
+    cli.add_argument("--model", required=True, help="a folder with SmolLM2-135M, or another small model")
+    cli.add_argument("--steps", type=int, default=10)
+    cli.add_argument("--tokens", type=int, default=64)
+    cli.add_argument("--unbound", action="store_true", help="leave the cores alone (GPU machines)")
+    args = cli.parse_args()
+    now, ahead = rows(0, args), rows(1, args)
+    generation, training = median(now, "time/rollout"), median(now, "time/train")
+    print(
+        json.dumps(
+            {
+                "generation": generation,
+                "training": training,
+                "sync": median(now, "time/sync"),
+                "step, max_staleness=0": median(now, "time/step"),
+                "step, max_staleness=1": median(ahead, "time/step"),
+                "max(generation, training)": max(generation, training),
+                "ratio to it": round(median(ahead, "time/step") / max(generation, training), 3),
+            },
+            indent=1,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

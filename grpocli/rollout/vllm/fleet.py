@@ -1,0 +1,89 @@
+"""Requests spread over the servers of a run, by load; what a dead server leaves unanswered goes to the living ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpocli.errors import EngineError
+from grpocli.rollout.vllm.client import Client, ServerGone
+from grpocli.rollout.vllm.endpoint import Endpoint
+
+AT_ONCE = 64  # requests under way at a server; each may hold several sequences, and it queues what it cannot run
+
+Choices = list[dict[str, Any]]
+
+
+@dataclass(slots=True)
+class Lane:
+    """One server in one call of `complete`. outstanding: completions that it was asked for and has not sent."""
+
+    client: Client
+    room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
+    outstanding: int = 0
+
+    async def ask(self, body: dict[str, Any]) -> Choices | None:
+        """None if the server was lost before or meanwhile."""
+        wanted = int(body.get("sampling_params", {}).get("n", 1))
+        self.outstanding += wanted
+        try:
+            async with self.room:
+                return None if self.client.lost else await self.client.generate(body)
+        except ServerGone:
+            return None
+        finally:
+            self.outstanding -= wanted
+
+
+class Fleet:
+    """The servers of a run, as one trainer process sees them. Calls from several threads are safe."""
+
+    def __init__(self, clients: Sequence[Client]) -> None:
+        self.clients = list(clients)
+        self._closed: set[int] = set()
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """How servers were found gone, stuck or replaced, by their number."""
+        return {index: str(client.lost) for index, client in enumerate(self.clients) if client.lost}
+
+    def replace(self, index: int, endpoint: Endpoint) -> None:
+        """There is another server in place of number `index`. It gets no requests before `open`."""
+        self._closed.add(index)
+        self.clients[index].connect(endpoint)
+
+    def open(self) -> None:
+        """All servers have the weights to sample with."""
+        self._closed.clear()
+
+    def _living(self, lanes: Sequence[Lane]) -> list[Lane]:
+        return [lane for i, lane in enumerate(lanes) if not lane.client.lost and i not in self._closed]
+
+    def complete(self, bodies: Sequence[dict[str, Any]]) -> list[Choices | None]:
+        """The choices of each request, in the requests' order; None for what no server was left to answer.
+
+        A request, a whole group, goes to the server with the fewest outstanding completions. What a server has not
+        answered when it is lost goes to the others. A refusal is an EngineError and cancels the rest.
+        """
+        return asyncio.run(self._complete(bodies)) if bodies else []
+
+    async def _complete(self, bodies: Sequence[dict[str, Any]]) -> list[Choices | None]:
+        lanes = [Lane(client) for client in self.clients]
+        turn = asyncio.Semaphore(AT_ONCE * len(lanes))  # later ones choose a server when they can run, not before
+
+        async def one(body: dict[str, Any]) -> Choices | None:
+            async with turn:
+                while living := self._living(lanes):
+                    lane = min(living, key=lambda lane: lane.outstanding)
+                    if (choices := await lane.ask(body)) is not None:
+                        return choices
+                return None
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(body)) for body in bodies]
+        except* EngineError as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]

@@ -1,0 +1,103 @@
+"""How weights get to servers: what every transport is given, and which one a run has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from grpocli.rollout.engine import EngineContext, Policy
+    from grpocli.rollout.vllm.client import Server
+
+T = TypeVar("T")
+BACKENDS = {"shm": "shm", "nccl": "nccl", "ipc": "ipc_json"}
+"""The name under which the server's `--weight-transfer-config` knows each transport."""
+
+
+class Meta(NamedTuple):
+    """A parameter before it is gathered."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class Weights:
+    """A policy's parameters for a server that computes in `dtype`, whole ones: sharded parameters are gathered.
+
+    A gather is collective. So every process walks through `stream()` in the same order, and to its end.
+    """
+
+    def __init__(self, policy: Policy, dtype: torch.dtype) -> None:
+        self.policy, self.dtype = policy, dtype
+
+    @property
+    def sharded(self) -> bool:
+        """Whether other processes hold a part (FSDP2: the parameters are DTensors)."""
+        return any(hasattr(parameter, "full_tensor") for parameter in self.policy.model.parameters())
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """One whole parameter at a time, in the dtype it is trained in."""
+        for name, tensor in self.policy.weights():
+            part = tensor.detach()
+            yield name, part.full_tensor() if hasattr(part, "full_tensor") else part
+
+    def metadata(self) -> list[Meta]:
+        """What `stream` will yield, without a gather."""
+        return [Meta(name, tuple(tensor.shape)) for name, tensor in self.policy.weights()]
+
+    def bytes(self) -> int:
+        """How much goes to a server."""
+        return sum(torch.Size(meta.shape).numel() for meta in self.metadata()) * self.dtype.itemsize
+
+
+class Transport(Protocol):
+    """One way from the policy to all servers."""
+
+    everywhere: bool
+    """Whether every process calls `send` (each GPU hands over its own memory), or the main one alone."""
+
+    def send(self, servers: Sequence[Server], weights: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
+        """Make new servers ready, then start, update and finish on every server; the bytes that each one got.
+
+        Raises EngineError. The servers are paused.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+def transport_of(context: EngineContext, weights: Weights) -> Transport:
+    """The run's transport, as `sync=` and the machine say."""
+    size = context.sync.bucket_mb * 2**20
+    if context.job.transport == "shm":
+        from grpocli.rollout.vllm.transport_shm import ShmTransport
+
+        return ShmTransport(weights, size)
+    from grpocli.rollout.vllm import transport_gpu
+
+    if context.job.transport == "nccl":
+        return transport_gpu.NcclTransport(weights, size)
+    return transport_gpu.IpcTransport(weights, size, context.world.rank)
+
+
+def each(servers: Sequence[Server], call: Callable[[Server], T]) -> list[T]:
+    """Call every server at once and wait for all; then raise what the first of them raised."""
+    if len(servers) == 1:
+        return [call(servers[0])]
+    with ThreadPoolExecutor(len(servers)) as pool:
+        futures = [pool.submit(call, server) for server in servers]
+    return [future.result() for future in futures]
+
+
+def prepare(servers: Sequence[Server], infos: Sequence[dict[str, object]]) -> None:
+    """Let every server get ready for transfers."""
+    each_info = dict(zip(map(id, servers), infos, strict=True))
+
+    def one(server: Server) -> None:
+        server.init_transfer(each_info[id(server)])
+        server.prepared = True
+
+    each(servers, one)

@@ -1,0 +1,27 @@
+"""What vLLM is asked before training starts: whether it takes the run's sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from grpocli.data import Request, Sampling
+from grpocli.errors import ConfigError, EngineError
+from grpocli.rollout.vllm.request import check_temperature
+
+
+def check_sampling(sampling: Sampling, ask: Callable[[Request, Sampling], Any]) -> None:
+    """Have one token sampled where only vLLM can tell: its grammar decides which regex or JSON schema it takes.
+
+    ask: sends a request, and raises EngineError where vLLM refuses it. Raises ConfigError that names the key.
+    """
+    check_temperature(sampling)
+    name = sampling.structure
+    if not name:
+        return
+    try:
+        ask(Request([0], 1, seed=0), replace(sampling, max_tokens=1))
+    except EngineError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError.of(f"rollout.{name}", getattr(sampling, name), f"vLLM cannot use it: {reason}") from error

@@ -1,0 +1,237 @@
+"""Collecting the next steps' rollouts while a step trains: `rollout.max_staleness`, `rollout.in_flight`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from grpocli.errors import RunError
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Rollouts
+    from grpocli.data import Group
+    from grpocli.training.collect import Collected, Collector
+    from grpocli.training.world import World
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 5.0
+"""How long `close` waits for what is being collected."""
+
+
+def version_of(group: Group) -> int:
+    """The oldest weight version that sampled a token of it."""
+    return min(rollout.completion.version for rollout in group.rollouts)
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """Work that only the main thread may do, with the weights as they are after whole steps."""
+
+    work: Callable[[], Any]
+    result: Future[Any]
+
+    def run(self) -> None:
+        try:
+            self.result.set_result(self.work())
+        except Exception as error:  # noqa: BLE001 - the thread raises it
+            self.result.set_exception(error)
+
+
+class Ahead:
+    """Whole steps of rollouts, in order, collected by one thread at most `max_staleness` steps ahead of training.
+
+    What step s asks for is sampled with the weights of step s or later, so at step s + max_staleness none of it is
+    older than allowed. With max_staleness 0 there is no thread, and a step collects for itself.
+
+    Several processes collect together, through a channel beside the main thread's collective calls. Which steps
+    are collected before a sync is the main process's decision, or two processes might each wait for the other.
+    """
+
+    def __init__(
+        self,
+        collector: Collector,
+        world: World,
+        rollout: Rollouts,
+        steps: int,
+        done: int = 0,
+        ready: Sequence[Collected] = (),
+    ) -> None:
+        """steps: of the whole run. done: steps trained. ready: what has been collected for the steps after those."""
+        self.collector, self.world, self.steps = collector, world, steps
+        self.max_staleness, self.in_flight = rollout.max_staleness, rollout.in_flight
+        self._ready = deque(ready)
+        self._wanted = self._started = self._collected = done + len(ready)  # numbers of steps
+        self._changed = threading.Condition()
+        self._last = math.inf  # the number of the last step that may begin
+        self._closing = self._surfaced = False
+        self._error: BaseException | None = None
+        self._errand: Errand | None = None
+        self._channel = world.channel() if self.max_staleness else None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def ready(self) -> tuple[Collected, ...]:
+        """Collected for the next steps; all that has been drawn for them once `drain` has returned."""
+        with self._changed:
+            return tuple(self._ready)
+
+    def collect(self, step: int) -> Collected:
+        """The rollouts of step number `step`, those older than `max_staleness` left out.
+
+        Ask for the steps after it too. Raises what the thread raised.
+        """
+        if not self.max_staleness:
+            return self.collector.collect()
+        self._start()
+        with self._changed:
+            self._wanted = max(self._wanted, min(step + self.max_staleness, self.steps))
+            self._changed.notify_all()
+        self._wait(lambda: bool(self._ready))
+        with self._changed:
+            collected = self._ready.popleft()
+        return self._fresh(collected, step)
+
+    @contextmanager
+    def quiet(self, step: int) -> Iterator[None]:
+        """A block before step number `step` in which nothing is collected, so that a completion has one version.
+
+        What runs is waited for, and what the step needs. So with max_staleness 1 it is no matter of time which weights
+        sample what. Steps after it that have not begun begin with the weights after the block. With in_flight nothing
+        is waited for.
+        """
+        if not self._thread or self.in_flight:
+            yield
+            return
+        try:
+            with self._changed:
+                self._last = min(step, self._wanted)
+            if self.world.is_main:
+                self._wait(lambda: self._collected == self._started >= self._last)
+            started = self.world.broadcast_object(self._started)
+            self._wait(lambda: self._collected >= started)
+            yield
+        finally:
+            with self._changed:
+                self._last = math.inf
+                self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Wait until everything that was asked for is ready, so that `ready` and the collector's state belong together.
+
+        Raises what the thread raised, unless `collect` has done so: then what is ready is all there will be.
+        """
+        if self._thread and not self._surfaced:
+            self._wait(lambda: self._collected == self._wanted)
+
+    def in_main(self, work: Callable[[], T]) -> T:
+        """Have the main thread do `work` when it next waits for rollouts, between two steps' updates.
+
+        For the thread; the main one does it at once. Returns or raises what it did, RunError if the run ends before.
+        """
+        if threading.current_thread() is not self._thread:
+            return work()
+        errand = Errand(work, Future())
+        with self._changed:
+            if self._closing:
+                raise RunError("the run has ended")
+            self._errand = errand
+            self._changed.notify_all()
+        done: T = errand.result.result()  # always set: by the main thread, or by `close`
+        return done
+
+    def close(self) -> None:
+        """End the thread. A request that does not end in time is left to end with the process."""
+        with self._changed:
+            self._closing = True
+            if self._errand:
+                self._errand.result.set_exception(RunError("the run has ended"))
+                self._errand = None
+            self._changed.notify_all()
+        if self._thread:
+            self._thread.join(CLOSE_SECONDS)
+            if self._thread.is_alive():
+                logger.warning("rollouts were still being collected %g s after the end of the run", CLOSE_SECONDS)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        """Until `done`, in the main thread, or raise the thread's error: all that it does has deadlines of its own."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._error or self._errand or done())
+                if self._error:
+                    self._surfaced = True
+                    raise self._error
+                if done():  # first, so that several processes run an errand at the same point
+                    return
+                errand, self._errand = self._errand, None
+            if errand:
+                errand.run()
+
+    def _fresh(self, collected: Collected, step: int) -> Collected:
+        """Without groups that have become too old, and with what there is to tell about age."""
+        groups = [group for group in collected.groups if version_of(group) >= step - self.max_staleness]
+        dropped = len(collected.groups) - len(groups)
+        ages = [step - rollout.completion.version for group in groups for rollout in group.rollouts]
+        metrics = collected.metrics | {
+            "sampling/kept": len(groups),
+            "sampling/stale": dropped,
+            "staleness/mean": float(np.mean(ages)) if ages else 0.0,
+            "staleness/max": max(ages, default=0),
+        }
+        advantages = self.collector.advantages(groups) if dropped else collected.advantages
+        return replace(collected, groups=groups, advantages=advantages, metrics=metrics)
+
+    def _start(self) -> None:
+        if not self._thread:
+            # a daemon: where `close` gives up on it, the process must be able to end
+            self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        """The thread: one step after the other until `close`, or until one fails."""
+        assert self._channel is not None
+        try:
+            with self._channel:
+                while self._next():
+                    collected = self._timed()
+                    with self._changed:
+                        self._ready.append(collected)
+                        self._collected += 1
+                        self._changed.notify_all()
+        except BaseException as error:  # noqa: BLE001 - the main thread raises it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _next(self) -> bool:
+        """Wait for a step to collect, and for the main process to begin it; False at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._collected < min(self._wanted, self._allowed))
+            if self._closing:
+                return False
+            self._started += 1
+        self.world.broadcast_object(None)
+        return True
+
+    @property
+    def _allowed(self) -> float:
+        """The last step that may begin before a sync; the other processes begin when the main one does."""
+        return self._last if self.world.is_main else math.inf
+
+    def _timed(self) -> Collected:
+        start = time.perf_counter()
+        collected = self.collector.collect()
+        seconds = time.perf_counter() - start - collected.metrics["time/reward"]
+        return replace(collected, metrics=collected.metrics | {"time/generate": seconds})

@@ -1,0 +1,159 @@
+"""Whole runs that sample ahead, on an engine that needs no server: exact resumes, processes, errors, signals."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands.copied import config_dir
+from commands.running import finish, metrics, start, without_times
+from safetensors.torch import load_file
+
+from grpocli.tracking.rollouts import read_rollouts
+from grpocli.training.carry import AHEAD
+
+TESTS = Path(__file__).parents[1]
+RUN = [
+    "train",
+    "model.warm_start_steps=20",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "optim.lr=3e-3",
+    "eval.problems=0",
+    "checkpoint.every=2",
+    "checkpoint.keep=0",
+]
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    return config_dir(tmp_path / "conf")
+
+
+def trained(run: Path, *options: str) -> list[dict[str, Any]]:
+    code, out = finish(start(*RUN, *options, f"hydra.run.dir={run}"))
+    assert code == 0, out
+    return metrics(run)
+
+
+def assert_same(one: Path, two: Path) -> None:
+    assert without_times(metrics(one)) == without_times(metrics(two))
+    first, second = (load_file(run / "model" / "model.safetensors") for run in (one, two))
+    assert all(first[name].equal(second[name]) for name in first)
+
+
+def versions(run: Path, step: int) -> set[int]:
+    return {row["version"] for row in read_rollouts(run / "rollouts" / f"step_{step:06d}.parquet")}
+
+
+def test_staleness_0_is_what_the_trainer_s_own_model_gives(engine: list[str], tmp_path: Path) -> None:
+    rows = trained(tmp_path / "copied", *engine, "train.steps=3")
+    assert not [name for name in rows[0] if name.startswith("staleness/") or name == "time/generate"]
+    trained(tmp_path / "own", "engine=transformers", "train.steps=3")
+    own, copied = metrics(tmp_path / "own"), [{k: v for k, v in row.items() if k != "sync/bytes"} for row in rows]
+    assert without_times(own) == without_times(copied)
+    assert [versions(tmp_path / "copied", step) for step in (1, 2, 3)] == [{1}, {2}, {3}]
+
+
+def test_staleness_1_is_one_version_old_and_a_resume_repeats_it_to_the_bit(engine: list[str], tmp_path: Path) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    options = [*engine, "rollout.max_staleness=1", "train.steps=8", "eval.problems=4", "eval.every=3"]
+    rows = trained(whole, *options)
+    assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1, 1, 1, 1, 1]
+    assert [versions(whole, step) for step in range(1, 9)] == [{1}, {1}, {2}, {3}, {4}, {5}, {6}, {7}]
+    assert {row["sampling/stale"] for row in rows} == {0}
+    assert max(row["sampling_importance_ratio"] for row in rows[1:]) != 1
+    assert {row["clip_ratio/region_mean"] for row in rows} == {0}, "the first update of a step is on-policy"
+    saved = torch.load(whole / "checkpoints" / "step_000004" / AHEAD, weights_only=True)
+    assert [len(step["groups"]) for step in saved] == [4]
+    assert not (whole / "checkpoints" / "step_000008" / AHEAD).exists(), "the last step has none after it"
+
+    process = start(*RUN, *options, "engine.slow=0.5", f"hydra.run.dir={halves}")
+    deadline = time.monotonic() + 120
+    while not (halves / "checkpoints" / "step_000004").exists():
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    finish(process)
+    code, out = finish(start("train", *engine[:2], f"resume={halves}", "engine.slow=0"))
+    assert code == 0, out
+    assert_same(whole, halves)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_two_processes_collect_the_same(engine: list[str], staleness: int, tmp_path: Path) -> None:
+    """With two steps ahead it is a matter of time which weights sample what, and nothing is too old."""
+    options = [*engine, f"rollout.max_staleness={staleness}", "train.steps=6", "eval.problems=4", "eval.every=2"]
+    options += ["hardware.timeout=60", "engine.slow=0.05"]
+    rows = trained(tmp_path / "two", *options, "hardware.processes=2")
+    assert max(row["staleness/max"] for row in rows) == staleness
+    assert {row["sampling/stale"] for row in rows} == {0}
+    assert {row["sampling/kept"] for row in rows} == {4}
+    if staleness == 1:
+        alone = trained(tmp_path / "one", *options)
+        assert [row["reward"] for row in rows] == [row["reward"] for row in alone]
+        assert [versions(tmp_path / "two", s) for s in range(1, 7)] == [
+            versions(tmp_path / "one", s) for s in range(1, 7)
+        ]
+
+
+def test_training_and_sampling_take_place_at_the_same_time(engine: list[str], tmp_path: Path) -> None:
+    rows = trained(tmp_path / "run", *engine, "engine.slow=0.4", "rollout.max_staleness=1", "train.steps=4")
+    for row in rows[1:]:
+        assert row["time/generate"] >= 0.4
+        assert row["time/rollout"] <= row["time/generate"] - 0.5 * row["time/train"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_engine_that_breaks_ends_the_run_with_its_error(engine: list[str], processes: int, tmp_path: Path) -> None:
+    options = [*engine, "rollout.max_staleness=1", "train.steps=9", "engine.fails=3", f"hardware.processes={processes}"]
+    code, out = finish(start(*RUN, *options, "hardware.timeout=60", f"hydra.run.dir={tmp_path}/run"), timeout=60)
+    assert code == 1, out
+    assert out.splitlines()[-1].startswith("grpocli: error: RuntimeError: the engine broke")
+    assert processes > 1 or "Traceback" not in out  # of several, torch's launcher shows its own
+    assert len(metrics(tmp_path / "run")) >= 1
+
+
+def test_a_signal_ends_the_run_after_a_checkpoint_and_a_second_one_at_once(engine: list[str], tmp_path: Path) -> None:
+    for signals, code in ((1, 3), (2, 1)):
+        run = tmp_path / f"{signals}"
+        options = [*engine, "rollout.max_staleness=1", "train.steps=999", "engine.slow=1"]
+        process = start(*RUN, *options, f"hydra.run.dir={run}")
+        deadline = time.monotonic() + 120
+        while not (run / "metrics.jsonl").exists():
+            assert process.poll() is None, finish(process)
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for _ in range(signals):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        got, out = finish(process, timeout=30)
+        assert got == code, out
+        assert "Traceback" not in out
+    assert (tmp_path / "1" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["engine=transformers", "rollout.max_staleness=1"], "rollout.max_staleness=1: engine=transformers samples"),
+        (["rollout.max_staleness=1"], "rollout.max_staleness=1: engine=transformers samples"),  # what auto is here
+        (["rollout.in_flight=true"], "rollout.in_flight=true: no request runs while weights change"),
+        (
+            ["engine=vllm", "rollout.max_staleness=1", "algorithm=dapo", "algorithm.keep.surplus=carry"],
+            "algorithm.keep.surplus=carry: carried groups would be older than rollout.max_staleness=1",
+        ),
+    ],
+    ids=str,
+)
+def test_contradictions(grpocli, overrides: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, err = grpocli("train", *overrides)
+    assert code == 2
+    assert said in err

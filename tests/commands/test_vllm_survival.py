@@ -1,0 +1,130 @@
+"""Real servers that are killed under a run: its own come back, a given one that does not ends it with a checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from commands.running import SMALL, finish, metrics, start
+
+from grpocli.launch.guard import alive, wait_gone
+from grpocli.launch.guard_main import descendants
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+RUN = ["train", *SMALL, "engine=vllm", "eval.problems=0"]
+
+
+class Family:
+    """All that this test has started, also what vLLM renames (which hides its environment) or starts later."""
+
+    def __init__(self) -> None:
+        self.before = set(descendants())
+        self.seen: set[int] = set()
+
+    def engines(self) -> list[int]:
+        """vLLM's engine processes; its servers keep living without them, for a moment."""
+        self.seen |= set(descendants()) - self.before
+        return sorted(pid for pid in self.seen if b"EngineCore" in _read(pid, "cmdline") and alive(pid))
+
+    def wait(self, process: subprocess.Popen[str], seconds: float = 300) -> tuple[int, str]:
+        """Its exit code and output."""
+        deadline = time.monotonic() + seconds
+        while process.poll() is None:
+            assert time.monotonic() < deadline, f"still running after {seconds:g} s"
+            self.engines()
+            time.sleep(0.1)
+        return finish(process)
+
+    def memory(self) -> set[Path]:
+        """What they hold in shared memory: their folders of weights, and the queues between vLLM's processes."""
+        named = re.compile(rb"/dev/shm/(?:psm_[0-9a-f]+|grpocli-weights-\w+)")
+        texts = [_read(pid, "maps") + _read(pid, "environ") for pid in self.seen]
+        return {Path(os.fsdecode(name)) for text in texts for name in named.findall(text)}
+
+    def assert_gone(self, memory: set[Path]) -> None:
+        assert wait_gone(sorted(self.seen), 20) == []
+        assert len(memory) >= 2
+        assert [path for path in memory if path.exists()] == []
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""  # it has ended
+
+
+def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 240
+    while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < count:
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < deadline, f"no {count} steps within 240 s"
+        time.sleep(0.01)
+
+
+def assert_complete(run: Path, steps: int) -> None:
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == [row["weight_version"] for row in rows] == list(range(1, steps + 1))
+    assert all(row["token_mult_prob_error"] < 1.02 for row in rows)
+    assert all(row["sync/bytes"] > 0 for row in rows)
+    assert all(row["sampling/kept"] == 4 for row in rows)
+
+
+def test_a_replica_that_is_killed_in_a_step_is_replaced(tmp_path: Path) -> None:
+    family, run, steps = Family(), tmp_path / "run", 12
+    process = start(*RUN, "engine.replicas=2", f"train.steps={steps}", f"hydra.run.dir={run}")
+    try:
+        wait_for_steps(run, 3, process)
+        engines = family.engines()
+        assert len(engines) == 2
+        memory = family.memory()
+        os.kill(engines[0], signal.SIGKILL)
+        code, out = family.wait(process)
+    finally:
+        process.kill()
+        finish(process)
+    assert code == 0, out
+    assert_complete(run, steps)
+    assert metrics(run)[-1]["engine/restarts"] == 1
+    family.assert_gone(memory)
+
+
+def test_a_given_server_that_stays_away_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    family, run = Family(), tmp_path / "run"
+    serve = start("vllm-serve", "model.warm_start_steps=20", "port=0", "max_model_len=64")
+    try:
+        assert serve.stdout is not None
+        url = next(line.split()[-1] for line in serve.stdout if "vLLM serves at " in line)
+        given = [f"engine.base_url=[{url}]", "engine.reconnect_timeout=3", "hardware.processes=2"]
+        process = start(*RUN, *given, "train.steps=200", "checkpoint.every=0", f"hydra.run.dir={run}")
+        wait_for_steps(run, 3, process)
+        assert len(family.engines()) == 1
+        memory = family.memory()
+    finally:
+        serve.kill()
+        finish(serve)
+    try:
+        code, out = family.wait(process, 60)
+    finally:
+        process.kill()
+        finish(process)
+    assert code == 3, out
+    said = " ".join(out.split())
+    assert "it did not come back within 3 s (engine.reconnect_timeout)" in said
+    assert f"go on with: grpocli train resume={run}" in said
+    done = len(metrics(run))
+    assert 3 <= done < 200
+    assert json.loads((run / "checkpoints" / f"step_{done:06d}" / "trainer.json").read_text())["step"] == done
+    family.assert_gone(memory)
+    more = ["engine=transformers", "hardware.processes=1", f"train.steps={done + 2}"]
+    code, out = finish(start("train", f"resume={run}", *more))
+    assert code == 0, out
+    assert [row["step"] for row in metrics(run)] == list(range(1, done + 3))

@@ -1,0 +1,34 @@
+"""Shared memory of guarded processes goes with them, also when they are killed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from grpocli.launch.guard import guarded
+
+HOLDS = """
+import signal, time
+from multiprocessing.shared_memory import SharedMemory
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+memory = SharedMemory(create=True, size=8)
+print(memory.name, flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_killed_process_held_is_unlinked(tmp_path: Path) -> None:
+    """Python's resource tracker does that, if it is left the time."""
+    log = tmp_path / "log"
+    with guarded([sys.executable, "-c", HOLDS], name="holds", log=log, grace=0.2) as process:
+        deadline = time.monotonic() + 20
+        while not (log.exists() and log.read_text().endswith("\n")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        memory = Path("/dev/shm", log.read_text().splitlines()[0])
+        assert memory.exists()
+        began = time.monotonic()
+        process.stop(0.2)
+    assert not memory.exists()
+    assert time.monotonic() - began < 10

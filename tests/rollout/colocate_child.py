@@ -1,0 +1,171 @@
+"""What vLLM does in a process of its own, told in JSON: run as `python -m rollout.colocate_child MODEL RUN RESULTS`."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy, expected_logprobs
+from transformers.utils.logging import disable_progress_bar
+
+from grpocli.data import Request, Sampling
+from grpocli.errors import EngineError
+from grpocli.launch.run import quiet_libraries
+from grpocli.rollout.engine import EngineContext, EngineJob
+from grpocli.rollout.vllm.colocate_options import VllmColocate
+from grpocli.rollout.vllm.inside import _parameters
+
+PROMPTS = [[5, 6, 7, 8], [9, 10], [5, 6, 7, 8], [11] * 40]
+SAMPLINGS = {"plain": Sampling(24), "truncated": Sampling(24, temperature=0.7, top_p=0.9, top_k=20, min_p=0.02)}
+
+
+def requests(n: int = 4, seed: int = 0) -> list[Request]:
+    return [Request(prompt, n, seed + i) for i, prompt in enumerate(PROMPTS)]
+
+
+def state() -> dict[str, str]:
+    """Everything of this process that training could stumble over."""
+    root = logging.getLogger()
+    return {
+        "environment": json.dumps(dict(os.environ), sort_keys=True),
+        "cores": str(sorted(os.sched_getaffinity(0))),
+        "threads": str((torch.get_num_threads(), torch.get_num_interop_threads(), torch.set_num_threads)),
+        "dtype and device": str((torch.get_default_dtype(), torch.get_default_device())),
+        "gradients": str((torch.is_grad_enabled(), torch.is_inference_mode_enabled())),
+        "precision": torch.get_float32_matmul_precision(),
+        "torch generator": hashed(torch.get_rng_state().tolist()),
+        "numpy generator": hashed(np.random.get_state()),
+        "python generator": hashed(random.getstate()),
+        "signals": str([signal.getsignal(number) for number in sorted(signal.valid_signals())]),
+        "process group": str(torch.distributed.is_initialized()),
+        "handlers": str((root.level, root.handlers)),
+        "uncaught exceptions": str(sys.excepthook),
+        "filters of warnings": str(warnings.filters),
+        "folder": str(Path.cwd()),
+    }
+
+
+def hashed(value: Any) -> str:
+    return hashlib.sha256(str(value).encode()).hexdigest()
+
+
+def changed(before: dict[str, str]) -> dict[str, list[str]]:
+    now = state()
+    return {name: [value, now[name]] for name, value in before.items() if now[name] != value}
+
+
+def main(model: Path, run: Path) -> dict[str, Any]:
+    quiet_libraries()
+    disable_progress_bar()
+    job = EngineJob(str(model), "float32", 128, run, seed=0)
+    policy, options = TinyPolicy(model), VllmColocate()
+    before, found = state(), dict[str, Any]()
+    with options.launch(job):
+        engine: Any = options.connect(EngineContext(job, policy, TOKENIZER, Alone()))
+    # vLLM makes the default group of a single process, which has no other
+    found["changed by start"] = {k: v for k, v in changed(before).items() if k != "process group"}
+    found["before the first sync"] = refusal(lambda: engine.generate(requests(), Sampling(4)))
+    found["synced"] = [engine.sync(1), 4.0 * sum(p.numel() for p in policy.model.parameters())]
+    found["sampled"] = {name: sampled(engine, policy, sampling) for name, sampling in SAMPLINGS.items()}
+    together = tokens(engine, requests())
+    alone = [tokens(engine, [request])[0] for request in reversed(requests())][::-1]
+    found["seeds"] = [together, alone, tokens(engine, requests(seed=100))]
+    found["greedy"] = greedy(engine, policy)
+    found["moved"] = moved(engine, policy)
+    found["corrupted"] = corrupted(engine, policy)
+    found["structured outputs"] = structure()
+    found["changed by use"] = {k: v for k, v in changed(before).items() if k != "process group"}
+    engine.close()
+    found["changed in the end"] = changed(before)
+    return found
+
+
+def sampled(engine: Any, policy: TinyPolicy, sampling: Sampling) -> list[dict[str, Any]]:
+    groups = engine.generate(requests(n=8), sampling)
+    assert [len(group) for group in groups] == [8] * len(PROMPTS)
+    return [
+        dataclasses.asdict(one) | {"expected": expected_logprobs(policy, prompt, one.token_ids, sampling)}
+        for prompt, group in zip(PROMPTS, groups, strict=True)
+        for one in group
+    ]
+
+
+def tokens(engine: Any, asked: list[Request]) -> list[list[list[int]]]:
+    return [[one.token_ids for one in group] for group in engine.generate(asked, Sampling(16))]
+
+
+def greedy(engine: Any, policy: TinyPolicy) -> list[list[int]]:
+    """What the engine gives, and what transformers does."""
+    group = engine.generate([Request(PROMPTS[0], 2, seed=0)], Sampling(8, temperature=0.0))[0]
+    ids = list(PROMPTS[0])
+    while len(ids) < len(PROMPTS[0]) + 8 and ids[-1] != TOKENIZER.eos_token_id:
+        with torch.no_grad():
+            ids.append(int(policy.model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return [ids[len(PROMPTS[0]) :], *(one.token_ids for one in group)]
+
+
+def moved(engine: Any, policy: TinyPolicy) -> dict[str, Any]:
+    """Weights change, then are synced: the log-probs of both sides before, between and after."""
+    probe = engine.probe
+    scores = [engine.server.score(probe), policy.score(probe)]
+    policy.change(seed=2)
+    scores += [engine.server.score(probe), policy.score(probe)]
+    engine.sync(2)
+    scores += [engine.server.score(probe), policy.score(probe)]
+    versions = {one.version for group in engine.generate(requests(), Sampling(4)) for one in group}
+    return {"scores": scores, "versions": sorted(versions), "weight version": engine.server.weight_version()}
+
+
+def corrupted(engine: Any, policy: TinyPolicy) -> dict[str, list[Any]]:
+    """For what was sent wrongly: the refusal, and the means of both sides."""
+    found = {}
+    wrong = ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight", "missing")
+    for version, name in enumerate(wrong, start=3):
+        policy.change(seed=version)
+        weights = dict(policy.model.named_parameters())
+        if name == "missing":
+            del weights["model.layers.0.self_attn.o_proj.weight"]
+        else:
+            weights[name] = weights[name] + noise(weights[name])
+        policy.sent = weights
+        said = refusal(lambda version=version: engine.sync(version))
+        means = [sum(s) / len(s) for s in (engine.server.score(engine.probe), policy.score(engine.probe))]
+        found[name] = [said, *means]
+    policy.sent = weights | {"model.layers.0.new.weight": weights["model.norm.weight"]}
+    found["unknown"] = [refusal(lambda: engine.sync(10))]
+    policy.sent = None
+    engine.sync(20)
+    return found
+
+
+def noise(like: torch.Tensor) -> torch.Tensor:
+    return 0.05 * torch.randn(like.shape, generator=torch.Generator().manual_seed(0))
+
+
+def structure() -> list[str]:
+    made = _parameters({"n": 1, "structured_outputs": {"regex": "[0-9]+"}})
+    return [type(made.structured_outputs).__name__, made.structured_outputs.regex]
+
+
+def refusal(call: Any) -> str:
+    try:
+        call()
+    except EngineError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+if __name__ == "__main__":
+    results = main(Path(sys.argv[1]), Path(sys.argv[2]))
+    Path(sys.argv[3]).write_text(json.dumps(results))

@@ -1,0 +1,62 @@
+"""A trainer process for test_vllm_sync.py: an FSDP2 policy syncs to a stand-in server, and to one that fails."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from test_vllm_sync import Server
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from grpocli.errors import EngineError
+from grpocli.launch.hardware import Single
+from grpocli.rollout.sync import Shm
+from grpocli.rollout.vllm.sync import WeightSync
+from grpocli.training.policy import Policy
+from grpocli.training.world import World
+
+
+def main(folder: Path) -> None:
+    world = World(Single(device="cpu", timeout=60))
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=31,  # odd: the halves of the processes differ
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    model: Any = LlamaForCausalLM(config)
+    if world.is_main:
+        torch.save({name: p.detach().clone() for name, p in model.named_parameters()}, folder / "whole.pt")
+    mesh = init_device_mesh("cpu", (world.size,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    policy = Policy(model, model, torch.bfloat16)
+    server: Any = Server(folder)
+    job = SimpleNamespace(dtype="bfloat16", transport="shm")
+    context: Any = SimpleNamespace(job=job, policy=policy, world=world, sync=Shm(tolerance=1e9), in_flight=False)
+    sync = WeightSync([server], context)
+    assert sync.weights.sharded
+    sync(1)
+    if world.is_main:
+        torch.save(server.loaded, folder / "loaded.pt")
+    server.fails = "update"
+    try:
+        sync(2)
+    except EngineError as error:
+        (folder / f"failed_{world.rank}").write_text(str(error))
+    world.barrier()
+    world.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,70 @@
+"""A stand-in for a vLLM server, which answers as a test says."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from grpocli.rollout.vllm.client import Client
+from grpocli.rollout.vllm.endpoint import Endpoint
+
+Answer = Callable[[str, Any], tuple[int, Any]]
+
+
+class StandIn:
+    """Answers by calling `answer(path, body)`, counts how many requests are under way."""
+
+    def __init__(self) -> None:
+        self.answer: Answer = lambda path, body: (200, {})
+        self.now = self.most = 0
+        self.lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                with outer.lock:
+                    outer.now += 1
+                    outer.most = max(outer.most, outer.now)
+                body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or "null")
+                status, answer = outer.answer(self.path, body)
+                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                with outer.lock:
+                    outer.now -= 1
+                self.send_response(status)
+                self.send_header("content-type", "text/plain" if isinstance(answer, bytes) else "application/json")
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_GET = do_POST
+
+            def log_message(self, *_: object) -> None:
+                return
+
+        class Server(ThreadingHTTPServer):
+            request_queue_size = 128
+            daemon_threads = True
+
+            def handle_error(self, *_: object) -> None:
+                return  # a client that gave up
+
+        self.server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def choice(tokens: list[int], reason: str = "length", **more: Any) -> dict[str, Any]:
+    """One completion as the server's JSON; each token has log-prob -0.5."""
+    logprobs = {"content": [{"logprob": -0.5} for _ in tokens]}
+    return {"index": 0, "token_ids": tokens, "logprobs": logprobs, "finish_reason": reason} | more
+
+
+def clients_of(*servers: StandIn, timeout: float = 5) -> list[Client]:
+    return [Client(Endpoint(server.url, "key", "/nowhere"), timeout) for server in servers]

@@ -1,0 +1,113 @@
+"""The repetition penalty: as transformers defines it, the same in the sampler and in the trainer."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from grpocli.data import Completion, Request, Sampling
+from grpocli.rollout.distribution import sampling_logits
+from grpocli.rollout.sampler import sample
+from grpocli.training import policy
+from grpocli.training.batch import MicroBatch, Row
+from grpocli.training.policy import completion_logp
+
+PROMPTS = [[2, 5, 6], [2, 7, 8, 9, 10, 11], [12, 12]]  # shared by their completions; none holds the padding token 0
+PENALISED = Sampling(12, temperature=0.9, repetition_penalty=1.8)
+LIKED = replace(PENALISED, repetition_penalty=0.6)
+CUT = replace(PENALISED, top_p=0.9, top_k=9, min_p=0.01)
+
+
+def sampled(model, sampling: Sampling, n: int = 4) -> list[tuple[list[int], Completion]]:
+    requests = [Request(p, n, i) for i, p in enumerate(PROMPTS)]
+    groups = sample(model, requests, sampling, stop_ids=[1], version=0)
+    return [(p, done) for p, group in zip(PROMPTS, groups, strict=True) for done in group]
+
+
+def slowly(model, prompt: list[int], token_ids: list[int], sampling: Sampling) -> torch.Tensor:
+    """Log-probs [T], a token at a time, with transformers' own penalty."""
+    processor = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
+    plain = replace(sampling, repetition_penalty=1.0)
+    ids, logp = list(prompt), []
+    for token in token_ids:
+        logits = model(input_ids=torch.tensor([ids])).logits[:, -1].float()
+        logits = processor(torch.tensor([sorted(set(ids))]), logits)  # its gradient counts repeated ids again
+        logp.append(sampling_logits(logits, plain, keep_N=torch.tensor([token])).log_softmax(-1)[0, token])
+        ids.append(token)
+    return torch.stack(logp)
+
+
+def row(prompt: list[int], done: Completion) -> Row:
+    return Row(prompt, done.token_ids, [1] * len(done.token_ids), 1.0, 0, done.logprobs)
+
+
+@pytest.mark.parametrize("sampling", [PENALISED, LIKED, CUT])
+@torch.no_grad()
+def test_sampler_and_trainer_agree_with_transformers(
+    little_model, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = sampled(little_model, sampling)
+    monkeypatch.setattr(policy, "LOGITS_AT_ONCE", 40 * 7)  # pieces that end within rows
+    micro = MicroBatch.build([row(*pair) for pair in done], torch.device("cpu"))
+    assert (micro.attention_mask == 0).any()
+    logp_BT, _ = completion_logp(little_model, micro, sampling, nullcontext())
+    unpenalised_BT, _ = completion_logp(little_model, micro, replace(sampling, repetition_penalty=1.0), nullcontext())
+    for i, (prompt, one) in enumerate(done):
+        expected = slowly(little_model, prompt, one.token_ids, sampling)
+        torch.testing.assert_close(torch.tensor(one.logprobs), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logp_BT[i, : len(expected)], expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logp_BT, unpenalised_BT, atol=1e-2)
+
+
+@torch.no_grad()
+def test_padding_is_not_seen(little_model) -> None:
+    """The padding token is one of the vocabulary: here both rows say it, and only one of them has padding."""
+    short = Completion([0, 5], [0.0] * 2, "length", 0)
+    long = Completion([9, 0, 5, 0, 3], [0.0] * 5, "length", 0)
+    rows = [row([6], short), row([6, 7, 8, 9], long)]
+    together, _ = completion_logp(little_model, MicroBatch.build(rows, torch.device("cpu")), PENALISED, nullcontext())
+    for i, (prompt, done) in enumerate([([6], short), ([6, 7, 8, 9], long)]):
+        expected = slowly(little_model, prompt, done.token_ids, PENALISED)
+        torch.testing.assert_close(together[i, : len(expected)], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gradient_flows_through_the_penalty(little_model) -> None:
+    done = sampled(little_model, PENALISED, n=1)
+    weight = little_model.model.layers[0].mlp.down_proj.weight
+    micro = MicroBatch.build([row(*pair) for pair in done], torch.device("cpu"))
+    logp_BT, _ = completion_logp(little_model, micro, PENALISED, nullcontext())
+    loss = sum(logp_BT[i, : len(c.token_ids)].sum() for i, (_, c) in enumerate(done))
+    expected = sum(slowly(little_model, p, c.token_ids, PENALISED).sum() for p, c in done)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, weight)[0], torch.autograd.grad(expected, weight)[0], rtol=1e-3, atol=1e-3
+    )
+
+
+@torch.no_grad()
+def test_greedy_takes_the_likeliest_penalised_token(little_model) -> None:
+    greedy = replace(PENALISED, temperature=0.0, repetition_penalty=5.0)
+    processor = RepetitionPenaltyLogitsProcessor(5.0)
+    plain = sampled(little_model, replace(greedy, repetition_penalty=1.0), n=1)
+    penalised = sampled(little_model, greedy, n=1)
+    for prompt, done in penalised:
+        ids = list(prompt)
+        for token in done.token_ids:
+            logits = little_model(input_ids=torch.tensor([ids])).logits[:, -1]
+            assert int(processor(torch.tensor([ids]), logits).argmax()) == token
+            ids.append(token)
+    assert [c.token_ids for _, c in plain] != [c.token_ids for _, c in penalised]
+
+
+def test_without_a_penalty_nothing_is_looked_up(little_model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(policy, "first_seen", never)
+    monkeypatch.setattr("grpocli.rollout.sampler.first_seen", never)
+    done = sampled(little_model, Sampling(4), n=1)
+    micro = MicroBatch.build([row(*pair) for pair in done], torch.device("cpu"))
+    completion_logp(little_model, micro, Sampling(4), nullcontext())

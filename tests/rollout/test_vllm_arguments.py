@@ -1,0 +1,136 @@
+"""`engine.vllm_args`: what vLLM has is passed on, what it does not have is found before a server starts."""
+
+from __future__ import annotations
+
+import json
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpocli.errors import ConfigError, EngineError
+from grpocli.rollout.engine import EngineJob
+from grpocli.rollout.vllm import arguments
+from grpocli.rollout.vllm import server as vllm_server
+from grpocli.rollout.vllm.arguments import check_arguments, further_words, known_options
+from grpocli.rollout.vllm.options import Vllm
+from grpocli.rollout.vllm.server import Spec, serving
+
+KNOWN = {
+    "max-num-seqs": "value",
+    "async-scheduling": "boolean",
+    "disable-log-stats": "switch",
+    "cudagraph-capture-sizes": "many",
+    "compilation-config": "value",
+    "allowed-origins": "value",
+}
+"""A few of vLLM's."""
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "known_options", lambda: KNOWN)
+    monkeypatch.setattr(arguments, "vllm_version", lambda: "0.32.0")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, []),
+        ({"max_num_seqs": 8}, ["--max-num-seqs=8"]),
+        ({"max-num-seqs": None}, []),
+        ({"async_scheduling": True}, ["--async-scheduling"]),
+        ({"async_scheduling": False}, ["--no-async-scheduling"]),
+        ({"disable_log_stats": True}, ["--disable-log-stats"]),
+        ({"disable_log_stats": False}, []),
+        ({"cudagraph_capture_sizes": [1, 2]}, ["--cudagraph-capture-sizes", "1", "2"]),
+        ({"compilation_config": {"mode": 3, "x": False}}, ['--compilation-config={"mode": 3, "x": false}']),
+        ({"allowed_origins": ["*"]}, ['--allowed-origins=["*"]']),
+    ],
+)
+def test_options_pass_through(known: None, given: dict[str, Any], words: list[str]) -> None:
+    check_arguments(given)
+    assert further_words(given) == words
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"max_num_seq": 8},
+            r'^engine\.vllm_args\.max_num_seq: vLLM 0\.32\.0 has no such.*did you mean "max_num_seqs"',
+        ),
+        ({"xyzzy": 8}, r"^engine\.vllm_args\.xyzzy: vLLM 0\.32\.0 has no such option$"),
+        ({"async_scheduling": 1}, r"^engine\.vllm_args\.async_scheduling=1: must be true or false"),
+        ({"disable-log-stats": "no"}, r"^engine\.vllm_args\.disable-log-stats=no: must be true or false"),
+    ],
+)
+def test_what_vllm_does_not_have(known: None, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_arguments(given)
+
+
+def test_it_is_found_before_a_server_starts(known: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(vllm_server, "check_installed", lambda: None)
+    monkeypatch.setattr(vllm_server, "guarded", lambda *_, **__: pytest.fail("a server was started"))
+    spec = Spec.of(EngineJob("/m", "float32", 8, tmp_path, seed=0), vllm_server.free_port(), 8)
+    with (
+        pytest.raises(ConfigError, match=r"engine\.vllm_args\.max_num_seq: "),
+        serving(spec, Vllm(vllm_args={"max_num_seq": 8}), tmp_path / "log"),
+    ):
+        pass
+
+
+def test_nobody_is_asked_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "known_options", lambda: pytest.fail("vLLM was asked"))
+    check_arguments({})
+    assert further_words({}) == []
+
+
+def test_the_answer_is_kept_for_a_version(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
+    asked: list[str] = []
+
+    def ask() -> dict[str, str]:
+        asked.append(arguments.vllm_version())
+        return KNOWN
+
+    monkeypatch.setattr(arguments, "_ask", ask)
+    monkeypatch.setattr(arguments, "vllm_version", lambda: "1")
+    assert known_options() == known_options() == KNOWN
+    kept = cache_folder / "vllm" / "options-1.json"
+    assert json.loads(kept.read_text()) == KNOWN
+    kept.write_text("{ half")
+    assert known_options() == KNOWN
+    monkeypatch.setattr(arguments, "vllm_version", lambda: "2")
+    assert known_options() == KNOWN
+    assert asked == ["1", "1", "2"]
+
+
+def test_vllm_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
+    monkeypatch.setattr(arguments, "ASK", "import no_such_module_here")
+    with pytest.raises(EngineError, match=r"engine\.vllm_args.*No module named 'no_such_module_here'"):
+        known_options()
+    monkeypatch.setattr(arguments, "ASK", "import time; time.sleep(30)")
+    monkeypatch.setattr(arguments, "ASK_TIMEOUT", 0.5)
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"did not list its options \(engine\.vllm_args\) within 0\.5 s"):
+        known_options()
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_the_installed_vllm_says_what_it_has(cache_folder: Path) -> None:
+    """Every option that grpocli sets itself is one of them, or servers would not start."""
+    options = known_options()
+    assert options["max-num-seqs"] == "value"
+    assert options["enable-prefix-caching"] == "boolean"
+    assert options["cudagraph-capture-sizes"] == "many"
+    assert not [name for name in options if name.startswith("no-")]
+    spec = Spec("/m", "float32", 0, 1, max_model_len=1, lora_rank=8, revision="x", trust_remote_code=True)
+    ours = Vllm(data_parallel=2, quantization="fp8", speculative={"method": "ngram"})
+    for cpu in (True, False):
+        spec_here = spec if cpu else Spec("/m", "bfloat16", 0, 1, lora_rank=8)
+        words = vllm_server.command(spec_here, ours, cpu)[4:]
+        assert {word.partition("=")[0].removeprefix("--") for word in words} <= set(options)

@@ -1,0 +1,258 @@
+"""engine=vllm_colocate: one start of real vLLM in a process of its own, and the order of calls with a stand-in."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import weakref
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy, build_model
+
+from grpocli.data import Request, Sampling
+from grpocli.errors import ConfigError, EngineError
+from grpocli.rollout.engine import EngineContext, EngineJob
+from grpocli.rollout.vllm.colocate import ColocateEngine
+from grpocli.rollout.vllm.colocate_options import VllmColocate
+from grpocli.rollout.vllm.guest import Guest
+from grpocli.rollout.vllm.inside import Inside, arguments
+
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What `colocate_child` found; vLLM in this process would change the other tests."""
+    folder = tmp_path_factory.mktemp("colocate")
+    model, results = build_model(folder / "model", tied=True), folder / "results.json"
+    command = [sys.executable, "-m", "rollout.colocate_child", str(model), str(folder / "run"), str(results)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout, done.stderr) == ("", "")
+    return json.loads(results.read_text()) | {"log": (folder / "run" / "logs" / "vllm.log").read_text()}
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", ["plain", "truncated"])
+def test_logprobs_are_those_of_transformers(found: Any, name: str) -> None:
+    reasons = set()
+    for one in found["sampled"][name]:
+        assert one["logprobs"] == pytest.approx(one["expected"], abs=1e-3)
+        ended = one["token_ids"][-1] == TOKENIZER.eos_token_id
+        assert one["finish_reason"] == ("stop" if ended else "length")
+        assert ended or len(one["token_ids"]) == 24
+        reasons.add(one["finish_reason"])
+    assert name == "truncated" or reasons == {"stop", "length"}
+
+
+@needs_vllm
+def test_same_seed_same_tokens_in_any_company(found: Any) -> None:
+    together, alone, other = found["seeds"]
+    assert together == alone
+    assert other != together
+    everything = [tuple(ids) for group in together for ids in group]
+    assert len(set(everything)) == len(everything), "neighbouring seeds gave the same completion"
+
+
+@needs_vllm
+def test_greedy(found: Any) -> None:
+    expected, *got = found["greedy"]
+    assert got == [expected] * 2
+
+
+@needs_vllm
+def test_a_sync_brings_the_weights_and_only_a_sync(found: Any) -> None:
+    synced, size = found["synced"]
+    assert synced == {"sync/bytes": size}
+    before, trainer_before, between, trainer_between, after, trainer_after = found["moved"]["scores"]
+    assert before == pytest.approx(trainer_before, abs=1e-4)
+    assert between == before, "vLLM looks into the trainer's own tensors"
+    assert max(abs(a - b) for a, b in zip(trainer_before, trainer_between, strict=True)) > 0.1
+    assert after == pytest.approx(trainer_after, abs=1e-4)
+    assert (found["moved"]["versions"], found["moved"]["weight version"]) == ([2], "2")
+    assert "sync before the first completion" in found["before the first sync"]
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    "name",
+    ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight", "missing"],
+)
+def test_wrong_weights_are_refused_with_both_numbers(found: Any, name: str) -> None:
+    said, server, trainer = found["corrupted"][name]
+    assert "does not have the trainer's weights" in said
+    assert f"{server:.5f}" in said
+    assert f"{trainer:.5f}" in said
+
+
+@needs_vllm
+def test_a_parameter_that_vllm_does_not_know_is_refused(found: Any) -> None:
+    assert "could not load the weights" in found["corrupted"]["unknown"][0]
+
+
+@needs_vllm
+def test_the_process_is_the_trainers_again_after_every_call(found: Any) -> None:
+    assert found["changed by start"] == {}
+    assert found["changed by use"] == {}
+    assert found["changed in the end"] == {}
+
+
+@needs_vllm
+def test_structured_outputs_of_a_request(found: Any) -> None:
+    assert found["structured outputs"] == ["StructuredOutputsParams", "[0-9]+"]
+
+
+@needs_vllm
+def test_its_log_is_in_the_run_folder(found: Any) -> None:
+    assert "vllm" in found["log"]
+
+
+class Recorded:
+    """A `vllm.LLM` that notes what is asked of it, and how many of the tensors it was given were alive at once."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.alive = 0
+        self.version = ""
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(f"wake {' '.join(tags)}")
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def start_weight_update(self) -> None:
+        self.calls.append("start")
+
+    def update_weights(self, request: dict[str, Any]) -> None:
+        seen: list[Any] = []
+        for _, tensor in request["update_info"]["weights"]:
+            seen.append(weakref.ref(tensor))
+            self.alive = max(self.alive, sum(one() is not None for one in seen))
+            del tensor
+        self.calls.append("update")
+
+    def finish_weight_update(self, weight_version: str) -> None:
+        self.version = weight_version
+        self.calls.append("finish")
+
+    def reset_prefix_cache(self) -> bool:
+        self.calls.append("reset")
+        return True
+
+    def get_weight_version(self) -> str:
+        return self.version
+
+
+class Sampling1(Inside):
+    """Its completions and scores are made here."""
+
+    policy: TinyPolicy
+
+    def complete(self, prompts: Any, parameters: Any) -> Any:
+        self.llm.calls.append("generate")
+        choice = {"token_ids": [1], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "stop"}
+        return [[choice | {"index": 0}] for _ in prompts]
+
+    def score(self, token_ids: Any) -> list[float]:
+        self.llm.calls.append("probe")
+        return self.policy.score(token_ids)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> tuple[ColocateEngine, Recorded]:
+    policy = TinyPolicy(build_model(tmp_path / "model", tied=True))
+    llm = Recorded()
+    server = Sampling1(llm, Guest(), torch.float32, sleeps=True, log=tmp_path / "log")
+    server.policy = policy
+    job = EngineJob(str(tmp_path / "model"), "float32", 128, tmp_path, seed=0)
+    return ColocateEngine(server, EngineContext(job, policy, TOKENIZER, Alone())), llm  # type: ignore[arg-type]
+
+
+LOAD = ["start", "update", "finish"]
+AWAKE = ["wake weights", *LOAD, "wake kv_cache", "reset"]
+
+
+def test_it_sleeps_while_the_trainer_trains(recorded: tuple[ColocateEngine, Recorded]) -> None:
+    engine, llm = recorded
+    ask = [Request([5, 6], 1, seed=0)]
+    engine.sync(1)
+    engine.generate(ask, Sampling(4))
+    assert llm.calls == [*LOAD, "reset", "probe", "generate", "sleep 2"]
+    llm.calls.clear()
+    engine.sync(2)
+    engine.generate(ask, Sampling(4))
+    assert llm.calls == [*AWAKE, "probe", "generate", "sleep 2"]
+
+
+def test_a_second_generation_without_a_sync_has_the_weights(recorded: tuple[ColocateEngine, Recorded]) -> None:
+    engine, llm = recorded
+    engine.sync(7)
+    engine.generate([Request([5, 6], 1, seed=0)], Sampling(4))
+    llm.calls.clear()
+    group = engine.generate([Request([5, 6], 1, seed=0)], Sampling(4))[0]
+    assert llm.calls == [*AWAKE, "generate", "sleep 2"]
+    assert (group[0].version, llm.version) == (7, "7")
+
+
+def test_one_parameter_at_a_time(recorded: tuple[ColocateEngine, Recorded]) -> None:
+    engine, llm = recorded
+    engine.server.dtype = torch.bfloat16  # so that a parameter is cast, and the copy is ours
+    gc.disable()
+    try:
+        engine.server.load(engine.weights.stream(), 1)
+    finally:
+        gc.enable()
+    assert llm.alive == 1
+
+
+def test_a_failure_in_any_process_stops_all(recorded: tuple[ColocateEngine, Recorded]) -> None:
+    engine, _ = recorded
+    engine.world.gather_objects = lambda items: [*items, "the other process could not"]  # type: ignore
+    with pytest.raises(EngineError, match="the other process could not"):
+        engine.sync(1)
+    assert engine.version is None
+
+
+def test_engines_of_several_processes_use_the_trainers_group(tmp_path: Path) -> None:
+    job = EngineJob("model", "bfloat16", 40, tmp_path, seed=3)
+    one, two = (arguments(VllmColocate(), job, processes, cpu=False) for processes in (1, 2))
+    assert "distributed_executor_backend" not in one
+    assert two["distributed_executor_backend"] == "external_launcher"
+    assert one["enable_sleep_mode"] is True
+    assert arguments(VllmColocate(), job, 1, cpu=True)["enable_sleep_mode"] is False
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("gpu_memory_utilization", 1.5, r"engine\.gpu_memory_utilization"),
+        ("cpu_kv_cache_gb", 0, r"engine\.cpu_kv_cache_gb"),
+        ("vllm_args", {"dtype": "float16"}, r"engine\.vllm_args\.dtype: grpocli sets this itself"),
+        ("vllm_args", {"tensor_parallel_size": 2}, r"engine\.vllm_args\.tensor_parallel_size"),
+    ],
+)
+def test_bad_keys(key: str, value: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        VllmColocate(**{key: value})
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"max_model_len": 20}, r"engine\.max_model_len=20"), ({"sleep": True}, r"engine\.sleep=")],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, options: Any, says: str) -> None:
+    with (
+        pytest.raises(ConfigError, match=says),
+        VllmColocate(**options).launch(EngineJob("model", "float32", 40, tmp_path, seed=0)),
+    ):
+        pass

@@ -1,0 +1,295 @@
+"""Several servers: who gets which request, and what happens when one dies; against stand-in servers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout.stand_in import StandIn, choice, clients_of
+from rollout.vllm_tiny import Alone
+
+from grpocli.data import Completion, Request, Sampling
+from grpocli.errors import EngineError, EngineGone
+from grpocli.rollout.vllm.client import Client, Refused
+from grpocli.rollout.vllm.endpoint import Endpoint
+from grpocli.rollout.vllm.engine import VllmEngine
+from grpocli.rollout.vllm.fleet import AT_ONCE, Fleet
+
+
+class Vllm(StandIn):
+    """Answers each request with its own prompt, counts what it was asked for, and dies after `lives` answers."""
+
+    def __init__(self, seconds: float = 0.0, lives: int | None = None) -> None:
+        super().__init__()
+        self.seconds, self.lives = seconds, lives
+        self.asked: list[int] = []
+        self.completions = 0
+        self.answer = self.respond
+
+    def respond(self, path: str, body: Any) -> tuple[int, Any]:
+        if path != "/inference/v1/generate":
+            return (200 if self.lives != 0 else 503), {}
+        prompt, n = body["token_ids"][0], body["sampling_params"]["n"]
+        with self.lock:
+            self.asked.append(prompt)
+            self.completions += n
+        time.sleep(self.seconds)
+        with self.lock:
+            if self.lives == 0:
+                raise ConnectionAbortedError  # closes the connection without a word
+            if self.lives is not None:
+                self.lives -= 1
+        return 200, {"choices": [choice([prompt, 7]) | {"index": i} for i in range(n)]}
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Vllm]]:
+    """Makes servers."""
+    made: list[Vllm] = []
+
+    def make(**options: Any) -> Vllm:
+        made.append(Vllm(**options))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.close()
+
+
+class Comes:
+    """Waits for nothing: in place of a lost server there are these, one after the other; then none."""
+
+    def __init__(self, *servers: Vllm) -> None:
+        self.servers = list(servers)
+        self.waited: list[int] = []
+
+    def look(self, clients: Sequence[Client]) -> None:
+        return
+
+    def wait(self, index: int, before: Endpoint, reason: str) -> Endpoint:
+        self.waited.append(index)
+        if not self.servers:
+            raise EngineGone(f"none is left ({reason})")
+        return Endpoint(self.servers.pop(0).url, "key", "/nowhere", generation=before.generation + 1)
+
+
+class Syncs:
+    """Stands for the weight sync: a call to each server, and an error in every process if one fails."""
+
+    def __init__(self, clients: Sequence[Client]) -> None:
+        self.clients, self.versions = clients, list[int]()
+
+    def __call__(self, version: int) -> dict[str, float]:
+        self.versions.append(version)
+        for client in self.clients:
+            client.resume()
+        return {"sync/bytes": 1.0}
+
+    def close(self) -> None:
+        return
+
+
+def engine_of(servers: Sequence[Vllm], waiting: Comes, world: Any = None) -> tuple[VllmEngine, Syncs]:
+    clients = clients_of(*servers)
+    sync = Syncs(clients)
+    return VllmEngine(Fleet(clients), sync, [1], version=3, world=world or Alone(), waiting=waiting), sync
+
+
+def requests(count: int, n: int = 1) -> list[Request]:
+    return [Request([10 + i], n, seed=i) for i in range(count)]
+
+
+def prompts_of(groups: list[list[Completion]]) -> list[int]:
+    return [group[0].token_ids[0] for group in groups]
+
+
+def bodies(*sizes: int) -> list[dict[str, Any]]:
+    return [{"token_ids": [i], "sampling_params": {"n": n}} for i, n in enumerate(sizes)]
+
+
+def test_a_group_goes_to_the_server_with_the_fewest_outstanding_completions(serve: Callable[..., Vllm]) -> None:
+    one, two = serve(seconds=0.3), serve(seconds=0.3)
+    Fleet(clients_of(one, two)).complete(bodies(8, 4, 2, 2, 8))
+    assert sorted(one.asked) == [0, 4]
+    assert sorted(two.asked) == [1, 2, 3]
+
+
+def test_a_fast_server_does_more_and_answers_keep_their_order(serve: Callable[..., Vllm]) -> None:
+    slow, fast = serve(seconds=0.5), serve(seconds=0.01)
+    count = 4 * AT_ONCE
+    engine, _ = engine_of([slow, fast], Comes())
+    assert prompts_of(engine.generate(requests(count), Sampling(2))) == [10 + i for i in range(count)]
+    assert len(slow.asked) + len(fast.asked) == count
+    assert slow.most <= AT_ONCE
+    assert fast.most <= AT_ONCE
+    assert len(fast.asked) > 1.5 * len(slow.asked)
+
+
+def test_when_one_of_two_dies_only_what_it_owed_is_asked_again(serve: Callable[..., Vllm]) -> None:
+    dies, lives = serve(seconds=0.02, lives=5), serve(seconds=0.02)
+    waiting = Comes()
+    engine, sync = engine_of([dies, lives], waiting)
+    assert prompts_of(engine.generate(requests(40, n=2), Sampling(2))) == [10 + i for i in range(40)]
+    asked = Counter(dies.asked + lives.asked)
+    assert set(asked) == {10 + i for i in range(40)}
+    assert len(dies.asked) > 5
+    assert sum(asked.values()) == 40 + len(dies.asked) - 5
+    assert waiting.waited == sync.versions == [], "the living one answers all: nothing needs to be waited for"
+    waiting.servers = [serve()]
+    assert engine.sync(4)["engine/restarts"] == 1
+    assert waiting.waited == [0]
+
+
+def test_when_the_only_one_dies_its_answers_are_kept(serve: Callable[..., Vllm]) -> None:
+    """The next server is synced to the same version first, and is asked only for what is missing."""
+    dies, dies_too, lives = serve(seconds=0.02, lives=3), serve(seconds=0.02, lives=4), serve()
+    engine, sync = engine_of([dies], Comes(dies_too, lives))
+    groups = engine.generate(requests(12), Sampling(2))
+    assert prompts_of(groups) == [10 + i for i in range(12)]
+    assert {c.version for group in groups for c in group} == {3}
+    assert len(dies_too.asked) == 9
+    assert len(lives.asked) == 5
+    assert sync.versions == [3, 3]
+    assert engine.restarts == 2
+
+
+def test_a_death_while_weights_are_sent(serve: Callable[..., Vllm]) -> None:
+    dead, living, new = serve(), serve(), serve()
+    dead.close()
+    engine, sync = engine_of([dead, living], Comes(new))
+    assert engine.sync(4) == {"sync/bytes": 1.0, "engine/restarts": 1.0}
+    assert sync.versions == [4, 4]
+    assert engine.version == 4
+    engine.generate(requests(8), Sampling(2))
+    assert len(new.asked) == len(living.asked) == 4
+
+
+def test_a_failed_sync_of_living_servers_is_an_error(serve: Callable[..., Vllm]) -> None:
+    server = serve()
+    waiting = Comes(serve())
+    engine, _ = engine_of([server], waiting)
+    server.answer = lambda path, body: (400, {"error": "no such weights"})
+    with pytest.raises(Refused, match="no such weights"):
+        engine.sync(4)
+    assert waiting.waited == []
+
+
+def test_a_server_that_does_not_come_back(serve: Callable[..., Vllm]) -> None:
+    engine, _ = engine_of([serve(lives=1)], Comes())
+    with pytest.raises(EngineGone, match=r"none is left \(the vLLM server at http.* is gone"):
+        engine.generate(requests(3), Sampling(2))
+    with pytest.raises(EngineGone, match="none is left"):
+        engine.sync(4)
+
+
+def test_a_server_that_hangs_is_given_up_after_the_timeout(serve: Callable[..., Vllm]) -> None:
+    hangs, lives = serve(seconds=3), serve()
+    engine, _ = engine_of([hangs], Comes(lives))
+    engine.fleet.clients[0].timeout = 0.3
+    began = time.monotonic()
+    assert prompts_of(engine.generate(requests(3), Sampling(2))) == [10, 11, 12]
+    assert time.monotonic() - began < 2
+    assert len(lives.asked) == 3
+
+
+def test_a_refusal_ends_the_run_and_no_server(serve: Callable[..., Vllm]) -> None:
+    one, two = serve(), serve(seconds=4)
+    one.answer = lambda path, body: (400, {"error": "prompt too long"})
+    waiting = Comes(serve())
+    engine, _ = engine_of([one, two], waiting)
+    began = time.monotonic()
+    with pytest.raises(Refused, match="prompt too long"):
+        engine.generate(requests(4), Sampling(2))
+    assert time.monotonic() - began < 3
+    assert waiting.waited == []
+
+
+def test_a_thread_that_generates_leaves_the_recovery_to_the_main_one(serve: Callable[..., Vllm]) -> None:
+    """Weights may only be read between two updates: the thread asks and waits, and new weights have a new version."""
+    engine, sync = engine_of([serve(lives=2)], Comes(serve()))
+    due, done = threading.Event(), threading.Event()
+
+    def ask() -> None:
+        due.set()
+        assert done.wait(5)
+
+    engine.recover = ask
+    found: list[list[list[Completion]]] = []
+    thread = threading.Thread(target=lambda: found.append(engine.generate(requests(6), Sampling(2))))
+    thread.start()
+    assert due.wait(5)
+    assert sync.versions == []
+    engine.sync(4)
+    done.set()
+    thread.join(5)
+    assert prompts_of(found[0]) == [10 + i for i in range(6)]
+    assert sync.versions == [4]
+
+
+def test_a_new_server_gets_no_requests_before_it_has_the_weights(serve: Callable[..., Vllm]) -> None:
+    new = serve()
+    fleet = Fleet(clients_of(serve(lives=0)))
+    fleet.replace(0, Endpoint(new.url, "key", "/nowhere"))
+    assert fleet.complete(bodies(1)) == [None]
+    fleet.open()
+    assert fleet.complete(bodies(1)) != [None]
+
+
+class Together:
+    """A world of threads: collective calls meet at a barrier."""
+
+    def __init__(self, rank: int, meeting: threading.Barrier, box: dict[int, Any]) -> None:
+        self.rank, self.size, self.is_main = rank, meeting.parties, rank == 0
+        self.meeting, self.box = meeting, box
+
+    def gather_objects(self, items: Sequence[Any]) -> list[Any]:
+        self.box[self.rank] = list(items)
+        self.meeting.wait(5)
+        everyone = [item for rank in range(self.size) for item in self.box[rank]]
+        self.meeting.wait(5)
+        return everyone
+
+    def broadcast_object(self, item: Any) -> Any:
+        return self.gather_objects([item])[0]
+
+
+@pytest.mark.parametrize("back", [True, False], ids=["it comes back", "it does not"])
+def test_processes_recover_together_or_fail_together(serve: Callable[..., Vllm], back: bool) -> None:
+    """The second process alone loses a server; the first waits for the next one, and both sync as often."""
+    good, dies, new = serve(), serve(lives=1), serve()
+    meeting, box = threading.Barrier(2), dict[int, Any]()
+    waiting = Comes(*([new] if back else []))
+    engines = [engine_of([server], waiting, Together(i, meeting, box)) for i, server in enumerate((good, dies))]
+    results: dict[int, Any] = {}
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = prompts_of(engines[rank][0].generate(requests(5), Sampling(2)))
+        except EngineError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    if back:
+        assert results == {0: [10, 11, 12, 13, 14], 1: [10, 11, 12, 13, 14]}
+        assert [sync.versions for _, sync in engines] == [[3], [3]]
+    else:
+        assert [type(error) for error in results.values()] == [EngineGone, EngineGone]
+        assert str(results[0]) == str(results[1])
+
+
+def test_endpoints_are_told_in_order_and_only_to_their_owner(tmp_path: Path) -> None:
+    from grpocli.rollout.vllm.endpoint import run_file, run_files
+
+    for index in (11, 2, 0):
+        Endpoint(f"http://127.0.0.1:{index}", "key", "/nowhere").save(run_file(tmp_path, index))
+    assert [path.name for path in run_files(tmp_path)] == ["endpoint_0.json", "endpoint_2.json", "endpoint_11.json"]
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in run_files(tmp_path))

@@ -1,0 +1,241 @@
+"""What is said of a server at `engine.base_url` that is not there, closed, too old, or another run's; stand-ins."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpocli.errors import ConfigError
+from grpocli.rollout.engine import EngineJob
+from grpocli.rollout.vllm.endpoint import Endpoint, serve_file
+from grpocli.rollout.vllm.given import find_endpoint, given_servers, misfit
+from grpocli.rollout.vllm.options import Vllm
+
+KEY = "the-key"
+
+
+class StandIn:
+    """A server of vllm-serve, as far as the checks look; `answers[path]` replaces what it says there."""
+
+    def __init__(self, shm_dir: Path) -> None:
+        self.answers: dict[str, tuple[int, Any]] = {}
+        self.asked: list[tuple[str, str | None]] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                path, key = self.path.partition("?")[0], self.headers["authorization"]
+                outer.asked.append((path, key))
+                self.rfile.read(int(self.headers.get("content-length", 0)))
+                status, answer = outer.answer(path, key)
+                data = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_POST = do_GET
+
+            def log_message(self, *_: object) -> None:
+                return
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self.server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.folder = shm_dir
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def answer(self, path: str, key: str | None) -> tuple[int, Any]:
+        if path in self.answers:
+            return self.answers[path]
+        if path != "/health" and key != f"Bearer {KEY}":
+            return 401, {"error": "needs its key"}
+        known = {
+            "/health": (200, {}),
+            "/weight_info": (200, {"weight_version": "default"}),
+            "/server_info": (200, {"vllm_config": served()}),
+            "/inference/v1/generate": (422, {"error": {"message": "token_ids: Field required"}}),
+            "/version": (200, {"version": "0.1.2"}),
+        }
+        return known.get(path, (404, {"detail": "Not Found"}))
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def served(**model: Any) -> dict[str, Any]:
+    config = {
+        "model": "/not/here",
+        "dtype": "torch.float32",
+        "max_model_len": 128,
+        "logprobs_mode": "processed_logprobs",
+        "served_model_name": "policy",
+    }
+    return {"model_config": config | model, "weight_transfer_config": {"backend": "shm"}, "lora_config": None}
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> Iterator[StandIn]:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    server = StandIn(tmp_path)
+    Endpoint(server.url, KEY, str(tmp_path)).save(serve_file(server.port))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> EngineJob:
+    return EngineJob("/other", "float32", 128, tmp_path / "run", seed=0)
+
+
+def test_one_that_fits(stand_in: StandIn, job: EngineJob) -> None:
+    """Its key and its folder come from what vllm-serve left on this machine."""
+    assert given_servers(Vllm(base_url=stand_in.url + "/"), job) == [Endpoint(stand_in.url, KEY, str(stand_in.folder))]
+
+
+def test_every_server_of_a_list_is_checked(stand_in: StandIn, job: EngineJob, tmp_path: Path) -> None:
+    second = StandIn(tmp_path)
+    try:
+        Endpoint(second.url, KEY, str(tmp_path)).save(serve_file(second.port))
+        options = Vllm(base_url=[stand_in.url, second.url])
+        assert [endpoint.url for endpoint in given_servers(options, job)] == [stand_in.url, second.url]
+        second.answers["/server_info"] = (200, {"vllm_config": served(max_model_len=64)})
+        with pytest.raises(ConfigError, match=rf"engine\.base_url={second.url}: that server takes 64 tokens"):
+            given_servers(options, job)
+    finally:
+        second.close()
+    with pytest.raises(ConfigError, match=rf"engine\.base_url={second.url}: no vLLM server answers"):
+        given_servers(options, job)
+
+
+def test_a_dead_server_is_not_called_a_missing_key(stand_in: StandIn, job: EngineJob) -> None:
+    serve_file(stand_in.port).unlink()
+    options = Vllm(base_url=stand_in.url)
+    with pytest.raises(ConfigError, match=rf"engine\.api_key_file=None: no key for {stand_in.url}"):
+        given_servers(options, job)
+    assert stand_in.asked == [("/health", "Bearer none")]
+    stand_in.answers["/health"] = (503, {"error": "the engine is dead"})
+    with pytest.raises(ConfigError, match=r"engine\.base_url=.*no vLLM server answers there.*the engine is dead"):
+        given_servers(options, job)
+    stand_in.close()
+    with pytest.raises(ConfigError, match=r"engine\.base_url=.*no vLLM server answers there: start one with"):
+        given_servers(options, job)
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({"/weight_info": (401, {})}, r"refuses the key: set engine\.api_key_file"),
+        ({"/weight_info": (403, {})}, r"refuses the key: set engine\.api_key_file"),
+        ({"/weight_info": (404, {})}, r"\(vLLM 0\.1\.2\) has no /weight_info: start it with `grpocli vllm-serve`"),
+        ({"/weight_info": (404, {}), "/version": (404, {})}, r"that server has no /weight_info: start it"),
+        ({"/inference/v1/generate": (404, {})}, r"\(vLLM 0\.1\.2\) has no /inference/v1/generate: start it"),
+        ({"/inference/v1/generate": (403, {})}, r"keeps /inference/v1/generate closed .*--enable-scale-out"),
+        ({"/server_info": (200, {"other": 1})}, r"no vLLM server for training: start one with"),
+        ({"/weight_info": (200, ["x"])}, r"no vLLM server for training: start one with"),
+    ],
+)
+def test_servers_that_are_not_for_this(
+    stand_in: StandIn, job: EngineJob, answers: dict[str, tuple[int, Any]], message: str
+) -> None:
+    stand_in.answers.update(answers)
+    with pytest.raises(ConfigError, match=rf"^engine\.base_url={stand_in.url}: .*{message}"):
+        given_servers(Vllm(base_url=stand_in.url), job)
+
+
+def test_a_wrong_key(stand_in: StandIn, job: EngineJob, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("of another server")
+    with pytest.raises(ConfigError, match=r"refuses the key: set engine\.api_key_file"):
+        given_servers(Vllm(base_url=stand_in.url, api_key_file=str(file)), job)
+    file.write_text("two\nlines")
+    with pytest.raises(ConfigError, match=r"^engine\.api_key_file=.*holds no key"):
+        given_servers(Vllm(base_url=stand_in.url, api_key_file=str(file)), job)
+
+
+def test_a_folder_of_weights_that_this_machine_does_not_see(stand_in: StandIn, job: EngineJob, tmp_path: Path) -> None:
+    Endpoint(stand_in.url, KEY, "/of/another/machine").save(serve_file(stand_in.port))
+    options = Vllm(base_url=stand_in.url)
+    with pytest.raises(ConfigError, match=rf"sync\.folder=None: must be the folder that the server at {stand_in.url}"):
+        given_servers(options, job)
+    assert given_servers(options, replace(job, sync_folder=str(tmp_path)))[0].shm_dir == str(tmp_path)
+
+
+def test_gpu_transports_need_no_folder(stand_in: StandIn, job: EngineJob) -> None:
+    Endpoint(stand_in.url, KEY, "/of/another/machine").save(serve_file(stand_in.port))
+    stand_in.answers["/server_info"] = 200, {"vllm_config": served() | {"weight_transfer_config": {"backend": "nccl"}}}
+    assert given_servers(Vllm(base_url=stand_in.url), replace(job, transport="nccl"))[0].url == stand_in.url
+
+
+def test_where_a_key_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    here, there = "http://localhost:8000", "http://elsewhere:8000"
+    with pytest.raises(ConfigError, match=r"engine\.api_key_file=None: no key for http://localhost:8000"):
+        find_endpoint(Vllm(base_url=here), here)
+    monkeypatch.setenv("VLLM_API_KEY", "from-environment")
+    assert find_endpoint(Vllm(base_url=here), here) == Endpoint(here, "from-environment", "")
+    Endpoint("http://127.0.0.1:8000", "from-serve", "/shm").save(serve_file(8000))
+    assert find_endpoint(Vllm(base_url=here), here) == Endpoint(here, "from-serve", "/shm")
+    assert find_endpoint(Vllm(base_url=there), there).api_key == "from-environment"
+    bare = tmp_path / "key"
+    bare.write_text("bare\n")
+    assert find_endpoint(Vllm(base_url=here, api_key_file=str(bare)), here, "/mine") == Endpoint(here, "bare", "/mine")
+    copied = Vllm(base_url=[there, here], api_key_file=[str(serve_file(8000)), str(bare)])
+    assert [find_endpoint(copied, url).api_key for url in (there, here)] == ["from-serve", "bare"]
+    with pytest.raises(ConfigError, match=r"engine\.api_key_file=/no/such: cannot be read"):
+        find_endpoint(Vllm(base_url=here, api_key_file="/no/such"), here)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"base_url": []}, r"engine\.base_url=\[\]: names no server"),
+        ({"base_url": ""}, r"engine\.base_url=: must start with http://"),
+        ({"base_url": 8000}, r"engine\.base_url=8000: must be an address or a list"),
+        ({"base_url": ["http://a:1", "b:1"]}, r"engine\.base_url=b:1: must start with http://"),
+        ({"base_url": ["http://a:1", "http://b:1", "http://a:1/"]}, r"engine\.base_url=.*names http://a:1 twice"),
+        ({"base_url": ["http://a:1"], "api_key_file": ["a", "b"]}, r"engine\.api_key_file=.*another length .*\(1\)"),
+        ({"base_url": "http://a:1", "api_key_file": []}, r"engine\.api_key_file=\[\]: has another length"),
+        ({"base_url": "http://a:1", "replicas": 2}, r"engine\.replicas=2: does not change a server that runs already"),
+        ({"base_url": "http://a:1", "vllm_args": {"a": 1}}, r"engine\.vllm_args=.*give it to `grpocli vllm-serve`"),
+        ({"base_url": "http://a:1", "tensor_parallel": 2}, r"engine\.tensor_parallel=2: does not change"),
+    ],
+)
+def test_options_that_contradict_each_other(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        Vllm(**options)
+
+
+def test_misfit(job: EngineJob) -> None:
+    assert misfit(served(), job) == ""
+    assert "dtype=float32" in misfit(served(dtype="torch.bfloat16"), job)
+    assert "max_model_len=128" in misfit(served(max_model_len=64), job)
+    assert "not started for training" in misfit(served(logprobs_mode="raw_logprobs"), job)
+    assert "not started for training" in misfit(served(served_model_name="gpt"), job)
+    assert "not started for training" in misfit(served() | {"weight_transfer_config": None}, job)
+    assert "through shm, the run sends them through nccl" in misfit(served(), replace(job, transport="nccl"))
+
+
+def test_another_model(job: EngineJob, tmp_path: Path) -> None:
+    def model(name: str, **config: Any) -> str:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"architectures": ["X"], "vocab_size": 90} | config))
+        return str(tmp_path / name)
+
+    ours = model("ours", num_key_value_heads=2)
+    job = replace(job, model_path=ours)
+    assert misfit(served(model=ours), job) == ""
+    assert misfit(served(model=model("silent")), job) == "", "what a config leaves out is not known"
+    assert "vocab_size=91, the run's 90" in misfit(served(model=model("larger", vocab_size=91)), job)
+    assert "architectures=['Y']" in misfit(served(model=model("other", architectures=["Y"])), job)
+    assert "num_key_value_heads=1" in misfit(served(model=model("narrower", num_key_value_heads=1)), job)
+    assert misfit(served(model="some/name-on-the-hub"), job) == ""

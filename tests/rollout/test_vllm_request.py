@@ -1,0 +1,54 @@
+"""What a request says to vLLM, and what its answer becomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grpocli.data import Request, Sampling
+from grpocli.errors import ConfigError
+from grpocli.rollout.vllm.request import check_temperature, completions, sampling_params
+
+REQUEST = Request([5], 2, seed=0)
+
+
+def label(version: str, start: int, end: int) -> dict[str, Any]:
+    return {"version": version, "start": start, "end": end}
+
+
+@pytest.mark.parametrize(
+    ("labels", "version", "spans"),
+    [
+        (None, 7, None),
+        ([label("default", 0, 4)], 7, None),
+        ([label("3", 0, 4)], 3, None),
+        ([label("3", 0, 1), label("4", 1, 4)], 3, [(3, 1), (4, 3)]),
+        ([label("default", 0, 2), label("8", 2, 4)], 7, [(7, 2), (8, 2)]),
+        ([label("3", 0, 0), label("4", 0, 4)], 4, None),
+        ([label("10", 0, 1), label("9", 1, 2), label("10", 2, 4)], 9, [(10, 1), (9, 1), (10, 2)]),
+        ([label("default", 0, 2), label("7", 2, 4)], 7, None),
+    ],
+)
+def test_versions_of_the_tokens(labels: Any, version: int, spans: Any) -> None:
+    logprobs = {"content": [{"logprob": -0.5}] * 4}
+    choice = {"token_ids": [1] * 4, "logprobs": logprobs, "finish_reason": "length", "weight_versions": labels}
+    for one in completions([choice, choice], REQUEST, Sampling(4), version=7):
+        assert (one.version, one.spans) == (version, spans)
+        assert one.spans is None or sum(n for _, n in one.spans) == len(one.token_ids)
+
+
+def test_text_is_decoded_for_stop_strings_alone() -> None:
+    plain = sampling_params(REQUEST, Sampling(4), [1])
+    assert (plain["detokenize"], plain["stop"]) == (False, [])
+    assert "structured_outputs" not in plain
+    stopped = sampling_params(REQUEST, Sampling(4, stop=("\n",)), [1])
+    assert (stopped["detokenize"], stopped["stop"], stopped["include_stop_str_in_output"]) == (True, ["\n"], True)
+
+
+def test_temperatures_that_vllm_would_not_take() -> None:
+    for temperature in (0.0, 0.01, 2.0):
+        check_temperature(Sampling(4, temperature=temperature))
+    for temperature in (0.005, 2.1):
+        with pytest.raises(ConfigError, match=rf"rollout\.temperature={temperature}: vLLM samples at 0\.01 at least"):
+            check_temperature(Sampling(4, temperature=temperature))

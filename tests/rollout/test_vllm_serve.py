@@ -1,0 +1,253 @@
+"""`grpocli vllm-serve` without a server: its keys, its help, what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpocli.config.compose import compose
+from grpocli.errors import ConfigError, EngineError
+from grpocli.rollout.engine import EngineJob
+from grpocli.rollout.sync import Auto
+from grpocli.rollout.vllm import server as vllm_server
+from grpocli.rollout.vllm.endpoint import Endpoint, serve_file
+from grpocli.rollout.vllm.log import followed
+from grpocli.rollout.vllm.options import Vllm
+from grpocli.rollout.vllm.serve import SHORT, Serve, build_serve, serve
+from grpocli.rollout.vllm.server import Spec
+from grpocli.rollout.vllm.summary import how_to_use
+
+VALUES: dict[str, Any] = {
+    "tensor_parallel": 2,
+    "data_parallel": 3,
+    "max_model_len": 99,
+    "gpu_memory_utilization": 0.5,
+    "enforce_eager": True,
+    "quantization": "fp8",
+    "speculative": {"method": "ngram", "num_speculative_tokens": 4},
+    "cpu_kv_cache_gb": 7,
+}
+
+
+def composed(*overrides: str) -> Serve:
+    return build_serve(compose(list(overrides), "vllm_serve"))
+
+
+def written(value: Any) -> str:
+    return "{" + ",".join(f"{k}:{v}" for k, v in value.items()) + "}" if isinstance(value, dict) else str(value)
+
+
+@pytest.mark.parametrize("prefix", ["", "engine."])
+@pytest.mark.parametrize("name", SHORT)
+def test_both_spellings_set_the_same(name: str, prefix: str) -> None:
+    options = composed(f"{prefix}{name}={written(VALUES[name])}").options()
+    assert options == replace(Vllm(), **{name: VALUES[name]})
+
+
+def test_defaults_are_those_of_the_engine_and_the_model() -> None:
+    made = composed()
+    assert made.options() == Vllm()
+    assert made.dtype == "auto"
+    job = made.job("/m", "float32")
+    assert (job.transport, job.sync_folder, job.lora_rank, job.seed) == ("shm", None, 0, 0)
+
+
+def test_what_runs_will_do_is_told_to_the_server() -> None:
+    job = composed("lora_rank=8", "sync=shm", "sync.folder=/shared", "seed=3").job("/m", "bfloat16")
+    assert (job.lora_rank, job.transport, job.sync_folder, job.seed) == (8, "shm", "/shared", 3)
+    assert composed("model.lora.rank=4").job("/m", "float32").lora_rank == 4
+    assert composed("model.dtype=bfloat16").dtype == "bfloat16"
+    remote = composed("model=hf", "model.path=/m", "model.revision=v2", "model.trust_remote_code=true")
+    assert (remote.job("/m", "float32").revision, remote.job("/m", "float32").trust_remote_code) == ("v2", True)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("tensor_parallel=0", "^tensor_parallel=0: must be at least 1"),
+        ("engine.tensor_parallel=0", r"^engine\.tensor_parallel=0: must be at least 1"),
+        ("tensor_parallel=two", "^tensor_parallel=two: must be of type integer"),
+        ("tensor_paralel=2", 'no key tensor_paralel; did you mean "tensor_parallel"'),
+        ("max_model_len=1", "^max_model_len=1: must be above 1"),
+        ("port=70000", "^port=70000: must be 0"),
+        ("host=''", "^host=: must be an address"),
+        ("dtype=float8", "^dtype=float8: choose one of auto, float32, bfloat16"),
+        ("lora_rank=-1", "^lora_rank=-1: must be 0"),
+        ("engine.replicas=2", r"^engine\.replicas=2: not for vllm-serve: it starts one server"),
+        ("engine.base_url=http://a:1", r"^engine\.base_url=http://a:1: not for vllm-serve"),
+        ("engine.base_url=[http://a:1,http://b:1]", r"^engine\.base_url=.*: not for vllm-serve"),
+        ("engine.port=8001", r"^engine\.port=8001: not for vllm-serve: set port"),
+        ("engine=transformers", "^engine: vllm-serve serves with engine=vllm"),
+        ("engine.vllm_args.dtype=half", r"^engine\.vllm_args\.dtype: is a key of its own: set model\.dtype"),
+    ],
+)
+def test_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        composed(override)
+
+
+@pytest.fixture
+def help_text() -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "grpocli", "vllm-serve", "--help"], capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_help_names_every_short_key_and_fits_a_terminal(help_text: str) -> None:
+    assert [line for line in help_text.splitlines() if len(line) > 80] == []
+    for name in (*SHORT, "model", "dtype", "host", "port", "lora_rank", "sync"):
+        assert f"\n  {name}=" in help_text, name
+    for name in ("tensor_parallel", "data_parallel", "gpu_memory_utilization", "cpu_kv_cache_gb"):
+        assert f"{name}={getattr(Vllm(), name)} " in help_text, "the help shows another default"
+    assert "engine.vllm_args.NAME=VALUE" in help_text
+    assert "engine.base_url=http://127.0.0.1:8000" in help_text
+
+
+DESCRIPTION = {"version": "0.32.0", "max_model_len": 128}
+
+
+def test_summary() -> None:
+    job = EngineJob("/models/m", "bfloat16", 0, Path(), seed=0)
+    said = how_to_use(Endpoint("http://127.0.0.1:8000", "s3cret", "/dev/shm/x"), Path("/c/8000.json"), job, DESCRIPTION)
+    for fact in ("0.32.0", "/models/m", "bfloat16", "128 tokens", "sync=shm, through /dev/shm/x", "/c/8000.json"):
+        assert fact in said
+    assert "\n  grpocli train engine=vllm engine.base_url=http://127.0.0.1:8000\n" in said
+    assert "engine.base_url=http://THIS_MACHINE:8000 engine.api_key_file=COPY_OF_THE_KEY" in said
+    assert "s3cret" not in said
+    lora = replace(job, lora_rank=8, transport="nccl")
+    said = how_to_use(
+        Endpoint("http://127.0.0.1:8000", "s3cret", "/dev/shm/x"), Path("/c/8000.json"), lora, DESCRIPTION
+    )
+    assert "engine.base_url=http://127.0.0.1:8000 model.lora.rank=8 sync=nccl\n" in said
+    assert "/dev/shm" not in said
+
+
+FAKE = """
+import os, sys, http.server
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        answer = b'{"vllm_config": {"model_config": {"max_model_len": 128}}, "version": "0.1"}'
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+        if os.path.exists(sys.argv[2]):
+            print("ValueError: the engine is dead", flush=True)
+            os._exit(5)
+    def log_message(self, *_): pass
+print("starting up", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_folder: Path) -> Serve:
+    """Instead of vLLM, a process that answers; it dies at a request once the file `die` is there."""
+
+    def command(spec: Spec, *_: object) -> list[str]:
+        return [sys.executable, "-c", FAKE, str(spec.port), str(tmp_path / "die")]
+
+    monkeypatch.setattr(vllm_server, "command", command)
+    monkeypatch.setattr(vllm_server, "check_installed", lambda: None)
+    return Serve(model=None, engine=Vllm(start_timeout=30), sync=Auto(), port=vllm_server.free_port())
+
+
+def when_it_serves(config: Serve, act: Callable[[], object]) -> threading.Thread:
+    def wait() -> None:
+        deadline = time.monotonic() + 30
+        while not serve_file(config.port).exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        act()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_nothing_is_left(
+    fake: Serve, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    left: list[Endpoint] = []
+
+    def act() -> None:
+        left.append(Endpoint.load(serve_file(fake.port)))
+        left_mode.append(serve_file(fake.port).stat().st_mode & 0o777)
+        time.sleep(0.3)
+        signal.raise_signal(number)
+
+    left_mode: list[int] = []
+    thread = when_it_serves(fake, act)
+    assert serve(fake, "/m", "float32") == 0
+    thread.join()
+    said = capsys.readouterr().out
+    assert "starting up" in said
+    assert f"engine.base_url=http://127.0.0.1:{fake.port}" in said
+    assert left[0].api_key not in said
+    assert left_mode == [0o600]
+    assert list(serve_file(fake.port).parent.iterdir()) == []
+    assert not Path(left[0].shm_dir).exists()
+
+
+def test_a_server_that_dies_says_why(fake: Serve, tmp_path: Path) -> None:
+    from grpocli.rollout.vllm.client import healthy
+
+    def act() -> None:
+        (tmp_path / "die").touch()
+        healthy(Endpoint(f"http://127.0.0.1:{fake.port}", "none", ""))
+
+    thread = when_it_serves(fake, act)
+    with pytest.raises(EngineError, match=r"ended by itself, with exit code 5: ValueError: the engine is dead"):
+        serve(fake, "/m", "float32")
+    thread.join()
+    assert not serve_file(fake.port).exists()
+
+
+def test_a_busy_port_is_said_and_its_server_left_alone(fake: Serve, tmp_path: Path) -> None:
+    """The one that has the port keeps its key and its log."""
+
+    def act() -> None:
+        before = serve_file(fake.port).read_text()
+        try:
+            with pytest.raises(
+                ConfigError, match=rf"^port={fake.port}: cannot listen there on 127\.0\.0\.1 \(.*in use"
+            ):
+                serve(fake, "/m", "float32")
+            assert serve_file(fake.port).read_text() == before
+            assert "starting up" in serve_file(fake.port).with_suffix(".log").read_text()
+            passed.append(True)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+
+    passed: list[bool] = []
+    thread = when_it_serves(fake, act)
+    assert serve(fake, "/m", "float32") == 0
+    thread.join()
+    assert passed == [True]
+
+
+def test_a_log_is_printed_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "serve" / "1.log"
+    log.parent.mkdir()
+    log.write_text("of an earlier server\n")
+    with followed(log):
+        assert log.stat().st_mode & 0o777 == 0o600
+        with log.open("a") as file:
+            file.write("first\n")
+        time.sleep(0.3)
+        assert capsys.readouterr().out == "first\n"
+        with log.open("a") as file:
+            file.write("last")
+    assert capsys.readouterr().out == "last"
+    assert not log.exists()

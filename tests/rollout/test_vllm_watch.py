@@ -1,0 +1,224 @@
+"""Servers of the run's own are started again, given ones waited for; with processes that stand for servers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from grpocli.errors import ConfigError, EngineError, EngineGone
+from grpocli.launch.guard import Guarded, guarded
+from grpocli.rollout.engine import EngineJob
+from grpocli.rollout.vllm import given, launch
+from grpocli.rollout.vllm.comeback import Given, Own
+from grpocli.rollout.vllm.endpoint import Endpoint, run_file, run_files
+from grpocli.rollout.vllm.options import Vllm
+from grpocli.rollout.vllm.watch import Watched
+
+NAP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+class Starts:
+    """A process instead of a server; the starts whose number is in `broken` fail."""
+
+    def __init__(self, *broken: int) -> None:
+        self.broken = broken
+        self.running: list[Guarded] = []
+
+    @contextlib.contextmanager
+    def __call__(self, restarts: int) -> Iterator[tuple[Endpoint, Guarded]]:
+        if restarts in self.broken:
+            raise EngineError(f"start {restarts} failed")
+        with guarded(NAP, name="nap", grace=0.2) as process:
+            self.running.append(process)
+            yield Endpoint(f"http://127.0.0.1:{restarts}", "key", "/nowhere"), process
+
+
+@contextlib.contextmanager
+def watched(run_dir: Path, starts: Starts, max_restarts: int) -> Iterator[None]:
+    over = threading.Event()
+    one = Watched(0, run_dir, starts, over, max_restarts)
+    one.start()
+    one.watch()
+    try:
+        yield
+    finally:
+        over.set()
+        one.stop()
+    assert all(process.poll() is not None for process in starts.running)
+    assert run_files(run_dir) == []
+
+
+def job_in(run_dir: Path) -> EngineJob:
+    return EngineJob("/model", "float32", 64, run_dir, seed=0)
+
+
+def until(true: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"not so within {seconds} s"
+        time.sleep(0.02)
+
+
+def told(run_dir: Path) -> Endpoint:
+    return Endpoint.load(run_file(run_dir))
+
+
+def test_a_server_that_ends_is_started_again_until_restarts_are_used_up(tmp_path: Path) -> None:
+    starts = Starts()
+    with watched(tmp_path, starts, max_restarts=2):
+        for generation in (0, 1, 2):
+            until(lambda generation=generation: told(tmp_path).generation == generation)  # type: ignore[misc]
+            assert told(tmp_path).url.endswith(f":{generation}")
+            assert told(tmp_path).gone is None
+            starts.running[-1].terminate()
+        until(lambda: told(tmp_path).gone is not None)
+        assert "vLLM server 0 ended with exit code" in str(told(tmp_path).gone)
+        assert "started again 2 times (engine.max_restarts=2)" in str(told(tmp_path).gone)
+    assert len(starts.running) == 3
+
+
+def test_a_start_that_fails_is_one_of_the_restarts(tmp_path: Path) -> None:
+    starts = Starts(1, 3)
+    with watched(tmp_path, starts, max_restarts=3):
+        starts.running[0].terminate()
+        until(lambda: told(tmp_path).generation == 2)
+        starts.running[1].terminate()
+        until(lambda: told(tmp_path).gone is not None)
+        assert "start 3 failed" in str(told(tmp_path).gone)
+
+
+def test_a_server_that_the_trainer_reports_is_replaced_once(tmp_path: Path) -> None:
+    """It may hang and never end by itself; a second trainer that reports the same one must not cost another."""
+    starts, own = Starts(), Own(Vllm(), job_in(tmp_path))
+    with watched(tmp_path, starts, max_restarts=5):
+        before = told(tmp_path)
+        for _ in range(2):
+            found = own.wait(0, before, "it hangs")
+            assert found.generation == 1
+            assert found.url != before.url
+        assert len(starts.running) == 2
+        assert starts.running[0].poll() is not None
+        assert starts.running[1].poll() is None
+
+
+def test_a_trainer_is_told_why_no_server_comes(tmp_path: Path) -> None:
+    starts, own = Starts(), Own(Vllm(), job_in(tmp_path))
+    with watched(tmp_path, starts, max_restarts=0), pytest.raises(EngineGone, match=r"it hangs; .*max_restarts=0"):
+        own.wait(0, told(tmp_path), "it hangs")
+
+
+def test_a_given_server_is_waited_for_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may come back with another key; only its own address is looked at."""
+    options = Vllm(base_url=["http://a:1", "http://b:1"], api_key_file=["/a", "/b"], reconnect_timeout=1)
+    before, after = Endpoint("http://b:1", "old", "/x"), Endpoint("http://b:1", "new", "/y")
+    came = time.monotonic() + 0.5
+
+    def look(asked: Vllm, job: EngineJob) -> list[Endpoint]:
+        assert asked.urls == ["http://b:1"]
+        assert asked.key_file("http://b:1") == "/b"
+        if time.monotonic() < came:
+            raise ConfigError("no vLLM server answers there")
+        return [after]
+
+    monkeypatch.setattr(given, "given_servers", look)
+    assert Given(options, job_in(tmp_path)).wait(1, before, "it is gone") == after
+    came = time.monotonic() + 60
+    began = time.monotonic()
+    with pytest.raises(EngineGone, match=r"^it is gone; it did not come back within 1 s .*no vLLM server answers"):
+        Given(options, job_in(tmp_path)).wait(1, before, "it is gone")
+    assert time.monotonic() - began < 3
+
+
+@contextlib.contextmanager
+def serving_stand_in(spec: object, options: object, log: object, over: threading.Event) -> Iterator[object]:
+    """The second one is refused its port; the others would take their time."""
+    port = spec.port  # type: ignore[attr-defined]
+    if port == 9001:
+        raise ConfigError("engine.port=9001: taken")
+    if not over.wait(30):
+        raise AssertionError("nobody said that it is over")
+    raise EngineError("not wanted any more")
+    yield
+
+
+def test_a_start_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "serving", serving_stand_in)
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="9001"), launch.launch(Vllm(replicas=3, port=9000), job_in(tmp_path)):
+        pass
+    assert time.monotonic() - began < 10
+    assert run_files(tmp_path) == []
+
+
+def test_replicas_share_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_gpus", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert launch.gpu_slices(Vllm(replicas=2, tensor_parallel=2)) == ["0,1", "2,3"]
+    assert launch.gpu_slices(Vllm(replicas=1, tensor_parallel=2)) == [None]
+    with pytest.raises(ConfigError, match=r"engine\.replicas=3: needs 6 GPUs, 2 for each server, and there are 4"):
+        launch.gpu_slices(Vllm(replicas=3, data_parallel=2))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
+    assert launch.gpu_slices(Vllm(replicas=3)) == ["7", "5", "3"]
+    monkeypatch.setattr(launch, "_gpus", lambda: 0)
+    assert launch.gpu_slices(Vllm(replicas=3)) == [None] * 3
+
+
+KEEPS = """
+import sys, time
+from grpocli.rollout.vllm import launch
+launch.OUTLIVE = 1.0
+with launch._kept_folder() as folder:
+    (folder / "weights").write_bytes(b"w")
+    print(folder, flush=True)
+    time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0], ids=["it ends", "it is killed"])
+def test_the_folder_for_weights_goes_with_the_run(seconds: float) -> None:
+    with subprocess.Popen([sys.executable, "-c", KEEPS, str(seconds)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        if seconds:
+            assert folder.is_dir()
+            process.send_signal(signal.SIGKILL)
+        process.wait(20)
+    until(lambda: not folder.exists(), 5)
+
+
+def test_a_restarted_server_has_another_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a request to the one before could be answered with other weights."""
+    ports: list[int] = []
+
+    @contextlib.contextmanager
+    def serve(spec: object, *_: object) -> Iterator[object]:
+        ports.append(spec.port)  # type: ignore[attr-defined]
+        yield SimpleNamespace(), None
+
+    monkeypatch.setattr(launch, "serving", serve)
+    start = launch._Starter(Vllm(port=9000), job_in(tmp_path), "/folder", 2, None, threading.Event())
+    for restarts in (0, 1):
+        with start(restarts):
+            pass
+    assert ports[0] == 9002
+    assert ports[1] != 9002
+
+
+def test_what_a_killed_run_left_is_not_taken_for_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = Endpoint("http://127.0.0.1:1", "old", "/x"), Endpoint("http://127.0.0.1:2", "new", "/x")
+    for index in range(3):
+        old.save(run_file(tmp_path, index))
+    monkeypatch.setattr(launch, "given_servers", lambda options, job: [new, dataclasses.replace(new, api_key="b")])
+    with launch.launch(Vllm(base_url=["http://127.0.0.1:2", "http://127.0.0.1:3"]), job_in(tmp_path)):
+        assert [Endpoint.load(path).api_key for path in run_files(tmp_path)] == ["new", "b"]
+    assert run_files(tmp_path) == []

@@ -1,0 +1,408 @@
+"""Steps collected ahead by a thread: order, versions, age, errors and state, with a scripted sampler."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpocli import build_algorithm
+from grpocli.data import Completion, Group, Prompt, Rollout, Sampling
+from grpocli.errors import EngineError, RunError
+from grpocli.rewards.scoring import Tally
+from grpocli.training import carry
+from grpocli.training.ahead import Ahead
+from grpocli.training.batch import Row
+from grpocli.training.collect import Collected, Collector
+
+WAIT = 20.0  # seconds, far more than anything here takes
+
+
+class Alone:
+    """A world of one process."""
+
+    rank, size, is_main = 0, 1, True
+
+    def channel(self) -> Any:
+        return nullcontext()
+
+    def broadcast_object(self, item: Any) -> Any:
+        return item
+
+
+class Sampler:
+    """Completions of `version`, the weights at the moment of a call, each allowed by `allow`.
+
+    before: called in the middle of sampling, between two tokens.
+    """
+
+    def __init__(self, rewards: Sequence[tuple[float, ...]] = ((0.0, 1.0),)) -> None:
+        self.rewards, self.version = rewards, 0
+        self.turns = threading.Semaphore(0)
+        self.calls: list[tuple[int, list[int]]] = []
+        self.threads: set[int] = set()
+        self.error: BaseException | None = None
+        self.before: Callable[[], None] = lambda: None
+        self.scorer = SimpleNamespace(judge=lambda *_: None)
+
+    def allow(self, calls: int) -> None:
+        self.turns.release(calls)
+
+    def groups(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling
+    ) -> tuple[list[Group], Tally]:
+        first = self.version
+        self.threads.add(threading.get_ident())
+        self.calls.append((first, [int(p.uid) for p in prompts]))
+        assert self.turns.acquire(timeout=WAIT), "nobody allowed this call"
+        self.before()
+        if self.error:
+            raise self.error
+        spans = [(first, 1), (self.version, 1)] if self.version != first else None
+        groups = []
+        for p in prompts:
+            rewards = self.rewards[int(p.uid) % len(self.rewards)]
+            done = Completion([int(p.uid) % 7, first], [-1.0, -0.5], "stop", first, spans=spans)
+            groups.append(Group(p, [Rollout(p, done, "t", {"r": value}) for value in rewards]))
+        return groups, Tally(len(prompts) * n, 0.0)
+
+
+def collector(sampler: Sampler, *overrides: str) -> Collector:
+    return Collector(
+        sampler=sampler,  # type: ignore[arg-type]
+        algorithm=build_algorithm(*overrides),
+        draw=lambda number: Prompt(str(number), [1], "p"),
+        weights={"r": 1.0},
+        prompts_per_step=2,
+        group_size=2,
+        sampling=Sampling(4),
+        seed=0,
+    )
+
+
+@contextmanager
+def ahead(
+    made: Collector, staleness: int = 1, steps: int = 99, in_flight: bool = False, **more: Any
+) -> Iterator[Ahead]:
+    rollout = SimpleNamespace(max_staleness=staleness, in_flight=in_flight)
+    one = Ahead(made, Alone(), rollout, steps, **more)  # type: ignore[arg-type]
+    try:
+        yield one
+    finally:
+        made.sampler.allow(99)  # type: ignore[attr-defined]
+        one.close()
+
+
+def versions(collected: Collected) -> set[int]:
+    return {r.completion.version for g in collected.groups for r in g.rollouts}
+
+
+def sync(one: Ahead, sampler: Sampler, version: int) -> None:
+    with one.quiet(version):
+        sampler.version = version
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def uids(collected: Collected) -> list[int]:
+    return [int(g.uid) for g in collected.groups]
+
+
+def test_on_policy_there_is_no_thread() -> None:
+    sampler = Sampler()
+    made = collector(sampler)
+    before = threading.active_count()
+    with ahead(made, staleness=0) as one:
+        for step in (1, 2):
+            sync(one, sampler, step)
+            sampler.allow(1)
+            assert versions(one.collect(step)) == {step}
+            one.drain()
+        assert sampler.threads == {threading.get_ident()}
+        assert threading.active_count() == before
+        assert one.ready == ()
+
+
+def test_one_step_ahead_every_completion_is_one_version_old() -> None:
+    sampler = Sampler()
+    with ahead(collector(sampler), steps=5) as one:
+        sampler.allow(99)
+        got = []
+        for step in range(1, 6):
+            sync(one, sampler, step)
+            got.append(one.collect(step))
+    assert [versions(c) for c in got] == [{1}, {1}, {2}, {3}, {4}]
+    assert [uids(c) for c in got] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert [c.metrics["staleness/max"] for c in got] == [0, 1, 1, 1, 1]
+    assert [c.metrics["staleness/mean"] for c in got] == [0, 1, 1, 1, 1]
+    assert {c.metrics["sampling/stale"] for c in got} == {0}
+    assert all(c.metrics["time/generate"] >= 0 for c in got)
+    assert len(sampler.calls) == 5, "nothing is sampled beyond the last step"
+    assert threading.get_ident() not in sampler.threads
+
+
+def test_the_next_step_is_sampled_while_this_one_trains() -> None:
+    sampler = Sampler()
+    with ahead(collector(sampler)) as one:
+        sync(one, sampler, 1)
+        sampler.allow(1)
+        one.collect(1)
+        until(lambda: sampler.calls == [(1, [0, 1]), (1, [2, 3])])
+        assert one.ready == ()
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_nothing_is_older_than_allowed(staleness: int) -> None:
+    sampler = Sampler()
+    with ahead(collector(sampler), staleness, steps=9) as one:
+        sampler.allow(99)
+        for step in range(1, 10):
+            sync(one, sampler, step)
+            collected = one.collect(step)
+            assert min(versions(collected)) >= step - staleness
+            assert len(collected.groups) == 2
+            assert len(one.ready) <= staleness
+            assert len(sampler.calls) <= step + staleness
+
+
+def test_a_sync_waits_for_what_runs_and_goes_before_what_has_not_begun() -> None:
+    sampler = Sampler()
+    synced = threading.Event()
+    with ahead(collector(sampler), staleness=2) as one:
+        sync(one, sampler, 1)
+        sampler.allow(1)
+        one.collect(1)
+        until(lambda: len(sampler.calls) == 2)
+
+        def meanwhile() -> None:
+            assert not synced.wait(0.2), "the sync did not wait for running requests"
+            sampler.allow(9)
+
+        helper = threading.Thread(target=meanwhile)
+        helper.start()
+        with one.quiet(2):
+            synced.set()
+            assert len(sampler.calls) == 2, "what had not begun goes after the sync"
+            sampler.version = 2
+        helper.join()
+        assert versions(one.collect(2)) == {1}
+        sync(one, sampler, 3)
+        assert versions(one.collect(3)) == {2}
+
+
+def test_in_flight_a_sync_waits_for_nothing_and_the_versions_are_told() -> None:
+    sampler = Sampler()
+    with ahead(collector(sampler), in_flight=True) as one:
+        sync(one, sampler, 1)
+        sampler.allow(1)
+        one.collect(1)
+        until(lambda: len(sampler.calls) == 2)
+        sync(one, sampler, 2)  # returns, though nothing allows the running call to end
+        sampler.allow(9)
+        collected = one.collect(2)
+    done = collected.groups[0].rollouts[0].completion
+    assert (done.version, done.spans) == (1, [(1, 1), (2, 1)])
+    assert collected.metrics["staleness/max"] == 1
+
+
+def test_what_is_too_old_is_dropped_with_its_group_and_counted() -> None:
+    """As after a resume with a smaller max_staleness. Advantages over a batch are those of what is left."""
+    sampler = Sampler([(0.0, 1.0), (0.0, 3.0)])
+    made = collector(sampler, "algorithm=grpo", "algorithm/advantage=batch_std")
+    sampler.allow(2)
+    old = made.collect()
+    sampler.version = 3
+    new = made.collect()
+    mixed = Collected(
+        [old.groups[0], new.groups[1]],
+        made.advantages([old.groups[0], new.groups[1]]),
+        new.metrics,
+    )
+    with ahead(made, done=3, ready=[mixed]) as one:
+        collected = one.collect(4)
+    assert uids(collected) == [3]
+    assert collected.advantages.equal(made.advantages([new.groups[1]]))
+    assert (collected.metrics["sampling/stale"], collected.metrics["sampling/kept"]) == (1, 1)
+    assert (collected.metrics["staleness/mean"], collected.metrics["staleness/max"]) == (1, 1)
+
+
+def test_an_error_of_the_thread_is_raised_where_the_trainer_waits() -> None:
+    sampler = Sampler()
+    made = collector(sampler)
+    with ahead(made) as one:
+        sync(one, sampler, 1)
+        sampler.allow(1)
+        one.collect(1)
+        drawn = 2
+        sampler.error = EngineError("the server is gone")
+        sampler.allow(1)
+        with pytest.raises(EngineError, match="the server is gone"), one.quiet(2):
+            pytest.fail("weights went to an engine that had failed")
+        assert made.draws == drawn, "what failed was not drawn"
+        one.drain()  # for the checkpoint that a server's death is followed by
+        assert one.ready == ()
+        with pytest.raises(EngineError, match="the server is gone"):
+            one.collect(2)
+
+
+def test_an_error_after_something_was_carried_leaves_it_there() -> None:
+    sampler = Sampler([(1.0, 1.0), (1.0, 1.0), *[(0.0, 1.0)] * 7])
+    made = collector(sampler, "algorithm=dapo", "algorithm.keep.surplus=carry")
+    sampler.allow(99)
+    made.collect()
+    before = made.draws, list(made.carried)
+    assert made.carried
+    made.carried = made.carried[:1]
+    sampler.error = EngineError("gone")
+    with pytest.raises(EngineError):
+        made.collect()
+    assert (made.draws, made.carried) == (before[0], before[1][:1])
+
+
+def test_a_checkpoint_s_drain_raises_an_error_that_nobody_has_seen() -> None:
+    sampler = Sampler()
+    with ahead(collector(sampler)) as one:
+        sync(one, sampler, 1)
+        sampler.allow(1)
+        one.collect(1)
+        sampler.error = RunError("no")
+        sampler.allow(1)
+        with pytest.raises(RunError, match="no"):
+            one.drain()
+        one.drain()
+
+
+def test_the_thread_can_have_work_done_by_the_waiting_trainer() -> None:
+    """What an engine does to bring a lost server back, in the middle of sampling."""
+    sampler = Sampler()
+    did: list[int] = []
+    with ahead(collector(sampler)) as one:
+        sampler.before = lambda: one.in_main(lambda: did.append(threading.get_ident()))
+        sync(one, sampler, 1)
+        sampler.allow(9)
+        one.collect(1)
+        assert did == [threading.get_ident()]
+        with one.quiet(2):
+            assert did == [threading.get_ident()] * 2
+        one.in_main(lambda: did.append(0))  # of the main thread itself, as in an evaluation
+        assert did[2:] == [0]
+
+        def fail() -> None:
+            raise EngineError("does not come back")
+
+        sampler.before = lambda: one.in_main(fail)
+        with pytest.raises(EngineError, match="does not come back"):
+            one.collect(2), one.collect(3)
+
+
+def test_close_ends_a_thread_that_waits_for_the_trainer() -> None:
+    sampler = Sampler()
+    with ahead(collector(sampler)) as one:
+        sync(one, sampler, 1)
+        sampler.allow(1)
+        one.collect(1)
+        asked = threading.Event()
+
+        def ask() -> None:
+            asked.set()
+            one.in_main(lambda: pytest.fail("the run has ended"))
+
+        sampler.before = ask
+        sampler.allow(1)
+        assert asked.wait(WAIT)
+        one.close()
+        assert one._thread is not None
+        assert not one._thread.is_alive()
+
+
+def test_close_gives_up_on_a_request_that_does_not_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("grpocli.training.ahead.CLOSE_SECONDS", 0.1)
+    sampler = Sampler()
+    with ahead(collector(sampler)) as one:
+        sync(one, sampler, 1)
+        sampler.allow(1)
+        one.collect(1)
+        one.close()
+        assert "still being collected" in caplog.text
+
+
+def test_a_run_restored_in_the_middle_does_the_same(tmp_path: Path) -> None:
+    def steps(one: Ahead, sampler: Sampler, first: int, last: int) -> list[Any]:
+        got = []
+        for step in range(first, last + 1):
+            sync(one, sampler, step)
+            collected = one.collect(step)
+            got.append((collected.groups, collected.advantages.tolist(), without_times(collected.metrics)))
+        return got
+
+    overrides = ("algorithm=dapo",)
+    script = [(0.0, 1.0), (1.0, 1.0), (1.0, 1.0)]
+    sampler = Sampler(script)
+    sampler.allow(999)
+    with ahead(collector(sampler, *overrides), steps=8) as one:
+        whole = steps(one, sampler, 1, 8)
+
+    sampler = Sampler(script)
+    sampler.allow(999)
+    made = collector(sampler, *overrides)
+    with ahead(made, steps=8) as one:
+        halves = steps(one, sampler, 1, 4)
+        one.drain()
+        carry.save_steps([(c.groups, c.metrics) for c in one.ready], tmp_path)
+        drawn = made.draws
+
+    sampler = Sampler(script)
+    sampler.allow(999)
+    again = collector(sampler, *overrides)
+    again.draws = drawn
+    saved = carry.load_steps(tmp_path, again.draw, 2, ["r"], wanted=True)
+    assert len(saved) == 1
+    ready = [Collected(list(groups), again.advantages(groups), metrics) for groups, metrics in saved]
+    with ahead(again, steps=8, done=4, ready=ready) as one:
+        halves += steps(one, sampler, 5, 8)
+    assert repr(halves) == repr(whole)
+
+
+def without_times(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+
+def test_spans_survive_a_checkpoint_and_a_changed_config_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = Prompt("4", [1], "p")
+    done = Completion([1, 2], [-1.0, -0.5], "stop", 3, spans=[(3, 1), (4, 1)])
+    group = Group(prompt, [Rollout(prompt, done, "t", {"r": float("nan")})] * 2)
+    carry.save_steps([([group], {"reward": 0.5})], tmp_path)
+
+    def load(size: int = 2, wanted: bool = True) -> list[carry.Step]:
+        return carry.load_steps(tmp_path, lambda n: Prompt(str(n), [1], "p"), size, ["r"], wanted)
+
+    assert repr(load()) == repr([([group], {"reward": 0.5})])
+    assert caplog.text == ""
+    assert load(size=3) == load(wanted=False) == []
+    assert "1 steps collected ahead do not fit" in caplog.text
+
+
+def test_old_log_probs_of_a_stale_row() -> None:
+    """The sampler's where nothing corrects; else the trainer's own, and the correction is from sampler to trainer."""
+    prompt = Prompt("0", [1], "p")
+    rollout = Rollout(prompt, Completion([3, 4], [-1.0, -0.5], "stop", version=4), "t", {})
+    stale = Row.of(rollout, 1.0, 0, False, version=5)
+    assert stale.old_logp is not None
+    assert stale.old_logp.tolist() == [-1.0, -0.5]
+    assert Row.of(rollout, 1.0, 0, False, version=5, corrected=True).old_logp is None
+    assert Row.of(rollout, 1.0, 0, False, version=4).old_logp is None

@@ -1,0 +1,54 @@
+"""An engine that is gone for good ends a run with a checkpoint, and loses no row of a step that is done."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpocli.errors import EngineGone, Stopped
+from grpocli.training.step import train
+
+GONE = EngineGone("the server stays away")
+
+
+class Ended:
+    """A trainer of three steps that notes what it does, with an evaluation after each; `gone` is where it breaks."""
+
+    def __init__(self, gone: tuple[str, int]) -> None:
+        self.gone, self.steps, self.done_calls = gone, 0, list[tuple[str, int]]()
+        self.metrics: dict[str, Any] = {}
+        self.groups = list[Any]()
+        every = SimpleNamespace(every=1)
+        self.run = SimpleNamespace(seed=0, eval=every, checkpoint=every)
+        self.state, self.world = SimpleNamespace(step=0), SimpleNamespace(rank=0)
+
+    def __getattr__(self, verb: str) -> Any:
+        def call(*_: Any) -> Any:
+            if (verb, self.steps) == self.gone:
+                raise GONE
+            self.steps += verb == "update"
+            self.done_calls.append((verb, self.steps))
+            return {"evaluate": {"eval/accuracy": 1.0}, "due": True, "after": {}}.get(verb, self)
+
+        return call
+
+    @property
+    def done(self) -> bool:
+        return self.steps == 3
+
+    def stopped_by(self, gone: EngineGone) -> Stopped:
+        self.done_calls.append(("saved", self.steps))
+        return Stopped(str(gone))
+
+
+@pytest.mark.parametrize(
+    "gone", [("before", 0), ("sync", 0), ("collect", 1), ("evaluate", 2), ("checkpoint", 2), ("after", 3)]
+)
+def test_wherever_it_goes_steps_that_are_done_are_logged_and_saved(gone: tuple[str, int]) -> None:
+    trainer = Ended(gone)
+    with pytest.raises(Stopped, match="stays away"):
+        train(trainer)  # type: ignore[arg-type]
+    assert [step for verb, step in trainer.done_calls if verb == "log"] == list(range(1, gone[1] + 1))
+    assert trainer.done_calls[-1] == ("saved", gone[1])
