@@ -80,7 +80,7 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: Job, view: View)
     view.resumed(done)
     config = OmegaConf.to_container(OmegaConf.load(run_dir.config))
     tracker = run.tracker.start(run_dir.path.name, run_dir.path, config)
-    return Recorder(run_dir, view, log, tracker)
+    return Recorder(run_dir, view, log, tracker, mismatch_expected=bool(run.rollout.sampling.structure))
 
 
 def finish(trainer: Trainer, job: Job, results: dict[str, float]) -> None:

@@ -52,8 +52,9 @@ def test_completions_are_one_version_old(tmp_path: Path) -> None:
 
 
 def test_weights_change_under_running_requests(tmp_path: Path) -> None:
-    """Long completions of a model that cannot end them, so that a sync meets them; the first token's age counts."""
-    ran(tmp_path, "rollout.in_flight=true", "rollout.max_completion_tokens=120", "model.warm_start_steps=1")
+    """Long completions of a model that can hardly end them, a group at a time, so that a sync meets them."""
+    slow = ["rollout.max_completion_tokens=100", "model.warm_start_steps=1", "engine.vllm_args.max_num_seqs=4"]
+    ran(tmp_path, "rollout.in_flight=true", *slow)
     changed = 0
     for step in range(1, 7):
         for row in completions(tmp_path, step):

@@ -79,10 +79,10 @@ def assert_complete(run: Path, steps: int) -> None:
 
 
 def test_a_replica_that_is_killed_in_a_step_is_replaced(tmp_path: Path) -> None:
-    family, run, steps = Family(), tmp_path / "run", 12
+    family, run, steps = Family(), tmp_path / "run", 6
     process = start(*RUN, "engine.replicas=2", f"train.steps={steps}", f"hydra.run.dir={run}")
     try:
-        wait_for_steps(run, 3, process)
+        wait_for_steps(run, 2, process)
         engines = family.engines()
         assert len(engines) == 2
         memory = family.memory()

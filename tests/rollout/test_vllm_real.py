@@ -109,12 +109,12 @@ def test_greedy(running: Running) -> None:
 
 @pytest.mark.parametrize("bucket", [2**29, 20_000], ids=["one file", "many files"])
 def test_sync_of_changed_weights_is_verified(running: Running, monkeypatch: pytest.MonkeyPatch, bucket: int) -> None:
-    monkeypatch.setattr(running.engine._sync, "bucket", bucket)
+    monkeypatch.setattr(running.engine._sync.transport, "bucket", bucket)  # type: ignore[attr-defined]
     for version in (bucket, bucket + 1):
         running.policy.change(seed=version)
         metrics = running.engine.sync(version)
-        assert metrics == {"sync/bytes": 4.0 * sum(p.numel() for p in running.policy.model.parameters())}
-        assert running.engine.client.weight_version() == str(version)
+        assert metrics["sync/bytes"] == 4.0 * sum(p.numel() for p in running.policy.model.parameters())
+        assert running.engine.fleet.clients[0].weight_version() == str(version)
         group = running.engine.generate([Request(PROMPTS[3], 2, seed=1)], Sampling(16))[0]
         for one in group:
             assert one.version == version
@@ -133,7 +133,7 @@ def test_corrupted_sync_is_refused_with_both_numbers(running: Running, name: str
         running.engine.sync(50)
     running.policy.sent = None
     probe = running.engine._sync.probe
-    for number in (running.policy.score(probe), running.engine.client.score(probe)):
+    for number in (running.policy.score(probe), running.engine.fleet.clients[0].score(probe)):
         assert f"{sum(number) / len(number):.5f}" in str(caught.value)
     running.engine.sync(51)
 
@@ -150,21 +150,21 @@ def test_a_missing_parameter_is_noticed(running: Running) -> None:
 
 
 def test_an_update_that_another_run_left_unfinished(running: Running) -> None:
-    running.engine.client.pause()
-    running.engine.client.start_update()
+    running.engine.fleet.clients[0].pause()
+    running.engine.fleet.clients[0].start_update()
     running.policy.change(seed=8)
     running.engine.sync(70)
     assert running.engine.generate([Request([5], 1, seed=0)], Sampling(4))[0][0].version == 70
 
 
 def test_the_server_reads_weights_from_its_own_folder_only(running: Running, tmp_path: Path) -> None:
-    client = running.engine.client
+    client = running.engine.fleet.clients[0]
     (tmp_path / "weights.safetensors").write_bytes(b"")
     Path(running.endpoint.shm_dir, "link").symlink_to(tmp_path / "weights.safetensors")
     for name in (str(tmp_path / "weights.safetensors"), "../weights", "link", "missing", ""):
         client.start_update()
         with pytest.raises(Refused):
-            client.update(name)
+            client.update({"file": name})
     Path(running.endpoint.shm_dir, "link").unlink()
     running.engine.sync(80)
 

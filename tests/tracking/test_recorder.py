@@ -48,7 +48,11 @@ def test_staleness_is_no_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     something = Collected([Group(prompt, [Rollout(prompt, done, "t", {"r": 1.0})] * 2)], torch.zeros(1, 2), {})
     recorder.step(2, {"token_mult_prob_error": 1.5, "staleness/max": 1}, something)
     assert told == []
+    recorder.mismatch_expected = True  # a regex or a schema
     recorder.step(3, {"token_mult_prob_error": 1.5, "staleness/max": 0}, something)
+    assert told == []
+    recorder.mismatch_expected = False
+    recorder.step(4, {"token_mult_prob_error": 1.5, "staleness/max": 0}, something)
     assert len(told) == 1
 
 
