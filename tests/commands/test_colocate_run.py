@@ -15,11 +15,14 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 NOT_OURS = ("Traceback", "Warning", "WARNING", "INFO", "Loading", "it/s", "Gloo", "vLLM", "rank")
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_syncs_samples_and_ends_quietly(tmp_path: Path, processes: int) -> None:
+@pytest.mark.parametrize(("processes", "rank"), [(1, 4), (2, 0)], ids=["one process, LoRA", "two processes"])
+def test_a_run_syncs_samples_and_ends_quietly(tmp_path: Path, processes: int, rank: int) -> None:
     run = tmp_path / "run"
     code, out = finish(
-        start("train", *SMALL, "engine=vllm_colocate", f"hardware.processes={processes}", f"hydra.run.dir={run}")
+        start(
+            *("train", *SMALL, "engine=vllm_colocate", f"hardware.processes={processes}"),
+            *(f"model.lora.rank={rank}", "optim.lr=0.01", "sync.tolerance=1e-4", f"hydra.run.dir={run}"),
+        )
     )
     assert code == 0, out
     assert [word for word in NOT_OURS if word in out] == [], out

@@ -40,18 +40,18 @@ class Inside:
         """Replace all weights, forget what was computed with the old ones, wake up; return the bytes loaded."""
         sent = 0
 
-        def cast() -> Iterator[tuple[str, torch.Tensor]]:
+        def counted() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal sent
             for name, tensor in weights:
                 sent += tensor.numel() * self.dtype.itemsize
-                yield name, tensor.to(self.dtype)  # no name for it here, which would keep it
+                yield name, tensor  # in the trainer's dtype: vLLM's loader casts as it copies
 
         with self._calling("load the weights"):
             if self.asleep:
                 torch.cuda.empty_cache()  # what the trainer's allocator keeps and does not use
                 self.llm.wake_up(tags=["weights"])
             self.llm.start_weight_update()
-            self.llm.update_weights({"update_info": {"weights": cast()}})
+            self.llm.update_weights({"update_info": {"weights": counted()}})
             self.llm.finish_weight_update(weight_version=str(version))
             if self.asleep:  # now, so that what the load took for a moment is free again
                 torch.cuda.empty_cache()
