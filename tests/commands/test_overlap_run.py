@@ -17,14 +17,14 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 RUN = ["train", *SMALL, "engine=vllm", "train.steps=6", "checkpoint.every=3", "rollout.max_staleness=1"]
 
 
-def ran(run: Path, *options: str) -> list[dict[str, Any]]:
+def ran(run: Path, *options: str, groups: int = 4) -> list[dict[str, Any]]:
     code, out = finish(start(*RUN, *options, f"hydra.run.dir={run}"))
     assert code == 0, out
     assert "ahead   1 step at most" in out
     rows = metrics(run)
     assert [row["weight_version"] for row in rows] == [1, 2, 3, 4, 5, 6]
     for row in rows:
-        assert (row["sampling/kept"], row["sampling/stale"]) == (4, 0)
+        assert (row["sampling/kept"], row["sampling/stale"]) == (groups, 0)
         assert all(math.isfinite(value) for value in row.values())
         assert row["lr"] > 0
         assert row["clip_ratio/region_mean"] == 0, (
@@ -53,8 +53,9 @@ def test_completions_are_one_version_old(tmp_path: Path) -> None:
 
 def test_weights_change_under_running_requests(tmp_path: Path) -> None:
     """Long completions of a model that can hardly end them, a group at a time, so that a sync meets them."""
-    slow = ["rollout.max_completion_tokens=100", "model.warm_start_steps=1", "engine.vllm_args.max_num_seqs=4"]
-    ran(tmp_path, "rollout.in_flight=true", *slow)
+    slow = ["rollout.max_completion_tokens=100", "model.warm_start_steps=1", "engine.vllm_args.max_num_seqs=2"]
+    shape = ["rollout.prompts_per_step=8", "rollout.group_size=2"]
+    ran(tmp_path, "rollout.in_flight=true", *slow, *shape, groups=8)
     changed = 0
     for step in range(1, 7):
         for row in completions(tmp_path, step):
