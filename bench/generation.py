@@ -120,10 +120,13 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
                 stderr=subprocess.DEVNULL,
                 text=True,
             )
-            answer(child)
-            ours, theirs = take_turns(engine, child, args)
-            child.communicate()
-            engine.close()
+            try:
+                answer(child)
+                ours, theirs = take_turns(engine, child, args)
+                child.communicate()
+            finally:
+                child.kill()
+                engine.close()
     a, b = statistics.median(ours), statistics.median(theirs)
     return {
         "sequences": args.prompts * args.group,
@@ -141,7 +144,7 @@ def take_turns(engine: Any, child: subprocess.Popen[str], args: argparse.Namespa
     for _ in range(args.turns + 1):
         tokens, seconds = through_engine(engine, args)
         ours.append(tokens / seconds)
-        for server in engine.servers:
+        for server in engine.fleet.clients:
             server.reset_prefix_cache()
         child.stdin.write("go\n")
         child.stdin.flush()

@@ -59,8 +59,8 @@ class Resume:
         saved = [str(o) for o in _load(self.folder / ".hydra" / "overrides.yaml")]
         before = dict(o.split("=", 1) for o in saved if "=" in o)
         now = dict(o.split("=", 1) for o in self.given if "=" in o)
-        gone = [key.replace("/", ".") for key, choice in now.items() if before.get(key, choice) != choice]
-        return [o for o in saved if not o.lstrip("+~").startswith(("resume=", *(f"{key}." for key in gone)))]
+        gone = [part for key, choice in now.items() for part in _left(key, before.get(key, choice), choice)]
+        return [o for o in saved if not o.lstrip("+~").startswith(("resume=", *(f"{part}." for part in gone)))]
 
     def merged(self, composed: DictConfig) -> DictConfig:
         """The saved config, with the keys given now taken from `composed`.
@@ -117,6 +117,15 @@ def _keep_choices(composed: DictConfig, saved: DictConfig) -> None:
         else:
             with open_dict(composed):
                 composed[name] = theirs
+
+
+def _left(key: str, before: str, now: str) -> list[str]:
+    """The keys of what was chosen before and is not now: `engine`, or `reward.format` of `reward=[math,format]`."""
+    group = key.replace("/", ".")
+    if not before.startswith("["):
+        return [group] if before != now else []
+    chosen, still = ({name.strip() for name in choice.strip("[]").split(",")} for choice in (before, now))
+    return [f"{group}.{name}" for name in sorted(chosen - still)]
 
 
 def _refuse_changes(saved: Any, composed: DictConfig, given: list[str]) -> None:

@@ -119,3 +119,4 @@ def quiet_libraries() -> None:
     os.environ.setdefault("DATASETS_VERBOSITY", "error")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     logging.captureWarnings(True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request

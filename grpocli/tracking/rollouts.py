@@ -15,7 +15,7 @@ from grpocli.tracking.files import write_atomic
 def write_rollouts(path: Path, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int) -> None:
     """A row a completion; conversations are JSON, a reward that does not apply is null.
 
-    version: of the weights that sampled it; where they changed on the way, of its first token, and version_spans has
+    version: of the weights that sampled it; where they changed on the way, the oldest, and version_spans has
     [version, number of tokens] of each piece.
     """
     import pyarrow as pa
