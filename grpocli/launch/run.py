@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,18 +98,19 @@ def _check_device(run: Run) -> None:
 
 
 def _train(config: DictConfig, run: Run, job: Job, run_dir: RunDir, view: View) -> float | None:
-    with stop_signal() as stop:
+    with stop_signal() as stop, ExitStack() as engine:
         view.stage("starting the engine")
-        with run.engine.launch(job.engine):
-            if run.hardware.processes == 1:
-                from grpocli.training.worker import work
+        with stop.at_once():
+            engine.enter_context(run.engine.launch(job.engine))
+        if run.hardware.processes == 1:
+            from grpocli.training.worker import work
 
-                return work(run, job, run_dir, stop, view)
-            from grpocli.launch.processes import train_in_processes
+            return work(run, job, run_dir, stop, view)
+        from grpocli.launch.processes import train_in_processes
 
-            job.save(run_dir.path)
-            view.stop()  # the first trainer process has the terminal from here
-            return train_in_processes(run, run_dir, stop)
+        job.save(run_dir.path)
+        view.stop()  # the first trainer process has the terminal from here
+        return train_in_processes(run, run_dir, stop)
 
 
 def quiet_libraries() -> None:

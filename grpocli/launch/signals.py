@@ -16,19 +16,32 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 @dataclass(slots=True)
 class StopSignal:
-    """Whether the run was asked to stop. file: its existence asks too (for processes that get no signal)."""
+    """Whether the run was asked to stop. file: its existence asks too (for processes that get no signal).
+
+    no_step: there is no step to finish, so a signal ends whatever is being waited for.
+    """
 
     received: str | None = None
     file: Path | None = None
+    no_step: bool = False
 
     def asked(self) -> bool:
         return self.received is not None or (self.file is not None and self.file.exists())
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        if self.received is not None or self.no_step:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
         print(f"\n{self.received}: stopping after this step; once more stops at once", file=sys.stderr)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """A block before the first step, which a signal ends."""
+        self.no_step = True
+        try:
+            yield
+        finally:
+            self.no_step = False
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +62,8 @@ class EngineContext:
 
     in_flight: weights may change under running requests. sampling: of training, so that an engine can refuse it at
     once; None where nobody knows it yet.
+    recover: has the engine synced again by the thread that trains, and returns when that is done. For an engine that
+    must sync within `generate`; to be called in every process and as often in each. None: it may sync by itself.
     """
 
     job: EngineJob
@@ -71,14 +73,15 @@ class EngineContext:
     sync: Sync = field(default_factory=Sync)
     in_flight: bool = False
     sampling: Sampling | None = None
+    recover: Callable[[], None] | None = None
 
 
 class Engine(Protocol):
     """A live source of completions, in every trainer process.
 
     With `rollout.max_staleness` above 0 `generate` is called in a thread of its own, beside the main one's; `sync` is
-    called in the main thread, and while `generate` runs only if weights may change under running requests. An engine
-    that may have to sync within `generate` calls its attribute `recover` for that, which is then set by the trainer.
+    called in the main thread, and while `generate` runs only if weights may change under running requests or
+    `generate` asked for it with `EngineContext.recover`.
     """
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:

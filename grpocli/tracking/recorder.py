@@ -69,8 +69,12 @@ class Recorder:
         self.view.step(step, metrics)
         self._watch_mismatch(step, metrics)
         if not collected.groups:
+            stale = metrics.get("sampling/stale")
             self.view.warn(
-                f"step {step} trained on nothing: of the groups sampled in {metrics['sampling/rounds']} rounds, "
+                f"step {step} trained on nothing: all {stale} groups kept for it were sampled with weights older than "
+                "rollout.max_staleness allows"
+                if stale
+                else f"step {step} trained on nothing: of the groups sampled in {metrics['sampling/rounds']} rounds, "
                 "algorithm.keep.max_rounds, none had completions of different reward"
             )
         if collected.groups:
@@ -81,9 +85,9 @@ class Recorder:
         error = metrics.get("token_mult_prob_error", 1.0)
         if error <= MISMATCH:
             return
-        logger.warning("step %d: token_mult_prob_error is %.4f, above %s", step, error, MISMATCH)
         if self.mismatch_expected or metrics.get("staleness/max", 0) > 0:  # corrected for, as is what was trained since
             return
+        logger.warning("step %d: token_mult_prob_error is %.4f, above %s", step, error, MISMATCH)
         self.mismatches += 1
         if self.mismatches == 1:
             self.view.warn(

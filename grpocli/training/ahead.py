@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from grpocli.errors import RunError
+from grpocli.errors import EngineGone, GrpoError, RunError
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Rollouts
@@ -29,6 +29,12 @@ logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
 """How long `close` waits for what is being collected."""
+
+POLL_SECONDS = 0.2
+"""How often one of several waiting processes hears of the others."""
+
+GRACE_SECONDS = 2.0
+"""How long a process waits for its own thread to fail as another's has: an engine's errors are most often shared."""
 
 
 def version_of(group: Group) -> int:
@@ -48,6 +54,29 @@ class Errand:
             self.result.set_result(self.work())
         except Exception as error:  # noqa: BLE001 - the thread raises it
             self.result.set_exception(error)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a resume goes on with. ready: collected for the next steps. draws, carried: the collector's after those."""
+
+    draws: int
+    carried: list[Group]
+    ready: tuple[Collected, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a process tells the others of its wait: what it has come to, and the error if there is one."""
+
+    state: Literal["done", "failed", "errand", "waiting"]
+    said: str = ""
+    gone: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException) -> News:
+        said = str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
+        return cls("failed", said, isinstance(error, EngineGone))
 
 
 class Ahead:
@@ -75,7 +104,8 @@ class Ahead:
         self._ready = deque(ready)
         self._wanted = self._started = self._collected = done + len(ready)  # numbers of steps
         self._changed = threading.Condition()
-        self._last = math.inf  # the number of the last step that may begin
+        self._last = self._end = math.inf  # the number of the last step that may begin before a sync; in this run
+        self._drawn = collector.draws, collector.carried
         self._closing = self._surfaced = False
         self._error: BaseException | None = None
         self._errand: Errand | None = None
@@ -83,10 +113,11 @@ class Ahead:
         self._thread: threading.Thread | None = None
 
     @property
-    def ready(self) -> tuple[Collected, ...]:
-        """Collected for the next steps; all that has been drawn for them once `drain` has returned."""
+    def progress(self) -> Progress:
+        """All that is ready, and how far prompts were drawn for that: what still runs is not in it."""
         with self._changed:
-            return tuple(self._ready)
+            draws, carried = self._drawn if self.max_staleness else (self.collector.draws, self.collector.carried)
+            return Progress(draws, carried, tuple(self._ready))
 
     def collect(self, step: int) -> Collected:
         """The rollouts of step number `step`, those older than `max_staleness` left out.
@@ -117,24 +148,34 @@ class Ahead:
             return
         try:
             with self._changed:
-                self._last = min(step, self._wanted)
-            if self.world.is_main:
-                self._wait(lambda: self._collected == self._started >= self._last)
-            started = self.world.broadcast_object(self._started)
-            self._wait(lambda: self._collected >= started)
+                self._last = step
+            self._settle(step)
             yield
         finally:
             with self._changed:
                 self._last = math.inf
                 self._changed.notify_all()
 
-    def drain(self) -> None:
-        """Wait until everything that was asked for is ready, so that `ready` and the collector's state belong together.
+    def drain(self, step: int) -> None:
+        """Wait for what runs, and for step number `step` if it was asked for: what comes next in the run then does not
+        depend on whether it goes on or is resumed.
 
-        Raises what the thread raised, unless `collect` has done so: then what is ready is all there will be.
+        Raises what the thread raised, unless that was raised before: then what is ready is all there will be.
         """
         if self._thread and not self._surfaced:
-            self._wait(lambda: self._collected == self._wanted)
+            self._settle(step)
+
+    def end(self, step: int) -> None:
+        """Begin no step after number `step` any more: the run ends before it."""
+        with self._changed:
+            self._end = step
+
+    def _settle(self, step: int) -> None:
+        """Wait for all that has begun by now, and for step number `step` if it was asked for. Collective."""
+        with self._changed:
+            begun = max(self._started, min(step, self._wanted))
+        begun = self.world.broadcast_object(begun)
+        self._wait(lambda: self._collected >= begun)
 
     def in_main(self, work: Callable[[], T]) -> T:
         """Have the main thread do `work` when it next waits for rollouts, between two steps' updates.
@@ -152,32 +193,65 @@ class Ahead:
         done: T = errand.result.result()  # always set: by the main thread, or by `close`
         return done
 
-    def close(self) -> None:
-        """End the thread. A request that does not end in time is left to end with the process."""
+    def close(self, wait: bool = True) -> None:
+        """End the thread. What does not end in time, or at once if not `wait`, is left to end with the process."""
         with self._changed:
             self._closing = True
             if self._errand:
                 self._errand.result.set_exception(RunError("the run has ended"))
                 self._errand = None
             self._changed.notify_all()
-        if self._thread:
+        if self._thread and wait:
             self._thread.join(CLOSE_SECONDS)
             if self._thread.is_alive():
                 logger.warning("rollouts were still being collected %g s after the end of the run", CLOSE_SECONDS)
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        """Until `done`, in the main thread, or raise the thread's error: all that it does has deadlines of its own."""
+        """Until `done` in every process, in the main thread; does errands, raises the thread's error. Collective.
+
+        The processes settle after each look what it has come to, so that all of them return, do an errand or raise at
+        the same point, however far their threads are. What is done counts more than an error after it. All that the
+        threads do has deadlines of its own.
+        """
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._error or self._errand or done())
-                if self._error:
-                    self._surfaced = True
-                    raise self._error
-                if done():  # first, so that several processes run an errand at the same point
-                    return
-                errand, self._errand = self._errand, None
-            if errand:
-                errand.run()
+            news = self.world.gather_objects([self._look(done)])
+            failed = [one for one in news if one.state == "failed"]
+            if failed:
+                raise self._failure(failed[0])
+            if all(one.state == "done" for one in news):
+                return
+            if all(one.state == "errand" for one in news):
+                self._do_errand()
+
+    def _look(self, done: Callable[[], bool]) -> News:
+        """This process's news when there are any; with several processes, also after a while."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: done() or self._error or self._errand, POLL_SECONDS if self.world.size > 1 else None
+            )
+            if done():
+                return News("done")
+            if self._error:
+                return News.of(self._error)
+            return News("errand" if self._errand else "waiting")
+
+    def _do_errand(self) -> None:
+        """Raises what the errand raised, once the thread has too: it has no other way to go on."""
+        with self._changed:
+            errand, self._errand = self._errand, None
+        assert errand is not None
+        errand.run()
+        if error := errand.result.exception():
+            raise self._failure(News.of(error))
+
+    def _failure(self, told: News) -> BaseException:
+        """The thread's own error if it is of the kind that the processes have settled on; the one told of if not."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error, GRACE_SECONDS)
+            self._surfaced = True
+            if self._error and isinstance(self._error, EngineGone) == told.gone:
+                return self._error
+        return EngineGone(told.said) if told.gone else RunError(told.said)
 
     def _fresh(self, collected: Collected, step: int) -> Collected:
         """Without groups that have become too old, and with what there is to tell about age."""
@@ -209,6 +283,7 @@ class Ahead:
                     with self._changed:
                         self._ready.append(collected)
                         self._collected += 1
+                        self._drawn = self.collector.draws, self.collector.carried
                         self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001 - the main thread raises it
             with self._changed:
@@ -219,16 +294,16 @@ class Ahead:
         """Wait for a step to collect, and for the main process to begin it; False at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._collected < min(self._wanted, self._allowed))
-            if self._closing:
+            if self._collected >= self._wanted:
                 return False
-            self._started += 1
-        self.world.broadcast_object(None)
-        return True
+            begins = not self._closing  # if not, the other processes wait to hear it
+            self._started += begins
+        return self.world.broadcast_object(begins)
 
     @property
     def _allowed(self) -> float:
-        """The last step that may begin before a sync; the other processes begin when the main one does."""
-        return self._last if self.world.is_main else math.inf
+        """The last step that may begin; the other processes begin when the main one does."""
+        return min(self._last, self._end) if self.world.is_main else math.inf
 
     def _timed(self) -> Collected:
         start = time.perf_counter()

@@ -81,8 +81,22 @@ def assemble(
     if run.model.lora.rank:
         recorder.view.note(f"LoRA trains {trained_share(policy.model)}")
     rollout = run.rollout
+
+    def recover() -> None:
+        """The thread that generates must not send weights that an update is changing."""
+        trainer.ahead.in_main(trainer.sync_again)
+
     engine = run.engine.connect(
-        EngineContext(job, policy, tokenizer, world, run.sync, rollout.in_flight, rollout.sampling)
+        EngineContext(
+            job,
+            policy,
+            tokenizer,
+            world,
+            run.sync,
+            rollout.in_flight,
+            rollout.sampling,
+            recover if rollout.max_staleness else None,
+        )
     )
     scorer = Scorer(run.reward, run.rollout.max_reward_errors)
     sampler = Sampler(world, engine, tokenizer, scorer)
@@ -103,9 +117,6 @@ def assemble(
         stop=stop,
         state=state,
     )
-    if run.rollout.max_staleness and hasattr(engine, "recover"):
-        # the thread that generates must not send weights that an update is changing
-        engine.recover = lambda: trainer.ahead.in_main(trainer.sync_again)
     return trainer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -145,8 +146,9 @@ class Trainer:
 
     def checkpoint(self) -> None:
         """Save everything a resume needs."""
-        self.ahead.drain()
-        self.state = replace(self.state, draws=self.collector.draws, seconds=self.seconds)
+        self.ahead.drain(self.state.step + 1)
+        progress = self.ahead.progress
+        self.state = replace(self.state, draws=progress.draws, seconds=self.seconds)
         if self.world.is_main:
             self.recorder.stage("checkpoint")
             folder = self.recorder.run_dir.checkpoints
@@ -158,17 +160,19 @@ class Trainer:
                 self.tokenizer,
                 self.updater.optimizer,
                 moving.model if moving else None,
-                self.collector.carried,
-                [(step.groups, step.metrics) for step in self.ahead.ready],
+                progress.carried,
+                [(step.groups, step.metrics) for step in progress.ready],
             )
             checkpoint.prune(folder, self.run.checkpoint.keep)
         self.world.barrier()
 
     def close(self) -> None:
         """Stop what this process has started."""
-        self.engine.close()
-        self.ahead.close()
-        self.collector.sampler.scorer.close()
+        interrupted = isinstance(sys.exception(), KeyboardInterrupt)  # by a second signal: nobody wants to wait
+        with ExitStack() as closing:  # from the last to the first, each whatever the others do
+            closing.callback(self.collector.sampler.scorer.close)
+            closing.callback(self.engine.close)
+            closing.callback(self.ahead.close, wait=not interrupted)
 
     @property
     def seconds(self) -> float:
@@ -186,6 +190,7 @@ class Trainer:
     def raise_if_stopped(self) -> None:
         """After a signal to any process: checkpoint, then raise Stopped. Collective."""
         if self.world.any(self.stop.asked()):
+            self.ahead.end(self.state.step + 1)
             self.checkpoint()
             raise Stopped(
                 f"{self.stop.received or 'asked to stop'} after step {self.state.step}; "
@@ -194,8 +199,9 @@ class Trainer:
 
     def stopped_by(self, gone: EngineGone) -> Stopped:
         """Checkpoint the last whole step; the error that ends the run. Collective."""
+        self.ahead.end(self.state.step + 1)
         with suppress(EngineGone):  # told already
-            self.ahead.drain()
+            self.ahead.drain(self.state.step + 1)
         self.checkpoint()
         return Stopped(
             f"{gone}; stopped after step {self.state.step}, which is saved; when there is a server again, go on with: "

@@ -104,10 +104,36 @@ def test_two_processes_collect_the_same(engine: list[str], staleness: int, tmp_p
 
 
 def test_training_and_sampling_take_place_at_the_same_time(engine: list[str], tmp_path: Path) -> None:
-    rows = trained(tmp_path / "run", *engine, "engine.slow=0.4", "rollout.max_staleness=1", "train.steps=4")
-    for row in rows[1:]:
-        assert row["time/generate"] >= 0.4
-        assert row["time/rollout"] <= row["time/generate"] - 0.5 * row["time/train"]
+    """The engine answers once the policy has changed since it was asked: the run only ends if both go on together."""
+    options = ["engine.meanwhile=true", "rollout.max_staleness=1", "train.steps=4"]
+    options += ["optim.weight_decay=0.1"]  # weights change also where no reward differs
+    rows = trained(tmp_path / "run", *engine, *options)
+    assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_engine_that_is_lost_while_a_step_trains_is_synced_again(
+    engine: list[str], processes: int, tmp_path: Path
+) -> None:
+    """By the thread that trains, between two steps: the completions are of the weights after the step."""
+    options = ["engine.lost=2", "rollout.max_staleness=1", "train.steps=4", f"hardware.processes={processes}"]
+    rows = trained(tmp_path / "run", *engine, *options, "hardware.timeout=60")
+    assert [row["staleness/max"] for row in rows] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_engine_that_is_gone_while_a_step_trains_ends_the_run_with_a_checkpoint(
+    engine: list[str], processes: int, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    options = [*engine, "engine.lost=4", "engine.gone=true", "rollout.max_staleness=1", "train.steps=9"]
+    options += [f"hardware.processes={processes}", "hardware.timeout=60", f"hydra.run.dir={run}"]
+    code, out = finish(start(*RUN, *options), timeout=120)
+    assert code == 3, out
+    assert "the engine stays away" in out
+    assert "Traceback" not in out
+    assert len(metrics(run)) == 3
+    assert (run / "checkpoints" / "step_000003").exists()
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -123,7 +149,8 @@ def test_an_engine_that_breaks_ends_the_run_with_its_error(engine: list[str], pr
 def test_a_signal_ends_the_run_after_a_checkpoint_and_a_second_one_at_once(engine: list[str], tmp_path: Path) -> None:
     for signals, code in ((1, 3), (2, 1)):
         run = tmp_path / f"{signals}"
-        options = [*engine, "rollout.max_staleness=1", "train.steps=999", "engine.slow=1"]
+        options = [*engine, "rollout.max_staleness=1", "train.steps=999"]
+        options += ["engine.slow=1"] if signals == 1 else ["engine.stuck=2"]
         process = start(*RUN, *options, f"hydra.run.dir={run}")
         deadline = time.monotonic() + 120
         while not (run / "metrics.jsonl").exists():
@@ -136,6 +163,8 @@ def test_a_signal_ends_the_run_after_a_checkpoint_and_a_second_one_at_once(engin
         got, out = finish(process, timeout=30)
         assert got == code, out
         assert "Traceback" not in out
+        log = (run / "run.log").read_text() if (run / "run.log").exists() else ""
+        assert "still being collected" not in log, "the second signal waits for nothing"
     assert (tmp_path / "1" / "checkpoints").exists()
 
 

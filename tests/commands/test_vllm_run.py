@@ -3,67 +3,54 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
+from commands.family import Family, wait_for_steps
 from commands.running import SMALL, finish, metrics, start
-
-from grpocli.launch.guard import alive
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 RUN = ["train", *SMALL, "train.steps=5", "engine=vllm"]
 
 
-def servers(marker: Path) -> list[int]:
-    """Processes whose environment or command line names a folder of this test."""
-    found = []
-    for proc in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (proc / "environ").read_bytes() + (proc / "cmdline").read_bytes()
-        except OSError:
-            continue  # it has ended, or is not ours
-        if str(marker).encode() in text and int(proc.name) != os.getpid() and alive(int(proc.name)):
-            found.append(int(proc.name))
-    return found
-
-
 def assert_synced(run: Path) -> None:
     rows = metrics(run)
-    assert [row["weight_version"] for row in rows] == [1, 2, 3, 4, 5]
+    assert len(rows) >= 5
+    assert [row["weight_version"] for row in rows] == list(range(1, len(rows) + 1))
     assert all(row["token_mult_prob_error"] < 1.02 for row in rows)
     assert all(row["sync/bytes"] > 0 for row in rows[1:])
 
 
-def test_a_run_starts_syncs_and_stops_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRPOCLI_TEST_MARK", str(tmp_path))
-    code, out = finish(start(*RUN, f"hydra.run.dir={tmp_path}/run"))
-    assert code == 0, out
+def until_signal(run: Path, steps: int, number: signal.Signals) -> int:
+    """Start a long run, send it a signal after some steps; its exit code. Nothing of it is left."""
+    family = Family()
+    process = start(*RUN, "train.steps=1000", f"hydra.run.dir={run}")
+    try:
+        wait_for_steps(run, steps, process)
+        assert len(family.engines()) == 1
+        memory = family.memory()
+        process.send_signal(number)
+        code, _ = family.wait(process, 60)
+    finally:
+        process.kill()
+        finish(process)
+    family.assert_gone(memory)
+    return code
+
+
+def test_a_run_starts_syncs_and_stops_its_server(tmp_path: Path) -> None:
+    assert until_signal(tmp_path / "run", 5, signal.SIGTERM) == 3, "it stops after a step, with a checkpoint"
     assert_synced(tmp_path / "run")
-    assert servers(tmp_path) == []
 
 
-def test_a_killed_run_leaves_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRPOCLI_TEST_MARK", str(tmp_path))
-    process = start(*RUN, "train.steps=1000", f"hydra.run.dir={tmp_path}/run")
-    deadline = time.monotonic() + 240
-    while not (tmp_path / "run" / "metrics.jsonl").exists():
-        assert process.poll() is None, finish(process)
-        assert time.monotonic() < deadline, "no step within 240 s"
-        time.sleep(0.1)
-    process.kill()
-    finish(process)
-    deadline = time.monotonic() + 30
-    while servers(tmp_path):
-        assert time.monotonic() < deadline, f"still running: {servers(tmp_path)}"
-        time.sleep(0.2)
+def test_a_killed_run_leaves_no_server(tmp_path: Path) -> None:
+    assert until_signal(tmp_path / "run", 1, signal.SIGKILL) == -signal.SIGKILL
 
 
-def test_two_processes_use_the_server_of_another_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRPOCLI_TEST_MARK", str(tmp_path))
+def test_two_processes_use_the_server_of_another_terminal(tmp_path: Path) -> None:
+    family = Family()
     serve = start("vllm-serve", "model.warm_start_steps=20", "port=0", "max_model_len=64")
     try:
         url = None
@@ -74,13 +61,15 @@ def test_two_processes_use_the_server_of_another_terminal(tmp_path: Path, monkey
             if "stop with Ctrl-C" in line:
                 break
         assert url is not None, "vllm-serve ended without an address"
-        code, out = finish(
+        assert len(family.engines()) == 1
+        code, out = family.wait(
             start(*RUN, f"engine.base_url={url}", "hardware.processes=2", f"hydra.run.dir={tmp_path}/run")
         )
         assert code == 0, out
         assert_synced(tmp_path / "run")
+        memory = family.memory()
     finally:
         serve.send_signal(signal.SIGINT)
         code, out = finish(serve, timeout=60)
     assert code == 0, out
-    assert servers(tmp_path) == []
+    family.assert_gone(memory)

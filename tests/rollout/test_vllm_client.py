@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -84,12 +85,28 @@ def test_the_first_failure_does_not_wait_for_the_others(stand_in: StandIn, clien
     assert time.monotonic() - began < 3
 
 
-def test_deadline(stand_in: StandIn) -> None:
-    def answer(path: str, body: Any) -> tuple[int, Any]:
-        time.sleep(2)
-        return 200, {}
+class Busy:
+    """What a server shows while it owes an answer for `seconds`; `tokens` more are computed between two looks."""
 
-    stand_in.answer = answer
+    def __init__(self, stand_in: StandIn, seconds: float, tokens: int = 0, paused: bool = False) -> None:
+        self.seconds, self.tokens, self.paused, self.computed = seconds, tokens, paused, 0
+        stand_in.answer = self.answer
+
+    def answer(self, path: str, body: Any) -> tuple[int, Any]:
+        if path == "/health":
+            return 200, {}
+        if path == "/is_paused":
+            return 200, {"is_paused": self.paused}
+        if path == "/metrics":
+            self.computed += self.tokens
+            counts = f'vllm:generation_tokens_total{{engine="0",model_name="policy"}} {self.computed}.0'
+            return 200, f"# TYPE vllm:generation_tokens_total counter\n{counts}\n".encode()
+        time.sleep(0.01 if body == {"token_ids": [0], "model": "policy"} else self.seconds)
+        return 200, {"choices": [choice([5])]}
+
+
+def test_a_server_that_does_nothing_is_stuck(stand_in: StandIn) -> None:
+    Busy(stand_in, seconds=2)
     (client,) = clients_of(stand_in, timeout=0.2)
     for call in (client.pause, lambda: asyncio.run(client.generate({}))):
         client.lost = None
@@ -98,10 +115,63 @@ def test_deadline(stand_in: StandIn) -> None:
         assert client.lost is caught.value
 
 
+@pytest.mark.parametrize("shows", [{"tokens": 1}, {"paused": True}], ids=["it computes", "it is paused"])
+def test_a_slow_server_that_works_is_waited_for(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, shows: dict[str, Any]
+) -> None:
+    """A request may queue in it for longer than the timeout, but not for ever."""
+    monkeypatch.setattr(vllm_client, "HEARTBEAT", 0.05)
+    (client,) = clients_of(stand_in, timeout=0.3)
+    Busy(stand_in, seconds=1.5, **shows)
+    assert asyncio.run(client.generate({}))
+    Busy(stand_in, seconds=20, **shows)
+    began = time.monotonic()
+    with pytest.raises(ServerGone, match=r"within 10 times engine\.request_timeout=0\.3 s"):
+        asyncio.run(client.generate({}))
+    assert 2.9 < time.monotonic() - began < 15
+
+
+def test_a_pause_of_the_server_is_no_reason_to_wait_for_the_pause_itself(stand_in: StandIn) -> None:
+    Busy(stand_in, seconds=3, paused=True)
+    (client,) = clients_of(stand_in, timeout=0.2)
+    with pytest.raises(ServerGone, match=r"did not answer /pause\?mode=wait"):
+        client.pause()
+
+
+def test_answers_to_other_requests_show_that_a_server_works(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    Busy(stand_in, seconds=2)
+    (client,) = clients_of(stand_in, timeout=1)
+    found: list[Any] = []
+    slow = threading.Thread(target=lambda: found.append(asyncio.run(client.generate({"token_ids": [1]}))))
+    slow.start()
+    while slow.is_alive():
+        asyncio.run(client.generate({"token_ids": [0]}))
+        time.sleep(0.1)
+    assert found
+    assert client.lost is None
+
+
+def test_adapters_are_in_use_while_requests_wait(client: Client, stand_in: StandIn) -> None:
+    seen: list[set[str]] = []
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        seen.append(client.adapters_in_use())
+        return 200, {"choices": [choice([5])]}
+
+    stand_in.answer = answer
+    for version in range(3):
+        client.model = f"policy-v{version}"
+        asyncio.run(client.generate({}))
+    assert seen == [{"policy-v0"}, {"policy-v1"}, {"policy-v2"}]
+    assert client.adapters_in_use() == set()
+    assert not client._under_way, "a run has thousands of versions"
+
+
 def test_a_server_that_is_gone(stand_in: StandIn, tmp_path: Path) -> None:
     log = tmp_path / "vllm.log"
-    log.write_text("(EngineCore pid=1) ERROR [core.py:1] MemoryError: no memory\n")
-    client = Client(Endpoint(stand_in.url, "key", "/nowhere", str(log)), timeout=5)
+    before = "RuntimeError: of the server that was here before\n"
+    log.write_text(before + "(EngineCore pid=1) ERROR [core.py:1] MemoryError: no memory\n")
+    client = Client(Endpoint(stand_in.url, "key", "/nowhere", str(log), log_from=len(before)), timeout=5)
     stand_in.close()
     for call in (client.weight_version, lambda: asyncio.run(client.generate({}))):
         client.lost = None

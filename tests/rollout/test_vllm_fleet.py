@@ -15,10 +15,12 @@ from rollout.vllm_tiny import Alone
 
 from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import EngineError, EngineGone
+from grpocli.rollout.vllm import fleet
 from grpocli.rollout.vllm.client import Client, Refused
+from grpocli.rollout.vllm.comeback import Lost
 from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.engine import VllmEngine
-from grpocli.rollout.vllm.fleet import AT_ONCE, Fleet
+from grpocli.rollout.vllm.fleet import Fleet
 
 
 class Vllm(StandIn):
@@ -71,7 +73,10 @@ class Comes:
     def look(self, clients: Sequence[Client]) -> None:
         return
 
-    def wait(self, index: int, before: Endpoint, reason: str) -> Endpoint:
+    def wait(self, lost: Lost) -> list[Endpoint]:
+        return [self._next(index, *told) for index, told in lost.items()]
+
+    def _next(self, index: int, before: Endpoint, reason: str) -> Endpoint:
         self.waited.append(index)
         if not self.servers:
             raise EngineGone(f"none is left ({reason})")
@@ -83,12 +88,16 @@ class Syncs:
 
     def __init__(self, clients: Sequence[Client]) -> None:
         self.clients, self.versions = clients, list[int]()
+        self.released = 0
 
     def __call__(self, version: int) -> dict[str, float]:
         self.versions.append(version)
         for client in self.clients:
             client.resume()
         return {"sync/bytes": 1.0}
+
+    def release(self) -> None:
+        self.released += 1
 
     def close(self) -> None:
         return
@@ -119,15 +128,30 @@ def test_a_group_goes_to_the_server_with_the_fewest_outstanding_completions(serv
     assert sorted(two.asked) == [1, 2, 3]
 
 
-def test_a_fast_server_does_more_and_answers_keep_their_order(serve: Callable[..., Vllm]) -> None:
-    slow, fast = serve(seconds=0.5), serve(seconds=0.01)
-    count = 4 * AT_ONCE
+def test_a_fast_server_does_more_and_answers_keep_their_order(
+    serve: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slow one answers nothing before the fast one has done all that the slow one has no room for."""
+    monkeypatch.setattr(fleet, "AT_ONCE", 4)
+    slow, fast = serve(), serve()
+    go_on, count = threading.Event(), 20
+    respond = slow.respond
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        assert path != "/inference/v1/generate" or go_on.wait(30)
+        return respond(path, body)
+
+    def count_answers(path: str, body: Any) -> tuple[int, Any]:
+        if len(fast.asked) == count - 4 - 1:
+            go_on.set()
+        return fast.respond(path, body)
+
+    slow.answer, fast.answer = answer, count_answers
     engine, _ = engine_of([slow, fast], Comes())
     assert prompts_of(engine.generate(requests(count), Sampling(2))) == [10 + i for i in range(count)]
-    assert len(slow.asked) + len(fast.asked) == count
-    assert slow.most <= AT_ONCE
-    assert fast.most <= AT_ONCE
-    assert len(fast.asked) > 1.5 * len(slow.asked)
+    assert len(slow.asked) == 4
+    assert len(fast.asked) == count - 4
+    assert fast.most <= 4
 
 
 def test_when_one_of_two_dies_only_what_it_owed_is_asked_again(serve: Callable[..., Vllm]) -> None:
@@ -190,7 +214,7 @@ def test_a_server_that_does_not_come_back(serve: Callable[..., Vllm]) -> None:
 def test_a_server_that_hangs_is_given_up_after_the_timeout(serve: Callable[..., Vllm]) -> None:
     hangs, lives = serve(seconds=3), serve()
     engine, _ = engine_of([hangs], Comes(lives))
-    engine.fleet.clients[0].timeout = 0.3
+    engine.fleet.clients[0].timeout = 0.3  # it says that it is well, and does nothing
     began = time.monotonic()
     assert prompts_of(engine.generate(requests(3), Sampling(2))) == [10, 11, 12]
     assert time.monotonic() - began < 2
@@ -233,11 +257,78 @@ def test_a_thread_that_generates_leaves_the_recovery_to_the_main_one(serve: Call
 
 def test_a_new_server_gets_no_requests_before_it_has_the_weights(serve: Callable[..., Vllm]) -> None:
     new = serve()
-    fleet = Fleet(clients_of(serve(lives=0)))
-    fleet.replace(0, Endpoint(new.url, "key", "/nowhere"))
-    assert fleet.complete(bodies(1)) == [None]
-    fleet.open()
-    assert fleet.complete(bodies(1)) != [None]
+    one = Fleet(clients_of(serve(lives=0)))
+    one.replace(0, Endpoint(new.url, "key", "/nowhere"))
+    assert one.complete(bodies(1)) == [None]
+    one.open()
+    assert one.complete(bodies(1)) != [None]
+
+
+def test_a_request_that_waits_for_room_does_not_go_to_a_server_that_has_been_replaced(
+    serve: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "AT_ONCE", 1)
+    dies, lives, new = serve(), serve(), serve()
+    under_way, replaced = threading.Event(), threading.Event()
+    two = Fleet(clients_of(dies, lives))
+
+    def die(path: str, body: Any) -> tuple[int, Any]:
+        if path == "/inference/v1/generate":
+            under_way.set()
+            assert replaced.wait(10)
+        return 503, {}
+
+    def wait(path: str, body: Any) -> tuple[int, Any]:
+        assert replaced.wait(10)
+        return lives.respond(path, body)
+
+    dies.answer, lives.answer = die, wait
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(two.complete(bodies(1, 2, 1))))
+    thread.start()  # the first and, behind it, the third go to the one that dies
+    assert under_way.wait(10)
+    two.replace(0, Endpoint(new.url, "key", "/nowhere"))
+    replaced.set()
+    thread.join(20)
+    assert new.asked == []
+    assert sorted(lives.asked) == [0, 1, 2]
+    assert None not in found
+
+
+def test_answers_beside_a_sync_that_failed_are_not_used(serve: Callable[..., Vllm]) -> None:
+    """The server may have sampled them with any weights, and under the version before."""
+    server = serve()
+    engine, sync = engine_of([server], Comes())
+    go_on, asked = threading.Event(), threading.Event()
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        if path != "/inference/v1/generate":
+            return 400, {"error": "no such weights"}
+        asked.set()
+        assert go_on.wait(10)
+        return server.respond(path, body)
+
+    server.answer = answer
+    raised: list[EngineError] = []
+
+    def collect() -> None:
+        try:
+            engine.generate(requests(1), Sampling(2))
+        except EngineError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    assert asked.wait(10)
+    with pytest.raises(Refused, match="no such weights"):
+        engine.sync(4)
+    assert sync.released == 1
+    go_on.set()
+    thread.join(10)
+    assert "no such weights" in str(raised[0])
+    server.answer = server.respond
+    engine.sync(4)
+    assert engine.generate(requests(1), Sampling(2))[0][0].version == 4
 
 
 class Together:

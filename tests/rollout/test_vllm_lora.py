@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,7 +23,7 @@ from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.sync import Sync
 from grpocli.rollout.vllm import adapter
 from grpocli.rollout.vllm.adapter import AdapterSync, lora_environment, lora_flags, lora_misfit
-from grpocli.rollout.vllm.client import MODEL, Client
+from grpocli.rollout.vllm.client import MODEL, Client, ServerGone
 from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.fleet import Fleet
 from grpocli.rollout.vllm.options import Vllm
@@ -233,6 +234,28 @@ def test_ranks_are_those_of_vllm() -> None:
     from vllm.config.lora import MaxLoRARanks
 
     assert get_args(MaxLoRARanks) == adapter.RANKS
+
+
+def test_the_first_failure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that dies while it loads cannot be resumed either."""
+
+    class Dies:
+        def adapters(self) -> dict[str, Path]:
+            return {}
+
+        def pause(self, mode: str) -> None:
+            raise ServerGone("it died during /pause")
+
+        def resume(self) -> None:
+            raise ServerGone("it is gone (/resume)")
+
+    monkeypatch.setattr(adapter, "adapter_tensors", lambda model: [])
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=50))
+    policy = SimpleNamespace(model=SimpleNamespace(config=config))
+    job = SimpleNamespace(dtype="float32")
+    context: Any = SimpleNamespace(job=job, policy=policy, world=Alone(), sync=Sync(), in_flight=False)
+    with pytest.raises(ServerGone, match="it died during /pause"):
+        AdapterSync([Dies()], context)._send(1, set())  # type: ignore[list-item]
 
 
 def test_without_lora_a_server_takes_no_adapters() -> None:

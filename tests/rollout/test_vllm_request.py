@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grpocli.data import Request, Sampling
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.vllm.request import check_temperature, completions, sampling_params
 
 REQUEST = Request([5], 2, seed=0)
@@ -36,6 +36,15 @@ def test_versions_of_the_tokens(labels: Any, version: int, spans: Any) -> None:
     for one in completions([choice, choice], REQUEST, Sampling(4), version=7):
         assert (one.version, one.spans) == (version, spans)
         assert one.spans is None or sum(n for _, n in one.spans) == len(one.token_ids)
+
+
+def test_weights_that_the_run_has_not_sent_are_refused() -> None:
+    """Once every server has been synced, a label that is no number is of another server, or another program."""
+    logprobs = {"content": [{"logprob": -0.5}] * 4}
+    labels = [label("7", 0, 2), label("default", 2, 4)]
+    choice = {"token_ids": [1] * 4, "logprobs": logprobs, "finish_reason": "length", "weight_versions": labels}
+    with pytest.raises(EngineError, match='weights of version "default", which this run has not sent'):
+        completions([choice, choice], REQUEST, Sampling(4), version=7, synced=True)
 
 
 def test_text_is_decoded_for_stop_strings_alone() -> None:

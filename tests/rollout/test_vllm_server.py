@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -15,12 +16,14 @@ from typing import Any
 import pytest
 
 from grpocli.errors import ConfigError, EngineError
+from grpocli.launch.guard import guarded
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.vllm import heads
 from grpocli.rollout.vllm import server as vllm_server
+from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.log import failure_cause
 from grpocli.rollout.vllm.options import Vllm
-from grpocli.rollout.vllm.server import Spec, address, command, environment, serving
+from grpocli.rollout.vllm.server import Spec, address, command, environment, serving, wait_healthy
 from grpocli.rollout.vllm.transport import BACKENDS
 
 SPEC = Spec("/models/m", "float32", seed=3, port=8001, max_model_len=256)
@@ -234,6 +237,73 @@ def test_a_server_that_does_not_answer_in_time(monkeypatch: pytest.MonkeyPatch, 
     options = replace(Vllm(), start_timeout=1)
     with pytest.raises(EngineError, match=r"/health within 1 s \(engine\.start_timeout\)"), options.launch(job):
         pass
+
+
+OTHER = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Other(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" or "Bearer ours" in str(self.headers) else 401)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Other).serve_forever()
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "code", "said"),
+    [
+        ("ours", "import time; time.sleep(60)", None),
+        ("theirs", "import time; time.sleep(60)", r"did not answer /health within 2 s"),
+        ("ours", "raise SystemExit(7)", r"ended with exit code 7 while it started"),
+    ],
+    ids=["it is ours", "another has the port", "ours has ended"],
+)
+def test_only_a_server_that_lives_and_takes_our_key_is_healthy(key: str, code: str, said: str | None) -> None:
+    """Two servers may have been given the same port; `/health` asks for no key."""
+    port = vllm_server.free_port()
+    url = f"http://127.0.0.1:{port}"
+    with (
+        guarded([sys.executable, "-c", OTHER, str(port)], name="other", grace=0.2),
+        guarded([sys.executable, "-c", code], name="ours", grace=0.2) as process,
+    ):
+        deadline = time.monotonic() + 20
+        while not listens(port) or (said and "7" in said and process.poll() is None):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        if said is None:
+            wait_healthy(process, Endpoint(url, key, ""), timeout=10)
+            return
+        with pytest.raises(EngineError, match=said):
+            wait_healthy(process, Endpoint(url, key, ""), timeout=2)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_free_port_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may offer one again before its server listens there."""
+    offered = iter([5001, 5001, 5002])
+
+    class Probe:
+        def __enter__(self) -> Probe:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return
+
+        def bind(self, where: object) -> None:
+            return
+
+        def getsockname(self) -> tuple[str, int]:
+            return "127.0.0.1", next(offered)
+
+    monkeypatch.setattr("grpocli.rollout.vllm.server.socket.socket", Probe)
+    assert [vllm_server.free_port(), vllm_server.free_port()] == [5001, 5002]
 
 
 @pytest.mark.parametrize("tries", [2, 5])

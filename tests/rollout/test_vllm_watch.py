@@ -18,9 +18,9 @@ import pytest
 from grpocli.errors import ConfigError, EngineError, EngineGone
 from grpocli.launch.guard import Guarded, guarded
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.vllm import given, launch
+from grpocli.rollout.vllm import comeback, given, launch
 from grpocli.rollout.vllm.comeback import Given, Own
-from grpocli.rollout.vllm.endpoint import Endpoint, run_file, run_files
+from grpocli.rollout.vllm.endpoint import Endpoint, lost_file, run_file, run_files
 from grpocli.rollout.vllm.options import Vllm
 from grpocli.rollout.vllm.watch import Watched
 
@@ -103,7 +103,7 @@ def test_a_server_that_the_trainer_reports_is_replaced_once(tmp_path: Path) -> N
     with watched(tmp_path, starts, max_restarts=5):
         before = told(tmp_path)
         for _ in range(2):
-            found = own.wait(0, before, "it hangs")
+            (found,) = own.wait({0: (before, "it hangs")})
             assert found.generation == 1
             assert found.url != before.url
         assert len(starts.running) == 2
@@ -114,7 +114,28 @@ def test_a_server_that_the_trainer_reports_is_replaced_once(tmp_path: Path) -> N
 def test_a_trainer_is_told_why_no_server_comes(tmp_path: Path) -> None:
     starts, own = Starts(), Own(Vllm(), job_in(tmp_path))
     with watched(tmp_path, starts, max_restarts=0), pytest.raises(EngineGone, match=r"it hangs; .*max_restarts=0"):
-        own.wait(0, told(tmp_path), "it hangs")
+        own.wait({0: (told(tmp_path), "it hangs")})
+
+
+def test_all_lost_servers_have_one_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes wait in a collective call meanwhile. Each of them is reported before the first is waited for."""
+    monkeypatch.setattr(comeback, "STOPPING", 0)
+    lost = {index: (Endpoint("http://x", "key", "/nowhere"), "it hangs") for index in range(3)}
+    for index, (endpoint, _) in lost.items():
+        endpoint.save(run_file(tmp_path, index))
+    dataclasses.replace(lost[0][0], generation=1).save(run_file(tmp_path, 0))
+    began = time.monotonic()
+    with pytest.raises(EngineGone, match="no other came in its place within 1 s"):
+        Own(Vllm(start_timeout=1, max_restarts=1), job_in(tmp_path)).wait(lost)
+    assert time.monotonic() - began < 1.9
+    assert all(lost_file(tmp_path, index).exists() for index in range(3))
+
+
+def test_a_trainer_that_outlives_its_launcher_does_not_wait(tmp_path: Path) -> None:
+    lost = {0: (Endpoint("http://x", "key", "/nowhere"), "it is gone")}
+    run_file(tmp_path).parent.mkdir()
+    with pytest.raises(EngineGone, match=r"^it is gone; the run is being ended"):
+        Own(Vllm(), job_in(tmp_path)).wait(lost)
 
 
 def test_a_given_server_is_waited_for_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,11 +152,11 @@ def test_a_given_server_is_waited_for_and_found_again(tmp_path: Path, monkeypatc
         return [after]
 
     monkeypatch.setattr(given, "given_servers", look)
-    assert Given(options, job_in(tmp_path)).wait(1, before, "it is gone") == after
+    assert Given(options, job_in(tmp_path)).wait({1: (before, "it is gone")}) == [after]
     came = time.monotonic() + 60
     began = time.monotonic()
     with pytest.raises(EngineGone, match=r"^it is gone; it did not come back within 1 s .*no vLLM server answers"):
-        Given(options, job_in(tmp_path)).wait(1, before, "it is gone")
+        Given(options, job_in(tmp_path)).wait({1: (before, "it is gone")})
     assert time.monotonic() - began < 3
 
 

@@ -63,3 +63,6 @@ def test_a_step_that_trained_on_nothing_is_told(tmp_path: Path, monkeypatch: pyt
     recorder.step(1, {"sampling/rounds": 10}, Collected([], torch.zeros(0, 2), {}))
     assert len(told) == 1
     assert "step 1 trained on nothing: of the groups sampled in 10 rounds, algorithm.keep.max_rounds" in told[0]
+    recorder.step(2, {"sampling/rounds": 1, "sampling/stale": 4}, Collected([], torch.zeros(0, 2), {}))
+    assert "step 2 trained on nothing: all 4 groups kept for it were sampled with weights older" in told[1]
+    assert "reward" not in told[1]

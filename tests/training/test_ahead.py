@@ -35,6 +35,9 @@ class Alone:
     def broadcast_object(self, item: Any) -> Any:
         return item
 
+    def gather_objects(self, items: Any) -> Any:
+        return items
+
 
 class Sampler:
     """Completions of `version`, the weights at the moment of a call, each allowed by `allow`.
@@ -128,10 +131,10 @@ def test_on_policy_there_is_no_thread() -> None:
             sync(one, sampler, step)
             sampler.allow(1)
             assert versions(one.collect(step)) == {step}
-            one.drain()
+            one.drain(step + 1)
         assert sampler.threads == {threading.get_ident()}
         assert threading.active_count() == before
-        assert one.ready == ()
+        assert one.progress.ready == ()
 
 
 def test_one_step_ahead_every_completion_is_one_version_old() -> None:
@@ -159,7 +162,7 @@ def test_the_next_step_is_sampled_while_this_one_trains() -> None:
         sampler.allow(1)
         one.collect(1)
         until(lambda: sampler.calls == [(1, [0, 1]), (1, [2, 3])])
-        assert one.ready == ()
+        assert one.progress.ready == ()
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 3])
@@ -172,7 +175,7 @@ def test_nothing_is_older_than_allowed(staleness: int) -> None:
             collected = one.collect(step)
             assert min(versions(collected)) >= step - staleness
             assert len(collected.groups) == 2
-            assert len(one.ready) <= staleness
+            assert len(one.progress.ready) <= staleness
             assert len(sampler.calls) <= step + staleness
 
 
@@ -250,8 +253,8 @@ def test_an_error_of_the_thread_is_raised_where_the_trainer_waits() -> None:
         with pytest.raises(EngineError, match="the server is gone"), one.quiet(2):
             pytest.fail("weights went to an engine that had failed")
         assert made.draws == drawn, "what failed was not drawn"
-        one.drain()  # for the checkpoint that a server's death is followed by
-        assert one.ready == ()
+        one.drain(2)  # for the checkpoint that a server's death is followed by
+        assert one.progress.ready == ()
         with pytest.raises(EngineError, match="the server is gone"):
             one.collect(2)
 
@@ -279,8 +282,57 @@ def test_a_checkpoint_s_drain_raises_an_error_that_nobody_has_seen() -> None:
         sampler.error = RunError("no")
         sampler.allow(1)
         with pytest.raises(RunError, match="no"):
-            one.drain()
-        one.drain()
+            one.drain(2)
+        one.drain(2)
+
+
+def test_what_is_ready_is_used_before_a_later_error_is_raised() -> None:
+    sampler = Sampler()
+    with ahead(collector(sampler), staleness=2, in_flight=True) as one:
+        sampler.allow(2)
+        one.collect(1)
+        until(lambda: len(one.progress.ready) == 1)
+        sampler.error = EngineError("the server is gone")
+        sampler.allow(1)
+        until(lambda: not one._thread.is_alive())  # type: ignore[union-attr]
+        assert uids(one.collect(2)) == [2, 3]
+        with pytest.raises(EngineError, match="the server is gone"):
+            one.collect(3)
+
+
+def test_before_the_end_only_what_runs_is_waited_for() -> None:
+    """What was asked for and has not begun is neither drawn nor saved: a resume draws it."""
+    sampler = Sampler()
+    made = collector(sampler)
+    with ahead(made, staleness=3) as one:
+        sampler.allow(1)
+        one.collect(1)
+        until(lambda: len(sampler.calls) == 2)
+        one.end(2)
+        sampler.allow(1)
+        one.drain(2)
+        progress = one.progress
+        assert [uids(ready) for ready in progress.ready] == [[2, 3]]
+        assert progress.draws == made.draws == 4
+        one.close()
+        assert not one._thread.is_alive()  # type: ignore[union-attr]
+        assert len(sampler.calls) == 2
+
+
+def test_a_checkpoint_in_between_saves_what_is_ready_and_no_draw_of_what_runs() -> None:
+    sampler = Sampler()
+    made = collector(sampler)
+    with ahead(made, staleness=3) as one:
+        sampler.allow(2)
+        one.collect(1)
+        one.drain(2)
+        until(lambda: len(sampler.calls) == 3 and made.draws == 6)
+        progress = one.progress
+        assert [uids(ready) for ready in progress.ready] == [[2, 3]]
+        assert progress.draws == 4
+        sampler.allow(9)
+        one.collect(2)
+        assert uids(one.collect(3)) == [4, 5], "the run goes on with it"
 
 
 def test_the_thread_can_have_work_done_by_the_waiting_trainer() -> None:
@@ -335,6 +387,8 @@ def test_close_gives_up_on_a_request_that_does_not_end(
         sync(one, sampler, 1)
         sampler.allow(1)
         one.collect(1)
+        one.close(wait=False)
+        assert caplog.text == ""
         one.close()
         assert "still being collected" in caplog.text
 
@@ -360,8 +414,8 @@ def test_a_run_restored_in_the_middle_does_the_same(tmp_path: Path) -> None:
     made = collector(sampler, *overrides)
     with ahead(made, steps=8) as one:
         halves = steps(one, sampler, 1, 4)
-        one.drain()
-        carry.save_steps([(c.groups, c.metrics) for c in one.ready], tmp_path)
+        one.drain(5)
+        carry.save_steps([(c.groups, c.metrics) for c in one.progress.ready], tmp_path)
         drawn = made.draws
 
     sampler = Sampler(script)

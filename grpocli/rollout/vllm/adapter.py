@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,9 @@ class AdapterSync:
             server.model, server.prepared = name, True
         return metrics
 
+    def release(self) -> None:
+        """A failed sync has let requests go on already: each has the adapter that it asks for, and its version."""
+
     def close(self) -> None:
         """Take this run's adapters out of the servers that are still there, and out of their folders."""
         if not self.world.is_main:
@@ -132,8 +136,11 @@ class AdapterSync:
         try:
             self._pause()
             each(self.servers, lambda server: self._load(server, name, version, tensors))
-        finally:
-            self._resume()
+        except GrpoError:
+            with suppress(EngineError):  # of a server that is gone; what went wrong before it is the cause to tell
+                self._resume()
+            raise
+        self._resume()
         for server, adapters in zip(self.servers, loaded, strict=True):
             self._retire(server, adapters, keep={server.model, *used})
             server.model = name

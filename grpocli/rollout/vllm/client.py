@@ -6,10 +6,11 @@ import asyncio
 import functools
 import ipaddress
 import ssl
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -18,11 +19,10 @@ import httpx
 
 from grpocli.errors import EngineError
 from grpocli.rollout.vllm.endpoint import Endpoint
-from grpocli.rollout.vllm.log import failure_cause
+from grpocli.rollout.vllm.patience import Patience, Signs, health
 
 CONNECT_TIMEOUT = 10.0
-HEALTH_TIMEOUT = 5.0
-HEARTBEAT = 5.0  # seconds between looks at the health of a server that an answer is awaited from
+HEARTBEAT = 5.0  # seconds between looks at a server that an answer is awaited from
 MODEL = "policy"  # the name under which the server offers its model
 ADAPTER = f"{MODEL}-v"  # and, with LoRA, its updates: this and their version
 GENERATE = "/inference/v1/generate"  # token ids in, token ids out
@@ -32,12 +32,15 @@ class Server(Protocol):
     """What a weight sync needs of one server, over HTTP or in this process.
 
     model: the name to ask completions of. prepared: whether this very server has had `init_transfer`; False again
-    when another one takes its place.
+    when another one takes its place. lost: how it was found to be gone; None while it answers.
     """
 
     endpoint: Endpoint
     model: str
     prepared: bool
+
+    @property
+    def lost(self) -> EngineError | None: ...
 
     def init_transfer(self, info: dict[str, Any]) -> None:
         """Make the server's side of the weight transfer, from what its backend needs to know."""
@@ -61,8 +64,15 @@ class Server(Protocol):
         """End the update; from here the server's weights have this version."""
         ...
 
-    def reset_prefix_cache(self) -> None:
-        """Forget what was computed with other weights. Raises EngineError if it cannot."""
+    def abandon_update(self) -> None:
+        """End an update that was left unfinished, if there is one; the weights are of no version."""
+        ...
+
+    def reset_prefix_cache(self, running: bool = False) -> None:
+        """Forget what was computed with other weights; `running`: also for requests that are frozen by a pause.
+
+        Raises EngineError if it cannot.
+        """
         ...
 
     def weight_version(self) -> str: ...
@@ -99,8 +109,11 @@ class Server(Protocol):
 
 
 class Client:
-    """One server. Every call has `timeout` seconds; what goes wrong is an EngineError that says which call.
+    """One server. What goes wrong with a call is an EngineError that says which call.
 
+    timeout: seconds for a call in which nothing shows that the server works: it answers no call of this process and
+    computes no token for anybody. So a request may queue in a busy server for longer, and a pause may wait for long
+    completions; where the server is paused its requests wait too. After `LONGEST` times as long a call is given up.
     lost: what told that the server is gone, stuck, or replaced by another; None while it answers.
     """
 
@@ -114,8 +127,10 @@ class Client:
         self.lost: ServerGone | None = None
         self._accepted = False  # whether this server has taken our key
         self._numbered = False  # whether its weights have had one of our versions
-        self._check_at = 0.0  # when its health is due to be looked at, if a call waits for it
+        self._look_at = 0.0  # when it is due to be looked at, if a call waits for it
+        self._signs = Signs()
         self._under_way: Counter[str] = Counter()  # requests, by the model they ask for
+        self._counting = threading.Lock()
 
     def close(self) -> None:
         """Nothing is held between calls."""
@@ -130,34 +145,41 @@ class Client:
         return asyncio.run(self._ask(self.endpoint, method, path, body))
 
     async def _ask(self, endpoint: Endpoint, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        """The answer's JSON. While it is waited for, the server's health is watched: one whose engine has died may
-        keep us waiting for ever."""
+        """The answer's JSON. While it is waited for, the server is looked at: one whose engine has died may keep us
+        waiting for ever, and one that has much to do must not be given up."""
+        signs = self._signs
+        patience = Patience(signs, self.timeout)
         try:
-            async with httpx.AsyncClient(**http_options(endpoint, self.timeout)) as http:
+            async with httpx.AsyncClient(**http_options(endpoint)) as http:
                 call = asyncio.ensure_future(http.request(method, path, json=body))
                 try:
-                    while not (await asyncio.wait({call}, timeout=HEARTBEAT))[0]:
-                        await self._check_alive(endpoint, http, path)
+                    while not (await asyncio.wait({call}, timeout=min(HEARTBEAT, patience.left)))[0]:
+                        await self._look(endpoint, http, path, patience)
                 finally:
                     call.cancel()
                     await asyncio.gather(call, return_exceptions=True)
                 response = call.result()
         except httpx.HTTPError as error:
-            raise self._gone(endpoint, unreachable(endpoint, path, error, self.timeout)) from error
+            raise self._gone(endpoint, unreachable(endpoint, path, error)) from error
+        signs.hear()
         if response.is_success:
             return self._taken(response)
         raise await self._failure(endpoint, path, response)
 
-    async def _check_alive(self, endpoint: Endpoint, http: httpx.AsyncClient, path: str) -> None:
-        """Raises ServerGone where nothing listens any more, or the engine is said to be dead.
+    async def _look(self, endpoint: Endpoint, http: httpx.AsyncClient, path: str, patience: Patience) -> None:
+        """Raises ServerGone where nothing listens any more, the engine is said to be dead, or patience is over.
 
         Of many calls that wait, one looks.
         """
-        if time.monotonic() < self._check_at:
+        if time.monotonic() < self._look_at and patience.left:
             return
-        self._check_at = time.monotonic() + HEARTBEAT
+        self._look_at = time.monotonic() + HEARTBEAT
+        where = f"the vLLM server at {endpoint.url}"
         if await health(http) is False:
-            raise self._gone(endpoint, f"the vLLM server at {endpoint.url} died during {path}{_cause(endpoint)}")
+            raise self._gone(endpoint, f"{where} died during {path}{endpoint.cause()}")
+        await patience.signs.look(http, pause_counts=path == GENERATE)
+        if not patience.left:
+            raise self._gone(endpoint, f"{where} did not answer {path}, {patience.problem}")
 
     async def generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The choices of one request, in order."""
@@ -176,12 +198,16 @@ class Client:
 
     @contextmanager
     def _asking(self, model: str) -> Iterator[None]:
-        under_way = self._under_way
-        under_way[model] += 1
+        counting, under_way = self._counting, self._under_way  # of this server, should another take its place
+        with counting:
+            under_way[model] += 1
         try:
             yield
         finally:
-            under_way[model] -= 1
+            with counting:
+                under_way[model] -= 1
+                if not under_way[model]:
+                    del under_way[model]
 
     def _taken(self, response: httpx.Response) -> Any:
         self._accepted = True
@@ -194,7 +220,7 @@ class Client:
         replaced = unknown_adapter or (response.status_code == 401 and self._accepted)
         died = False
         if response.status_code >= 500:
-            async with httpx.AsyncClient(**http_options(endpoint, self.timeout)) as http:
+            async with httpx.AsyncClient(**http_options(endpoint)) as http:
                 died = await health(http) is not True
         return self._gone(endpoint, str(refused)) if replaced or died else refused
 
@@ -223,7 +249,7 @@ class Client:
         try:
             self.post("/start_weight_update")
         except Refused:
-            self.post("/finish_weight_update", {})
+            self.abandon_update()
             self.post("/start_weight_update")
 
     def update(self, info: dict[str, Any]) -> None:
@@ -232,8 +258,12 @@ class Client:
     def finish_update(self, version: int) -> None:
         self.post("/finish_weight_update", {"weight_version": str(version)})
 
-    def reset_prefix_cache(self) -> None:
-        if not self.post("/reset_prefix_cache")["success"]:
+    def abandon_update(self) -> None:
+        with suppress(Refused):  # there is none
+            self.post("/finish_weight_update", {})
+
+    def reset_prefix_cache(self, running: bool = False) -> None:
+        if not self.post(f"/reset_prefix_cache?reset_running_requests={str(running).lower()}")["success"]:
             raise EngineError(f"the vLLM server at {self.endpoint.url} could not drop its prefix cache: requests run")
 
     def weight_version(self) -> str:
@@ -248,7 +278,8 @@ class Client:
         return {card["id"]: Path(card["root"]) for card in self.get("/v1/models")["data"] if card.get("parent")}
 
     def adapters_in_use(self) -> set[str]:
-        return {name for name, requests in self._under_way.items() if requests and name != MODEL}
+        with self._counting:
+            return set(self._under_way) - {MODEL}
 
     def load_adapter(self, name: str, folder: Path) -> None:
         self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
@@ -284,13 +315,16 @@ class ServerGone(EngineError):
     """The server cannot be reached, did not answer in time, or has lost its engine: only another one can help."""
 
 
-def http_options(endpoint: Endpoint, timeout: float) -> dict[str, Any]:
-    """Proxies are for other machines; connections are not kept, since an idle one may be closed under us."""
+def http_options(endpoint: Endpoint) -> dict[str, Any]:
+    """Proxies are for other machines; connections are not kept, since an idle one may be closed under us.
+
+    Only connecting has a deadline of httpx: for the rest `Patience` has one.
+    """
     host = urlsplit(endpoint.url).hostname or ""
     return {
         "base_url": endpoint.url,
         "headers": {"Authorization": f"Bearer {endpoint.api_key}"},
-        "timeout": httpx.Timeout(timeout, connect=CONNECT_TIMEOUT),
+        "timeout": httpx.Timeout(None, connect=CONNECT_TIMEOUT),
         "trust_env": not is_loopback(host),
         "verify": _certificates() if endpoint.url.startswith("https") else False,
     }
@@ -302,25 +336,9 @@ def _certificates() -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
-async def health(http: httpx.AsyncClient) -> bool | None:
-    """Whether the server is there and its engine lives; None where it does not say: it may be busy."""
-    try:
-        response = await http.get("/health", timeout=HEALTH_TIMEOUT)
-    except httpx.HTTPError as error:
-        return False if isinstance(error, httpx.ConnectError) else None
-    return True if response.is_success else False if response.status_code == 503 else None
-
-
-def unreachable(endpoint: Endpoint, path: str, error: httpx.HTTPError, timeout: float) -> str:
+def unreachable(endpoint: Endpoint, path: str, error: httpx.HTTPError) -> str:
     """Why there was no answer."""
-    where = f"the vLLM server at {endpoint.url}"
-    if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
-        return f"{where} did not answer {path} within {timeout:g} s (engine.request_timeout)"
-    return f"{where} is gone ({path}: {error or type(error).__name__}){_cause(endpoint)}"
-
-
-def _cause(endpoint: Endpoint) -> str:
-    return failure_cause(Path(endpoint.log)) if endpoint.log else ""
+    return f"the vLLM server at {endpoint.url} is gone ({path}: {error or type(error).__name__}){endpoint.cause()}"
 
 
 def _versions(adapter: str, choice: dict[str, Any]) -> list[dict[str, Any]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from grpocli.errors import ConfigError, EngineError, EngineGone
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 POLL = 0.2  # seconds between looks
 STOPPING = 60  # seconds in which a server that is stuck is surely ended
 
+Lost = Mapping[int, tuple[Endpoint, str]]
+"""By the server's number: where it was, and how it was lost."""
+
 
 class Waiting(Protocol):
     """Made in every trainer process, called in the main one."""
@@ -28,10 +32,11 @@ class Waiting(Protocol):
         """Find out before a sync what the last calls could not have told; marks clients as lost."""
         ...
 
-    def wait(self, index: int, before: Endpoint, reason: str) -> Endpoint:
-        """Where the server number `index` is when it is back; it was at `before`, and is lost for a `reason`.
+    def wait(self, lost: Lost) -> list[Endpoint]:
+        """Where the lost servers are when they are back, in the given order.
 
-        Raises EngineGone if that takes too long.
+        All of them have one deadline, because the other processes wait in a collective call. Raises EngineGone if it
+        is missed, or no server will come.
         """
         ...
 
@@ -45,12 +50,19 @@ class Own:
     def look(self, clients: Sequence[Client]) -> None:
         """A dead server is noticed when it is called: none other can be at its address."""
 
-    def wait(self, index: int, before: Endpoint, reason: str) -> Endpoint:
+    def wait(self, lost: Lost) -> list[Endpoint]:
         timeout = self.options.start_timeout * max(1, self.options.max_restarts)
-        write_atomic(lost_file(self.job.run_dir, index), f"{before.generation} {reason}")
+        for index, (before, reason) in lost.items():
+            write_atomic(lost_file(self.job.run_dir, index), f"{before.generation} {reason}")
         deadline = time.monotonic() + timeout + STOPPING
+        return [self._wait(index, before, reason, timeout, deadline) for index, (before, reason) in lost.items()]
+
+    def _wait(self, index: int, before: Endpoint, reason: str, timeout: float, deadline: float) -> Endpoint:
         while time.monotonic() < deadline:
-            endpoint = Endpoint.load(run_file(self.job.run_dir, index))
+            try:
+                endpoint = Endpoint.load(run_file(self.job.run_dir, index))
+            except FileNotFoundError as error:
+                raise EngineGone(f"{reason}; the run is being ended, so no other comes in its place") from error
             if endpoint.gone:
                 raise EngineGone(endpoint.gone)
             if endpoint.generation > before.generation:
@@ -74,18 +86,22 @@ class Given:
                 if not client.lost:
                     client.weight_version()
 
-    def wait(self, index: int, before: Endpoint, reason: str) -> Endpoint:
+    def wait(self, lost: Lost) -> list[Endpoint]:
+        deadline = time.monotonic() + self.options.reconnect_timeout
+        return [self._wait(index, reason, deadline) for index, (_, reason) in lost.items()]
+
+    def _wait(self, index: int, reason: str, deadline: float) -> Endpoint:
         from grpocli.rollout.vllm.given import given_servers
 
         url, timeout = self.options.urls[index], self.options.reconnect_timeout
-        alone = dataclasses.replace(
-            self.options,
-            base_url=url,
-            api_key_file=self.options.key_file(url),
-            request_timeout=min(timeout, self.options.request_timeout),
-        )
-        deadline = time.monotonic() + timeout
         while True:
+            left = max(1, math.ceil(deadline - time.monotonic()))
+            alone = dataclasses.replace(
+                self.options,
+                base_url=url,
+                api_key_file=self.options.key_file(url),
+                request_timeout=min(left, self.options.request_timeout),
+            )
             try:
                 return given_servers(alone, self.job)[0]
             except (ConfigError, EngineError) as error:

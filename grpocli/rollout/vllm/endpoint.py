@@ -9,13 +9,16 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from grpocli.rollout.vllm.log import failure_cause
+
 SHM = Path("/dev/shm")
 ROOM = 2**30  # a memory file system with less than this is too small for weights
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """url: no slash at its end. shm_dir: the folder that the server reads weights from. log: its output, if ours.
+    """url: no slash at its end. shm_dir: the folder that the server reads weights from. log: its output, if ours;
+    log_from: the byte at which it begins, after that of servers before it.
 
     generation: counts the servers that have stood here, one after the other died; each has a URL of its own.
     gone: why there will be no other.
@@ -27,6 +30,11 @@ class Endpoint:
     log: str | None = None
     generation: int = 0
     gone: str | None = None
+    log_from: int = 0
+
+    def cause(self) -> str:
+        """What its log says went wrong, to put behind a sentence; empty without a log."""
+        return failure_cause(Path(self.log), self.log_from) if self.log else ""
 
     def save(self, path: Path) -> None:
         """Write it with mode 0600: beside, then renamed, so that a reader never sees half of it."""

@@ -30,7 +30,14 @@ class Sync(Protocol):
     """How the servers get what is trained; collective."""
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Bring every server to the present weights and prove it. Raises EngineError in every process, or in none."""
+        """Bring every server to the present weights and prove it. Raises EngineError in every process, or in none.
+
+        After an error servers hold their requests, until a call succeeds or `release`.
+        """
+        ...
+
+    def release(self) -> None:
+        """A failed call is not followed by another: let requests go on. Not collective."""
         ...
 
     def close(self) -> None: ...
@@ -42,7 +49,7 @@ class VllmEngine:
     recover: called by `generate`, in every process and as often in each, where requests are left that no living
     server can answer; when it returns, the servers are back and have the weights to sample with. By default it syncs
     the present version again, in the thread that called `generate`. Who calls `generate` beside a thread that changes
-    the weights replaces it by one that asks that thread to `sync` and waits.
+    the weights gives one that asks that thread to `sync` and waits.
     """
 
     def __init__(
@@ -53,13 +60,16 @@ class VllmEngine:
         version: int | None,
         world: World,
         waiting: Waiting,
+        recover: Callable[[], None] | None = None,
     ) -> None:
         """version: of the servers' weights; None where another run may have changed them."""
         self.fleet, self._sync, self._stop, self.version = fleet, sync, list(stop), version
         self.world, self._waiting = world, waiting
-        self.recover: Callable[[], None] = self._sync_again
+        self.recover: Callable[[], None] = recover or self._sync_again
         self.restarts = 0  # servers that came back
+        self._synced = False
         self._gone: str | None = None  # why none will come back
+        self._failure: EngineError | None = None  # of the last sync: servers may have any weights
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         """`n` completions for each request, in order; answers of servers that have died since are kept.
@@ -69,9 +79,10 @@ class VllmEngine:
         if self.version is None:
             raise EngineError("a given vLLM server may have any weights: sync before the first completion")
         check_temperature(sampling)
+        version, synced = self.version, self._synced  # before the requests: a sync may come meanwhile
         bodies = [body(request, sampling, self._stop) for request in requests]
         return [
-            completions(choices, request, sampling, self.version)
+            completions(choices, request, sampling, version, synced=synced)
             for choices, request in zip(self._answers(bodies), requests, strict=True)
         ]
 
@@ -81,6 +92,8 @@ class VllmEngine:
         for _ in range(ATTEMPTS):
             left = [i for i in range(len(bodies)) if i not in answers]
             found = self.fleet.complete([bodies[i] for i in left])
+            if self._failure:
+                raise _again(self._failure)
             answers |= {i: choices for i, choices in zip(left, found, strict=True) if choices is not None}
             if not any(self.world.gather_objects([len(answers) < len(bodies)])):
                 return [answers[i] for i in range(len(bodies))]
@@ -96,17 +109,25 @@ class VllmEngine:
 
         Collective. Raises EngineGone in every process if one does not.
         """
+        try:
+            metrics = self._sync_all(version)
+        except EngineError as error:
+            self._failure = error  # before requests go on: their answers are of no use
+            self._sync.release()
+            raise
+        self.version, self._synced, self._failure = version, True, None
+        self.fleet.open()
+        return metrics | ({"engine/restarts": float(self.restarts)} if self.restarts else {})
+
+    def _sync_all(self, version: int) -> dict[str, float]:
+        """As often as servers die meanwhile. Those that live hold their requests from one time to the next."""
         for _ in range(ATTEMPTS):
             self._bring_back()
             try:
-                metrics = self._sync(version)
+                return self._sync(version)
             except EngineError:
                 if not self._lost():
                     raise
-                continue
-            self.version = version
-            self.fleet.open()
-            return metrics | ({"engine/restarts": float(self.restarts)} if self.restarts else {})
         raise EngineGone(f"vLLM servers died {ATTEMPTS} times during one sync of weights")
 
     def _lost(self) -> dict[int, str]:
@@ -137,12 +158,17 @@ class VllmEngine:
         for index, reason in lost.items():
             logger.warning("vLLM server %d is lost: %s", index, reason)
         try:
-            return [self._waiting.wait(i, self.fleet.clients[i].endpoint, reason) for i, reason in lost.items()]
-        except EngineGone as error:
+            return self._waiting.wait({i: (self.fleet.clients[i].endpoint, reason) for i, reason in lost.items()})
+        except (EngineGone, OSError) as error:  # the other processes wait for what is said here
             return str(error)
 
     def close(self) -> None:
         self._sync.close()
+
+
+def _again(error: EngineError) -> EngineError:
+    """The same, for another thread."""
+    return EngineGone(str(error)) if isinstance(error, EngineGone) else EngineError(str(error))
 
 
 def connect(options: Vllm, context: EngineContext) -> VllmEngine:
@@ -162,6 +188,7 @@ def connect(options: Vllm, context: EngineContext) -> VllmEngine:
         version=0 if options.base_url is None else None,
         world=context.world,
         waiting=Own(options, job) if options.base_url is None else Given(options, job),
+        recover=context.recover,
     )
 
 

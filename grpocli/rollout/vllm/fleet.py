@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from grpocli.errors import EngineError
@@ -18,19 +19,23 @@ Choices = list[dict[str, Any]]
 
 @dataclass(slots=True)
 class Lane:
-    """One server in one call of `complete`. outstanding: completions that it was asked for and has not sent."""
+    """One server in one call of `complete`.
+
+    open: whether it may be asked. outstanding: completions that it was asked for and has not sent.
+    """
 
     client: Client
+    open: Callable[[], bool]
     room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
     outstanding: int = 0
 
     async def ask(self, body: dict[str, Any]) -> Choices | None:
-        """None if the server was lost before or meanwhile."""
+        """None if the server was lost or replaced before it could be asked, or was lost meanwhile."""
         wanted = int(body.get("sampling_params", {}).get("n", 1))
         self.outstanding += wanted
         try:
             async with self.room:
-                return None if self.client.lost else await self.client.generate(body)
+                return await self.client.generate(body) if self.open() else None
         except ServerGone:
             return None
         finally:
@@ -58,8 +63,9 @@ class Fleet:
         """All servers have the weights to sample with."""
         self._closed.clear()
 
-    def _living(self, lanes: Sequence[Lane]) -> list[Lane]:
-        return [lane for i, lane in enumerate(lanes) if not lane.client.lost and i not in self._closed]
+    def is_open(self, index: int) -> bool:
+        """Whether server number `index` may be asked."""
+        return not self.clients[index].lost and index not in self._closed
 
     def complete(self, bodies: Sequence[dict[str, Any]]) -> list[Choices | None]:
         """The choices of each request, in the requests' order; None for what no server was left to answer.
@@ -70,12 +76,12 @@ class Fleet:
         return asyncio.run(self._complete(bodies)) if bodies else []
 
     async def _complete(self, bodies: Sequence[dict[str, Any]]) -> list[Choices | None]:
-        lanes = [Lane(client) for client in self.clients]
+        lanes = [Lane(client, partial(self.is_open, i)) for i, client in enumerate(self.clients)]
         turn = asyncio.Semaphore(AT_ONCE * len(lanes))  # later ones choose a server when they can run, not before
 
         async def one(body: dict[str, Any]) -> Choices | None:
             async with turn:
-                while living := self._living(lanes):
+                while living := [lane for lane in lanes if lane.open()]:
                     lane = min(living, key=lambda lane: lane.outstanding)
                     if (choices := await lane.ask(body)) is not None:
                         return choices

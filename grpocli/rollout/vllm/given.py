@@ -23,6 +23,8 @@ SHAPE = (
     *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
 )
 SERVE = "`grpocli vllm-serve`"
+NO_SERVER = f"what answers there is no vLLM server for training: start one with {SERVE}"
+HEALTH_TIMEOUT = 30.0  # seconds: a server says that it lives at once, whatever it is doing
 
 
 def given_servers(options: Vllm, job: EngineJob) -> list[Endpoint]:
@@ -90,7 +92,7 @@ def _plain_key(file: str | None) -> str:
 
 def _check_alive(url: str, timeout: float) -> None:
     """`/health` needs no key: so a server that is not there is not taken for a missing key."""
-    client = Client(Endpoint(url, "none", ""), timeout)
+    client = Client(Endpoint(url, "none", ""), min(timeout, HEALTH_TIMEOUT))
     try:
         client.get("/health")
     except EngineError as error:
@@ -106,12 +108,14 @@ def _check(client: Client, job: EngineJob) -> None:
         client.weight_version()
         served = client.get("/server_info?config_format=json")["vllm_config"]
         _check_generate(client)
+        problem = misfit(served, job) or lora_misfit(served, job)
     except Refused as error:
         raise ConfigError.of("engine.base_url", url, _advice(client, error)) from error
-    except (KeyError, TypeError, ValueError) as error:
-        problem = f"what answers there is no vLLM server for training: start one with {SERVE} ({error!r})"
-        raise ConfigError.of("engine.base_url", url, problem) from error
-    if problem := misfit(served, job) or lora_misfit(served, job):
+    except EngineError as error:
+        raise ConfigError.of("engine.base_url", url, f"{NO_SERVER} ({error})") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError.of("engine.base_url", url, f"{NO_SERVER} ({error!r})") from error
+    if problem:
         raise ConfigError.of("engine.base_url", url, problem)
 
 
@@ -131,7 +135,7 @@ def _advice(client: Client, error: Refused) -> str:
         return f"that server keeps {GENERATE} closed (it has no --enable-scale-out): start it with {SERVE}"
     if error.status == 404:
         return f"that server{_version(client)} has no {error.path}: start it with {SERVE} of this grpocli"
-    return str(error)
+    return f"{NO_SERVER} ({error})"
 
 
 def _version(client: Client) -> str:

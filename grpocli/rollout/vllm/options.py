@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from grpocli.config.parts import key_of, part, require
 from grpocli.errors import ConfigError
@@ -44,7 +45,8 @@ class Vllm:
         `grpocli vllm-serve` wrote on this machine, then the environment's VLLM_API_KEY.
     replicas: servers of the run's own, which share the prompts. port: of the first of them, on 127.0.0.1 (the others
         follow); 0 takes free ones.
-    start_timeout: seconds until a server must answer. request_timeout: seconds for one answer.
+    start_timeout: seconds until a server must answer. request_timeout: seconds after which a server that neither
+        answers a request nor computes a token counts as stuck; no answer may take ten times as long.
     max_restarts: how often a server of the run's own that dies is started again. reconnect_timeout: seconds for which
         a given server that went away is waited for.
     gpu_memory_utilization: share of a GPU's memory that vLLM may take. cpu_kv_cache_gb: GiB for its cache on a CPU.
@@ -95,7 +97,7 @@ class Vllm:
     def urls(self) -> list[str]:
         """The given servers, without a slash at the end; none where the run starts its own."""
         given = [self.base_url] if isinstance(self.base_url, str) else self.base_url or []
-        return [str(url).rstrip("/") for url in given]
+        return [url.removesuffix("/") for url in map(str, given)]
 
     def key_file(self, url: str) -> str | None:
         """Where the key of one of `urls` is, if the config says so."""
@@ -111,8 +113,9 @@ class Vllm:
         urls = self.urls
         require(self, "base_url", bool(urls), "names no server: give an address, or null to start one")
         for url in urls:
-            if not url.startswith(("http://", "https://")):
-                raise ConfigError.of(key_of(self, "base_url"), url, "must start with http://")
+            if not _is_address(url):
+                problem = "must be an address such as http://127.0.0.1:8000"
+                raise ConfigError.of(key_of(self, "base_url"), url, problem)
         twice = sorted({url for url in urls if urls.count(url) > 1})
         require(self, "base_url", not twice, f"names {', '.join(twice)} twice: each server once")
         require(
@@ -149,3 +152,11 @@ class Vllm:
         from grpocli.rollout.vllm.engine import connect
 
         return connect(self, context)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        return False

@@ -58,10 +58,16 @@ def _structure(sampling: Sampling) -> dict[str, Any]:
 
 
 def completions(
-    choices: Sequence[dict[str, Any]], request: Request, sampling: Sampling, version: int
+    choices: Sequence[dict[str, Any]], request: Request, sampling: Sampling, version: int, *, synced: bool = False
 ) -> list[Completion]:
-    """The `n` completions of a request from the answer's choices, in order. Raises EngineError for a broken answer."""
+    """The `n` completions of a request from the answer's choices, in order. Raises EngineError for a broken answer.
+
+    version: of tokens that are not labelled. synced: whether every server had had a sync when it was asked, so that
+    any label must be a version of ours.
+    """
     greedy = sampling.temperature == 0
+    if synced:
+        _check_labels(choices)
     made = [_completion(choice, greedy, version) for choice in choices]
     for one in made:
         if one.truncated and len(one.token_ids) < sampling.max_tokens:
@@ -91,6 +97,16 @@ def _completion(choice: dict[str, Any], greedy: bool, version: int) -> Completio
         version=min((v for v, _ in spans), default=version),
         spans=spans if len(spans) > 1 else None,
     )
+
+
+def _check_labels(choices: Sequence[dict[str, Any]]) -> None:
+    for choice in choices:
+        for label in choice.get("weight_versions") or []:
+            if not str(label["version"]).isdecimal():
+                raise EngineError(
+                    f'vLLM answered with weights of version "{label["version"]}", which this run has not sent: that '
+                    "server is new, or another program changes its weights"
+                )
 
 
 def _spans(labels: Sequence[dict[str, Any]], version: int) -> list[tuple[int, int]]:

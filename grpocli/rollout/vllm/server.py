@@ -23,7 +23,6 @@ from grpocli.rollout.vllm.arguments import argument_words, check_arguments, furt
 from grpocli.rollout.vllm.auth import KEY_VARIABLE
 from grpocli.rollout.vllm.endpoint import Endpoint, weights_dir
 from grpocli.rollout.vllm.heads import check_head_size
-from grpocli.rollout.vllm.log import failure_cause
 from grpocli.rollout.vllm.transport import BACKENDS
 from grpocli.rollout.vllm.weights import FOLDER_VARIABLE
 
@@ -50,6 +49,9 @@ UNSAFE = (
     "VLLM_USE_RUST_FRONTEND",  # which takes no middleware, so nothing would ask for the key
 )
 """What a server gets from us or not at all, whatever the user's environment says."""
+
+_choosing = threading.Lock()
+_chosen: set[int] = set()  # ports that this process has given out
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +197,9 @@ def serving(
         check_head_size(spec.model)
     words = command(spec, options, cpu)  # before there is a folder to leave behind
     shm_dir = _given_folder(spec.sync_folder) if spec.sync_folder else weights_dir()
-    endpoint = Endpoint(address(spec.host, spec.port), key, str(shm_dir), str(log) if log else None)
     began = log.stat().st_size if log and log.exists() else 0
+    where = address(spec.host, spec.port)
+    endpoint = Endpoint(where, key, str(shm_dir), str(log) if log else None, log_from=began)
     with guarded(
         words,
         name="vllm",
@@ -204,7 +207,7 @@ def serving(
         log=log,
         remove=[] if spec.sync_folder else [shm_dir],
     ) as process:
-        wait_healthy(process, endpoint, options.start_timeout, began, give_up)
+        wait_healthy(process, endpoint, options.start_timeout, give_up)
         yield endpoint, process
 
 
@@ -224,21 +227,23 @@ def _given_folder(name: str) -> Path:
     return folder
 
 
-def wait_healthy(
-    process: Guarded, endpoint: Endpoint, timeout: float, log_from: int, give_up: threading.Event | None = None
-) -> None:
-    """Until `/health` answers; raises EngineError if the process ends first or after `timeout` seconds."""
+def wait_healthy(process: Guarded, endpoint: Endpoint, timeout: float, give_up: threading.Event | None = None) -> None:
+    """Until the server answers; raises EngineError if the process ends first or after `timeout` seconds.
+
+    What answers without taking our key is another server, on a port that ours will not get.
+    """
     import httpx
 
     deadline = time.monotonic() + timeout
-    with httpx.Client(trust_env=False, verify=False, timeout=5) as http:
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    with httpx.Client(base_url=endpoint.url, headers=headers, trust_env=False, verify=False, timeout=5) as http:
         while True:
-            with contextlib.suppress(httpx.HTTPError):
-                if http.get(f"{endpoint.url}/health").is_success:
-                    return
-            cause = failure_cause(Path(endpoint.log), log_from) if endpoint.log else ": its output is above"
+            cause = endpoint.cause() if endpoint.log else ": its output is above"
             if (code := process.poll()) is not None:
                 raise EngineError(f"the vLLM server ended with exit code {code} while it started{cause}")
+            with contextlib.suppress(httpx.HTTPError):
+                if http.get("/health").is_success and http.get("/weight_info").is_success:
+                    return
             if give_up and give_up.is_set():
                 raise EngineError("the vLLM server was not wanted any more while it started")
             if time.monotonic() > deadline:
@@ -255,9 +260,15 @@ def address(host: str, port: int) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    """Never the same one twice: a server listens on its port only some time after it was chosen."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind((LOOPBACK, 0))
+            port = int(probe.getsockname()[1])
+        with _choosing:
+            if port not in _chosen:
+                _chosen.add(port)
+                return port
 
 
 def check_port(spec: Spec) -> None:

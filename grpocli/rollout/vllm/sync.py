@@ -33,6 +33,9 @@ class WeightSync:
 
     Requests that run are awaited first, or with `context.in_flight` held and resumed: vLLM drops what they computed
     with the old weights, and computes it again with the new ones before their next token.
+
+    Where an update has failed, servers may have a mixture of weights: they stay paused, and hold requests, until a
+    sync succeeds or `release`.
     """
 
     def __init__(self, servers: Sequence[Server], context: EngineContext) -> None:
@@ -70,6 +73,15 @@ class WeightSync:
         seconds = {"sync/seconds/update": updated - began, "sync/seconds/probe": time.perf_counter() - updated}
         return {"sync/bytes": float(sent), **seconds}
 
+    def release(self) -> None:
+        """After a sync that failed and is not tried again: let the servers that are left go on, with any weights."""
+        if self.world.is_main:
+            for server in self.servers:
+                with suppress(EngineError):  # it is going away; why the sync failed is told already
+                    if not server.lost:
+                        server.abandon_update()
+                        server.resume()
+
     def close(self) -> None:
         self.transport.close()
 
@@ -81,15 +93,10 @@ class WeightSync:
 
     def _update(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
         """Hold requests, replace the weights, forget what was computed with the old ones, go on; the bytes sent."""
-        try:
-            each(self.servers, lambda server: server.pause(self.mode))
-            sent = self.transport.send(self.servers, weights, version)
-            each(self.servers, lambda server: server.reset_prefix_cache())
-            each(self.servers, lambda server: compare_versions(server, version))
-        except EngineError:
-            with suppress(EngineError):  # of a server that is gone; what went wrong before it is the cause to tell
-                each(self.servers, lambda server: server.resume())
-            raise
+        each(self.servers, lambda server: server.pause(self.mode))
+        sent = self.transport.send(self.servers, weights, version)
+        each(self.servers, lambda server: server.reset_prefix_cache(running=self.mode == "keep"))
+        each(self.servers, lambda server: compare_versions(server, version))
         each(self.servers, lambda server: server.resume())
         return sent
 

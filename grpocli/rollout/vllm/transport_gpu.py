@@ -45,7 +45,7 @@ class Source:
             yield name, tensor.to(self.weights.dtype)
 
 
-class Adapter:
+class SyncClient:
     """vLLM's `VLLMWeightSyncClient` over all servers at once.
 
     A failure is kept and later calls do nothing: the collective work of a transfer goes on to its end in step with the
@@ -113,7 +113,7 @@ class NcclTransport:
 
     def __init__(self, weights: Weights, bucket: int) -> None:
         self.weights, self.bucket = weights, bucket
-        self.source, self.client = Source(weights), Adapter()
+        self.source, self.client = Source(weights), SyncClient()
         self._engine: Any = None
 
     def send(self, servers: Sequence[Server], weights: Stream, version: int) -> int:
@@ -166,7 +166,7 @@ class IpcTransport:
 
     def __init__(self, weights: Weights, bucket: int, rank: int) -> None:
         self.weights, self.bucket, self.rank = weights, bucket, rank
-        self.source, self.client = Source(weights), Adapter()
+        self.source, self.client = Source(weights), SyncClient()
         self._engine: Any = None
 
     def send(self, servers: Sequence[Server], weights: Stream, version: int) -> int:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from grpocli.errors import GrpoError
 from grpocli.rollout.vllm.endpoint import Endpoint, lost_file, run_file
-from grpocli.rollout.vllm.log import failure_cause
 
 if TYPE_CHECKING:
     from grpocli.launch.guard import Guarded
@@ -67,8 +66,7 @@ class Watched:
     def _trouble(self) -> str | None:
         """Why the server is of no use any more: it has ended, or the trainer says so."""
         if (code := self.process.poll()) is not None:
-            cause = failure_cause(Path(self.endpoint.log)) if self.endpoint.log else ""
-            return f"{self.name} ended with exit code {code}{cause}"
+            return f"{self.name} ended with exit code {code}{self.endpoint.cause()}"
         try:
             generation, _, reason = lost_file(self.run_dir, self.index).read_text().partition(" ")
         except FileNotFoundError:

@@ -1,0 +1,47 @@
+"""A signal before there is a step ends what is being waited for; one in a step lets it finish."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from commands.running import SMALL, finish, start
+
+from grpocli.launch.signals import stop_signal
+
+
+def test_a_signal_waits_for_the_step_and_a_second_one_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    with stop_signal() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.asked()
+        assert "SIGTERM: stopping after this step" in capsys.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_before_the_first_step_there_is_nothing_to_wait_for() -> None:
+    with stop_signal() as stop:
+        with pytest.raises(KeyboardInterrupt), stop.at_once():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert not stop.no_step
+
+
+def test_a_run_that_waits_for_its_server_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something accepts connections there and never says a word."""
+    monkeypatch.setenv("VLLM_API_KEY", "key")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        run = start("train", *SMALL, "engine=vllm", f"engine.base_url={url}", f"hydra.run.dir={tmp_path}/run")
+        silent.settimeout(120)
+        connection, _ = silent.accept()
+        run.send_signal(signal.SIGTERM)
+        code, out = finish(run)
+        connection.close()
+    assert code == 1, out  # had it waited, it would complain about the server, with code 2
+    assert "interrupted" in out
+    assert not (tmp_path / "run").exists(), "nothing has begun"

@@ -1,0 +1,111 @@
+"""Steps collected ahead by one of several processes: what tests/training/test_ahead_processes.py starts.
+
+The collectors are scripted: what happens to an engine happens in the middle of a step, at a given point of training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from grpocli.errors import EngineError, EngineGone, RunError
+from grpocli.launch.hardware import Single
+from grpocli.training.ahead import Ahead
+from grpocli.training.collect import Collected
+from grpocli.training.world import World
+
+STEPS = 4
+LATE = 1.0  # seconds
+WAIT = 60.0
+SCENARIOS = {  # event, staleness, in_flight
+    "lost": ("lost", 1, False),
+    "lost, late": ("lost", 2, True),
+    "gone": ("gone", 1, False),
+    "gone, late": ("gone", 2, True),
+    "alone": ("alone", 1, False),
+}
+
+
+class Collector:
+    """Its step number `event_at` is when `event` comes, once the main thread has `reached` that point."""
+
+    def __init__(self, world: World, event: str, event_at: int) -> None:
+        self.world, self.event, self.event_at = world, event, event_at
+        self.draws, self.carried = 0, list[Any]()
+        self.reached = threading.Event()
+        self.recovered: list[list[int]] = []
+        self.ahead: Ahead
+
+    def collect(self) -> Collected:
+        step = self.draws + 1
+        if step == self.event_at:
+            assert self.reached.wait(WAIT)
+            time.sleep(LATE / 4)  # until it waits
+            if self.event == "alone" and self.world.rank == 1:
+                raise EngineError("only here")
+            self.world.gather_objects([step])
+            if self.event == "lost":
+                self.recovered.append(self.ahead.in_main(lambda: self.world.gather_objects([self.world.rank])))
+            elif self.event == "gone":
+                raise EngineGone("stays away")
+        self.world.gather_objects([step])
+        self.draws = step
+        return Collected([], torch.zeros(0, 2), {"time/reward": 0.0})
+
+    def advantages(self, groups: object) -> torch.Tensor:
+        return torch.zeros(0, 2)
+
+
+def trained(world: World, event: str, staleness: int, in_flight: bool) -> dict[str, Any]:
+    """What a process went through. With in_flight the second process comes late to the step before the event."""
+    at = 1 + staleness
+    collector = Collector(world, event, at)
+    rollout = SimpleNamespace(max_staleness=staleness, in_flight=in_flight)
+    ahead = collector.ahead = Ahead(collector, world, rollout, STEPS)  # type: ignore[arg-type]
+    done, error = 0, None
+    try:
+        for step in range(1, STEPS + 1):
+            if step == 2:
+                collector.reached.set()
+                time.sleep(LATE if in_flight and world.rank else 0)
+            with ahead.quiet(step):
+                world.barrier()
+            ahead.collect(step)
+            world.sum(torch.ones(3))
+            done = step
+    except EngineGone as gone:
+        error = [type(gone).__name__, str(gone)]
+        ahead.end(done + 1)
+        ahead.drain(done + 1)
+        world.barrier()  # as a checkpoint does
+    except RunError as other:
+        error = [type(other).__name__, str(other)]
+    progress = ahead.progress
+    ahead.close()
+    return {
+        "done": done,
+        "error": error,
+        "recovered": collector.recovered,
+        "drawn": [progress.draws, len(progress.ready)],
+    }
+
+
+def main(folder: Path) -> None:
+    """Every scenario in turn; a file of results a process."""
+    world = World(Single(device="cpu", timeout=20))
+    results = {name: trained(world, *scenario) for name, scenario in SCENARIOS.items()}
+    (folder / f"{world.rank}.json").write_text(json.dumps(results))
+    world.barrier()
+    os._exit(0)  # after the last one a thread waits for another that has failed
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,55 @@
+"""Two real processes that collect ahead do the same at the same point, whatever their engine goes through."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from training import ahead_processes
+
+from grpocli.launch.processes import command
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes went through, by scenario."""
+    folder = tmp_path_factory.mktemp("ahead")
+    launcher = command(SimpleNamespace(hardware=SimpleNamespace(processes=2)), folder)  # type: ignore[arg-type]
+    argv = [*launcher[: launcher.index("--module")], ahead_processes.__file__, str(folder)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_LOG_LEVEL": "ERROR"}
+    process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("scenario", ["lost", "lost, late"])
+def test_a_lost_engine_is_recovered_together(both: list[dict[str, Any]], scenario: str) -> None:
+    """While the trainers wait before a sync; and with one that takes a step that is ready later than the other."""
+    for process in both:
+        assert process[scenario] == {"done": 4, "error": None, "recovered": [[0, 1]], "drawn": [4, 0]}
+
+
+@pytest.mark.parametrize(("scenario", "done"), [("gone", 1), ("gone, late", 2)])
+def test_an_engine_that_is_gone_ends_both_after_the_same_step(
+    both: list[dict[str, Any]], scenario: str, done: int
+) -> None:
+    """What is ready is trained on first, also by the process that comes after the failure."""
+    for process in both:
+        error = ["EngineGone", "stays away"]
+        assert process[scenario] == {"done": done, "error": error, "recovered": [], "drawn": [done, 0]}
+
+
+def test_an_error_in_one_process_ends_both(both: list[dict[str, Any]]) -> None:
+    """The other one's thread waits for it, and the trainer does not."""
+    first, second = (process["alone"] for process in both)
+    assert first["error"] == ["RunError", "only here"]
+    assert second["error"] == ["EngineError", "only here"]
+    assert first["done"] == second["done"] == 1
