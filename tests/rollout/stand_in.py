@@ -66,5 +66,5 @@ def choice(tokens: list[int], reason: str = "length", **more: Any) -> dict[str, 
     return {"index": 0, "token_ids": tokens, "logprobs": logprobs, "finish_reason": reason} | more
 
 
-def clients_of(*servers: StandIn, timeout: float = 5) -> list[Client]:
+def clients_of(*servers: StandIn, timeout: float = 30) -> list[Client]:
     return [Client(Endpoint(server.url, "key", "/nowhere"), timeout) for server in servers]
