@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy, build_model, expected_logprobs
 
-from grpocli.data import Request, Sampling
+from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.guard import wait_gone
 from grpocli.launch.guard_main import descendants
@@ -147,6 +148,35 @@ def test_a_missing_parameter_is_noticed(running: Running) -> None:
         running.engine.sync(60)
     running.policy.sent = None
     running.engine.sync(61)
+
+
+def test_weights_change_under_running_requests(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens before the sync are of the old version, those after it of the new one; each has its version's log-prob."""
+    monkeypatch.setattr(running.engine._sync, "mode", "keep")  # type: ignore[attr-defined]
+    running.engine.sync(100)
+    before = TinyPolicy(Path(running.job.model_path))
+    before.model.load_state_dict(running.policy.model.state_dict())
+    version, deadline = 100, time.monotonic() + 120
+    mixed: list[Completion] = []
+    with ThreadPoolExecutor(1) as thread:
+        while not mixed:
+            assert time.monotonic() < deadline, "no sync met a running request within 120 s"
+            asked = [Request(PROMPTS[0], 16, seed=version + i) for i in range(8)]
+            groups = thread.submit(running.engine.generate, asked, Sampling(100))
+            version += 1
+            before.model.load_state_dict(running.policy.model.state_dict())
+            running.policy.change(seed=version)
+            running.engine.sync(version)
+            mixed = [one for group in groups.result() for one in group if one.spans]
+    for one in mixed[:4]:
+        assert one.spans is not None
+        assert [label for label, _ in one.spans] == [version - 1, version]
+        assert sum(tokens for _, tokens in one.spans) == len(one.token_ids)
+        assert one.version == version - 1
+        old, new = (expected_logprobs(p, PROMPTS[0], one.token_ids, Sampling(100)) for p in (before, running.policy))
+        first = one.spans[0][1]
+        assert one.logprobs[:first] == pytest.approx(old[:first], abs=1e-3)
+        assert one.logprobs[first:] == pytest.approx(new[first:], abs=1e-3)
 
 
 def test_an_update_that_another_run_left_unfinished(running: Running) -> None:
