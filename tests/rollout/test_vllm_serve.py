@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from grpocli.config.compose import compose
@@ -201,11 +203,10 @@ def test_a_signal_ends_it_and_nothing_is_left(
 
 
 def test_a_server_that_dies_says_why(fake: Serve, tmp_path: Path) -> None:
-    from grpocli.rollout.vllm.client import healthy
-
     def act() -> None:
         (tmp_path / "die").touch()
-        healthy(Endpoint(f"http://127.0.0.1:{fake.port}", "none", ""))
+        with contextlib.suppress(httpx.HTTPError):  # it dies of the request
+            httpx.get(f"http://127.0.0.1:{fake.port}/health", trust_env=False)
 
     thread = when_it_serves(fake, act)
     with pytest.raises(EngineError, match=r"ended by itself, with exit code 5: ValueError: the engine is dead"):
