@@ -56,7 +56,7 @@ def answer(child: subprocess.Popen[str]) -> str:
     for line in child.stdout:
         if line.startswith(LINE):
             return line.removeprefix(LINE).strip()
-    raise SystemExit(f"vLLM ended with {child.wait()}")
+    raise SystemExit(f"vLLM ended with {child.wait()}: see above")
 
 
 def through_engine(engine: Any, args: argparse.Namespace) -> tuple[int, float]:
@@ -93,7 +93,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     from grpocli.rollout.vllm.options import Vllm
     from grpocli.training.policy import Policy
 
-    llm = {
+    llm: dict[str, Any] = {
         "model": args.model,
         "dtype": args.dtype,
         "enforce_eager": True,
@@ -102,6 +102,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
     }
+    if not torch.cuda.is_available():
+        # without the first vLLM wants nearly all memory; without the second a seeded prompt in pieces kills it
+        llm |= {"kv_cache_memory_bytes": Vllm().cpu_kv_cache_gb * 2**30, "enable_chunked_prefill": False}
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder, "settings.json")
         settings.write_text(json.dumps({"llm": llm, "bodies": bodies(args)}))
@@ -117,7 +120,6 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
                 [sys.executable, __file__, "--model", args.model, "--direct", str(settings)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
                 text=True,
             )
             try:

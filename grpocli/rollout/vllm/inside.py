@@ -141,6 +141,7 @@ def arguments(options: VllmColocate, job: EngineJob, processes: int, cpu: bool) 
         "enforce_eager": cpu if options.enforce_eager is None else options.enforce_eager,
         "enable_sleep_mode": not cpu if options.sleep is None else options.sleep,
         "enable_prefix_caching": True,
+        "enable_chunked_prefill": False if cpu else None,  # with seeds a prompt in pieces kills vLLM on a CPU
         "generation_config": "vllm",  # else the model's folder may change sampling behind our back
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
         "weight_transfer_config": {"backend": "direct"},  # see direct.py

@@ -135,6 +135,7 @@ def command(spec: Spec, options: Vllm, cpu: bool) -> list[str]:
         "gpu-memory-utilization": None if cpu else options.gpu_memory_utilization,
         "enforce-eager": (cpu if options.enforce_eager is None else options.enforce_eager) or None,
         "enable-prefix-caching": True,
+        "enable-chunked-prefill": False if cpu else None,  # with seeds a prompt in pieces kills vLLM on a CPU
         "generation-config": "vllm",  # else the model's folder may change sampling behind our back
         "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
         "weight-transfer-config": {"backend": BACKENDS[spec.transport]},
