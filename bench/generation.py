@@ -8,7 +8,10 @@ is `LLM.generate` in a process of its own.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -121,13 +124,15 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                start_new_session=True,
             )
             try:
                 answer(child)
                 ours, theirs = take_turns(engine, child, args)
                 child.communicate()
             finally:
-                child.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)  # with vLLM's own processes
                 engine.close()
     a, b = statistics.median(ours), statistics.median(theirs)
     return {

@@ -64,6 +64,7 @@ class EngineContext:
     once; None where nobody knows it yet.
     recover: has the engine synced again by the thread that trains, and returns when that is done. For an engine that
     must sync within `generate`; to be called in every process and as often in each. None: it may sync by itself.
+    stopping: whether this process was asked to stop, so that a long wait can end with EngineGone.
     """
 
     job: EngineJob
@@ -74,6 +75,7 @@ class EngineContext:
     in_flight: bool = False
     sampling: Sampling | None = None
     recover: Callable[[], None] | None = None
+    stopping: Callable[[], bool] = lambda: False
 
 
 class Engine(Protocol):

@@ -56,7 +56,7 @@ class Sync:
 
     bucket_mb: MiB that are sent at a time; at most two buckets are in memory above the model.
     tolerance: nats by which the server's log-probs may differ from the trainer's on average; null takes what fits
-        the dtype (`grpocli.rollout.vllm.sync.TOLERANCE`).
+        the dtype (`grpocli.rollout.vllm.probe.TOLERANCE`).
     """
 
     verify_every: int = 1

@@ -96,6 +96,7 @@ def assemble(
             rollout.in_flight,
             rollout.sampling,
             recover if rollout.max_staleness else None,
+            stop.asked,
         )
     )
     scorer = Scorer(run.reward, run.rollout.max_reward_errors)

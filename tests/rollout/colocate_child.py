@@ -117,7 +117,7 @@ def greedy(engine: Any, policy: TinyPolicy) -> list[list[int]]:
 
 def moved(engine: Any, policy: TinyPolicy) -> dict[str, Any]:
     """Weights change, then are synced: the log-probs of both sides before, between and after."""
-    probe = engine.probe
+    probe = engine.probe.token_ids
     scores = [engine.server.score(probe), policy.score(probe)]
     policy.change(seed=2)
     scores += [engine.server.score(probe), policy.score(probe)]
@@ -140,7 +140,9 @@ def corrupted(engine: Any, policy: TinyPolicy) -> dict[str, list[Any]]:
             weights[name] = weights[name] + noise(weights[name])
         policy.sent = weights
         said = refusal(lambda version=version: engine.sync(version))
-        means = [sum(s) / len(s) for s in (engine.server.score(engine.probe), policy.score(engine.probe))]
+        means = [
+            sum(s) / len(s) for s in (engine.server.score(engine.probe.token_ids), policy.score(engine.probe.token_ids))
+        ]
         found[name] = [said, *means]
     policy.sent = weights | {"model.layers.0.new.weight": weights["model.norm.weight"]}
     found["unknown"] = [refusal(lambda: engine.sync(10))]

@@ -17,10 +17,11 @@ from rollout.vllm_tiny import Alone
 from grpocli.data import Request, Sampling
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.vllm import client as vllm_client
-from grpocli.rollout.vllm.client import Client, Refused, ServerGone
+from grpocli.rollout.vllm.client import Client
 from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.engine import VllmEngine
 from grpocli.rollout.vllm.fleet import AT_ONCE, Fleet
+from grpocli.rollout.vllm.protocol import Refused, ServerGone
 from grpocli.rollout.vllm.request import spread
 
 

@@ -16,11 +16,12 @@ from rollout.vllm_tiny import Alone
 from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import EngineError, EngineGone
 from grpocli.rollout.vllm import fleet
-from grpocli.rollout.vllm.client import Client, Refused
+from grpocli.rollout.vllm.client import Client
 from grpocli.rollout.vllm.comeback import Lost
 from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.engine import VllmEngine
 from grpocli.rollout.vllm.fleet import Fleet
+from grpocli.rollout.vllm.protocol import Refused
 
 
 class Vllm(StandIn):
@@ -107,6 +108,19 @@ def engine_of(servers: Sequence[Vllm], waiting: Comes, world: Any = None) -> tup
     clients = clients_of(*servers)
     sync = Syncs(clients)
     return VllmEngine(Fleet(clients), sync, [1], version=3, world=world or Alone(), waiting=waiting), sync
+
+
+def test_servers_are_tried_once_when_they_have_the_first_weights(serve: Callable[..., Vllm]) -> None:
+    """Not before: a run that was killed may have left them paused."""
+    tried: list[list[int]] = []
+    clients = clients_of(serve())
+    sync = Syncs(clients)
+    engine = VllmEngine(
+        Fleet(clients), sync, [1], None, Alone(), Comes(), trial=lambda: tried.append(list(sync.versions))
+    )
+    engine.sync(4)
+    engine.sync(5)
+    assert tried == [[4]]
 
 
 def requests(count: int, n: int = 1) -> list[Request]:

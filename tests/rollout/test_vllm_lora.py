@@ -23,10 +23,11 @@ from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.sync import Sync
 from grpocli.rollout.vllm import adapter
 from grpocli.rollout.vllm.adapter import AdapterSync, lora_environment, lora_flags, lora_misfit
-from grpocli.rollout.vllm.client import MODEL, Client, ServerGone
+from grpocli.rollout.vllm.client import Client
 from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.fleet import Fleet
 from grpocli.rollout.vllm.options import Vllm
+from grpocli.rollout.vllm.protocol import MODEL, ServerGone
 from grpocli.rollout.vllm.request import body, completions
 from grpocli.rollout.vllm.server import Spec, free_port, serving
 
@@ -99,7 +100,7 @@ def generate(client: Client, prompt: list[int], n: int, tokens: int, version: in
 @real
 def test_base_is_unchanged_to_the_bit_after_50_syncs(running: Running) -> None:
     client, sync = running.connect()
-    policy, probe = running.policy, sync.probe
+    policy, probe = running.policy, sync.probe.token_ids
     checksums, base = running.checksums(), client.score(probe)
     assert len(checksums) > 10
     for version in range(1, 51):
@@ -165,7 +166,8 @@ def test_requests_in_flight_keep_their_adapter(running: Running) -> None:
         expected = expected_logprobs(old, [5, 6, 7], one.token_ids, Sampling(240))
         assert one.logprobs == pytest.approx(expected, abs=1e-3)
     sync(5)
-    assert client.score(sync.probe) == pytest.approx(running.policy.score(sync.probe), abs=1e-3)
+    probe = sync.probe.token_ids
+    assert client.score(probe) == pytest.approx(running.policy.score(probe), abs=1e-3)
     assert set(client.adapters()) == {"policy-v4", "policy-v5"}
     sync.close()
 

@@ -22,10 +22,10 @@ from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.guard import wait_gone
 from grpocli.launch.guard_main import descendants
 from grpocli.rollout.engine import EngineContext, EngineJob
-from grpocli.rollout.vllm.client import Refused
 from grpocli.rollout.vllm.endpoint import Endpoint, run_file
 from grpocli.rollout.vllm.engine import VllmEngine
 from grpocli.rollout.vllm.options import Vllm
+from grpocli.rollout.vllm.protocol import Refused
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -97,6 +97,17 @@ def test_same_seed_same_tokens_in_any_company(running: Running) -> None:
     assert other != together
 
 
+def test_more_prompts_than_fit_into_a_batch(running: Running) -> None:
+    """vLLM would compute some prompts in pieces, which with a seed kills it on a CPU."""
+    asked = [Request([2 + (7 * i + j) % 90 for j in range(120)], 1, seed=i) for i in range(60)]
+    groups = running.engine.generate(asked, Sampling(2))
+    assert [len(group) for group in groups] == [1] * len(asked)
+    for request, (one,) in list(zip(asked, groups, strict=True))[::20]:
+        expected = expected_logprobs(running.policy, request.token_ids, one.token_ids, Sampling(2))
+        assert one.logprobs == pytest.approx(expected, abs=1e-3)
+    assert running.engine.restarts == 0
+
+
 def test_greedy(running: Running) -> None:
     group = running.engine.generate([Request([5, 6, 7, 8], 3, seed=0)], Sampling(8, temperature=0.0))[0]
     ids = [5, 6, 7, 8]
@@ -133,7 +144,7 @@ def test_corrupted_sync_is_refused_with_both_numbers(running: Running, name: str
     with pytest.raises(EngineError, match="does not have the trainer's weights") as caught:
         running.engine.sync(50)
     running.policy.sent = None
-    probe = running.engine._sync.probe
+    probe = running.engine._sync.probe.token_ids
     for number in (running.policy.score(probe), running.engine.fleet.clients[0].score(probe)):
         assert f"{sum(number) / len(number):.5f}" in str(caught.value)
     running.engine.sync(51)

@@ -160,10 +160,13 @@ def test_log_probs_of_a_structure_are_those_of_what_it_allows(vllm: Any, context
 
 
 def test_what_vllm_cannot_sample_is_known_at_once(vllm: Any, context: EngineContext) -> None:
-    """When the engine is connected, before the first sync."""
+    """With the first weights: a run that was killed may have left the server paused."""
 
     def connect(**changes: Any) -> None:
-        Vllm().connect(replace(context, sampling=replace(FREE, **changes)))
+        engine = Vllm().connect(replace(context, sampling=replace(FREE, **changes)))
+        vllm.fleet.clients[0].pause()
+        engine.sync(0)
+        engine.close()
 
     connect(regex="a+")
     connect(json_schema={"type": "string"})

@@ -59,6 +59,7 @@ def test_command_says_what_correctness_and_safety_rest_on() -> None:
     assert given["--middleware"] == "grpocli.rollout.vllm.auth.RequireKey"
     assert json.loads(given["--weight-transfer-config"] or "") == {"backend": "shm"}
     assert "--enable-prefix-caching" in given
+    assert given["--scheduling-policy"] == "priority"
     assert not any("key" in name for name in given)
 
 
@@ -67,6 +68,8 @@ def test_command_on_cpu_and_gpu() -> None:
     assert "--enforce-eager" in on_cpu
     assert "--gpu-memory-utilization" not in on_cpu
     assert "--enforce-eager" not in on_gpu
+    assert "--no-enable-chunked-prefill" in on_cpu
+    assert not any("chunked" in name for name in on_gpu)
     assert on_gpu["--gpu-memory-utilization"] == "0.5"
     assert "--enforce-eager" not in flags(Vllm(enforce_eager=False), cpu=True)
 

@@ -18,11 +18,11 @@ from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.processes import command
 from grpocli.rollout import sync as choices
 from grpocli.rollout.sync import Placement
-from grpocli.rollout.vllm import sync as vllm_sync
 from grpocli.rollout.vllm import transport_gpu, transport_shm
 from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.options import Vllm
-from grpocli.rollout.vllm.sync import TOLERANCE, WeightSync, compare, probe
+from grpocli.rollout.vllm.probe import TOLERANCE, WORST, compare, sequence
+from grpocli.rollout.vllm.sync import WeightSync
 from grpocli.rollout.vllm.transport import Weights
 from grpocli.rollout.vllm.transport_ipc import ARGUMENTS, decode_handles, encode_handles
 from grpocli.rollout.vllm.weights import (
@@ -131,8 +131,8 @@ def test_no_folder_no_transport(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("vocabulary", [8, 97, 32_000, 151_936])
 def test_probe_is_fixed_and_spread(vocabulary: int) -> None:
-    tokens = probe(vocabulary)
-    assert tokens == probe(vocabulary)
+    tokens = sequence(vocabulary)
+    assert tokens == sequence(vocabulary)
     assert len(tokens) == 32
     assert all(0 <= token < vocabulary for token in tokens)
     assert len(set(tokens)) >= min(vocabulary, 32) // 2
@@ -199,8 +199,8 @@ class Server:
         self._call("weight_version")
         return str(self.version).removeprefix("v")
 
-    def score(self, token_ids: list[int]) -> list[float]:
-        self._call("score")
+    def score(self, token_ids: list[int], first: bool) -> list[float]:
+        self._call("score first" if first else "score")
         return [self.scores] * 31
 
     def world_size(self) -> int:
@@ -311,7 +311,7 @@ def test_servers_with_some_of_the_weights_hold_their_requests(tmp_path: Path, in
     assert "resume" not in lives.calls
     dies.fails = ""
     sync(1)
-    assert lives.calls[-3:] == ["weight_version", "resume", "score"]
+    assert lives.calls[-3:] == ["weight_version", "resume", "score first" if in_flight else "score"]
     lives.fails = "finish_update"
     with pytest.raises(EngineError, match="finish_update failed"):
         sync(2)
@@ -331,6 +331,7 @@ def test_requests_in_flight_are_held(tmp_path: Path) -> None:
     server = Server(tmp_path)
     sync_for([server], in_flight=True)(1)
     assert server.calls[0] == "pause keep"
+    assert server.calls[-1] == "score first", "else the proof waits behind all requests that wait"
 
 
 @pytest.fixture(params=["in memory", "on disk"])
@@ -417,9 +418,33 @@ def test_full_memory_file_system(two: Any, tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_room_is_known_before_any_update_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half an update would be worse than none; the room for the first file does not stay taken either."""
+    monkeypatch.setattr(transport_shm, "in_memory", lambda folder: True)
+    room, real = iter([True, True, False]), os.posix_fallocate
+
+    def reserve(descriptor: int, offset: int, size: int) -> None:
+        if not next(room):
+            raise OSError(28, "No space left on device")
+        real(descriptor, offset, size)
+
+    folders = tmp_path / "a", tmp_path / "b"
+    servers = []
+    for folder in folders:
+        folder.mkdir()
+        servers.append(Server(folder))
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    sync = sync_for(servers)
+    monkeypatch.setattr(sync.transport, "bucket", 64)
+    with pytest.raises(EngineError, match=f"cannot write weights to {folders[0]}: No space left"):
+        sync(1)
+    assert all("start_update" not in server.calls for server in servers)
+    assert [path for folder in folders for path in folder.iterdir()] == []
+
+
 def test_every_dtype_of_a_job_has_a_tolerance() -> None:
     assert set(TOLERANCE) >= {"float32", "bfloat16"}
-    assert TOLERANCE["float32"] * vllm_sync.WORST == pytest.approx(1e-3)
+    assert TOLERANCE["float32"] * WORST == pytest.approx(1e-3)
 
 
 # Sharded policies

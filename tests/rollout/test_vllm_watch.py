@@ -62,6 +62,10 @@ def job_in(run_dir: Path) -> EngineJob:
     return EngineJob("/model", "float32", 64, run_dir, seed=0)
 
 
+def never() -> bool:
+    return False
+
+
 def until(true: Callable[[], bool], seconds: float = 10) -> None:
     deadline = time.monotonic() + seconds
     while not true():
@@ -99,7 +103,7 @@ def test_a_start_that_fails_is_one_of_the_restarts(tmp_path: Path) -> None:
 
 def test_a_server_that_the_trainer_reports_is_replaced_once(tmp_path: Path) -> None:
     """It may hang and never end by itself; a second trainer that reports the same one must not cost another."""
-    starts, own = Starts(), Own(Vllm(), job_in(tmp_path))
+    starts, own = Starts(), Own(Vllm(), job_in(tmp_path), never)
     with watched(tmp_path, starts, max_restarts=5):
         before = told(tmp_path)
         for _ in range(2):
@@ -112,7 +116,7 @@ def test_a_server_that_the_trainer_reports_is_replaced_once(tmp_path: Path) -> N
 
 
 def test_a_trainer_is_told_why_no_server_comes(tmp_path: Path) -> None:
-    starts, own = Starts(), Own(Vllm(), job_in(tmp_path))
+    starts, own = Starts(), Own(Vllm(), job_in(tmp_path), never)
     with watched(tmp_path, starts, max_restarts=0), pytest.raises(EngineGone, match=r"it hangs; .*max_restarts=0"):
         own.wait({0: (told(tmp_path), "it hangs")})
 
@@ -126,7 +130,7 @@ def test_all_lost_servers_have_one_deadline(tmp_path: Path, monkeypatch: pytest.
     dataclasses.replace(lost[0][0], generation=1).save(run_file(tmp_path, 0))
     began = time.monotonic()
     with pytest.raises(EngineGone, match="no other came in its place within 1 s"):
-        Own(Vllm(start_timeout=1, max_restarts=1), job_in(tmp_path)).wait(lost)
+        Own(Vllm(start_timeout=1, max_restarts=1), job_in(tmp_path), never).wait(lost)
     assert time.monotonic() - began < 1.9
     assert all(lost_file(tmp_path, index).exists() for index in range(3))
 
@@ -135,7 +139,7 @@ def test_a_trainer_that_outlives_its_launcher_does_not_wait(tmp_path: Path) -> N
     lost = {0: (Endpoint("http://x", "key", "/nowhere"), "it is gone")}
     run_file(tmp_path).parent.mkdir()
     with pytest.raises(EngineGone, match=r"^it is gone; the run is being ended"):
-        Own(Vllm(), job_in(tmp_path)).wait(lost)
+        Own(Vllm(), job_in(tmp_path), never).wait(lost)
 
 
 def test_a_given_server_is_waited_for_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,11 +156,11 @@ def test_a_given_server_is_waited_for_and_found_again(tmp_path: Path, monkeypatc
         return [after]
 
     monkeypatch.setattr(given, "given_servers", look)
-    assert Given(options, job_in(tmp_path)).wait({1: (before, "it is gone")}) == [after]
+    assert Given(options, job_in(tmp_path), never).wait({1: (before, "it is gone")}) == [after]
     came = time.monotonic() + 60
     began = time.monotonic()
     with pytest.raises(EngineGone, match=r"^it is gone; it did not come back within 1 s .*no vLLM server answers"):
-        Given(options, job_in(tmp_path)).wait({1: (before, "it is gone")})
+        Given(options, job_in(tmp_path), never).wait({1: (before, "it is gone")})
     assert time.monotonic() - began < 3
 
 
@@ -243,3 +247,21 @@ def test_what_a_killed_run_left_is_not_taken_for_a_server(tmp_path: Path, monkey
     with launch.launch(Vllm(base_url=["http://127.0.0.1:2", "http://127.0.0.1:3"]), job_in(tmp_path)):
         assert [Endpoint.load(path).api_key for path in run_files(tmp_path)] == ["new", "b"]
     assert run_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", [Own, Given])
+def test_a_run_that_is_asked_to_stop_waits_no_longer(
+    tmp_path: Path, kind: type[Own | Given], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(asked: Vllm, job: EngineJob) -> list[Endpoint]:
+        raise ConfigError("no vLLM server answers there")
+
+    monkeypatch.setattr(given, "given_servers", look)
+    before = Endpoint("http://a:1", "key", "/x")
+    before.save(run_file(tmp_path))
+    asked = threading.Event()
+    threading.Timer(0.3, asked.set).start()
+    began = time.monotonic()
+    with pytest.raises(EngineGone, match=r"^it is gone; the run was asked to stop"):
+        kind(Vllm(base_url=["http://a:1"]), job_in(tmp_path), asked.is_set).wait({0: (before, "it is gone")})
+    assert 0.3 <= time.monotonic() - began < 5

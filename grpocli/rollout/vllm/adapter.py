@@ -17,13 +17,14 @@ from safetensors.torch import save
 
 from grpocli.errors import ConfigError, EngineError, GrpoError
 from grpocli.models.lora import WEIGHTS, adapter_tensors, switched_off, write_config
-from grpocli.rollout.vllm.client import ADAPTER, MODEL, Refused, ServerGone
-from grpocli.rollout.vllm.sync import TOLERANCE, compare, compare_versions, probe
+from grpocli.rollout.vllm.probe import Probe
+from grpocli.rollout.vllm.protocol import ADAPTER, MODEL, Refused, ServerGone
+from grpocli.rollout.vllm.sync import compare_versions
 from grpocli.rollout.vllm.transport import each
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext, EngineJob
-    from grpocli.rollout.vllm.client import Server
+    from grpocli.rollout.vllm.protocol import Server
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +76,9 @@ class AdapterSync:
 
     def __init__(self, servers: Sequence[Server], context: EngineContext) -> None:
         self.servers, self.policy, self.world = list(servers), context.policy, context.world
-        self.in_flight, self.verify_every = context.in_flight, context.sync.verify_every
+        self.in_flight = context.in_flight
         self.dtype: torch.dtype = getattr(torch, context.job.dtype)
-        self.tolerance = TOLERANCE[context.job.dtype] if context.sync.tolerance is None else context.sync.tolerance
-        self.probe = probe(int(self.policy.model.config.get_text_config().vocab_size))
-        self._since_probe = 0
+        self.probe = Probe(context)
 
     def __call__(self, version: int) -> dict[str, float]:
         """Raises, in every process alike, EngineError if the adapter cannot be sent or proven, ConfigError if vLLM's
@@ -117,14 +116,13 @@ class AdapterSync:
         """The name of the new adapter, which every server has."""
         began = time.perf_counter()
         new = [server for server in self.servers if not server.prepared]
-        due = bool(new) or self._since_probe == 0
+        due = self.probe.due(new=bool(new))
         self._check_base(new, version)
         name, sent = self._send(version, used)
         each(self.servers, lambda server: compare_versions(server, version))
         updated = time.perf_counter()
         if due:
             self._compare(self.servers, version)
-        self._since_probe = (1 if due else self._since_probe + 1) % self.verify_every
         seconds = {"sync/seconds/update": updated - began, "sync/seconds/probe": time.perf_counter() - updated}
         return name, {"sync/bytes": float(sent), **seconds}
 
@@ -202,6 +200,8 @@ class AdapterSync:
             return
         for server in new:
             server.model = MODEL
+            server.abandon_update()  # by a run that was killed, as the pause
+            server.resume()
         try:
             with switched_off(self.policy.model):
                 self._compare(new, version)
@@ -217,13 +217,11 @@ class AdapterSync:
         """The probe's log-probs. Beside other requests, what the servers sample after it: on a CPU vLLM 0.32 dies of
         log-probs of a prompt that it computes together with another request of an adapter."""
         if not self.in_flight:
-            expected = self.policy.score(self.probe)
-            for scored in each(servers, lambda server: server.score(self.probe)):
-                compare(scored, expected, self.tolerance, version)
+            self.probe.check(servers, version)
             return
-        for ids, scored in each(servers, lambda server: server.sample(self.probe, len(self.probe))):
-            expected = self.policy.score([*self.probe, *ids])[-len(ids) :]
-            compare(scored, expected, self.tolerance, version)
+        start = self.probe.token_ids
+        for ids, scored in each(servers, lambda server: server.sample(start, len(start))):
+            self.probe.compare(scored, self.policy.score([*start, *ids])[-len(ids) :], version)
 
 
 def _new_name(version: int, taken: set[str]) -> str:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -20,92 +20,12 @@ import httpx
 from grpocli.errors import EngineError
 from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.patience import Patience, Signs, health
+from grpocli.rollout.vllm.protocol import ADAPTER, MODEL, Refused, ServerGone
 
 CONNECT_TIMEOUT = 10.0
 HEARTBEAT = 5.0  # seconds between looks at a server that an answer is awaited from
-MODEL = "policy"  # the name under which the server offers its model
-ADAPTER = f"{MODEL}-v"  # and, with LoRA, its updates: this and their version
+FIRST = -1  # priority: before every other request that waits
 GENERATE = "/inference/v1/generate"  # token ids in, token ids out
-
-
-class Server(Protocol):
-    """What a weight sync needs of one server, over HTTP or in this process.
-
-    model: the name to ask completions of. prepared: whether this very server has had `init_transfer`; False again
-    when another one takes its place. lost: how it was found to be gone; None while it answers.
-    """
-
-    endpoint: Endpoint
-    model: str
-    prepared: bool
-
-    @property
-    def lost(self) -> EngineError | None: ...
-
-    def init_transfer(self, info: dict[str, Any]) -> None:
-        """Make the server's side of the weight transfer, from what its backend needs to know."""
-        ...
-
-    def pause(self, mode: str = "wait") -> None:
-        """Hold new requests; "wait": let the running ones end first, "keep": freeze them until `resume`."""
-        ...
-
-    def resume(self) -> None: ...
-
-    def start_update(self) -> None:
-        """Begin an update; one that another trainer left unfinished is closed first."""
-        ...
-
-    def update(self, info: dict[str, Any]) -> None:
-        """Take some of the weights; `info` says which, in the backend's words."""
-        ...
-
-    def finish_update(self, version: int) -> None:
-        """End the update; from here the server's weights have this version."""
-        ...
-
-    def abandon_update(self) -> None:
-        """End an update that was left unfinished, if there is one; the weights are of no version."""
-        ...
-
-    def reset_prefix_cache(self, running: bool = False) -> None:
-        """Forget what was computed with other weights; `running`: also for requests that are frozen by a pause.
-
-        Raises EngineError if it cannot.
-        """
-        ...
-
-    def weight_version(self) -> str: ...
-
-    def set_version(self, version: int) -> None:
-        """Where an adapter is loaded instead of weights: the version from here on."""
-        ...
-
-    def adapters(self) -> dict[str, Path]:
-        """The folder of each adapter that can be asked for."""
-        ...
-
-    def adapters_in_use(self) -> set[str]:
-        """Those that requests of this process wait for."""
-        ...
-
-    def load_adapter(self, name: str, folder: Path) -> None: ...
-
-    def unload_adapter(self, name: str) -> None:
-        """It cannot be asked for any more."""
-        ...
-
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        """log p(token_ids[i] | token_ids[:i]) for i >= 1, in nats, at temperature 1."""
-        ...
-
-    def sample(self, token_ids: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
-        """So many tokens that follow, the same ones for the same weights, and their log-probs at temperature 1."""
-        ...
-
-    def world_size(self) -> int:
-        """Processes that hold a part or a copy of the weights."""
-        ...
 
 
 class Client:
@@ -131,9 +51,6 @@ class Client:
         self._signs = Signs()
         self._under_way: Counter[str] = Counter()  # requests, by the model they ask for
         self._counting = threading.Lock()
-
-    def close(self) -> None:
-        """Nothing is held between calls."""
 
     def get(self, path: str) -> Any:
         return self._call("GET", path)
@@ -290,29 +207,17 @@ class Client:
     def world_size(self) -> int:
         return int(self.get("/get_world_size")["world_size"])
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
+    def score(self, token_ids: Sequence[int], first: bool = False) -> list[float]:
         sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-        body = {"token_ids": list(token_ids), "sampling_params": sampling}
+        body = {"token_ids": list(token_ids), "sampling_params": sampling, **({"priority": FIRST} if first else {})}
         entries = self.post(GENERATE, {"model": self.model, **body})["prompt_logprobs"][1:]
         return [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)]
 
     def sample(self, token_ids: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
         sampling = {"max_tokens": tokens, "temperature": 1, "seed": 0, "logprobs": 0, "ignore_eos": True}
-        body = {"token_ids": list(token_ids), "sampling_params": sampling}
+        body = {"token_ids": list(token_ids), "sampling_params": sampling, "priority": FIRST}
         (choice,) = self.post(GENERATE, {"model": self.model, **body})["choices"]
         return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
-
-
-class Refused(EngineError):
-    """The server answered, with an error."""
-
-    def __init__(self, url: str, path: str, status: int, message: str) -> None:
-        super().__init__(f"the vLLM server at {url} refused {path} ({status}): {message}")
-        self.status, self.path = status, path
-
-
-class ServerGone(EngineError):
-    """The server cannot be reached, did not answer in time, or has lost its engine: only another one can help."""
 
 
 def http_options(endpoint: Endpoint) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.transformers_engine import stop_ids
+from grpocli.rollout.vllm.probe import Probe
 from grpocli.rollout.vllm.request import check_temperature, completions, sampling_params
 from grpocli.rollout.vllm.server import on_cpu
-from grpocli.rollout.vllm.sync import TOLERANCE, compare, probe
 from grpocli.rollout.vllm.transport import Weights
 from grpocli.rollout.vllm.trial import check_sampling
 
@@ -28,12 +28,9 @@ class ColocateEngine:
     def __init__(self, server: Inside, context: EngineContext) -> None:
         self.server, self.policy, self.world = server, context.policy, context.world
         self.weights = Weights(context.policy, server.dtype)
-        self.probe = probe(int(self.policy.model.config.get_text_config().vocab_size))
-        self.tolerance = context.sync.tolerance or TOLERANCE[context.job.dtype]
-        self.verify_every = context.sync.verify_every
+        self.probe = Probe(context)
         self.version: int | None = None
         self._stop = stop_ids(self.policy.model, context.tokenizer)
-        self._syncs = 0
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         """`n` completions for each request, in order; raises EngineError if any cannot be had."""
@@ -62,7 +59,6 @@ class ColocateEngine:
         if failures:
             raise EngineError(failures[0])
         self.version = version
-        self._syncs += 1
         return {"sync/bytes": float(sent)}
 
     def _load(self, version: int) -> int:
@@ -72,8 +68,9 @@ class ColocateEngine:
         echoed = self.server.weight_version()
         if echoed != str(version):
             raise EngineError(f"after a sync vLLM has weight version {echoed}, the trainer {version}")
-        if self._syncs % self.verify_every == 0:
-            compare(self.server.score(self.probe), self.policy.score(self.probe), self.tolerance, version)
+        if self.probe.due():
+            ids = self.probe.token_ids
+            self.probe.compare(self.server.score(ids), self.policy.score(ids), version)
 
     def close(self) -> None:
         self.server.close()
@@ -103,6 +100,8 @@ def connect(options: VllmColocate, context: EngineContext) -> ColocateEngine:
     """Start vLLM in this process; collective, because several of them make process groups together."""
     from grpocli.rollout.vllm.inside import start
 
+    if context.sampling:
+        check_temperature(context.sampling)
     server = start(options, context.job, context.world)
     if context.sampling:
         check_sampling(

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from grpocli.errors import ConfigError, EngineError, EngineGone
@@ -36,7 +36,7 @@ class Waiting(Protocol):
         """Where the lost servers are when they are back, in the given order.
 
         All of them have one deadline, because the other processes wait in a collective call. Raises EngineGone if it
-        is missed, or no server will come.
+        is missed, no server will come, or the run is asked to stop.
         """
         ...
 
@@ -44,8 +44,8 @@ class Waiting(Protocol):
 class Own:
     """A server of the run's own: the process that started it (`watch.py`) starts another and tells its address."""
 
-    def __init__(self, options: Vllm, job: EngineJob) -> None:
-        self.options, self.job = options, job
+    def __init__(self, options: Vllm, job: EngineJob, stopping: Callable[[], bool]) -> None:
+        self.options, self.job, self.stopping = options, job, stopping
 
     def look(self, clients: Sequence[Client]) -> None:
         """A dead server is noticed when it is called: none other can be at its address."""
@@ -67,7 +67,7 @@ class Own:
                 raise EngineGone(endpoint.gone)
             if endpoint.generation > before.generation:
                 return endpoint
-            time.sleep(POLL)
+            _pause(reason, self.stopping)
         raise EngineGone(
             f"{reason}; no other came in its place within {timeout:g} s "
             f"(engine.start_timeout={self.options.start_timeout}, engine.max_restarts={self.options.max_restarts})"
@@ -77,8 +77,8 @@ class Own:
 class Given:
     """A server at `engine.base_url`: whoever started it may do so again, perhaps with another key and other weights."""
 
-    def __init__(self, options: Vllm, job: EngineJob) -> None:
-        self.options, self.job = options, job
+    def __init__(self, options: Vllm, job: EngineJob, stopping: Callable[[], bool]) -> None:
+        self.options, self.job, self.stopping = options, job, stopping
 
     def look(self, clients: Sequence[Client]) -> None:
         for client in clients:
@@ -110,4 +110,11 @@ class Given:
                 raise EngineGone(
                     f"{reason}; it did not come back within {timeout} s (engine.reconnect_timeout): {problem}"
                 ) from problem
-            time.sleep(POLL)
+            _pause(reason, self.stopping)
+
+
+def _pause(reason: str, stopping: Callable[[], bool]) -> None:
+    """Between two looks."""
+    if stopping():
+        raise EngineGone(f"{reason}; the run was asked to stop, so no other is waited for")
+    time.sleep(POLL)

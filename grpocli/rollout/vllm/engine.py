@@ -61,11 +61,16 @@ class VllmEngine:
         world: World,
         waiting: Waiting,
         recover: Callable[[], None] | None = None,
+        trial: Callable[[], None] | None = None,
     ) -> None:
-        """version: of the servers' weights; None where another run may have changed them."""
+        """version: of the servers' weights; None where another run may have changed them.
+
+        trial: called once, in every process, when the servers have the first weights.
+        """
         self.fleet, self._sync, self._stop, self.version = fleet, sync, list(stop), version
         self.world, self._waiting = world, waiting
         self.recover: Callable[[], None] = recover or self._sync_again
+        self._trial = trial
         self.restarts = 0  # servers that came back
         self._synced = False
         self._gone: str | None = None  # why none will come back
@@ -117,6 +122,9 @@ class VllmEngine:
             raise
         self.version, self._synced, self._failure = version, True, None
         self.fleet.open()
+        if self._trial:
+            trial, self._trial = self._trial, None
+            trial()
         return metrics | ({"engine/restarts": float(self.restarts)} if self.restarts else {})
 
     def _sync_all(self, version: int) -> dict[str, float]:
@@ -174,21 +182,30 @@ def _again(error: EngineError) -> EngineError:
 def connect(options: Vllm, context: EngineContext) -> VllmEngine:
     """Talk to the servers whose addresses `launch` left in the run folder.
 
-    Raises ConfigError if they cannot sample what the run wants.
+    Raises ConfigError if vLLM cannot sample what the run wants. Where a server must be asked, the first sync does:
+    before it, a run that was killed may have left servers paused.
     """
     job = context.job
     clients = [Client(Endpoint.load(path), options.request_timeout) for path in run_files(job.run_dir)]
     fleet = Fleet(clients)
+    waiting = Own if options.base_url is None else Given
+
     if context.sampling:
-        check_sampling(context.sampling, lambda request, sampling: fleet.complete([body(request, sampling, [])]))
+        check_temperature(context.sampling)
+
+    def trial() -> None:
+        if context.sampling:
+            check_sampling(context.sampling, lambda request, sampling: fleet.complete([body(request, sampling, [])]))
+
     return VllmEngine(
         fleet,
         _sync(clients, context),
         stop_ids(context.policy.model, context.tokenizer),
         version=0 if options.base_url is None else None,
         world=context.world,
-        waiting=Own(options, job) if options.base_url is None else Given(options, job),
+        waiting=waiting(options, job, context.stopping),
         recover=context.recover,
+        trial=trial,
     )
 
 

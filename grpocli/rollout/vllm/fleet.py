@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from grpocli.errors import EngineError
-from grpocli.rollout.vllm.client import Client, ServerGone
+from grpocli.rollout.vllm.client import Client
 from grpocli.rollout.vllm.endpoint import Endpoint
+from grpocli.rollout.vllm.protocol import ServerGone
 
 AT_ONCE = 64  # requests under way at a server; each may hold several sequences, and it queues what it cannot run
 

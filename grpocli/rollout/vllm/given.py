@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.vllm.adapter import lora_misfit
-from grpocli.rollout.vllm.client import GENERATE, MODEL, Client, Refused, is_loopback
+from grpocli.rollout.vllm.client import GENERATE, Client, is_loopback
 from grpocli.rollout.vllm.endpoint import Endpoint, serve_file
+from grpocli.rollout.vllm.protocol import MODEL, Refused
 from grpocli.rollout.vllm.transport import BACKENDS
 
 if TYPE_CHECKING:
@@ -38,11 +39,7 @@ def given_servers(options: Vllm, job: EngineJob) -> list[Endpoint]:
 def _given_server(options: Vllm, url: str, job: EngineJob) -> Endpoint:
     _check_alive(url, options.request_timeout)
     endpoint = find_endpoint(options, url, job.sync_folder)
-    client = Client(endpoint, options.request_timeout)
-    try:
-        _check(client, job)
-    finally:
-        client.close()
+    _check(Client(endpoint, options.request_timeout), job)
     if (job.transport == "shm" or job.lora_rank) and not (endpoint.shm_dir and Path(endpoint.shm_dir).is_dir()):
         raise ConfigError.of(
             "sync.folder",
@@ -98,8 +95,6 @@ def _check_alive(url: str, timeout: float) -> None:
     except EngineError as error:
         problem = f"no vLLM server answers there: start one with {SERVE}, or unset it and the run starts its own"
         raise ConfigError.of("engine.base_url", url, f"{problem} ({error})") from error
-    finally:
-        client.close()
 
 
 def _check(client: Client, job: EngineJob) -> None:

@@ -14,8 +14,8 @@ import torch
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.vllm.guest import Guest, log_to, output_to
+from grpocli.rollout.vllm.protocol import PROBE_ROOM
 from grpocli.rollout.vllm.server import on_cpu
-from grpocli.rollout.vllm.sync import PROBE_TOKENS
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
@@ -136,7 +136,7 @@ def arguments(options: VllmColocate, job: EngineJob, processes: int, cpu: bool) 
         "trust_remote_code": job.trust_remote_code,
         "dtype": job.dtype,
         "seed": job.seed,
-        "max_model_len": options.max_model_len or max(job.max_tokens, 2 * PROBE_TOKENS),
+        "max_model_len": options.max_model_len or max(job.max_tokens, PROBE_ROOM),
         "quantization": options.quantization,
         "enforce_eager": cpu if options.enforce_eager is None else options.enforce_eager,
         "enable_sleep_mode": not cpu if options.sleep is None else options.sleep,

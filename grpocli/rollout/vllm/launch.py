@@ -16,6 +16,7 @@ from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.guard import guarded
 from grpocli.rollout.vllm.endpoint import Endpoint, run_file, weights_dir
 from grpocli.rollout.vllm.given import given_servers
+from grpocli.rollout.vllm.protocol import PROBE_ROOM
 from grpocli.rollout.vllm.server import Spec, free_port, serving
 from grpocli.rollout.vllm.watch import Watched
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
     from grpocli.rollout.vllm.options import Vllm
 
-PROBE_ROOM = 64  # tokens of context that the check after a sync needs at least
 PORT_TRIES = 3
 OUTLIVE = 15.0  # seconds after our death in which servers and trainer processes surely have ended too
 

@@ -115,7 +115,7 @@ def on_cpu() -> bool:
 
 def command(spec: Spec, options: Vllm, cpu: bool) -> list[str]:
     """The server's command line. The key is not on it: anyone may list processes."""
-    from grpocli.rollout.vllm.client import MODEL
+    from grpocli.rollout.vllm.protocol import MODEL
 
     flags: dict[str, Any] = {
         "model": spec.model,
@@ -140,6 +140,7 @@ def command(spec: Spec, options: Vllm, cpu: bool) -> list[str]:
         "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
         "weight-transfer-config": {"backend": BACKENDS[spec.transport]},
         "enable-scale-out": True,  # token ids in, token ids out
+        "scheduling-policy": "priority",  # a probe goes before the requests that wait
         "disable-uvicorn-access-log": True,
         "middleware": "grpocli.rollout.vllm.auth.RequireKey",
         **lora_flags(spec.lora_rank, spec.dtype, cpu),

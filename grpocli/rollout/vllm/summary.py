@@ -16,11 +16,8 @@ if TYPE_CHECKING:
 def served(endpoint: Endpoint) -> dict[str, Any]:
     """vLLM's version and its own description of the model that it serves."""
     client = Client(endpoint, timeout=60)
-    try:
-        config = client.get("/server_info?config_format=json")["vllm_config"]
-        return {"version": client.get("/version")["version"], **config["model_config"]}
-    finally:
-        client.close()
+    config = client.get("/server_info?config_format=json")["vllm_config"]
+    return {"version": client.get("/version")["version"], **config["model_config"]}
 
 
 def how_to_use(endpoint: Endpoint, record: Path, job: EngineJob, description: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext, Policy
-    from grpocli.rollout.vllm.client import Server
+    from grpocli.rollout.vllm.protocol import Server
 
 T = TypeVar("T")
 BACKENDS = {"shm": "shm", "nccl": "nccl", "ipc": "ipc_json"}

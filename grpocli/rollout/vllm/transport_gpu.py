@@ -20,7 +20,7 @@ from grpocli.rollout.vllm.transport import Weights, each, prepare
 from grpocli.rollout.vllm.transport_ipc import encode_handles
 
 if TYPE_CHECKING:
-    from grpocli.rollout.vllm.client import Server
+    from grpocli.rollout.vllm.protocol import Server
 
 T = TypeVar("T")
 DEADLINE = 600.0  # seconds for one transfer; NCCL itself waits for ever

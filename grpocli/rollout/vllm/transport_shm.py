@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from grpocli.errors import EngineError
 from grpocli.rollout.vllm.endpoint import SHM
 from grpocli.rollout.vllm.transport import Meta, Weights, each, prepare
 from grpocli.rollout.vllm.weights import BucketFile, bucket_counts, file_size
 
 if TYPE_CHECKING:
-    from grpocli.rollout.vllm.client import Server
+    from grpocli.rollout.vllm.protocol import Server
 
 SLOTS = 2  # one is written while the servers load the other
 
@@ -44,9 +45,10 @@ class ShmTransport:
         plan = self._plan()
         groups = by_folder(servers)
         if plan != self._sent or not all(server.prepared for server in servers):
-            self._slots = []
+            self.close()
             prepare(servers, [{} for _ in servers])
         self._sent = []
+        self._make_slots(groups, plan)
         each(servers, lambda server: server.start_update())
         self._send_buckets(plan, groups, weights)
         each(servers, lambda server: server.finish_update(version))
@@ -54,6 +56,8 @@ class ShmTransport:
         return self.weights.bytes()
 
     def close(self) -> None:
+        for file in [file for files in self._slots for file in files.values()]:
+            file.unlink()  # where no server has mapped it
         self._slots = []
 
     def _plan(self) -> list[list[Meta]]:
@@ -67,31 +71,45 @@ class ShmTransport:
         groups: dict[Path, list[Server]],
         weights: Iterator[tuple[str, torch.Tensor]],
     ) -> None:
-        keep = all(in_memory(folder) for folder in groups)
         loads: list[Future[None]] = []
         with ThreadPoolExecutor(1) as loading:
             for index, shapes in enumerate(plan):
                 if index >= SLOTS:
                     loads[index - SLOTS].result()
-                files = self._files(groups, plan, index, keep)
+                files = self._slots[index % SLOTS] if self._slots else make_files(groups, [shapes], self.weights.dtype)
                 first, *others = files.values()
                 first.write(shapes, (tensor for _, tensor in islice(weights, len(shapes))), self.weights.dtype)
                 for other in others:
                     other.copy(first)
-                loads.append(loading.submit(_load, files, groups, keep))
+                loads.append(loading.submit(_load, files, groups, bool(self._slots)))
         for load in loads:
             load.result()
 
-    def _files(self, groups: dict[Path, list[Server]], plan: list[list[Meta]], index: int, keep: bool) -> Files:
-        """A file in each folder for bucket `index`."""
-        slot = index % SLOTS
-        if keep and slot < len(self._slots):
-            return self._slots[slot]
-        size = max(file_size(shapes, self.weights.dtype) for shapes in (plan[slot::SLOTS] if keep else [plan[index]]))
-        files = {f: BucketFile(f / f"weights-{secrets.token_hex(8)}.safetensors", size) for f in groups}
-        if keep:
-            self._slots.append(files)
-        return files
+    def _make_slots(self, groups: dict[Path, list[Server]], plan: list[list[Meta]]) -> None:
+        """In shared memory, and before any server begins an update: there may be no room for them."""
+        if self._slots or not all(in_memory(folder) for folder in groups):
+            return
+        try:
+            for slot in range(min(SLOTS, len(plan))):
+                self._slots.append(make_files(groups, plan[slot::SLOTS], self.weights.dtype))
+        except EngineError:
+            self.close()
+            raise
+
+
+def make_files(groups: Iterable[Path], buckets: Iterable[list[Meta]], dtype: torch.dtype) -> Files:
+    """In each folder a file that has room for any one of the buckets. Raises EngineError, and leaves none, where there
+    is no space."""
+    size = max(file_size(shapes, dtype) for shapes in buckets)
+    files: Files = {}
+    try:
+        for folder in groups:
+            files[folder] = BucketFile(folder / f"weights-{secrets.token_hex(8)}.safetensors", size)
+    except EngineError:
+        for file in files.values():
+            file.unlink()
+        raise
+    return files
 
 
 def _load(files: Files, groups: dict[Path, list[Server]], keep: bool) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from grpocli.data import Request, Sampling
 from grpocli.errors import ConfigError, EngineError
-from grpocli.rollout.vllm.request import check_temperature
 
 
 def check_sampling(sampling: Sampling, ask: Callable[[Request, Sampling], Any]) -> None:
@@ -16,7 +15,6 @@ def check_sampling(sampling: Sampling, ask: Callable[[Request, Sampling], Any]) 
 
     ask: sends a request, and raises EngineError where vLLM refuses it. Raises ConfigError that names the key.
     """
-    check_temperature(sampling)
     name = sampling.structure
     if not name:
         return

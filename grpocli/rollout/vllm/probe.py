@@ -1,0 +1,86 @@
+"""The proof that a server has the trainer's weights: a fixed sequence gets the same log-probs from both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from grpocli.errors import EngineError
+from grpocli.rollout.vllm.protocol import PROBE_TOKENS
+from grpocli.rollout.vllm.transport import each
+
+if TYPE_CHECKING:
+    from grpocli.rollout.engine import EngineContext
+    from grpocli.rollout.vllm.protocol import Server
+
+TOLERANCE = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.25}
+"""Nats by which the probe's log-probs may differ on average; any single one by `WORST` times as much.
+
+Measured, mean and worst: float32 3e-6 and 1e-5 (a tiny model). bfloat16 0.10 and 0.60 (SmolLM2-135M, the trainer
+under autocast with float32 weights; the probe's tokens are improbable, -15 nats, where rounding is coarsest). So
+in bfloat16 the check sees wrong, missing or stale tensors, but not a step smaller than the rounding.
+"""
+WORST = 10
+
+
+class Probe:
+    """One for all syncs of a run.
+
+    token_ids: the sequence. tolerance: nats, see `TOLERANCE`.
+    """
+
+    def __init__(self, context: EngineContext) -> None:
+        self.policy, sync = context.policy, context.sync
+        self.token_ids = sequence(int(self.policy.model.config.get_text_config().vocab_size))
+        self.tolerance = TOLERANCE[context.job.dtype] if sync.tolerance is None else sync.tolerance
+        self._every, self._since = sync.verify_every, 0
+
+    def due(self, new: bool = False) -> bool:
+        """Asked once a sync: true for the first one, every `sync.verify_every`th after one that was, and where a
+        server is new."""
+        due = new or self._since == 0
+        self._since = (1 if due else self._since + 1) % self._every
+        return due
+
+    def check(self, servers: Sequence[Server], version: int, beside_requests: bool = False) -> None:
+        """Raise EngineError unless every server gives it the policy's log-probs; all of them score at once.
+
+        beside_requests: other requests wait at the servers, and this one must not wait behind them.
+        """
+        with ThreadPoolExecutor(1) as pool:
+            scores = pool.submit(each, servers, lambda server: server.score(self.token_ids, first=beside_requests))
+            expected = self.policy.score(self.token_ids)
+        for scored in scores.result():
+            self.compare(scored, expected, version)
+
+    def compare(self, scored: Sequence[float], expected: Sequence[float], version: int) -> None:
+        """Raise EngineError unless a server's log-probs are the trainer's."""
+        compare(scored, expected, self.tolerance, version)
+
+
+def sequence(vocabulary: int) -> list[int]:
+    """Tokens from all over the vocabulary, always the same ones."""
+    return [(1 + i * 2654435761) % vocabulary for i in range(PROBE_TOKENS)]
+
+
+def compare(server: Sequence[float], trainer: Sequence[float], tolerance: float, version: int) -> None:
+    """Raise EngineError unless the probe's log-probs agree within `tolerance` nats (see there); NaN never does."""
+    gaps = [abs(a - b) if math.isfinite(a - b) else math.inf for a, b in zip(server, trainer, strict=True)]
+    worst = max(range(len(gaps)), key=gaps.__getitem__)
+    if _mean(gaps) <= tolerance and gaps[worst] <= WORST * tolerance:
+        return
+    raise EngineError(
+        f"the vLLM server does not have the trainer's weights after the sync to version {version}: over a probe of "
+        f"{len(gaps)} tokens the mean log-prob is {_mean(server):.5f} on the server and {_mean(trainer):.5f} in the "
+        f"trainer; the largest difference is at token {worst + 1}, {server[worst]:.5f} against "
+        f"{trainer[worst]:.5f}: {gaps[worst]:.5f}, on average {_mean(gaps):.5f} (sync.tolerance is "
+        f"{tolerance:g} on average, {WORST * tolerance:g} for one). Likely causes: the server serves another model "
+        "or dtype; vLLM's loader skipped, renamed or kept a packed copy of a parameter; another run syncs to the "
+        "same server"
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
