@@ -17,6 +17,7 @@ def check_run(run: Run) -> None:
     _check_difficulty(run)
     _check_batch(run)
     _check_structure(run)
+    _check_group_fits(run)
     check_overlap(run, run.engine)
 
 
@@ -83,6 +84,16 @@ def _check_structure(run: Run) -> None:
     if not run.algorithm.corrects:
         problem = "samples from a part of the policy's distribution: choose algorithm/correction=token_truncate"
         raise ConfigError.of(f"rollout.{name}", getattr(run.rollout, name), problem)
+
+
+def _check_group_fits(run: Run) -> None:
+    """A group is one request, and vLLM takes none with more completions than it runs at once."""
+    limit = getattr(run.engine, "vllm_args", {}).get("max_num_seqs")
+    groups = {"rollout.group_size": run.rollout.group_size, "eval.samples": run.eval.samples}
+    name = max(groups, key=lambda name: groups[name])
+    if isinstance(limit, int) and limit < groups[name]:
+        problem = f"must be at least {name}={groups[name]}, whose completions are one request"
+        raise ConfigError.of("engine.vllm_args.max_num_seqs", limit, problem)
 
 
 def check_overlap(run: Run, engine: object) -> None:

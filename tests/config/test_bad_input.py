@@ -38,6 +38,11 @@ BAD = [
     ("engine=transformers rollout.regex=a", "rollout.regex=a: engine=transformers cannot hold completions to it"),
     ("engine=auto rollout.json_schema={type:object}", "engine=transformers cannot hold completions to it"),
     ("engine=vllm rollout.regex=a", "rollout.regex=a: samples from a part of the policy's distribution: choose algo"),
+    (
+        "engine=vllm engine.vllm_args.max_num_seqs=4 rollout.group_size=8",
+        "engine.vllm_args.max_num_seqs=4: must be at least rollout.group_size=8",
+    ),
+    ("engine=vllm engine.vllm_args.scheduling_policy=fcfs", "grpocli sets this itself"),
     ("train.minibatches=1000", "train.minibatches=1000: must be at most rollout.prompts_per_step"),
     ("train.micro_batch_tokens=8", "train.micro_batch_tokens=8: must be at least"),
     ("eval.reward=fluency", "eval.reward=fluency: choose one of this run's rewards: exact_match"),

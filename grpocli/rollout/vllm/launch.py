@@ -35,25 +35,16 @@ def launch(options: Vllm, job: EngineJob) -> Iterator[None]:
 
     Servers of the run's own that die meanwhile are started again.
     """
-    shutil.rmtree(run_file(job.run_dir).parent, ignore_errors=True)  # what a run that was killed left
-    if options.base_url:
-        with _told(given_servers(options, job), job.run_dir):
-            yield
-    else:
-        with contextlib.ExitStack() as stack:
+    told = run_file(job.run_dir).parent
+    shutil.rmtree(told, ignore_errors=True)  # what a run that was killed left
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, told, ignore_errors=True)
+        if options.base_url:
+            for index, endpoint in enumerate(given_servers(options, job)):
+                endpoint.save(run_file(job.run_dir, index))
+        else:
             _start(stack, options, job)
-            yield
-
-
-@contextlib.contextmanager
-def _told(endpoints: Sequence[Endpoint], run_dir: Path) -> Iterator[None]:
-    try:
-        for index, endpoint in enumerate(endpoints):
-            endpoint.save(run_file(run_dir, index))
         yield
-    finally:
-        for index in range(len(endpoints)):
-            run_file(run_dir, index).unlink(missing_ok=True)
 
 
 def _start(stack: contextlib.ExitStack, options: Vllm, job: EngineJob) -> None:

@@ -18,6 +18,7 @@ OURS = frozenset(
         *("api_key", "api_server_count", "config", "grpc", "grpc_port", "headless", "host", "middleware", "root_path"),
         *("model", "model_tag", "port", "served_model_name", "ssl_certfile", "ssl_keyfile", "tokens_only", "uds"),
         *("enable_prefix_caching", "enable_scale_out", "generation_config", "logprobs_mode", "weight_transfer_config"),
+        "scheduling_policy",
         *("enable_lora", "lora_modules", "lora_target_modules", "max_cpu_loras", "max_lora_rank", "max_loras"),
     }
 )

@@ -134,7 +134,7 @@ def serve(config: Serve, model_path: str, dtype: str) -> int:
         contextlib.suppress(KeyboardInterrupt),
         _interrupted_by_term(),
         followed(log),
-        serving(spec, options, log) as (endpoint, process),
+        serving(spec, options, log, remove=[record]) as (endpoint, process),
     ):
         try:
             endpoint.save(record)

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -183,11 +183,16 @@ def _loopback(transport: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def serving(
-    spec: Spec, options: Vllm, log: Path | None, give_up: threading.Event | None = None
+    spec: Spec,
+    options: Vllm,
+    log: Path | None,
+    give_up: threading.Event | None = None,
+    remove: Sequence[Path] = (),
 ) -> Iterator[tuple[Endpoint, Guarded]]:
     """A healthy server for as long as the block runs; after it neither processes nor weight files are left.
 
-    give_up: once set, a start that is under way ends with an EngineError.
+    give_up: once set, a start that is under way ends with an EngineError. remove: what else goes with the server, also
+    where we are killed.
     Raises ConfigError for a busy port or an option that vLLM does not have, EngineError with the cause from its log
     where it does not come up.
     """
@@ -207,7 +212,7 @@ def serving(
         name="vllm",
         env=environment(key, shm_dir, options, spec.transport) | lora_environment(spec.lora_rank) | _devices(spec),
         log=log,
-        remove=[] if spec.sync_folder else [shm_dir],
+        remove=[*remove, *([] if spec.sync_folder else [shm_dir])],
     ) as process:
         wait_healthy(process, endpoint, options.start_timeout, give_up)
         yield endpoint, process

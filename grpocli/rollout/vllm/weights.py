@@ -119,7 +119,7 @@ class MappedFiles:
 
         Raises ValueError for what is not a plain file there, or not one of weights.
         """
-        memory = self._maps.get(name)
+        memory = self._maps.get(name) if isinstance(name, str) else None
         if memory is None:
             path = checked_path(name, folder)
             with path.open("r+b") as file:  # writable: torch warns of tensors that look into read-only memory
