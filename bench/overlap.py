@@ -51,8 +51,8 @@ def median(rows: list[dict[str, float]], name: str) -> float:
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__)
     cli.add_argument("--model", required=True, help="a folder with SmolLM2-135M, or another small model")
-    cli.add_argument("--steps", type=int, default=10)
-    cli.add_argument("--tokens", type=int, default=64)
+    cli.add_argument("--steps", type=int, default=7)
+    cli.add_argument("--tokens", type=int, default=32)
     cli.add_argument("--unbound", action="store_true", help="leave the cores alone (GPU machines)")
     args = cli.parse_args()
     now, ahead = rows(0, args), rows(1, args)
