@@ -1,7 +1,8 @@
 """Seconds of a weight sync against a plain copy of the same bytes: `python bench/sync.py --model FOLDER`.
 
-Starts the server that `engine=vllm` would start, moves the weights and syncs n times, and prints JSON. `split` is what
-the server's calls took (the trainer's writing overlaps `update` where there are several buckets; `write` is its share).
+Starts the server that `engine=vllm` would start, moves the weights and syncs n times, and prints JSON. `ratio` is
+`update_seconds` (without the probe's, which proves the weights) over `copy_seconds`. `split` is what the server's calls
+took (the trainer's writing overlaps `update` where there are several buckets; `write` is its share).
 `copy_seconds` copies as many bytes from memory to memory that has been touched before, with as many threads, in this
 process. Peaks are resident memory: VmHWM after the syncs above VmRSS before the first one (VmHWM is reset then), of
 this process, and of the server's largest one, which is its worker; shared buckets count in both.
@@ -139,7 +140,7 @@ def timings(engine: Any, policy: Any, times: int, processes: dict[str, int]) -> 
             calls.watch(server, name, name)
     calls.watch(BucketFile, "write", "write")
     calls.watch(policy, "score", "trainer's score")
-    seconds, sent = [], 0
+    seconds, metrics = [], []
     for version in range(times + 1):
         with torch.no_grad():
             for parameter in policy.model.parameters():
@@ -147,21 +148,23 @@ def timings(engine: Any, policy: Any, times: int, processes: dict[str, int]) -> 
         if version == 1:
             calls.clear()
         start = time.perf_counter()
-        sent = int(engine.sync(version)["sync/bytes"])
+        metrics.append(engine.sync(version))
         seconds.append(time.perf_counter() - start)
-    median = statistics.median(seconds[1:])
+    sent = int(metrics[0]["sync/bytes"])
+    update, probe = (
+        statistics.median(one[f"sync/seconds/{part}"] for one in metrics[1:]) for part in ("update", "probe")
+    )
     copied = copy_seconds(sent, times)
     split = {name: round(sum(taken) / times, 4) for name, taken in calls.seconds.items()}
-    probe = split.get("score", 0) + split.get("trainer's score", 0)
     return {
         "bytes": sent,
         "first_sync_seconds": round(seconds[0], 3),
-        "sync_seconds": round(median, 4),
-        "without_probe_seconds": round(median - probe, 4),
+        "sync_seconds": round(statistics.median(seconds[1:]), 4),
+        "update_seconds": round(update, 4),
+        "probe_seconds": round(probe, 4),
         "split": split,
         "copy_seconds": round(copied, 4),
-        "ratio": round(median / copied, 2),
-        "ratio_without_probe": round((median - probe) / copied, 2),
+        "ratio": round(update / copied, 2),
         "peak_extra_mib": {
             name: round((memory(pid, "VmHWM") - before[name]) / 2**20) for name, pid in processes.items()
         },
