@@ -1,6 +1,6 @@
 """Seconds a step with and without overlap, against the longer of generation and training: `python bench/overlap.py`.
 
-`recipe=multiplication`-sized steps with longer completions, `engine=vllm`, in turn with `rollout.max_staleness` 0 and
+`recipe=multiplication` with 16 longer completions a step, `engine=vllm`, in turn with `rollout.max_staleness` 0 and
 1. On a CPU generation and training would share the cores and overlap could gain nothing, so each gets a core of its
 own (`taskset` and VLLM_CPU_OMP_THREADS_BIND); on a GPU machine nothing is bound. Medians over the steps after the
 first two, as JSON.
@@ -27,6 +27,7 @@ def rows(staleness: int, args: argparse.Namespace) -> list[dict[str, float]]:
         f"model.path={args.model}",
         "engine=vllm",
         "eval.problems=0",
+        "rollout.prompts_per_step=2",
         "checkpoint.every=0",
         f"train.steps={args.steps}",
         f"rollout.max_completion_tokens={args.tokens}",
