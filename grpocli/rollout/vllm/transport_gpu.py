@@ -121,9 +121,11 @@ class NcclTransport:
         self.source.stream = weights
         if self._engine is None or not all(server.prepared for server in servers):
             self.close()
-            within(DEADLINE, "the servers to join the trainer's NCCL group (sync=nccl)", self._join, self.client.check)
+            in_thread(
+                DEADLINE, "the servers to join the trainer's NCCL group (sync=nccl)", self._join, self.client.check
+            )
         try:
-            within(DEADLINE, "the weights to be broadcast (sync=nccl)", self._transfer, self.client.check)
+            in_thread(DEADLINE, "the weights to be broadcast (sync=nccl)", self._transfer, self.client.check)
         except EngineError:
             self._engine = None  # NCCL calls of the group may be pending: it cannot even be destroyed
             raise
@@ -176,7 +178,7 @@ class IpcTransport:
             self._engine = self._make()
         elif not all(server.prepared for server in servers):
             self.client.init_weight_transfer_engine({"packed": True})
-        within(DEADLINE, "the weights to be handed over (sync=ipc)", self._engine.send_weights)
+        in_thread(DEADLINE, "the weights to be handed over (sync=ipc)", self._engine.send_weights)
         self.client.check()
         return self.weights.bytes()
 
@@ -193,7 +195,7 @@ class IpcTransport:
         return WeightTransferTrainerFactory.trainer_init(info, client=self.client, source=self.source)
 
 
-def within(seconds: float, what: str, call: Callable[[], None], check: Callable[[], None] = lambda: None) -> None:
+def in_thread(seconds: float, what: str, call: Callable[[], None], check: Callable[[], None] = lambda: None) -> None:
     """Run `call` in a thread on the same device; `check` raises where waiting for it has become pointless.
 
     Raises EngineError for what it raises, and after `seconds`.
