@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -181,11 +182,16 @@ def test_a_server_that_is_gone(stand_in: StandIn, tmp_path: Path) -> None:
         assert client.lost is caught.value
 
 
-def test_a_server_whose_engine_has_died_is_gone_although_it_answers(stand_in: StandIn, client: Client) -> None:
+def test_a_server_whose_engine_has_died_is_gone_although_it_answers(
+    stand_in: StandIn, client: Client, tmp_path: Path
+) -> None:
+    log = tmp_path / "vllm.log"
+    log.write_text("MemoryError: no memory\n")
+    client.endpoint = replace(client.endpoint, log=str(log))
     stand_in.answer = lambda path, body: (503 if path == "/health" else 500, {"error": {"message": "EngineDeadError"}})
     for call in (client.resume, lambda: asyncio.run(client.generate({}))):
         client.lost = None
-        with pytest.raises(ServerGone, match="EngineDeadError"):
+        with pytest.raises(ServerGone, match=r"EngineDeadError: MemoryError: no memory \(see .*vllm\.log\)"):
             call()
         assert client.lost
 

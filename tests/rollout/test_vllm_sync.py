@@ -591,9 +591,9 @@ def test_a_transfer_goes_on_to_its_end_after_a_failure(tmp_path: Path) -> None:
 def test_a_transfer_that_hangs_has_a_deadline() -> None:
     for_ever = threading.Event()
     with pytest.raises(EngineError, match=r"waited 0\.2 s for the test"):
-        transport_gpu.within(0.2, "the test", lambda: for_ever.wait(60) and None)
+        transport_gpu.in_thread(0.2, "the test", lambda: for_ever.wait(60) and None)
     with pytest.raises(EngineError, match="the test: broken"):
-        transport_gpu.within(5, "the test", lambda: (_ for _ in ()).throw(RuntimeError("broken")))
+        transport_gpu.in_thread(5, "the test", lambda: (_ for _ in ()).throw(RuntimeError("broken")))
     for_ever.set()
 
 

@@ -135,11 +135,11 @@ class Client:
         refused = Refused(endpoint.url, path, response.status_code, _message(response))
         unknown_adapter = response.status_code == 404 and path == GENERATE and self.model != MODEL
         replaced = unknown_adapter or (response.status_code == 401 and self._accepted)
-        died = False
         if response.status_code >= 500:
             async with httpx.AsyncClient(**http_options(endpoint)) as http:
-                died = await health(http) is not True
-        return self._gone(endpoint, str(refused)) if replaced or died else refused
+                if await health(http) is not True:
+                    return self._gone(endpoint, f"{refused}{endpoint.cause()}")
+        return self._gone(endpoint, str(refused)) if replaced else refused
 
     def _gone(self, endpoint: Endpoint, problem: str) -> ServerGone:
         error = ServerGone(problem)
