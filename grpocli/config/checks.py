@@ -18,6 +18,7 @@ def check_run(run: Run) -> None:
     _check_batch(run)
     _check_structure(run)
     _check_group_fits(run)
+    _check_waits(run)
     check_overlap(run, run.engine)
 
 
@@ -94,6 +95,20 @@ def _check_group_fits(run: Run) -> None:
     if isinstance(limit, int) and limit < groups[name]:
         problem = f"must be at least {name}={groups[name]}, whose completions are one request"
         raise ConfigError.of("engine.vllm_args.max_num_seqs", limit, problem)
+
+
+def _check_waits(run: Run) -> None:
+    """While the main process waits for a server, the others wait for it, and must not give up first."""
+    engine, limit = run.engine, getattr(run.hardware, "timeout", 0)
+    waits: dict[str, int] = getattr(engine, "waits", {})
+    for key, seconds in waits.items() if getattr(run.hardware, "processes", 1) > 1 else ():
+        if seconds >= limit:
+            raise ConfigError.of(
+                "hardware.timeout",
+                limit,
+                f"must be above the {seconds} s for which a lost server may be waited for ({key}): raise it, or lower "
+                "that",
+            )
 
 
 def check_overlap(run: Run, engine: object) -> None:

@@ -46,8 +46,9 @@ def _has_gpu() -> bool:
 
 
 def _here(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    from grpocli.rollout.vllm.endpoint import is_loopback
+
+    return is_loopback(urlsplit(url).hostname or "")
 
 
 @section("sync")

@@ -42,6 +42,14 @@ BAD = [
         "engine=vllm engine.vllm_args.max_num_seqs=4 rollout.group_size=8",
         "engine.vllm_args.max_num_seqs=4: must be at least rollout.group_size=8",
     ),
+    (
+        "engine=vllm hardware.processes=2 engine.base_url=http://127.0.0.1:9 engine.reconnect_timeout=3600",
+        "hardware.timeout=1800: must be above the 3600 s for which a lost server may be waited for (engine.reconnect",
+    ),
+    (
+        "engine=vllm hardware.processes=2 engine.max_restarts=3",
+        "hardware.timeout=1800: must be above the 1860 s for which a lost server may be waited for (engine.start_timeo",
+    ),
     ("engine=vllm engine.vllm_args.scheduling_policy=fcfs", "grpocli sets this itself"),
     ("train.minibatches=1000", "train.minibatches=1000: must be at most rollout.prompts_per_step"),
     ("train.micro_batch_tokens=8", "train.micro_batch_tokens=8: must be at least"),

@@ -232,19 +232,59 @@ def test_a_server_that_refuses_is_not_gone(stand_in: StandIn, client: Client, st
 
 def test_another_server_at_the_same_address_is_noticed(stand_in: StandIn, client: Client) -> None:
     """By its key, or by weights that have had no version of ours."""
-    stand_in.answer = lambda path, body: (200, {"weight_version": "3"})
-    assert client.weight_version() == "3"
+    stand_in.answer = lambda path, body: (200, {"weight_version": ".3"})
+    assert client.weight_version() == 3
     stand_in.answer = lambda path, body: (401, {"error": "Unauthorized"})
     with pytest.raises(ServerGone):
         client.pause()
     client.connect(client.endpoint)
-    labels = {"weight_versions": [{"version": "4", "start": 0, "end": 1}]}
+    labels = {"weight_versions": [{"version": ".4", "start": 0, "end": 1}]}
     stand_in.answer = lambda path, body: (200, {"choices": [choice([5]) | labels]})
     asyncio.run(client.generate({}))
     labels["weight_versions"][0]["version"] = "default"
     with pytest.raises(ServerGone, match="started again by somebody"):
         asyncio.run(client.generate({}))
     assert client.lost
+
+
+def test_weights_of_another_run_are_not_taken_for_ours(stand_in: StandIn) -> None:
+    """Two runs that sync to one server would each find their own weights after each sync."""
+    ours = Client(Endpoint(stand_in.url, "key", "/nowhere"), 30, run="ours")
+    version = "theirs.8"
+    labels = [{"start": 0, "end": 1}]
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        labels[0]["version"] = version  # type: ignore[assignment]
+        return 200, {"weight_version": version, "choices": [choice([5], weight_versions=labels)]}
+
+    stand_in.answer = answer
+    assert ours.weight_version() == "theirs.8", "of a run before this one, until the first sync"
+    version = "ours.1"
+    assert ours.weight_version() == 1
+    (made,) = asyncio.run(ours.generate({}))
+    assert made["weight_versions"][0]["version"] == 1
+    version = "theirs.1"
+    for call in (ours.weight_version, lambda: asyncio.run(ours.generate({}))):
+        with pytest.raises(EngineError, match=r"another run has changed the weights of .* for one run at a time"):
+            call()
+    assert ours.lost is None
+
+
+def test_an_update_that_was_broken_off_has_no_version(stand_in: StandIn, client: Client) -> None:
+    calls: list[tuple[str, Any]] = []
+    stand_in.answer = lambda path, body: (calls.append((path, body)), (200, {}))[1]
+    client.abandon_update()
+    assert calls == [("/finish_weight_update", {}), ("/update_weight_version", {"new_version": "unfinished"})]
+    stand_in.answer = lambda path, body: (calls.append((path, body)), (409, {}))[1]
+    client.abandon_update()
+    assert [path for path, _ in calls[2:]] == ["/finish_weight_update"], "there was none"
+
+
+def test_an_answer_that_is_none(stand_in: StandIn, client: Client) -> None:
+    """From a proxy, say: it must not reach the user as an error of ours."""
+    stand_in.answer = lambda path, body: (200, b"<html>welcome</html>")
+    with pytest.raises(EngineError, match="is no vLLM server"):
+        Fleet([client]).complete([{}])
 
 
 def test_a_server_that_shuts_down_is_gone(stand_in: StandIn, client: Client) -> None:

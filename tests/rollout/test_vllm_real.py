@@ -126,7 +126,7 @@ def test_sync_of_changed_weights_is_verified(running: Running, monkeypatch: pyte
         running.policy.change(seed=version)
         metrics = running.engine.sync(version)
         assert metrics["sync/bytes"] == 4.0 * sum(p.numel() for p in running.policy.model.parameters())
-        assert running.engine.fleet.clients[0].weight_version() == str(version)
+        assert running.engine.fleet.clients[0].weight_version() == version
         group = running.engine.generate([Request(PROMPTS[3], 2, seed=1)], Sampling(16))[0]
         for one in group:
             assert one.version == version

@@ -13,7 +13,7 @@ from grpocli.rollout.vllm.request import check_temperature, completions, samplin
 REQUEST = Request([5], 2, seed=0)
 
 
-def label(version: str, start: int, end: int) -> dict[str, Any]:
+def label(version: int | str, start: int, end: int) -> dict[str, Any]:
     return {"version": version, "start": start, "end": end}
 
 
@@ -22,12 +22,12 @@ def label(version: str, start: int, end: int) -> dict[str, Any]:
     [
         (None, 7, None),
         ([label("default", 0, 4)], 7, None),
-        ([label("3", 0, 4)], 3, None),
-        ([label("3", 0, 1), label("4", 1, 4)], 3, [(3, 1), (4, 3)]),
-        ([label("default", 0, 2), label("8", 2, 4)], 7, [(7, 2), (8, 2)]),
-        ([label("3", 0, 0), label("4", 0, 4)], 4, None),
-        ([label("10", 0, 1), label("9", 1, 2), label("10", 2, 4)], 9, [(10, 1), (9, 1), (10, 2)]),
-        ([label("default", 0, 2), label("7", 2, 4)], 7, None),
+        ([label(3, 0, 4)], 3, None),
+        ([label(3, 0, 1), label(4, 1, 4)], 3, [(3, 1), (4, 3)]),
+        ([label("default", 0, 2), label(8, 2, 4)], 7, [(7, 2), (8, 2)]),
+        ([label(3, 0, 0), label(4, 0, 4)], 4, None),
+        ([label(10, 0, 1), label(9, 1, 2), label(10, 2, 4)], 9, [(10, 1), (9, 1), (10, 2)]),
+        ([label("default", 0, 2), label(7, 2, 4)], 7, None),
     ],
 )
 def test_versions_of_the_tokens(labels: Any, version: int, spans: Any) -> None:
@@ -41,7 +41,7 @@ def test_versions_of_the_tokens(labels: Any, version: int, spans: Any) -> None:
 def test_weights_that_the_run_has_not_sent_are_refused() -> None:
     """Once every server has been synced, a label that is no number is of another server, or another program."""
     logprobs = {"content": [{"logprob": -0.5}] * 4}
-    labels = [label("7", 0, 2), label("default", 2, 4)]
+    labels = [label(7, 0, 2), label("default", 2, 4)]
     choice = {"token_ids": [1] * 4, "logprobs": logprobs, "finish_reason": "length", "weight_versions": labels}
     with pytest.raises(EngineError, match='weights of version "default", which this run has not sent'):
         completions([choice, choice], REQUEST, Sampling(4), version=7, synced=True)

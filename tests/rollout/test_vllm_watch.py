@@ -18,7 +18,8 @@ import pytest
 from grpocli.errors import ConfigError, EngineError, EngineGone
 from grpocli.launch.guard import Guarded, guarded
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.vllm import comeback, given, launch
+from grpocli.rollout.vllm import given, launch
+from grpocli.rollout.vllm import options as vllm_options
 from grpocli.rollout.vllm.comeback import Given, Own
 from grpocli.rollout.vllm.endpoint import Endpoint, lost_file, run_file, run_files
 from grpocli.rollout.vllm.options import Vllm
@@ -101,6 +102,19 @@ def test_a_start_that_fails_is_one_of_the_restarts(tmp_path: Path) -> None:
         assert "start 3 failed" in str(told(tmp_path).gone)
 
 
+def test_a_server_that_cannot_be_ended_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hung GPU may keep its process for ever. The trainer must not wait for another until its own deadline."""
+
+    def stuck(self: Guarded, grace: float) -> int:
+        raise subprocess.TimeoutExpired("vllm", grace)
+
+    with watched(tmp_path, Starts(), max_restarts=2), monkeypatch.context() as patch:
+        patch.setattr(Guarded, "stop", stuck)
+        lost_file(tmp_path, 0).write_text("0 it hangs")
+        until(lambda: told(tmp_path).gone is not None)
+        assert "timed out" in str(told(tmp_path).gone)
+
+
 def test_a_server_that_the_trainer_reports_is_replaced_once(tmp_path: Path) -> None:
     """It may hang and never end by itself; a second trainer that reports the same one must not cost another."""
     starts, own = Starts(), Own(Vllm(), job_in(tmp_path), never)
@@ -123,7 +137,7 @@ def test_a_trainer_is_told_why_no_server_comes(tmp_path: Path) -> None:
 
 def test_all_lost_servers_have_one_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processes wait in a collective call meanwhile. Each of them is reported before the first is waited for."""
-    monkeypatch.setattr(comeback, "STOPPING", 0)
+    monkeypatch.setattr(vllm_options, "STOPPING", 0)
     lost = {index: (Endpoint("http://x", "key", "/nowhere"), "it hangs") for index in range(3)}
     for index, (endpoint, _) in lost.items():
         endpoint.save(run_file(tmp_path, index))

@@ -107,6 +107,8 @@ class AdapterSync:
         if not self.world.is_main:
             return
         for server in self.servers:
+            if server.lost:
+                continue
             try:
                 self._retire(server, server.adapters(), keep=set())
             except EngineError as error:
@@ -129,6 +131,7 @@ class AdapterSync:
     def _send(self, version: int, used: set[str]) -> tuple[str, int]:
         """Bring every server to a new adapter; its name and its bytes."""
         tensors = self._tensors()
+        each(self.servers, lambda server: server.weight_version())  # raises where another run has changed them
         loaded = each(self.servers, lambda server: server.adapters())
         name = _new_name(version, {name for adapters in loaded for name in adapters})
         try:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import ipaddress
 import ssl
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,13 +17,14 @@ from urllib.parse import urlsplit
 import httpx
 
 from grpocli.errors import EngineError
-from grpocli.rollout.vllm.endpoint import Endpoint
+from grpocli.rollout.vllm.endpoint import Endpoint, is_loopback
 from grpocli.rollout.vllm.patience import Patience, Signs, health
 from grpocli.rollout.vllm.protocol import ADAPTER, MODEL, Refused, ServerGone
 
 CONNECT_TIMEOUT = 10.0
 HEARTBEAT = 5.0  # seconds between looks at a server that an answer is awaited from
 FIRST = -1  # priority: before every other request that waits
+UNFINISHED = "unfinished"  # the version of weights that are a mixture
 GENERATE = "/inference/v1/generate"  # token ids in, token ids out
 
 
@@ -34,11 +34,12 @@ class Client:
     timeout: seconds for a call in which nothing shows that the server works: it answers no call of this process and
     computes no token for anybody. So a request may queue in a busy server for longer, and a pause may wait for long
     completions; where the server is paused its requests wait too. After `LONGEST` times as long a call is given up.
+    run: tells this run's weights from another's at the same server.
     lost: what told that the server is gone, stuck, or replaced by another; None while it answers.
     """
 
-    def __init__(self, endpoint: Endpoint, timeout: float) -> None:
-        self.timeout = timeout
+    def __init__(self, endpoint: Endpoint, timeout: float, run: str = "") -> None:
+        self.timeout, self.run = timeout, run
         self.connect(endpoint)
 
     def connect(self, endpoint: Endpoint) -> None:
@@ -103,12 +104,14 @@ class Client:
         endpoint, model = self.endpoint, self.model
         with self._asking(model):
             answer = await self._ask(endpoint, "POST", GENERATE, {"model": model, **body})
+        if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
+            raise EngineError(f"what answers {GENERATE} at {endpoint.url} is no vLLM server: {str(answer)[:100]}")
         choices: list[dict[str, Any]] = answer["choices"]
         for choice in choices:
             if choice.get("finish_reason") == "abort":
                 raise self._gone(endpoint, f"the vLLM server at {endpoint.url} is shutting down (it aborted requests)")
             for label in choice.get("weight_versions") or []:
-                self._note(endpoint, str(label["version"]))
+                label["version"] = self._version(endpoint, str(label["version"]))
         for choice in choices if model != MODEL else []:
             choice["weight_versions"] = _versions(model, choice)
         return sorted(choices, key=lambda choice: int(choice["index"]))
@@ -147,11 +150,18 @@ class Client:
             self.lost = error
         return error
 
-    def _note(self, endpoint: Endpoint, version: str) -> None:
-        """A server that has just been started calls its version by no number."""
-        if self._numbered and not version.isdecimal():
-            raise self._gone(endpoint, f"the vLLM server at {endpoint.url} was started again by somebody")
-        self._numbered |= version.isdecimal()
+    def _version(self, endpoint: Endpoint, label: str) -> int | str:
+        """Our version, or the label of weights that this run has not sent; not once the server has had ours."""
+        run, dot, number = label.rpartition(".")
+        if dot and run == self.run and number.isdecimal():
+            self._numbered = True
+            return int(number)
+        if self._numbered and label != UNFINISHED:
+            where = f"the vLLM server at {endpoint.url}"
+            if dot:
+                raise EngineError(f"another run has changed the weights of {where}: a server is for one run at a time")
+            raise self._gone(endpoint, f"{where} was started again by somebody")
+        return label
 
     def init_transfer(self, info: dict[str, Any]) -> None:
         self.post("/init_weight_transfer_engine", {"init_info": info})
@@ -173,23 +183,24 @@ class Client:
         self.post("/update_weights", {"update_info": info})
 
     def finish_update(self, version: int) -> None:
-        self.post("/finish_weight_update", {"weight_version": str(version)})
+        self.post("/finish_weight_update", {"weight_version": f"{self.run}.{version}"})
 
     def abandon_update(self) -> None:
-        with suppress(Refused):  # there is none
+        try:
             self.post("/finish_weight_update", {})
+        except Refused:  # there is none
+            return
+        self.post("/update_weight_version", {"new_version": UNFINISHED})
 
     def reset_prefix_cache(self, running: bool = False) -> None:
         if not self.post(f"/reset_prefix_cache?reset_running_requests={str(running).lower()}")["success"]:
             raise EngineError(f"the vLLM server at {self.endpoint.url} could not drop its prefix cache: requests run")
 
-    def weight_version(self) -> str:
-        version = str(self.get("/weight_info")["weight_version"])
-        self._note(self.endpoint, version)
-        return version
+    def weight_version(self) -> int | str:
+        return self._version(self.endpoint, str(self.get("/weight_info")["weight_version"]))
 
     def set_version(self, version: int) -> None:
-        self.post("/update_weight_version", {"new_version": str(version)})
+        self.post("/update_weight_version", {"new_version": f"{self.run}.{version}"})
 
     def adapters(self) -> dict[str, Path]:
         return {card["id"]: Path(card["root"]) for card in self.get("/v1/models")["data"] if card.get("parent")}
@@ -248,7 +259,7 @@ def unreachable(endpoint: Endpoint, path: str, error: httpx.HTTPError) -> str:
 
 def _versions(adapter: str, choice: dict[str, Any]) -> list[dict[str, Any]]:
     """A request keeps its adapter to its end, whatever version the server has by then."""
-    version = adapter.removeprefix(ADAPTER).partition(".")[0]
+    version = int(adapter.removeprefix(ADAPTER).partition(".")[0])
     return [{"version": version, "start": 0, "end": len(choice["token_ids"])}]
 
 
@@ -260,12 +271,3 @@ def _message(response: httpx.Response) -> str:
         return response.text.partition("\n")[0][:300]
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

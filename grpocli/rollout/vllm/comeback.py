@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from grpocli.rollout.vllm.options import Vllm
 
 POLL = 0.2  # seconds between looks
-STOPPING = 60  # seconds in which a server that is stuck is surely ended
 
 Lost = Mapping[int, tuple[Endpoint, str]]
 """By the server's number: where it was, and how it was lost."""
@@ -51,10 +50,10 @@ class Own:
         """A dead server is noticed when it is called: none other can be at its address."""
 
     def wait(self, lost: Lost) -> list[Endpoint]:
-        timeout = self.options.start_timeout * max(1, self.options.max_restarts)
+        (timeout,) = self.options.waits.values()
         for index, (before, reason) in lost.items():
             write_atomic(lost_file(self.job.run_dir, index), f"{before.generation} {reason}")
-        deadline = time.monotonic() + timeout + STOPPING
+        deadline = time.monotonic() + timeout
         return [self._wait(index, before, reason, timeout, deadline) for index, (before, reason) in lost.items()]
 
     def _wait(self, index: int, before: Endpoint, reason: str, timeout: float, deadline: float) -> Endpoint:

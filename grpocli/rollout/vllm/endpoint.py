@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import shutil
@@ -83,3 +84,13 @@ def weights_dir() -> Path:
     """A new private folder for weights: in shared memory, or the temporary folder where that is small or missing."""
     in_memory = SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free >= ROOM
     return Path(tempfile.mkdtemp(prefix="grpocli-weights-", dir=SHM if in_memory else None))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, as a URL names it, is this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

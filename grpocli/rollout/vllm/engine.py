@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -186,7 +187,8 @@ def connect(options: Vllm, context: EngineContext) -> VllmEngine:
     before it, a run that was killed may have left servers paused.
     """
     job = context.job
-    clients = [Client(Endpoint.load(path), options.request_timeout) for path in run_files(job.run_dir)]
+    run = hashlib.blake2b(str(job.run_dir.absolute()).encode(), digest_size=4).hexdigest()  # in every process the same
+    clients = [Client(Endpoint.load(path), options.request_timeout, run) for path in run_files(job.run_dir)]
     fleet = Fleet(clients)
     waiting = Own if options.base_url is None else Given
 

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.vllm.adapter import lora_misfit
-from grpocli.rollout.vllm.client import GENERATE, Client, is_loopback
-from grpocli.rollout.vllm.endpoint import Endpoint, serve_file
+from grpocli.rollout.vllm.client import GENERATE, Client
+from grpocli.rollout.vllm.endpoint import Endpoint, is_loopback, serve_file
 from grpocli.rollout.vllm.protocol import MODEL, Refused
 from grpocli.rollout.vllm.transport import BACKENDS
 

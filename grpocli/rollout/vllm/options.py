@@ -13,6 +13,8 @@ from grpocli.errors import ConfigError
 if TYPE_CHECKING:
     from grpocli.rollout.engine import Engine, EngineContext, EngineJob
 
+STOPPING = 60
+"""Seconds in which a server that is stuck is surely ended."""
 OURS = frozenset(
     {
         *("api_key", "api_server_count", "config", "grpc", "grpc_port", "headless", "host", "middleware", "root_path"),
@@ -105,6 +107,15 @@ class Vllm:
         files = self.api_key_file
         named = files[self.urls.index(url)] if isinstance(files, list | tuple) else files
         return None if named is None else str(named)
+
+    @property
+    def waits(self) -> dict[str, int]:
+        """Seconds for which a server that was lost is waited for at most, by the keys they come from."""
+        if self.base_url is not None:
+            return {"engine.reconnect_timeout": self.reconnect_timeout}
+        return {
+            "engine.start_timeout times engine.max_restarts": self.start_timeout * max(1, self.max_restarts) + STOPPING
+        }
 
     def _check_given(self) -> None:
         """The keys that belong to `base_url`."""

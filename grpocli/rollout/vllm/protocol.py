@@ -65,7 +65,9 @@ class Server(Protocol):
         """
         ...
 
-    def weight_version(self) -> str: ...
+    def weight_version(self) -> int | str:
+        """The version; a label where its weights are not this run's."""
+        ...
 
     def set_version(self, version: int) -> None:
         """Where an adapter is loaded instead of weights: the version from here on."""

@@ -102,7 +102,7 @@ def _completion(choice: dict[str, Any], greedy: bool, version: int) -> Completio
 def _check_labels(choices: Sequence[dict[str, Any]]) -> None:
     for choice in choices:
         for label in choice.get("weight_versions") or []:
-            if not str(label["version"]).isdecimal():
+            if not isinstance(label["version"], int):
                 raise EngineError(
                     f'vLLM answered with weights of version "{label["version"]}", which this run has not sent: that '
                     "server is new, or another program changes its weights"
@@ -110,10 +110,10 @@ def _check_labels(choices: Sequence[dict[str, Any]]) -> None:
 
 
 def _spans(labels: Sequence[dict[str, Any]], version: int) -> list[tuple[int, int]]:
-    """(version, number of tokens) in order. A label that is no number (before the first sync) stands for `version`."""
+    """(version, number of tokens) in order. A label of another run (before the first sync) stands for `version`."""
     spans: list[tuple[int, int]] = []
     for label in labels:
-        number = int(label["version"]) if str(label["version"]).isdecimal() else version
+        number = label["version"] if isinstance(label["version"], int) else version
         tokens = label["end"] - label["start"]
         if spans and spans[-1][0] == number:
             spans[-1] = (number, spans[-1][1] + tokens)

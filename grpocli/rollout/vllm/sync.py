@@ -74,6 +74,7 @@ class WeightSync:
 
     def _update(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
         """Hold requests, replace the weights, forget what was computed with the old ones, go on; the bytes sent."""
+        each(self.servers, lambda server: server.weight_version())  # raises where another run has changed them
         each(self.servers, lambda server: server.pause(self.mode))
         sent = self.transport.send(self.servers, weights, version)
         each(self.servers, lambda server: server.reset_prefix_cache(running=self.mode == "keep"))
@@ -97,7 +98,7 @@ class WeightSync:
 def compare_versions(server: Server, version: int) -> None:
     """Raise EngineError unless the server says that its weights are those of `version`."""
     echoed = server.weight_version()
-    if echoed != str(version):
+    if echoed != version:
         raise EngineError(
             f"after a sync the vLLM server at {server.endpoint.url} has weight version {echoed}, the trainer {version}"
         )

@@ -81,6 +81,8 @@ class ShmTransport:
                 first.write(shapes, (tensor for _, tensor in islice(weights, len(shapes))), self.weights.dtype)
                 for other in others:
                     other.copy(first)
+                for file in [] if self._slots else files.values():
+                    file.flush()
                 loads.append(loading.submit(_load, files, groups, bool(self._slots)))
         for load in loads:
             load.result()

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpocli.errors import GrpoError
 from grpocli.rollout.vllm.endpoint import Endpoint, lost_file, run_file
 
 if TYPE_CHECKING:
@@ -77,13 +76,13 @@ class Watched:
         """Start another, as often as that may be tried; whether there is one."""
         while self.restarts < self.max_restarts and not self.over.is_set():
             logger.warning("%s; starting another, number %d of %d", reason, self.restarts + 1, self.max_restarts)
+            self.restarts += 1
             try:
                 self.process.stop(GRACE)
                 self._running.close()
-                self.restarts += 1
                 self.start()
                 return True
-            except (GrpoError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the trainer must hear that none comes
                 reason = str(error)
         if not self.over.is_set():
             problem = f"{reason}; it was started again {self.restarts} times (engine.max_restarts={self.max_restarts})"

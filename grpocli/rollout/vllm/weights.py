@@ -74,6 +74,13 @@ class BucketFile:
                 target.copy_(tensor)
             at += count * dtype.itemsize
 
+    def flush(self) -> None:
+        """Bring what was written to where other machines see it."""
+        try:
+            self._memory.flush()
+        except OSError as error:
+            raise _cannot_write(self.path.parent, error) from error
+
     def copy(self, other: BucketFile) -> None:
         """Take over the bytes of a file of the same size."""
         self._memory[:] = memoryview(other._memory)

@@ -67,8 +67,7 @@ class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: igno
         weights = self.files.tensors(update_info.file, weights_folder(), update_info.keep)
         with partial_load(), embeddings_unpacked(self.model):
             self.model.load_weights(iter(weights))
-        if update_info.keep:
-            keep_waiting_weights(self.model)
+        keep_waiting_weights(self.model)
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -82,7 +81,7 @@ class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: igno
 
 
 def keep_waiting_weights(model: torch.nn.Module) -> None:
-    """Copy what vLLM holds back until a layer is complete: the file that it looks into will be written again."""
+    """Copy what vLLM holds back until a layer is complete: the file that it looks into will be written again, or go."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in model.modules():
