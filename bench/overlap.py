@@ -1,8 +1,8 @@
 """Seconds a step with and without overlap, against the longer of generation and training: `python bench/overlap.py`.
 
 `recipe=multiplication` with 16 longer completions a step, `engine=vllm`, in turn with `rollout.max_staleness` 0 and
-1. On a CPU generation and training would share the cores and overlap could gain nothing, so each gets a core of its
-own (`taskset` and VLLM_CPU_OMP_THREADS_BIND); on a GPU machine nothing is bound. Medians over the steps after the
+1. On a CPU generation and training would share the cores and overlap could gain nothing, so there are two cores, vLLM is
+bound to one and the trainer has one thread; on a GPU machine nothing is bound. Medians over the steps after the
 first two, as JSON.
 """
 
@@ -36,7 +36,6 @@ def rows(staleness: int, args: argparse.Namespace) -> list[dict[str, float]]:
     env, prefix = dict(os.environ), []
     if not args.unbound:
         env |= {"VLLM_CPU_OMP_THREADS_BIND": "1", "OMP_NUM_THREADS": "1"}
-        options.append("engine.vllm_args.max_num_seqs=64")
         prefix = ["taskset", "-c", "0,1"]
     with tempfile.TemporaryDirectory() as folder:
         command = [*prefix, GRPOCLI, "train", *options, f"hydra.run.dir={folder}/run"]
