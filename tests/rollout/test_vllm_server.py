@@ -18,6 +18,7 @@ import pytest
 from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.guard import guarded
 from grpocli.rollout.engine import EngineJob
+from grpocli.rollout.vllm import checks as vllm_checks
 from grpocli.rollout.vllm import heads
 from grpocli.rollout.vllm import server as vllm_server
 from grpocli.rollout.vllm.endpoint import Endpoint
@@ -177,7 +178,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_vllm_not_installed(monkeypatch: pytest.MonkeyPatch, job: EngineJob) -> None:
-    monkeypatch.setattr(vllm_server, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm_checks, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'grpocli\[vllm\]'.*engine=transformers"), Vllm().launch(job):
         pass
 

