@@ -90,11 +90,16 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     assert not Path(endpoint.shm_dir).exists()
 
 
-def generate(client: Client, prompt: list[int], n: int, tokens: int, version: int) -> list[Completion]:
-    request, sampling = Request(prompt, n, seed=version), Sampling(tokens)
-    (choices,) = Fleet([client]).complete([body(request, sampling, [])])
-    assert choices is not None
-    return completions(choices, request, sampling, version)
+def generate(client: Client, prompt: list[int], n: int, tokens: int, version: int, times: int = 1) -> list[Completion]:
+    """n completions for each of as many requests of the same prompt."""
+    sampling = Sampling(tokens)
+    requests = [Request(prompt, n, seed=version + 1000 * i) for i in range(times)]
+    answers = Fleet([client]).complete([body(request, sampling, []) for request in requests])
+    made = [
+        completions(choices or [], request, sampling, version)
+        for choices, request in zip(answers, requests, strict=True)
+    ]
+    return [one for group in made for one in group]
 
 
 @real
@@ -150,7 +155,7 @@ def test_requests_in_flight_keep_their_adapter(running: Running) -> None:
     old = LoraPolicy(Path(running.context.job.model_path))
     old.model.load_state_dict(running.policy.model.state_dict())
     done: list[Completion] = []
-    thread = threading.Thread(target=lambda: done.extend(generate(client, [5, 6, 7], 64, 240, version=1)))
+    thread = threading.Thread(target=lambda: done.extend(generate(client, [5, 6, 7], 128, 240, 1, times=3)))
     thread.start()
     while not client.adapters_in_use():
         assert thread.is_alive()
@@ -160,9 +165,9 @@ def test_requests_in_flight_keep_their_adapter(running: Running) -> None:
     assert thread.is_alive(), "make the completions longer"
     assert set(client.adapters()) == {"policy-v1", "policy-v3", "policy-v4"}
     thread.join(120)
-    assert len(done) == 64
+    assert len(done) == 3 * 128
     assert {(one.version, one.spans) for one in done} == {(1, None)}
-    for one in done[::16]:
+    for one in done[::96]:
         expected = expected_logprobs(old, [5, 6, 7], one.token_ids, Sampling(240))
         assert one.logprobs == pytest.approx(expected, abs=1e-3)
     sync(5)
@@ -244,6 +249,9 @@ def test_the_first_failure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     class Dies:
         def adapters(self) -> dict[str, Path]:
             return {}
+
+        def weight_version(self) -> int:
+            return 0
 
         def pause(self, mode: str) -> None:
             raise ServerGone("it died during /pause")

@@ -136,9 +136,10 @@ def serve(config: Serve, model_path: str, dtype: str) -> int:
         followed(log),
         serving(spec, options, log, remove=[record]) as (endpoint, process),
     ):
+        description = served(endpoint)
         try:
             endpoint.save(record)
-            print(how_to_use(endpoint, record, job, served(endpoint)), flush=True)
+            print(how_to_use(endpoint, record, job, description), flush=True)
             _wait(process, log)
         finally:
             record.unlink(missing_ok=True)
