@@ -89,7 +89,8 @@ def _check_structure(run: Run) -> None:
 
 def _check_group_fits(run: Run) -> None:
     """A group is one request, and vLLM takes none with more completions than it runs at once."""
-    limit = getattr(run.engine, "vllm_args", {}).get("max_num_seqs")
+    given = {name.replace("-", "_"): value for name, value in getattr(run.engine, "vllm_args", {}).items()}
+    limit = given.get("max_num_seqs")
     groups = {"rollout.group_size": run.rollout.group_size, "eval.samples": run.eval.samples}
     name = max(groups, key=lambda name: groups[name])
     if isinstance(limit, int) and limit < groups[name]:

@@ -86,6 +86,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool) -> Job:
         lora_rank=run.model.lora.rank,
         revision=getattr(run.model, "revision", None),
         trust_remote_code=getattr(run.model, "trust_remote_code", False),
+        most=max(run.rollout.group_size, run.eval.samples),
     )
     return Job(engine, resume_point(run_dir.path) if resuming else None)
 

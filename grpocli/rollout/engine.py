@@ -38,7 +38,8 @@ class EngineJob:
     """What a run knows before any model is loaded.
 
     model_path: the folder (or hub id) of the initial weights. dtype: "float32" or "bfloat16".
-    max_tokens: the longest prompt plus completion. run_dir: where logs and addresses go.
+    max_tokens: the longest prompt plus completion. most: completions of one request.
+    run_dir: where logs and addresses go.
     transport: how weights get to a server, "shm", "nccl" or "ipc". sync_folder: where shm leaves them
         (null: a new folder).
     lora_rank: 0 where all weights are trained. revision, trust_remote_code: as for the trainer's model.
@@ -54,6 +55,7 @@ class EngineJob:
     lora_rank: int = 0
     revision: str | None = None
     trust_remote_code: bool = False
+    most: int = 1
 
 
 @dataclass(frozen=True, slots=True)

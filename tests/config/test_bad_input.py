@@ -43,6 +43,10 @@ BAD = [
         "engine.vllm_args.max_num_seqs=4: must be at least rollout.group_size=8",
     ),
     (
+        "engine=vllm engine.vllm_args.max-num-seqs=4 eval.samples=9",
+        "engine.vllm_args.max_num_seqs=4: must be at least eval.samples=9",
+    ),
+    (
         "engine=vllm hardware.processes=2 engine.base_url=http://127.0.0.1:9 engine.reconnect_timeout=3600",
         "hardware.timeout=1800: must be above the 3600 s for which a lost server may be waited for (engine.reconnect",
     ),

@@ -75,6 +75,13 @@ def test_command_on_cpu_and_gpu() -> None:
     assert "--enforce-eager" not in flags(Vllm(enforce_eager=False), cpu=True)
 
 
+@pytest.mark.parametrize(
+    ("most", "cpu", "limit"), [(128, True, None), (129, True, "129"), (256, False, None), (300, False, "300")]
+)
+def test_a_large_group_is_one_request_all_the_same(most: int, cpu: bool, limit: str | None) -> None:
+    assert flags(Vllm(), cpu, replace(SPEC, most=most)).get("--max-num-seqs") == limit
+
+
 def test_keys_that_vllm_names_otherwise() -> None:
     given = flags(Vllm(tensor_parallel=2, data_parallel=3, quantization="fp8", speculative={"method": "ngram"}))
     assert given["--tensor-parallel-size"] == "2"

@@ -47,7 +47,7 @@ class RequireKey:
             await send({"type": "http.response.body", "body": BODY})
 
     def _open(self, scope: Scope) -> bool:
-        return scope["type"] == "http" and scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD")
+        return scope["type"] == "http" and scope["path"] in OPEN_PATHS and scope["method"] == "GET"
 
     def _authorized(self, scope: Scope) -> bool:
         given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]

@@ -254,7 +254,7 @@ def _certificates() -> ssl.SSLContext:
 
 def unreachable(endpoint: Endpoint, path: str, error: httpx.HTTPError) -> str:
     """Why there was no answer."""
-    return f"the vLLM server at {endpoint.url} is gone ({path}: {error or type(error).__name__}){endpoint.cause()}"
+    return f"the vLLM server at {endpoint.url} is gone ({path}: {str(error) or type(error).__name__}){endpoint.cause()}"
 
 
 def _versions(adapter: str, choice: dict[str, Any]) -> list[dict[str, Any]]:
@@ -268,6 +268,6 @@ def _message(response: httpx.Response) -> str:
     try:
         body = response.json()
     except ValueError:
-        return response.text.partition("\n")[0][:300]
+        return response.text.partition("\n")[0][:300].removesuffix(".")
     error = body.get("error", body) if isinstance(body, dict) else body
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:500].removesuffix(".")

@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from grpocli.rollout.vllm.log import failure_cause
+from grpocli.rollout.vllm.log import failure_cause, find_cause
 
 SHM = Path("/dev/shm")
 ROOM = 2**30  # a memory file system with less than this is too small for weights
@@ -36,6 +36,10 @@ class Endpoint:
     def cause(self) -> str:
         """What its log says went wrong, to put behind a sentence; empty without a log."""
         return failure_cause(Path(self.log), self.log_from) if self.log else ""
+
+    def names_a_key(self) -> bool:
+        """Whether its log tells which key must be changed."""
+        return bool(self.log and find_cause(Path(self.log), self.log_from)[0])
 
     def save(self, path: Path) -> None:
         """Write it with mode 0600: beside, then renamed, so that a reader never sees half of it."""

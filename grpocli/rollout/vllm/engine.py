@@ -126,7 +126,7 @@ class VllmEngine:
         if self._trial:
             trial, self._trial = self._trial, None
             trial()
-        return metrics | ({"engine/restarts": float(self.restarts)} if self.restarts else {})
+        return metrics | {"engine/restarts": float(self.restarts)}
 
     def _sync_all(self, version: int) -> dict[str, float]:
         """As often as servers die meanwhile. Those that live hold their requests from one time to the next."""

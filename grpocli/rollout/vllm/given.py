@@ -162,6 +162,12 @@ def misfit(served: dict[str, Any], job: EngineJob) -> str:
             f"that server takes {model['max_model_len']} tokens, the run needs {job.max_tokens}: serve with "
             f"max_model_len={job.max_tokens}, or lower rollout.max_prompt_tokens or rollout.max_completion_tokens"
         )
+    limit = (served.get("scheduler_config") or {}).get("max_num_seqs")
+    if limit is not None and limit < job.most:
+        return (
+            f"that server runs {limit} completions at once, one request of the run has {job.most}: serve with "
+            f"engine.vllm_args.max_num_seqs={job.most}, or lower rollout.group_size or eval.samples"
+        )
     return _other_model(str(model["model"]), job.model_path)
 
 

@@ -15,7 +15,7 @@ from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.vllm.guest import Guest, log_to, output_to
 from grpocli.rollout.vllm.protocol import PROBE_ROOM
-from grpocli.rollout.vllm.server import on_cpu
+from grpocli.rollout.vllm.server import on_cpu, sequences
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
@@ -138,6 +138,7 @@ def arguments(options: VllmColocate, job: EngineJob, processes: int, cpu: bool) 
         "seed": job.seed,
         "max_model_len": options.max_model_len or max(job.max_tokens, PROBE_ROOM),
         "quantization": options.quantization,
+        "max_num_seqs": sequences(job.most, cpu),
         "enforce_eager": cpu if options.enforce_eager is None else options.enforce_eager,
         "enable_sleep_mode": not cpu if options.sleep is None else options.sleep,
         "enable_prefix_caching": True,

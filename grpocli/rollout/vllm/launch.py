@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpocli.errors import ConfigError, EngineError
+from grpocli.errors import ConfigError, GrpoError
 from grpocli.launch.guard import guarded
 from grpocli.rollout.vllm.checks import check_room
 from grpocli.rollout.vllm.endpoint import Endpoint, run_file, weights_dir
@@ -113,7 +113,7 @@ class _Starter:
         log = self.job.run_dir.absolute() / "logs" / f"vllm_{self.index}.log"
         try:
             return stack.enter_context(serving(spec, self.options, log, self.over))
-        except EngineError as error:
+        except GrpoError as error:
             if tries == 1 or "Address already in use" not in str(error):
                 raise
         return self._enter(stack, fixed, tries - 1)

@@ -76,17 +76,25 @@ def failure_cause(log: Path, since: int = 0) -> str:
 
     since: the byte at which this server's output begins.
     """
+    if not log.exists():
+        return ""
+    advice, cause = find_cause(log, since)
+    return f": {': '.join(filter(None, [advice, cause]))} (see {log})" if cause else f": see {log}"
+
+
+def find_cause(log: Path, since: int = 0) -> tuple[str, str]:
+    """The key to change, where it is known, and the cause in vLLM's words; empty where the log names none."""
     try:
         with log.open("rb") as file:
             file.seek(max(since, log.stat().st_size - TAIL))
             lines = [PREFIX.sub("", line) for line in file.read().decode(errors="replace").splitlines()]
     except FileNotFoundError:
-        return ""
+        return "", ""
     found = [_whole(match[1], lines[at + 1 :]) for at, line in enumerate(lines) if (match := ERROR.search(line))]
     found = [re.sub(r"\w+: Worker failed with error '(.*)', please check.*", r"\1", cause) for cause in found]
     causes = [cause for cause in found if not NOT_THE_CAUSE.search(cause)]
     given = next((match[1] for line in lines if (match := DEFAULTS.search(line))), "")
-    return f": {explained(causes[-1], given)} (see {log})" if causes else f": see {log}"
+    return (advice_for(causes[-1], given), causes[-1][:400]) if causes else ("", "")
 
 
 def _whole(error: str, following: list[str]) -> str:
@@ -98,13 +106,13 @@ def _whole(error: str, following: list[str]) -> str:
     return " ".join(WORDS_OF_PYDANTIC.sub("", " ".join([error, *said])).split())
 
 
-def explained(cause: str, given: str = "") -> str:
-    """A cause in vLLM's words, with the key to change before it where that is known.
+def advice_for(cause: str, given: str = "") -> str:
+    """The key to change, where it is known.
 
     given: vLLM's own list of the options that it was started with.
     """
     advice = next((advice for pattern, advice in ADVICE if re.search(pattern, cause)), None)
-    return ": ".join(filter(None, [advice or _key(cause, given), cause[:400]]))
+    return advice or _key(cause, given) or ""
 
 
 def _key(cause: str, given: str) -> str | None:

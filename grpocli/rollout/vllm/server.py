@@ -61,7 +61,8 @@ class Spec:
     dtype: "float32", "bfloat16" ... max_model_len: None leaves it to vLLM. port_key: what the user calls the port.
     lora_rank: of the adapters that it takes; 0 for none. transport: how its weights come, "shm", "nccl" or "ipc".
     sync_folder: the folder that it reads weights from (None: a new one, which goes with it). revision,
-    trust_remote_code: as for the trainer's model. gpus: CUDA_VISIBLE_DEVICES for it (None: ours).
+    trust_remote_code: as for the trainer's model. most: completions of one request.
+    gpus: CUDA_VISIBLE_DEVICES for it (None: ours).
     """
 
     model: str
@@ -76,6 +77,7 @@ class Spec:
     sync_folder: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    most: int = 1
     gpus: str | None = None
 
     @classmethod
@@ -92,6 +94,7 @@ class Spec:
             sync_folder=job.sync_folder,
             revision=job.revision,
             trust_remote_code=job.trust_remote_code,
+            most=job.most,
             **more,
         )
 
@@ -129,6 +132,7 @@ def command(spec: Spec, options: Vllm, cpu: bool) -> list[str]:
         "tensor-parallel-size": options.tensor_parallel,
         "data-parallel-size": None if options.data_parallel == 1 else options.data_parallel,
         "gpu-memory-utilization": None if cpu else options.gpu_memory_utilization,
+        "max-num-seqs": sequences(spec.most, cpu),
         "enforce-eager": (cpu if options.enforce_eager is None else options.enforce_eager) or None,
         "enable-prefix-caching": True,
         "enable-chunked-prefill": False if cpu else None,  # with seeds a prompt in pieces kills vLLM on a CPU
@@ -145,6 +149,12 @@ def command(spec: Spec, options: Vllm, cpu: bool) -> list[str]:
     start = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     known = [word for name, value in flags.items() for word in argument_words(name, value)]
     return [*start, *known, *further_words(options.vllm_args)]
+
+
+def sequences(most: int, cpu: bool) -> int | None:
+    """How many completions vLLM must be able to run at once, where that is more than it does by itself: it takes no
+    request for more."""
+    return most if most > (128 if cpu else 256) else None
 
 
 def environment(key: str, shm_dir: Path, options: Vllm, transport: str = "shm") -> dict[str, str]:
@@ -231,7 +241,8 @@ def _given_folder(name: str) -> Path:
 
 
 def wait_healthy(process: Guarded, endpoint: Endpoint, timeout: float, give_up: threading.Event | None = None) -> None:
-    """Until the server answers; raises EngineError if the process ends first or after `timeout` seconds.
+    """Until the server answers; raises EngineError after `timeout` seconds, or if the process ends first; ConfigError
+    where its log then names a key to change.
 
     What answers without taking our key is another server, on a port that ours will not get.
     """
@@ -243,7 +254,8 @@ def wait_healthy(process: Guarded, endpoint: Endpoint, timeout: float, give_up: 
         while True:
             cause = endpoint.cause() if endpoint.log else ": its output is above"
             if (code := process.poll()) is not None:
-                raise EngineError(f"the vLLM server ended with exit code {code} while it started{cause}")
+                kind = ConfigError if endpoint.names_a_key() else EngineError
+                raise kind(f"the vLLM server ended with exit code {code} while it started{cause}")
             with contextlib.suppress(httpx.HTTPError):
                 if http.get("/health").is_success and http.get("/weight_info").is_success:
                     return

@@ -9,6 +9,8 @@ from typing import Any
 from grpocli.data import Request, Sampling
 from grpocli.errors import ConfigError, EngineError
 
+REASON = 300  # characters of vLLM's reason: it may print all of its parser's state
+
 
 def check_sampling(sampling: Sampling, ask: Callable[[Request, Sampling], Any]) -> None:
     """Have one token sampled where only vLLM can tell: its grammar decides which regex or JSON schema it takes.
@@ -21,5 +23,5 @@ def check_sampling(sampling: Sampling, ask: Callable[[Request, Sampling], Any]) 
     try:
         ask(Request([0], 1, seed=0), replace(sampling, max_tokens=1))
     except EngineError as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split())[:REASON]
         raise ConfigError.of(f"rollout.{name}", getattr(sampling, name), f"vLLM cannot use it: {reason}") from error
