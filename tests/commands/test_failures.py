@@ -123,7 +123,7 @@ def test_a_disk_that_fills_up_while_running(grpocli, tmp_path: Path) -> None:
 
 
 def test_vllm_asked_for_but_not_installed(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpocli.rollout.vllm.server.find_spec", lambda name: None)
+    monkeypatch.setattr("grpocli.rollout.vllm.checks.find_spec", lambda name: None)
     code, said = failed(grpocli, *SMALL_RUN, "engine=vllm")
     assert code == 2
     assert "engine=vllm: vLLM is not installed; pip install" in said
