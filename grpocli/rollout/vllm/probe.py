@@ -20,7 +20,7 @@ TOLERANCE = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.25}
 
 Measured, mean and worst: float32 3e-6 and 1e-5 (a tiny model). bfloat16 0.10 and 0.60 (SmolLM2-135M, the trainer
 under autocast with float32 weights; the probe's tokens are improbable, -15 nats, where rounding is coarsest). So
-in bfloat16 the check sees wrong, missing or stale tensors, but not a step smaller than the rounding.
+in bfloat16 the check sees wrong and missing tensors that move log-probs by more than that, and no smaller change.
 """
 WORST = 10
 
