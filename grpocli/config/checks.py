@@ -102,7 +102,7 @@ def _check_waits(run: Run) -> None:
     """While the main process waits for a server, the others wait for it, and must not give up first."""
     engine, limit = run.engine, getattr(run.hardware, "timeout", 0)
     waits: dict[str, int] = getattr(engine, "waits", {})
-    for key, seconds in waits.items() if getattr(run.hardware, "processes", 1) > 1 else ():
+    for key, seconds in waits.items() if (getattr(run.hardware, "processes", 1) or 1) > 1 else ():
         if seconds >= limit:
             raise ConfigError.of(
                 "hardware.timeout",

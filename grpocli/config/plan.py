@@ -13,7 +13,7 @@ def plan_lines(run: Run) -> list[str]:
     rollout, train = run.rollout, run.train
     rows = rollout.prompts_per_step * rollout.group_size
     groups = _share(rollout.prompts_per_step, train.minibatches)
-    processes = run.hardware.processes
+    processes = run.hardware.processes or 1
     rounds = run.algorithm.keep.max_rounds
     refill = f", refilled up to {rounds} rounds" if rounds > 1 else ""
     sample = (

@@ -65,7 +65,7 @@ def command(run: Run, run_dir: Path) -> list[str]:
         "distributed_type": "MULTI_GPU",  # also on the CPU: accelerate's CPU launcher starts one process, silently
         "num_machines": 1,
         "machine_rank": 0,
-        "num_processes": run.hardware.processes,
+        "num_processes": run.hardware.processes or 1,
         "main_process_port": 0,
         "rdzv_backend": "static",
         "mixed_precision": "no",
@@ -78,7 +78,7 @@ def command(run: Run, run_dir: Path) -> list[str]:
 
 def environment(run: Run) -> dict[str, str]:
     """Ours, with the cores shared out."""
-    threads = max(1, len(os.sched_getaffinity(0)) // run.hardware.processes)
+    threads = max(1, len(os.sched_getaffinity(0)) // (run.hardware.processes or 1))
     return {"OMP_NUM_THREADS": str(threads), **os.environ, "ACCELERATE_LOG_LEVEL": "ERROR"}
 
 

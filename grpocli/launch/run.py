@@ -81,7 +81,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool) -> Job:
         max_tokens=run.rollout.max_prompt_tokens + run.rollout.max_completion_tokens,
         run_dir=run_dir.path,
         seed=run.seed,
-        transport=run.sync.transport(run.hardware.device, run.engine, run.hardware.processes),
+        transport=run.sync.transport(run.hardware.device, run.engine, run.hardware.processes or 1),
         sync_folder=run.sync.folder,
         lora_rank=run.model.lora.rank,
         revision=getattr(run.model, "revision", None),
@@ -103,7 +103,7 @@ def _train(config: DictConfig, run: Run, job: Job, run_dir: RunDir, view: View) 
         view.stage("starting the engine")
         with stop.at_once():
             engine.enter_context(run.engine.launch(job.engine))
-        if run.hardware.processes == 1:
+        if (run.hardware.processes or 1) == 1:
             from grpocli.training.worker import work
 
             return work(run, job, run_dir, stop, view)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor
 
-    from grpocli.launch.hardware import Single
+    from grpocli.launch.hardware import Hardware
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ class World:
     That order is one for each thread: a thread beside the main one makes its calls in a `channel`.
     """
 
-    def __init__(self, hardware: Single) -> None:
+    def __init__(self, hardware: Hardware) -> None:
         from accelerate import Accelerator
         from accelerate.utils import InitProcessGroupKwargs
 
