@@ -510,9 +510,10 @@ def test_impossible_transports_are_refused(part: choices.Sync, place: Placement)
 
 
 def test_where_servers_are_is_read_from_the_config() -> None:
-    assert choices.placement("cpu", Vllm()) == Placement(gpu=False, shared=True)
-    assert choices.placement("cuda", Vllm(tensor_parallel=2), processes=1) == PARTLY
-    assert choices.placement("cuda", Vllm(tensor_parallel=2), processes=2) == SAME
+    assert choices.placement("cpu", Vllm()) == Placement(gpu=False, shared=False)
+    assert choices.placement("cuda", Vllm(), shared=None) == PARTLY
+    assert choices.placement("cuda", Vllm(), shared=True) == SAME
+    assert choices.placement("cuda", Vllm(), nodes=1) == AWAY
     assert choices.placement("cuda", Vllm(base_url="http://localhost:8000")) == OTHER
     assert choices.placement("cuda", Vllm(base_url="http://node2:8000")) == AWAY
     assert choices.placement("cuda") == OTHER
