@@ -7,7 +7,6 @@ Only `grpocli train`, which has started it, decides when the trainer processes e
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 
@@ -18,10 +17,11 @@ def main() -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # which nobody sends; torch would stop at the others
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    arguments = launch_command_parser().parse_args()
+    arguments.signals_to_handle = "SIGQUIT"  # torch's launcher would stop at the others; accelerate has no flag for it
     try:
-        launch_command(launch_command_parser().parse_args())
+        launch_command(arguments)
     except ChildFailedError:
         sys.exit(1)
 

@@ -80,7 +80,7 @@ def split(hardware: Single, engine: Any, gpus: Sequence[str]) -> Devices:
     processes = hardware.processes or len(train)
     if processes > len(train):
         raise ConfigError.of(
-            "hardware.processes", processes, f"each process has a GPU of its own, and {len(train)} are there to train"
+            "hardware.processes", processes, f"each process has a GPU of its own, and {len(train)} are left to train"
         )
     return Devices(processes, train[:processes], rollout)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 SETTLE = 5.0  # seconds in which the others may still say what they see of a failure
 GRACE = 1.0  # seconds between TERM, which trainer processes take as a wish, and KILL
 POLL = 0.1
+KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)  # what a guard returns where the launcher itself was
 
 
 def train_in_processes(
@@ -40,9 +42,11 @@ def train_in_processes(
     words = command(devices.processes, run_dir.path, node)
     with guarded(words, name="trainers", env=environment(devices), grace=GRACE) as workers:
         _wait(run_dir.path, workers, stop)
-    if node and node.count > 1:
-        _hear_the_others(run_dir.path)
-    error = _why(run, run_dir.path)
+        if node and node.count > 1:
+            _hear_the_others(run_dir.path)
+        error = _why(run, run_dir.path)  # while those that hang still live
+        if workers.returncode in KILLED and not failures(run_dir.path):
+            error = RunError(f"the trainer processes were killed from outside; go on with resume={run_dir.path}")
     if error is None and workers.returncode:
         error = RunError(
             f"the trainer processes ended with code {workers.returncode} before they had begun; see {run_dir.path}/logs"

@@ -455,7 +455,7 @@ def test_every_dtype_of_a_job_has_a_tolerance() -> None:
 def test_sharded_weights_are_gathered_in_lockstep(tmp_path: Path) -> None:
     """Two processes with half of every parameter each; a good sync, and one whose server fails in the middle."""
     script = Path(__file__).with_name("sharded_sync.py")
-    launcher = command(SimpleNamespace(hardware=SimpleNamespace(processes=2)), tmp_path)  # type: ignore[arg-type]
+    launcher = command(2, tmp_path)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_LOG_LEVEL": "ERROR"}
     done = subprocess.run(
         [*launcher[: launcher.index("--module")], str(script), str(tmp_path)],
