@@ -1,7 +1,7 @@
 """Servers on other machines than the trainer's: what they and the first training machine tell each other by files.
 
 The run's folder is on a file system that all of them share. Its `engine/` holds, as on one machine, the address of each
-server; who has failed to start one says so beside them; and when the folder is gone, the run is over.
+server; who has failed to start one says so beside them; and `engine/over` says that the run is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from grpocli.errors import EngineError, GrpoError
 from grpocli.launch.failures import KINDS
-from grpocli.rollout.vllm.endpoint import run_file, run_files
+from grpocli.rollout.vllm.endpoint import run_files
 from grpocli.tracking.files import write_atomic
 
 if TYPE_CHECKING:
@@ -43,17 +43,21 @@ def new_folder(run_dir: Path) -> None:
     folder.mkdir(mode=0o700)
 
 
+def over_file(run_dir: Path) -> Path:
+    """Its existence ends the other machines' servers, and tells the batch script that this is as it should be."""
+    return run_dir / "engine" / "over"
+
+
 def failed_file(run_dir: Path, index: int) -> Path:
     return run_dir / "engine" / f"failed_{index}.json"
 
 
 @contextlib.contextmanager
 def servers_elsewhere(options: Vllm, job: EngineJob) -> Iterator[None]:
-    """Wait until every server on the other machines answers; when the block ends they do.
+    """Wait until every server on the other machines answers; when the block ends they end, and their keys are removed.
 
     Raises the error of one that could not be started, EngineError after `engine.start_timeout`.
     """
-    folder = run_file(job.run_dir).parent
     wanted = job.nodes * options.replicas
     deadline = time.monotonic() + options.start_timeout + ARRIVE
     try:
@@ -69,7 +73,8 @@ def servers_elsewhere(options: Vllm, job: EngineJob) -> Iterator[None]:
             time.sleep(POLL)
         yield
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        new_folder(job.run_dir)
+        over_file(job.run_dir).touch()
 
 
 def _failed(run_dir: Path) -> GrpoError | None:
@@ -90,5 +95,5 @@ def serve_until_over(watched: Sequence[Watched], run_dir: Path, over: threading.
     """Return when the run is over or `over` is set; servers that die meanwhile are started again."""
     for one in watched:
         one.watch()
-    while (run_dir / "engine").is_dir() and not over.wait(POLL):
+    while not over_file(run_dir).exists() and not over.wait(POLL):
         pass
