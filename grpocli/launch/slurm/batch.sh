@@ -15,7 +15,56 @@ srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "${SRUN[@]}" bash -c '
   echo "grpocli: error: node $(hostname) does not see $0: hydra.sweep.dir must be on a shared file system" >&2
   exit 2' "$RUN_DIR" || exit 2
 
-ln -sfn "$(scontrol show job "$SLURM_JOB_ID" --oneliner | grep -o 'StdOut=.*' | sed 's/StdOut=//; s/ [A-Z][A-Za-z]*=.*//')" "$RUN_DIR/slurm.log"
+ln -sfn "$LOGS/slurm-$JOB.log" "$RUN_DIR/slurm.log"
 rm -f "$RUN_DIR/stop" "$RUN_DIR/again" "$RUN_DIR/engine/over"
 export MASTER_ADDR=${HOSTS[0]}
 export MASTER_PORT=$((20000 + (SLURM_JOB_ID + 101 * RESTARTS) % 10000)) # below the ports that systems give out
+
+alive() { [ -n "$1" ] && kill -0 "$1" 2>/dev/null; }
+part() { # NAME FIRST COUNT COMMAND...: one task on each of COUNT nodes from number FIRST on, in the background
+  local name=$1 hosts=("${HOSTS[@]:$2:$3}") count=$3
+  shift 3
+  srun --job-name="$name" --nodelist="$(IFS=,; echo "${hosts[*]}")" --nodes="$count" --ntasks="$count" \
+    --ntasks-per-node=1 --kill-on-bad-exit=1 "${SRUN[@]}" "$@" &
+}
+step() { squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j' | awk -v name="$1" '$2 == name {print $1}'; }
+end() { # NAME PID: TERM, and KILL after GRACE seconds; a TERM to srun would KILL its tasks at once
+  alive "$2" || return 0
+  scancel --signal=TERM "$(step "$1")" 2>/dev/null # some versions say that the id is invalid, and deliver it
+  for _ in $(seq "$GRACE"); do alive "$2" || return 0; sleep 1; done
+  say "the $1 part has not ended within $GRACE s: killed"
+  scancel --signal=KILL "$(step "$1")" 2>/dev/null || kill -KILL "$2"
+}
+
+stopping=
+trap 'stopping=yes; say "asked to stop"' USR1 TERM
+part train 0 "$TRAIN_NODES" "${TRAIN[@]}"
+train=$! rollout=
+if [ "$ROLLOUT_NODES" -gt 0 ]; then
+  part rollout "$TRAIN_NODES" "$ROLLOUT_NODES" "${ROLLOUT[@]}"
+  rollout=$!
+fi
+while alive "$train"; do
+  [ -z "$stopping" ] || touch "$RUN_DIR/stop" # again and again: a run that is just starting removes old ones
+  if [ -n "$rollout" ] && ! alive "$rollout" && [ ! -e "$RUN_DIR/engine/over" ]; then
+    say "the rollout part has ended before the training: ending the training"
+    end train "$train"
+  fi
+  sleep 1
+done
+wait "$train"
+code=$?
+end rollout "$rollout"
+
+job() { scontrol show job "$JOB" --oneliner | grep -o " $1=[^ ]*" | head -n 1 | cut -d= -f2; }
+preempted() { [[ "$(job PreemptTime)" > "$(job StartTime)" ]] && [[ "$(job PreemptTime)" == 2* ]]; }
+[ "$code" -ne 0 ] || exit 0
+state=$(job JobState)
+say "the training ended with exit code $code${state:+ (job $state)}"
+[ "$state" != CANCELLED ] || exit "$code"
+[ -e "$RUN_DIR/again" ] || [ "$code" -eq 3 ] || preempted || exit "$code"
+[ "$RESTARTS" -lt "$MAX_REQUEUES" ] || CODE=$code fail "stopped before its end, and was requeued $MAX_REQUEUES times \
+(hydra.launcher.max_requeues); the run can go on"
+say "queued again ($((RESTARTS + 1)) of at most $MAX_REQUEUES)"
+scontrol requeue "$JOB" || CODE=$code fail "scontrol could not requeue it"
+sleep 60 # SLURM ends this shell

@@ -70,7 +70,7 @@ def ask(*command: str, fault: type[ConfigError] | type[RunError] = RunError) -> 
     """What a command of SLURM prints. Raises `fault` where it fails, RunError where it does not answer."""
     env = {**os.environ, "LC_ALL": "C"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, env=env)  # noqa: S603
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, env=env)
     except subprocess.TimeoutExpired as error:
         raise RunError(f"SLURM did not answer `{command[0]}` within {ANSWER} s") from error
     except OSError as error:

@@ -75,7 +75,8 @@ class Options:
 
 def options(values: Mapping[str, Any]) -> Options:
     """From what Hydra composed. Raises ConfigError for a value that cannot be."""
-    return Options(**{key: OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for key, v in values.items()})
+    plain: dict[str, Any] = {k: OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for k, v in values.items()}
+    return Options(**plain)
 
 
 def register(target: str) -> None:

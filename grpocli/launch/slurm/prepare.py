@@ -32,15 +32,19 @@ class Job:
     folder: Path
 
 
-def prepare(
+def prepared(
     context: HydraContext, config: DictConfig, job_overrides: Sequence[Sequence[str]], first: int
-) -> tuple[list[Job], list[JobReturn]]:
-    """Compose, check and write every job. Raises ConfigError before anything is written if one of them cannot work."""
+) -> list[Job]:
+    """Compose and check every job. Raises ConfigError if one of them cannot work; nothing is written."""
     setup_globals()
-    jobs = [_composed(context, config, list(given), first + i) for i, given in enumerate(job_overrides)]
+    return [_composed(context, config, list(given), first + i) for i, given in enumerate(job_overrides)]
+
+
+def write(context: HydraContext, jobs: Sequence[Job]) -> list[JobReturn]:
+    """Make the jobs' folders. Raises ConfigError where a run is in one already."""
     for job in jobs:
         RunDir(job.folder).check_writable(resuming=False)
-    return jobs, [_written(context, job) for job in jobs]
+    return [_written(context, job) for job in jobs]
 
 
 def _composed(context: HydraContext, config: DictConfig, given: list[str], number: int) -> Job:

@@ -59,7 +59,7 @@ class Batch:
         return self.folder / f"{self.name}.sh"
 
     @property
-    def list(self) -> Path:
+    def run_list(self) -> Path:
         """A run's folder a line, for an array."""
         return self.folder / f"{self.name}.runs"
 
@@ -118,8 +118,11 @@ class Batch:
         train = ["-m", "grpocli", "train", *(["--config-dir", self.config_dir] if self.config_dir else [])]
         return "\n".join(
             [
-                f"RUN_DIR={run}" if len(self.runs) == 1 else f"RUN_DIR=$(sed -n {line} {shlex.quote(str(self.list))})",
+                f"RUN_DIR={run}"
+                if len(self.runs) == 1
+                else f"RUN_DIR=$(sed -n {line} {shlex.quote(str(self.run_list))})",
                 f"PYTHON={shlex.quote(self.options.python or sys.executable)}",
+                f"LOGS={shlex.quote(str(self.folder))}",
                 f'TRAIN=("$PYTHON" {shlex.join(train)} "resume=$RUN_DIR")',
                 'ROLLOUT=("$PYTHON" -m grpocli.launch.rollout_node "$RUN_DIR")',
                 f"TRAIN_NODES={self.shape.train_nodes}",
