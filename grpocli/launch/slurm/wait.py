@@ -1,4 +1,4 @@
-"""Waiting for submitted jobs. It needs no accounting database: states are squeue's, results are in the runs' folders."""
+"""Waiting for submitted jobs without an accounting database: states are squeue's, results are in the runs' folders."""
 
 from __future__ import annotations
 
