@@ -76,9 +76,10 @@ def _written(options: Options, shape: Shape, config: DictConfig, jobs: Sequence[
 
 def _tell(number: str, batch: Batch, jobs: Sequence[Job]) -> None:
     print(f"submitted job {number}: {batch.script}")
+    common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     for i, job in enumerate(jobs):
         name = f"{number}_{i}" if len(jobs) > 1 else number
-        print(f"  {name}  {job.folder}  {job.title}".rstrip())
+        print(" ".join([f"  {name}  {job.folder} ", *(o for o in job.overrides if o not in common)]))
     print(f"  log     {batch.folder}/slurm-{number}{'_*' if len(jobs) > 1 else ''}.log; slurm.log in a run's folder")
     print(f"  cancel  scancel {number}", flush=True)
 

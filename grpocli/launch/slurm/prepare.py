@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run of a multirun. title: the overrides that are its own."""
+    """One run of a multirun."""
 
     number: int
-    title: str
+    overrides: Sequence[str]
     config: DictConfig
     run: Run
     folder: Path
@@ -55,12 +55,12 @@ def _composed(context: HydraContext, config: DictConfig, given: list[str], numbe
     task = copy.deepcopy(composed)
     with open_dict(task):
         del task["hydra"]
-    title = " ".join(filter_overrides(given))
+    overrides = filter_overrides(given)
     try:
         run = build_run(task)
     except ConfigError as error:
-        raise ConfigError(f"{error} (job {number}: {title}; nothing was submitted)") from error
-    return Job(number, title, composed, run, folder)
+        raise ConfigError(f"{error} (job {number}: {' '.join(overrides)}; nothing was submitted)") from error
+    return Job(number, overrides, composed, run, folder)
 
 
 def _written(context: HydraContext, job: Job) -> JobReturn:
