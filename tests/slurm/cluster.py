@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge"]
@@ -32,7 +33,7 @@ SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
 # a requeued job waits until the credentials of its last start have expired
-AuthInfo=socket={dir}/munge.sock,cred_expire=5
+AuthInfo=socket={dir}/munge.sock,cred_expire=2
 SlurmctldPidFile={dir}/slurmctld.pid
 SlurmdPidFile={dir}/slurmd.%n.pid
 SlurmdSpoolDir={dir}/spool.%n
@@ -52,7 +53,7 @@ DefMemPerCPU=100
 SlurmdParameters=config_overrides
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0,sched_min_interval=0
-KillWait=5
+KillWait=2
 MinJobAge=3600
 JobRequeue=1
 ReturnToService=2
@@ -83,8 +84,9 @@ class Unavailable(Exception):
 class Cluster:
     """Nodes `node1` ... of a cluster with the partitions `debug` and, which preempts it, `urgent`."""
 
-    def __init__(self, folder: Path, nodes: int = 3, cpus: int = 8) -> None:
-        self.folder, self.nodes, self._cpus = folder, [f"node{i + 1}" for i in range(nodes)], cpus
+    def __init__(self, nodes: int = 3, cpus: int = 8) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # munge wants a path that everybody may enter
+        self.nodes, self._cpus = [f"node{i + 1}" for i in range(nodes)], cpus
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
@@ -107,6 +109,7 @@ class Cluster:
         """End everything, nodes last: what runs on them gets no chance to say anything."""
         for name in ["slurmctld", *self.nodes, "munged", "login"]:
             self.power_off(name)
+        shutil.rmtree(self.folder)
 
     def run(self, *command: str, cwd: Path | None = None, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """Run a command as a user of the login node does."""
@@ -146,15 +149,27 @@ class Cluster:
     def processes(self, node: str) -> list[str]:
         """The command lines of everything on a node but SLURM's own and the node's shell."""
         return [
-            line for line in self._all(node) if not line.startswith(("sh -c hostname", "slurmd", "ps ", "sleep inf"))
+            line
+            for line in self._on(node, "ps", "-e", "-o", "args=", "-ww").splitlines()
+            if not line.startswith(("sh -c hostname", "slurmd", "ps ", "sleep inf"))
         ]
 
-    def _all(self, node: str) -> list[str]:
+    @contextmanager
+    def hidden(self, node: str, folder: Path) -> Iterator[None]:
+        """A folder that one node sees empty, as if it were that node's own."""
+        self._on(node, "mount", "-t", "tmpfs", "none", str(folder))
+        try:
+            yield
+        finally:
+            self._on(node, "umount", "--lazy", str(folder))
+
+    def _on(self, node: str, *command: str) -> str:
+        """What a command prints that sees a node's processes and mounts."""
         init = subprocess.run(
-            ["pgrep", "--parent", str(self._processes[node].pid)], capture_output=True, text=True
+            ["pgrep", "--parent", str(self._processes[node].pid)], capture_output=True, text=True, check=True
         ).stdout.split()[0]
-        inside = ["nsenter", "--target", init, "--pid", "--mount", "ps", "-e", "-o", "args=", "-ww"]
-        return subprocess.run(inside, capture_output=True, text=True, check=True).stdout.splitlines()
+        inside = ["nsenter", "--target", init, "--pid", "--mount", *command]
+        return subprocess.run(inside, capture_output=True, text=True, check=True).stdout
 
     def idle(self) -> int:
         """How many nodes are idle."""
@@ -186,15 +201,16 @@ class Cluster:
             )
         return self._processes[name]
 
-    def _until(self, ready, what: str, seconds: float = 30) -> None:
+    def _until(self, ready: Callable[[], object], what: str, seconds: float = 30) -> None:
         deadline = time.monotonic() + seconds
         while not ready():
             if time.monotonic() > deadline:
-                raise Unavailable(f"{what} did not come up within {seconds:.0f} s; see {self.folder}")
+                said = "".join(path.read_text()[-500:] for path in self.folder.glob("*.out"))
+                raise Unavailable(f"{what} did not come up within {seconds:.0f} s: {' '.join(said.split())}")
             time.sleep(0.05)
 
     def _write(self) -> None:
-        (self.folder / "state").mkdir(parents=True)
+        (self.folder / "state").mkdir()
         self.folder.chmod(0o755)
         lines = [
             f"NodeName={name} NodeHostname={name} NodeAddr={NET}.{i + 1} CPUs={self._cpus} RealMemory=64000"
@@ -232,14 +248,13 @@ def install() -> None:
 
 def main(command: Sequence[str]) -> int:
     install()
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
-        cluster = Cluster(Path(folder))
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        try:
-            cluster.start()
-            return subprocess.run(cluster._inside(*command), env=cluster.environment()).returncode
-        finally:
-            cluster.stop()
+    cluster = Cluster()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        cluster.start()
+        return subprocess.run(cluster._inside(*command), env=cluster.environment()).returncode
+    finally:
+        cluster.stop()
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster() -> Iterator[Cluster]:
     """A cluster of three nodes. Where there can be none, tests are skipped with the reason, or fail with CI_SLURM=1."""
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    cluster = Cluster()
     try:
         install()
         cluster.start()

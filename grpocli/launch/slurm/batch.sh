@@ -56,12 +56,13 @@ wait "$train"
 code=$?
 end rollout "$rollout"
 
-job() { scontrol show job "$JOB" --oneliner | grep -o " $1=[^ ]*" | head -n 1 | cut -d= -f2; }
-preempted() { [[ "$(job PreemptTime)" > "$(job StartTime)" ]] && [[ "$(job PreemptTime)" == 2* ]]; }
 [ "$code" -ne 0 ] || exit 0
-state=$(job JobState)
-say "the training ended with exit code $code${state:+ (job $state)}"
-[ "$state" != CANCELLED ] || exit "$code"
+FACTS=$(scontrol show job "$JOB" --oneliner)
+fact() { grep -o " $1=[^ ]*" <<<"$FACTS" | head -n 1 | cut -d= -f2; }
+preempted() { [[ "$(fact PreemptTime)" == 2* && "$(fact PreemptTime)" > "$(fact StartTime)" ]]; }
+say "the training ended with exit code $code (job $(fact JobState), reason $(fact Reason))"
+# a job that is cancelled is COMPLETING while its parts end, and so is one past its time limit
+[ "$(fact JobState)" = RUNNING ] || [ "$(fact Reason)" = TimeLimit ] || exit "$code"
 [ -e "$RUN_DIR/again" ] || [ "$code" -eq 3 ] || preempted || exit "$code"
 [ "$RESTARTS" -lt "$MAX_REQUEUES" ] || CODE=$code fail "stopped before its end, and was requeued $MAX_REQUEUES times \
 (hydra.launcher.max_requeues); the run can go on"

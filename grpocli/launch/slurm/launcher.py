@@ -16,6 +16,7 @@ from grpocli.launch.slurm.prepare import Job, config_dir, prepared, write
 from grpocli.launch.slurm.script import Batch, Shape, one_shape
 from grpocli.launch.slurm.wait import Waiting
 from grpocli.tracking.files import write_atomic
+from grpocli.tracking.run_dir import RunDir
 
 
 def launch(
@@ -40,12 +41,22 @@ def launch(
         print(batch.text())
         print(f"nothing was submitted; `sbatch {batch.script}` does it")
         return [_of(done, None) for done in returns]
-    number = cluster.submit(str(batch.script))
+    number = _submit(batch, jobs)
     _tell(number, batch, jobs)
     if not options.wait:
         return [_of(done, None) for done in returns]
     results = Waiting(number, jobs, options.wait_at_most).results()
     return [_of(done, result) for done, result in zip(returns, results, strict=True)]
+
+
+def _submit(batch: Batch, jobs: Sequence[Job]) -> str:
+    """The job's id. Where SLURM refuses, the folders of the runs that never began go again."""
+    try:
+        return cluster.submit(str(batch.script))
+    except ConfigError:
+        for job in jobs:
+            RunDir(job.folder).forget()
+        raise
 
 
 def _check_sweeper(options: Options, sweeper: str) -> None:
