@@ -21,6 +21,8 @@ def main(argv: list[str]) -> int:
     resume = Resume.asked_for(args.overrides)
     if resume and args.multirun:
         raise ConfigError("resume: goes on with one run; leave out -m")
+    if "hydra/launcher=slurm" in args.overrides and not args.multirun:
+        raise ConfigError("hydra/launcher=slurm: Hydra launches jobs of a multirun only: add -m (it makes one job too)")
     if resume:
         argv = [a for a in argv if a not in args.overrides] + resume.overrides(args.overrides)
         args = arguments(argv)

@@ -1,0 +1,81 @@
+"""What is asked of SLURM on the machine that submits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+from grpocli.errors import ConfigError, RunError
+from grpocli.launch.slurm.options import Options
+
+ANSWER = 60
+"""Seconds that SLURM has to answer a command."""
+
+
+def check(options: Options, nodes: int) -> None:
+    """Raise ConfigError where the cluster, the partition or the nodes are not there."""
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "hydra/launcher=slurm: there is no sbatch on the path; submit from a machine of the cluster, or only "
+            "write the script with hydra.launcher.dry_run=true"
+        )
+    sizes = partitions()
+    default = next((name.rstrip("*") for name in sizes if name.endswith("*")), None)
+    sizes = {name.rstrip("*"): size for name, size in sizes.items()}
+    there = ", ".join(f"{name} ({size} nodes)" for name, size in sizes.items())
+    if options.partition is None and default is None:
+        raise ConfigError.of("hydra.launcher.partition", "null", f"this cluster has no default; choose one of {there}")
+    asked = (options.partition or str(default)).split(",")
+    for name in asked:
+        if name not in sizes:
+            raise ConfigError.of("hydra.launcher.partition", name, f"there is no such partition; choose one of {there}")
+    if nodes > max(sizes[name] for name in asked):
+        raise ConfigError(
+            f"hardware: the run needs {nodes} nodes (hardware.train_nodes + hardware.rollout_nodes), and partition "
+            f"{options.partition or default} has {max(sizes[name] for name in asked)}"
+        )
+
+
+def partitions() -> dict[str, int]:
+    """Nodes by partition; the default one's name ends in `*`."""
+    rows = [line.split() for line in ask("sinfo", "--noheader", "--format=%P %D").splitlines()]
+    sizes: dict[str, int] = {}
+    for name, count in rows:
+        sizes[name] = sizes.get(name, 0) + int(count)
+    return sizes
+
+
+def submit(script: str) -> str:
+    """Hand a batch script to SLURM; the job's id. Raises ConfigError with what sbatch says against it."""
+    return ask("sbatch", "--parsable", script, fault=ConfigError).strip().partition(";")[0]
+
+
+def states(job: str) -> dict[str, tuple[str, str]]:
+    """State, and where or why, of a job and of the tasks of its array, by number (a single job is number 0).
+
+    Empty where SLURM has forgotten the job.
+    """
+    try:
+        said = ask("squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", "--format=%K|%T|%R")
+    except RunError as error:
+        if "Invalid job id" in str(error):
+            return {}
+        raise
+    rows = [line.split("|", 2) for line in said.splitlines()]
+    return {number if number.isdigit() else "0": (state, where) for number, state, where in rows}
+
+
+def ask(*command: str, fault: type[ConfigError] | type[RunError] = RunError) -> str:
+    """What a command of SLURM prints. Raises `fault` where it fails, RunError where it does not answer."""
+    env = {**os.environ, "LC_ALL": "C"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, env=env)
+    except subprocess.TimeoutExpired as error:
+        raise RunError(f"SLURM did not answer `{command[0]}` within {ANSWER} s") from error
+    except OSError as error:
+        raise RunError(f"{command[0]} could not be run: {error.strerror}") from error
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split())
+        raise fault(f"hydra/launcher=slurm: {command[0]} failed: {said or f'exit code {done.returncode}'}")
+    return done.stdout

@@ -1,0 +1,80 @@
+"""From the overrides of a multirun to folders in which `grpocli train resume=FOLDER` starts from the beginning."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hydra.core.utils import JobReturn, filter_overrides, run_job, setup_globals
+from hydra.types import HydraContext
+from omegaconf import DictConfig, open_dict
+
+from grpocli.config.compose import build_run, save
+from grpocli.errors import ConfigError
+from grpocli.tracking.files import write_atomic
+from grpocli.tracking.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run of a multirun."""
+
+    number: int
+    overrides: Sequence[str]
+    config: DictConfig
+    run: Run
+    folder: Path
+
+
+def prepared(
+    context: HydraContext, config: DictConfig, job_overrides: Sequence[Sequence[str]], first: int
+) -> list[Job]:
+    """Compose and check every job. Raises ConfigError if one of them cannot work; nothing is written."""
+    setup_globals()
+    return [_composed(context, config, list(given), first + i) for i, given in enumerate(job_overrides)]
+
+
+def write(context: HydraContext, jobs: Sequence[Job]) -> list[JobReturn]:
+    """Make the jobs' folders. Raises ConfigError where a run is in one already."""
+    for job in jobs:
+        RunDir(job.folder).check_writable(resuming=False)
+    return [_written(context, job) for job in jobs]
+
+
+def _composed(context: HydraContext, config: DictConfig, given: list[str], number: int) -> Job:
+    composed = context.config_loader.load_sweep_config(config, given)
+    with open_dict(composed):
+        composed.hydra.job.id = composed.hydra.job.num = number
+    folder = Path(str(composed.hydra.sweep.dir), str(composed.hydra.sweep.subdir)).resolve()
+    task = copy.deepcopy(composed)
+    with open_dict(task):
+        del task["hydra"]
+    overrides = filter_overrides(given)
+    try:
+        run = build_run(task)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (job {number}: {' '.join(overrides)}; nothing was submitted)") from error
+    return Job(number, overrides, composed, run, folder)
+
+
+def _written(context: HydraContext, job: Job) -> JobReturn:
+    """Hydra makes the folder, with `.hydra/` in it, as for a job that runs here."""
+
+    def write(config: DictConfig) -> None:
+        write_atomic(RunDir(job.folder).config, save(config))
+
+    done = run_job(write, job.config, "hydra.sweep.dir", "hydra.sweep.subdir", context, configure_logging=False)
+    _ = done.return_value  # raises what went wrong
+    return done
+
+
+def config_dir(config: DictConfig) -> str | None:
+    """The folder given with `--config-dir`, which a resume needs again."""
+    given = [source.path for source in config.hydra.runtime.config_sources if source.provider == "command-line"]
+    return str(Path(given[0]).resolve()) if given else None

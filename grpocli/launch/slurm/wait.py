@@ -1,0 +1,120 @@
+"""Waiting for submitted jobs without an accounting database: states are squeue's, results are in the runs' folders."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from grpocli.errors import GrpoError, RunError
+from grpocli.launch.slurm import cluster
+from grpocli.launch.slurm.prepare import Job
+from grpocli.tracking.run_dir import RunDir
+
+OVER = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
+    | {"REVOKED", "TIMEOUT"}
+)
+"""States in which a job stays, unless it is queued again."""
+SILENCE = 600
+"""Seconds for which SLURM may not answer at all."""
+SETTLE = 15
+"""Seconds that a state must last to be believed: a job that is queued again is over for a moment."""
+
+Result: TypeAlias = float | Exception | None
+
+
+class Waiting:
+    """The jobs of one submission, until each is over. limit: seconds in all."""
+
+    def __init__(self, number: str, jobs: Sequence[Job], limit: int) -> None:
+        self._number, self._jobs = number, jobs
+        self._deadline = time.monotonic() + limit
+        self._limit = limit
+        self._shown: dict[int, tuple[str, str]] = {}
+        self._since: dict[int, float] = {}
+
+    def results(self) -> list[Result]:
+        """`eval/accuracy` of each run, or why it failed. Raises RunError where waiting itself fails."""
+        pause = 1.0
+        try:
+            while not self._over(self._look()):
+                self._check_deadline()
+                time.sleep(pause)
+                pause = min(pause * 1.2, 15.0)
+        except KeyboardInterrupt:
+            print(f"\nnot waiting any more; the jobs go on, `scancel {self._number}` ends them")
+            raise
+        return [self._result(i, job) for i, job in enumerate(self._jobs)]
+
+    def _look(self) -> dict[str, tuple[str, str]]:
+        """What SLURM says now; it may be restarting."""
+        deadline = time.monotonic() + SILENCE
+        while True:
+            try:
+                return cluster.states(self._number)
+            except RunError as error:
+                if time.monotonic() > deadline:
+                    raise RunError(f"{error}, for {SILENCE} s; job {self._number} may still be running") from error
+                time.sleep(5)
+
+    def _over(self, states: dict[str, tuple[str, str]]) -> bool:
+        now = time.monotonic()
+        for i in range(len(self._jobs)):
+            seen = states.get(str(i), ("COMPLETED", ""))  # forgotten: the run's folder knows how it ended
+            if seen != self._shown.get(i):
+                self._show(i, *seen)
+                self._shown[i], self._since[i] = seen, now
+        return all(
+            state in OVER and (state == "COMPLETED" or now - self._since[i] >= SETTLE)
+            for i, (state, _) in self._shown.items()
+        )
+
+    def _show(self, i: int, state: str, where: str) -> None:
+        on = f" on {where}" if where and not where.startswith("(") else f" {where}" if where else ""
+        print(f"{time.strftime('%H:%M:%S')} job {self._name(i)} {state}{on}", flush=True)
+
+    def _check_deadline(self) -> None:
+        if time.monotonic() > self._deadline:
+            going = [self._name(i) for i, (state, _) in self._shown.items() if state not in OVER]
+            raise RunError(
+                f"hydra.launcher.wait_at_most={self._limit}: jobs {', '.join(going)} are not over; they go on, "
+                f"`scancel {self._number}` ends them"
+            )
+
+    def _name(self, i: int) -> str:
+        return f"{self._number}_{i}" if len(self._jobs) > 1 else self._number
+
+    def _result(self, i: int, job: Job) -> Result:
+        state, where = self._shown[i]
+        summary = RunDir(job.folder).summary
+        try:
+            said = json.loads(summary.read_text())
+        except (OSError, json.JSONDecodeError):
+            said = {}
+        if state == "COMPLETED" and said.get("exit") == "done":
+            accuracy = said.get("eval/accuracy")
+            return None if accuracy is None else float(accuracy)
+        error = self._error(i, job, state, where, str(said.get("exit", "")))
+        print(f"grpocli: {error}", flush=True)
+        return error
+
+    def _error(self, i: int, job: Job, state: str, where: str, cause: str) -> GrpoError:
+        log = job.folder / "slurm.log"
+        reason = last_error(log) or (cause if cause != "done" else "") or "no error was printed"
+        return RunError(f"job {self._name(i)} ({job.folder}) ended as {state} {where}: {reason}; see {log}")
+
+
+def last_error(log: Path) -> str | None:
+    """The last line with which grpocli, or SLURM, says why it ended."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    for marks in (("grpocli: error: ", "grpocli: stopped: "), ("error: ",)):
+        told = [line for line in lines if any(mark in line for mark in marks)]
+        if told:
+            return told[-1].strip()
+    return None

@@ -1,0 +1,33 @@
+"""`hydra/launcher=slurm`. Hydra takes launchers from the namespace package `hydra_plugins` only, and imports this at
+every start of every Hydra app of the environment: what does the work is in `grpocli.launch.slurm`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+from grpocli.launch.slurm.options import register
+
+
+class SlurmLauncher(Launcher):
+    """Submits the jobs of a multirun."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self._context, self._config = hydra_context, config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        from grpocli.launch.slurm.launcher import launch
+        from grpocli.launch.slurm.options import options
+
+        return launch(options(self._options), self._context, self._config, job_overrides, initial_job_idx)
+
+
+register(f"{SlurmLauncher.__module__}.{SlurmLauncher.__qualname__}")
