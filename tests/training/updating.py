@@ -128,13 +128,13 @@ def descent(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1)
 
 
-def went_on(world: World, folder: Path, start: Path, end: Path, lora: bool) -> dict[str, object]:
+def went_on(world: World, folder: Path, start: Path, end: Path) -> dict[str, object]:
     """A step of AdamW after the checkpoint `start`, or after the model that is there; and the checkpoint `end`.
 
     What is loaded is saved again at once beside `end`.
     """
     optim = AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=1.0)
-    policy, optimizer = loaded(world, folder / "model" if lora else start, optim.make, lora)
+    policy, optimizer = loaded(world, start, optim.make)
     tokenizer = make_tokenizer()
     resumed = (start / checkpoint.STATE).is_file()
     if resumed:
@@ -166,10 +166,10 @@ def main(folder: Path, parallel: str) -> None:
     world = World(Single(device="cpu", parallel=parallel, timeout=120))
     results: dict[str, Any] = {name: descended(world, folder, name) for name in ALGORITHMS}
     results["sampled"] = sampled(world, folder)
-    for start in [folder / "model", *sorted(folder.glob("saved_2_*"))]:
-        name = f"{start.name}_to_{world.size}_{parallel}" if start.name != "model" else f"saved_{world.size}_{parallel}"
-        if start.suffix != ".again":
-            results[start.name] = went_on(world, folder, start, folder / name, lora=False)
+    ran = f"{world.size}_{parallel}"
+    results["model"] = went_on(world, folder, folder / "model", folder / f"saved_{ran}")
+    for saved in [] if world.size == 2 else ["saved_2_ddp", "saved_2_fsdp2"]:
+        results[saved] = went_on(world, folder, folder / saved, folder / f"{saved}_to_{ran}")
     torch.save(results, folder / f"{world.size}_{world.rank}_{parallel}.pt")
     if parallel == sys.argv[-1]:
         world.close()
