@@ -63,7 +63,7 @@ def save(
     With LoRA it holds the updates alone: the base model does not change. Collective; the main process writes.
     """
     weights = _trained(policy)
-    theirs = _whole(policy, reference.model.named_parameters()) if reference else iter(())
+    theirs = _whole(policy, policy.parallel.parameters(reference.model)) if reference else iter(())
     moments = optimizer_state.whole(policy, optimizer)
     if not main:
         _walk(weights, theirs, moments)
@@ -112,7 +112,7 @@ def save_model(
 def _trained(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """What training changes: all weights, or LoRA's updates under their names in a file."""
     adapted = is_adapted(policy.model)
-    return _whole(policy, adapter_tensors(policy.model) if adapted else policy.model.named_parameters())
+    return _whole(policy, adapter_tensors(policy.model) if adapted else policy.parallel.parameters(policy.model))
 
 
 def _whole(

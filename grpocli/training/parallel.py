@@ -56,8 +56,12 @@ class Parallel(Protocol):
         """In the block, without gradients, this process calls `model` as often as it likes. To enter is collective."""
         ...
 
+    def parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """The parameters by name, as `gather` takes them. Every process walks through them in this order."""
+        ...
+
     def gather(self, tensor: Tensor) -> Tensor:
-        """A parameter, or a tensor like it of the optimizer's, whole."""
+        """One of `parameters`, or a tensor like it of the optimizer's, whole."""
         ...
 
     def moments(self, optimizer: Any, parameter: torch.nn.Parameter) -> Iterator[tuple[str, Tensor]]:
@@ -77,6 +81,10 @@ def parallel_of(hardware: Hardware, accelerator: Accelerator) -> Parallel:
         from grpocli.training.parallel_fsdp2 import Fsdp2
 
         return Fsdp2(accelerator)
+    if hardware.parallel in ("zero2", "zero3"):
+        from grpocli.training.parallel_zero import Zero2, Zero3
+
+        return (Zero2 if hardware.parallel == "zero2" else Zero3)(accelerator)
     return Ddp(accelerator)
 
 
@@ -114,6 +122,9 @@ class Alone:
         """One autocast region in which every weight is cast once."""
         with _casts_kept(model), self.computing(model, dtype):
             yield
+
+    def parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+        return model.named_parameters()
 
     def gather(self, tensor: Tensor) -> Tensor:
         return tensor

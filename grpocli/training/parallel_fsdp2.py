@@ -106,6 +106,9 @@ class Fsdp2:
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
+    def parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+        return model.named_parameters()
+
     def gather(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

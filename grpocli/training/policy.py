@@ -43,7 +43,7 @@ class Policy:
 
         Where processes share them, their parts: `parallel.gather` makes them whole.
         """
-        return merged(self.model, self.model.named_parameters())
+        return merged(self.model, self.parallel.parameters(self.model))
 
     def computing(self) -> AbstractContextManager[Any]:
         """Around a forward, so that it computes in `dtype`."""

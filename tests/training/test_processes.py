@@ -151,7 +151,7 @@ def test_any_processes_go_on_from_a_checkpoint(results, saved: str) -> None:
     alone = results[1, 0, "ddp"][f"saved_2_{saved}"]
     for process, result in results.items():
         if process[0] != 2:
-            assert_same(result[f"saved_2_{saved}"], alone, 1e-6, process)
+            assert_same(result[f"saved_2_{saved}"], alone, 1e-5, process)
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_a_checkpoint_is_loaded_to_the_bit(ended: Path, saved: str, resumed: str
 @pytest.mark.parametrize("name", ["saved_1_ddp", "saved_2_ddp", "saved_2_fsdp2", "saved_3_fsdp2"])
 def test_transformers_loads_what_any_processes_save(ended: Path, results, name: str) -> None:
     alone = results[1, 0, "ddp"]["model"]["weights"]
-    for folder, tolerance in ((ended / name, 1e-6), (ended / name / "final", 0.01)):
+    for folder, tolerance in ((ended / name, 1e-5), (ended / name / "final", 0.01)):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         assert type(model) is LlamaForCausalLM
         weights = torch.cat([p.detach().flatten() for p in model.parameters()])

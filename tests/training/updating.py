@@ -119,7 +119,7 @@ def descended(world: World, folder: Path, name: str) -> dict[str, object]:
     weights = whole(policy)
     if type(updater.reference) is Reference:
         updater.reference.mix(0.5)
-        mixed = [policy.parallel.gather(w) for w in updater.reference.model.parameters()]
+        mixed = [policy.parallel.gather(w) for _, w in policy.parallel.parameters(updater.reference.model)]
         weights = torch.cat([weights, *(w.flatten() for w in mixed)])
     return {"metrics": metrics, "weights": weights}
 
