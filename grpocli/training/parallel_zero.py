@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +69,7 @@ class Zero2(Alone):
         self._link(optimizer)
         for name, value in kept.items():
             if value.numel() == 1:  # a counter
-                yield name, value
+                yield name, value.clone()
             else:
                 yield name, self._get(parameter, name)
 
@@ -125,14 +125,12 @@ class Zero3(Zero2):
             return nullcontext()
         return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
 
-    @contextmanager
-    def sampling(self, model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    def sampling(self, model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[None]:
         raise ConfigError.of(
             "hardware.parallel",
             "zero3",
             "engine=transformers cannot sample from weights in parts: take engine=vllm, or hardware.parallel=fsdp2",
         )
-        yield
 
     def parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in model.named_parameters():
