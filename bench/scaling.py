@@ -64,7 +64,9 @@ def main() -> None:
     names = [*SHOWN, "tokens/s", "GiB"]
     print(f"| {args.model}, float32 | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}")
     for way, runs in found.items():
-        print(f"| {way} | " + " | ".join(f"{statistics.median(run[name] for run in runs):.2f}" for name in names) + " |")
+        print(
+            f"| {way} | " + " | ".join(f"{statistics.median(run[name] for run in runs):.2f}" for name in names) + " |"
+        )
 
 
 if __name__ == "__main__":
