@@ -18,7 +18,7 @@ train: $(VENV)/.ready-to-train ## make the environment and run the default train
 	$(BIN)/grpocli train $(ARGS)
 
 test: setup ## make the development environment and pass every test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 setup: $(VENV)/.ready-to-develop ## make the development environment, vLLM for the CPU included
 

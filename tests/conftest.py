@@ -9,8 +9,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when the libraries are first imported
 
+import hypothesis
 import pytest
 import torch
+
+hypothesis.settings.register_profile("busy", deadline=None)  # how long an example takes depends on what else runs
+hypothesis.settings.load_profile("busy")
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +41,16 @@ def little_model():
             if parameter.ndim > 1:
                 parameter.mul_(8)
     return model.eval()
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache for runs in which it does not matter, so that the built-in model is made once; pytest-xdist's workers
+    share it too."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-cache"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture
