@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when the libraries are first imported
 
-import hypothesis
 import pytest
 import torch
 
-hypothesis.settings.register_profile("busy", deadline=None)  # how long an example takes depends on what else runs
-hypothesis.settings.load_profile("busy")
+
+def pytest_configure(config: pytest.Config) -> None:
+    """How long an example of hypothesis' takes depends on what else runs; where TRL is compared with, it is missing."""
+    with suppress(ImportError):
+        from hypothesis import settings
+
+        settings.register_profile("busy", deadline=None)
+        settings.load_profile("busy")
 
 
 @pytest.fixture(scope="session")
