@@ -21,6 +21,7 @@ def check_run(run: Run) -> None:
     _check_waits(run)
     _check_nodes(run)
     check_shares(run, run.hardware.processes or 1)
+    _check_parallel(run)
     check_overlap(run, run.engine)
 
 
@@ -152,6 +153,40 @@ def check_shares(run: Run, processes: int) -> None:
             f"leaves some of {processes} trainer processes without a prompt: raise it to {processes} or more, or train "
             "in fewer processes",
         )
+
+
+def _check_parallel(run: Run) -> None:
+    """What weights in parts cannot do."""
+    from grpocli.explain.choices import choice_of
+    from grpocli.rollout.auto import Auto
+
+    parallel, lora = run.hardware.parallel, run.model.lora.rank > 0
+    engine = run.engine.chosen() if isinstance(run.engine, Auto) else run.engine
+    beside = getattr(engine, "overlaps", False)
+    refused = {
+        f"engine={choice_of('engine', engine)} cannot sample from weights in parts: take engine=vllm, or fsdp2": (
+            parallel == "zero3" and not beside
+        ),
+        "LoRA's updates cannot be added to weights in parts: take zero2, fsdp2 or ddp": parallel == "zero3" and lora,
+        "a reference in parts cannot follow the policy (algorithm.kl.sync_every): take zero2, fsdp2 or ddp": (
+            parallel == "zero3" and run.algorithm.kl.sync_every > 0
+        ),
+        "engine=vllm is sent LoRA's updates by one process, which must have them whole: take ddp or zero2": (
+            parallel == "fsdp2" and lora and beside
+        ),
+    }
+    for problem, holds in refused.items():
+        if holds:
+            raise ConfigError.of("hardware.parallel", parallel, problem)
+
+
+def check_installed(run: Run) -> None:
+    """Raise a ConfigError where a library that the run needs is not on this machine."""
+    from importlib.util import find_spec
+
+    if run.hardware.parallel in ("zero2", "zero3") and find_spec("deepspeed") is None:
+        problem = "needs DeepSpeed, which is not installed: pip install 'grpocli[deepspeed]', or take fsdp2"
+        raise ConfigError.of("hardware.parallel", run.hardware.parallel, problem)
 
 
 def check_overlap(run: Run, engine: object) -> None:
