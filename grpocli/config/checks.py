@@ -19,6 +19,8 @@ def check_run(run: Run) -> None:
     _check_structure(run)
     _check_group_fits(run)
     _check_waits(run)
+    _check_nodes(run)
+    check_shares(run, run.hardware.processes or 1)
     check_overlap(run, run.engine)
 
 
@@ -110,6 +112,46 @@ def _check_waits(run: Run) -> None:
                 f"must be above the {seconds} s for which a lost server may be waited for ({key}): raise it, or lower "
                 "that",
             )
+
+
+def _check_nodes(run: Run) -> None:
+    """On several machines, who serves completions, and with all of its GPUs."""
+    from grpocli.explain.choices import choice_of
+    from grpocli.launch.hardware import Multinode
+    from grpocli.rollout.vllm.options import Vllm
+
+    hardware, engine = run.hardware, run.engine
+    if not isinstance(hardware, Multinode):
+        return
+    starts_servers = isinstance(engine, Vllm) and not engine.base_url
+    if hardware.rollout_nodes and not starts_servers:
+        given = "has its servers already" if isinstance(engine, Vllm) else "runs in the trainer processes"
+        problem = f"engine={choice_of('engine', engine)} {given}: choose engine=vllm without base_url, or 0"
+        raise ConfigError.of("hardware.rollout_nodes", hardware.rollout_nodes, problem)
+    if not starts_servers:
+        return
+    if not hardware.rollout_nodes:
+        problem = "engine=vllm starts its servers on machines of their own: give it some, or another engine"
+        raise ConfigError.of("hardware.rollout_nodes", 0, problem)
+    used = engine.replicas * engine.tensor_parallel * engine.data_parallel
+    if hardware.device != "cpu" and used != hardware.devices_per_node:
+        problem = (
+            f"must be all GPUs of a machine, hardware.devices_per_node={hardware.devices_per_node}, together with "
+            f"engine.tensor_parallel={engine.tensor_parallel} and engine.data_parallel={engine.data_parallel}"
+        )
+        raise ConfigError.of("engine.replicas", engine.replicas, problem)
+
+
+def check_shares(run: Run, processes: int) -> None:
+    """A process without a prompt would wait for the others in every step. Asked again when the GPUs are counted."""
+    prompts = run.rollout.prompts_per_step
+    if processes > prompts:
+        raise ConfigError.of(
+            "rollout.prompts_per_step",
+            prompts,
+            f"leaves some of {processes} trainer processes without a prompt: raise it to {processes} or more, or train "
+            "in fewer processes",
+        )
 
 
 def check_overlap(run: Run, engine: object) -> None:

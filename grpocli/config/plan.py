@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Rollouts, Run
+    from grpocli.launch.devices import Devices
 
 
-def plan_lines(run: Run) -> list[str]:
+def plan_lines(run: Run, devices: Devices) -> list[str]:
     """The batch plan, a fact a line."""
     rollout, train = run.rollout, run.train
     rows = rollout.prompts_per_step * rollout.group_size
     groups = _share(rollout.prompts_per_step, train.minibatches)
-    processes = run.hardware.processes or 1
+    processes = devices.processes * getattr(run.hardware, "train_nodes", 1)
     rounds = run.algorithm.keep.max_rounds
     refill = f", refilled up to {rounds} rounds" if rounds > 1 else ""
     sample = (
@@ -29,7 +30,17 @@ def plan_lines(run: Run) -> list[str]:
         f"run     {_count(train.steps, 'step')}, {train.steps * train.updates_per_step:,} updates, "
         f"{train.steps * rows:,} completions"
     )
-    return [sample, *_overlap(rollout), update, total]
+    return [sample, *_overlap(rollout), update, *_devices(run, devices), total]
+
+
+def _devices(run: Run, devices: Devices) -> list[str]:
+    """Nothing where there is no choice: on a CPU of one machine."""
+    nodes = getattr(run.hardware, "rollout_nodes", 0)
+    if run.hardware.nodes == 1 and not devices.train:
+        return []
+    each = f"{_count(run.hardware.train_nodes, 'machine')}, each: " if run.hardware.nodes > 1 else ""
+    serve = f"; serve on {_count(nodes, 'machine')}" if nodes else ""
+    return [f"devices {each}{devices}{serve}"]
 
 
 def _overlap(rollout: Rollouts) -> list[str]:

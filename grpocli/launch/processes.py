@@ -1,51 +1,101 @@
-"""Several trainer processes on this machine, started by accelerate's launcher."""
+"""The trainer processes of this machine, started by accelerate's launcher."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpocli.errors import ConfigError, GrpoError, RunError, Stopped
-from grpocli.launch.guard import guarded
+from grpocli.errors import GrpoError, RunError, Stopped
+from grpocli.launch.board import DONE, Place, places
+from grpocli.launch.failures import failures, report_failure, verdict
+from grpocli.launch.guard import alive, guarded
 from grpocli.tracking.files import write_atomic
 from grpocli.tracking.metrics import read
 from grpocli.tracking.summary import write_summary
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
+    from grpocli.launch.devices import Devices
+    from grpocli.launch.guard import Guarded
+    from grpocli.launch.nodes import Node
     from grpocli.launch.signals import StopSignal
     from grpocli.tracking.run_dir import RunDir
 
-STOP_FILE = "stop"
-"""Its existence in the run's folder asks every process to stop after its step: signals do not reach them all."""
+SETTLE = 5.0  # seconds in which the others may still say what they see of a failure
+GRACE = 1.0  # seconds between TERM, which trainer processes take as a wish, and KILL
+POLL = 0.1
+KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)  # what a guard returns where the launcher itself was
 
 
-def train_in_processes(run: Run, run_dir: RunDir, stop: StopSignal) -> float | None:
-    """Start `hardware.processes` workers and wait for them. Returns the final accuracy.
+def train_in_processes(
+    run: Run, run_dir: RunDir, stop: StopSignal, devices: Devices, node: Node | None = None
+) -> float | None:
+    """Start this machine's trainer processes and wait for them. Returns the final accuracy.
 
-    Raises the error of the first worker that failed.
+    Raises the error of the first process that failed, wherever it runs.
     """
-    clean(run_dir.path)
-    with guarded(command(run, run_dir.path), name="trainers", env=environment(run)) as workers:
-        while workers.poll() is None:
-            if stop.received:
-                (run_dir.path / STOP_FILE).touch()
-            time.sleep(0.1)
-    failure = first_failure(run_dir.path)
-    if workers.returncode == 0 and failure is None:
+    words = command(devices.processes, run_dir.path, node)
+    with guarded(words, name="trainers", env=environment(devices), grace=GRACE) as workers:
+        _wait(run_dir.path, workers, stop)
+        if node and node.count > 1:
+            _hear_the_others(run_dir.path)
+        error = _why(run, run_dir.path)  # while those that hang still live
+        if workers.returncode in KILLED and not failures(run_dir.path):
+            error = RunError(f"the trainer processes were killed from outside; go on with resume={run_dir.path}")
+    if error is None and workers.returncode:
+        error = RunError(
+            f"the trainer processes ended with code {workers.returncode} before they had begun; see {run_dir.path}/logs"
+        )
+    if error is None:
         accuracy = json.loads(run_dir.summary.read_text()).get("eval/accuracy")
         return None if accuracy is None else float(accuracy)
-    error = failure or RunError(
-        f"a trainer process ended with code {workers.returncode} without a word; "
-        f"see {run_dir.path / 'logs'} and the kernel's log (out of memory?)"
-    )
-    if not isinstance(error, Stopped):
+    if not isinstance(error, Stopped) and (node is None or node.rank == 0):
         _summarise(run_dir, str(error))
     raise error
+
+
+def _wait(run_dir: Path, workers: Guarded, stop: StopSignal) -> None:
+    """Until the processes have ended, or one has failed and the others have had time to say so."""
+    asked, failed_at = False, None
+    while workers.poll() is None:
+        if stop.received and not asked:
+            stop_file(run_dir).touch()
+            asked = True
+        if failed_at is None and (any(f.code != Stopped.exit_code for f in failures(run_dir)) or _silent(run_dir)):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() - failed_at > SETTLE:
+            return
+        time.sleep(POLL)
+
+
+def _hear_the_others(run_dir: Path) -> None:
+    """A machine that has only lost its connections waits for the one that knows why."""
+    until = time.monotonic() + SETTLE
+    while (said := failures(run_dir)) and all(failure.lost for failure in said) and time.monotonic() < until:
+        time.sleep(POLL)
+
+
+def _why(run: Run, run_dir: Path) -> GrpoError | None:
+    """The error that began it. What only this machine can see of its own processes is told to the other ones."""
+    said = {failure.rank for failure in failures(run_dir)}
+    dead = _silent(run_dir)
+    living = [place for place in places(run_dir) if place.rank not in said and place not in dead]
+    error = verdict(failures(run_dir), dead, living, run.hardware.timeout)
+    if error and dead:
+        for place in dead:
+            report_failure(run_dir, place.rank, error)
+    return error
+
+
+def _silent(run_dir: Path) -> list[Place]:
+    """Processes of this machine that are gone and have not said why."""
+    said = {failure.rank for failure in failures(run_dir)}
+    return [p for p in places(run_dir) if p.here and p.rank not in said and p.stage != DONE and not alive(p.pid)]
 
 
 def _summarise(run_dir: RunDir, cause: str) -> None:
@@ -58,53 +108,50 @@ def _summarise(run_dir: RunDir, cause: str) -> None:
     )
 
 
-def command(run: Run, run_dir: Path) -> list[str]:
-    """accelerate's launcher, with a config file of its own so that the user's default one changes nothing."""
+def command(processes: int, run_dir: Path, node: Node | None = None) -> list[str]:
+    """accelerate's launcher, with a config file of its own so that the user's default one changes nothing.
+
+    processes: on this machine. On one machine a port is chosen when the first process listens; on several it is the
+    job's.
+    """
     settings = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "MULTI_GPU",  # also on the CPU: accelerate's CPU launcher starts one process, silently
-        "num_machines": 1,
-        "machine_rank": 0,
-        "num_processes": run.hardware.processes or 1,
-        "main_process_port": 0,
+        "num_machines": node.count if node else 1,
+        "machine_rank": node.rank if node else 0,
+        "num_processes": processes * (node.count if node else 1),
+        "main_process_ip": node.master if node else None,
+        "main_process_port": node.port if node else 0,
         "rdzv_backend": "static",
+        "same_network": True,
         "mixed_precision": "no",
     }
-    path = run_dir / "accelerate.json"
-    write_atomic(path, json.dumps(settings, indent=2))
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
+    path = run_dir / (f"accelerate_{node.rank}.json" if node else "accelerate.json")
+    write_atomic(path, json.dumps({k: v for k, v in settings.items() if v is not None}, indent=2))
+    launcher = [sys.executable, "-m", "grpocli.launch.accelerated", "--config_file", str(path)]
     return [*launcher, "--module", "grpocli.training.worker", str(run_dir)]
 
 
-def environment(run: Run) -> dict[str, str]:
-    """Ours, with the cores shared out."""
-    threads = max(1, len(os.sched_getaffinity(0)) // (run.hardware.processes or 1))
-    return {"OMP_NUM_THREADS": str(threads), **os.environ, "ACCELERATE_LOG_LEVEL": "ERROR"}
-
-
-def failure_file(run_dir: Path, rank: int) -> Path:
-    return run_dir / "logs" / f"failure_{rank}.json"
+def environment(devices: Devices) -> dict[str, str]:
+    """Ours, with the cores shared out and the training GPUs alone in sight."""
+    threads = max(1, len(os.sched_getaffinity(0)) // devices.processes)
+    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(devices.train)} if devices.train else {}
+    return {"OMP_NUM_THREADS": str(threads), **os.environ, "ACCELERATE_LOG_LEVEL": "ERROR", **gpus}
 
 
 def clean(run_dir: Path) -> None:
     """Forget what earlier sessions of this run left for us."""
-    (run_dir / STOP_FILE).unlink(missing_ok=True)
-    for path in (run_dir / "logs").glob("failure_*.json"):
+    for path in (stop_file(run_dir), again_file(run_dir)):
+        path.unlink(missing_ok=True)
+    for path in [*(run_dir / "logs").glob("failure_*.json"), *(run_dir / "logs").glob("place_*.json")]:
         path.unlink()
 
 
-def report_failure(run_dir: Path, rank: int, error: GrpoError) -> None:
-    """Leave an error for the launching process: exit codes and messages do not pass accelerate's launcher."""
-    (run_dir / "logs").mkdir(exist_ok=True)
-    said = {"time": time.time(), "rank": rank, "code": error.exit_code, "message": str(error)}
-    write_atomic(failure_file(run_dir, rank), json.dumps(said))
+def stop_file(run_dir: Path) -> Path:
+    """Its existence asks every process to stop after its step: signals do not reach them all."""
+    return run_dir / "stop"
 
 
-def first_failure(run_dir: Path) -> GrpoError | None:
-    """The error of the process that failed first."""
-    said = [json.loads(path.read_text()) for path in (run_dir / "logs").glob("failure_*.json")]
-    if not said:
-        return None
-    first = min(said, key=lambda s: s["time"])
-    kind = {2: ConfigError, 3: Stopped}.get(first["code"], RunError)
-    return kind(first["message"])
+def again_file(run_dir: Path) -> Path:
+    """Its existence says that the run was stopped after a checkpoint, and wants to be resumed."""
+    return run_dir / "again"

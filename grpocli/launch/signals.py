@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM, SIGUSR1 and SIGHUP ask a run to stop after its step; a second one ends it at once."""
+"""SIGINT, SIGTERM, SIGUSR1 and SIGHUP ask a run to stop after its step; a second SIGINT ends it at once."""
 
 from __future__ import annotations
 
@@ -29,10 +29,21 @@ class StopSignal:
         return self.received is not None or (self.file is not None and self.file.exists())
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None or self.no_step:
+        """A scheduler may send its signal several times; only someone at a keyboard means "at once" by that."""
+        if self.no_step or (self.received is not None and number == signal.SIGINT):
             raise KeyboardInterrupt
+        if self.received is None:
+            self.received = signal.Signals(number).name
+            print(f"\n{self.received}: stopping after this step; Ctrl-C now stops at once", file=sys.stderr)
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """In a trainer process among several: the one that has started it decides on everything else."""
         self.received = signal.Signals(number).name
-        print(f"\n{self.received}: stopping after this step; once more stops at once", file=sys.stderr)
+
+    def listen(self) -> None:
+        """Note the stopping signals from now on."""
+        for number in STOPPING:
+            signal.signal(number, self.note)
 
     @contextmanager
     def at_once(self) -> Iterator[None]:

@@ -25,7 +25,8 @@ class Auto:
         if torch.cuda.is_available() and find_spec("vllm") is not None:
             from grpocli.rollout.vllm.options import Vllm
 
-            return Vllm(gpu_memory_utilization=0.4)  # the trainer needs the rest of the GPU
+            alone = torch.cuda.device_count() > 1  # else the trainer needs the rest of the GPU
+            return Vllm(gpu_memory_utilization=0.9 if alone else 0.4)
         from grpocli.rollout.transformers_engine import Transformers
 
         return Transformers()
@@ -35,3 +36,8 @@ class Auto:
 
     def connect(self, context: EngineContext) -> Engine:
         return self.chosen().connect(context)
+
+
+def chosen(engine: EnginePart) -> EnginePart:
+    """What samples: the engine of the config, or the one that `auto` turns out to be here. Imports torch."""
+    return engine.chosen() if isinstance(engine, Auto) else engine

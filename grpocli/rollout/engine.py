@@ -43,6 +43,8 @@ class EngineJob:
     transport: how weights get to a server, "shm", "nccl" or "ipc". sync_folder: where shm leaves them
         (null: a new folder).
     lora_rank: 0 where all weights are trained. revision, trust_remote_code: as for the trainer's model.
+    gpus: of this machine's servers, as CUDA_VISIBLE_DEVICES names them; empty on a CPU.
+    nodes: machines that serve, where those are not this one; 0: this one does.
     """
 
     model_path: str
@@ -56,6 +58,8 @@ class EngineJob:
     revision: str | None = None
     trust_remote_code: bool = False
     most: int = 1
+    gpus: tuple[str, ...] = ()
+    nodes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -24,19 +23,16 @@ class Placement:
     shared: bool | None = False
 
 
-def placement(device: str, engine: Any = None, processes: int = 1) -> Placement:
+def placement(device: str, engine: Any = None, shared: bool | None = False, nodes: int = 0) -> Placement:
     """device: "auto", "cpu" or "cuda". engine: the config's part; None for a server that is started for any run.
 
-    The run's own servers take the machine's GPUs from the first on, as its trainer processes do.
+    shared: of the run's own servers, see `Placement`. nodes: other machines that serve.
     """
     gpu = device == "cuda" or (device == "auto" and _has_gpu())
-    if engine is None:
-        return Placement(gpu)
     urls = getattr(engine, "base_url", None)
     if urls:
         return Placement(gpu, all(_here(url) for url in ([urls] if isinstance(urls, str) else urls)))
-    needed = math.prod(getattr(engine, field, 1) for field in ("replicas", "tensor_parallel", "data_parallel"))
-    return Placement(gpu, shared=True if needed <= processes else None)
+    return Placement(gpu, local=False) if nodes else Placement(gpu, shared=shared)
 
 
 def _has_gpu() -> bool:
@@ -71,11 +67,8 @@ class Sync:
 
     folder: ClassVar[str | None] = None
 
-    def transport(self, device: str, engine: Any = None, processes: int = 1) -> str:
-        """ "shm", "nccl" or "ipc"; see `placement`. Raises ConfigError for a choice that cannot work there."""
-        return self.choose(placement(device, engine, processes))
-
     def choose(self, place: Placement) -> str:
+        """ "shm", "nccl" or "ipc". Raises ConfigError for a choice that cannot work there."""
         return "shm"
 
 

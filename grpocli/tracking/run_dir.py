@@ -24,11 +24,13 @@ LEFT_BY_A_START = {
     ".hydra",
     ".lock",
     "accelerate.json",
+    "again",
     "config.yaml",
     "engine",
     "job.json",
     "logs",
     "run.log",
+    "stop",
     "summary.json",
 }
 """What is in a run's folder before its first step."""

@@ -62,7 +62,9 @@ class Sampler:
             for done in completions
         ]
         with self.scoring:
+            self.world.enter("reward")
             scored, tally = self.scorer.score(rollouts, sampling.max_tokens)
+        self.world.enter("gather")
         done = [Rollout(r.prompt, r.completion, r.text, rewards) for r, rewards in zip(rollouts, scored, strict=True)]
         groups = [Group(prompts[i], done[k * n : (k + 1) * n]) for k, i in enumerate(mine)]
         everyone = self.world.gather_objects(list(zip(mine, groups, strict=True)))

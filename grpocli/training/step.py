@@ -29,6 +29,7 @@ def train(trainer: Trainer) -> dict[str, float]:
 def step(trainer: Trainer) -> None:
     """One step: sync -> collect -> credit -> update -> log -> checkpoint."""
     torch_seed(trainer.run.seed, trainer.state.step, trainer.world.rank)
+    trainer.world.enter("start", trainer.state.step + 1)
     trainer.sync()
     collected = trainer.collect()
     rows = trainer.credit(collected)

@@ -55,6 +55,7 @@ class Trainer:
     def timed(self, name: str) -> Iterator[None]:
         """Add the seconds spent to this step's `time/NAME`, and show what is going on."""
         self.recorder.stage(name)
+        self.world.enter(name)
         start = time.perf_counter()
         yield
         self.metrics[f"time/{name}"] = self.metrics.get(f"time/{name}", 0.0) + time.perf_counter() - start
@@ -149,6 +150,7 @@ class Trainer:
         self.ahead.drain(self.state.step + 1)
         progress = self.ahead.progress
         self.state = replace(self.state, draws=progress.draws, seconds=self.seconds)
+        self.world.enter("checkpoint")
         if self.world.is_main:
             self.recorder.stage("checkpoint")
             folder = self.recorder.run_dir.checkpoints

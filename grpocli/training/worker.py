@@ -15,6 +15,7 @@ from grpocli.tracking.run_dir import RunDir
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
+    from grpocli.launch.board import Board
     from grpocli.launch.signals import StopSignal
     from grpocli.tracking.recorder import Recorder
     from grpocli.tracking.view import View
@@ -31,17 +32,21 @@ def work(
     stop: StopSignal,
     view: View,
     report: Callable[[BaseException], None] | None = None,
+    board: Board | None = None,
 ) -> float | None:
     """Train; leave `model/` at the end, and `summary.json` whatever happens. Returns the final accuracy.
 
-    report: told of an error before the other processes can notice that this one has gone.
+    report: told of an error before the other processes can notice that this one has gone. board: where this one says
+    what it is doing.
     """
     from grpocli.training.assemble import assemble
     from grpocli.training.step import train
     from grpocli.training.world import World
 
     view.stage("loading libraries")
-    world = World(run.hardware)
+    if board:
+        board.enter("start")
+    world = World(run.hardware, board)
     recorder = make_recorder(run, run_dir, world, job, view)
     trainer = None
     try:
@@ -123,35 +128,50 @@ def main() -> None:
     from omegaconf import OmegaConf
 
     from grpocli.config.compose import build_run, register_parts
-    from grpocli.launch.processes import STOP_FILE, failure_file, report_failure
+    from grpocli.launch.board import DONE, Board
+    from grpocli.launch.failures import is_lost_peer, report_failure
+    from grpocli.launch.processes import stop_file
     from grpocli.launch.run import quiet_libraries
     from grpocli.launch.signals import StopSignal
     from grpocli.tracking.view import make_view, silent_view
 
+    stop = StopSignal()
+    stop.listen()
     run_dir = RunDir(Path(sys.argv[1]))
+    stop.file = stop_file(run_dir.path)
     rank = int(os.environ["RANK"])
+    board = Board(run_dir.path, rank)
 
     def report(error: BaseException) -> None:
-        if isinstance(error, Exception) and not failure_file(run_dir.path, rank).exists():
-            report_failure(run_dir.path, rank, explained(error, run_dir))
+        if isinstance(error, Exception):
+            report_failure(run_dir.path, rank, explained(error, run_dir), is_lost_peer(error))
 
     quiet_libraries()
-    if rank:
-        redirect_output(run_dir.path / "logs" / f"rank_{rank}.log")
-    logging.basicConfig(filename=run_dir.log, level=logging.INFO, format=f"%(asctime)s [{rank}] %(message)s")
+    log_to(run_dir, rank)
     try:
         register_parts()
         config = OmegaConf.load(run_dir.config)
         run = build_run(config)  # type: ignore[arg-type]
         view = make_view() if rank == 0 else silent_view()
         view.start(run_dir.name, [], run.train.steps)
-        work(run, Job.load(run_dir.path), run_dir, StopSignal(file=run_dir.path / STOP_FILE), view, report)
+        work(run, Job.load(run_dir.path), run_dir, stop, view, report, board)
     except Stopped:
-        return  # reported; a code would make the launcher end the others before they have finished
+        pass  # reported; a code would make the launcher end the others before they have finished
     except Exception as error:
         logger.exception("process %d failed", rank)
         report(error)
         sys.exit(explained(error, run_dir).exit_code)
+    board.enter(DONE)
+
+
+def log_to(run_dir: RunDir, rank: int) -> None:
+    """Each process has a log of its own; the console, and the run's log, belong to the first one."""
+    own = run_dir.path / "logs" / f"rank_{rank}.log"
+    own.parent.mkdir(exist_ok=True)
+    if rank:
+        redirect_output(own)
+    handlers = [logging.FileHandler(path) for path in ([own] if rank else [own, run_dir.log])]
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s [{rank}] %(message)s", handlers=handlers)
 
 
 def explained(error: Exception, run_dir: RunDir) -> GrpoError:

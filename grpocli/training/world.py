@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor
 
+    from grpocli.launch.board import Board
     from grpocli.launch.hardware import Hardware
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ class World:
     That order is one for each thread: a thread beside the main one makes its calls in a `channel`.
     """
 
-    def __init__(self, hardware: Hardware) -> None:
+    def __init__(self, hardware: Hardware, board: Board | None = None) -> None:
         from accelerate import Accelerator
         from accelerate.utils import InitProcessGroupKwargs
 
@@ -39,6 +40,13 @@ class World:
         self.size: int = self.accelerator.num_processes
         self.device: torch.device = self.accelerator.device
         self._thread = threading.local()
+        self._board = board
+
+    def enter(self, stage: str, step: int | None = None) -> None:
+        """Say what this process is doing from now on, for who must find the one that the others wait for."""
+        if self._board:
+            self._board.step = self._board.step if step is None else step
+            self._board.enter(stage)
 
     def channel(self) -> AbstractContextManager[None]:
         """A block in which this thread's collective calls go beside those of the main one. Collective, to be made in

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from grpocli.config.compose import build_run, compose, conf_dir
 from grpocli.config.plan import plan_lines
+from grpocli.launch.devices import Devices
 
 PREFIX = "grpocli.algorithm."
 TABLE = {
@@ -72,7 +73,7 @@ def test_the_plan_is_in_plain_words() -> None:
             ]
         )
     )
-    sample, train, total = plan_lines(run)
+    sample, train, total = plan_lines(run, Devices(1))
     assert "6 prompts x 4 = 24 completions a step" in sample
     assert "2 x 4 = 8 updates a step, 1 or 2 groups each" in train
     assert "10 steps, 80 updates, 240 completions" in total

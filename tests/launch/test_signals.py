@@ -13,13 +13,21 @@ from commands.running import SMALL, finish, start
 from grpocli.launch.signals import stop_signal
 
 
-def test_a_signal_waits_for_the_step_and_a_second_one_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_waits_for_the_step_and_a_second_ctrl_c_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     with stop_signal() as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
         assert stop.asked()
-        assert "SIGTERM: stopping after this step" in capsys.readouterr().err
+        assert "SIGINT: stopping after this step" in capsys.readouterr().err
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_scheduler_may_repeat_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with stop_signal() as stop:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(os.getpid(), number)
+        assert stop.received == "SIGTERM"
+        assert capsys.readouterr().err.count("stopping after this step") == 1
 
 
 def test_before_the_first_step_there_is_nothing_to_wait_for() -> None:

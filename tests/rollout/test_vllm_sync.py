@@ -455,7 +455,7 @@ def test_every_dtype_of_a_job_has_a_tolerance() -> None:
 def test_sharded_weights_are_gathered_in_lockstep(tmp_path: Path) -> None:
     """Two processes with half of every parameter each; a good sync, and one whose server fails in the middle."""
     script = Path(__file__).with_name("sharded_sync.py")
-    launcher = command(SimpleNamespace(hardware=SimpleNamespace(processes=2)), tmp_path)  # type: ignore[arg-type]
+    launcher = command(2, tmp_path)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_LOG_LEVEL": "ERROR"}
     done = subprocess.run(
         [*launcher[: launcher.index("--module")], str(script), str(tmp_path)],
@@ -510,9 +510,10 @@ def test_impossible_transports_are_refused(part: choices.Sync, place: Placement)
 
 
 def test_where_servers_are_is_read_from_the_config() -> None:
-    assert choices.placement("cpu", Vllm()) == Placement(gpu=False, shared=True)
-    assert choices.placement("cuda", Vllm(tensor_parallel=2), processes=1) == PARTLY
-    assert choices.placement("cuda", Vllm(tensor_parallel=2), processes=2) == SAME
+    assert choices.placement("cpu", Vllm()) == Placement(gpu=False, shared=False)
+    assert choices.placement("cuda", Vllm(), shared=None) == PARTLY
+    assert choices.placement("cuda", Vllm(), shared=True) == SAME
+    assert choices.placement("cuda", Vllm(), nodes=1) == AWAY
     assert choices.placement("cuda", Vllm(base_url="http://localhost:8000")) == OTHER
     assert choices.placement("cuda", Vllm(base_url="http://node2:8000")) == AWAY
     assert choices.placement("cuda") == OTHER

@@ -199,17 +199,10 @@ def test_a_start_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.
     assert run_files(tmp_path) == []
 
 
-def test_replicas_share_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_gpus", lambda: 4)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert launch.gpu_slices(Vllm(replicas=2, tensor_parallel=2)) == ["0,1", "2,3"]
-    assert launch.gpu_slices(Vllm(replicas=1, tensor_parallel=2)) == [None]
-    with pytest.raises(ConfigError, match=r"engine\.replicas=3: needs 6 GPUs, 2 for each server, and there are 4"):
-        launch.gpu_slices(Vllm(replicas=3, data_parallel=2))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
-    assert launch.gpu_slices(Vllm(replicas=3)) == ["7", "5", "3"]
-    monkeypatch.setattr(launch, "_gpus", lambda: 0)
-    assert launch.gpu_slices(Vllm(replicas=3)) == [None] * 3
+def test_replicas_share_the_gpus() -> None:
+    assert launch.gpu_slices(Vllm(replicas=2, tensor_parallel=2), ("0", "1", "2", "3")) == ["0,1", "2,3"]
+    assert launch.gpu_slices(Vllm(replicas=3), ("7", "5", "3")) == ["7", "5", "3"]
+    assert launch.gpu_slices(Vllm(replicas=3), ()) == [None] * 3
 
 
 KEEPS = """

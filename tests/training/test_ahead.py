@@ -325,12 +325,13 @@ def test_a_checkpoint_in_between_saves_what_is_ready_and_no_draw_of_what_runs() 
     with ahead(made, staleness=3) as one:
         sampler.allow(2)
         one.collect(1)
-        one.drain(2)
         until(lambda: len(sampler.calls) == 3 and made.draws == 6)
         progress = one.progress
         assert [uids(ready) for ready in progress.ready] == [[2, 3]]
         assert progress.draws == 4
         sampler.allow(9)
+        one.drain(2)  # waits for the third, which has begun
+        assert [uids(ready) for ready in one.progress.ready][:2] == [[2, 3], [4, 5]]
         one.collect(2)
         assert uids(one.collect(3)) == [4, 5], "the run goes on with it"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from grpocli.launch.processes import command
 def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes went through, by scenario."""
     folder = tmp_path_factory.mktemp("ahead")
-    launcher = command(SimpleNamespace(hardware=SimpleNamespace(processes=2)), folder)  # type: ignore[arg-type]
+    launcher = command(2, folder)
     argv = [*launcher[: launcher.index("--module")], ahead_processes.__file__, str(folder)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_LOG_LEVEL": "ERROR"}
     process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

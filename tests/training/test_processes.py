@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,7 +71,7 @@ def start(folder: Path, n: int) -> subprocess.Popen[str]:
     """As `grpocli.launch.processes` starts its workers, but for what they run; one needs no launcher."""
     script = [updating.__file__, str(folder)]
     (folder / str(n)).mkdir()
-    launcher = command(SimpleNamespace(hardware=SimpleNamespace(processes=n)), folder / str(n))  # type: ignore[arg-type]
+    launcher = command(n, folder / str(n))
     launcher = launcher[: launcher.index("--module")] if n > 1 else [sys.executable]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_LOG_LEVEL": "ERROR"}
     return subprocess.Popen([*launcher, *script], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,13 +11,14 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpocli.errors import ConfigError, GrpoError
+from grpocli.errors import GrpoError
 from grpocli.launch.guard import guarded
 from grpocli.rollout.vllm.checks import check_room
 from grpocli.rollout.vllm.endpoint import Endpoint, run_file, weights_dir
 from grpocli.rollout.vllm.given import given_servers
+from grpocli.rollout.vllm.nodes import servers_elsewhere
 from grpocli.rollout.vllm.protocol import PROBE_ROOM
-from grpocli.rollout.vllm.server import Spec, free_port, serving
+from grpocli.rollout.vllm.server import LOOPBACK, Spec, free_port, serving
 from grpocli.rollout.vllm.watch import Watched
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ def launch(options: Vllm, job: EngineJob) -> Iterator[None]:
 
     Servers of the run's own that die meanwhile are started again.
     """
+    if job.nodes:
+        with servers_elsewhere(options, job):
+            yield
+        return
     told = run_file(job.run_dir).parent
     shutil.rmtree(told, ignore_errors=True)  # what a run that was killed left
     with contextlib.ExitStack() as stack:
@@ -44,28 +48,35 @@ def launch(options: Vllm, job: EngineJob) -> Iterator[None]:
             for index, endpoint in enumerate(given_servers(options, job)):
                 endpoint.save(run_file(job.run_dir, index))
         else:
-            _start(stack, options, job)
+            for one in stack.enter_context(started(options, job, threading.Event())):
+                one.watch()
         yield
 
 
-def _start(stack: contextlib.ExitStack, options: Vllm, job: EngineJob) -> None:
-    """All at once: n starts take little longer than one where there are cores for them."""
-    folder = job.sync_folder or str(stack.enter_context(_kept_folder()))
-    over = threading.Event()
-    watched = [
-        Watched(index, job.run_dir, _Starter(options, job, folder, index, gpus, over), over, options.max_restarts)
-        for index, gpus in enumerate(gpu_slices(options))
-    ]
-    stack.callback(_stop, watched, over)
-    with ThreadPoolExecutor(len(watched)) as pool:
-        try:
-            for started in as_completed([pool.submit(one.start) for one in watched]):
-                started.result()
-        except BaseException:
-            over.set()  # else the pool would wait for the others
-            raise
-    for one in watched:
-        one.watch()
+@contextlib.contextmanager
+def started(
+    options: Vllm, job: EngineJob, over: threading.Event, host: str = LOOPBACK, first: int = 0
+) -> Iterator[list[Watched]]:
+    """Servers of the run's own on this machine, with `job.gpus`, which answer; numbered from `first` on.
+
+    All at once: n starts take little longer than one where there are cores for them. over: ends what they wait for.
+    Raises ConfigError or EngineError where one cannot be started.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = job.sync_folder or str(stack.enter_context(_kept_folder()))
+        watched = []
+        for i, gpus in enumerate(gpu_slices(options, job.gpus)):
+            starter = _Starter(options, job, folder, i, gpus, over, host)
+            watched.append(Watched(first + i, job.run_dir, starter, over, options.max_restarts))
+        stack.callback(_stop, watched, over)
+        with ThreadPoolExecutor(len(watched)) as pool:
+            try:
+                for done in as_completed([pool.submit(one.start) for one in watched]):
+                    done.result()
+            except BaseException:
+                over.set()  # else the pool would wait for the others
+                raise
+        yield watched
 
 
 def _stop(watched: Sequence[Watched], over: threading.Event) -> None:
@@ -90,13 +101,13 @@ def _kept_folder() -> Iterator[Path]:
 
 
 class _Starter:
-    """Makes server number `index`; what `Watched` calls."""
+    """Makes server number `index` of this machine; what `Watched` calls."""
 
     def __init__(
-        self, options: Vllm, job: EngineJob, folder: str, index: int, gpus: str | None, over: threading.Event
+        self, options: Vllm, job: EngineJob, folder: str, index: int, gpus: str | None, over: threading.Event, host: str
     ) -> None:
         self.options, self.job, self.folder, self.index = options, job, folder, index
-        self.gpus, self.over = gpus, over
+        self.gpus, self.over, self.host = gpus, over, host
 
     @contextlib.contextmanager
     def __call__(self, restarts: int) -> Iterator[tuple[Endpoint, Guarded]]:
@@ -109,8 +120,9 @@ class _Starter:
             yield self._enter(stack, fixed, tries=1 if fixed else PORT_TRIES)
 
     def _enter(self, stack: contextlib.ExitStack, fixed: int, tries: int) -> tuple[Endpoint, Guarded]:
-        spec = own_spec(self.options, self.job, fixed or free_port(), self.folder, self.gpus)
-        log = self.job.run_dir.absolute() / "logs" / f"vllm_{self.index}.log"
+        spec = own_spec(self.options, self.job, fixed or free_port(), self.folder, self.gpus, self.host)
+        where = "" if self.host == LOOPBACK else f"{self.host}_"
+        log = self.job.run_dir.absolute() / "logs" / f"vllm_{where}{self.index}.log"
         try:
             return stack.enter_context(serving(spec, self.options, log, self.over))
         except GrpoError as error:
@@ -119,31 +131,16 @@ class _Starter:
         return self._enter(stack, fixed, tries - 1)
 
 
-def own_spec(options: Vllm, job: EngineJob, port: int, folder: str, gpus: str | None) -> Spec:
+def own_spec(options: Vllm, job: EngineJob, port: int, folder: str, gpus: str | None, host: str = LOOPBACK) -> Spec:
     """A server of one run. Raises ConfigError if its context was chosen too small for the run."""
     check_room(options.max_model_len, job)
     room = options.max_model_len or max(job.max_tokens, PROBE_ROOM)
-    return Spec.of(dataclasses.replace(job, sync_folder=folder), port, room, gpus=gpus)
+    return Spec.of(dataclasses.replace(job, sync_folder=folder), port, room, gpus=gpus, host=host)
 
 
-def gpu_slices(options: Vllm) -> list[str | None]:
-    """The GPUs of each replica, as CUDA_VISIBLE_DEVICES; None leaves them to vLLM. Raises ConfigError for too few."""
-    count = _gpus() if options.replicas > 1 else 0
-    if count == 0:
-        return [None] * options.replicas
+def gpu_slices(options: Vllm, gpus: Sequence[str]) -> list[str | None]:
+    """Of `gpus`, those of each replica, as CUDA_VISIBLE_DEVICES; None for each where there are none."""
     each = options.tensor_parallel * options.data_parallel
-    if each * options.replicas > count:
-        problem = (
-            f"needs {each * options.replicas} GPUs, {each} for each server, and there are {count}: lower it, or "
-            "engine.tensor_parallel or engine.data_parallel"
-        )
-        raise ConfigError.of("engine.replicas", options.replicas, problem)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(i) for i in range(count)]
-    return [",".join(names[i * each : (i + 1) * each]) for i in range(options.replicas)]
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
+    if not gpus:
+        return [None] * options.replicas
+    return [",".join(gpus[i * each : (i + 1) * each]) for i in range(options.replicas)]

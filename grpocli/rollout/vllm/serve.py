@@ -89,6 +89,7 @@ class Serve:
     def job(self, model_path: str, dtype: str) -> EngineJob:
         """What the runs to come have in common."""
         from grpocli.rollout.engine import EngineJob
+        from grpocli.rollout.sync import placement
 
         return EngineJob(
             model_path=model_path,
@@ -96,7 +97,7 @@ class Serve:
             max_tokens=self.max_model_len or 0,
             run_dir=Path(),
             seed=self.seed,
-            transport=self.sync.transport("auto") if self.sync is not None else "shm",
+            transport=self.sync.choose(placement("auto")) if self.sync is not None else "shm",
             sync_folder=self.sync.folder if self.sync is not None else None,
             lora_rank=self.lora_rank or 0,
             revision=getattr(self.model, "revision", None),

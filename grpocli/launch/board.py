@@ -1,0 +1,62 @@
+"""Where every trainer process is, for the one that started them: `logs/place_N.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+DONE = "done"
+"""The stage of a process that ended as it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a process is doing. since: when it began to, in seconds since the epoch. step: the one it is working on."""
+
+    rank: int
+    pid: int
+    host: str
+    stage: str
+    step: int
+    since: float
+
+    @property
+    def here(self) -> bool:
+        """Whether it is on this machine, so that its pid means something."""
+        return self.host == socket.gethostname()
+
+    def __str__(self) -> str:
+        where = "" if self.here else f" on {self.host}"
+        return f"process {self.rank}{where} (pid {self.pid})"
+
+
+class Board:
+    """A process's own place. Stages may be entered by several threads; the one entered last is shown."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self._path, self._rank, self.step = place_file(run_dir, rank), rank, 0
+        self._path.parent.mkdir(exist_ok=True)
+        self._writing = threading.Lock()
+
+    def enter(self, stage: str) -> None:
+        """Renamed into place, not fsynced: nobody needs it after a crash of the machine."""
+        place = Place(self._rank, os.getpid(), socket.gethostname(), stage, self.step, time.time())
+        with self._writing:
+            beside = self._path.with_name(f".tmp-{self._path.name}")
+            beside.write_text(json.dumps(asdict(place)))
+            beside.replace(self._path)
+
+
+def place_file(run_dir: Path, rank: int) -> Path:
+    return run_dir / "logs" / f"place_{rank}.json"
+
+
+def places(run_dir: Path) -> list[Place]:
+    """Of all processes that have said where they are, in the order of their ranks."""
+    found = [Place(**json.loads(path.read_text())) for path in (run_dir / "logs").glob("place_*.json")]
+    return sorted(found, key=lambda place: place.rank)

@@ -1,0 +1,82 @@
+"""A machine that serves completions to a run on others: `python -m grpocli.launch.rollout_node RUN_DIR`.
+
+Started by the batch script in one process a machine. It waits for the first training machine, starts this machine's
+vLLM servers, and ends when the run is over or it gets a signal.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpocli.errors import ConfigError, GrpoError
+from grpocli.launch.job import wait_for_job
+from grpocli.launch.nodes import Node
+from grpocli.launch.run import READY_WITHIN, quiet_libraries
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
+
+
+def main() -> None:
+    """Exits with the code of what went wrong."""
+    run_dir, over = Path(sys.argv[1]), threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda *_: over.set())
+    try:
+        serve(run_dir, over)
+    except GrpoError as error:
+        print(f"grpocli: error: {socket.gethostname()}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def serve(run_dir: Path, over: threading.Event) -> None:
+    """Serve until the run in `run_dir` is over, or `over` is set. Raises ConfigError or EngineError."""
+    from grpocli.rollout.vllm.launch import started
+    from grpocli.rollout.vllm.nodes import report, serve_until_over
+
+    node = Node.here()
+    if node is None:
+        raise ConfigError("grpocli.launch.rollout_node is a part of a SLURM job; the batch script starts it")
+    run = _run(run_dir)
+    quiet_libraries()
+    logging.basicConfig(filename=run_dir / "run.log", level=logging.INFO, format="%(asctime)s [serving] %(message)s")
+    job = wait_for_job(run_dir, node.session, READY_WITHIN, ready=False, give_up=over)
+    if job is None:
+        return
+    try:
+        engine = replace(job.engine, gpus=_gpus(run))
+        first = node.rank * run.engine.replicas
+        with started(run.engine, engine, over, socket.gethostname(), first) as servers:
+            serve_until_over(servers, run_dir, over)
+    except GrpoError as error:
+        if over.is_set():
+            return
+        report(run_dir, node.rank, error)
+        raise
+
+
+def _run(run_dir: Path) -> Run:
+    from omegaconf import OmegaConf
+
+    from grpocli.config.compose import build_run, register_parts
+
+    register_parts()
+    return build_run(OmegaConf.load(run_dir / "config.yaml"))  # type: ignore[arg-type]
+
+
+def _gpus(run: Run) -> tuple[str, ...]:
+    """All that the job has here."""
+    from grpocli.launch.devices import devices_of
+
+    return devices_of(run.hardware, run.engine).train
+
+
+if __name__ == "__main__":
+    main()

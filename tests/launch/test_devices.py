@@ -1,0 +1,124 @@
+"""Which GPUs train and which serve, on one machine and on several."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpocli.config.checks import check_shares
+from grpocli.config.compose import build_run, compose
+from grpocli.config.plan import plan_lines
+from grpocli.errors import ConfigError
+from grpocli.launch import devices
+from grpocli.launch.devices import Devices, devices_of, split
+from grpocli.launch.hardware import Multinode, Single
+from grpocli.launch.nodes import Node, node_of
+from grpocli.rollout.transformers_engine import Transformers
+from grpocli.rollout.vllm.options import Vllm
+
+EIGHT = [str(i) for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("hardware", "engine", "gpus", "train", "rollout"),
+    [
+        (Single(), Transformers(), EIGHT, EIGHT, []),
+        (Single(processes=2), Transformers(), EIGHT, ["0", "1"], []),
+        (Single(), Vllm(), EIGHT, EIGHT[:7], ["7"]),
+        (Single(), Vllm(tensor_parallel=2, replicas=2), EIGHT, EIGHT[:4], EIGHT[4:]),
+        (Single(), Vllm(base_url="http://node2:8000"), EIGHT, EIGHT, []),
+        (Single(processes=2), Vllm(), EIGHT, ["0", "1"], ["7"]),
+        (Single(train_devices=4), Vllm(), EIGHT[:4], EIGHT[:4], ["3"]),
+        (Single(), Vllm(), ["0"], ["0"], ["0"]),
+        (Single(), Vllm(tensor_parallel=8), EIGHT, EIGHT, EIGHT),
+        (Single(train_devices=4, rollout_devices=4), Vllm(replicas=4), EIGHT, EIGHT[:4], EIGHT[4:]),
+        (Single(train_devices=[6, 7]), Vllm(), EIGHT, ["6", "7"], ["5"]),
+        (Single(train_devices=[0, 1], rollout_devices=[1]), Vllm(), EIGHT, ["0", "1"], ["1"]),
+        (Single(), Vllm(), ["GPU-a", "GPU-b"], ["GPU-a"], ["GPU-b"]),
+    ],
+)
+def test_the_split(hardware: Single, engine: object, gpus: list[str], train: list[str], rollout: list[str]) -> None:
+    found = split(hardware, engine, gpus)
+    assert (list(found.train), list(found.rollout)) == (train, rollout)
+    assert found.processes == len(train)
+    assert found.shared is (None if train == ["0", "1", "2"] else bool(set(train) & set(rollout)))
+
+
+def test_servers_that_share_only_some_gpus_are_neither_shared_nor_apart() -> None:
+    assert Devices(2, ("0", "1"), ("1", "2")).shared is None
+
+
+@pytest.mark.parametrize(
+    ("hardware", "engine", "message"),
+    [
+        (Single(), Vllm(replicas=3, tensor_parallel=4), r"engine\.replicas=3: needs 12 GPUs, 4 for each.* there are 8"),
+        (Single(train_devices=9), Vllm(), r"hardware\.train_devices=9: there are 8 GPUs here"),
+        (Single(train_devices=[8]), Vllm(), r"hardware\.train_devices=\[8\]: there is no GPU 8 here"),
+        (Single(rollout_devices=1), Vllm(replicas=2), r"hardware\.rollout_devices=1: .* need 2 GPUs"),
+        (Single(processes=9), Transformers(), r"hardware\.processes=9: .* 8 are left to train"),
+        (Single(processes=8), Vllm(), r"hardware\.processes=8: .* 7 are left to train"),
+    ],
+)
+def test_gpus_that_are_not_there(hardware: Single, engine: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        split(hardware, engine, EIGHT)
+
+
+def test_on_a_cpu_there_is_nothing_to_choose() -> None:
+    assert devices_of(Single(device="cpu"), Vllm()) == Devices(1)
+    assert devices_of(Single(device="cpu", processes=3), Vllm()) == Devices(3)
+    with pytest.raises(ConfigError, match=r"hardware\.train_devices=2: there is no GPU"):
+        devices_of(Single(device="cpu", train_devices=2), Vllm())
+
+
+def test_a_machine_of_several_must_have_what_the_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "visible_gpus", lambda: EIGHT[:4])
+    assert devices_of(Multinode(devices_per_node=4), Vllm()).train == tuple(EIGHT[:4])
+    with pytest.raises(ConfigError, match=r"hardware\.devices_per_node=8: .* has 4 GPUs for this job"):
+        devices_of(Multinode(), Vllm())
+
+
+@pytest.mark.parametrize("value", ["0", "[]", "[0,0]", "some", "true"])
+def test_nonsense_for_devices_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"hardware\.train_devices=.*: give auto, how many GPUs, or a list"):
+        build_run(compose([f"hardware.train_devices={value}"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("engine=transformers", r"hardware\.rollout_nodes=1: engine=transformers runs in the trainer processes"),
+        ("engine=vllm engine.base_url=http://a:1", r"hardware\.rollout_nodes=1: engine=vllm has its servers already"),
+        ("engine=vllm hardware.rollout_nodes=0", r"hardware\.rollout_nodes=0: engine=vllm starts its servers on mach"),
+        ("engine=vllm", r"engine\.replicas=1: must be all GPUs of a machine, hardware\.devices_per_node=8"),
+        ("engine=vllm engine.tensor_parallel=8 hardware.train_nodes=0", r"hardware\.train_nodes=0: must be at least 1"),
+        (
+            "engine=vllm engine.tensor_parallel=8 hardware.train_nodes=4 rollout.prompts_per_step=16",
+            r"rollout\.prompts_per_step=16: leaves some of 32 trainer processes without a prompt: raise it to 32",
+        ),
+    ],
+)
+def test_several_machines_that_cannot_work(overrides: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_run(compose(["hardware=multinode", *overrides.split()]))
+
+
+def test_the_plan_says_who_does_what() -> None:
+    run = build_run(compose(["hardware=multinode", "engine=vllm", "engine.tensor_parallel=8"]))
+    lines = plan_lines(run, Devices(8, tuple(EIGHT)))
+    assert any("1 machine, each: train on GPUs 0,1,2,3,4,5,6,7; serve on 1 machine" in line for line in lines)
+    assert any("8 processes" in line for line in lines)
+    check_shares(run, 8)
+
+
+def test_a_place_in_a_job_comes_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert node_of(Single()) is None
+    with pytest.raises(ConfigError, match=r"hardware=multinode: runs in a SLURM allocation.*hydra/launcher=slurm"):
+        node_of(Multinode())
+    given = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_RESTART_COUNT": "3"}
+    for name, value in (given | {"MASTER_ADDR": "node1", "MASTER_PORT": "20007"}).items():
+        monkeypatch.setenv(name, value)
+    assert node_of(Multinode(train_nodes=2)) == Node(1, 2, "7.3", "node1", 20007)
+    with pytest.raises(ConfigError, match=r"hardware\.train_nodes=4: the job step has 2"):
+        node_of(Multinode(train_nodes=4))
