@@ -101,6 +101,6 @@ def test_a_cancelled_run_makes_a_checkpoint_and_leaves_no_process(cluster: Clust
     job = detached(cluster, tmp_path / "sweep", *LONG, "train.steps=1000")
     until_learning(job, 3)
     cluster.run("scancel", job.number)
-    job.until(lambda: cluster.idle() == 3, "idle nodes")
+    job.until_over("CANCELLED")
     assert [cluster.processes(node) for node in cluster.nodes] == [[], [], []]
-    assert (job.shown("JobState"), job.shown("Restarts")) == ("CANCELLED", "0")
+    assert job.shown("Restarts") == "0"
