@@ -97,7 +97,7 @@ def test_a_run_at_its_time_limit_goes_on_as_if_undisturbed(cluster: Cluster, tmp
     assert_same_run(job.run, undisturbed)
 
 
-def test_a_cancelled_run_makes_a_checkpoint_and_leaves_no_process(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_cancelled_run_leaves_no_process(cluster: Cluster, tmp_path: Path) -> None:
     job = detached(cluster, tmp_path / "sweep", *LONG, "train.steps=1000")
     until_learning(job, 3)
     cluster.run("scancel", job.number)
