@@ -158,12 +158,15 @@ def switched_off(model: PreTrainedModel) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def save_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Write the updates in peft's format; transformers and peft find the base model by its path."""
+def save_adapter(model: PreTrainedModel, folder: Path, tensors: dict[str, Tensor] | None = None) -> None:
+    """Write the updates in peft's format; transformers and peft find the base model by its path.
+
+    tensors: `adapter_tensors`, whole, where processes share them.
+    """
     from safetensors.torch import save_file
 
     write_config(model, folder)
-    weights = {name: tensor.contiguous() for name, tensor in adapter_tensors(model)}
+    weights = {name: tensor.contiguous() for name, tensor in (tensors or dict(adapter_tensors(model))).items()}
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
 
 

@@ -75,9 +75,12 @@ def assemble(
     with checkpoint.restoring(resume):
         state = checkpoint.load_state(resume) if resume else checkpoint.State()
         carried = _carried(run, data, resume)
-        policy = _policy(run, job, world, str(resume) if resume else job.model_path)
-        reference = _reference(run, job, world, policy, resume)
-        updater = _updater(run, world, policy, reference, state, resume)
+        with world.parallel.loading():
+            policy, optimizer = _policy(run, job, world, str(resume) if resume else job.model_path)
+            reference = _reference(run, job, policy, resume)
+        if resume:
+            checkpoint.load_optimizer(resume, policy, optimizer)
+        updater = _updater(run, world, policy, reference, optimizer, state)
     if run.model.lora.rank:
         recorder.view.note(f"LoRA trains {trained_share(policy.model)}")
     rollout = run.rollout
@@ -121,14 +124,17 @@ def assemble(
     return trainer
 
 
-def _policy(run: Run, job: EngineJob, world: World, path: str) -> Policy:
-    model = load_policy(run.model, job.model_path, path, run.seed).to(world.device)
+def _policy(run: Run, job: EngineJob, world: World, path: str) -> tuple[Policy, Any]:
+    """With its optimizer."""
+    model = load_policy(run.model, job.model_path, path, run.seed)
     if run.train.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return Policy(model, world.wrap(model), getattr(torch, job.dtype))
+    dtype = getattr(torch, job.dtype)
+    wrapped, optimizer = world.parallel.share(model, dtype, run.optim.make)
+    return Policy(model, wrapped, dtype, world.parallel), optimizer
 
 
-def _reference(run: Run, job: EngineJob, world: World, policy: Policy, resume: Path | None) -> Reference | None:
+def _reference(run: Run, job: EngineJob, policy: Policy, resume: Path | None) -> Reference | None:
     if not run.algorithm.needs_reference:
         return None
     if run.model.lora.rank and not run.algorithm.kl.sync_every:
@@ -136,7 +142,7 @@ def _reference(run: Run, job: EngineJob, world: World, policy: Policy, resume: P
     path = job.model_path
     if resume and (resume / checkpoint.REFERENCE).is_dir():
         path = str(resume / checkpoint.REFERENCE)
-    return Reference(load_model(run.model, path).to(world.device), policy)
+    return Reference(load_model(run.model, path), policy)
 
 
 def _collector(run: Run, sampler: Sampler, data: Data, draws: int, carried: list[Group]) -> Collector:
@@ -172,16 +178,8 @@ def _ready(run: Run, data: Data, collector: Collector, resume: Path | None) -> l
 
 
 def _updater(
-    run: Run,
-    world: World,
-    policy: Policy,
-    reference: Reference | None,
-    state: checkpoint.State,
-    resume: Path | None,
+    run: Run, world: World, policy: Policy, reference: Reference | None, optimizer: Any, state: checkpoint.State
 ) -> Updater:
-    optimizer = run.optim.make(policy.model.parameters())
-    if resume:
-        checkpoint.load_optimizer(resume, optimizer, world.device)
     return Updater(
         world=world,
         policy=policy,

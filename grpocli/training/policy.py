@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from grpocli.models.lora import merged
 from grpocli.rollout.distribution import sampling_logits
 from grpocli.rollout.repetition import first_seen
 from grpocli.training.batch import MicroBatch
+from grpocli.training.parallel import Alone, Parallel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,37 +28,48 @@ needs are kept for the whole micro-batch, which `train.micro_batch_tokens` bound
 class Policy:
     """A causal language model with float32 weights that computes in `dtype`.
 
-    `wrapped` is what training calls (under DDP its gradients are summed over processes); `model` is underneath.
+    `wrapped` is what training calls; `model` is underneath, the same object or not. `parallel`: how processes share it;
+    one that has it to itself needs none.
     """
 
-    def __init__(self, model: PreTrainedModel, wrapped: torch.nn.Module, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: PreTrainedModel, wrapped: torch.nn.Module, dtype: torch.dtype, parallel: Parallel | None = None
+    ) -> None:
         self.model, self.wrapped, self.dtype = model, wrapped, dtype
+        self.parallel: Parallel = parallel or Alone(model.device)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter under its Hugging Face name, tied ones once; with LoRA, the base model's, updates added."""
-        return merged(self.model, self.model.named_parameters())
+        """Every parameter under its Hugging Face name, tied ones once; with LoRA, the base model's, updates added.
+
+        Where processes share them, their parts: `parallel.gather` makes them whole.
+        """
+        return merged(self.model, self.parallel.parameters(self.model))
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Autocast to `dtype`, where that is not float32."""
-        if self.dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.model.device.type, dtype=self.dtype)
+        """Around a forward, so that it computes in `dtype`."""
+        return self.parallel.computing(self.model, self.dtype)
 
     @contextmanager
     def sampling_mode(self) -> Iterator[None]:
-        """Evaluation mode, no gradients, one autocast region in which every weight is cast once."""
+        """Evaluation mode, no gradients; any number of forwards in this process. To enter is collective."""
+        with self._evaluating(), self.parallel.sampling(self.model, self.dtype):
+            yield
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
         training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), _casts_kept(self.model), self.computing():
+            with torch.no_grad():
                 yield
         finally:
             self.model.train(training)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """log p(token_ids[i] | token_ids[:i]) for i >= 1, in nats, at temperature 1."""
+        """log p(token_ids[i] | token_ids[:i]) for i >= 1, in nats, at temperature 1. Collective where weights are
+        shared."""
         ids = torch.tensor([list(token_ids)], device=self.model.device)
-        with self.sampling_mode():
+        with self._evaluating(), self.computing():
             logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, :-1].float()
         logp: list[float] = logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1).tolist()
         return logp
@@ -74,19 +86,6 @@ class Policy:
     def logp_without_gradient(self, batch: MicroBatch, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """As `logp`, of this process alone."""
         return completion_logp(self.model, batch, sampling, self.computing())
-
-
-@contextmanager
-def _casts_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Autocast keeps the casts of weights that take gradients only: frozen ones would be cast again for every token."""
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
 
 
 def completion_logp(

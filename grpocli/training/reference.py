@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,13 +25,13 @@ class Reference:
     """
 
     def __init__(self, model: PreTrainedModel, policy: Policy) -> None:
-        self.model = model.eval().requires_grad_(False)
+        self.model: Any = policy.parallel.freeze(model.eval(), policy.dtype)
         self.policy = policy
 
     @torch.no_grad()
     def logp(self, batch: MicroBatch, sampling: Sampling) -> Tensor:
         """Log-probs [B, T] of the completions, in nats."""
-        context: AbstractContextManager[Any] = self.policy.computing()
+        context = self.policy.parallel.computing(self.model, self.policy.dtype)
         return completion_logp(self.model, batch, sampling, context)[0]
 
     @torch.no_grad()

@@ -151,20 +151,20 @@ class Trainer:
         progress = self.ahead.progress
         self.state = replace(self.state, draws=progress.draws, seconds=self.seconds)
         self.world.enter("checkpoint")
+        self.recorder.stage("checkpoint")
+        folder = self.recorder.run_dir.checkpoints
+        checkpoint.save(
+            folder / f"step_{self.state.step:06d}",
+            self.state,
+            self.policy,
+            self.tokenizer,
+            self.updater.optimizer,
+            self.reference if self.run.algorithm.kl.sync_every else None,
+            progress.carried,
+            [(step.groups, step.metrics) for step in progress.ready],
+            main=self.world.is_main,
+        )
         if self.world.is_main:
-            self.recorder.stage("checkpoint")
-            folder = self.recorder.run_dir.checkpoints
-            moving = self.reference if self.run.algorithm.kl.sync_every else None
-            checkpoint.save(
-                folder / f"step_{self.state.step:06d}",
-                self.state,
-                self.policy.model,
-                self.tokenizer,
-                self.updater.optimizer,
-                moving.model if moving else None,
-                progress.carried,
-                [(step.groups, step.metrics) for step in progress.ready],
-            )
             checkpoint.prune(folder, self.run.checkpoint.keep)
         self.world.barrier()
 

@@ -28,14 +28,17 @@ ROUNDING = 1e-5
 
 @dataclass(slots=True)
 class Updater:
-    """Turns rows into optimizer updates. `updates` counts them since the start of the run."""
+    """Turns rows into optimizer updates. `updates` counts them since the start of the run.
+
+    optimizer: what `Parallel.share` made with the policy.
+    """
 
     world: World
     policy: Policy
     reference: Reference | None
     algorithm: Algorithm
     optim: AdamW
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
     train: Train
     sampling: Sampling
     total_updates: int
@@ -110,18 +113,13 @@ class Updater:
                 row.selected = (row.entropy >= threshold).float()
 
     def _update(self, plan: _Plan, rate: float) -> None:
+        parallel = self.policy.parallel
         for i, rows in enumerate(plan.micro_batches):
             last = i + 1 == len(plan.micro_batches)
-            with self.world.accumulating(self.policy.wrapped, last):
+            with parallel.accumulating(self.policy.wrapped, last):
                 self._micro_batch(rows, plan.totals)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        parameters = [p for p in self.policy.model.parameters() if p.grad is not None]
-        limit = self.optim.max_grad_norm or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
-        self._add({"grad_norm": norm.detach() / self.world.size})
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        norm = parallel.update(self.policy.wrapped, self.optimizer, rate, self.optim.max_grad_norm)
+        self._add({"grad_norm": norm / self.world.size})
         self.updates += 1
 
     def _micro_batch(self, rows: list[Row], totals: Totals) -> None:
@@ -142,7 +140,7 @@ class Updater:
             selected=batch.selected,
             totals=totals,
         )
-        self.world.backward(loss)
+        self.policy.parallel.backward(self.policy.wrapped, loss)
         metrics["loss"] = loss.detach()
         metrics["entropy"] = (entropy.detach() * batch.mask).sum() / max(totals.tokens, 1)
         self._add(metrics)

@@ -96,12 +96,14 @@ def finish(trainer: Trainer, job: Job, results: dict[str, float]) -> None:
     from grpocli.tracking.card import model_card
     from grpocli.training.checkpoint import save_model
 
-    if trainer.world.is_main:
-        summary = summarise(trainer, trainer.recorder, "done", results)
-        card = model_card(trainer.recorder.run_dir, job.engine.model_path, summary)
-        dtype = load_config(trainer.run.model, job.engine.model_path).dtype or torch.float32
-        save_model(trainer.recorder.run_dir.model, trainer.policy.model, trainer.tokenizer, dtype, card)
-        trainer.recorder.view.note(f"the final model is in {trainer.recorder.run_dir.model}")
+    main, recorder, card = trainer.world.is_main, trainer.recorder, ""
+    if main:
+        summary = summarise(trainer, recorder, "done", results)
+        card = model_card(recorder.run_dir, job.engine.model_path, summary)
+    dtype = load_config(trainer.run.model, job.engine.model_path).dtype or torch.float32
+    save_model(recorder.run_dir.model, trainer.policy, trainer.tokenizer, dtype, card, main)
+    if main:
+        recorder.view.note(f"the final model is in {recorder.run_dir.model}")
     trainer.world.barrier()
 
 

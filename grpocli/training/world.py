@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from grpocli.training.parallel import Parallel, parallel_of
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor
@@ -24,6 +26,7 @@ class World:
     """This process among `size` of them, on `device`. Collective calls must be made by all, in one order.
 
     That order is one for each thread: a thread beside the main one makes its calls in a `channel`.
+    parallel: how they share models and updates.
     """
 
     def __init__(self, hardware: Hardware, board: Board | None = None) -> None:
@@ -39,6 +42,7 @@ class World:
         self.rank: int = self.accelerator.process_index
         self.size: int = self.accelerator.num_processes
         self.device: torch.device = self.accelerator.device
+        self.parallel: Parallel = parallel_of(hardware, self.accelerator)
         self._thread = threading.local()
         self._board = board
 
@@ -115,24 +119,6 @@ class World:
     def sum(self, value: Tensor) -> Tensor:
         """The sum over processes, left on the device. Of the main thread's calls only."""
         return self.accelerator.reduce(value, reduction="sum") if self.size > 1 else value
-
-    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model with gradients summed over processes by `backward`."""
-        wrapped: torch.nn.Module = self.accelerator.prepare_model(model)
-        return wrapped
-
-    @contextmanager
-    def accumulating(self, model: torch.nn.Module, last: bool) -> Iterator[None]:
-        """Gradients stay in this process until the last backward of an update."""
-        if last or self.size == 1:
-            yield
-        else:
-            with self.accelerator.no_sync(model):
-                yield
-
-    def backward(self, loss: Tensor) -> None:
-        """Add this loss's gradient. Losses of processes are parts of one sum, but DDP averages: hence `size`."""
-        self.accelerator.backward(loss * self.size)
 
     def close(self) -> None:
         self.accelerator.end_training()

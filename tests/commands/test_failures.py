@@ -179,7 +179,7 @@ def test_two_runs_in_one_folder(grpocli, tmp_path: Path) -> None:
     assert "another process is running in it" in said
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "trainer.json", "model.safetensors"])
+@pytest.mark.parametrize("name", ["optimizer-00001.safetensors", "trainer.json", "model.safetensors"])
 def test_a_damaged_checkpoint(name: str, grpocli, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert grpocli(*SMALL_RUN, f"hydra.run.dir={run}")[0] == 0

@@ -88,9 +88,9 @@ def test_kill_9_then_resume(kind: str, undisturbed: dict[str, Path], tmp_path: P
         assert all(one[key].equal(two[key]) for key in one)
 
 
-def test_two_processes_do_what_one_does(undisturbed: dict[str, Path], tmp_path: Path) -> None:
+def test_two_processes_that_shard_do_what_one_does(undisturbed: dict[str, Path], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    options = ["hardware.processes=2", "hardware.timeout=120", "train.steps=4"]
+    options = ["hardware.processes=2", "hardware.parallel=fsdp2", "hardware.timeout=120", "train.steps=4"]
     code, out = finish(start(*LORA, *options, f"hydra.run.dir={run}"))
     assert code == 0, out
     for two, one in zip(metrics(run), metrics(undisturbed["still"])[:4], strict=True):

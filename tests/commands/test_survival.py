@@ -128,7 +128,9 @@ def test_two_processes_do_what_one_does(undisturbed: Path, tmp_path: Path) -> No
 
 def test_two_processes_stop_and_resume_as_one(undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start(*LONG, "hardware.processes=2", "checkpoint.every=0", f"hydra.run.dir={run}")
+    process = start(
+        *LONG, "hardware.processes=2", "hardware.parallel=fsdp2", "checkpoint.every=0", f"hydra.run.dir={run}"
+    )
     wait_for(run / "metrics.jsonl")
     process.send_signal(signal.SIGTERM)
     code, out = finish(process)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpocli import build_algorithm
@@ -22,7 +23,7 @@ from grpocli.models.tiny_parts import make_tokenizer
 from grpocli.rollout.sampler import sample
 from grpocli.training.assemble import _reference
 from grpocli.training.batch import MicroBatch, Row
-from grpocli.training.checkpoint import OPTIMIZER, State, load_optimizer, save, save_model
+from grpocli.training.checkpoint import State, load_optimizer, save, save_model
 from grpocli.training.optim import AdamW
 from grpocli.training.policy import Policy
 from grpocli.training.reference import BaseReference, Reference
@@ -51,7 +52,7 @@ def rows(little_model) -> list[Row]:
 
 def lora_policy(little_model, world: World, dtype: torch.dtype = torch.float32) -> Policy:
     model = attach(copy.deepcopy(little_model), LORA, seed=0)
-    return Policy(model, world.wrap(model), dtype)
+    return Policy(model, model, dtype, world.parallel)
 
 
 def updater(policy: Policy, world: World, reference: Reference | None = None, **train: int) -> Updater:
@@ -144,7 +145,7 @@ def run_of(algorithm: str, lora: Lora) -> SimpleNamespace:
 def test_a_still_reference_is_the_base_and_no_second_model(little_model, world, rows) -> None:
     policy = lora_policy(little_model, world)
     job = SimpleNamespace(model_path="/there/is/no/model/to/load")
-    reference = _reference(run_of("algorithm=grpo", LORA), job, world, policy, None)
+    reference = _reference(run_of("algorithm=grpo", LORA), job, policy, None)
     assert isinstance(reference, BaseReference)
     assert {id(p) for p in reference.model.parameters()} == {id(p) for p in policy.model.parameters()}
     up = updater(policy, world, reference)
@@ -161,7 +162,7 @@ def test_a_moving_reference_is_a_model_of_its_own(little_model, world, tmp_path:
     little_model.save_pretrained(tmp_path)
     policy = lora_policy(little_model, world)
     run = run_of("algorithm=grpo algorithm.kl.sync_every=2", LORA)
-    reference = _reference(run, SimpleNamespace(model_path=str(tmp_path)), world, policy, None)
+    reference = _reference(run, SimpleNamespace(model_path=str(tmp_path)), policy, None)
     assert type(reference) is Reference
     assert not {id(p) for p in reference.model.parameters()} & {id(p) for p in policy.model.parameters()}
 
@@ -228,13 +229,13 @@ def test_a_checkpoint_goes_on_bit_for_bit(world, rows, base: Path, tmp_path: Pat
     runs = []
     for path in (base, tmp_path / "checkpoint"):
         model = load_policy(part, str(base), str(path), seed=7)
-        up = updater(Policy(model, world.wrap(model), torch.float32), world)
+        up = updater(Policy(model, model, torch.float32, world.parallel), world)
         if path == base:
             for _ in range(3):
                 step(up, rows)
-            save(tmp_path / "checkpoint", State(), model, AutoTokenizer.from_pretrained(base), up.optimizer)
+            save(tmp_path / "checkpoint", State(), up.policy, AutoTokenizer.from_pretrained(base), up.optimizer)
         else:
-            load_optimizer(path, up.optimizer, torch.device("cpu"))
+            load_optimizer(path, up.policy, up.optimizer)
         up.updates = 3
         metrics = [step(up, rows) for _ in range(3)]
         runs.append((metrics, model.state_dict()))
@@ -244,15 +245,15 @@ def test_a_checkpoint_goes_on_bit_for_bit(world, rows, base: Path, tmp_path: Pat
 
 def test_a_checkpoint_holds_the_updates_and_loads_with_transformers(world, rows, base: Path, tmp_path: Path) -> None:
     model = load_policy(HuggingFace(path=str(base), lora=LORA), str(base), str(base), seed=7)
-    up = updater(Policy(model, world.wrap(model), torch.float32), world)
+    up = updater(Policy(model, model, torch.float32, world.parallel), world)
     for _ in range(3):
         step(up, rows)
     path = tmp_path / "checkpoint"
-    save(path, State(), model, AutoTokenizer.from_pretrained(base), up.optimizer)
+    save(path, State(), up.policy, AutoTokenizer.from_pretrained(base), up.optimizer)
     assert not (path / "model.safetensors").exists()
     assert logp(AutoModelForCausalLM.from_pretrained(path), rows).equal(logp(model, rows))
-    saved = torch.load(path / OPTIMIZER, weights_only=True)["state"]
-    assert sum(s["exp_avg"].numel() for s in saved.values()) == sum(
+    saved = load_file(path / "optimizer-00001.safetensors")
+    assert sum(tensor.numel() for name, tensor in saved.items() if name.endswith(".exp_avg")) == sum(
         p.numel() for p in model.parameters() if p.requires_grad
     )
 
@@ -260,12 +261,12 @@ def test_a_checkpoint_holds_the_updates_and_loads_with_transformers(world, rows,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_final_model_is_plain_and_the_same_policy(world, rows, base: Path, tmp_path: Path, dtype) -> None:
     model = load_policy(HuggingFace(path=str(base), lora=LORA), str(base), str(base), seed=7)
-    policy = Policy(model, world.wrap(model), torch.float32)
+    policy = Policy(model, model, torch.float32, world.parallel)
     up = updater(policy, world)
     for _ in range(3):
         step(up, rows)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    save_model(tmp_path / "model", model, AutoTokenizer.from_pretrained(base), dtype, "card")
+    save_model(tmp_path / "model", policy, AutoTokenizer.from_pretrained(base), dtype, "card")
     assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
     assert not (tmp_path / "model" / "adapter_config.json").exists()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")

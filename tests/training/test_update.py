@@ -43,16 +43,17 @@ def rows(little_model) -> list[Row]:
 
 def updater(little_model, world: World, *algorithm: str, **train: int) -> Updater:
     model = copy.deepcopy(little_model)
-    policy = Policy(model, world.wrap(model), torch.float32)
-    algo = build_algorithm(*algorithm)
     optim = AdamW(lr=1e-3, max_grad_norm=0.0)
+    wrapped, optimizer = world.parallel.share(model, torch.float32, optim.make)
+    policy = Policy(model, wrapped, torch.float32, world.parallel)
+    algo = build_algorithm(*algorithm)
     return Updater(
         world=world,
         policy=policy,
         reference=Reference(copy.deepcopy(little_model), policy) if algo.needs_reference else None,
         algorithm=algo,
         optim=optim,
-        optimizer=optim.make(model.parameters()),
+        optimizer=optimizer,
         train=Train(**train),
         sampling=SAMPLING,
         total_updates=10,

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from grpocli import build_algorithm
 from grpocli.config.schema import Train
-from grpocli.data import Sampling
+from grpocli.data import Request, Sampling
 from grpocli.launch.hardware import Single
 from grpocli.models.lora import Lora, attach, is_adapted
+from grpocli.models.tiny_parts import make_tokenizer
+from grpocli.rollout.sampler import sample
+from grpocli.training import checkpoint
 from grpocli.training.batch import Row
+from grpocli.training.checkpoint import State
 from grpocli.training.optim import AdamW
+from grpocli.training.parallel import Make
 from grpocli.training.policy import Policy
 from grpocli.training.reference import BaseReference, Reference
 from grpocli.training.update import Updater
@@ -40,6 +46,9 @@ ALGORITHMS = {
         "algorithm/correction=token_mask",
     ),
     "lora": ("algorithm=grpo",),
+    "checkpointing": ("algorithm=grpo",),
+    "clipped": ("algorithm=dapo",),
+    "bfloat16": ("algorithm=dapo",),
 }
 
 
@@ -58,39 +67,114 @@ def load_rows(path: Path) -> list[Row]:
     return rows
 
 
-def updated(model: LlamaForCausalLM, world: World, overrides: tuple[str, ...], rows: list[Row]) -> dict[str, object]:
-    """Weights and metrics after one step of four updates, by gradient descent: Adam would hide a gradient's size."""
+def loaded(world: World, path: Path, make: Make, lora: bool = False, dtype: torch.dtype = torch.float32):
+    """A policy and its optimizer, as `grpocli.training.assemble` makes them."""
+    with world.parallel.loading():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        if lora:
+            model = attach(model, Lora(rank=4), seed=0)
+    wrapped, optimizer = world.parallel.share(model, dtype, make)
+    return Policy(model, wrapped, dtype, world.parallel), optimizer
+
+
+def updater_of(
+    world: World, folder: Path, policy: Policy, optimizer: Any, overrides: tuple[str, ...], optim: AdamW
+) -> Updater:
     algorithm = build_algorithm(*overrides)
-    policy = Policy(model, world.wrap(model), torch.float32)
-    reference = BaseReference(policy) if is_adapted(model) else Reference(copy.deepcopy(model), policy)
-    updater = Updater(
+    reference = None
+    if algorithm.needs_reference and is_adapted(policy.model):
+        reference = BaseReference(policy)
+    elif algorithm.needs_reference:
+        with world.parallel.loading():
+            model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+        reference = Reference(model, policy)
+    return Updater(
         world=world,
         policy=policy,
-        reference=reference if algorithm.needs_reference else None,
+        reference=reference,
         algorithm=algorithm,
-        optim=AdamW(lr=0.1, max_grad_norm=0.0),
-        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        optim=optim,
+        optimizer=optimizer,
         train=TRAIN,
         sampling=Sampling(10, temperature=0.9),
         total_updates=10,
     )
-    metrics = updater.step(rows, N_GROUPS)
+
+
+def whole(policy: Policy) -> torch.Tensor:
+    """All weights. Collective."""
+    return torch.cat([policy.parallel.gather(w.detach()).float().flatten() for _, w in policy.weights()])
+
+
+def descended(world: World, folder: Path, name: str) -> dict[str, object]:
+    """Weights and metrics after one step of four updates, by gradient descent: Adam would hide a gradient's size."""
+    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+    policy, optimizer = loaded(world, folder / "model", descent, name == "lora", dtype)
+    if name == "checkpointing":
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    limit = 0.3 if name == "clipped" else 0.0
+    updater = updater_of(world, folder, policy, optimizer, ALGORITHMS[name], AdamW(lr=0.1, max_grad_norm=limit))
+    metrics = updater.step(load_rows(folder / "rows.json"), N_GROUPS)
     assert updater.updates == TRAIN.updates_per_step
-    return {"metrics": metrics, "weights": torch.cat([w.flatten() for _, w in policy.weights()])}
+    weights = whole(policy)
+    if type(updater.reference) is Reference:
+        updater.reference.mix(0.5)
+        mixed = [policy.parallel.gather(w) for _, w in policy.parallel.parameters(updater.reference.model)]
+        weights = torch.cat([weights, *(w.flatten() for w in mixed)])
+    return {"metrics": metrics, "weights": weights}
 
 
-def main(folder: Path) -> None:
+def descent(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1)
+
+
+def went_on(world: World, folder: Path, start: Path, end: Path) -> dict[str, object]:
+    """A step of AdamW after the checkpoint `start`, or after the model that is there; and the checkpoint `end`.
+
+    What is loaded is saved again at once beside `end`.
+    """
+    optim = AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=1.0)
+    policy, optimizer = loaded(world, start, optim.make)
+    tokenizer = make_tokenizer()
+    resumed = (start / checkpoint.STATE).is_file()
+    if resumed:
+        checkpoint.load_optimizer(start, policy, optimizer)
+        checkpoint.save(end.with_suffix(".again"), State(), policy, tokenizer, optimizer, main=world.is_main)
+    updater = updater_of(world, folder, policy, optimizer, ("algorithm=dapo",), optim)
+    metrics = updater.step(load_rows(folder / "rows.json"), N_GROUPS)
+    checkpoint.save(end, State(), policy, tokenizer, optimizer, main=world.is_main)
+    checkpoint.save_model(end / "final", policy, tokenizer, torch.bfloat16, "card", main=world.is_main)
+    return {"metrics": metrics, "weights": whole(policy)}
+
+
+def sampled(world: World, folder: Path) -> list[list[int]]:
+    """Each process samples for as long as it likes, more than once."""
+    policy, _ = loaded(world, folder / "model", descent)
+    completions = []
+    for turn in (0, 1):
+        with policy.sampling_mode():
+            for k in range(world.rank + 1):
+                request = Request([2, 5, 6 + world.rank], 2, 10 * turn + k)
+                (done,) = sample(policy.model, [request], Sampling(4 + 3 * world.rank), [1], 1)
+                completions += [completion.token_ids for completion in done]
+        policy.score([2, 5, 6, 7])
+    return completions
+
+
+def main(folder: Path, parallel: str) -> None:
     """Every algorithm, from the model and rows in the folder; a file of results a process."""
-    world = World(Single(device="cpu", timeout=120))
-    results = {}
-    for name, overrides in ALGORITHMS.items():
-        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-        if name == "lora":
-            model = attach(model, Lora(rank=4), seed=0)
-        results[name] = updated(model, world, overrides, load_rows(folder / "rows.json"))
-    torch.save(results, folder / f"{world.size}_{world.rank}.pt")
-    world.close()
+    world = World(Single(device="cpu", parallel=parallel, timeout=120))
+    results: dict[str, Any] = {name: descended(world, folder, name) for name in ALGORITHMS}
+    results["sampled"] = sampled(world, folder)
+    ran = f"{world.size}_{parallel}"
+    results["model"] = went_on(world, folder, folder / "model", folder / f"saved_{ran}")
+    for saved in [] if world.size == 2 else ["saved_2_ddp", "saved_2_fsdp2"]:
+        results[saved] = went_on(world, folder, folder / saved, folder / f"{saved}_to_{ran}")
+    torch.save(results, folder / f"{world.size}_{world.rank}_{parallel}.pt")
+    if parallel == sys.argv[-1]:
+        world.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    for chosen in sys.argv[2:]:
+        main(Path(sys.argv[1]), chosen)
