@@ -9,7 +9,7 @@ UV := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(
       --python $(BIN)/python --override requirements/overrides.txt --constraint requirements/constraints.txt
 PINS := pyproject.toml requirements/constraints.txt requirements/overrides.txt
 
-.PHONY: help train test setup check format constraints hooks build docs parity clean
+.PHONY: help train test test-slurm setup check format constraints hooks build docs parity clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -19,6 +19,9 @@ train: $(VENV)/.ready-to-train ## make the environment and run the default train
 
 test: setup ## make the development environment and pass every test
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-slurm: setup ## runs on a SLURM cluster that is installed and started here (root on Debian; skipped elsewhere)
+	$(BIN)/python -m pytest tests/slurm -m slurm $(ARGS)
 
 setup: $(VENV)/.ready-to-develop ## make the development environment, vLLM for the CPU included
 

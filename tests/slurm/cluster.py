@@ -32,8 +32,8 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-# a requeued job waits until the credentials of its last start have expired
-AuthInfo=socket={dir}/munge.sock,cred_expire=2
+# a requeued job waits until the credentials of its last start have expired; below 5 the default, 120, counts
+AuthInfo=socket={dir}/munge.sock,cred_expire=5
 SlurmctldPidFile={dir}/slurmctld.pid
 SlurmdPidFile={dir}/slurmd.%n.pid
 SlurmdSpoolDir={dir}/spool.%n
@@ -57,7 +57,7 @@ KillWait=2
 MinJobAge=3600
 JobRequeue=1
 ReturnToService=2
-SlurmdTimeout=10
+SlurmdTimeout=5
 SlurmctldTimeout=10
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE

@@ -52,14 +52,14 @@ class Submitted:
         found = re.search(rf"\b{key}=(\S*)", text)
         return found[1] if found else ""
 
-    def until(self, ready: Callable[[], object], what: str, seconds: float = 120) -> None:
+    def until(self, ready: Callable[[], object], what: str, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while not ready():
             said = f"{what} not within {seconds:.0f} s; job is {self.shown('JobState')}; log:\n{self.log[-3000:]}"
             assert time.monotonic() < deadline, said
             time.sleep(0.1)
 
-    def until_over(self, *expected: str, seconds: float = 120) -> None:
+    def until_over(self, *expected: str, seconds: float = 60) -> None:
         self.until(lambda: self.shown("JobState") in expected, " or ".join(expected), seconds)
 
     def until_step(self, number: int) -> None:

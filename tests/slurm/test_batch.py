@@ -100,7 +100,6 @@ def test_scancel_leaves_no_process(cluster: Cluster, tmp_path: Path) -> None:
     assert any("stand_in" in line for line in cluster.processes("node2"))
     cluster.run("scancel", job.number)
     job.until_over("CANCELLED")
-    job.until(lambda: cluster.idle() == 3, "idle nodes")
     for node in cluster.nodes:
         assert cluster.processes(node) == []
     assert job.shown("Restarts") == "0"
@@ -110,9 +109,9 @@ def test_a_stopping_run_that_is_cancelled_stays_cancelled(cluster: Cluster, tmp_
     job = Submitted.of(cluster, written(tmp_path / "sweep", {"steps": 1000}))
     job.until_step(3)
     cluster.run("scancel", job.number)
-    job.until(lambda: cluster.idle() == 3, "idle nodes")
+    job.until_over("CANCELLED")
     assert (job.run / "again").exists()
-    assert (job.shown("JobState"), job.shown("Restarts")) == ("CANCELLED", "0")
+    assert job.shown("Restarts") == "0"
 
 
 def test_a_node_that_does_not_see_the_runs_is_named(cluster: Cluster, tmp_path: Path) -> None:
@@ -129,7 +128,7 @@ def test_a_node_that_does_not_see_the_runs_is_named(cluster: Cluster, tmp_path: 
 @pytest.mark.parametrize("node", ["node1", "node2", "node3"])
 def test_a_node_that_dies_is_named_and_the_run_goes_on(cluster: Cluster, tmp_path: Path, node: str) -> None:
     """The first node, which runs the batch script itself; another training node; the rollout node."""
-    job = Submitted.of(cluster, written(tmp_path / "sweep", {"steps": 60}, *MULTINODE))
+    job = Submitted.of(cluster, written(tmp_path / "sweep", {"steps": 40}, *MULTINODE))
     job.until_step(3)
     cluster.power_off(node)
     try:

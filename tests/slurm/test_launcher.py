@@ -1,0 +1,155 @@
+"""hydra/launcher=slurm without a cluster: found by Hydra, checked, and written by a dry run."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpocli.launch.slurm.options import Options
+from grpocli.launch.slurm.wait import last_error
+
+DRY = ["train", "-m", "hydra/launcher=slurm", "hydra.launcher.dry_run=true", "hydra.launcher.partition=gpu"]
+MULTINODE = ["hardware=multinode", "hardware.train_nodes=4", "engine=vllm", "engine.tensor_parallel=8"]
+Command = Callable[..., tuple[int, str, str]]
+
+
+def test_hydra_finds_the_launcher_and_its_options(grpocli: Command) -> None:
+    code, out, err = grpocli("train", "hydra/launcher=slurm", "--cfg", "hydra", "-p", "hydra.launcher")
+    assert code == 0, err
+    for line in ("max_requeues: 10", "signal_before: 120", "wait: true", "partition: null", "setup: []"):
+        assert line in out
+
+
+def written(grpocli: Command, tmp_path: Path, *overrides: str) -> str:
+    """The script of a dry run, which bash can read."""
+    code, out, err = grpocli(*DRY, f"hydra.sweep.dir={tmp_path / 'sweep'}", *overrides)
+    assert code == 0, err
+    script = (tmp_path / "sweep" / "job.sh").read_text()
+    assert script in out
+    assert "nothing was submitted" in out
+    assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
+    return script
+
+
+def test_a_dry_run_of_one_run_has_every_option(grpocli: Command, tmp_path: Path) -> None:
+    script = written(
+        grpocli,
+        tmp_path,
+        "hydra.launcher.account=us",
+        "hydra.launcher.qos=high",
+        "hydra.launcher.time=1-12:00:00",
+        "hydra.launcher.cpus=16",
+        "hydra.launcher.memory=64G",
+        "hydra.launcher.gpus=h100:4",
+        "hydra.launcher.constraint='a&b'",
+        "hydra.launcher.exclude='bad[1-2]'",
+        "hydra.launcher.modules=[cuda/12.8]",
+        "hydra.launcher.setup=['export A=\"b c\"','ulimit -n 4096']",
+        "hydra.launcher.container=image.sqsh",
+        "hydra.launcher.container_mounts=[/data:/data]",
+        "hydra.launcher.extra.mail_type=END",
+        "hydra.launcher.extra.exclusive=true",
+    )
+    options = {line for line in script.splitlines() if line.startswith("#SBATCH")}
+    for option in [
+        "--job-name=grpocli",
+        "--partition=gpu",
+        "--account=us",
+        "--qos=high",
+        "--time=1-12:00:00",
+        "--nodes=1",
+        "--cpus-per-task=16",
+        "--mem=64G",
+        "--gpus-per-node=h100:4",
+        "--constraint='a&b'",
+        "--exclude='bad[1-2]'",
+        "--open-mode=append",
+        "--requeue",
+        "--signal=B:USR1@120",
+        "--mail-type=END",
+        "--exclusive",
+    ]:
+        assert f"#SBATCH {option}" in options
+    lines = script.splitlines()
+    assert lines.index("module load cuda/12.8") < lines.index('export A="b c"') < lines.index("ulimit -n 4096")
+    mounts = f"--container-mounts={tmp_path}/sweep:{tmp_path}/sweep,/data:/data"
+    assert f"SRUN=(--cpus-per-task=16 --container-image=image.sqsh {mounts})" in lines
+
+
+def test_a_sweep_is_one_array_and_its_runs_are_listed(grpocli: Command, tmp_path: Path) -> None:
+    script = written(grpocli, tmp_path, "seed=0,1,2", "hydra.launcher.max_parallel=2", "hydra.launcher.max_requeues=0")
+    assert "#SBATCH --array=0-2%2" in script
+    assert "#SBATCH --no-requeue" in script
+    folders = [Path(line) for line in (tmp_path / "sweep" / "job.runs").read_text().splitlines()]
+    assert folders == [tmp_path / "sweep" / f"{i}" for i in range(3)]
+    assert [f"seed: {i}" in (folder / "config.yaml").read_text() for i, folder in enumerate(folders)] == [True] * 3
+
+
+def test_nodes_and_gpus_follow_from_the_hardware(grpocli: Command, tmp_path: Path) -> None:
+    script = written(grpocli, tmp_path, *MULTINODE)
+    for line in ("#SBATCH --nodes=5", "#SBATCH --gpus-per-node=8", "TRAIN_NODES=4", "ROLLOUT_NODES=1"):
+        assert line in script
+
+
+def test_a_folder_of_configs_goes_with_the_job(grpocli: Command, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "recipe").mkdir(parents=True)
+    (tmp_path / "mine" / "recipe" / "short.yaml").write_text("# @package _global_\ntrain:\n  steps: 2\n")
+    script = written(grpocli, tmp_path, "--config-dir", "mine", "recipe=short")
+    assert f'TRAIN=("$PYTHON" -m grpocli train --config-dir {tmp_path}/mine "resume=$RUN_DIR")' in script
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["hydra.launcher.time=soon"], "hydra.launcher.time=soon: write minutes, HH:MM:SS or D-HH:MM:SS"),
+        (["hydra.launcher.gpus=many"], "hydra.launcher.gpus=many: must be null, a number, or TYPE:NUMBER"),
+        (["hydra.launcher.partitio=a"], "there is no key hydra.launcher.partitio"),
+        (["seed=0,-1"], "seed=-1: must be 0 or more (job 1: seed=-1; nothing was submitted)"),
+        (
+            ["hardware=single,multinode", "engine=vllm", "engine.tensor_parallel=8"],
+            "an array's jobs are alike, and these need one node and 1 train",
+        ),
+    ],
+)
+def test_bad_input_is_one_sentence_and_makes_no_run(
+    grpocli: Command, tmp_path: Path, overrides: list[str], said: str
+) -> None:
+    code, out, err = grpocli(*DRY, *overrides, f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    assert (code, err.count("\n")) == (2, 1)
+    assert said in err
+    assert not list(tmp_path.glob("sweep/*/config.yaml"))
+    assert "#SBATCH" not in out
+
+
+def test_without_slurm_nothing_is_written(grpocli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, _, err = grpocli("train", "-m", "hydra/launcher=slurm", "hydra.sweep.dir=sweep")
+    assert code == 2
+    assert "there is no sbatch on the path" in err
+    assert not list(tmp_path.glob("sweep/*/config.yaml"))
+
+
+def test_the_launcher_asks_for_a_multirun(grpocli: Command) -> None:
+    code, _, err = grpocli("train", "hydra/launcher=slurm")
+    assert code == 2
+    assert "add -m" in err
+
+
+def test_a_run_s_own_words_come_before_slurm_s(tmp_path: Path) -> None:
+    log = tmp_path / "slurm.log"
+    log.write_text("grpocli: error: no space left\nsrun: error: node1: task 0: Exited with exit code 1\n")
+    assert last_error(log) == "grpocli: error: no space left"
+    log.write_text("slurmstepd-node1: error: *** JOB 5 ON node1 CANCELLED DUE TO NODE FAILURE ***\nbye\n")
+    assert last_error(log) == "slurmstepd-node1: error: *** JOB 5 ON node1 CANCELLED DUE TO NODE FAILURE ***"
+    assert last_error(tmp_path / "none") is None
+
+
+def test_the_options_refuse_what_would_break_the_script() -> None:
+    from grpocli.errors import ConfigError
+
+    for values in ({"name": "a b"}, {"partition": "a\n#SBATCH --uid=0"}, {"signal_before": 0}, {"max_requeues": -1}):
+        with pytest.raises(ConfigError, match=rf"hydra\.launcher\.{next(iter(values))}="):
+            Options(**values)  # type: ignore[arg-type]

@@ -1,0 +1,106 @@
+"""Whole runs on a real cluster: submitted, waited for or left alone, preempted, ended by their time limit."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from commands.running import metrics, without_times
+from safetensors.torch import load_file
+from slurm.cluster import Cluster
+from slurm.submitting import GRPOCLI, MULTIRUN, Submitted
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+SMALL = ["engine=transformers", "model.warm_start_steps=20", "rollout.prompts_per_step=4", "rollout.group_size=4"]
+SMALL += ["eval.problems=4", "eval.samples=2"]
+EVEN = ["reward=[format]", "reward.format.pattern='.*[02468]'"]
+"""About half of all answers: every step has something to learn."""
+LONG = [*SMALL, *EVEN, "train.steps=60", "checkpoint.every=25", "optim.warmup_steps=4"]
+
+
+def detached(cluster: Cluster, sweep: Path, *overrides: str) -> Submitted:
+    """A job of one run that is not waited for."""
+    done = cluster.run(*GRPOCLI, *MULTIRUN, "hydra.launcher.wait=false", f"hydra.sweep.dir={sweep}", *overrides)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"submitted job (\d+)", done.stdout)
+    assert found, done.stdout
+    return Submitted(cluster, found[1], sweep / "0")
+
+
+def until_learning(job: Submitted, step: int) -> None:
+    """Until a run has logged a step."""
+    path = job.run / "metrics.jsonl"
+    job.until(lambda: path.exists() and len(path.read_text().splitlines()) >= step, f"step {step}", 120)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
+    """The run that nothing happens to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPOCLI_CACHE", str(shared_cache))
+        job = detached(cluster, tmp_path_factory.mktemp("undisturbed") / "sweep", *LONG)
+        job.until_over("COMPLETED", seconds=180)
+    assert all(row["grad_norm"] > 0 for row in metrics(job.run)), "a run that learns nothing cannot show a difference"
+    return job.run
+
+
+def assert_same_run(run: Path, other: Path) -> None:
+    assert [row["step"] for row in metrics(run)] == list(range(1, 61))
+    assert without_times(metrics(run)) == without_times(metrics(other))
+    one, two = (load_file(folder / "model" / "model.safetensors") for folder in (run, other))
+    assert one.keys() == two.keys()
+    assert all(one[name].equal(two[name]) for name in one)
+
+
+def test_a_sweep_of_two_is_an_array_and_is_waited_for(cluster: Cluster, tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    done = cluster.run(*GRPOCLI, *MULTIRUN, *SMALL, "train.steps=2", "seed=0,1", f"hydra.sweep.dir={sweep}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("COMPLETED") == 2
+    for i in range(2):
+        assert f"_{i}  {sweep}/{i}  seed={i}\n" in done.stdout
+        summary = json.loads((sweep / f"{i}" / "summary.json").read_text())
+        assert (summary["steps"], summary["exit"]) == (2, "done")
+        assert [row["step"] for row in metrics(sweep / f"{i}")] == [1, 2]
+        assert "the final model is in" in (sweep / f"{i}" / "slurm.log").read_text()
+
+
+def test_a_run_that_fails_fails_the_command_with_its_error(cluster: Cluster, tmp_path: Path) -> None:
+    bad = ["reward=[python]", "reward.python.function=math:sqrt", "seed=0,1"]
+    done = cluster.run(*GRPOCLI, *MULTIRUN, *SMALL, *bad, f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert re.search(r"error: job \d+_0 \(.*/sweep/0\) ended as FAILED", last)
+    assert "grpocli: error: " in last.partition("ended as")[2], "the run's own words"
+
+
+def test_a_detached_run_survives_and_a_preempted_one_ends_as_if_undisturbed(
+    cluster: Cluster, tmp_path: Path, undisturbed: Path
+) -> None:
+    job = detached(cluster, tmp_path / "sweep", *LONG)
+    until_learning(job, 7)
+    urgent = cluster.run("sbatch", "--partition=urgent", "-N3", "--exclusive", "--wrap=sleep 2")
+    assert urgent.returncode == 0, urgent.stderr
+    job.until_over("COMPLETED", seconds=180)
+    assert job.shown("Restarts") == "1"
+    assert_same_run(job.run, undisturbed)
+
+
+def test_a_run_at_its_time_limit_goes_on_as_if_undisturbed(cluster: Cluster, tmp_path: Path, undisturbed: Path) -> None:
+    """SLURM sends the signal up to a minute early, so that a limit of one minute ends a start within seconds."""
+    job = detached(cluster, tmp_path / "sweep", *LONG, "hydra.launcher.time=1", "hydra.launcher.signal_before=45")
+    job.until_over("COMPLETED", seconds=300)
+    assert int(job.shown("Restarts")) >= 1
+    assert "asked to stop" in job.log
+    assert_same_run(job.run, undisturbed)
+
+
+def test_a_cancelled_run_leaves_no_process(cluster: Cluster, tmp_path: Path) -> None:
+    job = detached(cluster, tmp_path / "sweep", *LONG, "train.steps=1000")
+    until_learning(job, 3)
+    cluster.run("scancel", job.number)
+    job.until_over("CANCELLED")
+    assert [cluster.processes(node) for node in cluster.nodes] == [[], [], []]
+    assert job.shown("Restarts") == "0"
