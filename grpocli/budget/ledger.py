@@ -18,7 +18,7 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet(t.untyped_storage() for t in known)
 

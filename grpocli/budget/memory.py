@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from grpocli.budget.place import GIB
+from grpocli.budget.place import GIB, shares_weights
 
 if TYPE_CHECKING:
     from grpocli.budget.place import Place
@@ -71,7 +71,7 @@ class Needs:
     @property
     def shards(self) -> int:
         """Over how many processes weights are spread."""
-        return self.place.trainers if self.run.hardware.parallel in ("fsdp2", "zero3") else 1
+        return self.place.trainers if shares_weights(self.run) else 1
 
     @property
     def optimizer_shards(self) -> int:
@@ -97,8 +97,9 @@ def devices(needs: Needs) -> list[Device]:
 
 def trainer_items(needs: Needs) -> list[Item]:
     """Of one trainer process."""
+    own = LIBRARIES[needs.place.kind]
     return [
-        Item("libraries", *[LIBRARIES[needs.place.kind]] * 2, "assumed" if needs.place.gpu else "measured"),
+        Item("libraries", own, own, "assumed" if needs.place.gpu else "measured"),
         *_state(needs),
         *_update(needs),
         *_generation(needs),
@@ -137,16 +138,28 @@ def _update(needs: Needs) -> list[Item]:
     """What a micro-batch needs until its backward pass has ended."""
     shape, traced = needs.shape, needs.traced
     if needs.shards > 1:
-        gathered = needs.dtype_bytes * (shape.outside + 2 * shape.layer) + FLOAT32 * shape.layer
-        casts = Item("gathered weights", gathered, 0, "embedding, head and two layers at a time, a layer's gradient")
+        gathered = needs.dtype_bytes * (shape.outside + 2 * shape.layer)
+        casts = [
+            Item("gathered weights", gathered, 0, "embedding, head and two layers at a time"),
+            Item("gathered gradients", _gathered_gradients(needs), 0, "until each process has its part"),
+        ]
     else:
-        casts = Item("cast weights", traced.casts, 0, "in the dtype that the model computes in")
+        casts = [Item("cast weights", traced.casts, 0, "in the dtype that the model computes in")]
     return [
-        casts,
+        *casts,
         Item("activations", traced.activations, 0, "kept by decoder layers for the backward pass"),
         Item("logits", traced.logits, 0, "and their float32 copies, kept for the backward pass"),
         Item("backward", traced.more, 0, "what the backward pass has beside these at its worst"),
     ]
+
+
+def _gathered_gradients(needs: Needs) -> float:
+    """A layer's in both dtypes on top of the head's; at the end, when activations are gone, those outside of layers."""
+    if needs.shape.adapter:
+        return FLOAT32 * needs.shape.adapter / needs.shape.layers
+    of_a_layer = (needs.dtype_bytes + FLOAT32) * needs.shape.layer
+    at_the_end = FLOAT32 * needs.shape.outside - needs.traced.activations
+    return needs.dtype_bytes * needs.shape.outside + max(of_a_layer, at_the_end)
 
 
 def _generation(needs: Needs) -> list[Item]:
@@ -170,7 +183,7 @@ def sampled_rows(needs: Needs) -> int:
     run, group = needs.run, needs.run.rollout.group_size
     prompts = run.rollout.prompts_per_step * (MOST if run.algorithm.keep.max_rounds > 1 else 1)
     rows = max(math.ceil(prompts / needs.place.trainers) * group, run.eval.problems * run.eval.samples)
-    return min(rows, max(group, needs.engine.max_rows // group * group))
+    return int(min(rows, max(group, needs.engine.max_rows // group * group)))
 
 
 def _sampling(needs: Needs) -> list[Item]:

@@ -26,8 +26,11 @@ FLOAT32_SLOWER = 2.0  # how much slower than in bfloat16 matrix products are in 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the command line says of devices; None: found out, or assumed. memory: GiB. tflops: 1e12 a second, bandwidth:
-    1e12 bytes a second, both of one device. devices: GPUs of one machine with hardware=single."""
+    """What the command line says of devices; None: found out, or assumed.
+
+    memory: GiB. tflops, bandwidth: 1e12 operations and 1e12 bytes a second. devices: GPUs of one machine, with
+    hardware=single.
+    """
 
     memory: float | None = None
     devices: int | None = None
@@ -45,8 +48,8 @@ class Asked:
 class Place:
     """kind: "cpu" or "cuda". memory: bytes of one device (of the whole machine, on a CPU). tflops, bandwidth: of one
     device, in 1e12 a second. trainers: processes on all machines. servers: copies of the model that generate, each on
-    `tensor_parallel` devices; 0 where the trainer processes generate, or a server elsewhere does. shared: servers are on
-    the trainers' devices. nodes: machines. assumed: what was not measured, for people.
+    `tensor_parallel` devices; 0 where the trainer processes generate, or a server elsewhere does. shared: servers are
+    on the trainers' devices. nodes: machines. assumed: what was not measured, for people.
     """
 
     kind: str
@@ -90,6 +93,11 @@ def device_kind(run: Run) -> str:
     if run.hardware.device != "auto":
         return str(run.hardware.device)
     return "cuda" if gpus_here() else "cpu"
+
+
+def shares_weights(run: Run) -> bool:
+    """Whether each process has a part of every weight."""
+    return run.hardware.parallel in ("fsdp2", "zero3")
 
 
 def gpus_here() -> int:

@@ -13,8 +13,6 @@ from grpocli.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from grpocli.models.lora import Lora
-
 PUBLIC = Path(__file__).with_name("public_models.json")
 """Configs of the models that `conf/model/` names, for machines that cannot reach the hub."""
 
@@ -24,7 +22,7 @@ class Shape:
     """config: transformers'. source: where it was found. All else are numbers of parameters, but `layers`.
 
     trained: those that take a gradient. layer: of the largest decoder layer. embedding: of the input embedding,
-    which is looked up and not multiplied with. head: of the output head; tied: they are one. adapter: of LoRA's updates.
+    which is looked up and not multiplied with. head: of the output head; tied: they are one. adapter: of LoRA.
     """
 
     config: Any
@@ -123,7 +121,7 @@ def with_layers(config: Any, layers: int) -> Any:
     return smaller
 
 
-def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+def decoder_layers(model: Any) -> list[torch.nn.Module]:
     """The blocks that a decoder repeats."""
     import torch
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpocli.budget.ledger import Ledger
+from grpocli.budget.place import shares_weights
 from grpocli.budget.shape import empty_model, with_layers
 from grpocli.training.batch import MicroBatch
 from grpocli.training.policy import completion_logp
@@ -67,9 +68,13 @@ class _Line:
 
 
 def trace(run: Run, shape: Shape, rows: Rows, dtype: torch.dtype) -> Traced:
-    """Bytes that one micro-batch needs at its worst, beside weights, gradients and optimizer."""
+    """Bytes that one micro-batch needs at its worst, beside weights, gradients and optimizer.
+
+    Where processes share weights, layers are gathered in `dtype`, and nothing is cast.
+    """
     kept, forward, backward = _lines(run, shape, rows, dtype)
-    casts = _Line(0, 0) if dtype == torch.float32 else _lines(run, shape, Rows(1, 1, 1), dtype)[0]
+    cast = dtype != torch.float32 and not shares_weights(run)
+    casts = _lines(run, shape, Rows(1, 1, 1), dtype)[0] if cast else _Line(0, 0)
     layers = shape.layers
     known = Traced(
         casts=round(casts.at(layers)),
@@ -98,7 +103,7 @@ def micro_batch(run: Run, config: Any, layers: int, rows: Rows, dtype: torch.dty
 
     model = empty_model(with_layers(config, layers), run.model).train()
     with FakeTensorMode():
-        _fake_weights(model)
+        _fake_weights(model, dtype if shares_weights(run) else torch.float32)
         if run.train.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -107,7 +112,8 @@ def micro_batch(run: Run, config: Any, layers: int, rows: Rows, dtype: torch.dty
         batch = _fake_batch(rows)
         known = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if p.grad is not None)]
         with Ledger(known) as ledger:
-            computing: Any = nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype=dtype)
+            plain = dtype == torch.float32 or shares_weights(run)
+            computing: Any = nullcontext() if plain else torch.autocast("cpu", dtype=dtype)
             logp, entropy = completion_logp(
                 model, batch, run.rollout.sampling, computing, run.algorithm.needs_entropy_gradient
             )
@@ -117,19 +123,22 @@ def micro_batch(run: Run, config: Any, layers: int, rows: Rows, dtype: torch.dty
     return kept, forward, ledger.peak
 
 
-def _fake_weights(model: torch.nn.Module) -> None:
-    """From the meta device to a CPU's fake tensors, which autocast and attention take for real ones; tied stay tied."""
-    made: dict[int, Any] = {}
+def _fake_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """From the meta device to a CPU's fake tensors, which autocast and attention take for real ones; tied stay tied.
+
+    Parameters become `dtype`.
+    """
+    made: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    if id(tensor) not in made:
-                        like = torch.empty(tensor.shape, dtype=tensor.dtype)
-                        made[id(tensor)] = like
-                        if isinstance(tensor, torch.nn.Parameter):
-                            made[id(tensor)] = torch.nn.Parameter(like, requires_grad=tensor.requires_grad)
-                    tensors[name] = made[id(tensor)]
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    like = torch.empty(parameter.shape, dtype=dtype)
+                    made[id(parameter)] = torch.nn.Parameter(like, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def _fake_batch(rows: Rows) -> MicroBatch:

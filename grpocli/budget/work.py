@@ -86,7 +86,7 @@ def _passes(needs: Needs) -> tuple[float, float]:
     A backward is two forwards: gradients of activations and of weights, the latter of trained ones only.
     """
     run, train = needs.run, needs.run.train
-    scoring = int(run.algorithm.needs_reference)
+    scoring = float(run.algorithm.needs_reference)
     scoring += 1 if run.algorithm.tokens.needs_entropy else (train.minibatches - 1) / train.minibatches
     again = train.epochs if train.gradient_checkpointing else 0
     weights = 1 if not run.model.lora.rank else 0
