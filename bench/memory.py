@@ -2,7 +2,8 @@
 
 Runs short real runs on this machine's CPU, of the built-in model and of models with random weights that are made on the
 spot, and prints Markdown rows. Measured is the largest resident size of a trainer process, checkpoint and final model
-included, less that of the same run of the built-in model with tiny batches (the libraries).
+included, less that of the same run of the built-in model with tiny batches (the libraries): once with malloc giving
+back what is freed, once with glibc's default, which keeps much of it.
 """
 
 from __future__ import annotations
@@ -37,27 +38,27 @@ SHORT = [
     "hardware.device=cpu",
     "eval.problems=0",
     "checkpoint.every=0",
-    "train.steps=3",
+    "train.steps=2",
     "task=arithmetic",
     "rollout.max_prompt_tokens=10",
 ]
 BATCH = [  # an arithmetic prompt has 10 tokens
     "rollout.prompts_per_step=8",
     "rollout.group_size=8",
-    "rollout.max_completion_tokens=118",
+    "rollout.max_completion_tokens=54",
 ]
 LEAST = ["rollout.prompts_per_step=2", "rollout.group_size=2", "train.micro_batch_tokens=40"]
 CASES = {
-    "built in": ["tiny", "rollout.prompts_per_step=256", "rollout.group_size=16", "train.micro_batch_tokens=49152"],
-    "30M, float32": ["30M", "model.dtype=float32", "train.micro_batch_tokens=4096"],
-    "30M, bfloat16": ["30M", "model.dtype=bfloat16", "train.micro_batch_tokens=4096"],
+    "built in": ["tiny", "rollout.prompts_per_step=128", "rollout.group_size=16", "train.micro_batch_tokens=65536"],
+    "30M, float32": ["30M", "model.dtype=float32", "train.micro_batch_tokens=2048"],
+    "30M, bfloat16": ["30M", "model.dtype=bfloat16", "train.micro_batch_tokens=2048"],
     "30M, checkpointing": [
         "30M",
         "model.dtype=float32",
-        "train.micro_batch_tokens=4096",
+        "train.micro_batch_tokens=2048",
         "train.gradient_checkpointing=true",
     ],
-    "30M, LoRA": ["30M", "model.dtype=float32", "train.micro_batch_tokens=4096", "model.lora.rank=8"],
+    "30M, LoRA": ["30M", "model.dtype=float32", "train.micro_batch_tokens=2048", "model.lora.rank=8"],
     "30M, no reference": ["30M", "model.dtype=float32", "train.micro_batch_tokens=2048", "algorithm=drgrpo"],
     "30M, generation": [
         "30M",
@@ -96,10 +97,13 @@ def make_model(name: str, folder: Path) -> list[str]:
     return ["model=hf", f"model.path={folder}"]
 
 
-def peak(overrides: list[str]) -> int:
-    """Bytes of the largest process of a run."""
+def peak(overrides: list[str], gives_back: bool = True) -> int:
+    """Bytes of the largest process of a run. gives_back: malloc returns what is freed to the system at once."""
+    env = {**os.environ, **({"MALLOC_MMAP_THRESHOLD_": "262144"} if gives_back else {})}
     with tempfile.TemporaryDirectory() as folder:
-        run = subprocess.Popen([GRPOCLI, "train", *overrides, f"hydra.run.dir={folder}/run"], stdout=subprocess.DEVNULL)
+        run = subprocess.Popen(
+            [GRPOCLI, "train", *overrides, f"hydra.run.dir={folder}/run"], stdout=subprocess.DEVNULL, env=env
+        )
         _, status, used = os.wait4(run.pid, 0)
         run.returncode = os.waitstatus_to_exitcode(status)
     if run.returncode != 0:
@@ -120,17 +124,18 @@ def planned(overrides: list[str]) -> float:
 
 def main() -> None:
     chosen = sys.argv[1:] or list(CASES)
-    baseline = {n: peak([*SHORT, *LEAST, f"hardware.processes={n}"]) for n in (1, 2)}
-    print(f"libraries: {baseline[1] / GIB:.2f} GiB; of one of two processes {baseline[2] / GIB:.2f} GiB")
-    print("| run | planned, GiB | measured, GiB | planned / measured |\n|---|---|---|---|")
+    libraries = {gives_back: peak([*SHORT, *LEAST], gives_back) for gives_back in (True, False)}
+    print(f"libraries: {libraries[True] / GIB:.2f} GiB, with glibc's default {libraries[False] / GIB:.2f} GiB\n")
+    print(
+        "| run | planned, GiB | measured, GiB | planned / measured | with glibc's default, GiB |\n|---|---|---|---|---|"
+    )
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen:
             model, *given = CASES[name]
             overrides = [*SHORT, *BATCH, *given, *make_model(model, Path(folder) / model)]
-            processes = 2 if "hardware.processes=2" in given else 1
-            measured, expected = peak(overrides) - baseline[processes], planned(overrides)
-            row = f"| {name} | {expected / GIB:.2f} | {measured / GIB:.2f} | {expected / measured:.2f} |"
-            print(row, flush=True)
+            expected = planned(overrides) / GIB
+            exact, default = ((peak(overrides, kind) - libraries[kind]) / GIB for kind in (True, False))
+            print(f"| {name} | {expected:.2f} | {exact:.2f} | {expected / exact:.2f} | {default:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from grpocli.budget.shape import Shape
     from grpocli.config.schema import Run
 
-DEEP = 8
+DEEP = 4
 """Decoder layers up to which all are run; beyond, every further one takes what those in the middle took."""
 
 
@@ -37,6 +37,10 @@ class Rows:
     @property
     def tokens(self) -> int:
         return self.rows * (self.prompt + self.completion)
+
+
+ALMOST_NOTHING = Rows(1, 1, 1)
+"""What is kept of it are the casts of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ def trace(run: Run, shape: Shape, rows: Rows, dtype: torch.dtype) -> Traced:
     """
     kept, forward, backward = _lines(run, shape, rows, dtype)
     cast = dtype != torch.float32 and not shares_weights(run)
-    casts = _lines(run, shape, Rows(1, 1, 1), dtype)[0] if cast else _Line(0, 0)
+    casts = _lines(run, shape, ALMOST_NOTHING, dtype)[0] if cast else _Line(0, 0)
     layers = shape.layers
     known = Traced(
         casts=round(casts.at(layers)),
@@ -118,6 +122,8 @@ def micro_batch(run: Run, config: Any, layers: int, rows: Rows, dtype: torch.dty
                 model, batch, run.rollout.sampling, computing, run.algorithm.needs_entropy_gradient
             )
             kept, forward = ledger.live, ledger.peak
+            if rows == ALMOST_NOTHING:
+                return kept, forward, kept
             ledger.peak = kept
             (logp.sum() + entropy.sum()).backward()
     return kept, forward, ledger.peak
