@@ -119,7 +119,8 @@ def assumptions(plan: Plan) -> list[str]:
 
 
 def verdict(plan: Plan) -> str:
-    worst = max(plan.devices, key=lambda device: device.peak / device.memory)
+    candidates = [device for device in plan.devices if not device.fits] or plan.devices[:1]
+    worst = max(candidates, key=lambda device: device.peak / device.memory)
     room = f"{worst.peak / GIB:,.1f} of {worst.memory / GIB:,.1f} GiB on {_article(worst.name)}"
     return f"It fits: {room} at most." if plan.fits else f"It does not fit: {room}."
 
