@@ -161,6 +161,8 @@ def _check_parallel(run: Run) -> None:
     from grpocli.rollout.auto import Auto
 
     parallel, lora = run.hardware.parallel, run.model.lora.rank > 0
+    if parallel not in ("zero3", "fsdp2"):  # else, which engine `auto` chooses would be asked of torch: a slow import
+        return
     engine = run.engine.chosen() if isinstance(run.engine, Auto) else run.engine
     beside = getattr(engine, "overlaps", False)
     refused = {
