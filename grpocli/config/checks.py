@@ -144,14 +144,15 @@ def _check_nodes(run: Run) -> None:
 
 
 def check_shares(run: Run, processes: int) -> None:
-    """A process without a prompt would wait for the others in every step. Asked again when the GPUs are counted."""
-    prompts = run.rollout.prompts_per_step
-    if processes > prompts:
+    """A process without a completion would only wait for the others. Asked again when the GPUs are counted."""
+    groups = run.rollout.prompts_per_step // run.train.minibatches
+    rows = groups * run.rollout.group_size
+    if processes > rows:
         raise ConfigError.of(
             "rollout.prompts_per_step",
-            prompts,
-            f"leaves some of {processes} trainer processes without a prompt: raise it to {processes} or more, or train "
-            "in fewer processes",
+            run.rollout.prompts_per_step,
+            f"leaves some of {processes} trainer processes without data: an update has {groups} groups of "
+            f"rollout.group_size={run.rollout.group_size}; raise it, or train in fewer processes",
         )
 
 
