@@ -14,6 +14,7 @@ COMMANDS = {
     "train": ("grpocli.commands.train", "train a model; `-m` sweeps, `resume=RUN_DIR` goes on"),
     "vllm-serve": ("grpocli.commands.vllm_serve", "start a vLLM server that runs can use and sync"),
     "explain": ("grpocli.commands.explain", "the objective of a run as mathematics; `A vs B` shows what differs"),
+    "plan": ("grpocli.commands.plan", "memory and work of a run, before it is started; exit code 1 if it does not fit"),
     "compare": ("grpocli.commands.compare", "a table of the runs below one or more folders"),
 }
 
@@ -33,6 +34,7 @@ examples
   grpocli train resume=runs/DATE/TIME                 go on exactly where it stopped
   grpocli train --cfg job                             print the config that would run
   grpocli explain algorithm=dgpo vs algorithm=grpo    what two objectives differ in, as mathematics
+  grpocli plan model=qwen2.5-7b hardware.device=cuda --devices 8    whether it fits, and what to change
 
 `grpocli COMMAND --help` lists a command's config groups and options.
 GRPOCLI_TRACEBACK=1 shows the traceback of an error; GRPOCLI_CACHE is where built models are kept.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,6 +12,15 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when the libr
 
 import pytest
 import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """How long an example of hypothesis' takes depends on what else runs; where TRL is compared with, it is missing."""
+    with suppress(ImportError):
+        from hypothesis import settings
+
+        settings.register_profile("busy", deadline=None)
+        settings.load_profile("busy")
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +47,16 @@ def little_model():
             if parameter.ndim > 1:
                 parameter.mul_(8)
     return model.eval()
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache for runs in which it does not matter, so that the built-in model is made once; pytest-xdist's workers
+    share it too."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-cache"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture

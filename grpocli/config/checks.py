@@ -21,6 +21,7 @@ def check_run(run: Run) -> None:
     _check_waits(run)
     _check_nodes(run)
     check_shares(run, run.hardware.processes or 1)
+    _check_parallel(run)
     check_overlap(run, run.engine)
 
 
@@ -143,15 +144,52 @@ def _check_nodes(run: Run) -> None:
 
 
 def check_shares(run: Run, processes: int) -> None:
-    """A process without a prompt would wait for the others in every step. Asked again when the GPUs are counted."""
-    prompts = run.rollout.prompts_per_step
-    if processes > prompts:
+    """A process without a completion would only wait for the others. Asked again when the GPUs are counted."""
+    groups = run.rollout.prompts_per_step // run.train.minibatches
+    rows = groups * run.rollout.group_size
+    if processes > rows:
         raise ConfigError.of(
             "rollout.prompts_per_step",
-            prompts,
-            f"leaves some of {processes} trainer processes without a prompt: raise it to {processes} or more, or train "
-            "in fewer processes",
+            run.rollout.prompts_per_step,
+            f"leaves some of {processes} trainer processes without data: an update has {groups} groups of "
+            f"rollout.group_size={run.rollout.group_size}; raise it, or train in fewer processes",
         )
+
+
+def _check_parallel(run: Run) -> None:
+    """What weights in parts cannot do."""
+    from grpocli.explain.choices import choice_of
+    from grpocli.rollout.auto import Auto
+
+    parallel, lora = run.hardware.parallel, run.model.lora.rank > 0
+    if parallel not in ("zero3", "fsdp2"):  # else, which engine `auto` chooses would be asked of torch: a slow import
+        return
+    engine = run.engine.chosen() if isinstance(run.engine, Auto) else run.engine
+    beside = getattr(engine, "overlaps", False)
+    refused = {
+        f"engine={choice_of('engine', engine)} cannot sample from weights in parts: take engine=vllm, or fsdp2": (
+            parallel == "zero3" and not beside
+        ),
+        "LoRA's updates cannot be added to weights in parts: take zero2, fsdp2 or ddp": parallel == "zero3" and lora,
+        "a reference in parts cannot follow the policy (algorithm.kl.sync_every): take zero2, fsdp2 or ddp": (
+            parallel == "zero3" and run.algorithm.kl.sync_every > 0
+        ),
+        "engine=vllm is sent LoRA's updates by one process, which must have them whole: take ddp or zero2": (
+            parallel == "fsdp2" and lora and beside
+        ),
+    }
+    for problem, holds in refused.items():
+        if holds:
+            raise ConfigError.of("hardware.parallel", parallel, problem)
+
+
+def check_installed(run: Run) -> None:
+    """Raise a ConfigError where a library that the run needs is not on this machine."""
+    from importlib.util import find_spec
+
+    if run.hardware.parallel in ("zero2", "zero3") and find_spec("deepspeed") is None:
+        problem = "needs DeepSpeed, which is not installed: pip install 'grpocli[deepspeed]', or take fsdp2"
+        raise ConfigError.of("hardware.parallel", run.hardware.parallel, problem)
 
 
 def check_overlap(run: Run, engine: object) -> None:

@@ -63,6 +63,16 @@ def attach(model: PreTrainedModel, lora: Lora, seed: int) -> PreTrainedModel:
     A is a function of `seed` alone. Raises ConfigError, naming the key, where nothing can be targeted.
     """
     import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject(model, lora)
+    _refuse_tied(model, lora)
+    return model
+
+
+def inject(model: PreTrainedModel, lora: Lora) -> PreTrainedModel:
+    """`attach` for a model that may have shapes and no numbers: what needs their addresses is not checked."""
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(
@@ -74,16 +84,14 @@ def attach(model: PreTrainedModel, lora: Lora, seed: int) -> PreTrainedModel:
         base_model_name_or_path=model.name_or_path,
     )
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # on tied weights, which are refused below
-            torch.manual_seed(seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # on tied weights, which `attach` refuses
             inject_adapter_in_model(config, model, ADAPTER)
     except ValueError as error:
         cause = " ".join(str(error).split())[:200]
         raise ConfigError.of(
             "model.lora.target_modules", lora.target_modules, f"does not fit the model: {cause}"
         ) from error
-    _refuse_tied(model, lora)
     return model
 
 

@@ -117,11 +117,9 @@ class Alone:
     def update(self, wrapped: torch.nn.Module, optimizer: Any, rate: float, limit: float) -> Tensor:
         return step(wrapped, optimizer, rate, limit)
 
-    @contextmanager
-    def sampling(self, model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    def sampling(self, model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
         """One autocast region in which every weight is cast once."""
-        with _casts_kept(model), self.computing(model, dtype):
-            yield
+        return _sampling(model, self.computing(model, dtype))
 
     def parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
         return model.named_parameters()
@@ -166,6 +164,12 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: float, 
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+@contextmanager
+def _sampling(model: torch.nn.Module, computing: AbstractContextManager[Any]) -> Iterator[None]:
+    with _casts_kept(model), computing:
+        yield
 
 
 @contextmanager

@@ -129,6 +129,13 @@ def test_vllm_asked_for_but_not_installed(grpocli, monkeypatch: pytest.MonkeyPat
     assert "engine=vllm: vLLM is not installed; pip install" in said
 
 
+def test_deepspeed_asked_for_but_not_installed(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, said = failed(grpocli, *SMALL_RUN, "hardware.parallel=zero2")
+    assert code == 2
+    assert "hardware.parallel=zero2: needs DeepSpeed, which is not installed: pip install" in said
+
+
 def test_a_busy_port(grpocli) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -92,8 +92,9 @@ def test_nonsense_for_devices_is_refused(value: str) -> None:
         ("engine=vllm", r"engine\.replicas=1: must be all GPUs of a machine, hardware\.devices_per_node=8"),
         ("engine=vllm engine.tensor_parallel=8 hardware.train_nodes=0", r"hardware\.train_nodes=0: must be at least 1"),
         (
-            "engine=vllm engine.tensor_parallel=8 hardware.train_nodes=4 rollout.prompts_per_step=16",
-            r"rollout\.prompts_per_step=16: leaves some of 32 trainer processes without a prompt: raise it to 32",
+            "engine=vllm engine.tensor_parallel=8 hardware.train_nodes=4 rollout.prompts_per_step=6 train.minibatches=2"
+            " rollout.group_size=8",
+            r"rollout\.prompts_per_step=6: leaves some of 32 trainer processes without data: an update has 3 groups of",
         ),
     ],
 )

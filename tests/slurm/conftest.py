@@ -62,8 +62,3 @@ def grpocli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
 def in_a_folder_of_its_own(shared_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPOCLI_CACHE", str(shared_cache))
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(scope="session")
-def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")

@@ -24,6 +24,7 @@ from grpocli.training.batch import Row
 from grpocli.training.checkpoint import State
 from grpocli.training.optim import AdamW
 from grpocli.training.parallel import Make
+from grpocli.training.parallel_zero import Zero3
 from grpocli.training.policy import Policy
 from grpocli.training.reference import BaseReference, Reference
 from grpocli.training.update import Updater
@@ -117,7 +118,7 @@ def descended(world: World, folder: Path, name: str) -> dict[str, object]:
     metrics = updater.step(load_rows(folder / "rows.json"), N_GROUPS)
     assert updater.updates == TRAIN.updates_per_step
     weights = whole(policy)
-    if type(updater.reference) is Reference:
+    if type(updater.reference) is Reference and not isinstance(world.parallel, Zero3):
         updater.reference.mix(0.5)
         mixed = [policy.parallel.gather(w) for _, w in policy.parallel.parameters(updater.reference.model)]
         weights = torch.cat([weights, *(w.flatten() for w in mixed)])
@@ -164,8 +165,10 @@ def sampled(world: World, folder: Path) -> list[list[int]]:
 def main(folder: Path, parallel: str) -> None:
     """Every algorithm, from the model and rows in the folder; a file of results a process."""
     world = World(Single(device="cpu", parallel=parallel, timeout=120))
-    results: dict[str, Any] = {name: descended(world, folder, name) for name in ALGORITHMS}
-    results["sampled"] = sampled(world, folder)
+    names = [name for name in ALGORITHMS if name != "lora" or parallel != "zero3"]
+    results: dict[str, Any] = {name: descended(world, folder, name) for name in names}
+    if parallel != "zero3":
+        results["sampled"] = sampled(world, folder)
     ran = f"{world.size}_{parallel}"
     results["model"] = went_on(world, folder, folder / "model", folder / f"saved_{ran}")
     for saved in [] if world.size == 2 else ["saved_2_ddp", "saved_2_fsdp2"]:

@@ -62,7 +62,13 @@ class ColocateEngine:
         return {"sync/bytes": float(sent)}
 
     def _load(self, version: int) -> int:
-        return self.server.load(self.weights.stream(), version)
+        stream = self.weights.stream()
+        try:
+            return self.server.load(stream, version)
+        finally:
+            if self.weights.sharded:
+                for _ in stream:  # gathers are collective: also after a failure in this process
+                    pass
 
     def _verify(self, version: int) -> None:
         echoed = self.server.weight_version()

@@ -35,8 +35,9 @@ class Weights:
 
     @property
     def sharded(self) -> bool:
-        """Whether other processes hold a part (FSDP2: the parameters are DTensors)."""
-        return any(hasattr(parameter, "full_tensor") for parameter in self.policy.model.parameters())
+        """Whether other processes hold a part (FSDP2: the parameters are DTensors; ZeRO-3: they are empty)."""
+        parameters = self.policy.model.parameters()
+        return any(hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_shape") for parameter in parameters)
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """One whole parameter at a time, in the dtype it is trained in."""
@@ -46,6 +47,9 @@ class Weights:
 
     def metadata(self) -> list[Meta]:
         """What `stream` will yield, without a gather."""
+        named = list(self.policy.model.named_parameters())
+        if any(hasattr(parameter, "ds_shape") for _, parameter in named):  # ZeRO-3, which has no LoRA
+            return [Meta(name, tuple(parameter.ds_shape)) for name, parameter in named]
         return [Meta(name, tuple(tensor.shape)) for name, tensor in self.policy.weights()]
 
     def bytes(self) -> int:

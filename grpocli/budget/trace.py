@@ -1,0 +1,169 @@
+"""What one micro-batch keeps in memory: the trainer's own forward and backward, run on tensors without numbers.
+
+torch's fake tensors take part in every operation, autocast and gradient checkpointing included, with shapes alone, so
+the bytes are those of the model's own code and of `completion_logp`, and not of a formula for some architecture.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from grpocli.budget.ledger import Ledger
+from grpocli.budget.place import shares_weights
+from grpocli.budget.shape import empty_model, with_layers
+from grpocli.training.batch import MicroBatch
+from grpocli.training.policy import completion_logp
+
+if TYPE_CHECKING:
+    from grpocli.budget.shape import Shape
+    from grpocli.config.schema import Run
+
+DEEP = 4
+"""Decoder layers up to which all are run; beyond, every further one takes what those in the middle took."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A micro-batch: so many rows of so many prompt and completion tokens."""
+
+    rows: int
+    prompt: int
+    completion: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * (self.prompt + self.completion)
+
+
+ALMOST_NOTHING = Rows(1, 1, 1)
+"""What is kept of it are the casts of weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """Bytes. casts: of weights cast to the dtype that the model computes in. activations: what decoder layers keep for
+    the backward pass. logits: what is kept outside of them, mostly logits and float32 copies of them. more: what
+    forward and backward have beside all that at their worst.
+    """
+
+    casts: int
+    activations: int
+    logits: int
+    more: int
+
+    @property
+    def total(self) -> int:
+        return self.casts + self.activations + self.logits + self.more
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Bytes as a function of the number of layers."""
+
+    outside: float
+    layer: float
+
+    def at(self, layers: int) -> float:
+        return self.outside + layers * self.layer
+
+
+def trace(run: Run, shape: Shape, rows: Rows, dtype: torch.dtype) -> Traced:
+    """Bytes that one micro-batch needs at its worst, beside weights, gradients and optimizer.
+
+    Where processes share weights, layers are gathered in `dtype`, and nothing is cast.
+    """
+    kept, forward, backward = _lines(run, shape, rows, dtype)
+    cast = dtype != torch.float32 and not shares_weights(run)
+    casts = _lines(run, shape, ALMOST_NOTHING, dtype)[0] if cast else _Line(0, 0)
+    layers = shape.layers
+    known = Traced(
+        casts=round(casts.at(layers)),
+        activations=round(layers * (kept.layer - casts.layer)),
+        logits=round(kept.outside - casts.outside),
+        more=0,
+    )
+    return replace(known, more=round(max(forward.at(layers), backward.at(layers))) - known.total)
+
+
+def _lines(run: Run, shape: Shape, rows: Rows, dtype: torch.dtype) -> list[_Line]:
+    """What `micro_batch` finds, for any number of layers."""
+    many = min(DEEP, shape.layers)
+    few = many // 2
+    at_many = micro_batch(run, shape.config, many, rows, dtype)
+    if few == 0:
+        return [_Line(0, value) for value in at_many]
+    at_few = micro_batch(run, shape.config, few, rows, dtype)
+    slopes = [(high - low) / (many - few) for low, high in zip(at_few, at_many, strict=True)]
+    return [_Line(high - many * slope, slope) for high, slope in zip(at_many, slopes, strict=True)]
+
+
+def micro_batch(run: Run, config: Any, layers: int, rows: Rows, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Bytes of tensors after the forward, at most in it, and at most in the backward; gradients are there already."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model = empty_model(with_layers(config, layers), run.model).train()
+    with FakeTensorMode():
+        _fake_weights(model, dtype if shares_weights(run) else torch.float32)
+        if run.train.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        trained = [p for p in model.parameters() if p.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        batch = _fake_batch(rows)
+        known = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if p.grad is not None)]
+        with Ledger(known) as ledger:
+            plain = dtype == torch.float32 or shares_weights(run)
+            computing: Any = nullcontext() if plain else torch.autocast("cpu", dtype=dtype)
+            logp, entropy = completion_logp(
+                model, batch, run.rollout.sampling, computing, run.algorithm.needs_entropy_gradient
+            )
+            kept, forward = ledger.live, ledger.peak
+            if rows == ALMOST_NOTHING:
+                return kept, forward, kept
+            ledger.peak = kept
+            (logp.sum() + entropy.sum()).backward()
+    return kept, forward, ledger.peak
+
+
+def _fake_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """From the meta device to a CPU's fake tensors, which autocast and attention take for real ones; tied stay tied.
+
+    Parameters become `dtype`.
+    """
+    made: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    like = torch.empty(parameter.shape, dtype=dtype)
+                    made[id(parameter)] = torch.nn.Parameter(like, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _fake_batch(rows: Rows) -> MicroBatch:
+    """A mask of four dimensions is used as it is; of two, transformers would look at the numbers."""
+    length = rows.prompt + rows.completion
+    ids_BL = torch.zeros(rows.rows, length, dtype=torch.long)
+    row_B = torch.zeros(rows.rows)
+    ids_BT = ids_BL[:, rows.prompt :].clone()
+    values_BT = torch.zeros(ids_BT.shape)
+    return MicroBatch(
+        input_ids=ids_BL,
+        attention_mask=torch.ones(rows.rows, 1, length, length, dtype=torch.bool),
+        position_ids=torch.zeros_like(ids_BL),
+        completion_ids=ids_BT,
+        mask=ids_BT,
+        advantages=row_B,
+        group_ids=row_B,
+        rollout_logp=values_BT,
+        old_logp=None,
+        ref_logp=None,
+        selected=None,
+    )

@@ -1,0 +1,78 @@
+"""`grpocli plan`: memory and work of a run, from its config and the model's config alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from grpocli.commands.hydra_app import search_path
+from grpocli.config.resume import Resume
+
+if TYPE_CHECKING:
+    from grpocli.budget.plan import Plan
+    from grpocli.config.schema import Run
+
+EXAMPLES = """\
+It takes what `grpocli train` takes, loads no weights and trains nothing. Exit code 1: it does not fit.
+
+examples
+  grpocli plan
+  grpocli plan recipe=qwen2.5-72b-slurm
+  grpocli plan model=qwen2.5-7b hardware.device=cuda --devices 8 --memory 80
+  grpocli plan model=hf model.path=FOLDER            a folder with config.json is enough
+  grpocli plan --json model.lora.rank=16
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan. Returns the exit code: 0, or 1 where it does not fit; raises ConfigError as train does."""
+    args = _parser().parse_intermixed_args(argv)
+    from grpocli.budget.place import Asked
+
+    asked = Asked(args.memory, args.devices, args.tflops, args.bandwidth)
+    run = _run(args.overrides, args.config_dir)
+
+    from grpocli.budget.advice import advice
+    from grpocli.budget.plan import make_plan
+    from grpocli.budget.report import as_dict, as_text
+    from grpocli.launch.run import quiet_libraries
+
+    def again(change: list[str]) -> Plan:
+        return make_plan(_run([*args.overrides, *change], args.config_dir), asked)
+
+    quiet_libraries()
+    plan = make_plan(run, asked)
+    changes = [] if plan.fits else list(advice(plan, again))
+    title = " ".join(args.overrides)
+    print(json.dumps(as_dict(plan, changes), indent=2) if args.json else as_text(plan, title, changes).rstrip())
+    return 0 if plan.fits else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="grpocli plan",
+        usage="grpocli plan [GROUP=CHOICE ...] [KEY=VALUE ...] [--memory GIB] [--devices N] [--json]",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for grpocli train")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with groups and recipes of yours")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="of one GPU, or of this machine where it is a CPU")
+    parser.add_argument("--devices", type=int, metavar="N", help="GPUs of the machine, with hardware=single")
+    parser.add_argument("--tflops", type=float, metavar="T", help="10^12 operations a second of one device in bfloat16")
+    parser.add_argument("--bandwidth", type=float, metavar="T", help="10^12 bytes a second of one device's memory")
+    parser.add_argument("--json", action="store_true", help="every figure, in bytes, operations and seconds")
+    return parser
+
+
+def _run(overrides: list[str], config_dir: str | None) -> Run:
+    from grpocli.config.compose import build_run, compose
+
+    resume = Resume.asked_for(overrides)
+    asked = resume.overrides(overrides) if resume else overrides
+    config = compose([*search_path(config_dir), *asked])
+    return build_run(resume.merged(config) if resume else config)
