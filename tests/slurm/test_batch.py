@@ -125,9 +125,9 @@ def test_a_node_that_does_not_see_the_runs_is_named(cluster: Cluster, tmp_path: 
     assert job.rows("places") == []
 
 
-@pytest.mark.parametrize("node", ["node1", "node2", "node3"])
+@pytest.mark.parametrize("node", ["node1", "node2"])
 def test_a_node_that_dies_is_named_and_the_run_goes_on(cluster: Cluster, tmp_path: Path, node: str) -> None:
-    """The first node, which runs the batch script itself; another training node; the rollout node."""
+    """The first node, which runs the batch script itself, and another one."""
     job = Submitted.of(cluster, written(tmp_path / "sweep", {"steps": 40}, *MULTINODE))
     job.until_step(3)
     cluster.power_off(node)
@@ -138,3 +138,17 @@ def test_a_node_that_dies_is_named_and_the_run_goes_on(cluster: Cluster, tmp_pat
     job.until_over("COMPLETED")
     assert job.shown("Restarts") == "1"
     assert node in job.log.partition("start 2")[0].partition("\n")[2]
+
+
+def test_a_node_that_dies_is_named_where_nothing_is_queued_again(cluster: Cluster, tmp_path: Path) -> None:
+    overrides = [*MULTINODE, "hydra.launcher.max_requeues=0", "hydra.launcher.signal_before=5"]
+    job = Submitted.of(cluster, written(tmp_path / "sweep", {"steps": 1000}, *overrides))
+    job.until_step(3)
+    cluster.power_off("node3")
+    try:
+        job.until_over("NODE_FAIL", "FAILED")
+    finally:
+        cluster.power_on("node3")
+    assert "node3" in job.log.partition("\n")[2]
+    job.until(lambda: cluster.idle() == 3, "idle nodes")
+    assert [cluster.processes(node) for node in cluster.nodes] == [[], [], []]
