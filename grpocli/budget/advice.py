@@ -40,6 +40,9 @@ def candidates(plan: Plan) -> Iterator[list[str]]:
         harmless.append("train.gradient_checkpointing=true")
     if plan.rows.rows > 1:
         harmless.append(f"train.micro_batch_tokens={max(length, plan.rows.tokens // 2)}")
+    rows, group = getattr(run.engine, "max_rows", 0), run.rollout.group_size
+    if rows > group:
+        harmless.append(f"engine.max_rows={max(group, rows // 4)}")
     if place.trainers > 1 and run.hardware.parallel in ("ddp", "zero2"):
         harmless.append("hardware.parallel=fsdp2")
     yield from ([change] for change in harmless)

@@ -25,7 +25,7 @@ def as_text(plan: Plan, title: str, advice: Sequence[str]) -> str:
     """Facts, a table for every kind of device, the step's work, what was assumed, and what to do."""
     out = Console(highlight=False, width=WIDTH)
     with out.capture() as captured:
-        out.print(Text(f"grpocli plan {title}".rstrip(), style="bold"))
+        out.print(Text(f"grpocli plan {title}".rstrip(), style="bold"), soft_wrap=True)
         _pairs(out, facts(plan))
         for device in plan.devices:
             _device(out, device)

@@ -215,10 +215,11 @@ def test_the_command_says_what_fits_and_what_does_not(grpocli: Command, config_o
     assert (code, err) == (0, "")
     assert "It fits: " in out
     assert "bottleneck" in out
-    code, out, _ = grpocli("plan", *config_only, "hardware.device=cuda", "engine=transformers", "--memory", "2")
+    on_gpu = ["hardware.device=cuda", "engine=transformers", "engine.max_rows=8", "algorithm=drgrpo"]
+    code, out, _ = grpocli("plan", *config_only, *on_gpu, "--memory", "1.9")
     assert code == 1
     assert "It does not fit: " in out
-    assert "train.gradient_checkpointing=true: " in out
+    assert "\n  train.gradient_checkpointing=true: fits, " in out
 
 
 def test_json(grpocli: Command, config_only: list[str]) -> None:
