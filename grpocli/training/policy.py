@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpocli.models.lora import merged
+from grpocli.models.lora import is_adapted, merged
 from grpocli.rollout.distribution import sampling_logits
 from grpocli.rollout.repetition import first_seen
 from grpocli.training.batch import MicroBatch
@@ -43,7 +43,10 @@ class Policy:
 
         Where processes share them, their parts: `parallel.gather` makes them whole.
         """
-        return merged(self.model, self.parallel.parameters(self.model))
+        named = self.parallel.parameters(self.model)
+        if is_adapted(self.model):
+            return merged(self.model, named)
+        return ((name, parameter.detach()) for name, parameter in named)
 
     def computing(self) -> AbstractContextManager[Any]:
         """Around a forward, so that it computes in `dtype`."""

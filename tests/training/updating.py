@@ -117,12 +117,12 @@ def descended(world: World, folder: Path, name: str) -> dict[str, object]:
     updater = updater_of(world, folder, policy, optimizer, ALGORITHMS[name], AdamW(lr=0.1, max_grad_norm=limit))
     metrics = updater.step(load_rows(folder / "rows.json"), N_GROUPS)
     assert updater.updates == TRAIN.updates_per_step
-    weights = whole(policy)
+    result = {"metrics": metrics, "weights": whole(policy)}
     if type(updater.reference) is Reference and not isinstance(world.parallel, Zero3):
         updater.reference.mix(0.5)
-        mixed = [policy.parallel.gather(w) for _, w in policy.parallel.parameters(updater.reference.model)]
-        weights = torch.cat([weights, *(w.flatten() for w in mixed)])
-    return {"metrics": metrics, "weights": weights}
+        mixed = policy.parallel.parameters(updater.reference.model)
+        result["mixed"] = torch.cat([policy.parallel.gather(w).flatten() for _, w in mixed])
+    return result
 
 
 def descent(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -47,9 +47,9 @@ class Weights:
 
     def metadata(self) -> list[Meta]:
         """What `stream` will yield, without a gather."""
-        named = list(self.policy.model.named_parameters())
-        if any(hasattr(parameter, "ds_shape") for _, parameter in named):  # ZeRO-3, which has no LoRA
-            return [Meta(name, tuple(parameter.ds_shape)) for name, parameter in named]
+        model = self.policy.model
+        if any(hasattr(parameter, "ds_shape") for parameter in model.parameters()):  # ZeRO-3, which has no LoRA
+            return [Meta(name, tuple(parameter.ds_shape)) for name, parameter in model.named_parameters()]
         return [Meta(name, tuple(tensor.shape)) for name, tensor in self.policy.weights()]
 
     def bytes(self) -> int:
