@@ -151,7 +151,11 @@ def _in_this_process(devices: Devices, node: Node | None) -> bool:
 
 
 def follow(run: Run, run_dir: RunDir, node: Node) -> float | None:
-    """A training machine that is not the first: wait until that one is ready, then run the processes of this one."""
+    """A training machine that is not the first: wait until that one is ready, then run the processes of this one.
+
+    To have been stopped is no failure here: SLURM would kill the first machine for it (`srun --kill-on-bad-exit`),
+    perhaps before that one has said that the run wants to go on.
+    """
     from grpocli.launch.processes import train_in_processes
 
     quiet_libraries()
@@ -159,7 +163,11 @@ def follow(run: Run, run_dir: RunDir, node: Node) -> float | None:
     with stop_signal() as stop:
         with stop.at_once():
             wait_for_job(run_dir.path, node.session, READY_WITHIN)
-        return train_in_processes(run, run_dir, stop, devices, node)
+        try:
+            return train_in_processes(run, run_dir, stop, devices, node)
+        except Stopped:
+            again_file(run_dir.path).touch()
+            return None
 
 
 def quiet_libraries() -> None:

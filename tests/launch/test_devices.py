@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from grpocli.config.checks import check_shares
 from grpocli.config.compose import build_run, compose
 from grpocli.config.plan import plan_lines
-from grpocli.errors import ConfigError
-from grpocli.launch import devices
+from grpocli.errors import ConfigError, Stopped
+from grpocli.launch import devices, processes
+from grpocli.launch import run as launch_run
 from grpocli.launch.devices import Devices, devices_of, split
 from grpocli.launch.hardware import Multinode, Single
 from grpocli.launch.nodes import Node, node_of
 from grpocli.rollout.transformers_engine import Transformers
 from grpocli.rollout.vllm.options import Vllm
+from grpocli.tracking.run_dir import RunDir
 
 EIGHT = [str(i) for i in range(8)]
 
@@ -122,3 +126,18 @@ def test_a_place_in_a_job_comes_from_slurm(monkeypatch: pytest.MonkeyPatch) -> N
     assert node_of(Multinode(train_nodes=2)) == Node(1, 2, "7.3", "node1", 20007)
     with pytest.raises(ConfigError, match=r"hardware\.train_nodes=4: the job step has 2"):
         node_of(Multinode(train_nodes=4))
+
+
+def test_a_machine_that_follows_does_not_fail_where_the_run_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`srun --kill-on-bad-exit` would kill the first machine, which may still be at work."""
+
+    def stopped(*_: object) -> None:
+        raise Stopped("asked to stop after step 3")
+
+    monkeypatch.setattr(launch_run, "wait_for_job", lambda *_: None)
+    monkeypatch.setattr(processes, "train_in_processes", stopped)
+    run = build_run(compose(["hardware=multinode", "hardware.device=cpu", "hardware.rollout_nodes=0"]))
+    assert launch_run.follow(run, RunDir(tmp_path), Node(1, 2, "7.0", "node1", 20007)) is None
+    assert processes.again_file(tmp_path).exists()
