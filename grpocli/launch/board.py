@@ -10,6 +10,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from grpocli.tracking.files import read_shared
+
 DONE = "done"
 """The stage of a process that ended as it should."""
 
@@ -58,5 +60,5 @@ def place_file(run_dir: Path, rank: int) -> Path:
 
 def places(run_dir: Path) -> list[Place]:
     """Of all processes that have said where they are, in the order of their ranks."""
-    found = [Place(**json.loads(path.read_text())) for path in (run_dir / "logs").glob("place_*.json")]
+    found = [Place(**json.loads(read_shared(path))) for path in (run_dir / "logs").glob("place_*.json")]
     return sorted(found, key=lambda place: place.rank)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from grpocli.errors import ConfigError, GrpoError, RunError, Stopped
 from grpocli.launch.board import DONE, Place
-from grpocli.tracking.files import write_atomic
+from grpocli.tracking.files import read_shared, write_atomic
 
 LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket timeout|timed out waiting|no route to host|nccl|gloo",
@@ -57,7 +57,7 @@ def report_failure(run_dir: Path, rank: int, error: GrpoError, lost: bool = Fals
 
 def failures(run_dir: Path) -> list[Failure]:
     """Of all processes, the first one first."""
-    found = [Failure(**json.loads(path.read_text())) for path in (run_dir / "logs").glob("failure_*.json")]
+    found = [Failure(**json.loads(read_shared(path))) for path in (run_dir / "logs").glob("failure_*.json")]
     return sorted(found, key=lambda failure: failure.time)
 
 

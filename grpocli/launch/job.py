@@ -10,7 +10,7 @@ from pathlib import Path
 
 from grpocli.errors import RunError
 from grpocli.rollout.engine import EngineJob
-from grpocli.tracking.files import write_atomic
+from grpocli.tracking.files import read_shared, write_atomic
 
 NAME = "job.json"
 POLL = 0.5  # seconds between looks at a file on a shared file system
@@ -33,7 +33,7 @@ class Job:
 
     @classmethod
     def load(cls, run_dir: Path) -> Job:
-        values = json.loads((run_dir / NAME).read_text())
+        values = json.loads(read_shared(run_dir / NAME))
         engine = values["engine"]
         at = values["checkpoint"]
         at = Path(at) if at else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +14,13 @@ from pathlib import Path
 FULL = re.compile(r"no space left|os error 28|errno 28|disk quota", re.IGNORECASE)
 ROOM = 1 << 20
 """Bytes free below which a failed write counts as a full disk, whatever the library that failed says."""
+STALE_TRIES = 9
 
 
 def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
     """Write a file so that a reader sees the old content or the new, whatever happens in between."""
-    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    # two machines may write it, with one process number
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
@@ -27,6 +30,17 @@ def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def read_shared(path: Path) -> str:
+    """The text of a file that another machine may replace meanwhile: over NFS, what was opened may then be gone."""
+    for _ in range(STALE_TRIES):
+        try:
+            return path.read_text()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    return path.read_text()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from grpocli.launch.devices import Devices, devices_of, split
 from grpocli.launch.hardware import Multinode, Single
 from grpocli.launch.nodes import Node, node_of
 from grpocli.rollout.transformers_engine import Transformers
+from grpocli.rollout.vllm.nodes import new_folder
 from grpocli.rollout.vllm.options import Vllm
 from grpocli.tracking.run_dir import RunDir
 
@@ -141,3 +143,12 @@ def test_a_machine_that_follows_does_not_fail_where_the_run_was_stopped(
     run = build_run(compose(["hardware=multinode", "hardware.device=cpu", "hardware.rollout_nodes=0"]))
     assert launch_run.follow(run, RunDir(tmp_path), Node(1, 2, "7.0", "node1", 20007)) is None
     assert processes.again_file(tmp_path).exists()
+
+
+def test_a_folder_that_another_machine_holds_open_is_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_folder(tmp_path)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as over NFS, where what is open stays
+    new_folder(tmp_path)
+    assert (tmp_path / "engine").stat().st_mode & 0o777 == 0o700

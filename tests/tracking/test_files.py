@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpocli.tracking.files import atomic_folder, clear_leftovers, write_atomic
+from grpocli.tracking.files import STALE_TRIES, atomic_folder, clear_leftovers, read_shared, write_atomic
 
 
 def disk_fills_up(handle: int) -> None:
@@ -105,3 +105,40 @@ def test_a_folder_caught_in_the_swap_comes_back(tmp_path: Path) -> None:
     clear_leftovers(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["my-model"]
     assert (tmp_path / "my-model" / "weights").exists()
+
+
+@pytest.mark.parametrize(("stale", "read"), [(3, True), (STALE_TRIES + 1, False)])
+def test_a_file_that_another_machine_replaces_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stale: int, read: bool
+) -> None:
+    (tmp_path / "place").write_text("here")
+    read_text, times = Path.read_text, []
+
+    def over_nfs(path: Path) -> str:
+        times.append(path)
+        if len(times) <= stale:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return read_text(path)
+
+    monkeypatch.setattr(Path, "read_text", over_nfs)
+    if read:
+        assert read_shared(tmp_path / "place") == "here"
+    else:
+        with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+            read_shared(tmp_path / "place")
+
+
+def test_two_machines_with_one_process_number_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one has written beside, and not renamed yet, the other writes."""
+    sync, wrote = os.fsync, []
+
+    def meanwhile(handle: int) -> None:
+        sync(handle)
+        if not wrote:
+            wrote.append(True)
+            write_atomic(tmp_path / "file", "theirs")
+
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    write_atomic(tmp_path / "file", "ours")
+    assert (tmp_path / "file").read_text() == "ours"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

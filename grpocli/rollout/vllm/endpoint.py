@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from grpocli.rollout.vllm.log import failure_cause, find_cause
+from grpocli.tracking.files import read_shared
 
 SHM = Path("/dev/shm")
 ROOM = 2**30  # a memory file system with less than this is too small for weights
@@ -56,7 +57,7 @@ class Endpoint:
     def load(cls, path: Path) -> Endpoint:
         """Raises FileNotFoundError, or ValueError for a file that is not one of ours."""
         try:
-            return cls(**json.loads(path.read_text()))
+            return cls(**json.loads(read_shared(path)))
         except (TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} does not describe a vLLM server: {error}") from error
 

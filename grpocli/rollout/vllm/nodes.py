@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from grpocli.errors import EngineError, GrpoError
 from grpocli.launch.failures import KINDS
 from grpocli.rollout.vllm.endpoint import run_files
-from grpocli.tracking.files import write_atomic
+from grpocli.tracking.files import read_shared, write_atomic
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
@@ -37,10 +37,13 @@ def weights_of(run_dir: Path) -> Path:
 
 
 def new_folder(run_dir: Path) -> None:
-    """An empty one, before the other machines are told of the run: what a session before left is gone."""
+    """An empty one, before the other machines are told of the run: what a session before left is gone.
+
+    But for what another machine has open: NFS keeps that under another name, and its folder too.
+    """
     folder = run_dir / "engine"
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700)
+    folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def over_file(run_dir: Path) -> Path:
@@ -79,7 +82,7 @@ def servers_elsewhere(options: Vllm, job: EngineJob) -> Iterator[None]:
 
 def _failed(run_dir: Path) -> GrpoError | None:
     for path in sorted((run_dir / "engine").glob("failed_*.json")):
-        said = json.loads(path.read_text())
+        said = json.loads(read_shared(path))
         return KINDS.get(said["code"], EngineError)(said["message"])
     return None
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.rollout.vllm.endpoint import Endpoint, lost_file, run_file
+from grpocli.tracking.files import read_shared
 
 if TYPE_CHECKING:
     from grpocli.launch.guard import Guarded
@@ -67,7 +68,7 @@ class Watched:
         if (code := self.process.poll()) is not None:
             return f"{self.name} ended with exit code {code}{self.endpoint.cause()}"
         try:
-            generation, _, reason = lost_file(self.run_dir, self.index).read_text().partition(" ")
+            generation, _, reason = read_shared(lost_file(self.run_dir, self.index)).partition(" ")
         except FileNotFoundError:
             return None
         return reason if int(generation) == self.restarts else None
