@@ -118,7 +118,7 @@ def _on_a_cpu(hardware: Single) -> Devices:
 
 def _of_a_node(hardware: Multinode, gpus: Sequence[str]) -> Devices:
     wanted = hardware.devices_per_node
-    if gpus and wanted > len(gpus):
+    if wanted > len(gpus) and (gpus or hardware.device == "cuda"):
         raise ConfigError.of(
             "hardware.devices_per_node", wanted, f"{os.uname().nodename} has {len(gpus)} GPUs for this job"
         )

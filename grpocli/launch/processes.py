@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 SETTLE = 5.0  # seconds in which the others may still say what they see of a failure
 GRACE = 1.0  # seconds between TERM, which trainer processes take as a wish, and KILL
 POLL = 0.1
+POLL_SHARED = 1.0  # on a file system that all machines of the run ask
 KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)  # what a guard returns where the launcher itself was
 
 
@@ -41,7 +42,7 @@ def train_in_processes(
     """
     words = command(devices.processes, run_dir.path, node)
     with guarded(words, name="trainers", env=environment(devices), grace=GRACE) as workers:
-        _wait(run_dir.path, workers, stop)
+        _wait(run_dir.path, workers, stop, POLL_SHARED if node else POLL)
         if node and node.count > 1:
             _hear_the_others(run_dir.path)
         error = _why(run, run_dir.path)  # while those that hang still live
@@ -59,7 +60,7 @@ def train_in_processes(
     raise error
 
 
-def _wait(run_dir: Path, workers: Guarded, stop: StopSignal) -> None:
+def _wait(run_dir: Path, workers: Guarded, stop: StopSignal, poll: float) -> None:
     """Until the processes have ended, or one has failed and the others have had time to say so."""
     asked, failed_at = False, None
     while workers.poll() is None:
@@ -70,7 +71,7 @@ def _wait(run_dir: Path, workers: Guarded, stop: StopSignal) -> None:
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > SETTLE:
             return
-        time.sleep(POLL)
+        time.sleep(poll)
 
 
 def _hear_the_others(run_dir: Path) -> None:

@@ -81,6 +81,10 @@ def test_a_machine_of_several_must_have_what_the_config_says(monkeypatch: pytest
     assert devices_of(Multinode(devices_per_node=4), Vllm()).train == tuple(EIGHT[:4])
     with pytest.raises(ConfigError, match=r"hardware\.devices_per_node=8: .* has 4 GPUs for this job"):
         devices_of(Multinode(), Vllm())
+    monkeypatch.setattr(devices, "visible_gpus", list)
+    with pytest.raises(ConfigError, match=r"hardware\.devices_per_node=8: .* has 0 GPUs for this job"):
+        devices_of(Multinode(device="cuda"), Vllm())
+    assert devices_of(Multinode(devices_per_node=2), Vllm()) == Devices(2)
 
 
 @pytest.mark.parametrize("value", ["0", "[]", "[0,0]", "some", "true"])

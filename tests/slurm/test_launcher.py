@@ -52,6 +52,8 @@ def test_a_dry_run_of_one_run_has_every_option(grpocli: Command, tmp_path: Path)
         "hydra.launcher.container_mounts=[/data:/data]",
         "hydra.launcher.extra.mail_type=END",
         "hydra.launcher.extra.exclusive=true",
+        "hydra.launcher.extra.overcommit=false",
+        "hydra.launcher.extra.nice=0",
     )
     options = {line for line in script.splitlines() if line.startswith("#SBATCH")}
     for option in [
@@ -71,8 +73,10 @@ def test_a_dry_run_of_one_run_has_every_option(grpocli: Command, tmp_path: Path)
         "--signal=B:USR1@120",
         "--mail-type=END",
         "--exclusive",
+        "--nice=0",
     ]:
         assert f"#SBATCH {option}" in options
+    assert "overcommit" not in script
     lines = script.splitlines()
     assert lines.index("module load cuda/12.8") < lines.index('export A="b c"') < lines.index("ulimit -n 4096")
     mounts = f"--container-mounts={tmp_path}/sweep:{tmp_path}/sweep,/data:/data"
@@ -150,6 +154,12 @@ def test_a_run_s_own_words_come_before_slurm_s(tmp_path: Path) -> None:
 def test_the_options_refuse_what_would_break_the_script() -> None:
     from grpocli.errors import ConfigError
 
-    for values in ({"name": "a b"}, {"partition": "a\n#SBATCH --uid=0"}, {"signal_before": 0}, {"max_requeues": -1}):
+    for values in (
+        {"name": "a b"},
+        {"partition": "a\n#SBATCH --uid=0"},
+        {"extra": {"comment": "a\n#SBATCH --uid=0"}},
+        {"signal_before": 0},
+        {"max_requeues": -1},
+    ):
         with pytest.raises(ConfigError, match=rf"hydra\.launcher\.{next(iter(values))}="):
             Options(**values)  # type: ignore[arg-type]

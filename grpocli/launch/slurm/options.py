@@ -26,7 +26,7 @@ class Options:
     container: an image that nodes run in (pyxis: `srun --container-image`). container_mounts: `HOST:INSIDE`; the
         folder of the runs is mounted anyway.
     python: the interpreter on the nodes; null: the one that submits.
-    extra: any other options of sbatch: `extra.mail_type=END`, `extra.exclusive=true`.
+    extra: any other options of sbatch: `extra.mail_type=END`, `extra.exclusive=true` (false: not given).
     signal_before: seconds before the time limit at which the run begins to stop, and what a part of the job gets to
         stop in. max_requeues: how often a job that stopped before its end is queued again.
     max_parallel: how many jobs of a sweep run at once; null: as many as there is room for.
@@ -69,8 +69,10 @@ class Options:
         require(self, "signal_before", 1 <= self.signal_before <= 65535, "must be between 1 and 65535 seconds")
         require(self, "max_requeues", self.max_requeues >= 0, "must be 0 (never) or more")
         require(self, "wait_at_most", self.wait_at_most >= 1, "must be at least 1 second")
-        for field in ("partition", "account", "qos", "memory", "constraint", "exclude", "container", "extra"):
+        for field in ("partition", "account", "qos", "memory", "constraint", "exclude", "container"):
             require(self, field, "\n" not in str(getattr(self, field)), "must be one line")
+        for name, value in self.extra.items():
+            require(self, "extra", "\n" not in f"{name}{value}", f"{name} must be one line")
 
 
 def options(values: Mapping[str, Any]) -> Options:

@@ -75,7 +75,8 @@ class Batch:
         return "\n".join(part for part in parts if part)
 
     def _head(self) -> str:
-        lines = [f"#SBATCH --{_option(name, value)}" for name, value in self._sbatch().items() if value is not None]
+        given = {name: value for name, value in self._sbatch().items() if value is not None and value is not False}
+        lines = [f"#SBATCH --{_option(name, value)}" for name, value in given.items()]
         what = "one run" if len(self.runs) == 1 else f"an array of {len(self.runs)} runs"
         return "\n".join(
             [
