@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
@@ -15,9 +16,13 @@ from pathlib import Path
 from grpocli.errors import ConfigError, GrpoError, RunError
 from grpocli.tracking.files import clear_leftovers
 
+logger = logging.getLogger(__name__)
+
 KEY = "hydra.run.dir"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Of a network file system that is mounted without locks."""
 
 
 LEFT_BY_A_START = {
@@ -115,6 +120,10 @@ class RunDir:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ConfigError.of(KEY, self.path, "another process is running in it; wait, or stop it") from error
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                logger.warning("%s has no locks (%s): nothing keeps a second process out", self.path, error.strerror)
             yield
 
     def _why(self, error: OSError) -> str:

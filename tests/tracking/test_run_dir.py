@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -99,3 +101,15 @@ def test_trouble_in_the_middle_of_a_run(tmp_path: Path, code: int, inside: bool,
     assert error.exit_code == 1
     with pytest.raises(type(error), match=said):
         raise error
+
+
+@pytest.mark.parametrize(("problem", "goes_on"), [(errno.ENOSYS, True), (errno.ENOLCK, True), (errno.EIO, False)])
+def test_a_file_system_without_locks_is_told_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, problem: int, goes_on: bool
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(problem, os.strerror(problem))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with nullcontext() if goes_on else pytest.raises(OSError, match=os.strerror(problem)), RunDir(tmp_path).locked():
+        assert "nothing keeps a second process out" in caplog.text
