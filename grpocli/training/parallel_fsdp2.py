@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -13,13 +12,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpocli.training.parallel import Make, step
+from grpocli.training.reading import read_once
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor
-
-LOADING = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-"""Has transformers read weights in one process of each machine only; in the others they are zeros, and untouched."""
 
 
 class Fsdp2:
@@ -37,18 +34,8 @@ class Fsdp2:
         self.size, self.device = accelerator.num_processes, accelerator.device
         self.mesh = init_device_mesh(self.device.type, (self.size,))
 
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        before = {name: os.environ.get(name) for name in LOADING}
-        os.environ.update(LOADING)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+    def loading(self) -> AbstractContextManager[None]:
+        return read_once()
 
     def share(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
         self._shard_all(model, dtype)
