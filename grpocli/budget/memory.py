@@ -82,10 +82,7 @@ def devices(needs: Needs) -> list[Device]:
     """Every kind of device of the run: trainers, then servers; on a CPU the whole machine."""
     place, trainer = needs.place, trainer_items(needs)
     if not place.gpu:
-        items = [item.times(math.ceil(place.trainers / max(1, place.nodes))) for item in trainer]
-        served = [item.times(place.servers) for item in _server_items(needs, 0)] if place.servers else []
-        name = "this machine" if place.nodes == 1 else "each machine"
-        return [Device(name, place.nodes, place.memory, (*items, *served))]
+        return _cpus(needs, trainer)
     if not place.servers:
         return [Device("training GPU", place.trainers, place.memory, tuple(trainer))]
     share = needs.engine.gpu_memory_utilization * place.memory
@@ -93,6 +90,19 @@ def devices(needs: Needs) -> list[Device]:
     if place.shared:
         trainer.append(Item("vLLM", share, share, "engine.gpu_memory_utilization of the same GPU"))
     return [Device("training GPU", place.trainers, place.memory, tuple(trainer)), serving]
+
+
+def _cpus(needs: Needs, trainer: list[Item]) -> list[Device]:
+    """One machine that does everything, or machines that train and, where there are servers, machines that serve."""
+    place = needs.place
+    items = tuple(item.times(place.trainers // place.train_nodes) for item in trainer)
+    servers = place.servers // max(1, place.rollout_nodes)
+    served = tuple(item.times(servers) for item in _server_items(needs, 0)) if servers else ()
+    if place.train_nodes + place.rollout_nodes == 1:
+        return [Device("this machine", 1, place.memory, (*items, *served))]
+    training = Device("each training machine", place.train_nodes, place.memory, items)
+    serving = [Device("each vLLM machine", place.rollout_nodes, place.memory, served)] if place.rollout_nodes else []
+    return [training, *serving]
 
 
 def trainer_items(needs: Needs) -> list[Item]:

@@ -49,7 +49,8 @@ class Place:
     """kind: "cpu" or "cuda". memory: bytes of one device (of the whole machine, on a CPU). tflops, bandwidth: of one
     device, in 1e12 a second. trainers: processes on all machines. servers: copies of the model that generate, each on
     `tensor_parallel` devices; 0 where the trainer processes generate, or a server elsewhere does. shared: servers are
-    on the trainers' devices. nodes: machines. assumed: what was not measured, for people.
+    on the trainers' devices. train_nodes: machines that train; rollout_nodes: others, that serve. assumed: what was not
+    measured, for people.
     """
 
     kind: str
@@ -60,7 +61,8 @@ class Place:
     servers: int
     tensor_parallel: int
     shared: bool
-    nodes: int
+    train_nodes: int
+    rollout_nodes: int
     assumed: tuple[str, ...]
 
     @property
@@ -73,6 +75,8 @@ def find_place(run: Run, engine: Any, asked: Asked) -> Place:
     kind = device_kind(run)
     memory, tflops, bandwidth, assumed = _gpu(asked) if kind == "cuda" else _cpu(asked)
     servers, tensor_parallel = _servers(engine)
+    rollout_nodes = getattr(run.hardware, "rollout_nodes", 0)
+    servers *= max(1, rollout_nodes)
     trainers, shared, more = _split(run, kind, servers * tensor_parallel, asked)
     return Place(
         kind,
@@ -83,7 +87,8 @@ def find_place(run: Run, engine: Any, asked: Asked) -> Place:
         servers,
         tensor_parallel,
         shared,
-        run.hardware.nodes,
+        run.hardware.nodes - rollout_nodes,
+        rollout_nodes,
         (*assumed, *more),
     )
 

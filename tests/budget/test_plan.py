@@ -271,3 +271,17 @@ def test_a_config_that_torch_has_no_model_for(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(ConfigError, match="transformers cannot make a model of its config"):
         planned("model=hf", f"model.path={tmp_path}")
+
+
+def test_machines_that_train_and_machines_that_serve_are_apart() -> None:
+    machines = ["hardware=multinode", "hardware.train_nodes=2", "hardware.rollout_nodes=3", "engine=vllm"]
+    cpus = planned(*machines, "hardware.device=cpu", "hardware.devices_per_node=4", "engine.replicas=2")
+    assert [(device.name, device.count) for device in cpus.devices] == [
+        ("each training machine", 2),
+        ("each vLLM machine", 3),
+    ]
+    notes = {item.name: item.note for device in cpus.devices for item in device.items}
+    assert (notes["libraries"], notes["vLLM: weights"].partition(";")[0]) == ("4 processes; measured", "2 processes")
+    gpus = planned(*machines, "hardware.device=cuda", "engine.tensor_parallel=8")
+    assert [device.count for device in gpus.devices] == [16, 24]
+    assert (cpus.place.servers, gpus.place.servers) == (6, 3)
