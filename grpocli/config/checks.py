@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
@@ -19,7 +19,7 @@ def check_run(run: Run) -> None:
     _check_structure(run)
     _check_group_fits(run)
     _check_waits(run)
-    _check_nodes(run)
+    check_nodes(run, run.engine)
     check_shares(run, run.hardware.processes or 1)
     _check_parallel(run)
     check_overlap(run, run.engine)
@@ -115,13 +115,13 @@ def _check_waits(run: Run) -> None:
             )
 
 
-def _check_nodes(run: Run) -> None:
-    """On several machines, who serves completions, and with all of its GPUs."""
+def check_nodes(run: Run, engine: Any) -> None:
+    """On several machines, who serves completions, and with all of its GPUs. Asked again of what engine=auto is."""
     from grpocli.explain.choices import choice_of
     from grpocli.launch.hardware import Multinode
     from grpocli.rollout.vllm.options import Vllm
 
-    hardware, engine = run.hardware, run.engine
+    hardware = run.hardware
     if not isinstance(hardware, Multinode):
         return
     starts_servers = isinstance(engine, Vllm) and not engine.base_url

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from grpocli.config.checks import check_installed, check_overlap, check_shares
+from grpocli.config.checks import check_installed, check_nodes, check_overlap, check_shares
 from grpocli.config.compose import build_run, save
 from grpocli.config.plan import plan_lines
 from grpocli.errors import ConfigError, GrpoError, Stopped
@@ -94,6 +94,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool, devices: Devi
     _check_device(run)
     check_installed(run)
     check_overlap(run, chosen(run.engine))
+    check_nodes(run, chosen(run.engine))
     check_shares(run, devices.processes * (node.count if node else 1))
     run.task.examples("train")
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))

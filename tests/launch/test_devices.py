@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpocli.config.checks import check_shares
+from grpocli.config.checks import check_nodes, check_shares
 from grpocli.config.compose import build_run, compose
 from grpocli.config.plan import plan_lines
 from grpocli.errors import ConfigError, Stopped
@@ -156,3 +156,9 @@ def test_a_folder_that_another_machine_holds_open_is_used_again(
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as over NFS, where what is open stays
     new_folder(tmp_path)
     assert (tmp_path / "engine").stat().st_mode & 0o777 == 0o700
+
+
+def test_an_engine_that_turns_out_to_be_vllm_needs_machines_of_its_own() -> None:
+    run = build_run(compose(["hardware=multinode", "hardware.rollout_nodes=0", "engine=auto"]))
+    with pytest.raises(ConfigError, match=r"hardware\.rollout_nodes=0: engine=vllm starts its servers on machines of"):
+        check_nodes(run, Vllm())
