@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,6 +112,19 @@ class Zero3(Zero2):
     """Every process has a part of each weight, too; a layer's are gathered for its forward and its backward."""
 
     stage = 3
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """transformers makes models of parts at once, and copies into them from mapped files: a whole one fits no GPU."""
+        from transformers.integrations import HfDeepSpeedConfig
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        asked = HfDeepSpeedConfig(self.config(torch.float32))  # for as long as it lives
+        try:
+            yield
+        finally:
+            unset_hf_deepspeed_config()
+            del asked
 
     def freeze(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
         self.deepspeed.initialize(
