@@ -115,7 +115,7 @@ class Zero3(Zero2):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """transformers makes models of parts at once and copies into them from mapped files: no GPU holds a whole one."""
+        """transformers makes models of parts at once and copies into them from mapped files: no GPU could hold one."""
         from transformers.integrations import HfDeepSpeedConfig
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
