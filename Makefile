@@ -18,7 +18,7 @@ train: $(VENV)/.ready-to-train ## make the environment and run the default train
 	$(BIN)/grpocli train $(ARGS)
 
 test: setup ## make the development environment and pass every test
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slurm: setup ## runs on a SLURM cluster that is installed and started here (root on Debian; skipped elsewhere)
 	$(BIN)/python -m pytest tests/slurm -m slurm $(ARGS)

@@ -54,9 +54,10 @@ class AdamW:
         import torch
 
         trained = [p for p in parameters if p.requires_grad]
+        dims = {p: len(getattr(p, "ds_shape", p.shape)) for p in trained}  # what ZeRO-3 leaves of a weight is flat
         groups = [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in trained if dims[p] >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in trained if dims[p] < 2], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(
             [g for g in groups if g["params"]],

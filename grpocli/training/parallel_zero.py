@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grpocli.errors import ConfigError
 from grpocli.training.parallel import Alone, Make
-from grpocli.training.reading import read_once
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -46,14 +45,10 @@ class Zero2(Alone):
 
     def share(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
         optimizer = make(model.parameters())
-        self._cut(model, dtype)
         engine, optimizer, _, _ = self.deepspeed.initialize(
             model=model, optimizer=optimizer, config=self.config(dtype), dist_init_required=False
         )
         return engine, optimizer
-
-    def _cut(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Nothing: every process has all weights."""
 
     def accumulating(self, wrapped: Any, last: bool) -> AbstractContextManager[Any]:
         wrapped.set_gradient_accumulation_boundary(last)
@@ -118,21 +113,24 @@ class Zero3(Zero2):
 
     stage = 3
 
-    def loading(self) -> AbstractContextManager[None]:
-        return read_once()
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """transformers makes models of parts at once and copies into them from mapped files: no GPU could hold one."""
+        from transformers.integrations import HfDeepSpeedConfig
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        asked = HfDeepSpeedConfig(self.config(torch.float32))  # for as long as it lives
+        try:
+            yield
+        finally:
+            unset_hf_deepspeed_config()
+            del asked
 
     def freeze(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-        self._cut(model.requires_grad_(False), dtype)
-        self.deepspeed.initialize(model=model, config=self.config(dtype), dist_init_required=False)
+        self.deepspeed.initialize(
+            model=model.requires_grad_(False), config=self.config(dtype), dist_init_required=False
+        )
         return model
-
-    def _cut(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        """One weight at a time goes to the device, gets the main process's values and is cut up: DeepSpeed's engine
-        would first move the whole model there."""
-        self.deepspeed.zero.Init(module=model, config_dict_or_path=self.config(dtype))
-        for buffer in model.buffers():
-            buffer.data = buffer.data.to(self.device)
-            torch.distributed.broadcast(buffer.data, src=0)
 
     def computing(self, model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
         """Autocast that keeps no casts: they would be all weights."""

@@ -101,7 +101,10 @@ def test_lora_trains_its_updates_alone(config_only: list[str]) -> None:
 
 def test_sharding_divides_what_it_must(on_gpus: list[str]) -> None:
     ddp, zero2, zero3, fsdp2 = (
-        planned(*on_gpus, f"hardware.parallel={p}", "train.micro_batch_tokens=1024", "model.dtype=float32")
+        planned(
+            *(*on_gpus, "engine=vllm", f"hardware.parallel={p}"),
+            *("train.micro_batch_tokens=1024", "model.dtype=float32"),
+        )
         for p in ("ddp", "zero2", "zero3", "fsdp2")
     )
     assert ddp.micro_batches > 1, "with one, gradients take the place of activations"

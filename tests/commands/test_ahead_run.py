@@ -158,7 +158,7 @@ def test_a_signal_ends_the_run_after_a_checkpoint_and_a_second_one_at_once(engin
             assert time.monotonic() < deadline
             time.sleep(0.05)
         for _ in range(signals):
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGINT)
             time.sleep(0.1)
         got, out = finish(process, timeout=30)
         assert got == code, out

@@ -13,13 +13,12 @@ from grpocli.errors import ConfigError, RunError, Stopped
 from grpocli.launch.board import DONE, Board, Place, places
 from grpocli.launch.failures import Failure, failures, is_lost_peer, report_failure, verdict
 
-NOW = time.time()
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:38475"
 TIMEOUT = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 20000ms for recv operation"
 
 
 def place(rank: int, stage: str, ago: float, step: int = 3) -> Place:
-    return Place(rank, 100 + rank, os.uname().nodename, stage, step, NOW - ago)
+    return Place(rank, 100 + rank, os.uname().nodename, stage, step, time.time() - ago)
 
 
 def test_nothing_is_wrong() -> None:
@@ -41,7 +40,7 @@ def test_one_that_was_killed_is_named_not_those_that_lost_it() -> None:
 def test_one_that_hangs_is_named_with_its_stage() -> None:
     error = verdict([Failure(1, 0, 1, TIMEOUT, lost=True)], [], [place(1, "reward", 61), place(2, "gather", 60)], 60)
     assert "process 1 (pid 101) did not come within hardware.timeout=60 s" in str(error)
-    assert "'reward' of step 3 for 6" in str(error), "61 s ago when this module was loaded"
+    assert "'reward' of step 3 for 61 s" in str(error)
 
 
 def test_nccl_kills_who_has_waited_too_long() -> None:

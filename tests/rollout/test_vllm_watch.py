@@ -238,7 +238,7 @@ def test_a_restarted_server_has_another_port(tmp_path: Path, monkeypatch: pytest
         yield SimpleNamespace(), None
 
     monkeypatch.setattr(launch, "serving", serve)
-    start = launch._Starter(Vllm(port=9000), job_in(tmp_path), "/folder", 2, None, threading.Event())
+    start = launch._Starter(Vllm(port=9000), job_in(tmp_path), "/folder", 2, None, threading.Event(), launch.LOOPBACK)
     for restarts in (0, 1):
         with start(restarts):
             pass

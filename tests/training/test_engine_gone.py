@@ -22,7 +22,7 @@ class Ended:
         self.groups = list[Any]()
         every = SimpleNamespace(every=1)
         self.run = SimpleNamespace(seed=0, eval=every, checkpoint=every)
-        self.state, self.world = SimpleNamespace(step=0), SimpleNamespace(rank=0)
+        self.state, self.world = SimpleNamespace(step=0), SimpleNamespace(rank=0, enter=lambda *_: None)
 
     def __getattr__(self, verb: str) -> Any:
         def call(*_: Any) -> Any:
