@@ -16,6 +16,8 @@ def main(argv: list[str]) -> int:
     argv = options_first(argv)
     args = arguments(argv)
     if only_prints(args):
+        if args.multirun and not args.help:
+            raise ConfigError("-m: a sweep has several configs; leave it out to print one")
         hydra_app(_nothing, "train", argv)
         return 0
     resume = Resume.asked_for(args.overrides)

@@ -85,7 +85,7 @@ def _unknown_key(key: str, overrides: list[str], config_name: str) -> str:
     elsewhere = _key_of_another_choice(key, overrides, config_name)
     if elsewhere:
         return elsewhere
-    keys = known_keys(overrides, config_name)
+    keys = known_keys(overrides, config_name, hydra=key.startswith("hydra."))
     return f"there is no key {key}{nearest(key, keys) or nearest_leaf(key, keys)}"
 
 
@@ -124,8 +124,8 @@ def nearest_leaf(key: str, keys: list[str]) -> str:
     return f'; did you mean "{same[0]}"?' if same else ""
 
 
-def known_keys(overrides: list[str], config_name: str) -> list[str]:
-    """Every key and group of the config that the group choices among `overrides` compose."""
+def known_keys(overrides: list[str], config_name: str, hydra: bool = False) -> list[str]:
+    """Every key and group of the config that the group choices among `overrides` compose; `hydra`: Hydra's own."""
     from hydra import compose, initialize_config_dir
 
     from grpocli.config.compose import beside_another_hydra, conf_dir
@@ -134,9 +134,11 @@ def known_keys(overrides: list[str], config_name: str) -> list[str]:
     with beside_another_hydra(), initialize_config_dir(conf_dir(), version_base="1.3"):
         for attempt in (groups, []):
             try:
-                config = compose(config_name, overrides=attempt)
+                config = compose(config_name, overrides=attempt, return_hydra_config=hydra)
             except HydraException:
                 continue  # a bad group choice: the defaults' keys are still worth comparing with
+            if hydra:
+                return flat_keys(OmegaConf.to_container(config.hydra, resolve=False), "hydra.")
             return flat_keys(OmegaConf.to_container(config, resolve=False)) + _groups(config)
     return []
 

@@ -49,7 +49,7 @@ def test_a_killed_run_leaves_no_server(tmp_path: Path) -> None:
     assert until_signal(tmp_path / "run", 1, signal.SIGKILL) == -signal.SIGKILL
 
 
-def test_two_processes_use_the_server_of_another_terminal(tmp_path: Path) -> None:
+def test_two_processes_with_parts_of_the_weights_use_the_server_of_another_terminal(tmp_path: Path) -> None:
     family = Family()
     serve = start("vllm-serve", "model.warm_start_steps=20", "port=0", "max_model_len=64")
     try:
@@ -62,9 +62,8 @@ def test_two_processes_use_the_server_of_another_terminal(tmp_path: Path) -> Non
                 break
         assert url is not None, "vllm-serve ended without an address"
         assert len(family.engines()) == 1
-        code, out = family.wait(
-            start(*RUN, f"engine.base_url={url}", "hardware.processes=2", f"hydra.run.dir={tmp_path}/run")
-        )
+        two = ["hardware.processes=2", "hardware.parallel=fsdp2"]
+        code, out = family.wait(start(*RUN, f"engine.base_url={url}", *two, f"hydra.run.dir={tmp_path}/run"))
         assert code == 0, out
         assert_synced(tmp_path / "run")
         memory = family.memory()

@@ -142,6 +142,20 @@ def test_the_launcher_asks_for_a_multirun(grpocli: Command) -> None:
     assert "add -m" in err
 
 
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["hydra.launcher.partion=gpu"], 'there is no key hydra.launcher.partion; did you mean "hydra.launcher.partit'),
+        (["--cfg", "hydra"], "-m: a sweep has several configs; leave it out to print one"),
+    ],
+)
+def test_what_hydra_does_not_say_well(grpocli, argv: list[str], sentence: str) -> None:
+    code, _, err = grpocli("train", "-m", "hydra/launcher=slurm", *argv)
+    assert code == 2
+    assert sentence in err
+    assert len(err.splitlines()) == 1
+
+
 def test_a_run_s_own_words_come_before_slurm_s(tmp_path: Path) -> None:
     log = tmp_path / "slurm.log"
     log.write_text("grpocli: error: no space left\nsrun: error: node1: task 0: Exited with exit code 1\n")
