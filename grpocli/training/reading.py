@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +23,11 @@ class _Untouched(TorchFunctionMode):
         return (torch.empty_like if func is torch.zeros_like else func)(*args, **(kwargs or {}))
 
 
+def reads() -> bool:
+    """Whether this is the process that reads for its machine."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 @contextmanager
 def read_once() -> Iterator[None]:
     """While models are loaded. In all but the first process of a machine their weights and buffers are anything: who
@@ -31,7 +36,7 @@ def read_once() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in LOADING}
     os.environ.update(LOADING)
     try:
-        with _Untouched():
+        with nullcontext() if reads() else _Untouched():
             yield
     finally:
         for name, value in before.items():

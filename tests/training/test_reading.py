@@ -23,6 +23,7 @@ def test_what_is_not_read_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> No
     """As transformers makes the weights of all but the first process."""
     for name in LOADING:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "1")
     weight, before = torch.empty(2**26, device="meta"), resident()
     with read_once():
         assert {name: os.environ[name] for name in LOADING} == LOADING
