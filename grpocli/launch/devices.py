@@ -66,6 +66,9 @@ def split(hardware: Single, engine: Any, gpus: Sequence[str]) -> Devices:
             f"needs {needed} GPUs, {needed // engine.replicas} for each server, and there are {len(gpus)}: lower it, "
             "or engine.tensor_parallel or engine.data_parallel",
         )
+    if not needed and hardware.rollout_devices != "auto":
+        problem = "the run starts no vLLM server that could use them: choose engine=vllm, or leave it at auto"
+        raise ConfigError.of("hardware.rollout_devices", hardware.rollout_devices, problem)
     train = _chosen("train_devices", hardware.train_devices, gpus)
     rollout = _chosen("rollout_devices", hardware.rollout_devices, gpus, last=True) if needed else ()
     if needed and rollout is None:

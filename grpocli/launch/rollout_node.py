@@ -7,6 +7,7 @@ vLLM servers, and ends when the run is over or it gets a signal.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import sys
@@ -19,6 +20,7 @@ from grpocli.errors import ConfigError, GrpoError
 from grpocli.launch.job import wait_for_job
 from grpocli.launch.nodes import Node
 from grpocli.launch.run import READY_WITHIN, quiet_libraries
+from grpocli.rollout.vllm.endpoint import is_loopback
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -53,13 +55,28 @@ def serve(run_dir: Path, over: threading.Event) -> None:
     try:
         engine = replace(job.engine, gpus=_gpus(run))
         first = node.rank * run.engine.replicas
-        with started(run.engine, engine, over, socket.gethostname(), first) as servers:
+        with started(run.engine, engine, over, _reachable_name(), first) as servers:
             serve_until_over(servers, run_dir, over)
     except GrpoError as error:
         if over.is_set():
             return
         report(run_dir, node.rank, error)
         raise
+
+
+def _reachable_name() -> str:
+    """This machine's, under which the others reach it. Raises ConfigError where it only means itself by that."""
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    try:
+        addresses = {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
+    except OSError as error:
+        raise ConfigError(f"hardware=multinode: {name} has no address here: {error.strerror}") from error
+    if all(is_loopback(address) for address in addresses):
+        raise ConfigError(
+            f"hardware=multinode: {name} is {', '.join(sorted(addresses))} here, which other machines do not reach: "
+            "take that line out of its /etc/hosts"
+        )
+    return name
 
 
 def _run(run_dir: Path) -> Run:

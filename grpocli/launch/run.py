@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from grpocli.errors import ConfigError, GrpoError, Stopped
 from grpocli.launch.devices import Devices, devices_of, visible_gpus
 from grpocli.launch.job import Job, wait_for_job
 from grpocli.launch.nodes import Node, node_of
-from grpocli.launch.processes import again_file, clean, stop_file
+from grpocli.launch.processes import SETTLE, again_file, clean, stop_file
 from grpocli.launch.signals import stop_signal
 from grpocli.rollout.auto import chosen
 from grpocli.rollout.engine import EngineJob
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 READY_WITHIN = 3600.0
 """Seconds in which the first machine has fetched the model and its engine answers."""
+LOCK_WITHIN = 120.0
+"""Seconds in which the lock of a machine that has died is surely free."""
 
 
 def launch(config: DictConfig, folder: Path, resuming: bool = False) -> float | None:
@@ -49,7 +52,7 @@ def launch(config: DictConfig, folder: Path, resuming: bool = False) -> float | 
     if node and node.rank:
         return follow(run, run_dir, node)
     ours = not resuming and run_dir.is_fresh()
-    with run_dir.locked():
+    with run_dir.locked(patience=LOCK_WITHIN if node else 0.0):
         return _locked(config, run, run_dir, resuming, ours, node)
 
 
@@ -169,6 +172,9 @@ def follow(run: Run, run_dir: RunDir, node: Node) -> float | None:
         except Stopped:
             again_file(run_dir.path).touch()
             return None
+        except GrpoError:
+            time.sleep(SETTLE)  # the first machine, which writes the summary, is killed for it
+            raise
 
 
 def quiet_libraries() -> None:

@@ -17,7 +17,8 @@ class Auto:
 
     overlaps = True  # some choice does; at the launch the chosen one is asked
 
-    def chosen(self) -> EnginePart:
+    def chosen(self, apart: bool = False) -> EnginePart:
+        """apart: vLLM has GPUs of its own."""
         from importlib.util import find_spec
 
         import torch
@@ -25,14 +26,13 @@ class Auto:
         if torch.cuda.is_available() and find_spec("vllm") is not None:
             from grpocli.rollout.vllm.options import Vllm
 
-            alone = torch.cuda.device_count() > 1  # else the trainer needs the rest of the GPU
-            return Vllm(gpu_memory_utilization=0.9 if alone else 0.4)
+            return Vllm(gpu_memory_utilization=0.9 if apart else 0.4)  # the trainer needs the rest of a shared GPU
         from grpocli.rollout.transformers_engine import Transformers
 
         return Transformers()
 
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
-        return self.chosen().launch(job)
+        return self.chosen(apart=job.transport == "nccl").launch(job)  # which joins no GPU with itself
 
     def connect(self, context: EngineContext) -> Engine:
         return self.chosen().connect(context)

@@ -8,10 +8,12 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from grpocli.errors import ConfigError, GrpoError, RunError
 from grpocli.tracking.files import clear_leftovers
@@ -19,6 +21,7 @@ from grpocli.tracking.files import clear_leftovers
 logger = logging.getLogger(__name__)
 
 KEY = "hydra.run.dir"
+LOCK_POLL = 1.0  # seconds between two tries
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -105,10 +108,11 @@ class RunDir:
             )
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, patience: float = 0.0) -> Iterator[None]:
         """Hold the folder for this process; the kernel lets go of it however the process ends.
 
-        Raises ConfigError while another process runs in it.
+        Raises ConfigError while another process runs in it, after `patience` seconds: a file server takes a while to
+        notice that a machine has died.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -117,14 +121,22 @@ class RunDir:
             raise ConfigError.of(KEY, self.path, f"cannot be written: {self._why(error)}") from error
         with file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigError.of(KEY, self.path, "another process is running in it; wait, or stop it") from error
+                self._lock(file, time.monotonic() + patience)
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
                 logger.warning("%s has no locks (%s): nothing keeps a second process out", self.path, error.strerror)
             yield
+
+    def _lock(self, file: IO[str], until: float) -> None:
+        while True:
+            try:
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() >= until:
+                    problem = "another process is running in it; wait, or stop it"
+                    raise ConfigError.of(KEY, self.path, problem) from error
+            time.sleep(LOCK_POLL)
 
     def _why(self, error: OSError) -> str:
         where = f" ({error.filename})" if error.filename and Path(error.filename) != self.path else ""

@@ -67,11 +67,13 @@ def restore(folder: Path, policy: Policy, optimizer: Any) -> None:
             opened = {
                 file: closing.enter_context(safe_open(folder / file, framework="pt")) for file in set(files.values())
             }
+            unknown = {name.rpartition(".")[0] for name in files} - {name for name, _ in trained(policy)}
+            if unknown:
+                raise ValueError(f"there is optimizer state for {min(unknown)}, which is not trained")
             for name, parameter in trained(policy):
                 names = [n for n in files if n.rpartition(".")[0] == name]
+                # none for a weight that has never had a gradient
                 state = {n.rpartition(".")[2]: opened[files[n]].get_tensor(n) for n in names}
-                if files and not state:
-                    raise ValueError(f"there is no optimizer state for {name}")
                 policy.parallel.remember(optimizer, parameter, state)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"optimizer: {error}") from error

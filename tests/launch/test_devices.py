@@ -60,6 +60,11 @@ def test_servers_that_share_only_some_gpus_are_neither_shared_nor_apart() -> Non
         (Single(train_devices=9), Vllm(), r"hardware\.train_devices=9: there are 8 GPUs here"),
         (Single(train_devices=[8]), Vllm(), r"hardware\.train_devices=\[8\]: there is no GPU 8 here"),
         (Single(rollout_devices=1), Vllm(replicas=2), r"hardware\.rollout_devices=1: .* need 2 GPUs"),
+        (
+            Single(rollout_devices=[3]),
+            Transformers(),
+            r"hardware\.rollout_devices=\[3\]: the run starts no vLLM server",
+        ),
         (Single(processes=9), Transformers(), r"hardware\.processes=9: .* 8 are left to train"),
         (Single(processes=8), Vllm(), r"hardware\.processes=8: .* 7 are left to train"),
     ],

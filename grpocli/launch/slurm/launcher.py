@@ -81,7 +81,7 @@ def _written(options: Options, shape: Shape, config: DictConfig, jobs: Sequence[
     )
     if len(jobs) > 1:
         write_atomic(batch.run_list, "".join(f"{folder}\n" for folder in batch.runs))
-    write_atomic(batch.script, batch.text(), mode=0o755)
+    write_atomic(batch.script, batch.text(), mode=0o700)
     return batch
 
 

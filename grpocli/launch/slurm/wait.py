@@ -108,13 +108,13 @@ class Waiting:
 
 
 def last_error(log: Path) -> str | None:
-    """The last line with which grpocli, or SLURM, says why it ended."""
+    """The last line with which grpocli, or SLURM, says why it ended; to have been interrupted is no reason."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
         return None
     for marks in (("grpocli: error: ", "grpocli: stopped: "), ("error: ",)):
-        told = [line for line in lines if any(mark in line for mark in marks)]
+        told = [line for line in lines if any(mark in line for mark in marks) and not line.endswith(": interrupted")]
         if told:
             return told[-1].strip()
     return None
