@@ -200,6 +200,15 @@ def test_an_empty_call_starts_nothing(probes) -> None:
     assert probes(function="nowhere:run").map([]) == []
 
 
+def test_workers_leave_signals_to_the_run(probes) -> None:
+    """A scheduler sends them to every process; the step that is finished then must not miss a reward."""
+    pool = probes(workers=1)
+    (worker,) = pool.map([["pid"]])
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        os.kill(int(worker), number)
+    assert pool.map([["pid"]]) == [worker]
+
+
 def test_workers_die_with_a_killed_parent(probes, tmp_path: Path) -> None:
     """Even one that is stuck and reads no input."""
     script = (

@@ -73,3 +73,18 @@ class Submitted:
     def rows(self, name: str) -> list[dict[str, Any]]:
         path = self.run / f"{name}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def detached(cluster: Cluster, sweep: Path, *overrides: str) -> Submitted:
+    """A job of one run that is not waited for."""
+    done = cluster.run(*GRPOCLI, *MULTIRUN, "hydra.launcher.wait=false", f"hydra.sweep.dir={sweep}", *overrides)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"submitted job (\d+)", done.stdout)
+    assert found, done.stdout
+    return Submitted(cluster, found[1], sweep / "0")
+
+
+def until_learning(job: Submitted, step: int, seconds: float = 120) -> None:
+    """Until a run has logged a step."""
+    path = job.run / "metrics.jsonl"
+    job.until(lambda: path.exists() and len(path.read_text().splitlines()) >= step, f"step {step}", seconds)

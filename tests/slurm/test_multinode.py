@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+from commands.running import metrics
 from slurm.cluster import Cluster
-from slurm.submitting import GRPOCLI, MULTIRUN
+from slurm.submitting import detached, until_learning
 
 pytestmark = [
     pytest.mark.slurm,
@@ -20,14 +21,16 @@ CPUS = ["hardware.device=cpu", "hardware.devices_per_node=1", "hardware.parallel
 
 
 def test_two_training_nodes_and_a_vllm_node_train_the_default_model(cluster: Cluster, tmp_path: Path) -> None:
-    run = tmp_path / "sweep" / "0"
-    launcher = [f"hydra.sweep.dir={run.parent}", "hydra.launcher.max_requeues=0"]
-    done = cluster.run(*GRPOCLI, *MULTIRUN, *NODES, *CPUS, "engine=vllm", *launcher, timeout=900)
-    log = (run / "slurm.log").read_text()
-    assert done.returncode == 0, done.stdout + done.stderr + log
-    summary = json.loads((run / "summary.json").read_text())
+    """With a stop in the middle: the job is queued again, and the run goes on."""
+    job = detached(cluster, tmp_path / "sweep", *NODES, *CPUS, "engine=vllm")
+    until_learning(job, 20, seconds=400)
+    cluster.run("scancel", "--batch", "--signal=USR1", job.number)
+    job.until_over("COMPLETED", seconds=600)
+    assert job.shown("Restarts") == "1"
+    summary = json.loads((job.run / "summary.json").read_text())
     assert summary["steps"] == 60
     assert summary["eval/accuracy_before"] < 0.6
     assert summary["eval/accuracy"] > 0.8
-    assert "2 machines" in log
+    assert [row["step"] for row in metrics(job.run)] == list(range(1, 61))
+    assert "2 machines" in job.log
     assert [cluster.processes(node) for node in cluster.nodes] == [[], [], []]
