@@ -34,6 +34,23 @@ def written(grpocli: Command, tmp_path: Path, *overrides: str) -> str:
     return script
 
 
+def test_the_script_in_the_docs_is_what_the_recipe_writes(
+    grpocli: Command, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    python = "/shared/me/.venv/bin/python"
+    script = written(
+        grpocli,
+        tmp_path,
+        "recipe=qwen2.5-72b-slurm",
+        "hydra.launcher.account=research",
+        "hydra.launcher.time=2-00:00:00",
+        "hydra.launcher.extra.exclusive=true",
+        f"hydra.launcher.python={python}",
+    )
+    shown = request.config.rootpath / "docs" / "qwen2.5-72b-slurm.sh"
+    assert script.replace(str(tmp_path / "sweep"), "/shared/me/runs/qwen72b") == shown.read_text()
+
+
 def test_a_dry_run_of_one_run_has_every_option(grpocli: Command, tmp_path: Path) -> None:
     script = written(
         grpocli,

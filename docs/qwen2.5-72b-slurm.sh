@@ -1,0 +1,99 @@
+#!/bin/bash
+#SBATCH --job-name=grpocli
+#SBATCH --partition=gpu
+#SBATCH --account=research
+#SBATCH --time=2-00:00:00
+#SBATCH --nodes=5
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --output=/shared/me/runs/qwen72b/slurm-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+#SBATCH --exclusive
+
+# Written by grpocli 0.1.0: one run, 4 training and 1 vLLM nodes with 8 GPUs each.
+# `sbatch /shared/me/runs/qwen72b/job.sh` submits it; runs that were there before go on.
+
+RUN_DIR=/shared/me/runs/qwen72b/0
+PYTHON=/shared/me/.venv/bin/python
+LOGS=/shared/me/runs/qwen72b
+TRAIN=("$PYTHON" -m grpocli train "resume=$RUN_DIR")
+ROLLOUT=("$PYTHON" -m grpocli.launch.rollout_node "$RUN_DIR")
+TRAIN_NODES=4
+ROLLOUT_NODES=1
+MAX_REQUEUES=10
+GRACE=120 # seconds that a part gets to stop in
+SRUN=()
+
+JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+JOB=${JOB:-$SLURM_JOB_ID}
+RESTARTS=${SLURM_RESTART_COUNT:-0}
+say() { echo "grpocli: job $JOB: $*"; }
+fail() { echo "grpocli: error: job $JOB: $*" >&2; exit "${CODE:-1}"; }
+
+# SLURM itself queues a job again after a node failed, as often as it likes
+[ "$RESTARTS" -le "$MAX_REQUEUES" ] || fail "was requeued $MAX_REQUEUES times (hydra.launcher.max_requeues)"
+mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+say "start $((RESTARTS + 1)) of $RUN_DIR on ${HOSTS[*]}"
+
+# every node must see the folder; network file systems may take half a minute to show a new file
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "${SRUN[@]}" bash -c '
+  for _ in $(seq 30); do [ -f "$0/config.yaml" ] && exit; sleep 1; done
+  echo "grpocli: error: node $(hostname) does not see $0: hydra.sweep.dir must be on a shared file system" >&2
+  exit 2' "$RUN_DIR" || exit 2
+
+ln -sfn "$LOGS/slurm-$JOB.log" "$RUN_DIR/slurm.log"
+rm -f "$RUN_DIR/stop" "$RUN_DIR/again" "$RUN_DIR/engine/over"
+export MASTER_ADDR=${HOSTS[0]}
+export MASTER_PORT=$((20000 + (SLURM_JOB_ID + 101 * RESTARTS) % 10000)) # below the ports that systems give out
+
+alive() { [ -n "$1" ] && kill -0 "$1" 2>/dev/null; }
+part() { # NAME FIRST COUNT COMMAND...: one task on each of COUNT nodes from number FIRST on, in the background
+  local name=$1 hosts=("${HOSTS[@]:$2:$3}") count=$3
+  shift 3
+  srun --job-name="$name" --nodelist="$(IFS=,; echo "${hosts[*]}")" --nodes="$count" --ntasks="$count" \
+    --ntasks-per-node=1 --kill-on-bad-exit=1 "${SRUN[@]}" "$@" &
+}
+step() { squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j' | awk -v name="$1" '$2 == name {print $1}'; }
+end() { # NAME PID: TERM, and KILL after GRACE seconds; a TERM to srun would KILL its tasks at once
+  alive "$2" || return 0
+  scancel --signal=TERM "$(step "$1")" 2>/dev/null # some versions say that the id is invalid, and deliver it
+  for _ in $(seq "$GRACE"); do alive "$2" || return 0; sleep 1; done
+  say "the $1 part has not ended within $GRACE s: killed"
+  scancel --signal=KILL "$(step "$1")" 2>/dev/null || kill -KILL "$2"
+}
+
+stopping=
+trap 'stopping=yes; say "asked to stop"' USR1 TERM
+part train 0 "$TRAIN_NODES" "${TRAIN[@]}"
+train=$! rollout=
+if [ "$ROLLOUT_NODES" -gt 0 ]; then
+  part rollout "$TRAIN_NODES" "$ROLLOUT_NODES" "${ROLLOUT[@]}"
+  rollout=$!
+fi
+while alive "$train"; do
+  [ -z "$stopping" ] || touch "$RUN_DIR/stop" # again and again: a run that is just starting removes old ones
+  if [ -n "$rollout" ] && ! alive "$rollout" && [ ! -e "$RUN_DIR/engine/over" ]; then
+    say "the rollout part has ended before the training: ending the training"
+    end train "$train"
+  fi
+  sleep 1
+done
+wait "$train"
+code=$?
+end rollout "$rollout"
+
+[ "$code" -ne 0 ] || exit 0
+FACTS=$(scontrol show job "$JOB" --oneliner)
+fact() { grep -o " $1=[^ ]*" <<<"$FACTS" | head -n 1 | cut -d= -f2; }
+preempted() { [[ "$(fact PreemptTime)" == 2* && "$(fact PreemptTime)" > "$(fact StartTime)" ]]; }
+say "the training ended with exit code $code (job $(fact JobState), reason $(fact Reason))"
+# a job that is cancelled is COMPLETING while its parts end, and so is one past its time limit
+[ "$(fact JobState)" = RUNNING ] || [ "$(fact Reason)" = TimeLimit ] || exit "$code"
+[ -e "$RUN_DIR/again" ] || [ "$code" -eq 3 ] || preempted || exit "$code"
+[ "$RESTARTS" -lt "$MAX_REQUEUES" ] || CODE=$code fail "stopped before its end, and was requeued $MAX_REQUEUES times \
+(hydra.launcher.max_requeues); the run can go on"
+say "queued again ($((RESTARTS + 1)) of at most $MAX_REQUEUES)"
+scontrol requeue "$JOB" || CODE=$code fail "scontrol could not requeue it"
+sleep 60 # SLURM ends this shell
