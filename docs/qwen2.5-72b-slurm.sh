@@ -32,6 +32,9 @@ RESTARTS=${SLURM_RESTART_COUNT:-0}
 say() { echo "grpocli: job $JOB: $*"; }
 fail() { echo "grpocli: error: job $JOB: $*" >&2; exit "${CODE:-1}"; }
 
+stopping=
+trap 'stopping=yes; say "asked to stop"' USR1 TERM # from the beginning: USR1 would end this shell
+
 # SLURM itself queues a job again after a node failed, as often as it likes
 [ "$RESTARTS" -le "$MAX_REQUEUES" ] || fail "was requeued $MAX_REQUEUES times (hydra.launcher.max_requeues)"
 mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -64,8 +67,6 @@ end() { # NAME PID: TERM, and KILL after GRACE seconds; a TERM to srun would KIL
   scancel --signal=KILL "$(step "$1")" 2>/dev/null || kill -KILL "$2"
 }
 
-stopping=
-trap 'stopping=yes; say "asked to stop"' USR1 TERM
 part train 0 "$TRAIN_NODES" "${TRAIN[@]}"
 train=$! rollout=
 if [ "$ROLLOUT_NODES" -gt 0 ]; then
