@@ -16,7 +16,7 @@ say "start $((RESTARTS + 1)) of $RUN_DIR on ${HOSTS[*]}"
 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "${SRUN[@]}" bash -c '
   for _ in $(seq 30); do [ -f "$0/config.yaml" ] && exit; sleep 1; done
   echo "grpocli: error: node $(hostname) does not see $0: hydra.sweep.dir must be on a shared file system" >&2
-  exit 2' "$RUN_DIR" || exit 2
+  exit 2' "$RUN_DIR" || { [ $? -ne 2 ] || exit 2; } # what else ends this step, a preemption, also ends the next
 
 ln -sfn "$LOGS/slurm-$JOB.log" "$RUN_DIR/slurm.log"
 rm -f "$RUN_DIR/stop" "$RUN_DIR/again" "$RUN_DIR/engine/over"
