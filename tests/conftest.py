@@ -23,6 +23,14 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("busy")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """With pytest-xdist the workers leave tests out; this process, which collects nothing, says so for them."""
+    if config.getoption("dist", "no") != "no" and not config.getoption("markexpr"):
+        terminalreporter.write_line(
+            "left out: comparisons with TRL (`make parity` runs them), runs on a SLURM cluster (`make test-slurm`)"
+        )
+
+
 @pytest.fixture(scope="session")
 def little_model():
     """A two-layer Llama with random weights, large enough for its choices to be far from uniform."""
