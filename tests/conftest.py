@@ -1,8 +1,9 @@
-"""Fixtures that several test modules share: a random little model and its tokenizer."""
+"""Fixtures that several folders of tests share: a random little model, folders for caches, commands run in process."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -72,3 +73,17 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of this test's own."""
     monkeypatch.setenv("GRPOCLI_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def grpocli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a command in this process; the exit code, and what it printed to stdout and stderr."""
+    from grpocli.cli import main
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit_:
+            main(list(argv))
+        said = capsys.readouterr()
+        return int(exit_.value.code or 0), said.out, said.err
+
+    return run

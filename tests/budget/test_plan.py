@@ -35,7 +35,7 @@ SMALL = LlamaConfig(
     bos_token_id=2,
     pad_token_id=0,
 )
-PUBLISHED = {  # parameters, from the models' pages on the hub
+PUBLISHED = {  # parameters of the models with these names
     "deepseekmath-7b-instruct": 6_910_365_696,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,17 +11,3 @@ import pytest
 def in_a_folder_of_its_own(shared_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPOCLI_CACHE", str(shared_cache))
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def grpocli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run a command in this process; the exit code, and what it printed to stdout and stderr."""
-    from grpocli.cli import main
-
-    def run(*argv: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as exit_:
-            main(list(argv))
-        said = capsys.readouterr()
-        return int(exit_.value.code or 0), said.out, said.err
-
-    return run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,20 +42,6 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip(f"no SLURM cluster: {error}")
     yield cluster
     cluster.stop()
-
-
-@pytest.fixture
-def grpocli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run a command in this process; the exit code, and what it printed to stdout and stderr."""
-    from grpocli.cli import main
-
-    def run(*argv: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as exit_:
-            main(list(argv))
-        said = capsys.readouterr()
-        return int(exit_.value.code or 0), said.out, said.err
-
-    return run
 
 
 @pytest.fixture(autouse=True)
