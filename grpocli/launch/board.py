@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from grpocli.launch.nodes import session
 from grpocli.tracking.files import read_shared
 
 DONE = "done"
@@ -18,7 +19,10 @@ DONE = "done"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a process is doing. since: when it began to, in seconds since the epoch. step: the one it is working on."""
+    """What a process is doing. since: when it began to, in seconds since the epoch. step: the one it is working on.
+
+    session: `Node.session`, "" outside of a job.
+    """
 
     rank: int
     pid: int
@@ -26,6 +30,7 @@ class Place:
     stage: str
     step: int
     since: float
+    session: str = ""
 
     @property
     def here(self) -> bool:
@@ -47,7 +52,7 @@ class Board:
 
     def enter(self, stage: str) -> None:
         """Renamed into place, not fsynced: nobody needs it after a crash of the machine."""
-        place = Place(self._rank, os.getpid(), socket.gethostname(), stage, self.step, time.time())
+        place = Place(self._rank, os.getpid(), socket.gethostname(), stage, self.step, time.time(), session())
         with self._writing:
             beside = self._path.with_name(f".tmp-{self._path.name}")
             beside.write_text(json.dumps(asdict(place)))
@@ -59,6 +64,9 @@ def place_file(run_dir: Path, rank: int) -> Path:
 
 
 def places(run_dir: Path) -> list[Place]:
-    """Of all processes that have said where they are, in the order of their ranks."""
+    """Of all processes of this session that have said where they are, in the order of their ranks.
+
+    A machine that was cut off from the others may still be writing for a session that is over.
+    """
     found = [Place(**json.loads(read_shared(path))) for path in (run_dir / "logs").glob("place_*.json")]
-    return sorted(found, key=lambda place: place.rank)
+    return sorted((place for place in found if place.session == session()), key=lambda place: place.rank)

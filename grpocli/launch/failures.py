@@ -15,6 +15,7 @@ from pathlib import Path
 
 from grpocli.errors import ConfigError, GrpoError, RunError, Stopped
 from grpocli.launch.board import DONE, Place
+from grpocli.launch.nodes import session
 from grpocli.tracking.files import read_shared, write_atomic
 
 LOST = re.compile(
@@ -29,7 +30,7 @@ KINDS: dict[int, type[GrpoError]] = {2: ConfigError, 3: Stopped}
 class Failure:
     """Of process `rank`, at `time` (seconds since the epoch). code: what the run would exit with.
 
-    lost: it fails because another process is gone or does not answer.
+    lost: it fails because another process is gone or does not answer. session: as of a `Place`.
     """
 
     time: float
@@ -37,6 +38,7 @@ class Failure:
     code: int
     message: str
     lost: bool = False
+    session: str = ""
 
     @property
     def error(self) -> GrpoError:
@@ -48,17 +50,18 @@ def failure_file(run_dir: Path, rank: int) -> Path:
 
 
 def report_failure(run_dir: Path, rank: int, error: GrpoError, lost: bool = False) -> None:
-    """Leave an error for the launching process; what a process has said first counts."""
+    """Leave an error for the launching process; what a process has said first in a session counts."""
     path = failure_file(run_dir, rank)
     path.parent.mkdir(exist_ok=True)
-    if not path.exists():
-        write_atomic(path, json.dumps(asdict(Failure(time.time(), rank, error.exit_code, str(error), lost))))
+    if all(failure.rank != rank for failure in failures(run_dir)):
+        failure = Failure(time.time(), rank, error.exit_code, str(error), lost, session())
+        write_atomic(path, json.dumps(asdict(failure)))
 
 
 def failures(run_dir: Path) -> list[Failure]:
-    """Of all processes, the first one first."""
+    """Of all processes of this session, the first one first."""
     found = [Failure(**json.loads(read_shared(path))) for path in (run_dir / "logs").glob("failure_*.json")]
-    return sorted(found, key=lambda failure: failure.time)
+    return sorted((failure for failure in found if failure.session == session()), key=lambda failure: failure.time)
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -38,6 +38,12 @@ class Node:
         )
 
 
+def session() -> str:
+    """`Node.session` of this process; empty outside of a job."""
+    node = Node.here()
+    return node.session if node else ""
+
+
 def node_of(hardware: Hardware) -> Node | None:
     """This machine's place; None for a run on one machine.
 

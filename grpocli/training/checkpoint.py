@@ -7,8 +7,9 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.models.lora import adapter_tensors, is_adapted, save_adapter
 from grpocli.tracking.files import atomic_folder
-from grpocli.training import carry, optimizer_state
+from grpocli.training import carry, optimizer_state, shards
 
 if TYPE_CHECKING:
     import torch
@@ -26,9 +27,11 @@ if TYPE_CHECKING:
     from grpocli.data import Group
     from grpocli.training.policy import Policy
     from grpocli.training.reference import Reference
+    from grpocli.training.world import World
 
 STATE = "trainer.json"
 REFERENCE = "reference"
+WEIGHTS = "model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,88 +55,97 @@ def save(
     policy: Policy,
     tokenizer: PreTrainedTokenizerBase,
     optimizer: Any,
+    world: World,
     reference: Reference | None = None,
     carried: Sequence[Group] = (),
     ahead: Sequence[carry.Step] = (),
-    main: bool = True,
 ) -> None:
     """Write the checkpoint `path`; it exists only when it is whole. `reference` only if it changes in training.
     carried, ahead: groups and whole steps that have been sampled for the steps to come.
 
-    With LoRA it holds the updates alone: the base model does not change. Collective; the main process writes.
+    With LoRA it holds the updates alone: the base model does not change. Collective.
     """
-    weights = _trained(policy)
-    theirs = _whole(policy, policy.parallel.parameters(reference.model)) if reference else iter(())
-    moments = optimizer_state.whole(policy, optimizer)
-    if not main:
-        _walk(weights, theirs, moments)
-        return
-    with atomic_folder(path, replace=True) as folder:
+    parallel = policy.parallel
+    with _folder(path, world) as folder:
         if is_adapted(policy.model):
-            save_adapter(policy.model, folder, dict(weights))
+            updates = dict(_gathered(policy, adapter_tensors(policy.model)))
+            if world.is_main:
+                save_adapter(policy.model, folder, updates)
         else:
-            _save_weights(policy.model, folder, dict(weights))
-        tokenizer.save_pretrained(folder)
+            _save_weights(policy.model, folder, _gathered(policy, parallel.parameters(policy.model)), world)
         if reference is not None:
-            _save_weights(reference.model, folder / REFERENCE, dict(theirs))
-        optimizer_state.write(moments, folder)
-        carry.save(carried, folder)
-        carry.save_steps(ahead, folder)
-        (folder / STATE).write_text(json.dumps(asdict(state), indent=2))
+            theirs = _gathered(policy, parallel.parameters(reference.model))
+            _save_weights(reference.model, folder / REFERENCE, theirs, world)
+        optimizer_state.write(folder, policy, optimizer, world)
+        if world.is_main:
+            tokenizer.save_pretrained(folder)
+            carry.save(carried, folder)
+            carry.save_steps(ahead, folder)
+            (folder / STATE).write_text(json.dumps(asdict(state), indent=2))
 
 
 def save_model(
-    path: Path,
-    policy: Policy,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype,
-    card: str,
-    main: bool = True,
+    path: Path, policy: Policy, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, card: str, world: World
 ) -> None:
-    """Write the final model, in `dtype`, with its card; with LoRA, a plain model with the updates added.
-
-    Collective; the main process writes.
-    """
-    weights = _whole(policy, policy.weights(), dtype)
-    if not main:
-        _walk(weights)
-        return
-    model = policy.model
-    with atomic_folder(path, replace=True) as folder:
-        configured, model.config.dtype = model.config.dtype, dtype
-        try:
-            _save_weights(model, folder, dict(weights))
-        finally:
-            model.config.dtype = configured
-        tokenizer.save_pretrained(folder)
-        (folder / "README.md").write_text(card)
+    """Write the final model, in `dtype`, with its card; with LoRA, a plain model with the updates added. Collective."""
+    with _folder(path, world) as folder:
+        _save_weights(policy.model, folder, _gathered(policy, policy.weights()), world, dtype)
+        if world.is_main:
+            tokenizer.save_pretrained(folder)
+            (folder / "README.md").write_text(card)
 
 
-def _trained(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """What training changes: all weights, or LoRA's updates under their names in a file."""
-    adapted = is_adapted(policy.model)
-    return _whole(policy, adapter_tensors(policy.model) if adapted else policy.parallel.parameters(policy.model))
+@contextmanager
+def _folder(path: Path, world: World) -> Iterator[Path]:
+    """An `atomic_folder` that all processes write to; it is renamed when all are through."""
+    with atomic_folder(path, replace=True) if world.is_main else nullcontext() as made:
+        yield Path(world.broadcast_object(str(made)))
+        world.barrier()
 
 
-def _whole(
-    policy: Policy, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors in the CPU's memory, gathered one at a time. Every process walks through them, to the end."""
+def _gathered(policy: Policy, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Whole, one at a time. Every process walks through them, to the end."""
     for name, tensor in tensors:
-        yield name, policy.parallel.gather(tensor.detach()).to("cpu", dtype)
+        yield name, policy.parallel.gather(tensor.detach())
 
 
-def _walk(*gathers: Iterator[tuple[str, Tensor]]) -> None:
-    """Take part in what the main process writes, in its order."""
-    for _ in chain(*gathers):
-        pass
+def _save_weights(
+    model: PreTrainedModel,
+    folder: Path,
+    weights: Iterable[tuple[str, Tensor]],
+    world: World,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """A folder that `from_pretrained` loads, in files' names and tensors' as transformers writes them.
 
+    weights: the parameters, whole; buffers that belong in it are added. Collective.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
 
-def _save_weights(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor]) -> None:
-    """A folder that `from_pretrained` loads. weights: its parameters; buffers that belong in it are added."""
+    if world.is_main:
+        _save_config(model, folder, dtype)
     kept = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    model.save_pretrained(folder, state_dict=weights | buffers)
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+    convert = partial(revert_weight_conversion, model)
+    files = shards.write(chain(weights, buffers), folder, WEIGHTS, world, dtype, convert)
+    if not world.is_main:
+        return
+    if len(set(files.values())) == 1:
+        (folder / next(iter(files.values()))).rename(folder / f"{WEIGHTS}.safetensors")
+    else:
+        shards.write_index(files, folder / f"{WEIGHTS}.safetensors.index.json")
+
+
+def _save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None) -> None:
+    """All that transformers saves of a model but its weights."""
+    configured = model.config.dtype
+    try:
+        model.save_pretrained(folder, state_dict={})
+        if dtype is not None:
+            model.config.dtype = dtype
+            model.config.save_pretrained(folder)
+    finally:
+        model.config.dtype = configured
 
 
 def load_state(path: Path) -> State:

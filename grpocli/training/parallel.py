@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from grpocli.launch.hardware import Hardware
+    from grpocli.training.shards import Stored
 
 Make = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 """The optimizer over a model's parameters."""
@@ -68,8 +69,8 @@ class Parallel(Protocol):
         """What the optimizer keeps of a trained parameter, by name, whole; nothing before the first update."""
         ...
 
-    def remember(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, Tensor]) -> None:
-        """Have the optimizer keep that, each process its part. Not collective."""
+    def remember(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, Stored]) -> None:
+        """Have the optimizer keep that: each process reads its part. Not collective."""
         ...
 
 
@@ -131,9 +132,9 @@ class Alone:
         for name, tensor in optimizer.state.get(parameter, {}).items():
             yield name, self.gather(tensor)
 
-    def remember(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, Tensor]) -> None:
+    def remember(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, Stored]) -> None:
         if moments:
-            optimizer.state[parameter] = {name: tensor.to(self.device) for name, tensor in moments.items()}
+            optimizer.state[parameter] = {name: stored.whole().to(self.device) for name, stored in moments.items()}
 
 
 class Ddp(Alone):

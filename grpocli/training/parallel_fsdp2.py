@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from grpocli.training.parallel import Make, step
 from grpocli.training.reading import read_once
@@ -17,6 +17,8 @@ from grpocli.training.reading import read_once
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor
+
+    from grpocli.training.shards import Stored
 
 
 class Fsdp2:
@@ -103,15 +105,24 @@ class Fsdp2:
         for name, tensor in optimizer.state.get(parameter, {}).items():
             yield name, self.gather(tensor)
 
-    def remember(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, Tensor]) -> None:
+    def remember(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, Stored]) -> None:
         if moments:
-            optimizer.state[parameter] = {name: self._part(tensor, parameter) for name, tensor in moments.items()}
+            optimizer.state[parameter] = {name: self._part(stored, parameter) for name, stored in moments.items()}
 
-    def _part(self, whole: Tensor, parameter: torch.nn.Parameter) -> Tensor:
-        """This process's, without a word to the others: each has read the whole."""
-        if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:  # a counter
-            return whole.to(self.device)
-        return distribute_tensor(whole.to(self.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    def _part(self, stored: Stored, parameter: torch.nn.Parameter) -> Tensor:
+        """This process's rows, as `fully_shard` deals them: as many to each, until there are no more."""
+        if not isinstance(parameter, DTensor) or stored.shape != parameter.shape:  # a counter
+            return stored.whole().to(self.device)
+        rows = parameter.shape[0]
+        each = -(-rows // self.size)
+        start, end = (min(rank * each, rows) for rank in (self.mesh.get_local_rank(), self.mesh.get_local_rank() + 1))
+        return DTensor.from_local(
+            stored.rows(start, end).to(self.device),
+            parameter.device_mesh,
+            parameter.placements,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
 
 
 def layers(model: torch.nn.Module) -> list[torch.nn.Module]:

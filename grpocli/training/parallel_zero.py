@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor
 
+    from grpocli.training.shards import Stored
+
 
 class Zero2(Alone):
     """Every process has all float32 weights, and a part of the gradients and of the optimizer's state.
@@ -73,18 +75,18 @@ class Zero2(Alone):
             else:
                 yield name, self._get(parameter, name)
 
-    def remember(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, Tensor]) -> None:
+    def remember(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, Stored]) -> None:
         state = optimizer.optimizer.state
         for flat in self._flat(optimizer):
             if flat not in state and moments:
                 state[flat] = {
-                    name: value.to(self.device) if value.numel() == 1 else torch.zeros_like(flat)
-                    for name, value in moments.items()
+                    name: torch.zeros_like(flat) if stored.shape else stored.whole().to(self.device)  # a counter
+                    for name, stored in moments.items()
                 }
         self._link(optimizer)
-        for name, value in moments.items():
-            if value.numel() > 1:
-                self._set(parameter, name, value.to(self.device))
+        for name, stored in moments.items():
+            if stored.shape:
+                self._set(parameter, name, stored)
 
     def _flat(self, optimizer: Any) -> list[Tensor]:
         """This process's part of each group of parameters, end to end: what the optimizer knows."""
@@ -102,10 +104,11 @@ class Zero2(Alone):
         whole: Tensor = safe_get_full_optimizer_state(parameter, name)
         return whole
 
-    def _set(self, parameter: torch.nn.Parameter, name: str, whole: Tensor) -> None:
+    def _set(self, parameter: Any, name: str, stored: Stored) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state
 
-        safe_set_full_optimizer_state(parameter, whole, name)
+        if parameter._hp_mapping is not None:  # some of it is in this process's part
+            safe_set_full_optimizer_state(parameter, stored.whole().to(self.device), name)
 
 
 class Zero3(Zero2):
@@ -157,13 +160,13 @@ class Zero3(Zero2):
     def _link(self, optimizer: Any) -> None:
         """Nothing: states are looked for when they are asked for."""
 
-    def _set(self, parameter: Any, name: str, whole: Tensor) -> None:
-        """DeepSpeed 0.19 cannot cut a tensor that does not divide by the number of processes."""
+    def _set(self, parameter: Any, name: str, stored: Stored) -> None:
+        """DeepSpeed's parts are equal: it fills the last ones up."""
         from deepspeed.utils import safe_set_local_optimizer_state
 
         size = parameter.ds_tensor.numel()
-        padded = torch.nn.functional.pad(whole.flatten(), (0, size * self.size - whole.numel()))
-        safe_set_local_optimizer_state(parameter, padded.narrow(0, size * self.rank, size), name)
+        part = stored.flat(size * self.rank, size * (self.rank + 1)).to(self.device)
+        safe_set_local_optimizer_state(parameter, torch.nn.functional.pad(part, (0, size - part.numel())), name)
 
 
 def _deepspeed(stage: int, device: torch.device) -> Any:

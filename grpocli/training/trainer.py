@@ -159,10 +159,10 @@ class Trainer:
             self.policy,
             self.tokenizer,
             self.updater.optimizer,
+            self.world,
             self.reference if self.run.algorithm.kl.sync_every else None,
             progress.carried,
             [(step.groups, step.metrics) for step in progress.ready],
-            main=self.world.is_main,
         )
         if self.world.is_main:
             checkpoint.prune(folder, self.run.checkpoint.keep)

@@ -101,7 +101,7 @@ def finish(trainer: Trainer, job: Job, results: dict[str, float]) -> None:
         summary = summarise(trainer, recorder, "done", results)
         card = model_card(recorder.run_dir, job.engine.model_path, summary)
     dtype = load_config(trainer.run.model, job.engine.model_path).dtype or torch.float32
-    save_model(recorder.run_dir.model, trainer.policy, trainer.tokenizer, dtype, card, main)
+    save_model(recorder.run_dir.model, trainer.policy, trainer.tokenizer, dtype, card, trainer.world)
     if main:
         recorder.view.note(f"the final model is in {recorder.run_dir.model}")
     trainer.world.barrier()

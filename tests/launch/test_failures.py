@@ -92,3 +92,17 @@ def test_what_is_told_through_files(tmp_path: Path) -> None:
     report_failure(tmp_path, 0, RunError("then"), lost=True)
     report_failure(tmp_path, 1, RunError("what came of it"))
     assert [(f.rank, f.message, f.lost) for f in failures(tmp_path)] == [(1, "first", False), (0, "then", True)]
+
+
+def test_what_a_session_before_still_writes_is_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that was cut off does not know that the job was queued again without it."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    report_failure(tmp_path, 1, RunError("cut off"))
+    Board(tmp_path, 1).enter("rollout")
+    assert len(places(tmp_path)) == len(failures(tmp_path)) == 1
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert places(tmp_path) == failures(tmp_path) == []
+    report_failure(tmp_path, 1, RunError("of now"))
+    assert [f.message for f in failures(tmp_path)] == ["of now"]

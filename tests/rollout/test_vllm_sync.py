@@ -22,7 +22,7 @@ from grpocli.rollout.vllm import transport_gpu, transport_shm
 from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.options import Vllm
 from grpocli.rollout.vllm.probe import TOLERANCE, WORST, compare, sequence
-from grpocli.rollout.vllm.sync import WeightSync
+from grpocli.rollout.vllm.sync import OneAtATime, WeightSync
 from grpocli.rollout.vllm.transport import Weights
 from grpocli.rollout.vllm.transport_ipc import ARGUMENTS, decode_handles, encode_handles
 from grpocli.rollout.vllm.weights import (
@@ -608,3 +608,24 @@ def test_the_worker_takes_no_pickled_handles() -> None:
     assert update.ipc_handles == {"GPU-1": HANDLE}
     with pytest.raises(ValueError, match="JSON only"):
         JsonIpcUpdate(**fields, ipc_handles_pickled="gASVAA==")
+
+
+def test_a_transfer_that_is_given_up_and_the_rest_of_the_gathers_share_one_stream() -> None:
+    """sync=nccl over sharded weights, and a server that died: the transfer's thread is still inside a gather."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def gathers():
+        for k in range(4):
+            if k == 1:
+                inside.set()
+                assert go_on.wait(10)
+            yield f"w{k}", torch.tensor(k)
+
+    stream, taken = OneAtATime(gathers()), list[str]()
+    given_up = threading.Thread(target=lambda: taken.extend(name for name, _ in stream))
+    given_up.start()
+    assert inside.wait(10)
+    threading.Timer(0.2, go_on.set).start()
+    rest = [name for name, _ in stream]
+    given_up.join(10)
+    assert sorted(taken + rest) == ["w0", "w1", "w2", "w3"]

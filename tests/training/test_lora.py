@@ -233,7 +233,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(world, rows, base: Path, tmp_path: Pat
         if path == base:
             for _ in range(3):
                 step(up, rows)
-            save(tmp_path / "checkpoint", State(), up.policy, AutoTokenizer.from_pretrained(base), up.optimizer)
+            save(tmp_path / "checkpoint", State(), up.policy, AutoTokenizer.from_pretrained(base), up.optimizer, world)
         else:
             load_optimizer(path, up.policy, up.optimizer)
         up.updates = 3
@@ -249,7 +249,7 @@ def test_a_checkpoint_holds_the_updates_and_loads_with_transformers(world, rows,
     for _ in range(3):
         step(up, rows)
     path = tmp_path / "checkpoint"
-    save(path, State(), up.policy, AutoTokenizer.from_pretrained(base), up.optimizer)
+    save(path, State(), up.policy, AutoTokenizer.from_pretrained(base), up.optimizer, world)
     assert not (path / "model.safetensors").exists()
     assert logp(AutoModelForCausalLM.from_pretrained(path), rows).equal(logp(model, rows))
     saved = load_file(path / "optimizer-00001.safetensors")
@@ -266,7 +266,7 @@ def test_the_final_model_is_plain_and_the_same_policy(world, rows, base: Path, t
     for _ in range(3):
         step(up, rows)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    save_model(tmp_path / "model", policy, AutoTokenizer.from_pretrained(base), dtype, "card")
+    save_model(tmp_path / "model", policy, AutoTokenizer.from_pretrained(base), dtype, "card", world)
     assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
     assert not (tmp_path / "model" / "adapter_config.json").exists()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")

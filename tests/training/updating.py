@@ -19,7 +19,7 @@ from grpocli.launch.hardware import Single
 from grpocli.models.lora import Lora, attach, is_adapted
 from grpocli.models.tiny_parts import make_tokenizer
 from grpocli.rollout.sampler import sample
-from grpocli.training import checkpoint
+from grpocli.training import checkpoint, shards
 from grpocli.training.batch import Row
 from grpocli.training.checkpoint import State
 from grpocli.training.optim import AdamW
@@ -140,11 +140,11 @@ def went_on(world: World, folder: Path, start: Path, end: Path) -> dict[str, obj
     resumed = (start / checkpoint.STATE).is_file()
     if resumed:
         checkpoint.load_optimizer(start, policy, optimizer)
-        checkpoint.save(end.with_suffix(".again"), State(), policy, tokenizer, optimizer, main=world.is_main)
+        checkpoint.save(end.with_suffix(".again"), State(), policy, tokenizer, optimizer, world)
     updater = updater_of(world, folder, policy, optimizer, ("algorithm=dapo",), optim)
     metrics = updater.step(load_rows(folder / "rows.json"), N_GROUPS)
-    checkpoint.save(end, State(), policy, tokenizer, optimizer, main=world.is_main)
-    checkpoint.save_model(end / "final", policy, tokenizer, torch.bfloat16, "card", main=world.is_main)
+    checkpoint.save(end, State(), policy, tokenizer, optimizer, world)
+    checkpoint.save_model(end / "final", policy, tokenizer, torch.bfloat16, "card", world)
     return {"metrics": metrics, "weights": whole(policy)}
 
 
@@ -165,6 +165,7 @@ def sampled(world: World, folder: Path) -> list[list[int]]:
 def main(folder: Path, parallel: str) -> None:
     """Every algorithm, from the model and rows in the folder; a file of results a process."""
     world = World(Single(device="cpu", parallel=parallel, timeout=120))
+    shards.FILE_BYTES = 8192  # so that every process writes several
     names = [name for name in ALGORITHMS if name != "lora" or parallel != "zero3"]
     results: dict[str, Any] = {name: descended(world, folder, name) for name in names}
     if parallel != "zero3":

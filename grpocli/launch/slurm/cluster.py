@@ -24,16 +24,17 @@ def check(options: Options, nodes: int) -> None:
     default = next((name.rstrip("*") for name in sizes if name.endswith("*")), None)
     sizes = {name.rstrip("*"): size for name, size in sizes.items()}
     there = ", ".join(f"{name} ({size} nodes)" for name, size in sizes.items())
-    if options.partition is None and default is None:
+    chosen = options.partition or os.environ.get("SBATCH_PARTITION") or default
+    if chosen is None:
         raise ConfigError.of("hydra.launcher.partition", "null", f"this cluster has no default; choose one of {there}")
-    asked = (options.partition or str(default)).split(",")
+    asked = chosen.split(",")
     for name in asked:
         if name not in sizes:
             raise ConfigError.of("hydra.launcher.partition", name, f"there is no such partition; choose one of {there}")
     if nodes > max(sizes[name] for name in asked):
         raise ConfigError(
             f"hardware: the run needs {nodes} nodes (hardware.train_nodes + hardware.rollout_nodes), and partition "
-            f"{options.partition or default} has {max(sizes[name] for name in asked)}"
+            f"{chosen} has {max(sizes[name] for name in asked)}"
         )
 
 

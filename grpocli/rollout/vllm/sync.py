@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -42,7 +43,7 @@ class WeightSync:
         main = self.world.is_main
         probing = main and self.probe.due(new=not all(server.prepared for server in self.servers))
         sent, failure = 0, ""
-        weights = self.weights.stream()
+        weights = OneAtATime(self.weights.stream())
         try:
             if main or self.transport.everywhere:
                 sent = self._update(weights, version) if main else self.transport.send([], weights, version)
@@ -93,6 +94,21 @@ class WeightSync:
         except EngineError as error:
             return str(error)
         return ""
+
+
+class OneAtATime:
+    """An iterator that two threads may walk through together: a transfer that is given up may still be in a gather,
+    whose rest the main thread makes with the other processes."""
+
+    def __init__(self, items: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._items, self._lock = items, threading.Lock()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        with self._lock:
+            return next(self._items)
 
 
 def compare_versions(server: Server, version: int) -> None:

@@ -1,0 +1,102 @@
+"""Tensors in files that several processes write, and of which parts are read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from grpocli.training import shards
+
+TENSORS = {f"w{k}": torch.arange(k, k + 12.0).view(3, 4) for k in range(10)} | {"count": torch.tensor(7)}
+
+
+@dataclass
+class OneOf:
+    """A world whose processes run one after the other."""
+
+    rank: int
+    size: int
+
+    def gather_objects(self, items: list[Any]) -> list[Any]:
+        return items
+
+
+def written(folder: Path, size: int, **options: Any) -> list[dict[str, str]]:
+    """What each of `size` processes has written."""
+    found = []
+    for rank in range(size):
+        world: Any = OneOf(rank, size)
+        found.append(shards.write(iter(TENSORS.items()), folder, "model", world, **options))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("full", [48, 100, 2**31])
+def test_every_tensor_is_written_once_whoever_writes_it(tmp_path, monkeypatch, size: int, full: int) -> None:
+    monkeypatch.setattr(shards, "FILE_BYTES", full)
+    by_rank = written(tmp_path, size)
+    names = [name for files in by_rank for name in files]
+    assert sorted(names) == sorted(TENSORS)
+    files = {name: file for one in by_rank for name, file in one.items()}
+    for name, tensor in TENSORS.items():
+        assert load_file(tmp_path / files[name])[name].equal(tensor)
+    per_file = -(-full // 48)
+    wanted = [k // per_file + 1 for k in range(10)]
+    assert [files[f"w{k}"] for k in range(10)] == [f"model-{n:05}.safetensors" for n in wanted]
+    assert all(by_rank) == (size == 1 or full < 2**31)  # everybody has a part
+
+
+def test_nobody_holds_more_than_a_file(tmp_path, monkeypatch) -> None:
+    """A process has written its file of a round before tensors of the next one come."""
+    monkeypatch.setattr(shards, "FILE_BYTES", 48)
+    there: list[int] = []
+
+    def walked():
+        for item in TENSORS.items():
+            there.append(len(list(tmp_path.iterdir())))
+            yield item
+
+    world: Any = OneOf(1, 3)
+    shards.write(walked(), tmp_path, "model", world)
+    assert there == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
+
+
+def test_numbers_are_cast_and_counters_are_not(tmp_path) -> None:
+    (files,) = written(tmp_path, 1, dtype=torch.bfloat16)
+    saved = load_file(tmp_path / files["w1"])
+    assert saved["w1"].dtype == torch.bfloat16
+    assert saved["count"].equal(TENSORS["count"])
+
+
+def test_transformers_loads_a_model_in_many_files(tmp_path, monkeypatch, little_model) -> None:
+    monkeypatch.setattr(shards, "FILE_BYTES", 20_000)
+    world: Any = OneOf(0, 1)
+    files = shards.write(little_model.named_parameters(), tmp_path, "model", world)
+    assert len(set(files.values())) > 2
+    shards.write_index(files, tmp_path / "model.safetensors.index.json")
+    little_model.config.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(loaded.get_parameter(name).equal(p) for name, p in little_model.named_parameters())
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4)])
+def test_parts_are_read_as_they_would_be_cut(tmp_path, shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape)
+    world: Any = OneOf(0, 1)
+    files = shards.write([("t", tensor)], tmp_path, "s", world)
+    (tmp_path / "index.json").write_text(json.dumps({"weight_map": files}))
+    with shards.reading(tmp_path / "index.json") as stored:
+        assert stored["t"].shape == shape
+        assert stored["t"].whole().equal(tensor)
+        for start in range(tensor.numel() + 2 if shape else 0):
+            for end in range(start, tensor.numel() + 5):
+                assert stored["t"].flat(start, end).equal(tensor.flatten()[start:end]), (start, end)
+        for start in range(shape[0] + 1 if shape else 0):
+            assert stored["t"].rows(start, start + 1).equal(tensor[start : start + 1])
