@@ -34,7 +34,8 @@ def write(
     """Write `STEM-00001.safetensors` and so on, one a process at a time, side by side; return each tensor's file.
 
     tensors: whole in every process, which all walk through them; they may be gathered one by one. dtype: of
-    floating-point numbers in the files, if not their own. convert: what is done to the tensors of a file, names included. Collective.
+    floating-point numbers in the files, if not their own. convert: what is done to the tensors of a file, names
+    included. Collective.
     """
     from safetensors.torch import save_file
 
