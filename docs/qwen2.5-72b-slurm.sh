@@ -68,7 +68,7 @@ end() { # NAME PID: TERM, and KILL after GRACE seconds; a TERM to srun would KIL
 }
 
 part train 0 "$TRAIN_NODES" "${TRAIN[@]}"
-train=$! rollout=
+train=$! rollout= gone=
 if [ "$ROLLOUT_NODES" -gt 0 ]; then
   part rollout "$TRAIN_NODES" "$ROLLOUT_NODES" "${ROLLOUT[@]}"
   rollout=$!
@@ -76,8 +76,11 @@ fi
 while alive "$train"; do
   [ -z "$stopping" ] || touch "$RUN_DIR/stop" # again and again: a run that is just starting removes old ones
   if [ -n "$rollout" ] && ! alive "$rollout" && [ ! -e "$RUN_DIR/engine/over" ]; then
-    say "the rollout part has ended before the training: ending the training"
-    end train "$train"
+    gone=${gone:-$SECONDS} # the training may be about to end by itself, and say why
+    if [ $((SECONDS - gone)) -ge 10 ]; then
+      say "the rollout part has ended before the training: ending the training"
+      end train "$train"
+    fi
   fi
   sleep 1
 done

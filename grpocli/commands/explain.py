@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from grpocli.commands.hydra_app import search_path
-from grpocli.config.resume import Resume
+from grpocli.commands.hydra_app import composed
 from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,13 +62,10 @@ def _sides(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def _explained(overrides: list[str], config_dir: str | None) -> Explanation:
-    from grpocli.config.compose import build_run, compose
+    from grpocli.config.compose import build_run
     from grpocli.explain.compose import explanation
 
-    resume = Resume.asked_for(overrides)
-    asked = resume.overrides(overrides) if resume else overrides
-    config = compose([*search_path(config_dir), *asked])
-    config = resume.merged(config) if resume else config
+    config = composed(overrides, config_dir)
     return explanation(build_run(config), config, overrides)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from grpocli.config.complaints import friendly
-from grpocli.config.compose import conf_dir, register_parts
+from grpocli.config.compose import compose, conf_dir, register_parts
+from grpocli.config.resume import Resume
 from grpocli.errors import ConfigError, GrpoError, Stopped
 
 
@@ -44,6 +45,13 @@ def search_path(config_dir: str | None) -> list[str]:
     if not Path(config_dir).is_dir():
         raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
     return [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
+
+
+def composed(overrides: list[str], config_dir: str | None) -> DictConfig:
+    """The config that `grpocli train` would run with these overrides, `resume=` among them or not."""
+    resume = Resume.asked_for(overrides)
+    config = compose([*search_path(config_dir), *(resume.overrides(overrides) if resume else overrides)])
+    return resume.merged(config) if resume else config
 
 
 def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[str]) -> None:

@@ -7,8 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from grpocli.commands.hydra_app import search_path
-from grpocli.config.resume import Resume
+from grpocli.commands.hydra_app import composed
 
 if TYPE_CHECKING:
     from grpocli.budget.plan import Plan
@@ -70,9 +69,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(overrides: list[str], config_dir: str | None) -> Run:
-    from grpocli.config.compose import build_run, compose
+    from grpocli.config.compose import build_run
 
-    resume = Resume.asked_for(overrides)
-    asked = resume.overrides(overrides) if resume else overrides
-    config = compose([*search_path(config_dir), *asked])
-    return build_run(resume.merged(config) if resume else config)
+    return build_run(composed(overrides, config_dir))

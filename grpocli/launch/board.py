@@ -43,17 +43,20 @@ class Place:
 
 
 class Board:
-    """A process's own place. Stages may be entered by several threads; the one entered last is shown."""
+    """A process's own place. A stage lasts until its thread enters another; that of the main thread is shown first."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._path, self._rank, self.step = place_file(run_dir, rank), rank, 0
         self._path.parent.mkdir(exist_ok=True)
+        self._stages: dict[int, str] = {threading.main_thread().ident or 0: "start"}
         self._writing = threading.Lock()
 
     def enter(self, stage: str) -> None:
         """Renamed into place, not fsynced: nobody needs it after a crash of the machine."""
-        place = Place(self._rank, os.getpid(), socket.gethostname(), stage, self.step, time.time(), session())
         with self._writing:
+            self._stages[threading.get_ident()] = stage
+            shown = stage if stage == DONE else " beside ".join(self._stages.values())
+            place = Place(self._rank, os.getpid(), socket.gethostname(), shown, self.step, time.time(), session())
             beside = self._path.with_name(f".tmp-{self._path.name}")
             beside.write_text(json.dumps(asdict(place)))
             beside.replace(self._path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -92,6 +93,18 @@ def test_what_is_told_through_files(tmp_path: Path) -> None:
     report_failure(tmp_path, 0, RunError("then"), lost=True)
     report_failure(tmp_path, 1, RunError("what came of it"))
     assert [(f.rank, f.message, f.lost) for f in failures(tmp_path)] == [(1, "first", False), (0, "then", True)]
+
+
+def test_a_thread_beside_the_main_one_does_not_hide_it(tmp_path: Path) -> None:
+    """rollout.max_staleness: what is sampled ahead goes on for a while where the update hangs."""
+    board = Board(tmp_path, 0)
+    board.enter("train")
+    sampler = threading.Thread(target=board.enter, args=("reward",))
+    sampler.start()
+    sampler.join()
+    assert [place.stage for place in places(tmp_path)] == ["train beside reward"]
+    board.enter(DONE)
+    assert [place.stage for place in places(tmp_path)] == [DONE]
 
 
 def test_what_a_session_before_still_writes_is_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

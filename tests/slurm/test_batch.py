@@ -84,14 +84,14 @@ def test_the_rollout_nodes_end_when_the_training_fails(cluster: Cluster, tmp_pat
 
 
 def test_the_training_ends_when_the_rollout_part_does(cluster: Cluster, tmp_path: Path) -> None:
-    orders = {"steps": 20, "rollout": {"fail": 3}}
+    orders = {"steps": 200, "rollout": {"fail": 3}}
     job = Submitted.of(cluster, written(tmp_path / "sweep", orders, *MULTINODE, "hydra.launcher.max_requeues=1"))
     job.until_over("FAILED")
     assert "the rollout part has ended before the training" in job.log
     assert "was told to fail" in job.log
     assert job.shown("Restarts") == "1"
     assert "was requeued 1 times (hydra.launcher.max_requeues)" in job.log
-    assert 3 <= job.step() < 20
+    assert 3 <= job.step() < 200
 
 
 def test_scancel_leaves_no_process(cluster: Cluster, tmp_path: Path) -> None:

@@ -52,6 +52,32 @@ def test_a_sweep_of_two_is_an_array_and_is_waited_for(cluster: Cluster, tmp_path
         assert "the final model is in" in (sweep / f"{i}" / "slurm.log").read_text()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "partition", "said"),
+    [
+        (["hydra.launcher.partition=gpu"], "debug", "hydra.launcher.partition=gpu: there is no such partition; choose"),
+        ([], "gpu", "hydra.launcher.partition=gpu: there is no such partition; choose one of debug (3 nodes)"),
+        (["hardware=multinode", "hardware.train_nodes=4"], None, "the run needs 4 nodes"),
+    ],
+)
+def test_what_the_cluster_has_not_is_refused_before_anything_is_submitted(
+    cluster: Cluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    partition: str | None,
+    said: str,
+) -> None:
+    if partition:
+        monkeypatch.setenv("SBATCH_PARTITION", partition)  # as sbatch does it
+    jobs = cluster.run("squeue", "--noheader", "--states=all").stdout
+    done = cluster.run(*GRPOCLI, *MULTIRUN, *SMALL, *overrides, f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert said in done.stderr
+    assert cluster.run("squeue", "--noheader", "--states=all").stdout == jobs
+    assert not (tmp_path / "sweep" / "job.sh").exists()
+
+
 def test_a_run_that_fails_fails_the_command_with_its_error(cluster: Cluster, tmp_path: Path) -> None:
     bad = ["reward=[python]", "reward.python.function=math:sqrt", "seed=0,1"]
     done = cluster.run(*GRPOCLI, *MULTIRUN, *SMALL, *bad, f"hydra.sweep.dir={tmp_path / 'sweep'}")
