@@ -49,7 +49,13 @@ BATCH = [  # an arithmetic prompt has 10 tokens
 ]
 LEAST = ["rollout.prompts_per_step=2", "rollout.group_size=2", "train.micro_batch_tokens=40"]
 CASES = {
-    "built in": ["tiny", "rollout.prompts_per_step=128", "rollout.group_size=16", "train.micro_batch_tokens=65536"],
+    "built in": [
+        "tiny",
+        "rollout.prompts_per_step=128",
+        "rollout.group_size=16",
+        "rollout.max_completion_tokens=3",  # it ends its answers then, and plans are for the longest
+        "train.micro_batch_tokens=65536",
+    ],
     "30M, float32": ["30M", "model.dtype=float32", "train.micro_batch_tokens=2048"],
     "30M, bfloat16": ["30M", "model.dtype=bfloat16", "train.micro_batch_tokens=2048"],
     "30M, checkpointing": [
@@ -64,7 +70,7 @@ CASES = {
         "30M",
         "model.dtype=float32",
         "train.micro_batch_tokens=256",
-        "rollout.prompts_per_step=32",
+        "rollout.prompts_per_step=16",
         "rollout.max_completion_tokens=246",
         "train.steps=1",
         "train.gradient_checkpointing=true",

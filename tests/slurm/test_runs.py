@@ -57,7 +57,7 @@ def test_a_sweep_of_two_is_an_array_and_is_waited_for(cluster: Cluster, tmp_path
     [
         (["hydra.launcher.partition=gpu"], "debug", "hydra.launcher.partition=gpu: there is no such partition; choose"),
         ([], "gpu", "hydra.launcher.partition=gpu: there is no such partition; choose one of debug (3 nodes)"),
-        (["hardware=multinode", "hardware.train_nodes=4"], None, "the run needs 4 nodes"),
+        (["hardware=multinode", "hardware.train_nodes=4", "hardware.rollout_nodes=0"], None, "the run needs 4 nodes"),
     ],
 )
 def test_what_the_cluster_has_not_is_refused_before_anything_is_submitted(
