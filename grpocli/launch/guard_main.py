@@ -115,6 +115,11 @@ def prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
+def die_with_parent() -> None:
+    """SIGKILL when the thread that has started this process ends, however it ends."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def spawn(command: list[str], line: int) -> int:
     """Start the command in a process group of its own, which dies with the guard; return its pid."""
     pid = os.fork()
@@ -126,7 +131,7 @@ def spawn(command: list[str], line: int) -> int:
         os.close(line)
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and exec would hand on
             signal.signal(number, signal.SIG_DFL)
         os.execvp(command[0], command)

@@ -30,7 +30,7 @@ SETTLE = 5.0  # seconds in which the others may still say what they see of a fai
 GRACE = 1.0  # seconds between TERM, which trainer processes take as a wish, and KILL
 POLL = 0.1
 POLL_SHARED = 1.0  # on a file system that all machines of the run ask
-KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)  # what a guard returns where the launcher itself was
+KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM, -signal.SIGKILL)  # the launcher itself, or its guard
 
 
 def train_in_processes(

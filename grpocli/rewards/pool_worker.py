@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
@@ -12,14 +11,15 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-PR_SET_PDEATHSIG = 1
+from grpocli.launch.guard_main import die_with_parent
+
 MAX_BYTES = 4 * 2**30
 READY = "ready"
 
 
 def main() -> None:
     """Serve `module:function` until the input ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are for the run, which finishes its step and then ends us
     _limit_memory()

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from grpocli.training.world import World
 
 STATE = "trainer.json"
+NAME = re.compile(r"step_(\d+)")
 REFERENCE = "reference"
 WEIGHTS = "model"
 
@@ -149,7 +150,11 @@ def _save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None
 
 
 def load_state(path: Path) -> State:
-    return State(**json.loads((path / STATE).read_text()))
+    """Raises ValueError or TypeError where the file holds something else."""
+    state = State(**json.loads((path / STATE).read_text()))
+    if (numbered := NAME.fullmatch(path.name)) and int(numbered[1]) != state.step:
+        raise ValueError(f"{STATE} is of step {state.step}")
+    return state
 
 
 def load_optimizer(path: Path, policy: Policy, optimizer: Any) -> None:
@@ -159,7 +164,7 @@ def load_optimizer(path: Path, policy: Policy, optimizer: Any) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Whole checkpoints, oldest first."""
-    found = [p for p in folder.glob("step_*") if re.fullmatch(r"step_\d+", p.name) and (p / STATE).is_file()]
+    found = [p for p in folder.glob("step_*") if NAME.fullmatch(p.name) and (p / STATE).is_file()]
     return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
 
 

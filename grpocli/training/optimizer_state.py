@@ -56,7 +56,9 @@ def restore(folder: Path, policy: Policy, optimizer: Any) -> None:
                 state[name][kind] = tensor
             unknown = state.keys() - {name for name, _ in _trained(policy)}
             if unknown:
-                raise ValueError(f"there is optimizer state for {min(unknown)}, which is not trained")
+                raise ValueError(f"there is optimizer state for {min(unknown)!r}, which is not trained")
+            if len({frozenset(kinds) for kinds in state.values()}) > 1:
+                raise ValueError(f"{INDEX} has not the same tensors for each parameter")
             for name, parameter in _trained(policy):
                 policy.parallel.remember(optimizer, parameter, state[name])
     except (OSError, SafetensorError) as error:

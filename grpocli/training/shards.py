@@ -104,10 +104,13 @@ class Stored:
 
 @contextmanager
 def reading(index: Path) -> Iterator[dict[str, Stored]]:
-    """Every tensor of the files that an index names, for as long as the block lasts."""
+    """Every tensor of the files that an index names, for as long as the block lasts. Raises ValueError where it names
+    others than those beside it."""
     from safetensors import safe_open
 
     files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    if elsewhere := [file for file in files.values() if Path(file).name != file]:
+        raise ValueError(f"{index.name} names {elsewhere[0]}, which is no file beside it")
     with ExitStack() as closing:
         opened = {
             file: closing.enter_context(safe_open(index.parent / file, framework="pt")) for file in set(files.values())

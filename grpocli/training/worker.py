@@ -132,11 +132,13 @@ def main() -> None:
     from grpocli.config.compose import build_run, register_parts
     from grpocli.launch.board import DONE, Board
     from grpocli.launch.failures import is_lost_peer, report_failure
+    from grpocli.launch.guard_main import die_with_parent
     from grpocli.launch.processes import stop_file
     from grpocli.launch.run import quiet_libraries
     from grpocli.launch.signals import StopSignal
     from grpocli.tracking.view import make_view, silent_view
 
+    die_with_parent()  # what the guard does for the launcher
     stop = StopSignal()
     stop.listen()
     run_dir = RunDir(Path(sys.argv[1]))

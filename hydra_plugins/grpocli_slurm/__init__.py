@@ -25,9 +25,8 @@ class SlurmLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         from grpocli.launch.slurm.launcher import launch
-        from grpocli.launch.slurm.options import options
 
-        return launch(options(self._options), self._context, self._config, job_overrides, initial_job_idx)
+        return launch(self._options, self._context, self._config, job_overrides, initial_job_idx)
 
 
 register(f"{SlurmLauncher.__module__}.{SlurmLauncher.__qualname__}")

@@ -186,13 +186,38 @@ def test_two_runs_in_one_folder(grpocli, tmp_path: Path) -> None:
     assert "another process is running in it" in said
 
 
-@pytest.mark.parametrize("name", ["optimizer-00001.safetensors", "trainer.json", "model.safetensors"])
-def test_a_damaged_checkpoint(name: str, grpocli, tmp_path: Path) -> None:
+def _cut(text: bytes) -> bytes:
+    return text[:50]
+
+
+def _forgetful(text: bytes) -> bytes:
+    """An index without one of its tensors."""
+    files = json.loads(text)["weight_map"]
+    files.pop(next(name for name in files if name.endswith(".exp_avg")))
+    return json.dumps({"weight_map": files}).encode()
+
+
+def _pointing_elsewhere(text: bytes) -> bytes:
+    return text.replace(b"optimizer-00001", b"../../../optimizer-00001")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("optimizer-00001.safetensors", _cut),
+        ("trainer.json", _cut),
+        ("trainer.json", lambda _: b"{}"),
+        ("model.safetensors", _cut),
+        ("optimizer.safetensors.index.json", _forgetful),
+        ("optimizer.safetensors.index.json", _pointing_elsewhere),
+    ],
+)
+def test_a_damaged_checkpoint(name: str, damage, grpocli, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert grpocli(*SMALL_RUN, f"hydra.run.dir={run}")[0] == 0
     before = (run / "summary.json").read_text()
     path = run / "checkpoints" / "step_000003" / name
-    path.write_bytes(path.read_bytes()[:50])
+    path.write_bytes(damage(path.read_bytes()))
     code, said = failed(grpocli, "train", f"resume={run}", "train.steps=4")
     assert code == 2
     assert f"resume: the checkpoint {path.parent} cannot be read" in said

@@ -63,6 +63,18 @@ def test_a_process_that_is_killed_ends_the_others_and_is_named(tmp_path: Path) -
     assert "ChildFailedError" not in out
 
 
+@pytest.mark.parametrize("killed", ["guard_main.py trainers", "grpocli.launch.accelerated"])
+def test_without_their_guard_or_launcher_no_process_goes_on(tmp_path: Path, killed: str) -> None:
+    process = start(*run_with_reward(tmp_path, "pass", "hardware.processes=2"))
+    wait_for(tmp_path / "run" / "metrics.jsonl")
+    found = subprocess.run(["pgrep", "-f", f"{killed}.*{tmp_path}"], capture_output=True, text=True, check=True)
+    os.kill(int(found.stdout.split()[0]), signal.SIGKILL)
+    code, out = finish(process, timeout=60)
+    assert code == 1, out
+    assert "kill" in out.splitlines()[-1]
+    assert wait_gone([place.pid for place in places(tmp_path / "run")], 5) == []
+
+
 def machine(rank: int, *argv: str, session: str = "77", count: int = 2) -> subprocess.Popen[str]:
     """A training machine of a job, as the batch script starts it; this one is several."""
     job = {"SLURM_JOB_ID": session, "SLURM_PROCID": str(rank), "SLURM_NTASKS": str(count)}

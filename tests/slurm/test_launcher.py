@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpocli.launch.slurm.options import Options
+from grpocli.launch.slurm.options import Options, seconds
 from grpocli.launch.slurm.wait import last_error
 
 DRY = ["train", "-m", "hydra/launcher=slurm", "hydra.launcher.dry_run=true", "hydra.launcher.partition=gpu"]
@@ -128,6 +128,12 @@ def test_a_folder_of_configs_goes_with_the_job(grpocli: Command, tmp_path: Path)
         (["hydra.launcher.time=soon"], "hydra.launcher.time=soon: write minutes, HH:MM:SS or D-HH:MM:SS"),
         (["hydra.launcher.gpus=many"], "hydra.launcher.gpus=many: must be null, a number, or TYPE:NUMBER"),
         (["hydra.launcher.partitio=a"], "there is no key hydra.launcher.partitio"),
+        (["hydra.launcher.time=2"], "hydra.launcher.signal_before=120: must be less than the time limit"),
+        (
+            ["hydra.launcher.memory=lots"],
+            "hydra.launcher.memory=lots: must be megabytes, or a number with K, M, G or T",
+        ),
+        (["hydra.launcher.extra.open_mode=append"], "open_mode is set by grpocli"),
         (["seed=0,-1"], "seed=-1: must be 0 or more (job 1: seed=-1; nothing was submitted)"),
         (
             ["hardware=single,multinode", "engine=vllm", "engine.tensor_parallel=8"],
@@ -141,8 +147,39 @@ def test_bad_input_is_one_sentence_and_makes_no_run(
     code, out, err = grpocli(*DRY, *overrides, f"hydra.sweep.dir={tmp_path / 'sweep'}")
     assert (code, err.count("\n")) == (2, 1)
     assert said in err
-    assert not list(tmp_path.glob("sweep/*/config.yaml"))
+    assert not (tmp_path / "sweep").exists()
     assert "#SBATCH" not in out
+
+
+@pytest.mark.parametrize("name", ["a'b", 'a"b', "a\\b"])
+def test_a_folder_that_no_shell_hands_on_is_refused(grpocli: Command, tmp_path: Path, name: str) -> None:
+    quoted = name.replace("\\", "\\\\").replace("'", "\\'")
+    code, _, err = grpocli(*DRY, f"hydra.sweep.dir='{tmp_path}/{quoted}'")
+    assert code == 2
+    assert "quotes, backslashes and line breaks do not get to the nodes" in err
+
+
+def test_the_folder_of_an_earlier_sweep_is_left_alone(grpocli: Command, tmp_path: Path) -> None:
+    written(grpocli, tmp_path, "seed=0,1")
+    before = sorted(tmp_path.rglob("*"))
+    code, _, _ = grpocli(*DRY, "seed=0,-1", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    assert code == 2
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("time", "wanted"),
+    [
+        ("30", 1800),
+        ("30:10", 1810),
+        ("2:00:01", 7201),
+        ("1-12", 129600),
+        ("1-12:30", 131400),
+        ("1-00:00:05", 86405),
+    ],
+)
+def test_limits_are_read_as_sbatch_reads_them(time: str, wanted: int) -> None:
+    assert seconds(time) == wanted
 
 
 def test_without_slurm_nothing_is_written(grpocli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +187,7 @@ def test_without_slurm_nothing_is_written(grpocli: Command, tmp_path: Path, monk
     code, _, err = grpocli("train", "-m", "hydra/launcher=slurm", "hydra.sweep.dir=sweep")
     assert code == 2
     assert "there is no sbatch on the path" in err
-    assert not list(tmp_path.glob("sweep/*/config.yaml"))
+    assert not (tmp_path / "sweep").exists()
 
 
 def test_the_launcher_asks_for_a_multirun(grpocli: Command) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext
@@ -12,41 +15,67 @@ from omegaconf import DictConfig
 from grpocli.errors import ConfigError
 from grpocli.launch.slurm import cluster
 from grpocli.launch.slurm.options import Options
+from grpocli.launch.slurm.options import options as options_of
 from grpocli.launch.slurm.prepare import Job, config_dir, prepared, write
 from grpocli.launch.slurm.script import Batch, Shape, one_shape
 from grpocli.launch.slurm.wait import Waiting
 from grpocli.tracking.files import write_atomic
 from grpocli.tracking.run_dir import RunDir
 
+OF_A_START = re.compile(r"multirun\.yaml|job(_\d+)?\.(sh|runs)")
+"""What a sweep's folder holds before its runs do."""
+
 
 def launch(
-    options: Options,
+    values: Mapping[str, Any],
     context: HydraContext,
     config: DictConfig,
     job_overrides: Sequence[Sequence[str]],
     first: int,
 ) -> list[JobReturn]:
-    """Hydra's `Launcher.launch`. A run's value is its `eval/accuracy`, or the error that ended it.
+    """Hydra's `Launcher.launch`, with the keys of `hydra.launcher`. A run's value is its `eval/accuracy`, or the error
+    that ended it.
 
     Raises ConfigError, with nothing submitted, for what cannot work.
     """
-    _check_sweeper(options, str(config.hydra.sweeper.get("_target_")))
-    jobs = prepared(context, config, job_overrides, first)
-    shape = one_shape([Shape.of(job.run, options) for job in jobs])
-    if not options.dry_run:
-        cluster.check(options, shape.nodes)
-    returns = write(context, jobs)
-    batch = _written(options, shape, config, jobs)
-    if options.dry_run:
-        print(batch.text())
-        print(f"nothing was submitted; `sbatch {batch.script}` does it")
-        return [_of(done, None) for done in returns]
-    number = _submit(batch, jobs)
+    sweep = Path(str(config.hydra.sweep.dir)).resolve()
+    with _tidied(sweep):
+        options = options_of(values)
+        _check_sweeper(options, str(config.hydra.sweeper.get("_target_")))
+        jobs = prepared(context, config, job_overrides, first)
+        shape = one_shape([Shape.of(job.run, options) for job in jobs])
+        if not options.dry_run:
+            cluster.check(options, shape.nodes)
+        returns = write(context, jobs)
+        batch = _written(options, shape, sweep, config_dir(config), jobs)
+        if options.dry_run:
+            print(batch.text())
+            print(f"nothing was submitted; `sbatch {batch.script}` does it")
+            return [_of(done, None) for done in returns]
+        number = _submit(batch, jobs)
     _tell(number, batch, jobs)
     if not options.wait:
         return [_of(done, None) for done in returns]
     results = Waiting(number, jobs, options.wait_at_most).results()
+    if len(jobs) > 1:
+        print(f"`grpocli compare {sweep}` compares them", flush=True)
     return [_of(done, result) for done, result in zip(returns, results, strict=True)]
+
+
+@contextmanager
+def _tidied(sweep: Path) -> Iterator[None]:
+    """Where nothing is submitted, the folder that Hydra has made for the sweep goes again, if no run is in it."""
+    try:
+        yield
+    except ConfigError:
+        left = list(sweep.iterdir()) if sweep.is_dir() else []
+        if left and all(path.is_file() and OF_A_START.fullmatch(path.name) for path in left):
+            for path in left:
+                path.unlink()
+            with suppress(OSError):  # there are other sweeps of this day
+                sweep.rmdir()
+                sweep.parent.rmdir()
+        raise
 
 
 def _submit(batch: Batch, jobs: Sequence[Job]) -> str:
@@ -68,16 +97,16 @@ def _check_sweeper(options: Options, sweeper: str) -> None:
         raise ConfigError.of(f"hydra.launcher.{key}", value, f"{sweeper.rpartition('.')[2]} waits for each run's value")
 
 
-def _written(options: Options, shape: Shape, config: DictConfig, jobs: Sequence[Job]) -> Batch:
+def _written(options: Options, shape: Shape, sweep: Path, extra: str | None, jobs: Sequence[Job]) -> Batch:
     """The script, and the list of folders that an array needs. Later batches of a sweep have names of their own."""
     first = jobs[0].number
     batch = Batch(
         options=options,
         shape=shape,
-        folder=Path(str(config.hydra.sweep.dir)).resolve(),
+        folder=sweep,
         runs=[job.folder for job in jobs],
         name="job" if first == 0 else f"job_{first}",
-        config_dir=config_dir(config),
+        config_dir=extra,
     )
     if len(jobs) > 1:
         write_atomic(batch.run_list, "".join(f"{folder}\n" for folder in batch.runs))

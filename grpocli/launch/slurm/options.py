@@ -13,6 +13,11 @@ from omegaconf import OmegaConf
 from grpocli.config.parts import require, schema, section
 
 TIME = re.compile(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})")
+OURS = (
+    *("array", "error", "nodes", "no-requeue", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable"),
+    *("requeue", "signal", "wait", "wrap"),
+)
+"""Options of sbatch on whose values the script relies."""
 
 
 @section("hydra.launcher")
@@ -67,12 +72,30 @@ class Options:
         ok = self.gpus is None or bool(re.fullmatch(r"([\w.-]+:)?[1-9]\d*", str(self.gpus)))
         require(self, "gpus", ok, "must be null, a number, or TYPE:NUMBER such as h100:8")
         require(self, "signal_before", 1 <= self.signal_before <= 65535, "must be between 1 and 65535 seconds")
+        ok = self.time is None or self.signal_before < seconds(self.time)
+        require(self, "signal_before", ok, f"must be less than the time limit, hydra.launcher.time={self.time}")
+        ok = self.memory is None or bool(re.fullmatch(r"\d+[KMGT]?", self.memory, re.IGNORECASE))
+        require(self, "memory", ok, "must be megabytes, or a number with K, M, G or T such as 64G")
         require(self, "max_requeues", self.max_requeues >= 0, "must be 0 (never) or more")
         require(self, "wait_at_most", self.wait_at_most >= 1, "must be at least 1 second")
-        for field in ("partition", "account", "qos", "memory", "constraint", "exclude", "container"):
+        for field in ("partition", "account", "qos", "constraint", "exclude", "container"):
             require(self, field, "\n" not in str(getattr(self, field)), "must be one line")
         for name, value in self.extra.items():
+            require(self, "extra", name.replace("_", "-") not in OURS, f"{name} is set by grpocli")
             require(self, "extra", "\n" not in f"{name}{value}", f"{name} must be one line")
+
+
+def seconds(time: str) -> int:
+    """Of a limit as sbatch takes it: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, left = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, minutes, left = parts
+    else:
+        hours, (minutes, left) = 0, (*parts, 0)[:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + left
 
 
 def options(values: Mapping[str, Any]) -> Options:

@@ -20,6 +20,9 @@ from grpocli.tracking.run_dir import RunDir
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
 
+UNQUOTABLE = "'\"\\\n"
+"""Would have to pass a shell, SLURM and Hydra's grammar."""
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -55,6 +58,8 @@ def _composed(context: HydraContext, config: DictConfig, given: list[str], numbe
     task = copy.deepcopy(composed)
     with open_dict(task):
         del task["hydra"]
+    if set(str(folder)) & set(UNQUOTABLE):
+        raise ConfigError.of("hydra.sweep.dir", folder, "quotes, backslashes and line breaks do not get to the nodes")
     overrides = filter_overrides(given)
     try:
         run = build_run(task)

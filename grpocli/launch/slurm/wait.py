@@ -103,8 +103,11 @@ class Waiting:
 
     def _error(self, i: int, job: Job, state: str, where: str, cause: str) -> GrpoError:
         log = job.folder / "slurm.log"
-        reason = last_error(log) or (cause if cause != "done" else "") or "no error was printed"
-        return RunError(f"job {self._name(i)} ({job.folder}) ended as {state} {where}: {reason}; see {log}")
+        reason = last_error(log) or (cause if cause != "done" else "")
+        if not reason and not log.exists():
+            reason = "the batch script did not begin: is hydra.sweep.dir on a file system that the nodes share?"
+        ended = f"job {self._name(i)} ({job.folder}) ended as {state} {where}: {reason or 'no error was printed'}"
+        return RunError(f"{ended}; see {log}" if log.exists() else ended)
 
 
 def last_error(log: Path) -> str | None:
