@@ -17,6 +17,7 @@ SMALL = ["engine=transformers", "model.warm_start_steps=20", "rollout.prompts_pe
 SMALL += ["eval.problems=4", "eval.samples=2"]
 EVEN = ["reward=[format]", "reward.format.pattern='.*[02468]'"]
 """About half of all answers: every step has something to learn."""
+FOUR_NODES = ["hardware=multinode", "hardware.train_nodes=4", "hardware.rollout_nodes=0", "hardware.devices_per_node=1"]
 LONG = [*SMALL, *EVEN, "train.steps=60", "checkpoint.every=25", "optim.warmup_steps=4"]
 
 
@@ -57,7 +58,7 @@ def test_a_sweep_of_two_is_an_array_and_is_waited_for(cluster: Cluster, tmp_path
     [
         (["hydra.launcher.partition=gpu"], "debug", "hydra.launcher.partition=gpu: there is no such partition; choose"),
         ([], "gpu", "hydra.launcher.partition=gpu: there is no such partition; choose one of debug (3 nodes)"),
-        (["hardware=multinode", "hardware.train_nodes=4", "hardware.rollout_nodes=0"], None, "the run needs 4 nodes"),
+        ([*FOUR_NODES], None, "the run needs 4 nodes"),
     ],
 )
 def test_what_the_cluster_has_not_is_refused_before_anything_is_submitted(

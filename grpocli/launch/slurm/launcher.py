@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,8 @@ def _tidied(sweep: Path) -> Iterator[None]:
         if left and all(path.is_file() and OF_A_START.fullmatch(path.name) for path in left):
             for path in left:
                 path.unlink()
-            with suppress(OSError):  # there are other sweeps of this day
+            if sweep != Path.cwd():
                 sweep.rmdir()
-                sweep.parent.rmdir()
         raise
 
 
