@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from grpocli.launch.nodes import session
+from grpocli.launch.nodes import in_name, session
 from grpocli.tracking.files import read_shared
 
 DONE = "done"
@@ -63,7 +63,8 @@ class Board:
 
 
 def place_file(run_dir: Path, rank: int) -> Path:
-    return run_dir / "logs" / f"place_{rank}.json"
+    """Of this session: one that is over cannot write over it."""
+    return run_dir / "logs" / f"place_{in_name()}{rank}.json"
 
 
 def places(run_dir: Path) -> list[Place]:

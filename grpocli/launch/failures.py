@@ -15,7 +15,7 @@ from pathlib import Path
 
 from grpocli.errors import ConfigError, GrpoError, RunError, Stopped
 from grpocli.launch.board import DONE, Place
-from grpocli.launch.nodes import session
+from grpocli.launch.nodes import in_name, session
 from grpocli.tracking.files import read_shared, write_atomic
 
 LOST = re.compile(
@@ -46,14 +46,14 @@ class Failure:
 
 
 def failure_file(run_dir: Path, rank: int) -> Path:
-    return run_dir / "logs" / f"failure_{rank}.json"
+    return run_dir / "logs" / f"failure_{in_name()}{rank}.json"
 
 
 def report_failure(run_dir: Path, rank: int, error: GrpoError, lost: bool = False) -> None:
     """Leave an error for the launching process; what a process has said first in a session counts."""
     path = failure_file(run_dir, rank)
     path.parent.mkdir(exist_ok=True)
-    if all(failure.rank != rank for failure in failures(run_dir)):
+    if not path.exists():
         failure = Failure(time.time(), rank, error.exit_code, str(error), lost, session())
         write_atomic(path, json.dumps(asdict(failure)))
 

@@ -44,6 +44,11 @@ def session() -> str:
     return node.session if node else ""
 
 
+def in_name() -> str:
+    """A session's part of a file's name."""
+    return f"{session()}_" if session() else ""
+
+
 def node_of(hardware: Hardware) -> Node | None:
     """This machine's place; None for a run on one machine.
 

@@ -60,6 +60,9 @@ def restore(folder: Path, policy: Policy, optimizer: Any) -> None:
             if len({frozenset(kinds) for kinds in state.values()}) > 1:
                 raise ValueError(f"{INDEX} has not the same tensors for each parameter")
             for name, parameter in _trained(policy):
+                shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves a parameter flat
+                if other := [kind for kind, one in state[name].items() if one.shape not in ((), shape)]:
+                    raise ValueError(f"{name}.{other[0]} has not the shape of {name}, {shape}")
                 policy.parallel.remember(optimizer, parameter, state[name])
     except (OSError, SafetensorError) as error:
         raise ValueError(f"optimizer: {error}") from error

@@ -111,7 +111,7 @@ class Fsdp2:
 
     def _part(self, stored: Stored, parameter: torch.nn.Parameter) -> Tensor:
         """This process's rows, as `fully_shard` deals them: as many to each, until there are no more."""
-        if not isinstance(parameter, DTensor) or stored.shape != parameter.shape:  # a counter
+        if not isinstance(parameter, DTensor) or not stored.shape:  # a counter
             return stored.whole().to(self.device)
         rows = parameter.shape[0]
         each = -(-rows // self.size)

@@ -41,7 +41,7 @@ def write(
 
     files: dict[str, str] = {}
     mine: dict[str, Tensor] = {}
-    number, size = 0, 0
+    number, size, waiting = 0, 0, False
 
     def flush() -> None:
         if mine:
@@ -56,12 +56,12 @@ def write(
         to = dtype if dtype and tensor.is_floating_point() else tensor.dtype
         if number % world.size == world.rank:
             mine[name] = tensor.detach().to("cpu", to).contiguous()
-        size += tensor.numel() * to.itemsize
+        size, waiting = size + tensor.numel() * to.itemsize, True
         if size >= FILE_BYTES:
-            number, size = number + 1, 0
+            number, size, waiting = number + 1, 0, False
             if number % world.size == 0:  # every process has a full one: nobody waits for another's disk in a gather
                 flush()
-    number += size > 0
+    number += waiting
     flush()
     return dict(world.gather_objects(list(files.items())))
 

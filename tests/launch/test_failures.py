@@ -118,4 +118,10 @@ def test_what_a_session_before_still_writes_is_nothing(tmp_path: Path, monkeypat
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert places(tmp_path) == failures(tmp_path) == []
     report_failure(tmp_path, 1, RunError("of now"))
+    Board(tmp_path, 1).enter("train")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    report_failure(tmp_path, 1, RunError("cut off, and late"))
+    Board(tmp_path, 1).enter("rollout")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert [f.message for f in failures(tmp_path)] == ["of now"]
+    assert [place.stage for place in places(tmp_path)] == ["train"]

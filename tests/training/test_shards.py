@@ -68,6 +68,14 @@ def test_nobody_holds_more_than_a_file(tmp_path, monkeypatch) -> None:
     assert there == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
 
 
+def test_a_tensor_of_nothing_behind_a_full_file(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(shards, "FILE_BYTES", 16)
+    world: Any = OneOf(0, 1)
+    files = shards.write([("a", torch.ones(8)), ("b", torch.empty(0))], tmp_path, "model", world)
+    assert load_file(tmp_path / files["a"])["a"].equal(torch.ones(8))
+    assert load_file(tmp_path / files["b"])["b"].numel() == 0
+
+
 def test_numbers_are_cast_and_counters_are_not(tmp_path) -> None:
     (files,) = written(tmp_path, 1, dtype=torch.bfloat16)
     saved = load_file(tmp_path / files["w1"])

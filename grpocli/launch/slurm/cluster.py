@@ -47,9 +47,13 @@ def partitions() -> dict[str, int]:
     return sizes
 
 
-def submit(script: str) -> str:
-    """Hand a batch script to SLURM; the job's id. Raises ConfigError with what sbatch says against it."""
-    return ask("sbatch", "--parsable", script, fault=ConfigError).strip().partition(";")[0]
+def submit(script: str, partition: str | None) -> str:
+    """Hand a batch script to SLURM; the job's id. Raises ConfigError with what sbatch says against it.
+
+    partition: once more, because SBATCH_PARTITION goes before what is in the script.
+    """
+    more = [] if partition is None else [f"--partition={partition}"]
+    return ask("sbatch", "--parsable", *more, script, fault=ConfigError).strip().partition(";")[0]
 
 
 def states(job: str) -> dict[str, tuple[str, str]]:

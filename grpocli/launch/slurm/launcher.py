@@ -80,7 +80,7 @@ def _tidied(sweep: Path) -> Iterator[None]:
 def _submit(batch: Batch, jobs: Sequence[Job]) -> str:
     """The job's id. Where SLURM refuses, the folders of the runs that never began go again."""
     try:
-        return cluster.submit(str(batch.script))
+        return cluster.submit(str(batch.script), batch.options.partition)
     except ConfigError:
         for job in jobs:
             RunDir(job.folder).forget()
