@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -94,9 +95,7 @@ class Stored:
     def flat(self, start: int, end: int) -> Tensor:
         """[start, end) of all elements in a row; fewer where the tensor ends before."""
         first, *rest = self.shape
-        row = 1
-        for length in rest:
-            row *= length
+        row = math.prod(rest)
         top = min(start // row, first)
         rows = self.rows(top, min(-(-end // row), first)).flatten()
         return rows[max(start - top * row, 0) : max(end - top * row, 0)]

@@ -96,7 +96,7 @@ def _check_sweeper(options: Options, sweeper: str) -> None:
         raise ConfigError.of(f"hydra.launcher.{key}", value, f"{sweeper.rpartition('.')[2]} waits for each run's value")
 
 
-def _written(options: Options, shape: Shape, sweep: Path, extra: str | None, jobs: Sequence[Job]) -> Batch:
+def _written(options: Options, shape: Shape, sweep: Path, configs: str | None, jobs: Sequence[Job]) -> Batch:
     """The script, and the list of folders that an array needs. Later batches of a sweep have names of their own."""
     first = jobs[0].number
     batch = Batch(
@@ -105,7 +105,7 @@ def _written(options: Options, shape: Shape, sweep: Path, extra: str | None, job
         folder=sweep,
         runs=[job.folder for job in jobs],
         name="job" if first == 0 else f"job_{first}",
-        config_dir=extra,
+        config_dir=configs,
     )
     if len(jobs) > 1:
         write_atomic(batch.run_list, "".join(f"{folder}\n" for folder in batch.runs))
