@@ -26,6 +26,7 @@ class Totals:
     rows: all rows, those without a token in the loss included. tokens: tokens in the loss.
     group_ids [N] sorted, group_tokens [N], group_informative [N] (any advantage not 0): a count for each group.
     micro_batches: into how many forwards the window is split, over all processes (`scope=micro_batch` only).
+    skipped: of the tokens, those of rows that no forward sees, because they have no gradient.
     """
 
     rows: int
@@ -34,6 +35,7 @@ class Totals:
     group_tokens: Tensor
     group_informative: Tensor
     micro_batches: int = 1
+    skipped: int = 0
 
     @classmethod
     def of(cls, advantages_B: Tensor, mask_BT: Tensor, group_ids_B: Tensor, micro_batches: int = 1) -> Totals:
@@ -75,6 +77,7 @@ class SequenceMean:
     """Mean over rows of the mean over tokens: 1 / (rows |o_i|). GRPO (arXiv 2402.03300), equation 3."""
 
     needs_groups = False
+    depends_on_split = False
 
     def __call__(self, mask_BT: Tensor, group_ids_B: Tensor, totals: Totals) -> Tensor:
         return 1.0 / (max(totals.rows, 1) * mask_BT.sum(1).clamp(min=1).double())
@@ -103,6 +106,11 @@ class TokenMean:
     def needs_groups(self) -> bool:
         """Whether a row's weight depends on its group."""
         return self.informative_only or self.scope == "group"
+
+    @property
+    def depends_on_split(self) -> bool:
+        """Whether a row's weight depends on which rows share its micro-batch."""
+        return self.scope == "micro_batch"
 
     def __call__(self, mask_BT: Tensor, group_ids_B: Tensor, totals: Totals) -> Tensor:
         index_B = totals.index(group_ids_B)
@@ -145,6 +153,7 @@ class Constant:
 
     length: int | None = follows("rollout.max_completion_tokens")
     needs_groups = False
+    depends_on_split = False
 
     def __post_init__(self) -> None:
         require(self, "length", self.length is None or self.length >= 1, "must be at least 1")

@@ -54,6 +54,12 @@ class Algorithm:
         return bool(self.entropy.coefficient > 0)
 
     @property
+    def skips(self) -> bool:
+        """Whether a row whose advantage is 0 cannot change an update."""
+        said = getattr(self.objective, "vanishes", False) and not getattr(self.aggregate, "depends_on_split", True)
+        return bool(said and not (self.needs_reference or self.needs_entropy_gradient or self.tokens.needs_entropy))
+
+    @property
     def corrects(self) -> bool:
         """Whether tokens are weighed by the gap between the sampler and the policy at the start of the step."""
         return bool(getattr(self.correction, "corrects", True))  # a part of the user's need not say

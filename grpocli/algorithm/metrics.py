@@ -9,6 +9,9 @@ if TYPE_CHECKING:
 
     from grpocli.algorithm.aggregate import Totals
 
+OF_COMPUTED = ("token_mult_prob_error", "sampling_importance_ratio", "approx_entropy", "entropy")
+"""Means over the tokens that are computed; without any, there is no such metric."""
+
 
 def loss_metrics(
     logp_BT: Tensor,
@@ -19,7 +22,7 @@ def loss_metrics(
     kl_BT: Tensor | None,
     clipped: dict[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Token means over the window of
+    """Means over the window's tokens of the first two, and over its computed tokens (`Totals.skipped`) of the others:
 
     clip_ratio/low_mean: r < 1 - low and A < 0; clip_ratio/high_mean: r > 1 + high and A > 0 (as TRL);
     clip_ratio/region_mean: either. With a ratio a sequence they are means over rows; an objective that does not
@@ -30,10 +33,11 @@ def loss_metrics(
     logp_BT = logp_BT.detach()
 
     def token_mean(values_BT: Tensor) -> Tensor:
-        return (values_BT * mask_BT).sum() / max(totals.tokens, 1)
+        return (values_BT * mask_BT).sum() / max(totals.tokens - totals.skipped, 1)
 
     def clip_mean(flags: Tensor) -> Tensor:
-        return token_mean(flags) if flags.shape == mask_BT.shape else flags.sum() / max(totals.rows, 1)
+        tokens = flags.shape == mask_BT.shape
+        return (flags * mask_BT).sum() / max(totals.tokens, 1) if tokens else flags.sum() / max(totals.rows, 1)
 
     gap_BT = old_logp_BT - rollout_logp_BT
     metrics = {

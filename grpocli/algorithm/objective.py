@@ -38,6 +38,8 @@ class Clip:
     section 3.4.
     """
 
+    vanishes = True  # with its gradient, where the advantage is 0
+
     low: float = 0.2
     high: float = 0.2
     dual: float | None = None
@@ -109,6 +111,8 @@ class Cispo:
     high: the weight's room above 1.
     """
 
+    vanishes = True
+
     high: float = 4.0
 
     def __post_init__(self) -> None:
@@ -137,6 +141,8 @@ class Sapo:
 
     tau_positive: how soon the gate closes where A > 0. tau_negative: how soon the gate closes elsewhere.
     """
+
+    vanishes = True
 
     tau_positive: float = 1.0
     tau_negative: float = 1.05

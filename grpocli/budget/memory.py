@@ -65,6 +65,7 @@ class Needs:
     shape: Shape
     place: Place
     traced: Traced
+    packed: bool
     micro_batches: int
     dtype_bytes: int
 
@@ -158,7 +159,7 @@ def _update(needs: Needs) -> list[Item]:
     return [
         *casts,
         Item("activations", traced.activations, 0, "kept by decoder layers for the backward pass"),
-        Item("logits", traced.logits, 0, "and their float32 copies, kept for the backward pass"),
+        Item("head", traced.logits, 0, "kept outside of decoder layers; logits are made again in the backward pass"),
         Item("backward", traced.more, 0, "what the backward pass has beside these at its worst"),
     ]
 

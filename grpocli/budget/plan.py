@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,9 +49,10 @@ def make_plan(run: Run, asked: Asked) -> Plan:
     place = find_place(run, engine, asked)
     shape = find_shape(run.model)
     dtype = _dtype(run, shape, place)
-    rows, micro_batches = _micro_batch(run, place)
+    packed = run.train.packed and run.rollout.repetition_penalty == 1 and _takes_packed(run, shape)
+    rows, micro_batches = _micro_batch(run, place, packed)
     traced = trace(run, shape, rows, getattr(torch, dtype))
-    needs = Needs(run, engine, shape, place, traced, micro_batches, getattr(torch, dtype).itemsize)
+    needs = Needs(run, engine, shape, place, traced, packed, micro_batches, getattr(torch, dtype).itemsize)
     found = devices(needs)
     return Plan(run, shape, place, dtype, rows, micro_batches, traced, found, work(needs, found))
 
@@ -77,13 +79,28 @@ def _dtype(run: Run, shape: Shape, place: Place) -> str:
     return "bfloat16" if fast else "float32"
 
 
-def _micro_batch(run: Run, place: Place) -> tuple[Rows, int]:
-    """The largest micro-batch of a process, and how many it has in an update."""
+def _takes_packed(run: Run, shape: Shape) -> bool:
+    """Training tries it, too."""
+    from grpocli.training.attention import knows
+
+    return run.model.attn_implementation in (None, "sdpa") and knows(shape.config)
+
+
+def _micro_batch(run: Run, place: Place, packed: bool) -> tuple[Rows, int]:
+    """The largest micro-batch of a process, and how many it has in an update: dealt and packed as training does it."""
     from grpocli.budget.trace import Rows
+    from grpocli.training.batch import Row
+    from grpocli.training.layout import Layout, Packed, Padded
 
     rollout, train = run.rollout, run.train
-    length = rollout.max_prompt_tokens + rollout.max_completion_tokens
+    prompt, completion = rollout.max_prompt_tokens, rollout.max_completion_tokens
     groups = math.ceil(rollout.prompts_per_step / train.minibatches)
-    mine = math.ceil(groups * rollout.group_size / place.trainers)
-    rows = min(mine, max(1, train.micro_batch_tokens // length))
-    return Rows(rows, rollout.max_prompt_tokens, rollout.max_completion_tokens), math.ceil(mine / rows)
+    prompts, ids = [[number] * prompt for number in range(groups)], [0] * completion
+    rows = [
+        Row(one, ids, ids, 0.0, number, []) for number, one in enumerate(prompts) for _ in range(rollout.group_size)
+    ]
+    layout: type[Layout] = Packed if packed else Padded
+    shares = [layout.pack(share, train.micro_batch_tokens) for share in layout.deal(rows, place.trainers)]
+    largest = max((batch for share in shares for batch in share), key=layout.size)
+    counts = Counter(row.group for row in largest)
+    return Rows(tuple(counts.values()), prompt, completion, packed), max(len(share) for share in shares)

@@ -45,7 +45,8 @@ def as_dict(plan: Plan, advice: Sequence[str]) -> dict[str, Any]:
         "fits": plan.fits,
         "model": sizes | {"dtype": plan.dtype},
         "devices": [dataclasses.asdict(device) | {"peak": device.peak, "fits": device.fits} for device in plan.devices],
-        "micro_batch": dataclasses.asdict(plan.rows) | {"per_update": plan.micro_batches},
+        "micro_batch": dataclasses.asdict(plan.rows)
+        | {"rows": plan.rows.rows, "tokens": plan.rows.tokens, "per_update": plan.micro_batches},
         "step": dataclasses.asdict(plan.work) | {"bottleneck": plan.work.bottleneck},
         "trainers": plan.place.trainers,
         "servers": plan.place.servers,
@@ -59,16 +60,21 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     trained = "" if shape.trained == shape.parameters else f", {shape.trained:,} trained (LoRA)"
     servers = f", {place.servers} vLLM server{'s' if place.servers > 1 else ''}" if place.servers else ""
     split = f" on {place.tensor_parallel} GPUs each" if place.tensor_parallel > 1 else ""
-    count = "1 process" if place.trainers == 1 else f"{place.trainers} processes"
+    lies = f"{_count(rows.prompts, 'prompt')} of {rows.prompt} + {_count(rows.rows, 'completion')} of {rows.completion}"
+    count = _count(place.trainers, "process", "es")
     return [
         ("model", f"{shape.parameters:,} parameters{trained}, {shape.layers} layers ({shape.source})"),
         ("computes in", plan.dtype),
         ("training", f"{count}, {plan.run.hardware.parallel}{servers}{split}"),
         (
             "micro-batch",
-            f"{rows.rows} x ({rows.prompt} + {rows.completion}) tokens, {plan.micro_batches} in an update of a process",
+            f"{rows.tokens:,} tokens: {lies}; {plan.micro_batches} in an update of a process",
         ),
     ]
+
+
+def _count(n: int, thing: str, plural: str = "s") -> str:
+    return f"{n:,} {thing}{'' if n == 1 else plural}"
 
 
 def _device(out: Console, device: Device) -> None:

@@ -15,7 +15,9 @@ import torch
 from grpocli.budget.ledger import Ledger
 from grpocli.budget.place import shares_weights
 from grpocli.budget.shape import empty_model, with_layers
-from grpocli.training.batch import MicroBatch
+from grpocli.training import attention
+from grpocli.training.batch import MicroBatch, Row
+from grpocli.training.layout import Packed, Padded
 from grpocli.training.policy import completion_logp
 
 if TYPE_CHECKING:
@@ -28,25 +30,36 @@ DEEP = 4
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A micro-batch: so many rows of so many prompt and completion tokens."""
+    """A micro-batch of completions of full length. groups: how many there are of each prompt; packed: rows lie end to
+    end, and a prompt is computed once."""
 
-    rows: int
+    groups: tuple[int, ...]
     prompt: int
     completion: int
+    packed: bool
+
+    @property
+    def rows(self) -> int:
+        return sum(self.groups)
+
+    @property
+    def prompts(self) -> int:
+        """How many are computed."""
+        return len(self.groups) if self.packed else self.rows
 
     @property
     def tokens(self) -> int:
-        return self.rows * (self.prompt + self.completion)
+        return self.prompts * self.prompt + self.rows * self.completion
 
 
-ALMOST_NOTHING = Rows(1, 1, 1)
+ALMOST_NOTHING = Rows((1,), 1, 1, packed=False)
 """What is kept of it are the casts of weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
     """Bytes. casts: of weights cast to the dtype that the model computes in. activations: what decoder layers keep for
-    the backward pass. logits: what is kept outside of them, mostly logits and float32 copies of them. more: what
+    the backward pass. logits: what is kept outside of them, for the output head. more: what
     forward and backward have beside all that at their worst.
     """
 
@@ -106,6 +119,8 @@ def micro_batch(run: Run, config: Any, layers: int, rows: Rows, dtype: torch.dty
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     model = empty_model(with_layers(config, layers), run.model).train()
+    if rows.packed:
+        attention.choose(model)
     with FakeTensorMode():
         _fake_weights(model, dtype if shares_weights(run) else torch.float32)
         if run.train.gradient_checkpointing:
@@ -148,22 +163,16 @@ def _fake_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def _fake_batch(rows: Rows) -> MicroBatch:
-    """A mask of four dimensions is used as it is; of two, transformers would look at the numbers."""
+    made = [
+        Row([number] * rows.prompt, [0] * rows.completion, [1] * rows.completion, 0.0, number, [0.0] * rows.completion)
+        for number, group in enumerate(rows.groups)
+        for _ in range(group)
+    ]
+    cpu = torch.device("cpu")
+    if rows.packed:
+        return MicroBatch.build(made, cpu, Packed)
+    batch, layout = MicroBatch.build(made, cpu, Padded), Padded.build(made, cpu)
     length = rows.prompt + rows.completion
-    ids_BL = torch.zeros(rows.rows, length, dtype=torch.long)
-    row_B = torch.zeros(rows.rows)
-    ids_BT = ids_BL[:, rows.prompt :].clone()
-    values_BT = torch.zeros(ids_BT.shape)
-    return MicroBatch(
-        input_ids=ids_BL,
-        attention_mask=torch.ones(rows.rows, 1, length, length, dtype=torch.bool),
-        position_ids=torch.zeros_like(ids_BL),
-        completion_ids=ids_BT,
-        mask=ids_BT,
-        advantages=row_B,
-        group_ids=row_B,
-        rollout_logp=values_BT,
-        old_logp=None,
-        ref_logp=None,
-        selected=None,
-    )
+    # a mask of four dimensions is used as it is; of two, transformers would look at the numbers
+    mask = torch.ones(rows.rows, 1, length, length, dtype=torch.bool)
+    return replace(batch, layout=replace(layout, attention_mask=mask))

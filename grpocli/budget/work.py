@@ -47,24 +47,26 @@ def work(needs: Needs, devices: list[Device]) -> Work:
     run, shape, place = needs.run, needs.shape, needs.place
     prompt, completion = run.rollout.max_prompt_tokens, run.rollout.max_completion_tokens
     rows = run.rollout.prompts_per_step * run.rollout.group_size
-    once = rows * forward_flops(needs, prompt, completion)
+    prompts = run.rollout.prompts_per_step
+    of_prompt, of_row = forward_flops(needs, prompt, 0), forward_flops(needs, prompt, completion)
+    generation = prompts * of_prompt + rows * (of_row - of_prompt)  # prompts once for their groups
+    once = generation if needs.packed else rows * of_row
     forward, backward = _passes(needs)
-    shared_prompts = run.rollout.prompts_per_step * forward_flops(needs, prompt, 0)
-    generation = shared_prompts + rows * (forward_flops(needs, prompt, completion) - forward_flops(needs, prompt, 0))
+    head = run.train.epochs * 2 * shape.head * rows * completion  # a backward computes the logits again
     speed = place.tflops * 1e12 * EFFICIENCY / (FLOAT32_SLOWER if needs.dtype_bytes == 4 else 1)
     computers = place.trainers if place.gpu else 1
     generators = (place.servers * place.tensor_parallel or computers) if place.gpu else 1
     sent = 0.0 if _in_process(needs) else needs.dtype_bytes * (shape.adapter or shape.parameters)
     return Work(
         completions=rows,
-        tokens=rows * (prompt + completion),
+        tokens=(prompts if needs.packed else rows) * prompt + rows * completion,
         generated=rows * completion,
         forward=forward * once,
-        backward=backward * once,
+        backward=backward * once + head,
         generation=generation,
         sync_bytes=sent,
         seconds={
-            "training: compute": (forward + backward) * once / (speed * computers),
+            "training: compute": ((forward + backward) * once + head) / (speed * computers),
             "generation: compute": generation / (speed * generators),
             "generation: memory bandwidth of decoding": decoding_bytes(needs, devices)
             / (place.bandwidth * 1e12 * READING),

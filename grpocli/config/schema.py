@@ -21,6 +21,8 @@ class Train:
     minibatches: optimizer updates per pass.
     micro_batch_tokens: tokens (padding included) in one forward; bounds memory, never changes the gradient.
     gradient_checkpointing: recompute activations in the backward pass to save memory.
+    packed: rows end to end, each prompt once for its group, where the model's attention allows it; false: side by side
+        with padding.
     """
 
     steps: int = 60
@@ -28,6 +30,7 @@ class Train:
     minibatches: int = 1
     micro_batch_tokens: int = 8192
     gradient_checkpointing: bool = False
+    packed: bool = True
 
     def __post_init__(self) -> None:
         for field in ("steps", "epochs", "minibatches", "micro_batch_tokens"):

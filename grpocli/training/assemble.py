@@ -19,6 +19,7 @@ from grpocli.training import carry, checkpoint
 from grpocli.training.ahead import Ahead
 from grpocli.training.collect import Collected, Collector, Sampler
 from grpocli.training.evaluate import Evaluator
+from grpocli.training.packing import find_head, pack
 from grpocli.training.policy import Policy
 from grpocli.training.reference import BaseReference, Reference
 from grpocli.training.trainer import Trainer
@@ -81,6 +82,10 @@ def assemble(
         if resume:
             checkpoint.load_optimizer(resume, policy, optimizer)
         updater = _updater(run, world, policy, reference, optimizer, state)
+    if not find_head(policy, world):
+        recorder.view.note("all logits of a micro-batch are kept: this model changes what its output head returns")
+    if run.train.packed and not pack(policy, reference, world):
+        recorder.view.note("micro-batches are padded: this model's attention does not take rows end to end")
     if run.model.lora.rank:
         recorder.view.note(f"LoRA trains {trained_share(policy.model)}")
     rollout = run.rollout

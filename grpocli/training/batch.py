@@ -1,4 +1,4 @@
-"""From rollouts to micro-batches: ragged until the moment one is built, dealt to processes by load."""
+"""From rollouts to micro-batches: ragged until the moment one is built."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from grpocli.data import Rollout
+from grpocli.training.layout import Layout, Padded, pad
 
 
 @dataclass(slots=True)
@@ -58,15 +59,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows side by side: prompts padded on the left, completions on the right, so that completions align.
+    """Rows side by side, as the loss takes them; `layout` is how they lie in the model's forward.
 
-    input_ids, attention_mask, position_ids [B, L]; completion_ids, mask, rollout_logp, old_logp, ref_logp, selected
-    [B, T]; advantages, group_ids [B]. old_logp is NaN in rows that have none yet.
+    completion_ids, mask, rollout_logp, old_logp, ref_logp, selected [B, T]; advantages, group_ids [B]. old_logp is NaN
+    in rows that have none yet.
     """
 
-    input_ids: Tensor
-    attention_mask: Tensor
-    position_ids: Tensor
+    layout: Layout
     completion_ids: Tensor
     mask: Tensor
     advantages: Tensor
@@ -77,29 +76,18 @@ class MicroBatch:
     selected: Tensor | None
 
     @classmethod
-    def build(cls, rows: Sequence[Row], device: torch.device) -> MicroBatch:
-        prompts_BL = _pad([torch.tensor(r.prompt_ids) for r in rows], left=True)
-        prompt_mask_BL = _pad([torch.ones(len(r.prompt_ids), dtype=torch.long) for r in rows], left=True)
-        ids_BT = _pad([torch.tensor(r.completion_ids, dtype=torch.long) for r in rows])
-        present_BT = _pad([torch.ones(len(r.completion_ids), dtype=torch.long) for r in rows])
-        attention_mask = torch.cat([prompt_mask_BL, present_BT], 1)
+    def build(cls, rows: Sequence[Row], device: torch.device, layout: type[Layout] = Padded) -> MicroBatch:
         return cls(
-            input_ids=torch.cat([prompts_BL, ids_BT], 1).to(device),
-            attention_mask=attention_mask.to(device),
-            position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0).to(device),
-            completion_ids=ids_BT.to(device),
-            mask=_pad([torch.tensor(r.mask, dtype=torch.long) for r in rows]).to(device),
+            layout=layout.build(rows, device),
+            completion_ids=pad([torch.tensor(r.completion_ids, dtype=torch.long) for r in rows]).to(device),
+            mask=pad([torch.tensor(r.mask, dtype=torch.long) for r in rows]).to(device),
             advantages=torch.tensor([r.advantage for r in rows], device=device),
             group_ids=torch.tensor([r.group for r in rows], device=device),
-            rollout_logp=_pad([torch.tensor(r.rollout_logp) for r in rows]).to(device),
+            rollout_logp=pad([torch.tensor(r.rollout_logp) for r in rows]).to(device),
             old_logp=_pad_optional(rows, [r.old_logp for r in rows], device),
             ref_logp=_pad_optional(rows, [r.ref_logp for r in rows], device),
             selected=_pad_optional(rows, [r.selected for r in rows], device),
         )
-
-
-def _pad(values: Sequence[Tensor], left: bool = False) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True, padding_side="left" if left else "right")
 
 
 def _pad_optional(rows: Sequence[Row], values: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
@@ -107,7 +95,7 @@ def _pad_optional(rows: Sequence[Row], values: Sequence[Tensor | None], device: 
     if all(v is None for v in values):
         return None
     unknown = [torch.full((len(r.completion_ids),), float("nan"), device=device) for r in rows]
-    return _pad([u if v is None else v.to(device) for u, v in zip(unknown, values, strict=True)])
+    return pad([u if v is None else v.to(device) for u, v in zip(unknown, values, strict=True)])
 
 
 def windows(n_groups: int, minibatches: int) -> list[range]:
@@ -115,28 +103,3 @@ def windows(n_groups: int, minibatches: int) -> list[range]:
     pieces = min(minibatches, n_groups)
     edges = [n_groups * i // pieces for i in range(pieces + 1)] if pieces else []
     return [range(a, b) for a, b in pairwise(edges)]
-
-
-def deal(rows: Sequence[Row], processes: int) -> list[list[Row]]:
-    """Rows for each process, balanced by tokens: longest first, to whoever has least. The same in every process."""
-    shares: list[list[Row]] = [[] for _ in range(processes)]
-    loads = [0] * processes
-    for row in sorted(rows, key=lambda r: -r.n_tokens):
-        poorest = loads.index(min(loads))
-        shares[poorest].append(row)
-        loads[poorest] += row.n_tokens
-    return shares
-
-
-def pack(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-    """Micro-batches of at most max_tokens tokens, padding included; rows of like shape together."""
-    batches: list[list[Row]] = []
-    prompt = completion = 0
-    for row in sorted(rows, key=lambda r: (len(r.completion_ids), len(r.prompt_ids))):
-        prompt = max(prompt, len(row.prompt_ids))
-        completion = max(completion, len(row.completion_ids))
-        if not batches or (len(batches[-1]) + 1) * (prompt + completion) > max_tokens:
-            batches.append([])
-            prompt, completion = len(row.prompt_ids), len(row.completion_ids)
-        batches[-1].append(row)
-    return batches

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grpocli.models.lora import is_adapted, merged
-from grpocli.rollout.distribution import sampling_logits
 from grpocli.rollout.repetition import first_seen
 from grpocli.training.batch import MicroBatch
+from grpocli.training.head import Seen, Targets, of_logits, scoring
+from grpocli.training.layout import Layout, Packed, Padded
 from grpocli.training.parallel import Alone, Parallel
 
 if TYPE_CHECKING:
@@ -20,16 +21,13 @@ if TYPE_CHECKING:
 
     from grpocli.data import Sampling
 
-LOGITS_AT_ONCE = 2**26
-"""How many logits are turned into log-probs at a time. Bounds temporary float32 copies; those that the backward pass
-needs are kept for the whole micro-batch, which `train.micro_batch_tokens` bounds."""
-
 
 class Policy:
     """A causal language model with float32 weights that computes in `dtype`.
 
     `wrapped` is what training calls; `model` is underneath, the same object or not. `parallel`: how processes share it;
-    one that has it to itself needs none.
+    one that has it to itself needs none. packs: whether it takes rows end to end; at_head: whether its logits
+    are what its output head returns (`grpocli.training.packing` finds out).
     """
 
     def __init__(
@@ -37,6 +35,11 @@ class Policy:
     ) -> None:
         self.model, self.wrapped, self.dtype = model, wrapped, dtype
         self.parallel: Parallel = parallel or Alone(model.device)
+        self.packs, self.at_head = False, True
+
+    def layout(self, sampling: Sampling) -> type[Layout]:
+        """How micro-batches lie in a forward."""
+        return Packed if self.packs and sampling.repetition_penalty == 1 else Padded
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter under its Hugging Face name, tied ones once; with LoRA, the base model's, updates added.
@@ -83,12 +86,19 @@ class Policy:
         Nats; entropies carry a gradient only if asked. Calls `wrapped`: in training every process must call it
         equally often.
         """
-        return completion_logp(self.wrapped, batch, sampling, self.computing(), entropy_gradient)
+        return completion_logp(self.wrapped, batch, sampling, self.computing(), entropy_gradient, self.at_head)
 
     @torch.no_grad()
     def logp_without_gradient(self, batch: MicroBatch, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """As `logp`, of this process alone."""
-        return completion_logp(self.model, batch, sampling, self.computing())
+        return completion_logp(self.model, batch, sampling, self.computing(), at_head=self.at_head)
+
+
+def output_head(model: torch.nn.Module) -> torch.nn.Module:
+    """The module of a model, or of one that DDP or DeepSpeed has wrapped, that turns hidden states into logits."""
+    plain: Any = getattr(model, "module", model)
+    head: torch.nn.Module = plain.get_output_embeddings()
+    return head
 
 
 def completion_logp(
@@ -97,49 +107,21 @@ def completion_logp(
     sampling: Sampling,
     context: AbstractContextManager[Any],
     entropy_gradient: bool = False,
+    at_head: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies [B, T] of a micro-batch's completions under any causal model of transformers."""
-    n = batch.completion_ids.shape[1]
-    with context:
-        logits_BTV = model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            logits_to_keep=n + 1,
-        ).logits[:, :-1]
-    vocabulary = logits_BTV.shape[-1]
-    rows = max(1, LOGITS_AT_ONCE // vocabulary)
-    logits_NV = logits_BTV.reshape(-1, vocabulary)
-    ids_N = batch.completion_ids.reshape(-1)
-    pieces = [
-        _token_logp(logits, ids, sampling, entropy_gradient, seen)
-        for logits, ids, seen in zip(
-            logits_NV.split(rows), ids_N.split(rows), _seen(batch, sampling, vocabulary, rows), strict=True
-        )
-    ]
-    logp_BT = torch.cat([p[0] for p in pieces]).reshape(batch.completion_ids.shape)
-    entropy_BT = torch.cat([p[1] for p in pieces]).reshape(batch.completion_ids.shape)
-    return logp_BT, entropy_BT
+    """Log-probs and entropies [B, T] of a micro-batch's completions under any causal model of transformers.
 
-
-def _seen(batch: MicroBatch, sampling: Sampling, vocabulary: int, rows: int) -> Iterator[Tensor | None]:
-    """For each piece of `rows` tokens [N, V]: what stood before each token; None where there is no penalty."""
-    total, n = batch.completion_ids.numel(), batch.completion_ids.shape[1]
-    first_BV = None
+    Values where there is no token mean nothing. at_head: the model's logits are what its output head returns.
+    """
+    head, layout, ids_BT = output_head(model), batch.layout, batch.completion_ids
+    seen = None
     if sampling.repetition_penalty != 1:
-        first_BV = first_seen(batch.input_ids, batch.attention_mask, n, vocabulary)
-    for token_N in torch.arange(total, device=batch.input_ids.device).split(rows):
-        yield None if first_BV is None else first_BV[token_N // n] < (token_N % n).unsqueeze(1)
-
-
-def _token_logp(
-    logits_NV: Tensor, ids_N: Tensor, sampling: Sampling, entropy_gradient: bool, seen_NV: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    logits_NV = sampling_logits(logits_NV, sampling, keep_N=ids_N, seen_NV=seen_NV)
-    normalizer_N = logits_NV.logsumexp(-1)
-    logp_N = logits_NV.gather(1, ids_N.unsqueeze(1)).squeeze(1) - normalizer_N
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        probs_NV = (logits_NV - normalizer_N.unsqueeze(1)).exp()
-        entropy_N = normalizer_N - (probs_NV * logits_NV.masked_fill(logits_NV.isinf(), 0.0)).sum(-1)
-    return logp_N, entropy_N
+        if not isinstance(layout, Padded):
+            raise ValueError("a repetition penalty is for rows side by side")
+        n = ids_BT.shape[1]
+        seen = Seen(first_seen(layout.input_ids, layout.attention_mask, n, len(head.weight)), n)  # type: ignore[arg-type]
+    targets = Targets(layout.targets(ids_BT), sampling, seen, entropy_gradient)
+    with context, scoring(head, targets) if at_head else nullcontext():
+        found = layout.forward(model)
+    logp_N, entropy_N = found.unbind(-1) if at_head else of_logits(found, targets)
+    return layout.spread(logp_N), layout.spread(entropy_N)

@@ -32,7 +32,7 @@ class Reference:
     def logp(self, batch: MicroBatch, sampling: Sampling) -> Tensor:
         """Log-probs [B, T] of the completions, in nats."""
         context = self.policy.parallel.computing(self.model, self.policy.dtype)
-        return completion_logp(self.model, batch, sampling, context)[0]
+        return completion_logp(self.model, batch, sampling, context, at_head=self.policy.at_head)[0]
 
     @torch.no_grad()
     def mix(self, alpha: float) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grpocli.algorithm.aggregate import Totals
-from grpocli.training.batch import MicroBatch, Row, deal, pack, windows
+from grpocli.algorithm.metrics import OF_COMPUTED
+from grpocli.training.batch import MicroBatch, Row, windows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +46,7 @@ class Updater:
     total_updates: int
     updates: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
+    tokens: Counter[str] = field(default_factory=Counter)
 
     def step(self, rows: Sequence[Row], n_groups: int, step: int = 0) -> dict[str, float]:
         """Train on the rows (the same in every process) of step number `step` (from 0).
@@ -51,7 +54,7 @@ class Updater:
         Metrics are means over the updates. The learning rate follows the step, so that a step with fewer updates,
         or none, does not shift the schedule.
         """
-        self.sums = {}
+        self.sums, self.tokens = {}, Counter()
         self.policy.wrapped.train()
         spans = windows(n_groups, self.train.minibatches)
         plans = [self._plan([r for r in rows if r.group in span]) for span in spans]
@@ -63,12 +66,15 @@ class Updater:
             for i, plan in enumerate(plans):
                 rate = self.optim.rate(first + epoch * self.train.minibatches + i, self.total_updates)
                 self._update(plan, rate)
-        return self._metrics(self.train.epochs * len(spans), rows) | {"lr": rate}
+        computed = sum(plan.totals.tokens > plan.totals.skipped for plan in plans)
+        return self._metrics(self.train.epochs * len(spans), self.train.epochs * computed, rows) | {"lr": rate}
 
     def _plan(self, rows: list[Row]) -> _Plan:
         """Deal a window's rows; every process gets as many micro-batches as the busiest one."""
-        shares = [pack(share, self.train.micro_batch_tokens) for share in deal(rows, self.world.size)]
-        most = max(len(share) for share in shares)
+        layout = self.policy.layout(self.sampling)
+        needed = [row for row in rows if self._matters(row)]
+        shares = [layout.pack(share, self.train.micro_batch_tokens) for share in layout.deal(needed, self.world.size)]
+        most = max(1, *(len(share) for share in shares))  # without a gradient, moments would stay as they are
         mine = shares[self.world.rank]
         totals = Totals.from_lengths(
             torch.tensor([r.advantage for r in rows]),
@@ -76,7 +82,17 @@ class Updater:
             torch.tensor([r.group for r in rows]),
             micro_batches=sum(len(share) for share in shares),
         )
+        totals = replace(totals, skipped=totals.tokens - sum(sum(r.mask) for r in needed))
+        computed = sum(layout.size(micro_batch) for share in shares for micro_batch in share)
+        saved = sum(r.n_tokens for r in needed) - computed
+        self.tokens["tokens/padding"] += max(-saved, 0)
+        self.tokens["tokens/shared"] += max(saved, 0)
+        self.tokens["tokens/skipped"] += sum(r.n_tokens for r in rows) - sum(r.n_tokens for r in needed)
         return _Plan([*mine, *([Row.empty()] for _ in range(most - len(mine)))], totals.to(self.world.device))
+
+    def _matters(self, row: Row) -> bool:
+        """Whether a row can change an update, or say which tokens of others do."""
+        return any(row.mask) and (row.advantage != 0 or not self.algorithm.skips)
 
     def _score_before(self, plan: _Plan, old: bool) -> None:
         """What has to be known of a window's tokens before its first update.
@@ -89,7 +105,7 @@ class Updater:
         if self.reference is None and not old and not entropy:
             return
         for rows in plan.micro_batches:
-            batch = MicroBatch.build(rows, self.world.device)
+            batch = MicroBatch.build(rows, self.world.device, self.policy.layout(self.sampling))
             if self.reference:
                 _keep(rows, "ref_logp", self.reference.logp(batch, self.sampling))
             if old or entropy:
@@ -123,7 +139,7 @@ class Updater:
         self.updates += 1
 
     def _micro_batch(self, rows: list[Row], totals: Totals) -> None:
-        batch = MicroBatch.build(rows, self.world.device)
+        batch = MicroBatch.build(rows, self.world.device, self.policy.layout(self.sampling))
         logp, entropy = self.policy.logp(batch, self.sampling, self.algorithm.needs_entropy_gradient)
         now = logp.detach()
         old_logp = now if batch.old_logp is None else now.where(batch.old_logp.isnan(), batch.old_logp)
@@ -142,23 +158,28 @@ class Updater:
         )
         self.policy.parallel.backward(self.policy.wrapped, loss)
         metrics["loss"] = loss.detach()
-        metrics["entropy"] = (entropy.detach() * batch.mask).sum() / max(totals.tokens, 1)
+        metrics["entropy"] = (entropy.detach() * batch.mask).sum() / max(totals.tokens - totals.skipped, 1)
         self._add(metrics)
 
     def _add(self, metrics: dict[str, Tensor]) -> None:
         for name, value in metrics.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
-    def _metrics(self, n_updates: int, rows: Sequence[Row]) -> dict[str, float]:
-        """One transfer for the whole step."""
-        tokens: dict[str, Any] = {
-            "tokens/trained": sum(sum(r.mask) for r in rows) * self.train.epochs,
-        }
+    def _metrics(self, n_updates: int, computed: int, rows: Sequence[Row]) -> dict[str, float]:
+        """One transfer for the whole step. computed: updates in which any token of the loss was computed.
+
+        tokens/trained: in the loss. Of the tokens of all rows, prompts included, tokens/skipped: of rows without a
+        gradient, and tokens/shared: of prompts that were computed once for several rows; tokens/padding: beside them.
+        """
+        self.tokens["tokens/trained"] = sum(sum(r.mask) for r in rows)
+        kinds = ("trained", "skipped", "shared", "padding")
+        tokens: dict[str, Any] = {f"tokens/{kind}": self.tokens[f"tokens/{kind}"] * self.train.epochs for kind in kinds}
         if not self.sums:
             return tokens
-        names = sorted(self.sums)
-        means = self.world.sum(torch.stack([self.sums[n].float() for n in names])) / n_updates
-        return tokens | dict(zip(names, means.tolist(), strict=True))
+        names = sorted(self.sums if computed else self.sums.keys() - set(OF_COMPUTED))
+        sums = self.world.sum(torch.stack([self.sums[name].float() for name in names])).tolist()
+        counts = [computed if name in OF_COMPUTED else n_updates for name in names]
+        return tokens | {name: total / n for name, total, n in zip(names, sums, counts, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)

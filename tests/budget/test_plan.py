@@ -183,7 +183,7 @@ def test_a_real_run_needs_what_was_planned(tmp_path: Path) -> None:
     LlamaForCausalLM(SMALL).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     run = [
-        *("model=hf", f"model.path={tmp_path}/model", "model.dtype=float32", "hardware.device=cpu", "algorithm=drgrpo"),
+        *("model=hf", f"model.path={tmp_path}/model", "model.dtype=float32", "hardware.device=cpu"),
         *("eval.problems=0", "train.steps=1", "rollout.group_size=16", "rollout.max_prompt_tokens=10"),
     ]
     small = ["rollout.prompts_per_step=1", "rollout.max_completion_tokens=2", "train.micro_batch_tokens=16"]

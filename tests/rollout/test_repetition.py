@@ -12,7 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from grpocli.data import Completion, Request, Sampling
 from grpocli.rollout.distribution import sampling_logits
 from grpocli.rollout.sampler import sample
-from grpocli.training import policy
+from grpocli.training import head, policy
 from grpocli.training.batch import MicroBatch, Row
 from grpocli.training.policy import completion_logp
 
@@ -51,9 +51,9 @@ def test_sampler_and_trainer_agree_with_transformers(
     little_model, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = sampled(little_model, sampling)
-    monkeypatch.setattr(policy, "LOGITS_AT_ONCE", 40 * 7)  # pieces that end within rows
+    monkeypatch.setattr(head, "LOGITS_AT_ONCE", 40 * 7)  # pieces that end within rows
     micro = MicroBatch.build([row(*pair) for pair in done], torch.device("cpu"))
-    assert (micro.attention_mask == 0).any()
+    assert (micro.layout.attention_mask == 0).any()
     logp_BT, _ = completion_logp(little_model, micro, sampling, nullcontext())
     unpenalised_BT, _ = completion_logp(little_model, micro, replace(sampling, repetition_penalty=1.0), nullcontext())
     for i, (prompt, one) in enumerate(done):

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpocli.data import Completion, Prompt, Rollout
-from grpocli.training.batch import MicroBatch, Row, deal, pack, windows
+from grpocli.training.batch import MicroBatch, Row, windows
+from grpocli.training.layout import Layout, Packed, Padded
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), max_size=30)
 
@@ -26,29 +27,54 @@ def test_windows_cover_every_group_once(n_groups: int, minibatches: int) -> None
     assert all(len(span) for span in spans)
 
 
+def in_groups(lengths: list[tuple[int, int]]) -> list[Row]:
+    """Rows with a prompt for every three."""
+    return [row(lengths[k - k % 3][0], completion, k // 3) for k, (_, completion) in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("layout", [Padded, Packed])
 @given(lengths=LENGTHS, processes=st.integers(1, 4))
-def test_deal_gives_every_row_to_one_process(lengths: list[tuple[int, int]], processes: int) -> None:
-    rows = [row(*pair) for pair in lengths]
-    shares = deal(rows, processes)
+def test_deal_gives_every_row_to_one_process(
+    layout: type[Layout], lengths: list[tuple[int, int]], processes: int
+) -> None:
+    rows = in_groups(lengths)
+    shares = layout.deal(rows, processes)
     assert sorted(id(r) for share in shares for r in share) == sorted(id(r) for r in rows)
-    loads = [sum(r.n_tokens for r in share) for share in shares]
-    assert max(loads) - min(loads) <= max([r.n_tokens for r in rows], default=0)
+    loads = [layout.size(share) if share else 0 for share in shares]
+    if layout is Packed:  # the pieces of a group repeat its prompt
+        assert max(loads) - min(loads) <= sum(loads) / processes + 90
+    else:
+        loads = [sum(r.n_tokens for r in share) for share in shares]
+        assert max(loads) - min(loads) <= max([r.n_tokens for r in rows], default=0)
 
 
+@pytest.mark.parametrize("layout", [Padded, Packed])
 @given(lengths=LENGTHS, limit=st.integers(60, 300))
-def test_pack_respects_the_limit(lengths: list[tuple[int, int]], limit: int) -> None:
-    rows = [row(*pair) for pair in lengths]
-    batches = pack(rows, limit)
+def test_pack_respects_the_limit(layout: type[Layout], lengths: list[tuple[int, int]], limit: int) -> None:
+    rows = in_groups(lengths)
+    batches = layout.pack(rows, limit)
     assert sorted(id(r) for batch in batches for r in batch) == sorted(id(r) for r in rows)
     for batch in batches:
-        assert MicroBatch.build(batch, torch.device("cpu")).input_ids.numel() <= limit
+        tokens = MicroBatch.build(batch, torch.device("cpu"), layout).layout.input_ids.numel()
+        assert tokens == layout.size(batch) <= limit
+
+
+def test_rows_end_to_end_have_their_prompt_once() -> None:
+    rows = [row(3, 2, 4), row(1, 2, 5), row(3, 1, 4)]
+    layout = MicroBatch.build(rows, torch.device("cpu"), Packed).layout
+    assert layout.input_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0, 1]]
+    assert layout.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2]]
+    assert isinstance(layout, Packed)
+    assert layout.before_C.tolist() == [2, 3, 6, 7, 2]  # of rows, not of the sequence
+    assert layout.place_C.tolist() == [0, 1, 2, 3, 4]
+    assert layout.spread(torch.arange(5.0)).tolist() == [[0, 1], [2, 3], [4, 0]]
 
 
 def test_prompts_are_padded_left_and_completions_right() -> None:
     batch = MicroBatch.build([row(3, 1, 4), row(1, 2, 5)], torch.device("cpu"))
-    assert batch.input_ids.tolist() == [[0, 1, 2, 0, 0], [0, 0, 0, 0, 1]]
-    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 3], [0, 0, 0, 1, 2]]
+    assert batch.layout.input_ids.tolist() == [[0, 1, 2, 0, 0], [0, 0, 0, 0, 1]]
+    assert batch.layout.attention_mask.tolist() == [[1, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
+    assert batch.layout.position_ids.tolist() == [[0, 1, 2, 3, 3], [0, 0, 0, 1, 2]]
     assert batch.mask.tolist() == [[1, 0], [1, 1]]
     assert batch.group_ids.tolist() == [4, 5]
     assert batch.old_logp is None
@@ -84,7 +110,7 @@ def test_what_an_older_version_sampled_keeps_the_samplers_log_probs_as_old() -> 
 
 def test_a_row_without_tokens() -> None:
     batch = MicroBatch.build([row(2, 0), row(1, 2)], torch.device("cpu"))
-    assert batch.input_ids.dtype == batch.mask.dtype == torch.long
+    assert batch.layout.input_ids.dtype == batch.mask.dtype == torch.long
     assert batch.mask.tolist() == [[0, 0], [1, 1]]
     alone = MicroBatch.build([row(2, 0)], torch.device("cpu"))
-    assert alone.input_ids.tolist() == [[0, 1]]
+    assert alone.layout.input_ids.tolist() == [[0, 1]]

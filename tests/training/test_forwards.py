@@ -96,6 +96,9 @@ def test_an_entropy_bonus_raises_the_entropy(little_model, world, rows) -> None:
     for coefficient in (0.0, 1.0):
         bonus = ["algorithm/entropy=bonus", f"algorithm.entropy.coefficient={coefficient}"]
         up = updater(little_model, world, "algorithm=dapo", *bonus)
-        up.step([copy.copy(r) for r in flat], n_groups=2)
-        entropies[coefficient] = up.step([copy.copy(r) for r in flat], n_groups=2, step=1)["entropy"]
+        for step in range(2):
+            up.step([copy.copy(r) for r in flat], n_groups=2, step=step)
+        batch = MicroBatch.build(flat, world.device)
+        _, entropy_BT = up.policy.logp_without_gradient(batch, SAMPLING)
+        entropies[coefficient] = entropy_BT[batch.mask.bool()].mean()
     assert entropies[1.0] > entropies[0.0] + 1e-3

@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from grpocli.data import Request, Sampling
 from grpocli.launch.processes import command
 from grpocli.rollout.sampler import sample
-from grpocli.training.batch import Row, deal, pack, windows
+from grpocli.training.batch import Row, windows
+from grpocli.training.layout import Packed
 
 ZERO = ("zero2", "zero3") if find_spec("deepspeed") else ()
 PARALLEL = {1: ("ddp",), 2: ("ddp", "fsdp2"), 3: ("ddp", "fsdp2", *ZERO)}
@@ -109,9 +110,11 @@ def start(folder: Path, n: int) -> subprocess.Popen[str]:
 def test_the_shares_are_uneven(rows: list[Row], n: int) -> None:
     """What the next test is a test of: processes with different numbers of tokens and of micro-batches."""
     spans = windows(updating.N_GROUPS, updating.TRAIN.minibatches)
-    dealt = [deal([r for r in rows if r.group in span], n) for span in spans]
+    dealt = [Packed.deal([r for r in rows if r.group in span], n) for span in spans]
     tokens = [{sum(sum(r.mask) for r in share) for share in shares} for shares in dealt]
-    micro_batches = [{len(pack(share, updating.TRAIN.micro_batch_tokens)) for share in shares} for shares in dealt]
+    micro_batches = [
+        {len(Packed.pack(share, updating.TRAIN.micro_batch_tokens)) for share in shares} for shares in dealt
+    ]
     assert max(len(counts) for counts in tokens) > 1
     assert max(len(counts) for counts in micro_batches) > 1
 
@@ -121,7 +124,8 @@ def assert_same(one: dict[str, Any], other: dict[str, Any], tolerance: float, wh
     if "mixed" in one:
         assert (one["mixed"] - other["mixed"]).abs().max() <= tolerance, where
     assert one["metrics"].keys() == other["metrics"].keys()
-    for metric, value in other["metrics"].items():
+    for metric in other["metrics"].keys() - {"tokens/padding", "tokens/shared"}:  # those are what a split costs
+        value = other["metrics"][metric]
         assert one["metrics"][metric] == pytest.approx(value, rel=tolerance, abs=tolerance), (where, metric)
 
 
@@ -140,7 +144,7 @@ def test_the_number_of_processes_changes_nothing(results, tied_model, name: str)
 @pytest.mark.slow
 def test_the_algorithms_differ(results) -> None:
     """The names above do not all run the same thing."""
-    names = [name for name in updating.ALGORITHMS if name not in ("checkpointing", "bfloat16")]
+    names = [name for name in updating.ALGORITHMS if name not in ("checkpointing", "bfloat16", "padded")]
     weights = [results[1, 0, "ddp"][name]["weights"] for name in names]
     for i, one in enumerate(weights):
         for other in weights[:i]:

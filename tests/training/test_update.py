@@ -74,7 +74,8 @@ def test_micro_batches_change_nothing(little_model, world, rows, algorithm: str,
     split = trained(little_model, world, rows, f"algorithm={algorithm}", micro_batch_tokens=20, **train)
     assert whole.updates == split.updates == train.get("epochs", 1) * train.get("minibatches", 1)
     torch.testing.assert_close(split.weights, whole.weights, rtol=0, atol=2e-5)
-    for name, value in whole.metrics.items():
+    for name in whole.metrics.keys() - {"tokens/padding", "tokens/shared"}:
+        value = whole.metrics[name]
         assert split.metrics[name] == pytest.approx(value, rel=2e-4, abs=2e-5), name
 
 

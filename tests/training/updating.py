@@ -23,6 +23,7 @@ from grpocli.training import checkpoint, shards
 from grpocli.training.batch import Row
 from grpocli.training.checkpoint import State
 from grpocli.training.optim import AdamW
+from grpocli.training.packing import pack
 from grpocli.training.parallel import Make
 from grpocli.training.parallel_zero import Zero3
 from grpocli.training.policy import Policy
@@ -30,7 +31,7 @@ from grpocli.training.reference import BaseReference, Reference
 from grpocli.training.update import Updater
 from grpocli.training.world import World
 
-TRAIN = Train(epochs=2, minibatches=2, micro_batch_tokens=40)
+TRAIN = Train(epochs=2, minibatches=2, micro_batch_tokens=28)
 N_GROUPS = 5
 ALGORITHMS = {
     "grpo": ("algorithm=grpo",),
@@ -49,6 +50,7 @@ ALGORITHMS = {
     "lora": ("algorithm=grpo",),
     "checkpointing": ("algorithm=grpo",),
     "clipped": ("algorithm=dapo",),
+    "padded": ("algorithm=grpo",),
     "bfloat16": ("algorithm=dapo",),
 }
 
@@ -79,7 +81,13 @@ def loaded(world: World, path: Path, make: Make, lora: bool = False, dtype: torc
 
 
 def updater_of(
-    world: World, folder: Path, policy: Policy, optimizer: Any, overrides: tuple[str, ...], optim: AdamW
+    world: World,
+    folder: Path,
+    policy: Policy,
+    optimizer: Any,
+    overrides: tuple[str, ...],
+    optim: AdamW,
+    packed: bool = True,
 ) -> Updater:
     algorithm = build_algorithm(*overrides)
     reference = None
@@ -89,6 +97,8 @@ def updater_of(
         with world.parallel.loading():
             model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
         reference = Reference(model, policy)
+    if packed:
+        assert pack(policy, reference)
     return Updater(
         world=world,
         policy=policy,
@@ -114,7 +124,9 @@ def descended(world: World, folder: Path, name: str) -> dict[str, object]:
     if name == "checkpointing":
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     limit = 0.3 if name == "clipped" else 0.0
-    updater = updater_of(world, folder, policy, optimizer, ALGORITHMS[name], AdamW(lr=0.1, max_grad_norm=limit))
+    updater = updater_of(
+        world, folder, policy, optimizer, ALGORITHMS[name], AdamW(lr=0.1, max_grad_norm=limit), name != "padded"
+    )
     metrics = updater.step(load_rows(folder / "rows.json"), N_GROUPS)
     assert updater.updates == TRAIN.updates_per_step
     result = {"metrics": metrics, "weights": whole(policy)}

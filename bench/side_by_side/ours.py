@@ -1,0 +1,104 @@
+"""grpocli's side: `grpocli train` on one workload, as a user runs it. Prints one JSON line.
+
+`python ours.py WORKLOAD MODEL_FOLDER STEPS [KEY=VALUE ...]`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any
+
+from workloads import FIRST_WORD, WORKLOADS, Workload, write_prompts
+
+from grpocli.cli import main as grpocli
+from grpocli.config.parts import part
+from grpocli.data import Completion, Request, Sampling
+
+TRL = [  # the loss that TRL's defaults stand for, so that both compute the same gradient
+    *("algorithm=grpo", "algorithm.kl.beta=0", "algorithm/aggregate=token_mean", "optim.lr=1e-5"),
+]
+
+
+@part("engine", "given")
+class Given:
+    """An engine that samples nothing: the workload's completions."""
+
+    workload: str = ""
+
+    def launch(self, job: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def connect(self, context: object) -> GivenEngine:
+        return GivenEngine(WORKLOADS[self.workload])
+
+
+class GivenEngine:
+    def __init__(self, work: Workload) -> None:
+        self.work, self.version = work, 0
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+        groups = self.work.completions(self.version - 1)
+        return [
+            [
+                Completion(ids, [-6.0] * len(ids), "length", self.version)
+                for ids in groups[request.token_ids[0] - FIRST_WORD]
+            ]
+            for request in requests
+        ]
+
+    def sync(self, version: int) -> dict[str, float]:
+        self.version = version
+        return {}
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+def main() -> None:
+    name, folder, steps, *more = sys.argv[1:]
+    work = WORKLOADS[name]
+    with tempfile.TemporaryDirectory() as scratch:
+        prompts, other, run = (Path(scratch) / name for name in ("prompts.jsonl", "held_out.jsonl", "run"))
+        write_prompts(work.prompts(), prompts)
+        write_prompts(["t5"], other)  # else one of the others would be held out
+        engine = [f"engine={work.engine}"] if work.sampled else ["engine=given", f"engine.workload={name}"]
+        options = [
+            *("model=hf", f"model.path={folder}", "model.dtype=bfloat16", *engine, *TRL),
+            *("task=jsonl", f"task.path={prompts}", f"task.eval_path={other}", "task.answer_column=null"),
+            *("reward=[python]", f"reward.python.function={Path(__file__).with_name('workloads.py')}:reward"),
+            *(f"rollout.prompts_per_step={work.groups}", f"rollout.group_size={work.rows}"),
+            *(f"rollout.max_prompt_tokens={work.prompt}", f"rollout.max_completion_tokens={work.longest}"),
+            *("eval.problems=0", "checkpoint.every=0", f"train.steps={steps}", f"hydra.run.dir={run}", *more),
+        ]
+        with suppress_output(), suppress(SystemExit):
+            grpocli(["train", *options])
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    logs = [{key: row[key] for key in ("grad_norm", "reward")} for row in rows]
+    found: dict[str, Any] = {"seconds": [row["time/step"] for row in rows], "GiB": peak(), "logs": logs}
+    found["parts"] = {key: [row[key] for row in rows] for key in rows[0] if key.startswith(("time/", "tokens/"))}
+    print(json.dumps(found))
+
+
+def suppress_output() -> AbstractContextManager[Any]:
+    """The JSON line is all that stdout gets."""
+    return redirect_stdout(sys.stderr)
+
+
+def peak() -> float:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
+
+
+if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    main()

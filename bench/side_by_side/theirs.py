@@ -1,0 +1,89 @@
+"""TRL's side: its GRPOTrainer on one workload, in its own environment. Prints one JSON line.
+
+`python theirs.py WORKLOAD MODEL_FOLDER STEPS`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # it warns that its rollout hook may change
+
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from workloads import FIRST_WORD, WORKLOADS, Workload, reward
+
+
+class Watch(TrainerCallback):
+    """When steps end, and what is logged of them."""
+
+    def __init__(self) -> None:
+        self.stamps: list[float] = []
+        self.logs: list[dict[str, float]] = []
+
+    def on_train_begin(self, *args: Any, **others: Any) -> None:
+        self.stamps.append(time.perf_counter())
+
+    on_step_end = on_train_begin
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **others: Any) -> None:
+        if "grad_norm" in logs:
+            self.logs.append({name: float(logs[name]) for name in ("grad_norm", "reward")})
+
+
+def given(work: Workload, tokenizer: Any) -> Any:
+    """The given completions, through TRL's hook for a rollout of one's own."""
+    steps = iter(range(10**9))
+
+    def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
+        each = [iter(rows) for rows in work.completions(next(steps))]
+        ids = tokenizer(prompts).input_ids
+        return {"prompt_ids": ids, "completion_ids": [next(each[p[0] - FIRST_WORD]) for p in ids], "logprobs": None}
+
+    return rollout
+
+
+def main() -> None:
+    name, folder, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    work, watch = WORKLOADS[name], Watch()
+    cuda = torch.cuda.is_available()
+    trainer = GRPOTrainer(
+        model=folder,
+        reward_funcs=reward,
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in work.prompts()]),
+        callbacks=[watch],
+        rollout_func=None if work.sampled else given(work, AutoTokenizer.from_pretrained(folder)),
+        args=GRPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            per_device_train_batch_size=work.groups * work.rows,
+            num_generations=work.rows,
+            max_completion_length=work.longest,
+            generation_kwargs={"min_new_tokens": work.longest},
+            max_steps=steps,
+            learning_rate=1e-5,
+            bf16=True,
+            gradient_checkpointing=False,
+            use_cpu=not cuda,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+    )
+    trainer.train()
+    seconds = [b - a for a, b in zip(watch.stamps, watch.stamps[1:], strict=False)]
+    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"seconds": seconds, "GiB": peak / 2**30, "logs": watch.logs}))
+
+
+if __name__ == "__main__":
+    main()

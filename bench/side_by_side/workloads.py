@@ -1,0 +1,131 @@
+"""What is measured: models that are made on the spot, prompts, and completions that are given or sampled.
+
+Both trainers read this file, each in its own environment, so it needs transformers and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+FIRST_WORD = 3
+"""Ids below are special. A token's text is `t` and its id, so a prompt's tokens are the same for both trainers."""
+LAST_WORD = 400
+
+LLAMA = {"model_type": "llama", "tie_word_embeddings": True, "max_position_embeddings": 2048}
+QWEN2 = {"model_type": "qwen2", "tie_word_embeddings": True, "max_position_embeddings": 32768}
+MODELS = {
+    "0.4M": LLAMA
+    | {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    | {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "smollm2-135m": LLAMA
+    | {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+    | {"num_attention_heads": 9, "num_key_value_heads": 3},
+    "wide head": LLAMA
+    | {"vocab_size": 152000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    | {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "qwen2.5-0.5b": QWEN2
+    | {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+    | {"num_attention_heads": 14, "num_key_value_heads": 2},
+    "qwen2.5-1.5b": QWEN2
+    | {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
+    | {"num_attention_heads": 12, "num_key_value_heads": 2},
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A step: `groups` prompts of `prompt` tokens, `rows` completions of each.
+
+    longest: tokens of a completion, all of them or, `skewed`, a few (log-normal lengths up to it). constant: share of
+    the groups whose rewards are all equal. sampled: each trainer samples for itself, up to `longest` tokens; engine:
+    with what grpocli does.
+    """
+
+    about: str
+    model: str = "smollm2-135m"
+    groups: int = 2
+    rows: int = 8
+    prompt: int = 12
+    longest: int = 64
+    skewed: bool = False
+    constant: float = 0.0
+    sampled: bool = False
+    engine: str = "transformers"
+
+    def lengths(self, step: int) -> list[int]:
+        """Of the step's given completions, group by group."""
+        draw, n = random.Random(step), self.groups * self.rows
+        if not self.skewed:
+            return [self.longest] * n
+        drawn = (int(draw.lognormvariate(0, 0.8) * self.longest / 6) for _ in range(n))
+        return [max(1, min(self.longest, length)) for length in drawn]
+
+    def prompts(self) -> list[str]:
+        """One for each group; the first token tells which. Every step has them all."""
+        draw = random.Random(0)
+        return [
+            words([FIRST_WORD + group, *(draw.randrange(FIRST_WORD, LAST_WORD) for _ in range(self.prompt - 1))])
+            for group in range(self.groups)
+        ]
+
+    @cache  # noqa: B019 - a handful of workloads, and as many steps
+    def completions(self, step: int) -> list[list[list[int]]]:
+        """Token ids of the given completions of a step: [groups][rows]. The first token's parity is the reward."""
+        draw, lengths = random.Random(step), iter(self.lengths(step))
+        groups = []
+        for group in range(self.groups):
+            rows = [[draw.randrange(FIRST_WORD, LAST_WORD) for _ in range(next(lengths))] for _ in range(self.rows)]
+            flat = group < self.constant * self.groups
+            for k, ids in enumerate(rows):  # some right and some wrong, or all wrong
+                ids[0] = FIRST_WORD + 1 + 2 * draw.randrange(50) + (not flat and k % 3 == 0)
+            groups.append(rows)
+        return groups
+
+
+WORKLOADS = {
+    "W1": Workload("0.4 M parameters, 8 x 8, 64 tokens, sampled by transformers", "0.4M", 8, 8, sampled=True),
+    "W2": Workload("SmolLM2-135M, 2 x 8, prompts of 12, 64 new: update alone"),
+    "W2v": Workload("the same, sampled; grpocli with engine=vllm: whole step", sampled=True, engine="vllm"),
+    "W3": Workload("prompts of 512, 32 new: update alone", prompt=512, longest=32),
+    "W4": Workload("skewed lengths up to 256: update alone", longest=256, skewed=True),
+    "W5": Workload("half of the groups constant, no KL: update alone", constant=0.5),
+    "W6": Workload("a vocabulary of 152,000, small layers: update alone", model="wide head"),
+}
+
+
+def words(ids: list[int]) -> str:
+    return " ".join(f"t{k}" for k in ids)
+
+
+def reward(completions: list[str], **columns: object) -> list[float]:
+    """1 for an odd first token. As TRL calls it."""
+    return [float(int((text.split() or ["t0"])[0].removeprefix("t")) % 2) for text in completions]
+
+
+def make_model(name: str, folder: Path) -> Path:
+    """A folder with random weights and a tokenizer of one token a word."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    sizes = dict(MODELS[name])
+    config = AutoConfig.for_model(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    special = ["<pad>", "<bos>", "<end>"]
+    texts = [*special, *(f"t{k}" for k in range(FIRST_WORD, config.vocab_size))]
+    tokenizer = Tokenizer(models.WordLevel({text: k for k, text in enumerate(texts)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<end>"
+    ).save_pretrained(folder)
+    return folder
+
+
+def write_prompts(prompts: list[str], path: Path) -> None:
+    """As grpocli reads them."""
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))

@@ -1,0 +1,178 @@
+"""Log-probs and entropies at a model's output head, without the logits of a micro-batch in memory.
+
+A causal model of transformers ends with its output head. While `scoring` lasts, that module returns what is asked about
+its logits instead of them: so the model's own forward is one of little tensors, under DDP, FSDP and ZeRO too. Logits
+exist for LOGITS_AT_ONCE numbers at a time, and are computed again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from grpocli.rollout.distribution import sampling_logits
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from grpocli.data import Sampling
+
+LOGITS_AT_ONCE = 2**24
+"""64 MiB in float32, and a few copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Tokens [N] whose log-probs are wanted, one for each input of the head, and the distribution they are drawn from.
+
+    seen: what stood before them, with a repetition penalty. entropy_gradient: whether entropies carry a gradient.
+    """
+
+    ids_N: Tensor
+    sampling: Sampling
+    seen: Seen | None = None
+    entropy_gradient: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Which tokens stood before each of N tokens, those of B rows of `completion` places each."""
+
+    first_BV: Tensor
+    completion: int
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """[n, V], bool."""
+        token_N = torch.arange(start, end, device=self.first_BV.device)
+        return self.first_BV[token_N // self.completion] < (token_N % self.completion).unsqueeze(1)
+
+
+@contextmanager
+def scoring(head: torch.nn.Module, targets: Targets) -> Iterator[None]:
+    """Have `head` return [..., 2] for hidden states [..., H]: log-probs and entropies of the targets, float32, nats."""
+
+    def forward(hidden: Tensor) -> Tensor:
+        hidden_NH = hidden.reshape(-1, hidden.shape[-1])
+        sampling = targets.sampling
+        plain = sampling.repetition_penalty == 1 and not sampling.truncates and not targets.entropy_gradient
+        if plain and type(head) is torch.nn.Linear and getattr(head, "bias", None) is None:
+            temperature = sampling.temperature or 1.0
+            logp_N, entropy_N = _Scores.apply(  # type: ignore[no-untyped-call]
+                hidden_NH, head.weight, targets.ids_N, temperature
+            )
+        else:
+            logp_N, entropy_N = _any_scores(head, hidden_NH, targets)
+        return torch.stack([logp_N, entropy_N], -1).view(*hidden.shape[:-1], 2)
+
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def _pieces(n: int, vocabulary: int) -> Iterator[slice]:
+    rows = max(1, LOGITS_AT_ONCE // vocabulary)
+    return (slice(start, min(start + rows, n)) for start in range(0, n, rows))
+
+
+class _Scores(torch.autograd.Function):
+    """For a linear head and temperature alone. Gradients of hidden states and weights; entropies carry none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        device = hidden_NH.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
+        cast_NH, cast_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
+        logp_N, entropy_N = (hidden_NH.new_empty(len(ids_N), dtype=torch.float32) for _ in range(2))
+        normalizer_N = torch.empty_like(logp_N)
+        for piece in _pieces(len(ids_N), len(weight_VH)):
+            logits_nV = _logits(cast_NH[piece], cast_VH, temperature)
+            normalizer_N[piece] = logits_nV.logsumexp(-1)
+            chosen_n = logits_nV.gather(1, ids_N[piece].unsqueeze(1)).squeeze(1)
+            logp_N[piece] = chosen_n - normalizer_N[piece]
+            probs_nV = (logits_nV - normalizer_N[piece].unsqueeze(1)).exp_()
+            # no `vecdot`: autocast makes it one of bfloat16
+            entropy_N[piece] = normalizer_N[piece] - probs_nV.mul_(logits_nV).sum(-1)
+        ctx.save_for_backward(cast_NH, cast_VH, ids_N, normalizer_N)
+        ctx.temperature, ctx.dtypes = temperature, (hidden_NH.dtype, weight_VH.dtype)
+        ctx.mark_non_differentiable(entropy_N)
+        return logp_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """d logp / d logits = (1 at the chosen token) - probabilities."""
+        cast_NH, cast_VH, ids_N, normalizer_N = ctx.saved_tensors
+        of_hidden, of_weight = ctx.needs_input_grad[:2]
+        hidden_NH = torch.empty_like(cast_NH) if of_hidden else None
+        weight_VH = torch.zeros_like(cast_VH, dtype=torch.float32) if of_weight else None
+        for piece in _pieces(len(ids_N), len(cast_VH)):
+            gradient_n1 = (gradients[0][piece] / ctx.temperature).unsqueeze(1)
+            logits_nV = _logits(cast_NH[piece], cast_VH, ctx.temperature)
+            logits_nV.sub_(normalizer_N[piece].unsqueeze(1)).exp_().mul_(-gradient_n1)
+            logits_nV.scatter_add_(1, ids_N[piece].unsqueeze(1), gradient_n1)
+            cast_nV = logits_nV.to(cast_VH.dtype)
+            if hidden_NH is not None:
+                hidden_NH[piece] = cast_nV @ cast_VH
+            if weight_VH is not None:
+                weight_VH += cast_nV.T @ cast_NH[piece]
+        hidden_dtype, weight_dtype = ctx.dtypes
+        return (
+            None if hidden_NH is None else hidden_NH.to(hidden_dtype),
+            None if weight_VH is None else weight_VH.to(weight_dtype),
+            None,
+            None,
+        )
+
+
+def _logits(hidden_nH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
+    """float32."""
+    with torch.autocast(hidden_nH.device.type, enabled=False):
+        logits_nV = (hidden_nH @ weight_VH.T).float()
+    return logits_nV if temperature == 1 else logits_nV.div_(temperature)
+
+
+def _any_scores(head: torch.nn.Module, hidden_NH: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+    """For any head and any distribution, by torch's own gradients."""
+
+    def scores(hidden_nH: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
+        logits_nV = type(head).forward(head, hidden_nH)
+        seen_nV = targets.seen.rows(piece.start, piece.stop) if targets.seen else None
+        return _token_scores(logits_nV, targets.ids_N[piece], targets.sampling, targets.entropy_gradient, seen_nV)
+
+    vocabulary = len(head.weight) if isinstance(head.weight, torch.Tensor) else LOGITS_AT_ONCE
+    found = [
+        checkpoint(scores, hidden_NH[piece], piece, use_reentrant=False)
+        for piece in _pieces(len(targets.ids_N), vocabulary)
+    ]
+    return torch.cat([one for one, _ in found]), torch.cat([other for _, other in found])
+
+
+def of_logits(logits_NV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+    """As `scoring`, from the logits [N, V] of a model that changes what its head returns: scaled, or capped."""
+    found = []
+    for piece in _pieces(len(targets.ids_N), logits_NV.shape[1]):
+        seen_nV = targets.seen.rows(piece.start, piece.stop) if targets.seen else None
+        found.append(
+            _token_scores(logits_NV[piece], targets.ids_N[piece], targets.sampling, targets.entropy_gradient, seen_nV)
+        )
+    return torch.cat([logp for logp, _ in found]), torch.cat([entropy for _, entropy in found])
+
+
+def _token_scores(
+    logits_NV: Tensor, ids_N: Tensor, sampling: Sampling, entropy_gradient: bool, seen_NV: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    logits_NV = sampling_logits(logits_NV, sampling, keep_N=ids_N, seen_NV=seen_NV)
+    normalizer_N = logits_NV.logsumexp(-1)
+    logp_N = logits_NV.gather(1, ids_N.unsqueeze(1)).squeeze(1) - normalizer_N
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        probs_NV = (logits_NV - normalizer_N.unsqueeze(1)).exp()
+        entropy_N = normalizer_N - (probs_NV * logits_NV.masked_fill(logits_NV.isinf(), 0.0)).sum(-1)
+    return logp_N, entropy_N

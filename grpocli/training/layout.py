@@ -1,0 +1,227 @@
+"""How the tokens of a micro-batch's rows lie in one forward of the model: end to end, or side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from grpocli.training.attention import Segment, blocks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from grpocli.training.batch import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """Rows side by side: prompts padded on the left, completions on the right, so that completions align.
+
+    input_ids, attention_mask, position_ids [B, L], of which the last `completion` are completions.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    completion: int
+
+    @classmethod
+    def build(cls, rows: Sequence[Row], device: torch.device) -> Padded:
+        prompts_BL = pad([torch.tensor(r.prompt_ids) for r in rows], left=True)
+        prompt_mask_BL = pad([torch.ones(len(r.prompt_ids), dtype=torch.long) for r in rows], left=True)
+        ids_BT = pad([torch.tensor(r.completion_ids, dtype=torch.long) for r in rows])
+        present_BT = pad([torch.ones(len(r.completion_ids), dtype=torch.long) for r in rows])
+        attention_mask = torch.cat([prompt_mask_BL, present_BT], 1)
+        return cls(
+            input_ids=torch.cat([prompts_BL, ids_BT], 1).to(device),
+            attention_mask=attention_mask.to(device),
+            position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0).to(device),
+            completion=ids_BT.shape[1],
+        )
+
+    @staticmethod
+    def deal(rows: Sequence[Row], processes: int) -> list[list[Row]]:
+        """Rows for each process, balanced by tokens: longest first, to whoever has least. The same in every process."""
+        return _least_loaded([[row] for row in rows], processes)
+
+    @staticmethod
+    def pack(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+        """Micro-batches of at most max_tokens tokens, padding included; rows of like shape together."""
+        batches: list[list[Row]] = []
+        prompt = completion = 0
+        for row in sorted(rows, key=lambda r: (len(r.completion_ids), len(r.prompt_ids))):
+            prompt = max(prompt, len(row.prompt_ids))
+            completion = max(completion, len(row.completion_ids))
+            if not batches or (len(batches[-1]) + 1) * (prompt + completion) > max_tokens:
+                batches.append([])
+                prompt, completion = len(row.prompt_ids), len(row.completion_ids)
+            batches[-1].append(row)
+        return batches
+
+    @staticmethod
+    def size(rows: Sequence[Row]) -> int:
+        """Tokens that the model computes, padding included."""
+        return len(rows) * (max(len(r.prompt_ids) for r in rows) + max(len(r.completion_ids) for r in rows))
+
+    def targets(self, completion_ids_BT: Tensor) -> Tensor:
+        """The tokens [N] that `forward` is about: all of [B, T], padding included."""
+        return completion_ids_BT.reshape(-1)
+
+    def spread(self, values_N: Tensor) -> Tensor:
+        """Values of those tokens [B, T]."""
+        return values_N.view(-1, self.completion)
+
+    def forward(self, model: torch.nn.Module) -> Tensor:
+        """What the output head returns for each of those tokens [N, ...]."""
+        length = self.input_ids.shape[1]
+        before_T = torch.arange(length - self.completion - 1, length - 1, device=self.input_ids.device)
+        found: Tensor = model(
+            input_ids=self.input_ids,
+            attention_mask=self.attention_mask,
+            position_ids=self.position_ids,
+            use_cache=False,
+            logits_to_keep=before_T,
+        ).logits
+        return found.flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Rows end to end, a prompt once before its completions: no padding.
+
+    input_ids, position_ids [1, N]. before [C]: for each completion token, row by row, the token before it.
+    place [C]: where they are among B * T, rows side by side of `completion` places each.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    before_C: Tensor
+    place_C: Tensor
+    completion: int
+    rows: int
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def build(cls, rows: Sequence[Row], device: torch.device) -> Packed:
+        ids: list[int] = []
+        positions: list[int] = []
+        before: list[Any] = [[] for _ in rows]
+        segments = []
+        for prompt, numbers in by_prompt(rows):
+            if not prompt:
+                raise ValueError("a prompt has no tokens: nothing predicts the first one of a completion")
+            start = len(ids)
+            ids += prompt
+            positions += range(len(prompt))
+            end = len(ids)
+            for number in numbers:
+                first, n = len(ids), len(rows[number].completion_ids)
+                before[number] = [end - 1, *range(first, first + n - 1)] if n else []
+                ids += rows[number].completion_ids
+                positions += range(len(prompt), len(prompt) + n)
+            lengths = [n for number in numbers if (n := len(rows[number].completion_ids))]
+            segments.append(Segment(start, end, tuple(blocks(end, len(prompt), lengths, device))))
+        longest = max(len(r.completion_ids) for r in rows)
+        places = [k * longest + t for k, r in enumerate(rows) for t in range(len(r.completion_ids))]
+        return cls(
+            input_ids=torch.tensor([ids], device=device),
+            position_ids=torch.tensor([positions], device=device),
+            before_C=torch.tensor([k for row in before for k in row], dtype=torch.long, device=device),
+            place_C=torch.tensor(places, dtype=torch.long, device=device),
+            completion=longest,
+            rows=len(rows),
+            segments=tuple(segments),
+        )
+
+    @staticmethod
+    def deal(rows: Sequence[Row], processes: int) -> list[list[Row]]:
+        """Rows for each process, balanced by tokens; groups stay together unless they are large for a share."""
+        if processes == 1:
+            return [list(rows)]
+        groups = [[rows[k] for k in numbers] for _, numbers in by_prompt(rows)]
+        share = sum(map(_cost, groups)) / processes
+        parts = []
+        for group in groups:
+            group.sort(key=lambda r: -len(r.completion_ids))
+            pieces = min(len(group), -int(-2 * _cost(group) // share))
+            parts += [group[i::pieces] for i in range(pieces)]
+        return _least_loaded(parts, processes)
+
+    @staticmethod
+    def pack(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+        """Micro-batches of at most max_tokens tokens, a prompt counted once; more where a single row has more."""
+        batches: list[list[Row]] = []
+        size = 0
+        for prompt, numbers in by_prompt(rows):
+            due = len(prompt)  # tokens of the prompt that are not in this micro-batch yet
+            for row in sorted((rows[k] for k in numbers), key=lambda r: -len(r.completion_ids)):
+                if not batches or size + due + len(row.completion_ids) > max_tokens:
+                    batches.append([])
+                    size, due = 0, len(prompt)
+                batches[-1].append(row)
+                size += due + len(row.completion_ids)
+                due = 0
+        return batches
+
+    @staticmethod
+    def size(rows: Sequence[Row]) -> int:
+        """Tokens that the model computes."""
+        return sum(len(prompt) for prompt, _ in by_prompt(rows)) + sum(len(r.completion_ids) for r in rows)
+
+    def targets(self, completion_ids_BT: Tensor) -> Tensor:
+        """The tokens [C] that `forward` is about: the completions', row by row."""
+        return completion_ids_BT.reshape(-1).index_select(0, self.place_C)
+
+    def spread(self, values_C: Tensor) -> Tensor:
+        """Values of those tokens [B, T]; 0 where there is none."""
+        flat = values_C.new_zeros(self.rows * self.completion).index_copy(0, self.place_C, values_C)
+        return flat.view(self.rows, self.completion)
+
+    def forward(self, model: torch.nn.Module) -> Tensor:
+        """What the output head returns for each of those tokens [C, ...]."""
+        # a mask of four dimensions is used as it is: none is made of N x N
+        found: Tensor = model(
+            input_ids=self.input_ids,
+            attention_mask=self.input_ids.new_zeros(1, 1, 1, 1),
+            position_ids=self.position_ids,
+            use_cache=False,
+            logits_to_keep=self.before_C,
+            segments=self.segments,
+        ).logits
+        return found[0]
+
+
+Layout = Padded | Packed
+
+
+def _least_loaded(parts: Sequence[list[Row]], processes: int) -> list[list[Row]]:
+    """The largest part first, each to the process that has least."""
+    shares: list[list[Row]] = [[] for _ in range(processes)]
+    loads = [0] * processes
+    for part in sorted(parts, key=lambda part: -_cost(part)):
+        poorest = loads.index(min(loads))
+        shares[poorest] += part
+        loads[poorest] += _cost(part)
+    return shares
+
+
+def _cost(rows: Sequence[Row]) -> int:
+    """Tokens of rows with one prompt."""
+    return len(rows[0].prompt_ids) + sum(len(r.completion_ids) for r in rows)
+
+
+def by_prompt(rows: Sequence[Row]) -> Iterator[tuple[list[int], list[int]]]:
+    """Each prompt with the numbers of its rows: those of one group."""
+    numbers = sorted(range(len(rows)), key=lambda k: rows[k].group)
+    for _, group in groupby(numbers, key=lambda k: (rows[k].group, tuple(rows[k].prompt_ids))):
+        found = list(group)
+        yield rows[found[0]].prompt_ids, found
+
+
+def pad(values: Iterable[Tensor], left: bool = False) -> Tensor:
+    """One row each; 0 where they are shorter than the longest."""
+    return torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True, padding_side="left" if left else "right")

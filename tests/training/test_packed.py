@@ -1,0 +1,281 @@
+"""Less work for the same update: prompts once, no padding, nothing for rows without a gradient, no logits."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from training.test_update import world
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from grpocli import build_algorithm
+from grpocli.algorithm.metrics import OF_COMPUTED
+from grpocli.config.schema import Train
+from grpocli.data import Sampling
+from grpocli.training import head
+from grpocli.training.batch import MicroBatch, Row
+from grpocli.training.layout import Packed
+from grpocli.training.optim import AdamW
+from grpocli.training.packing import find_head, pack
+from grpocli.training.policy import Policy
+from grpocli.training.reference import Reference
+from grpocli.training.update import Updater
+from grpocli.training.world import World
+
+__all__ = ["world"]
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+ENDS: dict[str, Any] = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+GPT2: dict[str, Any] = {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128} | {
+    f"{place}_pdrop": 0.0 for place in ("attn", "resid", "embd")
+}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, **ENDS)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, **ENDS)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2, **ENDS)),
+}
+ALGORITHMS = {
+    "grpo": ("algorithm=grpo",),
+    "no kl": ("algorithm=grpo", "algorithm/kl=none"),
+    "dapo": ("algorithm=dapo",),
+    "drgrpo": ("algorithm=drgrpo", "algorithm.aggregate.length=10"),
+    "dgpo": ("algorithm=dgpo",),
+    "bonus": ("algorithm=dapo", "algorithm/entropy=bonus", "algorithm.entropy.coefficient=0.1"),
+    "top entropy": ("algorithm=dapo", "algorithm/tokens=top_entropy"),
+    "of micro-batches": ("algorithm=dapo", "algorithm.aggregate.scope=micro_batch"),
+}
+GROUPS = {
+    "ragged": [(7, [(3, 1.0), (9, -0.5), (1, -0.5)]), (12, [(5, 0.7), (5, -0.7)]), (1, [(20, 1.0), (2, 0.2), (6, -1)])],
+    "one row with a signal": [(6, [(4, 0.0), (7, 0.9), (3, 0.0)]), (9, [(5, 0.0), (2, 0.0)])],
+    "no signal": [(6, [(4, 0.0), (7, 0.0)]), (9, [(5, 0.0), (2, 0.0)])],
+    "a row without tokens": [(5, [(0, 1.0), (3, -1.0)])],
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    made = MODELS[request.param]()
+    for parameter in made.parameters():
+        parameter.data *= 3.0  # far from uniform
+    return made
+
+
+def rows_of(groups: list[tuple[int, list[tuple[int, float]]]]) -> list[Row]:
+    noise = torch.Generator().manual_seed(1)
+    rows = []
+    for group, (prompt, completions) in enumerate(groups):
+        ids = torch.randint(3, 40, (prompt,), generator=noise).tolist()
+        for n, advantage in completions:
+            completion = torch.randint(3, 40, (n,), generator=noise).tolist()
+            rows.append(Row(ids, completion, [1] * n, advantage, group, [-3.0] * n))
+    return rows
+
+
+def updated(
+    model: Any, world: World, rows: list[Row], overrides: tuple[str, ...], packed: bool, skips: bool, **train: int
+) -> SimpleNamespace:
+    """Weights and metrics after two steps, the second with momentum from the first."""
+    mine = copy.deepcopy(model)
+    optim = AdamW(lr=0.02, max_grad_norm=0.0)  # its rate alone: AdamW would blow up what rounding makes of a 0
+    wrapped, optimizer = world.parallel.share(
+        mine, torch.float32, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    )
+    policy = Policy(mine, wrapped, torch.float32, world.parallel)
+    algorithm = build_algorithm(*overrides)
+    reference = Reference(copy.deepcopy(model), policy) if algorithm.needs_reference else None
+    if packed:
+        assert pack(policy, reference)
+    kind = Updater if skips else Everything
+    up = kind(world, policy, reference, algorithm, optim, optimizer, Train(**train), Sampling(30), 10)
+    first = [copy.copy(row) for row in rows_of(GROUPS["ragged"])]
+    up.step(first, n_groups=3)
+    metrics = up.step([copy.copy(row) for row in rows], n_groups=1 + max(row.group for row in rows))
+    return SimpleNamespace(metrics=metrics, weights=torch.cat([p.detach().flatten() for p in mine.parameters()]))
+
+
+class Everything(Updater):
+    """Computes rows without a gradient, too."""
+
+    def _matters(self, row: Row) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "groups"),
+    [
+        *((name, "ragged") for name in ALGORITHMS if name != "of micro-batches"),
+        *(("dapo", name) for name in GROUPS),
+        ("grpo", "no signal"),
+    ],
+)
+def test_savings_change_nothing(model, world, algorithm: str, groups: str) -> None:
+    rows, overrides = rows_of(GROUPS[groups]), ALGORITHMS[algorithm]
+    plain = updated(model, world, rows, overrides, packed=False, skips=False, micro_batch_tokens=64, minibatches=2)
+    skipped = 0
+    for packed, skips in ((True, False), (False, True), (True, True)):
+        one = updated(model, world, rows, overrides, packed, skips, micro_batch_tokens=64, minibatches=2)
+        torch.testing.assert_close(one.weights, plain.weights, rtol=0, atol=1e-5)
+        skipped = one.metrics["tokens/skipped"]
+        for name, value in plain.metrics.items():
+            if not name.startswith("tokens/") and not (skipped and name in OF_COMPUTED):
+                assert one.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    signal = all(row.advantage and row.mask for row in rows)
+    assert (skipped > 0) == (not signal and algorithm in ("no kl", "dapo", "drgrpo", "dgpo")) or not all(
+        row.mask for row in rows
+    )
+
+
+@pytest.mark.parametrize("groups", ["one row with a signal", "no signal"])
+def test_a_mean_over_micro_batches_counts_every_row(model, world, groups: str) -> None:
+    """It depends on which rows share a micro-batch: none is left out."""
+    rows, overrides = rows_of(GROUPS[groups]), ALGORITHMS["of micro-batches"]
+    plain, one = (updated(model, world, rows, overrides, packed=True, skips=skips) for skips in (False, True))
+    assert one.metrics == plain.metrics
+    assert one.weights.equal(plain.weights)
+    assert one.metrics["tokens/skipped"] == 0
+
+
+SCALED = {
+    "granite": lambda: GraniteForCausalLM(GraniteConfig(**SHAPE, **ENDS, logits_scaling=8.0)),
+    "cohere": lambda: CohereForCausalLM(CohereConfig(**SHAPE, **ENDS)),
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, **ENDS, head_dim=8)),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_model_that_changes_what_its_head_returns_keeps_its_logits(world, name: str) -> None:
+    torch.manual_seed(0)
+    scaled = SCALED[name]()
+    policy = Policy(scaled, scaled, torch.float32, world.parallel)
+    assert not find_head(policy, world)
+    pack(policy, None, world)
+    ids = [5, 6, 7, 8, 9, 10]
+    row = Row(ids[:2], ids[2:], [1] * 4, 1.0, 0, [-3.0] * 4)
+    batch = MicroBatch.build([row], torch.device("cpu"), policy.layout(Sampling(1)))
+    assert policy.logp(batch, Sampling(1))[0][0].tolist() == pytest.approx(policy.score(ids)[1:], abs=1e-5)
+
+
+def test_a_model_that_hands_no_segments_on_is_padded(world, monkeypatch: pytest.MonkeyPatch) -> None:
+    deaf = LlamaForCausalLM(LlamaConfig(**SHAPE, **ENDS))
+    forward = deaf.model.forward
+    monkeypatch.setattr(deaf.model, "forward", lambda *args, segments=None, **kwargs: forward(*args, **kwargs))
+    policy = Policy(deaf, deaf, torch.float32, world.parallel)
+    assert not pack(policy, None, world)
+    assert deaf.config._attn_implementation == "sdpa"
+
+
+def test_entropies_under_autocast_are_float32_sums(model) -> None:
+    hidden, ids = torch.randn(50, 32) * 4, torch.zeros(50, dtype=torch.long)
+    output = model.get_output_embeddings()
+    found = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for gradient in (False, True):
+            with head.scoring(output, head.Targets(ids, Sampling(1), entropy_gradient=gradient)):
+                found.append(output(hidden)[:, 1])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-4)
+
+
+def test_metrics_of_tokens_are_of_those_that_are_computed(model, world) -> None:
+    """An update without any does not pull their mean down; a step without any has none."""
+    rows = rows_of(GROUPS["one row with a signal"])
+    half = updated(model, world, rows, ALGORITHMS["dapo"], packed=True, skips=True, minibatches=2)
+    whole = updated(model, world, [r for r in rows if r.group == 0], ALGORITHMS["dapo"], packed=True, skips=True)
+    assert half.metrics["entropy"] == pytest.approx(whole.metrics["entropy"], rel=0.2)  # the first step differs
+    none = updated(model, world, rows_of(GROUPS["no signal"]), ALGORITHMS["dapo"], packed=True, skips=True)
+    assert not none.metrics.keys() & set(OF_COMPUTED)
+    assert none.metrics["clip_ratio/region_mean"] == 0
+
+
+def test_what_is_saved_is_counted(model, world) -> None:
+    rows = rows_of(GROUPS["one row with a signal"])
+    one = updated(model, world, rows, ALGORITHMS["dapo"], packed=True, skips=True)
+    assert one.metrics["tokens/skipped"] == sum(row.n_tokens for row in rows if not row.advantage)
+    assert one.metrics["tokens/shared"] == one.metrics["tokens/padding"] == 0
+    rows = rows_of(GROUPS["ragged"])
+    one = updated(model, world, rows, ALGORITHMS["dapo"], packed=True, skips=True)
+    assert one.metrics["tokens/shared"] == 2 * 7 + 1 * 12 + 2 * 1
+    one = updated(model, world, rows, ALGORITHMS["dapo"], packed=False, skips=True)
+    assert one.metrics["tokens/padding"] == len(rows) * (12 + 20) - sum(row.n_tokens for row in rows)
+    assert one.metrics["tokens/shared"] == 0
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(1), Sampling(1, temperature=0.7), Sampling(1, temperature=0.0), Sampling(1, top_p=0.9, top_k=20)],
+)
+def test_the_head_gives_what_logits_give(model, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "LOGITS_AT_ONCE", 40 * 5)
+    hidden = torch.randn(23, 32, requires_grad=True)
+    weight = model.get_output_embeddings().weight
+    ids = torch.randint(0, 40, (23,), generator=torch.Generator().manual_seed(3))
+    found = []
+    with head.scoring(model.get_output_embeddings(), head.Targets(ids, sampling)):
+        found.append(model.get_output_embeddings()(hidden).unbind(-1))
+    found.append(head._token_scores(hidden @ weight.T, ids, sampling, False, None))
+    gradients = [torch.autograd.grad((logp * torch.arange(23.0)).sum(), (hidden, weight)) for logp, _ in found]
+    for one, other in [*zip(*found, strict=True), *zip(*gradients, strict=True)]:
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers of any tensor that an operation has made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
+        return made
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_there_are_never_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    """In the forward and in the backward; only the gradient of the weights is as large as they are."""
+    vocabulary, tokens = 5000, 200
+    monkeypatch.setattr(head, "LOGITS_AT_ONCE", 10 * vocabulary)
+    wide = LlamaForCausalLM(LlamaConfig(**(SHAPE | {"vocab_size": vocabulary}), **ENDS))
+    policy = Policy(wide, wide, torch.float32)
+    assert pack(policy, None)
+    row = Row([3, 4], [5] * tokens, [1] * tokens, 1.0, 0, [-3.0] * tokens)
+    batch = MicroBatch.build([row], torch.device("cpu"), *([Packed] if packed else []))
+    with Largest() as largest:
+        policy.logp(batch, Sampling(1))[0].sum().backward()
+    assert largest.numbers == vocabulary * SHAPE["hidden_size"] < vocabulary * tokens
+
+
+def test_a_model_with_another_attention_is_padded(model) -> None:
+    """Sliding windows are not what is computed here."""
+    config = Qwen2Config(**SHAPE, **ENDS, use_sliding_window=True, sliding_window=4, max_window_layers=0)
+    sliding = Qwen2ForCausalLM(config)
+    policy = Policy(sliding, sliding, torch.float32)
+    assert not pack(policy, None)
+    assert policy.layout(Sampling(1)).__name__ == "Padded"
+    assert sliding.config._attn_implementation == "sdpa"
