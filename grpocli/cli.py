@@ -9,6 +9,7 @@ import sys
 
 from grpocli import __version__
 from grpocli.errors import GrpoError
+from grpocli.launch.malloc import large_pages
 
 COMMANDS = {
     "train": ("grpocli.commands.train", "train a model; `-m` sweeps, `resume=RUN_DIR` goes on"),
@@ -45,6 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run a subcommand and exit with its code: 0 done, 2 bad config, 3 stopped after a checkpoint, 1 anything else."""
     args = sys.argv[1:] if argv is None else argv
     _wait_briefly()
+    large_pages()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # until training handles it: clean up and go
     try:
         code = run(args)

@@ -10,8 +10,9 @@ transformers calls this through its registry of attention functions, and hands t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,43 +23,48 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "shared_prompts"
-ENOUGH = 512
+ENOUGH = 256
 """Completion tokens in a call of `sdpa` that are worth one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Tokens [start, end) of the sequence: completions, one after the other. mask [n, P + n]: what each attends to."""
+    """Completions one after the other, `size` tokens. mask [size, prompt + size]: what each of them attends to."""
 
-    start: int
-    end: int
+    size: int
     mask: Tensor
+
+    @classmethod
+    def of(cls, prompt: int, lengths: Sequence[int], device: torch.device) -> Block:
+        size = sum(lengths)
+        own = torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()
+        mask = torch.cat([torch.ones(size, prompt, dtype=torch.bool), own], 1)
+        return cls(size, mask.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A prompt, tokens [start, end) of the sequence, and behind it its completions, block by block.
+    """A prompt, so many tokens of the sequence, and behind it its completions, block by block.
 
     A block is one call of `sdpa`. It computes scores between its completions that its mask throws away, and keeps the
-    prompt's keys and values once; `blocks` bounds both.
+    prompt's keys and values once; `together` bounds both.
     """
 
-    start: int
-    end: int
-    blocks: tuple[Block, ...]
+    prompt: int
+    blocks: tuple[Block, ...] = ()
 
 
-def blocks(start: int, prompt: int, lengths: Sequence[int], device: torch.device) -> Iterator[Block]:
-    """Of completions from token `start` on: as many together as have no more tokens than their prompt, or ENOUGH."""
-    together: list[int] = []
-    for length in [*lengths, 0]:
-        if together and (not length or sum(together) + length > max(prompt, ENOUGH)):
-            size = sum(together)
-            own = torch.block_diag(*(torch.ones(n, n).tril() for n in together)).bool()
-            mask = torch.cat([torch.ones(size, prompt, dtype=torch.bool), own], 1)
-            yield Block(start, start + size, mask.to(device, non_blocking=True))
-            start, together = start + size, []
-        together.append(length)
+def together(prompt: int, lengths: Sequence[int]) -> list[list[int]]:
+    """Which completions make a block: as many as have no more tokens than their prompt, or what is worth a call."""
+    most, size = max(prompt, ENOUGH), 0
+    found: list[list[int]] = []
+    for number, length in enumerate(lengths):
+        if not found or size + length > most:
+            found.append([])
+            size = 0
+        found[-1].append(number)
+        size += length
+    return found
 
 
 def attend(
@@ -83,34 +89,31 @@ def attend(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
         )
         return found
+    if query.device.type != "cpu":
+        return _attend(query, key, value, segments, dropout, scaling), None
+    # in bfloat16 each new length compiles kernels that are never freed, 5 MB of them, and is no faster
+    with torch.autocast("cpu", enabled=False):
+        out = _attend(query.float(), key.float(), value.float(), segments, dropout, scaling)
+    return out.to(query.dtype), None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], dropout: float, scaling: float | None
+) -> Tensor:
     groups = query.shape[1] // key.shape[1]
+    attention = partial(scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
+    sizes = [n for segment in segments for n in (segment.prompt, *(block.size for block in segment.blocks))]
+    queries, keys, values = (iter(states.split(sizes, 2)) for states in (query, key, value))
     outputs = []
     for segment in segments:
-        prompt = slice(segment.start, segment.end)
-        key_P, value_P = key[:, :, prompt], value[:, :, prompt]
-        outputs.append(
-            scaled_dot_product_attention(
-                query[:, :, prompt],
-                _each(key_P, groups),
-                _each(value_P, groups),
-                is_causal=True,
-                dropout_p=dropout,
-                scale=scaling,
-            )
-        )
+        key_P, value_P = next(keys), next(values)
+        each = _each(key_P, groups), _each(value_P, groups)
+        outputs.append(attention(next(queries), *each, is_causal=True))
         for block in segment.blocks:
-            here = slice(block.start, block.end)
-            outputs.append(
-                scaled_dot_product_attention(
-                    query[:, :, here],
-                    _each(torch.cat([key_P, key[:, :, here]], 2), groups),
-                    _each(torch.cat([value_P, value[:, :, here]], 2), groups),
-                    attn_mask=block.mask,
-                    dropout_p=dropout,
-                    scale=scaling,
-                )
-            )
-    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+            own_key, own_value = torch.cat([key_P, next(keys)], 2), torch.cat([value_P, next(values)], 2)
+            each = _each(own_key, groups), _each(own_value, groups)
+            outputs.append(attention(next(queries), *each, attn_mask=block.mask))
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous()
 
 
 def _each(states: Tensor, groups: int) -> Tensor:

@@ -91,16 +91,15 @@ class _Scores(torch.autograd.Function):
         device = hidden_NH.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
         cast_NH, cast_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
-        logp_N, entropy_N = (hidden_NH.new_empty(len(ids_N), dtype=torch.float32) for _ in range(2))
-        normalizer_N = torch.empty_like(logp_N)
+        logp_N, entropy_N, normalizer_N = (hidden_NH.new_empty(len(ids_N), dtype=torch.float32) for _ in range(3))
         for piece in _pieces(len(ids_N), len(weight_VH)):
             logits_nV = _logits(cast_NH[piece], cast_VH, temperature)
-            normalizer_N[piece] = logits_nV.logsumexp(-1)
-            chosen_n = logits_nV.gather(1, ids_N[piece].unsqueeze(1)).squeeze(1)
-            logp_N[piece] = chosen_n - normalizer_N[piece]
-            probs_nV = (logits_nV - normalizer_N[piece].unsqueeze(1)).exp_()
-            # no `vecdot`: autocast makes it one of bfloat16
-            entropy_N[piece] = normalizer_N[piece] - probs_nV.mul_(logits_nV).sum(-1)
+            largest_n1 = logits_nV.max(-1, keepdim=True).values
+            weights_nV = logits_nV.sub_(largest_n1).exp()
+            sum_n = weights_nV.sum(-1)
+            logp_N[piece] = logits_nV.gather(1, ids_N[piece].unsqueeze(1)).squeeze(1) - sum_n.log()
+            entropy_N[piece] = sum_n.log() - weights_nV.mul_(logits_nV).sum(-1) / sum_n
+            normalizer_N[piece] = largest_n1.squeeze(1) + sum_n.log()
         ctx.save_for_backward(cast_NH, cast_VH, ids_N, normalizer_N)
         ctx.temperature, ctx.dtypes = temperature, (hidden_NH.dtype, weight_VH.dtype)
         ctx.mark_non_differentiable(entropy_N)
@@ -111,25 +110,23 @@ class _Scores(torch.autograd.Function):
         """d logp / d logits = (1 at the chosen token) - probabilities."""
         cast_NH, cast_VH, ids_N, normalizer_N = ctx.saved_tensors
         of_hidden, of_weight = ctx.needs_input_grad[:2]
-        hidden_NH = torch.empty_like(cast_NH) if of_hidden else None
-        weight_VH = torch.zeros_like(cast_VH, dtype=torch.float32) if of_weight else None
-        for piece in _pieces(len(ids_N), len(cast_VH)):
-            gradient_n1 = (gradients[0][piece] / ctx.temperature).unsqueeze(1)
-            logits_nV = _logits(cast_NH[piece], cast_VH, ctx.temperature)
-            logits_nV.sub_(normalizer_N[piece].unsqueeze(1)).exp_().mul_(-gradient_n1)
-            logits_nV.scatter_add_(1, ids_N[piece].unsqueeze(1), gradient_n1)
-            cast_nV = logits_nV.to(cast_VH.dtype)
-            if hidden_NH is not None:
-                hidden_NH[piece] = cast_nV @ cast_VH
-            if weight_VH is not None:
-                weight_VH += cast_nV.T @ cast_NH[piece]
         hidden_dtype, weight_dtype = ctx.dtypes
-        return (
-            None if hidden_NH is None else hidden_NH.to(hidden_dtype),
-            None if weight_VH is None else weight_VH.to(weight_dtype),
-            None,
-            None,
-        )
+        gradient_N1 = (gradients[0] / ctx.temperature).unsqueeze(1)
+        hidden_NH = torch.zeros_like(cast_NH, dtype=torch.float32) if of_hidden else None
+        weight_VH = torch.empty_like(cast_VH, dtype=weight_dtype) if of_weight else None
+        # pieces of the vocabulary, not of the rows: each part of the weights' gradient is whole at once
+        for piece in _pieces(len(cast_VH), len(ids_N)):
+            logits_Nv = _logits(cast_NH, cast_VH[piece], ctx.temperature)
+            logits_Nv.sub_(normalizer_N.unsqueeze(1)).exp_().mul_(-gradient_N1)
+            place_N1 = (ids_N - piece.start).unsqueeze(1)
+            here_N1 = (place_N1 >= 0) & (place_N1 < logits_Nv.shape[1])
+            logits_Nv.scatter_add_(1, place_N1 * here_N1, gradient_N1 * here_N1)
+            cast_Nv = logits_Nv.to(cast_VH.dtype)
+            if hidden_NH is not None:
+                hidden_NH += cast_Nv @ cast_VH[piece]
+            if weight_VH is not None:
+                weight_VH[piece] = cast_Nv.T @ cast_NH
+        return None if hidden_NH is None else hidden_NH.to(hidden_dtype), weight_VH, None, None
 
 
 def _logits(hidden_nH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:

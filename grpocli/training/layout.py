@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from grpocli.training.attention import Segment, blocks
+from grpocli.training.attention import Block, Segment, together
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,6 +67,11 @@ class Padded:
         """Tokens that the model computes, padding included."""
         return len(rows) * (max(len(r.prompt_ids) for r in rows) + max(len(r.completion_ids) for r in rows))
 
+    @staticmethod
+    def distinct(rows: Sequence[Row]) -> int:
+        """Tokens of them that are no padding."""
+        return sum(row.n_tokens for row in rows)
+
     def targets(self, completion_ids_BT: Tensor) -> Tensor:
         """The tokens [N] that `forward` is about: all of [B, T], padding included."""
         return completion_ids_BT.reshape(-1)
@@ -89,17 +94,26 @@ class Padded:
         return found.flatten(0, 1)
 
 
+def even(n: int) -> int:
+    """The next number that has 5 bits and then zeros.
+
+    On a CPU each new size of a bfloat16 matrix product compiles a kernel that is never freed: so there are few sizes.
+    """
+    step = 1 << max(0, n.bit_length() - 5)
+    return -(-n // step) * step
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Rows end to end, a prompt once before its completions: no padding.
+    """Rows end to end, a prompt once before its completions, and a little filler, up to the next `even` number.
 
-    input_ids, position_ids [1, N]. before [C]: for each completion token, row by row, the token before it.
-    place [C]: where they are among B * T, rows side by side of `completion` places each.
+    input_ids, position_ids [1, L]. before_N: for each completion token, row by row, the token before it; then filler.
+    place_C: where those tokens are among B * T, rows side by side of `completion` places each.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    before_C: Tensor
+    before_N: Tensor
     place_C: Tensor
     completion: int
     rows: int
@@ -107,30 +121,31 @@ class Packed:
 
     @classmethod
     def build(cls, rows: Sequence[Row], device: torch.device) -> Packed:
-        ids: list[int] = []
-        positions: list[int] = []
-        before: list[Any] = [[] for _ in rows]
-        segments = []
+        line, segments = _Line(), []
+        before: list[list[int]] = [[] for _ in rows]
         for prompt, numbers in by_prompt(rows):
             if not prompt:
                 raise ValueError("a prompt has no tokens: nothing predicts the first one of a completion")
-            start = len(ids)
-            ids += prompt
-            positions += range(len(prompt))
-            end = len(ids)
-            for number in numbers:
-                first, n = len(ids), len(rows[number].completion_ids)
-                before[number] = [end - 1, *range(first, first + n - 1)] if n else []
-                ids += rows[number].completion_ids
-                positions += range(len(prompt), len(prompt) + n)
-            lengths = [n for number in numbers if (n := len(rows[number].completion_ids))]
-            segments.append(Segment(start, end, tuple(blocks(end, len(prompt), lengths, device))))
+            last = line.add(prompt) + len(prompt) - 1
+            made = []
+            for block in together(len(prompt), [len(rows[k].completion_ids) for k in numbers]):
+                found = [numbers[k] for k in block]
+                for number in found:
+                    first = line.add(ids := rows[number].completion_ids, len(prompt))
+                    before[number] = [last, *range(first, first + len(ids) - 1)][: len(ids)]
+                if lengths := [n for k in found if (n := len(rows[k].completion_ids))]:
+                    made.append(Block.of(len(prompt), lengths, device))
+            segments.append(Segment(len(prompt), tuple(made)))
+        if filler := even(len(line.ids)) - len(line.ids):
+            line.add([0] * filler)
+            segments.append(Segment(filler))
         longest = max(len(r.completion_ids) for r in rows)
         places = [k * longest + t for k, r in enumerate(rows) for t in range(len(r.completion_ids))]
+        flat = [k for row in before for k in row]
         return cls(
-            input_ids=torch.tensor([ids], device=device),
-            position_ids=torch.tensor([positions], device=device),
-            before_C=torch.tensor([k for row in before for k in row], dtype=torch.long, device=device),
+            input_ids=torch.tensor([line.ids], device=device),
+            position_ids=torch.tensor([line.positions], device=device),
+            before_N=torch.tensor(flat + [0] * (even(len(flat)) - len(flat)), dtype=torch.long, device=device),
             place_C=torch.tensor(places, dtype=torch.long, device=device),
             completion=longest,
             rows=len(rows),
@@ -153,7 +168,8 @@ class Packed:
 
     @staticmethod
     def pack(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-        """Micro-batches of at most max_tokens tokens, a prompt counted once; more where a single row has more."""
+        """Micro-batches of at most max_tokens tokens, a prompt counted once and filler not; more where a single row has
+        more."""
         batches: list[list[Row]] = []
         size = 0
         for prompt, numbers in by_prompt(rows):
@@ -169,33 +185,54 @@ class Packed:
 
     @staticmethod
     def size(rows: Sequence[Row]) -> int:
-        """Tokens that the model computes."""
+        """Tokens that the model computes, filler included."""
+        return even(Packed.distinct(rows))
+
+    @staticmethod
+    def distinct(rows: Sequence[Row]) -> int:
+        """Tokens of them that are no filler: prompts once."""
         return sum(len(prompt) for prompt, _ in by_prompt(rows)) + sum(len(r.completion_ids) for r in rows)
 
     def targets(self, completion_ids_BT: Tensor) -> Tensor:
-        """The tokens [C] that `forward` is about: the completions', row by row."""
-        return completion_ids_BT.reshape(-1).index_select(0, self.place_C)
+        """The tokens [N] that `forward` is about: the completions', row by row, and filler."""
+        ids_C = completion_ids_BT.reshape(-1).index_select(0, self.place_C)
+        return torch.nn.functional.pad(ids_C, (0, len(self.before_N) - len(ids_C)))
 
-    def spread(self, values_C: Tensor) -> Tensor:
+    def spread(self, values_N: Tensor) -> Tensor:
         """Values of those tokens [B, T]; 0 where there is none."""
-        flat = values_C.new_zeros(self.rows * self.completion).index_copy(0, self.place_C, values_C)
-        return flat.view(self.rows, self.completion)
+        flat = values_N.new_zeros(self.rows * self.completion)
+        return flat.index_copy(0, self.place_C, values_N[: len(self.place_C)]).view(self.rows, self.completion)
 
     def forward(self, model: torch.nn.Module) -> Tensor:
-        """What the output head returns for each of those tokens [C, ...]."""
-        # a mask of four dimensions is used as it is: none is made of N x N
+        """What the output head returns for each of those tokens [N, ...]."""
+        # a mask of four dimensions is used as it is: none is made of L x L
         found: Tensor = model(
             input_ids=self.input_ids,
             attention_mask=self.input_ids.new_zeros(1, 1, 1, 1),
             position_ids=self.position_ids,
             use_cache=False,
-            logits_to_keep=self.before_C,
+            logits_to_keep=self.before_N,
             segments=self.segments,
         ).logits
         return found[0]
 
 
 Layout = Padded | Packed
+
+
+class _Line:
+    """A sequence that is written from left to right."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.positions: list[int] = []
+
+    def add(self, ids: Sequence[int], position: int = 0) -> int:
+        """Where they begin. position: of the first of them in its row."""
+        start = len(self.ids)
+        self.ids += ids
+        self.positions += range(position, position + len(ids))
+        return start
 
 
 def _least_loaded(parts: Sequence[list[Row]], processes: int) -> list[list[Row]]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from grpocli.algorithm import Algorithm
     from grpocli.config.schema import Train
     from grpocli.data import Sampling
+    from grpocli.training.layout import Layout
     from grpocli.training.optim import AdamW
     from grpocli.training.policy import Policy
     from grpocli.training.reference import Reference
@@ -83,12 +84,15 @@ class Updater:
             micro_batches=sum(len(share) for share in shares),
         )
         totals = replace(totals, skipped=totals.tokens - sum(sum(r.mask) for r in needed))
-        computed = sum(layout.size(micro_batch) for share in shares for micro_batch in share)
-        saved = sum(r.n_tokens for r in needed) - computed
-        self.tokens["tokens/padding"] += max(-saved, 0)
-        self.tokens["tokens/shared"] += max(saved, 0)
+        self._count(layout, [micro_batch for share in shares for micro_batch in share])
         self.tokens["tokens/skipped"] += sum(r.n_tokens for r in rows) - sum(r.n_tokens for r in needed)
         return _Plan([*mine, *([Row.empty()] for _ in range(most - len(mine)))], totals.to(self.world.device))
+
+    def _count(self, layout: type[Layout], micro_batches: Sequence[Sequence[Row]]) -> None:
+        for rows in micro_batches:
+            different = layout.distinct(rows)
+            self.tokens["tokens/padding"] += layout.size(rows) - different
+            self.tokens["tokens/shared"] += sum(r.n_tokens for r in rows) - different
 
     def _matters(self, row: Row) -> bool:
         """Whether a row can change an update, or say which tokens of others do."""

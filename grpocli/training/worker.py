@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from grpocli.errors import GrpoError, RunError, Stopped
 from grpocli.launch.job import Job
+from grpocli.launch.malloc import keep_freed
 from grpocli.tracking.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def work(
     if board:
         board.enter("start")
     world = World(run.hardware, board)
+    if world.device.type == "cpu":
+        keep_freed()
     recorder = make_recorder(run, run_dir, world, job, view)
     trainer = None
     try:

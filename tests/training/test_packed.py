@@ -216,7 +216,8 @@ def test_what_is_saved_is_counted(model, world) -> None:
     rows = rows_of(GROUPS["one row with a signal"])
     one = updated(model, world, rows, ALGORITHMS["dapo"], packed=True, skips=True)
     assert one.metrics["tokens/skipped"] == sum(row.n_tokens for row in rows if not row.advantage)
-    assert one.metrics["tokens/shared"] == one.metrics["tokens/padding"] == 0
+    assert one.metrics["tokens/shared"] == 0
+    assert one.metrics["tokens/padding"] <= one.metrics["tokens/trained"] / 16  # filler
     rows = rows_of(GROUPS["ragged"])
     one = updated(model, world, rows, ALGORITHMS["dapo"], packed=True, skips=True)
     assert one.metrics["tokens/shared"] == 2 * 7 + 1 * 12 + 2 * 1

@@ -1,0 +1,48 @@
+"""Freed memory is kept by a trainer's process, unless the environment says otherwise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = """
+import ctypes, resource, sys
+from grpocli.launch.malloc import keep_freed
+kept = keep_freed()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+def touch():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    place = libc.malloc(2**26)
+    ctypes.memset(place, 1, 2**26)
+    libc.free(place)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+touch()
+print(kept, touch())
+"""
+
+
+def faults(**env: str) -> tuple[str, int]:
+    """Whether memory is kept, and the pages that 64 MiB take from the system the second time."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
+    out = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, env=clean | env)
+    kept, pages = out.stdout.split()
+    return kept, int(pages)
+
+
+def test_what_was_freed_is_used_again() -> None:
+    kept, pages = faults()
+    assert kept == "True"
+    assert pages < 100
+
+
+@pytest.mark.parametrize(
+    "theirs", [{"MALLOC_MMAP_THRESHOLD_": "262144"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=262144"}]
+)
+def test_what_the_user_has_set_stays(theirs: dict[str, str]) -> None:
+    kept, pages = faults(**theirs)
+    assert kept == "False"
+    assert pages > 10_000
