@@ -9,7 +9,7 @@ UV := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(
       --python $(BIN)/python --override requirements/overrides.txt --constraint requirements/constraints.txt
 PINS := pyproject.toml requirements/constraints.txt requirements/overrides.txt
 
-.PHONY: help train test test-slurm test-zero setup check format constraints hooks build docs parity clean
+.PHONY: help train test test-slurm test-zero setup check format constraints hooks build docs parity bench bench-limit clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -52,6 +52,14 @@ constraints: setup ## pin what is installed now
 parity: ## compare advantages and losses with TRL's, in an environment of its own (.venv-parity)
 	@$(MAKE) --no-print-directory VENV=.venv-parity .venv-parity/.ready-to-compare
 	.venv-parity/bin/python -m pytest tests/parity -m parity $(ARGS)
+
+bench: ## time updates beside TRL, in its own environment, and write docs/benchmarks.md (about an hour; a quiet machine)
+	@$(MAKE) --no-print-directory setup
+	@$(MAKE) --no-print-directory VENV=.venv-parity .venv-parity/.ready-to-compare
+	$(BIN)/python bench/side_by_side/run.py --peer .venv-parity/bin/python $(ARGS)
+
+bench-limit: setup ## time updates beside the bare model on the same tokens, and write docs/benchmarks.md
+	$(BIN)/python bench/side_by_side/run.py $(ARGS)
 
 clean: ## remove the environments and what tools left behind
 	rm -rf $(VENV) .venv-parity .venv-zero dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

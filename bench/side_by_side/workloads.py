@@ -93,7 +93,7 @@ WORKLOADS = {
     "W3": Workload("prompts of 512, 32 new: update alone", prompt=512, longest=32),
     "W4": Workload("skewed lengths up to 256: update alone", longest=256, skewed=True),
     "W5": Workload("half of the groups constant, no KL: update alone", constant=0.5),
-    "W6": Workload("a vocabulary of 152,000, small layers: update alone", model="wide head"),
+    "W6": Workload("a vocabulary of 152,000, small layers, 256 new: update alone", model="wide head", longest=256),
 }
 
 

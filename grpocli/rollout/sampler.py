@@ -87,6 +87,8 @@ def _prefill(model: PreTrainedModel, requests: Sequence[Request], sampling: Samp
     """Run each prompt once, then repeat its cache for its completions."""
     from transformers import DynamicCache
 
+    from grpocli.rollout.cache import make_room
+
     device = model.device
     longest = max(len(r.token_ids) for r in requests)
     ids_PL = torch.zeros(len(requests), longest, dtype=torch.long)
@@ -115,6 +117,7 @@ def _prefill(model: PreTrainedModel, requests: Sequence[Request], sampling: Samp
         logits_BV=out.logits[:, -1],
         seen_BV=seen_PV,
     )
+    make_room(rows.cache, sampling.max_tokens)
     rows.keep(rows.row.repeat_interleave(repeats))
     rows.row = torch.arange(len(rows.row), device=device)
     return rows

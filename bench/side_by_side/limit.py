@@ -1,0 +1,54 @@
+"""The bare model on the tokens of a workload: forward and backward over each different token once, no trainer.
+
+`python limit.py WORKLOAD MODEL_FOLDER STEPS` prints one JSON line. The tokens (prompts once, no padding) stand in plain
+rows that are about as long as a prompt with a completion, so that attention has about as much to do.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+from workloads import WORKLOADS, Workload
+
+from grpocli.launch.malloc import keep_freed
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+
+def tokens(work: Workload, step: int) -> tuple[int, int]:
+    """Different ones that have a gradient, and of them the completions'."""
+    flat = int(work.constant * work.groups)
+    lengths = work.lengths(step)[flat * work.rows :]
+    return (work.groups - flat) * work.prompt + sum(lengths), sum(lengths)
+
+
+def main() -> None:
+    folder, steps, work = sys.argv[2], int(sys.argv[3]), WORKLOADS[sys.argv[1]]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    keep_freed()
+    model = cast("LlamaForCausalLM", AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device))
+    seconds = []
+    for step in range(steps):
+        total, completions = tokens(work, step)
+        rows = max(1, round(total / (work.prompt + work.longest)))
+        ids = torch.arange(-(-total // rows) * rows, device=device).view(rows, -1) % 300
+        began = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16):
+            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[:completions]
+            loss = cross_entropy(model.lm_head(hidden).float(), ids.flatten()[:completions])
+        loss.backward()
+        loss.item()
+        seconds.append(time.perf_counter() - began)
+        model.zero_grad(set_to_none=True)
+    print(json.dumps({"seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main()
