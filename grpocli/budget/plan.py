@@ -103,4 +103,4 @@ def _micro_batch(run: Run, place: Place, packed: bool) -> tuple[Rows, int]:
     shares = [layout.pack(share, train.micro_batch_tokens) for share in layout.deal(rows, place.trainers)]
     largest = max((batch for share in shares for batch in share), key=layout.size)
     counts = Counter(row.group for row in largest)
-    return Rows(tuple(counts.values()), prompt, completion, packed), max(len(share) for share in shares)
+    return Rows(tuple(counts.values()), prompt, completion, packed, place.gpu), max(len(share) for share in shares)

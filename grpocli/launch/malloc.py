@@ -8,6 +8,8 @@ import sys
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 MOST = 2**31 - 1
+HALF_A_HEAP = 32 * 2**20
+"""The most that older versions of glibc take."""
 AHEAD = 64 * 2**20
 
 
@@ -30,5 +32,6 @@ def keep_freed() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    options = {MMAP_THRESHOLD: MOST, TRIM_THRESHOLD: MOST, TOP_PAD: AHEAD}
-    return all([mallopt(option, value) for option, value in options.items()])
+    if not any(mallopt(MMAP_THRESHOLD, most) for most in (MOST, HALF_A_HEAP)):
+        return False  # what follows would end glibc's own adjusting of it
+    return bool(mallopt(TRIM_THRESHOLD, MOST)) and bool(mallopt(TOP_PAD, AHEAD))

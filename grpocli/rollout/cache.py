@@ -11,38 +11,55 @@ if TYPE_CHECKING:
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's keys and values [B, heads, L, D]: the first L places of buffers that have `room` of them."""
+    """One layer's keys and values [B, heads, L, D]: the first L places of buffers, which double up to `most` places."""
 
-    def __init__(self, layer: DynamicLayer, room: int) -> None:
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, layer: DynamicLayer, most: int) -> None:
         super().__init__()
-        self.room = room
+        self.most = most
         self.lazy_initialization(layer.keys, layer.values)
-        self._hold(layer.keys, layer.values)
+        self._hold(layer.keys, layer.values, 1)
 
-    def _hold(self, keys: Tensor, values: Tensor) -> None:
-        self.room = max(self.room, keys.shape[2])
-        self._keys, self._values = (x.new_empty(*x.shape[:2], self.room, x.shape[3]) for x in (keys, values))
-        self.keys, self.values = self._keys[:, :, :0], self._values[:, :, :0]
-        self.update(keys, values)
+    def _hold(self, keys: Tensor, values: Tensor, more: int = 0) -> None:
+        """From now on; `more` tokens are to come."""
+        self.__dict__.update(keys=None, values=None, _keys=None, _values=None)  # freed before there are others
+        length = keys.shape[2]
+        room = length if not more else max(min(2 * (length + more), self.most), length + more)
+        self._keys, self._values = (x.new_empty(*x.shape[:2], room, x.shape[3]) for x in (keys, values))
+        self._keys[:, :, :length] = keys
+        self._values[:, :, :length] = values
+        self.keys, self.values = self._keys[:, :, :length], self._values[:, :, :length]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        start = self.keys.shape[2]
-        end = start + key_states.shape[2]
-        if end > self.room:
-            self.room = 2 * end
-            self._hold(self.keys, self.values)
+        start, new = self.keys.shape[2], key_states.shape[2]
+        end = start + new
+        if end > self._keys.shape[2]:
+            self._hold(self.keys, self.values, new)
         self._keys[:, :, start:end] = key_states
         self._values[:, :, start:end] = value_states
         self.keys, self.values = self._keys[:, :, :end], self._values[:, :, :end]
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._hold(self.keys[indices], self.values[indices])
+        self._hold(self.keys[indices], self.values[indices], 1)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._hold(self.keys.repeat_interleave(repeats, 0), self.values.repeat_interleave(repeats, 0), 1)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def reset(self) -> None:
+        self._hold(self.keys[:, :, :0], self.values[:, :, :0], 1)
 
 
 def make_room(cache: Any, tokens: int) -> None:
     """For `tokens` more in each layer that keeps them all; other kinds of layers stay as they are."""
     cache.layers = [
-        RoomyLayer(layer, layer.get_seq_length() + tokens) if type(layer) is DynamicLayer else layer
+        RoomyLayer(layer, layer.get_seq_length() + tokens)
+        if type(layer) is DynamicLayer and layer.is_initialized
+        else layer
         for layer in cache.layers
     ]

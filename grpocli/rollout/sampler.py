@@ -117,8 +117,8 @@ def _prefill(model: PreTrainedModel, requests: Sequence[Request], sampling: Samp
         logits_BV=out.logits[:, -1],
         seen_BV=seen_PV,
     )
-    make_room(rows.cache, sampling.max_tokens)
     rows.keep(rows.row.repeat_interleave(repeats))
+    make_room(rows.cache, sampling.max_tokens)
     rows.row = torch.arange(len(rows.row), device=device)
     return rows
 

@@ -37,7 +37,7 @@ class Block:
     @classmethod
     def of(cls, prompt: int, lengths: Sequence[int], device: torch.device) -> Block:
         size = sum(lengths)
-        own = torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()
+        own = torch.block_diag(*(torch.ones(n, n, dtype=torch.bool).tril() for n in lengths))
         mask = torch.cat([torch.ones(size, prompt, dtype=torch.bool), own], 1)
         return cls(size, mask.to(device, non_blocking=True))
 
@@ -52,6 +52,15 @@ class Segment:
 
     prompt: int
     blocks: tuple[Block, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Of a whole sequence. float32: what attention computes in. On a CPU, because in bfloat16 each new length compiles
+    kernels that are never freed, 5 MB of them, and is no faster."""
+
+    parts: tuple[Segment, ...]
+    float32: bool
 
 
 def together(prompt: int, lengths: Sequence[int]) -> list[list[int]]:
@@ -73,7 +82,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    segments: Sequence[Segment] | None = None,
+    segments: Segments | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **others: Any,
@@ -89,11 +98,13 @@ def attend(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
         )
         return found
-    if query.device.type != "cpu":
-        return _attend(query, key, value, segments, dropout, scaling), None
-    # in bfloat16 each new length compiles kernels that are never freed, 5 MB of them, and is no faster
-    with torch.autocast("cpu", enabled=False):
-        out = _attend(query.float(), key.float(), value.float(), segments, dropout, scaling)
+    refused = [name for name in ("s_aux", "softcap", "position_bias") if others.get(name) is not None]
+    if refused or (attention_mask is not None and attention_mask.shape != (1, 1, 1, 1)):
+        raise ValueError(f"attention has more to it than segments: {', '.join(refused) or 'a mask of the model'}")
+    if not segments.float32:
+        return _attend(query, key, value, segments.parts, dropout, scaling), None
+    with torch.autocast(query.device.type, enabled=False):
+        out = _attend(query.float(), key.float(), value.float(), segments.parts, dropout, scaling)
     return out.to(query.dtype), None
 
 

@@ -7,7 +7,7 @@ exist for LOGITS_AT_ONCE numbers at a time, and are computed again in the backwa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -69,15 +69,46 @@ def scoring(head: torch.nn.Module, targets: Targets) -> Iterator[None]:
             logp_N, entropy_N = _any_scores(head, hidden_NH, targets)
         return torch.stack([logp_N, entropy_N], -1).view(*hidden.shape[:-1], 2)
 
+    with replaced(head, forward):
+        yield
+
+
+@contextmanager
+def replaced(head: torch.nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """A block in which the module computes something else: no other thread may call the model meanwhile."""
+    before = vars(head).get("forward")
     head.forward = forward
     try:
         yield
     finally:
         del head.forward
+        if before is not None:
+            head.forward = before
+
+
+@torch.no_grad()
+def marked(head: torch.nn.Module, model: torch.nn.Module) -> tuple[Tensor, Tensor]:
+    """What the model returns as logits where its output head returns a mark, and the mark, in the dtype that the model
+    computes in. They are equal unless it scales or caps what its head returns."""
+    marks: list[Tensor] = []
+
+    def forward(hidden: Tensor) -> Tensor:
+        n = hidden.shape[1]
+        mark = 128 * torch.arange(1, 2 * n + 1, device=hidden.device)  # exact in bfloat16
+        marks.append(mark.view(1, n, 2).to(hidden.dtype))
+        return marks[-1]
+
+    with replaced(head, forward):
+        found = model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=_device(model)), use_cache=False).logits
+    return found, marks[-1]
+
+
+def _device(model: torch.nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def _pieces(n: int, vocabulary: int) -> Iterator[slice]:
-    rows = max(1, LOGITS_AT_ONCE // vocabulary)
+    rows = max(1, LOGITS_AT_ONCE // max(1, vocabulary))
     return (slice(start, min(start + rows, n)) for start in range(0, n, rows))
 
 

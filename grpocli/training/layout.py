@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grpocli.training.attention import Block, Segment, together
+from grpocli.training.attention import Block, Segment, Segments, together
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,7 +117,7 @@ class Packed:
     place_C: Tensor
     completion: int
     rows: int
-    segments: tuple[Segment, ...]
+    segments: Segments
 
     @classmethod
     def build(cls, rows: Sequence[Row], device: torch.device) -> Packed:
@@ -149,7 +149,7 @@ class Packed:
             place_C=torch.tensor(places, dtype=torch.long, device=device),
             completion=longest,
             rows=len(rows),
-            segments=tuple(segments),
+            segments=Segments(tuple(segments), float32=device.type == "cpu"),
         )
 
     @staticmethod
@@ -168,14 +168,13 @@ class Packed:
 
     @staticmethod
     def pack(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-        """Micro-batches of at most max_tokens tokens, a prompt counted once and filler not; more where a single row has
-        more."""
+        """Micro-batches of at most max_tokens tokens, a prompt counted once; more where a single row has more."""
         batches: list[list[Row]] = []
         size = 0
         for prompt, numbers in by_prompt(rows):
             due = len(prompt)  # tokens of the prompt that are not in this micro-batch yet
             for row in sorted((rows[k] for k in numbers), key=lambda r: -len(r.completion_ids)):
-                if not batches or size + due + len(row.completion_ids) > max_tokens:
+                if not batches or even(size + due + len(row.completion_ids)) > max_tokens:
                     batches.append([])
                     size, due = 0, len(prompt)
                 batches[-1].append(row)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,8 +12,9 @@ import torch
 from grpocli.data import Sampling
 from grpocli.training import attention
 from grpocli.training.batch import MicroBatch, Row
+from grpocli.training.head import marked
 from grpocli.training.layout import Layout, Packed, Padded
-from grpocli.training.policy import completion_logp
+from grpocli.training.policy import completion_logp, output_head
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,32 +23,30 @@ if TYPE_CHECKING:
     from grpocli.training.reference import Reference
     from grpocli.training.world import World
 
+logger = logging.getLogger(__name__)
 
 CLOSE = 0.05
 """Relative difference of the two layouts' log-probs. bfloat16 makes 0.03 of it, where it cannot be left out."""
 EQUAL = 1e-4
-"""The same, where both are float32."""
+"""The same in float32."""
 
 
 def find_head(policy: Policy, world: World) -> bool:
-    """Whether the model's logits are what its output head returns; some scale or cap them. Collective."""
-    row = _rows(policy)[-1]
-    ids = torch.tensor([row.prompt_ids + row.completion_ids], device=policy.model.device)
-    start = len(row.prompt_ids)
-    with torch.no_grad(), policy.parallel.computing(policy.model, torch.float32):
-        logits_1TV = policy.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-    logp_1T = logits_1TV[:, start - 1 : -1].float().log_softmax(-1).gather(2, ids[:, start:, None]).squeeze(2)
-    batch = MicroBatch.build([row], policy.model.device)
-    with torch.no_grad():
-        context = policy.parallel.computing(policy.model, torch.float32)
-        found_1T, _ = completion_logp(policy.model, batch, Sampling(1), context)
-    close = EQUAL if logits_1TV.dtype == torch.float32 else CLOSE
-    policy.at_head = not world.any(_far(found_1T, logp_1T, close))
+    """Whether the model's logits are what its output head returns. Collective."""
+
+    def tried() -> bool:
+        found, mark = _marked(policy)
+        return found.shape == mark.shape and torch.equal(found.float(), mark.float())
+
+    policy.at_head = not world.any(output_head(policy.model) is None or not _holds(tried))
     return policy.at_head
 
 
-def _far(one: Tensor, other: Tensor, close: float) -> bool:
-    return bool((one - other).abs().mean() > close * other.abs().mean())
+def _marked(policy: Policy) -> tuple[Tensor, Tensor]:
+    head = output_head(policy.model)
+    assert head is not None
+    with policy.parallel.computing(policy.model, torch.float32):
+        return marked(head, policy.model)
 
 
 def pack(policy: Policy, reference: Reference | None, world: World | None = None) -> bool:
@@ -52,7 +54,7 @@ def pack(policy: Policy, reference: Reference | None, world: World | None = None
     models = [policy.model, *([reference.model] if reference else [])]
     if not all(attention.choose(model) for model in models):
         return False
-    agreed = agrees(policy)
+    agreed = output_head(policy.model) is not None and _holds(lambda: agrees(policy))
     policy.packs = not world.any(not agreed) if world else agreed
     if not policy.packs:
         for model in models:
@@ -60,22 +62,41 @@ def pack(policy: Policy, reference: Reference | None, world: World | None = None
     return policy.packs
 
 
-@torch.no_grad()
+def _holds(question: Callable[[], bool]) -> bool:
+    """False where a model cannot do what was tried; errors of the machine are raised."""
+    try:
+        return question()
+    except (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError):
+        raise
+    except (TypeError, ValueError, IndexError, RuntimeError):
+        logger.info("this model does not take it", exc_info=True)
+        return False
+
+
 def agrees(policy: Policy) -> bool:
-    """Try it with a few tokens. Collective."""
-    rows, found = _rows(policy), []
-    kinds: tuple[type[Layout], ...] = (Packed, Padded)
-    for layout in kinds:
-        batch = MicroBatch.build(rows, policy.model.device, layout)
-        try:
-            context = policy.parallel.computing(policy.model, torch.float32)
-            logp_BT = completion_logp(policy.model, batch, Sampling(1), context, at_head=policy.at_head)[0]
-        except (torch.OutOfMemoryError, torch.distributed.DistError):
-            raise
-        except (TypeError, ValueError, RuntimeError):  # a model that does not know what to do with segments
-            return False
-        found.append(logp_BT[batch.mask.bool()])
-    return not _far(found[0], found[1], CLOSE)
+    """Whether both layouts give the same log-probs of a few rows, and a row end to end does not feel another."""
+    rows = _rows(policy)
+    exact = _marked(policy)[1].dtype == torch.float32
+    packed, padded = _logp(policy, rows, Packed), _logp(policy, rows, Padded)
+    if not _near(packed, padded, EQUAL if exact else CLOSE):
+        return False
+    first = len(rows[0].completion_ids)
+    other = replace(rows[0], completion_ids=rows[0].completion_ids[::-1])
+    return torch.equal(_logp(policy, [other, *rows[1:]], Packed)[first:], packed[first:])
+
+
+@torch.no_grad()
+def _logp(policy: Policy, rows: list[Row], layout: type[Layout]) -> Tensor:
+    """Of all tokens, row by row."""
+    batch = MicroBatch.build(rows, policy.model.device, layout)
+    context = policy.parallel.computing(policy.model, torch.float32)
+    logp_BT, _ = completion_logp(policy.model, batch, Sampling(1), context, at_head=policy.at_head)
+    return logp_BT[batch.mask.bool()]
+
+
+def _near(one: Tensor, other: Tensor, close: float) -> bool:
+    """Not where either is no number."""
+    return bool((one - other).abs().mean() <= close * other.abs().mean())
 
 
 def _rows(policy: Policy) -> list[Row]:

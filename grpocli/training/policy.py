@@ -94,10 +94,10 @@ class Policy:
         return completion_logp(self.model, batch, sampling, self.computing(), at_head=self.at_head)
 
 
-def output_head(model: torch.nn.Module) -> torch.nn.Module:
+def output_head(model: torch.nn.Module) -> torch.nn.Module | None:
     """The module of a model, or of one that DDP or DeepSpeed has wrapped, that turns hidden states into logits."""
     plain: Any = getattr(model, "module", model)
-    head: torch.nn.Module = plain.get_output_embeddings()
+    head: torch.nn.Module | None = plain.get_output_embeddings()
     return head
 
 
@@ -119,9 +119,14 @@ def completion_logp(
         if not isinstance(layout, Padded):
             raise ValueError("a repetition penalty is for rows side by side")
         n = ids_BT.shape[1]
-        seen = Seen(first_seen(layout.input_ids, layout.attention_mask, n, len(head.weight)), n)  # type: ignore[arg-type]
+        seen = Seen(first_seen(layout.input_ids, layout.attention_mask, n, _vocabulary(head)), n)
     targets = Targets(layout.targets(ids_BT), sampling, seen, entropy_gradient)
-    with context, scoring(head, targets) if at_head else nullcontext():
+    with context, scoring(head, targets) if at_head and head is not None else nullcontext():
         found = layout.forward(model)
     logp_N, entropy_N = found.unbind(-1) if at_head else of_logits(found, targets)
     return layout.spread(logp_N), layout.spread(entropy_N)
+
+
+def _vocabulary(head: Any) -> int:
+    """Tokens that it has logits for; ZeRO-3 leaves no shape of its weights."""
+    return int(getattr(head, "out_features", 0) or len(head.weight))

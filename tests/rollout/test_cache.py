@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -34,14 +37,47 @@ def test_it_holds_what_the_plain_one_holds() -> None:
         assert roomy.get_mask_sizes(1, 0) == plain.get_mask_sizes(1, 0)
 
 
-def test_tokens_do_not_copy_those_before_them() -> None:
+def test_few_tokens_move_those_before_them() -> None:
     cache = DynamicCache()
     cache.update(*states(2, 3, 0), 0)
-    make_room(cache, 10)
-    place = cache.layers[0].keys.data_ptr()
-    for _ in range(10):
+    make_room(cache, 100)
+    places = set()
+    for _ in range(100):
         cache.update(*states(2, 1, 0), 0)
-    assert cache.layers[0].keys.data_ptr() == place
+        places.add(cache.layers[0].keys.data_ptr())
+        assert cache.layers[0]._keys.shape[2] <= 103, "never more room than all of it needs"
+    assert len(places) <= 6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+        lambda cache: cache.crop(-1),
+    ],
+)
+def test_it_changes_as_the_plain_one(change: Callable[[DynamicCache], None]) -> None:
+    plain, roomy = DynamicCache(), DynamicCache()
+    for cache in (plain, roomy):
+        cache.update(*states(2, 5, 0), 0)
+    make_room(roomy, 4)
+    found = []
+    for cache in (plain, roomy):
+        change(cache)
+        found.append(cache.update(*states(len(cache.layers[0].keys), 1, 1), 0))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=0)
+
+
+def test_after_a_reset_it_is_empty() -> None:
+    cache = DynamicCache()
+    cache.update(*states(2, 5, 0), 0)
+    make_room(cache, 4)
+    cache.layers[0].reset()
+    assert cache.get_seq_length() == 0
+    keys, _ = cache.update(*states(2, 3, 1), 0)
+    torch.testing.assert_close(keys, states(2, 3, 1)[0], rtol=0, atol=0)
 
 
 def test_other_kinds_of_layers_stay() -> None:
@@ -50,6 +86,6 @@ def test_other_kinds_of_layers_stay() -> None:
 
     cache = DynamicCache()
     cache.update(*states(2, 3, 0), 0)
-    cache.layers = [Other()]
+    cache.layers = [Other(), DynamicLayer()]  # the second has held nothing yet
     make_room(cache, 10)
-    assert type(cache.layers[0]) is Other
+    assert [type(layer) for layer in cache.layers] == [Other, DynamicLayer]

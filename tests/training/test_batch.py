@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpocli.data import Completion, Prompt, Rollout
 from grpocli.training.batch import MicroBatch, Row, windows
-from grpocli.training.layout import Layout, Packed, Padded, even
+from grpocli.training.layout import Layout, Packed, Padded
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), max_size=30)
 
@@ -56,7 +56,7 @@ def test_pack_respects_the_limit(layout: type[Layout], lengths: list[tuple[int, 
     assert sorted(id(r) for batch in batches for r in batch) == sorted(id(r) for r in rows)
     for batch in batches:
         tokens = MicroBatch.build(batch, torch.device("cpu"), layout).layout.input_ids.numel()
-        assert tokens == layout.size(batch) <= even(limit)
+        assert tokens == layout.size(batch) <= limit
         assert layout.distinct(batch) <= tokens <= layout.distinct(batch) * 17 / 16 or layout is Padded
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from training.test_update import world
 from transformers import (
@@ -29,7 +30,7 @@ from grpocli import build_algorithm
 from grpocli.algorithm.metrics import OF_COMPUTED
 from grpocli.config.schema import Train
 from grpocli.data import Sampling
-from grpocli.training import head
+from grpocli.training import attention, head
 from grpocli.training.batch import MicroBatch, Row
 from grpocli.training.layout import Packed
 from grpocli.training.optim import AdamW
@@ -188,6 +189,60 @@ def test_a_model_that_hands_no_segments_on_is_padded(world, monkeypatch: pytest.
     policy = Policy(deaf, deaf, torch.float32, world.parallel)
     assert not pack(policy, None, world)
     assert deaf.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_that_is_found_out_in_bfloat16_too(world, name: str) -> None:
+    """Where processes share weights in bfloat16, numbers are too coarse to be compared."""
+    torch.manual_seed(0)
+    scaled, plain = SCALED[name]().bfloat16(), MODELS["llama"]().bfloat16()
+    assert not find_head(Policy(scaled, scaled, torch.bfloat16, world.parallel), world)
+    assert find_head(Policy(plain, plain, torch.bfloat16, world.parallel), world)
+
+
+def test_a_model_without_an_output_head_keeps_its_logits(world, monkeypatch: pytest.MonkeyPatch) -> None:
+    headless = MODELS["llama"]()
+    monkeypatch.setattr(headless, "get_output_embeddings", lambda: None)
+    policy = Policy(headless, headless, torch.float32, world.parallel)
+    assert not find_head(policy, world)
+    batch = MicroBatch.build([Row([2, 3], [4], [1], 1.0, 0, [-3.0])], torch.device("cpu"))
+    assert policy.logp(batch, Sampling(1))[0].item() == pytest.approx(policy.score([2, 3, 4])[-1], abs=1e-5)
+
+
+def over_all_rows(query, key, value, segments, dropout, scaling):
+    """Wrong: tokens see the rows before theirs."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).contiguous()
+
+
+def nothing(query, key, value, segments, dropout, scaling):
+    return torch.zeros_like(query).transpose(1, 2).contiguous()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "dtype"),
+    [(over_all_rows, torch.float32), (over_all_rows, torch.bfloat16), (nothing, torch.float32)],
+)  # in bfloat16 no attention at all differs less than rounding does, until a model has learnt to attend
+def test_a_wrong_attention_is_noticed_in_a_model_that_knows_nothing_yet(
+    world, monkeypatch: pytest.MonkeyPatch, wrong: Any, dtype: torch.dtype
+) -> None:
+    """Its log-probs are nearly the same, whatever it attends to."""
+    fresh = MODELS["llama"]().to(dtype)
+    policy = Policy(fresh, fresh, dtype, world.parallel)
+    assert pack(policy, None, world)
+    monkeypatch.setattr(attention, "_attend", wrong)
+    assert not pack(policy, None, world)
+
+
+def test_attention_with_more_to_it_is_refused() -> None:
+    states, segments = torch.ones(1, 2, 3, 4), attention.Segments((attention.Segment(3),), float32=True)
+    module = torch.nn.Identity()
+    attention.attend(module, states, states, states, torch.zeros(1, 1, 1, 1), segments)
+    with pytest.raises(ValueError, match="a mask of the model"):
+        attention.attend(module, states, states, states, torch.zeros(1, 1, 3, 3), segments)
+    with pytest.raises(ValueError, match="softcap"):
+        attention.attend(module, states, states, states, None, segments, softcap=30.0)
 
 
 def test_entropies_under_autocast_are_float32_sums(model) -> None:
