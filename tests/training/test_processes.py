@@ -119,6 +119,19 @@ def test_the_shares_are_uneven(rows: list[Row], n: int) -> None:
     assert max(len(counts) for counts in micro_batches) > 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("n", PROCESSES[1:])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_uneven_loads_make_equal_numbers_of_collective_calls(results, n: int, parallel: str) -> None:
+    """One long row in one process, many micro-batches in the others, and rows that are skipped."""
+    shares = Packed.deal([row for row in updating.uneven(n) if row.advantage], n)
+    micro_batches = [len(Packed.pack(share, updating.LITTLE)) for share in shares]
+    assert max(micro_batches) >= min(micro_batches) + 2
+    counts = [results[n, rank, parallel]["collectives"] for rank in range(n)]
+    assert counts[0]["gloo:all_reduce"] >= 1
+    assert all(one == counts[0] for one in counts)
+
+
 def assert_same(one: dict[str, Any], other: dict[str, Any], tolerance: float, where: object) -> None:
     assert (one["weights"] - other["weights"]).abs().max() <= tolerance, where
     if "mixed" in one:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from grpocli import build_algorithm
@@ -118,7 +120,7 @@ def whole(policy: Policy) -> torch.Tensor:
 
 
 def descended(world: World, folder: Path, name: str) -> dict[str, object]:
-    """Weights and metrics after one step of four updates, by gradient descent: Adam would hide a gradient's size."""
+    """Weights and metrics after one step of four updates (bfloat16: one), by gradient descent: Adam would hide a gradient's size."""
     dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
     policy, optimizer = loaded(world, folder / "model", descent, name == "lora", dtype)
     if name == "checkpointing":
@@ -127,8 +129,10 @@ def descended(world: World, folder: Path, name: str) -> dict[str, object]:
     updater = updater_of(
         world, folder, policy, optimizer, ALGORITHMS[name], AdamW(lr=0.1, max_grad_norm=limit), name != "padded"
     )
+    if name == "bfloat16":  # of later updates, rounding in the first ones makes several per cent
+        updater.train = dataclasses.replace(TRAIN, epochs=1, minibatches=1)
     metrics = updater.step(load_rows(folder / "rows.json"), N_GROUPS)
-    assert updater.updates == TRAIN.updates_per_step
+    assert updater.updates == updater.train.updates_per_step
     result = {"metrics": metrics, "weights": whole(policy)}
     if type(updater.reference) is Reference and not isinstance(world.parallel, Zero3):
         updater.reference.mix(0.5)
@@ -160,6 +164,30 @@ def went_on(world: World, folder: Path, start: Path, end: Path) -> dict[str, obj
     return {"metrics": metrics, "weights": whole(policy)}
 
 
+LITTLE = 28
+
+
+def uneven(n: int) -> list[Row]:
+    """One process of `n` gets one long row and a short one, the others many groups; one group has no signal."""
+    lengths = [[100, 1], *[[8, 8]] * (4 * (n - 1)), [5, 5]]
+    return [
+        Row([2, 5 + group], [7] * length, [1] * length, (k - 0.5) * (pair != [5, 5]), group, [-3.0] * length)
+        for group, pair in enumerate(lengths)
+        for k, length in enumerate(pair)
+    ]
+
+
+def counted(world: World, folder: Path) -> Counter[str]:
+    """Collective calls of an update with `uneven` rows."""
+    policy, optimizer = loaded(world, folder / "model", descent)
+    updater = updater_of(world, folder, policy, optimizer, ("algorithm=grpo", "algorithm/kl=none"), AdamW(lr=0.1))
+    updater.train = Train(micro_batch_tokens=LITTLE)
+    rows = uneven(world.size)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        updater.step(rows, rows[-1].group + 1)
+    return Counter(event.name for event in seen.events() if event.name.startswith("gloo:"))
+
+
 def sampled(world: World, folder: Path) -> list[list[int]]:
     """Each process samples for as long as it likes, more than once."""
     policy, _ = loaded(world, folder / "model", descent)
@@ -180,6 +208,8 @@ def main(folder: Path, parallel: str) -> None:
     shards.FILE_BYTES = 8192  # so that every process writes several
     names = [name for name in ALGORITHMS if name != "lora" or parallel != "zero3"]
     results: dict[str, Any] = {name: descended(world, folder, name) for name in names}
+    if world.size > 1 and parallel in ("ddp", "fsdp2"):
+        results["collectives"] = dict(counted(world, folder))
     if parallel != "zero3":
         results["sampled"] = sampled(world, folder)
     ran = f"{world.size}_{parallel}"
