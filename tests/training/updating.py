@@ -120,7 +120,10 @@ def whole(policy: Policy) -> torch.Tensor:
 
 
 def descended(world: World, folder: Path, name: str) -> dict[str, object]:
-    """Weights and metrics after one step of four updates (bfloat16: one), by gradient descent: Adam would hide a gradient's size."""
+    """Weights and metrics after a step of four updates, in bfloat16 of one.
+
+    By gradient descent: Adam would hide a gradient's size.
+    """
     dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
     policy, optimizer = loaded(world, folder / "model", descent, name == "lora", dtype)
     if name == "checkpointing":
