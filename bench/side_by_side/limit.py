@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
-from workloads import WORKLOADS, Workload
+from workloads import ALL, Workload
 
 from grpocli.launch.malloc import keep_freed
 
@@ -30,7 +30,7 @@ def tokens(work: Workload, step: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    folder, steps, work = sys.argv[2], int(sys.argv[3]), WORKLOADS[sys.argv[1]]
+    folder, steps, work = sys.argv[2], int(sys.argv[3]), ALL[sys.argv[1]]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     keep_freed()
     model = cast("LlamaForCausalLM", AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device))

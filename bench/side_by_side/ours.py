@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext, redirect_stdout, sup
 from pathlib import Path
 from typing import Any
 
-from workloads import FIRST_WORD, WORKLOADS, Workload, write_prompts
+from workloads import ALL, FIRST_WORD, Workload, write_prompts
 
 from grpocli.cli import main as grpocli
 from grpocli.config.parts import part
@@ -36,7 +36,7 @@ class Given:
         return nullcontext()
 
     def connect(self, context: object) -> GivenEngine:
-        return GivenEngine(WORKLOADS[self.workload])
+        return GivenEngine(ALL[self.workload])
 
 
 class GivenEngine:
@@ -63,7 +63,7 @@ class GivenEngine:
 
 def main() -> None:
     name, folder, steps, *more = sys.argv[1:]
-    work = WORKLOADS[name]
+    work = ALL[name]
     with tempfile.TemporaryDirectory() as scratch:
         prompts, other, run = (Path(scratch) / name for name in ("prompts.jsonl", "held_out.jsonl", "run"))
         write_prompts(work.prompts(), prompts)

@@ -1,4 +1,4 @@
-"""grpocli beside TRL: `make bench`, and beside the bare model: `make bench-limit`.
+"""grpocli beside TRL, `make bench`; beside the bare model, `make bench-limit`; and with more rows and longer ones.
 
 Each workload runs in processes of its own, in turn, in every second round the other way round. A figure is the median
 of a run's steps after the first two; the table has the medians over rounds, and the least and the most of them. Written
@@ -17,10 +17,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from workloads import WORKLOADS, make_model
+from workloads import ALL, LINEAR, WORKLOADS, make_model
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
+OURS = ("ours.py", sys.executable)
+GIVEN = [name for name, work in WORKLOADS.items() if not work.sampled]
 WARM = 2
 """First steps that do not count: memory is touched for the first time, kernels are made."""
 
@@ -76,6 +78,16 @@ def limit_table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def linear_table(found: dict[str, dict[str, Any]]) -> str:
+    rows = ["| | tokens | s | s for 1,000 tokens |", f"|{'---|' * 4}"]
+    for name, sides in found.items():
+        ours, parts = figures(sides["ours"]), sides["ours"][0]["parts"]
+        work = LINEAR[name]
+        tokens = work.groups * work.prompt + parts["tokens/trained"][-1]
+        rows.append(f"| {name}: {work.about} | {tokens:,} | {_spread(ours)} | {1000 * ours['seconds'] / tokens:.2f} |")
+    return "\n".join(rows)
+
+
 def _spread(found: dict[str, Any]) -> str:
     return f"{found['seconds']:.2f} ({found['least']:.2f} to {found['most']:.2f})"
 
@@ -97,25 +109,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; all by default")
     parser.add_argument("--peer", metavar="PYTHON", help="of TRL's environment; without it: against the bare model")
+    parser.add_argument("--linear", action="store_true", help="grpocli alone, with more rows and longer ones")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--print", action="store_true", help="leave the docs alone")
     args = parser.parse_args()
-    names = args.workloads or [n for n, work in WORKLOADS.items() if args.peer or not work.sampled]
-    sides = {"ours": ("ours.py", sys.executable)}
-    sides["theirs"] = ("theirs.py", args.peer) if args.peer else ("limit.py", sys.executable)
+    if args.linear:
+        sides, names, mark, table_of = {"ours": OURS}, list(LINEAR), "linear", linear_table
+    elif args.peer:
+        sides, names = {"ours": OURS, "theirs": ("theirs.py", args.peer)}, list(WORKLOADS)
+        mark, table_of = "beside TRL", peer_table
+    else:
+        sides, names = {"ours": OURS, "theirs": ("limit.py", sys.executable)}, GIVEN
+        mark, table_of = "bare model", limit_table
+    names = args.workloads or names
     found: dict[str, dict[str, Any]] = {name: {side: [] for side in sides} for name in names}
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(args.rounds):
             for name in names:
-                folder = Path(scratch) / WORKLOADS[name].model.replace(" ", "-")
+                folder = Path(scratch) / ALL[name].model.replace(" ", "-")
                 if not folder.exists():
-                    make_model(WORKLOADS[name].model, folder)
+                    make_model(ALL[name].model, folder)
                 for side in sorted(sides, reverse=number % 2 == 0):  # the other first in the first round
                     found[name][side].append(one(*sides[side], name, folder, args.steps))
                     median = statistics.median(found[name][side][-1]["seconds"][WARM:])
                     print(f"round {number + 1}: {name} {side} {median:.2f} s", file=sys.stderr, flush=True)
-    mark, table = ("beside TRL", peer_table(found)) if args.peer else ("bare model", limit_table(found))
+    table = table_of(found)
     print(table)
     if not args.print:
         write(mark, table, found)

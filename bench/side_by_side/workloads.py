@@ -95,6 +95,11 @@ WORKLOADS = {
     "W5": Workload("half of the groups constant, no KL: update alone", constant=0.5),
     "W6": Workload("a vocabulary of 152,000, small layers, 256 new: update alone", model="wide head", longest=256),
 }
+LINEAR = {
+    **{f"{k} x rows": Workload(f"{2 * k} x 8 rows of 12 + 64 tokens", groups=2 * k) for k in (1, 2, 4)},
+    **{f"{k} x length": Workload(f"2 x 8 rows of {12 * k} + {64 * k}", prompt=12 * k, longest=64 * k) for k in (2, 4)},
+}
+ALL = WORKLOADS | LINEAR
 
 
 def words(ids: list[int]) -> str:
