@@ -26,6 +26,7 @@ class Math(Correctness):
     cannot be read, is a failure and no 0. workers: 0 is one for each core.
     """
 
+    has_processes = True
     timeout: float = 5.0
     workers: int = 0
 
@@ -60,6 +61,7 @@ class Format(BaseReward):
     timeout: seconds for a sample, since some patterns take exponential time.
     """
 
+    has_processes = True
     pattern: str = field(default=r"<think>.*?</think>\s*<answer>.*?</answer>")
     timeout: float = 5.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from grpocli.config.formula import Formula, summary
 from grpocli.config.parts import nearest, require, section
@@ -49,8 +49,12 @@ Score = float | None | Failure  # None: does not apply to this sample
 class BaseReward:
     """A choice of the config group `reward`, registered with `package="reward.NAME"`.
 
-    weight: what its scores are multiplied by in the sum of a run's rewards.
+    weight: what its scores are multiplied by in the sum of a run's rewards. has_processes: it scores in processes of
+    its own, and each sample by itself, so it is called group by group while other completions are still being sampled;
+    others are called once, with all samples.
     """
+
+    has_processes: ClassVar[bool] = False
 
     weight: float = 1.0
 

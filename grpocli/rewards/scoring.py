@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from grpocli.data import Rollout, Text
@@ -51,17 +51,28 @@ class Scorer:
     rewards: dict[str, BaseReward]
     max_errors: float
 
-    def score(self, rollouts: Sequence[Rollout], max_tokens: int) -> tuple[list[dict[str, float]], Tally]:
+    def early(self, rollouts: Sequence[Rollout], max_tokens: int) -> list[dict[str, Score]]:
+        """Of some of a step's rollouts, the scores that need not wait for the others: of rewards with processes of
+        their own."""
+        samples = [sample_of(rollout, max_tokens) for rollout in rollouts]
+        scores = {name: self._call(reward, samples) for name, reward in self.rewards.items() if reward.has_processes}
+        return [{name: found[i] for name, found in scores.items()} for i in range(len(samples))]
+
+    def score(
+        self, rollouts: Sequence[Rollout], max_tokens: int, known: Sequence[Mapping[str, Score]] | None = None
+    ) -> tuple[list[dict[str, float]], Tally]:
         """Rewards by name for each rollout (NaN: does not apply, or failed), and what it took.
 
-        max_tokens: the limit that the completions were sampled under.
+        max_tokens: the limit that the completions were sampled under. known: what each has of `early`.
         """
         start = time.perf_counter()
         samples = [sample_of(rollout, max_tokens) for rollout in rollouts]
+        known = known or [{} for _ in samples]
         results: list[dict[str, float]] = [{} for _ in samples]
         errors, first = dict[str, int](), dict[str, str]()
         for name, reward in self.rewards.items():
-            scores = self._call(reward, samples)
+            others = iter(self._call(reward, [s for s, k in zip(samples, known, strict=True) if name not in k]))
+            scores = [k[name] if name in k else next(others) for k in known]
             failed = [(s, f) for s, f in zip(samples, scores, strict=True) if isinstance(f, Failure)]
             for sample, failure in failed[:3]:
                 logger.warning("reward.%s could not score %s: %s", name, excerpt(sample.text), failure.reason)

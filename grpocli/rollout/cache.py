@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers.cache_utils import DynamicLayer
 
 if TYPE_CHECKING:
@@ -11,7 +12,11 @@ if TYPE_CHECKING:
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's keys and values [B, heads, L, D]: the first L places of buffers, which double up to `most` places."""
+    """One layer's keys and values [B, heads, L, D]: the first L places of buffers, which double up to `most` places.
+
+    Under autocast they are held in its dtype: rotation leaves float32, and attention would cast all of them again for
+    every token.
+    """
 
     keys: Tensor
     values: Tensor
@@ -27,7 +32,9 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         self.__dict__.update(keys=None, values=None, _keys=None, _values=None)  # freed before there are others
         length = keys.shape[2]
         room = length if not more else max(min(2 * (length + more), self.most), length + more)
-        self._keys, self._values = (x.new_empty(*x.shape[:2], room, x.shape[3]) for x in (keys, values))
+        kind = keys.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else keys.dtype
+        self._keys, self._values = (x.new_empty(*x.shape[:2], room, x.shape[3], dtype=dtype) for x in (keys, values))
         self._keys[:, :, :length] = keys
         self._values[:, :, :length] = values
         self.keys, self.values = self._keys[:, :, :length], self._values[:, :, :length]

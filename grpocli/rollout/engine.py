@@ -84,6 +84,13 @@ class EngineContext:
     stopping: Callable[[], bool] = lambda: False
 
 
+Each = Callable[[int, list[Completion]], None]
+
+
+def ignore(k: int, completions: list[Completion]) -> None:
+    """Who samples can wait for the end."""
+
+
 class Engine(Protocol):
     """A live source of completions, in every trainer process.
 
@@ -92,8 +99,12 @@ class Engine(Protocol):
     `generate` asked for it with `EngineContext.recover`.
     """
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
-        """`n` completions for each request, in the requests' order."""
+    def generate(self, requests: Sequence[Request], sampling: Sampling, each: Each = ignore) -> list[list[Completion]]:
+        """`n` completions for each request, in the requests' order.
+
+        each: may be called with a request's number and its completions as soon as all of them are there, once, in any
+        thread; it returns at once.
+        """
         ...
 
     def sync(self, version: int) -> dict[str, float]:

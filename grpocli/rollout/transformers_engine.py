@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from grpocli.config.parts import part, require
 from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import ConfigError
+from grpocli.rollout.engine import ignore
 
 if TYPE_CHECKING:
-    from grpocli.rollout.engine import Engine, EngineContext, EngineJob
+    from grpocli.rollout.engine import Each, Engine, EngineContext, EngineJob
 
 
 @part("engine", "transformers")
@@ -38,7 +39,7 @@ class TransformersEngine:
         self.policy, self.stop_ids, self.max_rows, self.tokenizer = policy, stop_ids, max_rows, tokenizer
         self.version = 0
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, each: Each = ignore) -> list[list[Completion]]:
         """`n` completions for each request, in order. Raises ConfigError where the sampling asks for a structure."""
         from grpocli.rollout.sampler import sample
 
@@ -50,6 +51,8 @@ class TransformersEngine:
                 done = sample(self.policy.model, asked, sampling, self.stop_ids, self.version, self.tokenizer)
                 for i, completions in zip(chunk, done, strict=True):
                     results[i] = completions
+                    if len(asked) < len(requests):
+                        each(i, completions)
         return results
 
     def _chunks(self, requests: Sequence[Request]) -> list[list[int]]:

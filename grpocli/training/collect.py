@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from grpocli.data import Group, Prompt, Request, Rollout, Sampling
+from grpocli.data import Completion, Group, Prompt, Request, Rollout, Sampling
 from grpocli.errors import RunError
+from grpocli.rewards.early import Early
 from grpocli.rewards.scoring import Tally
 
 if TYPE_CHECKING:
@@ -55,15 +57,20 @@ class Sampler:
         """A group of `n` rollouts for each prompt, in order, the same in every process; and what scoring took."""
         mine = range(self.world.rank, len(prompts), self.world.size)
         requests = [Request(prompts[i].token_ids, n, seeds[i]) for i in mine]
-        sampled = self.engine.generate(requests, sampling)
-        rollouts = [
-            Rollout(prompts[i], done, self._text(done.token_ids))
-            for i, completions in zip(mine, sampled, strict=True)
-            for done in completions
-        ]
-        with self.scoring:
+
+        def rollouts_of(k: int, completions: Sequence[Completion]) -> list[Rollout]:
+            return [Rollout(prompts[mine[k]], done, self._text(done.token_ids)) for done in completions]
+
+        with Early(self.scorer, sampling.max_tokens, rollouts_of, self.scoring) as early:
+            sampled = self.engine.generate(requests, sampling, early.take)
+            start = time.perf_counter()
             self.world.enter("reward")
-            scored, tally = self.scorer.score(rollouts, sampling.max_tokens)
+        parts = [early.group(k, completions) for k, completions in enumerate(sampled)]
+        rollouts = [rollout for group, _ in parts for rollout in group]
+        with self.scoring:
+            known = [scores for _, group in parts for scores in group]
+            scored, tally = self.scorer.score(rollouts, sampling.max_tokens, known)
+        tally = replace(tally, seconds=time.perf_counter() - start)
         self.world.enter("gather")
         done = [Rollout(r.prompt, r.completion, r.text, rewards) for r, rewards in zip(rollouts, scored, strict=True)]
         groups = [Group(prompts[i], done[k * n : (k + 1) * n]) for k, i in enumerate(mine)]

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 LOGITS_AT_ONCE = 2**24
 """64 MiB in float32, and a few copies."""
+IN_CACHE = 2**20
+"""As many in the forward pass on a CPU: all that is computed of a logit finds it in a cache."""
+COLUMNS = 1024
+"""Of the vocabulary, at once, in that pass: products of matrices are fast from about so many on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +111,12 @@ def _device(model: torch.nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def _pieces(n: int, vocabulary: int) -> Iterator[slice]:
-    rows = max(1, LOGITS_AT_ONCE // max(1, vocabulary))
-    return (slice(start, min(start + rows, n)) for start in range(0, n, rows))
+def _pieces(n: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, n)) for start in range(0, n, size))
+
+
+def _rows_at_once(vocabulary: int) -> int:
+    return max(1, LOGITS_AT_ONCE // max(1, vocabulary))
 
 
 class _Scores(torch.autograd.Function):
@@ -122,15 +129,9 @@ class _Scores(torch.autograd.Function):
         device = hidden_NH.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
         cast_NH, cast_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
-        logp_N, entropy_N, normalizer_N = (hidden_NH.new_empty(len(ids_N), dtype=torch.float32) for _ in range(3))
-        for piece in _pieces(len(ids_N), len(weight_VH)):
-            logits_nV = _logits(cast_NH[piece], cast_VH, temperature)
-            largest_n1 = logits_nV.max(-1, keepdim=True).values
-            weights_nV = logits_nV.sub_(largest_n1).exp()
-            sum_n = weights_nV.sum(-1)
-            logp_N[piece] = logits_nV.gather(1, ids_N[piece].unsqueeze(1)).squeeze(1) - sum_n.log()
-            entropy_N[piece] = sum_n.log() - weights_nV.mul_(logits_nV).sum(-1) / sum_n
-            normalizer_N[piece] = largest_n1.squeeze(1) + sum_n.log()
+        rows = max(1, (IN_CACHE if device == "cpu" else LOGITS_AT_ONCE) // COLUMNS)
+        found = [_row_scores(cast_NH[piece], cast_VH, ids_N[piece], temperature) for piece in _pieces(len(ids_N), rows)]
+        logp_N, entropy_N, normalizer_N = (torch.cat(parts) for parts in zip(*found, strict=True))
         ctx.save_for_backward(cast_NH, cast_VH, ids_N, normalizer_N)
         ctx.temperature, ctx.dtypes = temperature, (hidden_NH.dtype, weight_VH.dtype)
         ctx.mark_non_differentiable(entropy_N)
@@ -146,7 +147,7 @@ class _Scores(torch.autograd.Function):
         hidden_NH = torch.zeros_like(cast_NH, dtype=torch.float32) if of_hidden else None
         weight_VH = torch.empty_like(cast_VH, dtype=weight_dtype) if of_weight else None
         # pieces of the vocabulary, not of the rows: each part of the weights' gradient is whole at once
-        for piece in _pieces(len(cast_VH), len(ids_N)):
+        for piece in _pieces(len(cast_VH), max(1, LOGITS_AT_ONCE // len(ids_N))):
             logits_Nv = _logits(cast_NH, cast_VH[piece], ctx.temperature)
             logits_Nv.sub_(normalizer_N.unsqueeze(1)).exp_().mul_(-gradient_N1)
             place_N1 = (ids_N - piece.start).unsqueeze(1)
@@ -158,6 +159,29 @@ class _Scores(torch.autograd.Function):
             if weight_VH is not None:
                 weight_VH[piece] = cast_Nv.T @ cast_NH
         return None if hidden_NH is None else hidden_NH.to(hidden_dtype), weight_VH, None, None
+
+
+def _row_scores(
+    hidden_nH: Tensor, weight_VH: Tensor, ids_n: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of the ids, entropies and normalizers, by pieces of the vocabulary: with the largest logit so far, and
+    relative to it the sum of exp(logit) and that of exp(logit) * logit."""
+    n = len(ids_n)
+    largest_n = hidden_nH.new_full((n,), torch.finfo(torch.float32).min, dtype=torch.float32)
+    sum_n, weighted_n, chosen_n = (torch.zeros_like(largest_n) for _ in range(3))
+    for piece in _pieces(len(weight_VH), COLUMNS):
+        logits_nv = _logits(hidden_nH, weight_VH[piece], temperature)
+        place_n = ids_n - piece.start
+        here_n = (place_n >= 0) & (place_n < logits_nv.shape[1])
+        chosen_n = logits_nv.gather(1, (place_n * here_n).unsqueeze(1)).squeeze(1).where(here_n, chosen_n)
+        before_n, largest_n = largest_n, torch.maximum(largest_n, logits_nv.amax(-1))
+        weights_nv = logits_nv.sub_(largest_n.unsqueeze(1)).exp()
+        less_n = before_n - largest_n
+        weighted_n = less_n.exp() * (weighted_n + less_n * sum_n)
+        sum_n = less_n.exp() * sum_n + weights_nv.sum(-1)
+        weighted_n = weighted_n + weights_nv.mul_(logits_nv).sum(-1)
+    normalizer_n = largest_n + sum_n.log()
+    return chosen_n - normalizer_n, sum_n.log() - weighted_n / sum_n, normalizer_n
 
 
 def _logits(hidden_nH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
@@ -178,7 +202,7 @@ def _any_scores(head: torch.nn.Module, hidden_NH: Tensor, targets: Targets) -> t
     vocabulary = len(head.weight) if isinstance(head.weight, torch.Tensor) else LOGITS_AT_ONCE
     found = [
         checkpoint(scores, hidden_NH[piece], piece, use_reentrant=False)
-        for piece in _pieces(len(targets.ids_N), vocabulary)
+        for piece in _pieces(len(targets.ids_N), _rows_at_once(vocabulary))
     ]
     return torch.cat([one for one, _ in found]), torch.cat([other for _, other in found])
 
@@ -186,7 +210,7 @@ def _any_scores(head: torch.nn.Module, hidden_NH: Tensor, targets: Targets) -> t
 def of_logits(logits_NV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
     """As `scoring`, from the logits [N, V] of a model that changes what its head returns: scaled, or capped."""
     found = []
-    for piece in _pieces(len(targets.ids_N), logits_NV.shape[1]):
+    for piece in _pieces(len(targets.ids_N), _rows_at_once(logits_NV.shape[1])):
         seen_nV = targets.seen.rows(piece.start, piece.stop) if targets.seen else None
         found.append(
             _token_scores(logits_NV[piece], targets.ids_N[piece], targets.sampling, targets.entropy_gradient, seen_nV)

@@ -168,6 +168,26 @@ def test_a_fast_server_does_more_and_answers_keep_their_order(
     assert fast.most <= 4
 
 
+def test_a_group_is_handed_out_before_the_slowest_is_there(serve: Callable[..., Vllm]) -> None:
+    server = serve()
+    first = threading.Event()
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        assert body["token_ids"] != [11] or first.wait(30)
+        return server.respond(path, body)
+
+    server.answer = answer
+    engine, _ = engine_of([server], Comes())
+    handed: list[int] = []
+
+    def take(k: int, done: list[Completion]) -> None:
+        handed.append(k)
+        first.set()
+
+    assert prompts_of(engine.generate(requests(2), Sampling(2), take)) == [10, 11]
+    assert handed == [0, 1]
+
+
 def test_when_one_of_two_dies_only_what_it_owed_is_asked_again(serve: Callable[..., Vllm]) -> None:
     dies, lives = serve(seconds=0.02, lives=5), serve(seconds=0.02)
     waiting = Comes()
@@ -187,8 +207,10 @@ def test_when_the_only_one_dies_its_answers_are_kept(serve: Callable[..., Vllm])
     """The next server is synced to the same version first, and is asked only for what is missing."""
     dies, dies_too, lives = serve(seconds=0.02, lives=3), serve(seconds=0.02, lives=4), serve()
     engine, sync = engine_of([dies], Comes(dies_too, lives))
-    groups = engine.generate(requests(12), Sampling(2))
+    handed: list[tuple[int, list[Completion]]] = []
+    groups = engine.generate(requests(12), Sampling(2), lambda k, done: handed.append((k, done)))
     assert prompts_of(groups) == [10 + i for i in range(12)]
+    assert sorted(handed, key=lambda pair: pair[0]) == list(enumerate(groups)), "each was handed out once"
     assert {c.version for group in groups for c in group} == {3}
     assert len(dies_too.asked) == 9
     assert len(lives.asked) == 5

@@ -286,7 +286,8 @@ def test_what_is_saved_is_counted(model, world) -> None:
     [Sampling(1), Sampling(1, temperature=0.7), Sampling(1, temperature=0.0), Sampling(1, top_p=0.9, top_k=20)],
 )
 def test_the_head_gives_what_logits_give(model, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "LOGITS_AT_ONCE", 40 * 5)
+    for name, numbers in (("LOGITS_AT_ONCE", 40 * 5), ("IN_CACHE", 16 * 5), ("COLUMNS", 16)):  # pieces, and rests
+        monkeypatch.setattr(head, name, numbers)
     hidden = torch.randn(23, 32, requires_grad=True)
     weight = model.get_output_embeddings().weight
     ids = torch.randint(0, 40, (23,), generator=torch.Generator().manual_seed(3))
@@ -316,7 +317,8 @@ class Largest(TorchDispatchMode):
 def test_there_are_never_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
     """In the forward and in the backward; only the gradient of the weights is as large as they are."""
     vocabulary, tokens = 5000, 200
-    monkeypatch.setattr(head, "LOGITS_AT_ONCE", 10 * vocabulary)
+    for name, numbers in (("LOGITS_AT_ONCE", 10 * vocabulary), ("COLUMNS", vocabulary // 25)):
+        monkeypatch.setattr(head, name, numbers)
     wide = LlamaForCausalLM(LlamaConfig(**(SHAPE | {"vocab_size": vocabulary}), **ENDS))
     policy = Policy(wide, wide, torch.float32)
     assert pack(policy, None)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import ConfigError, EngineError
+from grpocli.rollout.engine import ignore
 from grpocli.rollout.transformers_engine import stop_ids
 from grpocli.rollout.vllm.checks import check_room, check_vllm
 from grpocli.rollout.vllm.probe import Probe
@@ -17,7 +18,7 @@ from grpocli.rollout.vllm.transport import Weights
 from grpocli.rollout.vllm.trial import check_sampling
 
 if TYPE_CHECKING:
-    from grpocli.rollout.engine import EngineContext, EngineJob
+    from grpocli.rollout.engine import Each, EngineContext, EngineJob
     from grpocli.rollout.vllm.colocate_options import VllmColocate
     from grpocli.rollout.vllm.inside import Inside
 
@@ -32,7 +33,7 @@ class ColocateEngine:
         self.version: int | None = None
         self._stop = stop_ids(self.policy.model, context.tokenizer)
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, each: Each = ignore) -> list[list[Completion]]:
         """`n` completions for each request, in order; raises EngineError if any cannot be had."""
         if self.version is None:
             raise EngineError("engine=vllm_colocate starts without weights: sync before the first completion")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import EngineError, EngineGone
+from grpocli.rollout.engine import ignore
 from grpocli.rollout.transformers_engine import stop_ids
 from grpocli.rollout.vllm.client import Client
 from grpocli.rollout.vllm.comeback import Given, Own, Waiting
@@ -18,7 +19,7 @@ from grpocli.rollout.vllm.request import body, check_temperature, completions
 from grpocli.rollout.vllm.trial import check_sampling
 
 if TYPE_CHECKING:
-    from grpocli.rollout.engine import EngineContext
+    from grpocli.rollout.engine import Each, EngineContext
     from grpocli.rollout.vllm.options import Vllm
     from grpocli.training.world import World
 
@@ -77,7 +78,7 @@ class VllmEngine:
         self._gone: str | None = None  # why none will come back
         self._failure: EngineError | None = None  # of the last sync: servers may have any weights
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, each: Each = ignore) -> list[list[Completion]]:
         """`n` completions for each request, in order; answers of servers that have died since are kept.
 
         Collective. Raises EngineError if any cannot be had, EngineGone if its server does not come back in time.
@@ -87,24 +88,33 @@ class VllmEngine:
         check_temperature(sampling)
         version, synced = self.version, self._synced  # before the requests: a sync may come meanwhile
         bodies = [body(request, sampling, self._stop) for request in requests]
-        return [
-            completions(choices, request, sampling, version, synced=synced)
-            for choices, request in zip(self._answers(bodies), requests, strict=True)
-        ]
+        found: dict[int, list[Completion]] = {}
 
-    def _answers(self, bodies: Sequence[dict[str, object]]) -> list[Choices]:
-        """Rounds of requests, of those without an answer, until every process has all of its own."""
-        answers: dict[int, Choices] = {}
+        def answered(k: int, choices: Choices) -> None:
+            found[k] = completions(choices, requests[k], sampling, version, synced=synced)
+            each(k, found[k])
+
+        self._ask(bodies, found, answered)
+        return [found[k] for k in range(len(requests))]
+
+    def _ask(
+        self, bodies: Sequence[dict[str, object]], found: Container[int], answered: Callable[[int, Choices], None]
+    ) -> None:
+        """Rounds of requests, of those not yet `found`, until every process has answers to all of its own."""
         for _ in range(ATTEMPTS):
-            left = [i for i in range(len(bodies)) if i not in answers]
-            found = self.fleet.complete([bodies[i] for i in left])
+            left = [k for k in range(len(bodies)) if k not in found]
+            self._round(bodies, left, answered)
             if self._failure:
                 raise _again(self._failure)
-            answers |= {i: choices for i, choices in zip(left, found, strict=True) if choices is not None}
-            if not any(self.world.gather_objects([len(answers) < len(bodies)])):
-                return [answers[i] for i in range(len(bodies))]
+            if not any(self.world.gather_objects([any(k not in found for k in left)])):
+                return
             self.recover()
         raise EngineGone(f"vLLM servers died {ATTEMPTS} times during one batch of completions")
+
+    def _round(
+        self, bodies: Sequence[dict[str, object]], left: Sequence[int], answered: Callable[[int, Choices], None]
+    ) -> None:
+        self.fleet.complete([bodies[k] for k in left], lambda i, choices: answered(left[i], choices))
 
     def _sync_again(self) -> None:
         assert self.version is not None

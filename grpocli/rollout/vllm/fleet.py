@@ -68,29 +68,36 @@ class Fleet:
         """Whether server number `index` may be asked."""
         return not self.clients[index].lost and index not in self._closed
 
-    def complete(self, bodies: Sequence[dict[str, Any]]) -> list[Choices | None]:
+    def complete(
+        self, bodies: Sequence[dict[str, Any]], each: Callable[[int, Choices], None] | None = None
+    ) -> list[Choices | None]:
         """The choices of each request, in the requests' order; None for what no server was left to answer.
 
+        each: called with a request's number and its choices as soon as they are there.
         A request, a whole group, goes to the server with the fewest outstanding completions. What a server has not
         answered when it is lost goes to the others. A refusal is an EngineError and cancels the rest.
         """
-        return asyncio.run(self._complete(bodies)) if bodies else []
+        return asyncio.run(self._complete(bodies, each)) if bodies else []
 
-    async def _complete(self, bodies: Sequence[dict[str, Any]]) -> list[Choices | None]:
+    async def _complete(
+        self, bodies: Sequence[dict[str, Any]], each: Callable[[int, Choices], None] | None
+    ) -> list[Choices | None]:
         lanes = [Lane(client, partial(self.is_open, i)) for i, client in enumerate(self.clients)]
         turn = asyncio.Semaphore(AT_ONCE * len(lanes))  # later ones choose a server when they can run, not before
 
-        async def one(body: dict[str, Any]) -> Choices | None:
+        async def one(number: int, body: dict[str, Any]) -> Choices | None:
             async with turn:
                 while living := [lane for lane in lanes if lane.open()]:
                     lane = min(living, key=lambda lane: lane.outstanding)
                     if (choices := await lane.ask(body)) is not None:
+                        if each:
+                            each(number, choices)
                         return choices
                 return None
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(body)) for body in bodies]
+                tasks = [group.create_task(one(number, body)) for number, body in enumerate(bodies)]
         except* EngineError as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]

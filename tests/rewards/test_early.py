@@ -1,0 +1,120 @@
+"""Scoring while other completions are still being sampled."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from grpocli.data import Completion, Prompt, Request, Sampling
+from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
+from grpocli.rewards.scoring import Scorer
+from grpocli.training.collect import Sampler
+
+SOON = 30.0
+
+
+class Texts:
+    """In place of a tokenizer."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return " ".join(map(str, token_ids))
+
+
+class Alone:
+    rank, size = 0, 1
+
+    def enter(self, name: str) -> None:
+        return
+
+    def gather_objects(self, own: list[Any]) -> list[Any]:
+        return own
+
+
+class Recording(BaseReward):
+    """The first token, or a failure at 13; what it was called with, and an event at the first call."""
+
+    def __init__(self, has_processes: bool) -> None:
+        object.__setattr__(self, "has_processes", has_processes)
+        object.__setattr__(self, "calls", [])
+        object.__setattr__(self, "called", threading.Event())
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        self.calls.append([s.text for s in samples])  # type: ignore[attr-defined]
+        self.called.set()  # type: ignore[attr-defined]
+        return [Failure("unlucky") if s.token_ids[0] == 13 else float(s.token_ids[0]) for s in samples]
+
+
+class Scripted:
+    """An engine: two completions for each request; `between` is called when the given ones have been handed out."""
+
+    def __init__(self, handed: Sequence[int], between: Callable[[], None] = lambda: None) -> None:
+        self.handed, self.between = handed, between
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, each: Any) -> list[list[Completion]]:
+        found = [
+            [Completion([10 + request.token_ids[0] + k], [-1.0], "stop", 1) for k in range(2)] for request in requests
+        ]
+        for k in self.handed:
+            each(k, found[k])
+        self.between()
+        return found
+
+
+def sampler(engine: Any, rewards: dict[str, BaseReward]) -> Sampler:
+    return Sampler(Alone(), engine, Texts(), Scorer(rewards, 1.0))  # type: ignore[arg-type]
+
+
+PROMPTS = [Prompt(str(i), [2 * i], "?") for i in range(3)]
+
+
+def test_a_group_is_scored_while_others_are_still_being_sampled() -> None:
+    alone, together = Recording(True), Recording(False)
+
+    def wait() -> None:
+        assert alone.called.wait(SOON)  # type: ignore[attr-defined]
+        assert not together.calls  # type: ignore[attr-defined]
+
+    groups, tally = sampler(Scripted([2, 0], wait), {"alone": alone, "together": together}).groups(
+        PROMPTS, [0, 1, 2], 2, Sampling(4)
+    )
+    assert alone.calls == [["14", "15"], ["10", "11"], ["12", "13"]]  # type: ignore[attr-defined]
+    assert together.calls == [["10", "11", "12", "13", "14", "15"]]  # type: ignore[attr-defined]
+    assert [r.rewards["alone"] for g in groups for r in g.rollouts][:3] == [10.0, 11.0, 12.0]
+    assert tally.samples == 6
+    assert tally.errors == {"alone": 1, "together": 1}
+
+
+def test_when_a_group_comes_changes_nothing() -> None:
+    found = []
+    for handed in ([], [0], [1, 2], [2, 1, 0]):
+        groups, tally = sampler(Scripted(handed), {"r": Recording(True)}).groups(PROMPTS, [0, 1, 2], 2, Sampling(4))
+        found.append(([repr(r) for g in groups for r in g.rollouts], tally.samples, tally.errors, tally.first))
+    assert all(one == found[0] for one in found)
+    assert found[0][2] == {"r": 1}
+
+
+def test_an_engine_that_fails_does_not_wait_for_scores() -> None:
+    """What is under way ends; what waits is not begun."""
+    begun, go_on = threading.Event(), threading.Event()
+    calls: list[int] = []
+
+    class Slow(BaseReward):
+        has_processes = True
+
+        def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+            calls.append(len(samples))
+            begun.set()
+            assert go_on.wait(SOON)
+            return [0.0] * len(samples)
+
+    def fail() -> None:
+        assert begun.wait(SOON)
+        threading.Timer(0.1, go_on.set).start()
+        raise RuntimeError("the engine broke")
+
+    with pytest.raises(RuntimeError, match="the engine broke"):
+        sampler(Scripted([0, 1, 2], fail), {"slow": Slow()}).groups(PROMPTS, [0, 1, 2], 2, Sampling(4))
+    assert calls == [2]
