@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from omegaconf import DictConfig
 
@@ -31,6 +35,8 @@ from grpocli.tracking.run_dir import RunDir
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.tracking.view import View
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -130,23 +136,41 @@ def _check_device(run: Run) -> None:
 
 
 def _train(run: Run, job: Job, run_dir: RunDir, view: View, devices: Devices, node: Node | None) -> float | None:
+    from grpocli.training.assemble import Data
+
     with stop_signal() as stop, ExitStack() as engine:
         stop.file = stop_file(run_dir.path)
         view.stage("starting the engine")
+        here = _in_this_process(devices, node)
+        data = _meanwhile(partial(Data.of, run, job.engine.model_path)) if here else None
         with stop.at_once():
             if node:
                 new_folder(run_dir.path)
                 replace(job, ready=False).save(run_dir.path)
             engine.enter_context(run.engine.launch(job.engine))
-        if _in_this_process(devices, node):
+        if here:
             from grpocli.training.worker import work
 
-            return work(run, job, run_dir, stop, view)
+            return work(run, job, run_dir, stop, view, data=data)
         from grpocli.launch.processes import train_in_processes
 
         job.save(run_dir.path)
         view.stop()  # the first trainer process has the terminal from here
         return train_in_processes(run, run_dir, stop, devices, node)
+
+
+def _meanwhile(work: Callable[[], T]) -> Callable[[], T]:
+    """Begin something in a thread, which ends with this process; what is returned waits for its result, or error."""
+    future: Future[T] = Future()
+
+    def begin() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - whatever it is, who asks for the result is told
+            future.set_exception(error)
+
+    threading.Thread(target=begin, name="data", daemon=True).start()
+    return future.result
 
 
 def _in_this_process(devices: Devices, node: Node | None) -> bool:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ class Pool:
     def __init__(self, function: str, workers: int, timeout: float) -> None:
         self.function, self.size, self.timeout = function, workers, timeout
         self._workers: list[Worker] = []
+        self._starter = ThreadPoolExecutor(1, "pool")  # a worker ends with the thread that has started it
 
     def map(self, items: Sequence[Any]) -> list[float | Failure]:
         """A score or a Failure for each item (JSON values), in order. Raises RunError if no worker starts."""
@@ -113,7 +115,7 @@ class Pool:
                 worker.kill()
                 self._workers.remove(worker)
         while len(self._workers) < n:
-            self._workers.append(Worker(self.function))
+            self._workers.append(self._starter.submit(Worker, self.function).result())
 
     def _listen(self, results: list[float | Failure | None]) -> None:
         """Wait for answers until the first deadline; end the workers that have missed theirs."""

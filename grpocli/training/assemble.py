@@ -26,6 +26,8 @@ from grpocli.training.trainer import Trainer
 from grpocli.training.update import Updater
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from grpocli.config.schema import Run
     from grpocli.data import Group, Prompt
     from grpocli.launch.signals import StopSignal
@@ -35,25 +37,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Prompts to train on, in a reproducible order, and to evaluate on."""
+    """Prompts to train on, in a reproducible order, and to evaluate on. columns: what rewards see of an example."""
 
+    tokenizer: PreTrainedTokenizerBase
+    columns: list[str]
     train: PromptSet
     held_out: PromptSet | None
     order: Order
 
     @classmethod
-    def of(cls, run: Run, tokenizer: Any) -> Data:
+    def of(cls, run: Run, model_path: str) -> Data:
+        tokenizer = load_tokenizer(run.model, model_path)
         limits = run.rollout.max_prompt_tokens, run.rollout.long_prompts
         examples = run.task.examples("train")
-        for reward in run.reward.values():
-            reward.check(columns=sorted(set(examples[0]) - {"prompt"}))
         train = PromptSet(examples, tokenizer, *limits, name="train")
         held_out = None
         if run.eval.problems:
             problems = run.task.examples("eval")
             problems = [problems[i] for i in range(min(run.eval.problems, len(problems)))]
             held_out = PromptSet(problems, tokenizer, *limits, name="eval")
-        return cls(train, held_out, Order(len(train), run.seed))
+        columns = sorted(set(examples[0]) - {"prompt"})
+        return cls(tokenizer, columns, train, held_out, Order(len(train), run.seed))
 
     def draw(self, number: int) -> Prompt:
         """The prompt of the run's draw number `number`."""
@@ -65,11 +69,11 @@ class Data:
 
 
 def assemble(
-    run: Run, job: EngineJob, world: World, recorder: Recorder, stop: StopSignal, resume: Path | None
+    run: Run, job: EngineJob, world: World, recorder: Recorder, stop: StopSignal, resume: Path | None, data: Data
 ) -> Trainer:
     """Load everything and put it together. Collective."""
-    tokenizer = load_tokenizer(run.model, job.model_path)
-    data = Data.of(run, tokenizer)
+    for reward in run.reward.values():
+        reward.check(data.columns)
     for report in [data.train.report, *([data.held_out.report] if data.held_out else [])]:
         if report:
             recorder.view.note(report)
@@ -98,7 +102,7 @@ def assemble(
         EngineContext(
             job,
             policy,
-            tokenizer,
+            data.tokenizer,
             world,
             run.sync,
             rollout.in_flight,
@@ -108,7 +112,7 @@ def assemble(
         )
     )
     scorer = Scorer(run.reward, run.rollout.max_reward_errors)
-    sampler = Sampler(world, engine, tokenizer, scorer)
+    sampler = Sampler(world, engine, data.tokenizer, scorer)
     recorder.seconds_before = state.seconds
     collector = _collector(run, sampler, data, state.draws, carried)
     trainer = Trainer(
@@ -116,7 +120,7 @@ def assemble(
         world=world,
         policy=policy,
         reference=reference,
-        tokenizer=tokenizer,
+        tokenizer=data.tokenizer,
         engine=engine,
         collector=collector,
         ahead=Ahead(collector, world, run.rollout, run.train.steps, state.step, _ready(run, data, collector, resume)),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from grpocli.launch.signals import StopSignal
     from grpocli.tracking.recorder import Recorder
     from grpocli.tracking.view import View
+    from grpocli.training.assemble import Data
     from grpocli.training.trainer import Trainer
     from grpocli.training.world import World
 
@@ -34,13 +35,14 @@ def work(
     view: View,
     report: Callable[[BaseException], None] | None = None,
     board: Board | None = None,
+    data: Callable[[], Data] | None = None,
 ) -> float | None:
     """Train; leave `model/` at the end, and `summary.json` whatever happens. Returns the final accuracy.
 
     report: told of an error before the other processes can notice that this one has gone. board: where this one says
-    what it is doing.
+    what it is doing. data: what has been loaded meanwhile.
     """
-    from grpocli.training.assemble import assemble
+    from grpocli.training.assemble import Data, assemble
     from grpocli.training.step import train
     from grpocli.training.world import World
 
@@ -54,7 +56,8 @@ def work(
     trainer = None
     try:
         view.stage("loading data and model")
-        trainer = assemble(run, job.engine, world, recorder, stop, job.checkpoint)
+        loaded = data() if data else Data.of(run, job.engine.model_path)
+        trainer = assemble(run, job.engine, world, recorder, stop, job.checkpoint, loaded)
         results = train(trainer)
         finish(trainer, job, results)
         return results.get("eval/accuracy")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from grpocli.errors import EngineGone
 from grpocli.rollout.engine import Each, EngineContext, EngineJob, ignore
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.transformers_engine import stop_ids
+from grpocli.tasks.prompts import PromptSet
 
 FOR_EVER = 40.0  # seconds
 
@@ -28,6 +30,7 @@ class Copied:
     """slow: seconds that a batch of completions takes at least. fails, lost, stuck: the call in which the engine
     breaks, is lost and must be synced again, or takes for ever; 0: none. gone: what is lost does not come back.
     meanwhile: every call but the first returns when the policy has been trained since it was made.
+    starts_after_data: its start ends when prompts have been tokenised.
     """
 
     slow: float = 0.0
@@ -36,10 +39,16 @@ class Copied:
     stuck: int = 0
     gone: bool = False
     meanwhile: bool = False
+    starts_after_data: bool = False
 
     overlaps = True
 
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
+        deadline = time.monotonic() + FOR_EVER
+        while self.starts_after_data and not any(isinstance(one, PromptSet) for one in gc.get_objects()):
+            if time.monotonic() > deadline:
+                raise RuntimeError("no prompts were tokenised while the engine started")
+            time.sleep(0.1)
         return nullcontext()
 
     def connect(self, context: EngineContext) -> CopiedEngine:

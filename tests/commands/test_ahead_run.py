@@ -186,3 +186,7 @@ def test_contradictions(grpocli, overrides: list[str], said: str, monkeypatch: p
     code, _, err = grpocli("train", *overrides)
     assert code == 2
     assert said in err
+
+
+def test_prompts_are_tokenised_while_the_engine_starts(engine: list[str], tmp_path: Path) -> None:
+    assert len(trained(tmp_path / "run", *engine, "engine.starts_after_data=true", "train.steps=1")) == 1

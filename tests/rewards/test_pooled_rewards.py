@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -97,6 +98,17 @@ def test_math_gives_the_values_of_right_and_wrong_and_failures_as_they_are(sampl
 def test_the_answer_of_a_whole_solution_is_what_is_in_its_box(math: Math, sample) -> None:
     solution = r"Since $20n$ leaves 5, $n = 26$, and there are $\boxed{890}$ of them, as $1000 > 890$."
     assert math([sample(text, answer=solution) for text in (r"\boxed{890}", r"\boxed{1000}")]) == [1.0, 0.0]
+
+
+def test_workers_outlive_the_thread_that_needed_them_first(probes) -> None:
+    pool = probes(workers=1)
+    first: list[float] = []
+    thread = threading.Thread(target=lambda: first.extend(pool.map(["pid"])))
+    thread.start()
+    thread.join()
+    with pytest.raises(subprocess.TimeoutExpired):
+        pool._workers[0].process.wait(1)
+    assert pool.map(["pid"]) == first
 
 
 def test_mathematics_that_never_ends_costs_only_its_sample(sample) -> None:
