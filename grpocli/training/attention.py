@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "shared_prompts"
-ENOUGH = 256
+ENOUGH = 128
 """Completion tokens in a call of `sdpa` that are worth one."""
 
 
