@@ -131,7 +131,7 @@ def main() -> None:
                 if not folder.exists():
                     make_model(ALL[name].model, folder)
                 for side in sorted(sides, reverse=number % 2 == 0):  # the other first in the first round
-                    found[name][side].append(one(*sides[side], name, folder, args.steps))
+                    found[name][side].append(one(*sides[side], name, folder, args.steps * ALL[name].times))
                     median = statistics.median(found[name][side][-1]["seconds"][WARM:])
                     print(f"round {number + 1}: {name} {side} {median:.2f} s", file=sys.stderr, flush=True)
     table = table_of(found)

@@ -42,7 +42,7 @@ class Workload:
 
     longest: tokens of a completion, all of them or, `skewed`, a few (log-normal lengths up to it). constant: share of
     the groups whose rewards are all equal. sampled: each trainer samples for itself, up to `longest` tokens; engine:
-    with what grpocli does.
+    with what grpocli does. times: how often as many steps are run, where they are short.
     """
 
     about: str
@@ -55,6 +55,7 @@ class Workload:
     constant: float = 0.0
     sampled: bool = False
     engine: str = "transformers"
+    times: int = 1
 
     def lengths(self, step: int) -> list[int]:
         """Of the step's given completions, group by group."""
@@ -87,7 +88,7 @@ class Workload:
 
 
 WORKLOADS = {
-    "W1": Workload("0.4 M parameters, 8 x 8, 64 tokens, sampled by transformers", "0.4M", 8, 8, sampled=True),
+    "W1": Workload("0.4 M parameters, 8 x 8, 64 tokens, sampled by transformers", "0.4M", 8, 8, sampled=True, times=4),
     "W2": Workload("SmolLM2-135M, 2 x 8, prompts of 12, 64 new: update alone"),
     "W2v": Workload("the same, sampled; grpocli with engine=vllm: whole step", sampled=True, engine="vllm"),
     "W3": Workload("prompts of 512, 32 new: update alone", prompt=512, longest=32),
