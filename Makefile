@@ -9,7 +9,7 @@ UV := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(
       --python $(BIN)/python --override requirements/overrides.txt --constraint requirements/constraints.txt
 PINS := pyproject.toml requirements/constraints.txt requirements/overrides.txt
 
-.PHONY: help train test test-slurm test-zero setup check format constraints hooks build docs parity bench bench-limit clean
+.PHONY: help train test test-slurm test-zero setup check format constraints hooks build docs parity bench bench-limit bench-savings bench-gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -53,16 +53,24 @@ parity: ## compare advantages and losses with TRL's, in an environment of its ow
 	@$(MAKE) --no-print-directory VENV=.venv-parity .venv-parity/.ready-to-compare
 	.venv-parity/bin/python -m pytest tests/parity -m parity $(ARGS)
 
-bench: ## time updates beside TRL, in its own environment, and write docs/benchmarks.md (about an hour; a quiet machine)
+bench: ## time steps beside TRL's, in its own environment, and write docs/benchmarks.md (an hour; a quiet machine; KIND=whole: whole runs)
 	@$(MAKE) --no-print-directory setup
 	@$(MAKE) --no-print-directory VENV=.venv-parity .venv-parity/.ready-to-compare
-	$(BIN)/python bench/side_by_side/run.py --peer .venv-parity/bin/python $(ARGS)
+	$(BIN)/python bench/side_by_side/run.py $(or $(KIND),peer) $(ARGS)
 
-bench-limit: setup ## time updates beside the bare model on the same tokens, and write docs/benchmarks.md
-	$(BIN)/python bench/side_by_side/run.py $(ARGS)
+bench-limit: setup ## time updates beside the bare model's, and write docs/benchmarks.md (KIND=linear: more rows, longer ones)
+	$(BIN)/python bench/side_by_side/run.py $(or $(KIND),limit) $(ARGS)
+
+bench-savings: setup ## time updates with and without each saving, and write docs/benchmarks.md
+	$(BIN)/python bench/side_by_side/savings.py $(ARGS)
+
+bench-gpu: ## on a machine with a GPU, and torch, transformers and accelerate for PYTHON: the same on models of 0.5B and 1.5B parameters
+	$(PYTHON) -m venv --system-site-packages .venv-gpu
+	.venv-gpu/bin/python -m pip install --quiet $(PIP_FLAGS) -e . -r requirements/parity.txt
+	.venv-gpu/bin/python bench/side_by_side/run.py gpu --peer .venv-gpu/bin/python $(ARGS)
 
 clean: ## remove the environments and what tools left behind
-	rm -rf $(VENV) .venv-parity .venv-zero dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-parity .venv-zero .venv-gpu dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/uv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -14,19 +14,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
-from workloads import ALL, Workload
+from workloads import ALL
 
 from grpocli.launch.malloc import keep_freed
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
-
-
-def tokens(work: Workload, step: int) -> tuple[int, int]:
-    """Different ones that have a gradient, and of them the completions'."""
-    flat = int(work.constant * work.groups)
-    lengths = work.lengths(step)[flat * work.rows :]
-    return (work.groups - flat) * work.prompt + sum(lengths), sum(lengths)
 
 
 def main() -> None:
@@ -36,7 +29,7 @@ def main() -> None:
     model = cast("LlamaForCausalLM", AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device))
     seconds = []
     for step in range(steps):
-        total, completions = tokens(work, step)
+        total, completions = work.needed(step)
         rows = max(1, round(total / (work.prompt + work.longest)))
         ids = torch.arange(-(-total // rows) * rows, device=device).view(rows, -1) % 300
         began = time.perf_counter()

@@ -23,7 +23,7 @@ from grpocli.data import Completion, Request, Sampling
 from grpocli.rollout.engine import Each, ignore
 
 TRL = [  # the loss that TRL's defaults stand for, so that both compute the same gradient
-    *("algorithm=grpo", "algorithm.kl.beta=0", "algorithm/aggregate=token_mean", "optim.lr=1e-5"),
+    *("algorithm=grpo", "algorithm.kl.beta=0", "algorithm/aggregate=token_mean"),
 ]
 
 
@@ -76,13 +76,19 @@ def main() -> None:
             *("reward=[python]", f"reward.python.function={Path(__file__).with_name('workloads.py')}:reward"),
             *(f"rollout.prompts_per_step={work.groups}", f"rollout.group_size={work.rows}"),
             *(f"rollout.max_prompt_tokens={work.prompt}", f"rollout.max_completion_tokens={work.longest}"),
-            *("eval.problems=0", "checkpoint.every=0", f"train.steps={steps}", f"hydra.run.dir={run}", *more),
+            *("eval.problems=0", "checkpoint.every=0", f"train.steps={steps}", f"hydra.run.dir={run}"),
+            *(f"optim.lr={work.rate}", *more),
         ]
         with suppress_output(), suppress(SystemExit):
             grpocli(["train", *options])
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     logs = [{key: row[key] for key in ("grad_norm", "reward")} for row in rows]
-    found: dict[str, Any] = {"seconds": [row["time/step"] for row in rows], "GiB": peak(), "logs": logs}
+    found: dict[str, Any] = {
+        "seconds": [row["time/step"] for row in rows],
+        "GiB": peak(),
+        "logs": logs,
+        "device": device(),
+    }
     found["parts"] = {key: [row[key] for row in rows] for key in rows[0] if key.startswith(("time/", "tokens/"))}
     print(json.dumps(found))
 
@@ -90,6 +96,12 @@ def main() -> None:
 def suppress_output() -> AbstractContextManager[Any]:
     """The JSON line is all that stdout gets."""
     return redirect_stdout(sys.stderr)
+
+
+def device() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 
 
 def peak() -> float:

@@ -1,4 +1,4 @@
-"""grpocli beside TRL, `make bench`; beside the bare model, `make bench-limit`; and with more rows and longer ones.
+"""grpocli beside TRL, beside the bare model, and with more rows and longer ones: see KINDS.
 
 Each workload runs in processes of its own, in turn, in every second round the other way round. A figure is the median
 of a run's steps after the first two; the table has the medians over rounds, and the least and the most of them. Written
@@ -14,22 +14,28 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workloads import ALL, LINEAR, WORKLOADS, make_model
+from workloads import ALL, GPU, LINEAR, WHOLE, WORKLOADS, make_model
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
+PEER = HERE.parents[1] / ".venv-parity" / "bin" / "python"
 OURS = ("ours.py", sys.executable)
 GIVEN = [name for name, work in WORKLOADS.items() if not work.sampled]
+PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40": 181e12, "A10G": 70e12, "L4": 121e12}
+"""FLOPs a second in bfloat16, dense, as the data sheets have them; the first name that fits."""
+REWARD = 0.95
 WARM = 2
 """First steps that do not count: memory is touched for the first time, kernels are made."""
 
 
-def one(script: str, python: str, name: str, folder: Path, steps: int) -> dict[str, Any]:
+def one(script: str, python: str, name: str, folder: Path, steps: int, *more: str) -> dict[str, Any]:
     """What a side prints of one run."""
-    command = [python, str(HERE / script), name, str(folder), str(steps)]
+    command = [python, str(HERE / script), name, str(folder), str(steps), *more]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
@@ -88,6 +94,46 @@ def linear_table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def gpu_table(found: dict[str, dict[str, Any]]) -> str:
+    """Tokens: of all completions. FLOPs: what the update needs, the same for both."""
+    rows = ["| | grpocli, s | tokens/s | FLOPs | GiB | TRL, s | tokens/s | FLOPs | GiB | ratio |", f"|{'---|' * 10}"]
+    for name, sides in found.items():
+        work, cells, medians = GPU[name], [], []
+        for runs in sides.values():
+            one = figures(runs)
+            tokens = statistics.mean(sum(work.lengths(step)) for step in range(WARM, len(runs[0]["seconds"])))
+            flops = statistics.mean(work.flops(step) for step in range(WARM, len(runs[0]["seconds"])))
+            peak = next((most for name, most in PEAK.items() if name in runs[0]["device"]), None)
+            share = f"{flops / one['seconds'] / peak:.0%}" if peak else "unknown"
+            cells.append(f"{_spread(one)} | {tokens / one['seconds']:,.0f} | {share} | {one['GiB']:.2f}")
+            medians.append(one["seconds"])
+        ratio = f"**{medians[0] / medians[1]:.2f}**" if len(medians) > 1 else "TRL is not there"
+        rows.append(f"| {name}: {work.about} | {' | '.join(cells)} | {ratio} |")
+    return "\n".join(rows)
+
+
+def reached(run: dict[str, Any]) -> int:
+    """Steps until the mean reward of five in a row was REWARD; all of them if it never was."""
+    rewards = [log["reward"] for log in run["logs"]]
+    means = (statistics.mean(rewards[k - 5 : k]) for k in range(5, len(rewards) + 1))
+    return next((k for k, mean in enumerate(means, 5) if mean >= REWARD), len(rewards))
+
+
+def whole_table(found: dict[str, dict[str, Any]]) -> str:
+    """Of all steps up to there, the slow first ones too."""
+    rows = [f"| | steps to a mean reward of {REWARD} | s | s a step |", f"|{'---|' * 4}"]
+    for sides in found.values():
+        for name, runs in (("grpocli", sides["ours"]), ("TRL", sides["theirs"])):
+            steps = [reached(run) for run in runs]
+            seconds = [sum(run["seconds"][:k]) for run, k in zip(runs, steps, strict=True)]
+            rows.append(
+                f"| {name} | {statistics.median(steps):.0f} ({min(steps)} to {max(steps)}) | "
+                f"{statistics.median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f}) | "
+                f"{sum(seconds) / sum(steps):.2f} |"
+            )
+    return "\n".join(rows)
+
+
 def _spread(found: dict[str, Any]) -> str:
     return f"{found['seconds']:.2f} ({found['least']:.2f} to {found['most']:.2f})"
 
@@ -105,39 +151,57 @@ def write(mark: str, table: str, found: dict[str, Any]) -> None:
     data.write_text(json.dumps(known | {mark: found}, indent=1) + "\n")
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A comparison. mark: where it is written. theirs: the script of the other side, None: grpocli alone."""
+
+    about: str
+    mark: str
+    names: list[str]
+    theirs: str | None
+    table: Callable[[dict[str, dict[str, Any]]], str]
+
+
+KINDS = {
+    "peer": Kind("steps beside TRL's", "beside TRL", list(WORKLOADS), "theirs.py", peer_table),
+    "limit": Kind("updates beside the bare model's", "bare model", GIVEN, "limit.py", limit_table),
+    "linear": Kind("with more rows, and with longer ones", "linear", list(LINEAR), None, linear_table),
+    "whole": Kind(
+        "TRL and grpocli until they reach the same reward", "whole run", list(WHOLE), "theirs.py", whole_table
+    ),
+    "gpu": Kind("updates of models of 0.5B and 1.5B parameters", "on a GPU", list(GPU), "theirs.py", gpu_table),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; all by default")
-    parser.add_argument("--peer", metavar="PYTHON", help="of TRL's environment; without it: against the bare model")
-    parser.add_argument("--linear", action="store_true", help="grpocli alone, with more rows and longer ones")
+    parser.add_argument("kind", choices=KINDS, help="; ".join(f"{name}: {kind.about}" for name, kind in KINDS.items()))
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help="some of them; all by default")
+    parser.add_argument("--peer", metavar="PYTHON", default=str(PEER), help="of TRL's environment")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--print", action="store_true", help="leave the docs alone")
     args = parser.parse_args()
-    if args.linear:
-        sides, names, mark, table_of = {"ours": OURS}, list(LINEAR), "linear", linear_table
-    elif args.peer:
-        sides, names = {"ours": OURS, "theirs": ("theirs.py", args.peer)}, list(WORKLOADS)
-        mark, table_of = "beside TRL", peer_table
-    else:
-        sides, names = {"ours": OURS, "theirs": ("limit.py", sys.executable)}, GIVEN
-        mark, table_of = "bare model", limit_table
-    names = args.workloads or names
-    found: dict[str, dict[str, Any]] = {name: {side: [] for side in sides} for name in names}
+    kind: Kind = KINDS[args.kind]
+    sides = {"ours": OURS}
+    if kind.theirs:
+        sides["theirs"] = (kind.theirs, args.peer if kind.theirs == "theirs.py" else sys.executable)
+    found: dict[str, dict[str, Any]] = {name: {side: [] for side in sides} for name in args.workloads or kind.names}
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(args.rounds):
-            for name in names:
+            for name, runs in found.items():
                 folder = Path(scratch) / ALL[name].model.replace(" ", "-")
                 if not folder.exists():
                     make_model(ALL[name].model, folder)
                 for side in sorted(sides, reverse=number % 2 == 0):  # the other first in the first round
-                    found[name][side].append(one(*sides[side], name, folder, args.steps * ALL[name].times))
-                    median = statistics.median(found[name][side][-1]["seconds"][WARM:])
+                    steps = args.steps * ALL[name].times
+                    runs[side].append(one(*sides[side], name, folder, steps, f"seed={number}"))
+                    median = statistics.median(runs[side][-1]["seconds"][WARM:])
                     print(f"round {number + 1}: {name} {side} {median:.2f} s", file=sys.stderr, flush=True)
-    table = table_of(found)
+    table = kind.table(found)
     print(table)
     if not args.print:
-        write(mark, table, found)
+        write(kind.mark, table, found)
 
 
 if __name__ == "__main__":

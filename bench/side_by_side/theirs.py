@@ -1,6 +1,6 @@
 """TRL's side: its GRPOTrainer on one workload, in its own environment. Prints one JSON line.
 
-`python theirs.py WORKLOAD MODEL_FOLDER STEPS`
+`python theirs.py WORKLOAD MODEL_FOLDER STEPS [seed=NUMBER]`
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from workloads import FIRST_WORD, WORKLOADS, Workload, reward
+from workloads import ALL, FIRST_WORD, Workload, reward
 
 
 class Watch(TrainerCallback):
@@ -54,7 +54,8 @@ def given(work: Workload, tokenizer: Any) -> Any:
 
 def main() -> None:
     name, folder, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    work, watch = WORKLOADS[name], Watch()
+    seed = int(sys.argv[4].removeprefix("seed=")) if len(sys.argv) > 4 else 42
+    work, watch = ALL[name], Watch()
     cuda = torch.cuda.is_available()
     trainer = GRPOTrainer(
         model=folder,
@@ -69,7 +70,9 @@ def main() -> None:
             max_completion_length=work.longest,
             generation_kwargs={"min_new_tokens": work.longest},
             max_steps=steps,
-            learning_rate=1e-5,
+            learning_rate=work.rate,
+            lr_scheduler_type="constant",
+            seed=seed,
             bf16=True,
             gradient_checkpointing=False,
             use_cpu=not cuda,

@@ -10,6 +10,7 @@ import random
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 FIRST_WORD = 3
 """Ids below are special. A token's text is `t` and its id, so a prompt's tokens are the same for both trainers."""
@@ -42,7 +43,7 @@ class Workload:
 
     longest: tokens of a completion, all of them or, `skewed`, a few (log-normal lengths up to it). constant: share of
     the groups whose rewards are all equal. sampled: each trainer samples for itself, up to `longest` tokens; engine:
-    with what grpocli does. times: how often as many steps are run, where they are short.
+    with what grpocli does. times: how often as many steps are run, where they are short. rate: of learning.
     """
 
     about: str
@@ -56,6 +57,7 @@ class Workload:
     sampled: bool = False
     engine: str = "transformers"
     times: int = 1
+    rate: float = 1e-5
 
     def lengths(self, step: int) -> list[int]:
         """Of the step's given completions, group by group."""
@@ -64,6 +66,21 @@ class Workload:
             return [self.longest] * n
         drawn = (int(draw.lognormvariate(0, 0.8) * self.longest / 6) for _ in range(n))
         return [max(1, min(self.longest, length)) for length in drawn]
+
+    def needed(self, step: int) -> tuple[int, int]:
+        """Different tokens that have a gradient, prompts once, and of them the completions'."""
+        flat = int(self.constant * self.groups)
+        lengths = self.lengths(step)[flat * self.rows :]
+        return (self.groups - flat) * self.prompt + sum(lengths), sum(lengths)
+
+    def flops(self, step: int) -> float:
+        """Of products of matrices with weights, forward and backward, for what is `needed`; attention is left out."""
+        sizes: dict[str, Any] = MODELS[self.model]
+        width, inner, heads = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_attention_heads"]
+        attention = 2 * width * width * (1 + sizes["num_key_value_heads"] / heads)
+        layers = sizes["num_hidden_layers"] * (attention + 3 * width * inner)
+        tokens, completions = self.needed(step)
+        return 6 * float(layers * tokens + sizes["vocab_size"] * width * completions)
 
     def prompts(self) -> list[str]:
         """One for each group; the first token tells which. Every step has them all."""
@@ -100,7 +117,18 @@ LINEAR = {
     **{f"{k} x rows": Workload(f"{2 * k} x 8 rows of 12 + 64 tokens", groups=2 * k) for k in (1, 2, 4)},
     **{f"{k} x length": Workload(f"2 x 8 rows of {12 * k} + {64 * k}", prompt=12 * k, longest=64 * k) for k in (2, 4)},
 }
-ALL = WORKLOADS | LINEAR
+GPU = {
+    f"{size}, {name}": Workload(about, f"qwen2.5-{size.lower()}", groups=8, **sizes)
+    for size in ("0.5B", "1.5B")
+    for name, about, sizes in (
+        ("even", "8 x 8, prompts of 128, 512 new", {"prompt": 128, "longest": 512}),
+        ("prompts", "8 x 8, prompts of 1,024, 128 new", {"prompt": 1024, "longest": 128}),
+        ("skewed", "8 x 8, prompts of 128, up to 2,048 new", {"prompt": 128, "longest": 2048, "skewed": True}),
+        ("constant", "as even, half of the groups constant", {"prompt": 128, "longest": 512, "constant": 0.5}),
+    )
+}
+WHOLE = {"whole run": Workload("8 x 8, 16 tokens", "0.4M", 8, 8, longest=16, sampled=True, times=10, rate=1e-3)}
+ALL = WORKLOADS | LINEAR | GPU | WHOLE
 
 
 def words(ids: list[int]) -> str:

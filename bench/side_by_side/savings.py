@@ -1,0 +1,139 @@
+"""What each saving saves: `python bench/side_by_side/savings.py`. Steps of grpocli with and without it, in turn.
+
+Written between two marks of docs/benchmarks.md, as `run.py` does it. With `--without SAVING ...` it is one side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from run import WARM, write
+from workloads import WORKLOADS, make_model
+
+MARK = "savings"
+
+
+def no_skipping() -> None:
+    from grpocli.training.update import Updater
+
+    Updater._matters = lambda self, row: True  # type: ignore[method-assign]
+
+
+def whole_logits() -> None:
+    import grpocli.training.assemble as assemble
+
+    def none(policy: Any, world: Any) -> bool:
+        policy.at_head = False
+        return False
+
+    assemble.find_head = none
+
+
+def scored_before() -> None:
+    from grpocli.training.update import Updater
+
+    score = Updater._score_before
+    Updater._score_before = lambda self, plan, old: score(self, plan, True)  # type: ignore[method-assign]
+
+
+def any_size() -> None:
+    import grpocli.training.layout as layout
+
+    layout.even = lambda n: n
+
+
+def growing_cache() -> None:
+    import grpocli.rollout.cache as cache
+
+    cache.make_room = lambda cache, tokens: None
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What a step costs without it: keys of the config, environment, or a change to the code."""
+
+    workload: str
+    options: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+    change: Callable[[], None] = lambda: None
+
+
+SAVINGS = {
+    "prompts once": Saving("W3", ("train.packed=false",)),
+    "no padding": Saving("W4", ("train.packed=false",)),
+    "no rows without a gradient": Saving("W5", change=no_skipping),
+    "no logits": Saving("W6", change=whole_logits),
+    "no forward twice": Saving("W2", change=scored_before),
+    "bfloat16": Saving("W2", ("model.dtype=float32",)),
+    "freed memory is kept": Saving("W2", env={"MALLOC_TOP_PAD_": "131072"}),
+    "few sizes": Saving("W4", change=any_size),
+    "a cache with room": Saving("W1", change=growing_cache),
+}
+
+
+def side(name: str, workload: str, folder: str, steps: str) -> None:
+    """One run, in this process; prints what ours.py prints."""
+    import ours
+
+    options: tuple[str, ...] = ()
+    if name:
+        SAVINGS[name].change()
+        options = SAVINGS[name].options
+    sys.argv = ["ours.py", workload, folder, steps, *options]
+    ours.main()
+
+
+def run(name: str, workload: str, folder: Path, steps: int) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--without", name, workload, str(folder), str(steps)]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", **(SAVINGS[name].env if name else {})}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {"seconds": statistics.median(found["seconds"][WARM:]), "GiB": found["GiB"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("savings", nargs="*", metavar="SAVING", help=f"of {', '.join(SAVINGS)}; all by default")
+    parser.add_argument("--without", nargs=4, metavar=("SAVING", "WORKLOAD", "FOLDER", "STEPS"))
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--print", action="store_true", help="leave the docs alone")
+    args = parser.parse_args()
+    if args.without:
+        side(*args.without)
+        return
+    rows, found = ["| | | s with it | without | | GiB with it | without |", f"|{'---|' * 7}"], {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in args.savings or SAVINGS:
+            work = WORKLOADS[SAVINGS[name].workload]
+            folder = Path(scratch) / work.model.replace(" ", "-")
+            if not folder.exists():
+                make_model(work.model, folder)
+            without, with_it = (
+                run(which, SAVINGS[name].workload, folder, args.steps * work.times) for which in (name, "")
+            )
+            found[name] = {"with": with_it, "without": without}
+            rows.append(
+                f"| {name} | {SAVINGS[name].workload} | {with_it['seconds']:.2f} | {without['seconds']:.2f} | "
+                f"**{1 - with_it['seconds'] / without['seconds']:.0%} less** | "
+                f"{with_it['GiB']:.2f} | {without['GiB']:.2f} |"
+            )
+            print(rows[-1], file=sys.stderr, flush=True)
+    print("\n".join(rows))
+    if not args.print:
+        write(MARK, "\n".join(rows), found)
+
+
+if __name__ == "__main__":
+    main()
