@@ -1,0 +1,77 @@
+"""Where the time of one update goes: `python bench/side_by_side/profile_step.py [WORKLOAD]` prints a Markdown table.
+
+The update is that of `grpocli train` under the profiler of torch, after a few without it. Each operation counts with its
+own time, under what it is part of: the output head, attention, the optimizer; else under what it is.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import ours
+from torch.profiler import ProfilerActivity, profile
+from workloads import WORKLOADS, make_model
+
+from grpocli.training.update import Updater
+
+AT, STEPS = 4, 6
+WITHIN = {
+    "_Scores": "output head: log-probs and entropies, forward",
+    "_ScoresBackward": "output head, backward",
+    "Optimizer.step": "AdamW",
+    "scaled_dot_product": "attention",
+    "clip_grad": "gradient norm",
+}
+KINDS = {
+    "matrix products of the layers": ("aten::mm", "aten::addmm", "aten::bmm"),
+    "casts and copies": ("aten::copy_", "aten::cat", "aten::clone"),
+}
+OTHER = "everything else: normalisation, activation, rotation, sums of gradients"
+
+
+def place(event: Any) -> str:
+    """The part of the update that an operation belongs to."""
+    above: Any = event
+    while above is not None:
+        for name, part in WITHIN.items():
+            if name == above.name or (name in above.name and not name.startswith("_Scores")):
+                return part
+        above = above.cpu_parent
+    return next((kind for kind, names in KINDS.items() if event.name in names), OTHER)
+
+
+def table(events: Any) -> str:
+    parts = Counter[str]()
+    for event in events:
+        parts[place(event)] += event.self_cpu_time_total
+    total = sum(parts.values())
+    rows = [f"| {part} | {time / 1e6:.2f} s | {time / total:.0%} |" for part, time in parts.most_common()]
+    return "\n".join(["| | | |", "|---|---|---|", *rows])
+
+
+def main() -> None:
+    name = sys.argv[1] if len(sys.argv) > 1 else "W2"
+    step, found = Updater.step, list[str]()
+
+    def watched(self: Updater, rows: Any, n_groups: int, number: int = 0) -> dict[str, float]:
+        if number != AT:
+            return step(self, rows, n_groups, number)
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
+            metrics = step(self, rows, n_groups, number)
+        found.append(table(seen.events()))
+        return metrics
+
+    Updater.step = watched  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(WORKLOADS[name].model, Path(folder))
+        sys.argv = ["ours.py", name, folder, str(STEPS)]
+        ours.main()
+    print(found[0])
+
+
+if __name__ == "__main__":
+    main()
