@@ -1,7 +1,7 @@
 """Where the time of one update goes: `python bench/side_by_side/profile_step.py [WORKLOAD]` prints a Markdown table.
 
-The update is that of `grpocli train` under the profiler of torch, after a few without it. Each operation counts with its
-own time, under what it is part of: the output head, attention, the optimizer; else under what it is.
+The update is that of `grpocli train` under torch's profiler, after a few without it. An operation counts with its own
+time, under what it is part of: the output head, attention, the optimizer; else under what it is.
 """
 
 from __future__ import annotations
