@@ -30,6 +30,7 @@ from grpocli import build_algorithm
 from grpocli.algorithm.metrics import OF_COMPUTED
 from grpocli.config.schema import Train
 from grpocli.data import Sampling
+from grpocli.tasks.prompts import PromptSet
 from grpocli.training import attention, head
 from grpocli.training.batch import MicroBatch, Row
 from grpocli.training.layout import Packed
@@ -70,11 +71,18 @@ ALGORITHMS = {
     "top entropy": ("algorithm=dapo", "algorithm/tokens=top_entropy"),
     "of micro-batches": ("algorithm=dapo", "algorithm.aggregate.scope=micro_batch"),
 }
+LIMIT = 12
+"""Tokens of a prompt: longer ones lose their beginning."""
 GROUPS = {
     "ragged": [(7, [(3, 1.0), (9, -0.5), (1, -0.5)]), (12, [(5, 0.7), (5, -0.7)]), (1, [(20, 1.0), (2, 0.2), (6, -1)])],
     "one row with a signal": [(6, [(4, 0.0), (7, 0.9), (3, 0.0)]), (9, [(5, 0.0), (2, 0.0)])],
     "no signal": [(6, [(4, 0.0), (7, 0.0)]), (9, [(5, 0.0), (2, 0.0)])],
     "a row without tokens": [(5, [(0, 1.0), (3, -1.0)])],
+    "cut on the left": [
+        (LIMIT + 9, [(3, 1.0), (9, -0.5)]),
+        (LIMIT + 1, [(5, 0.7), (6, -0.7)]),
+        (2, [(7, 1.0), (2, -1)]),
+    ],
 }
 
 
@@ -87,11 +95,22 @@ def model(request: pytest.FixtureRequest) -> Any:
     return made
 
 
+class Numbers:
+    """A tokenizer of token ids."""
+
+    bos_token_id = eos_token_id = None
+
+    def __call__(self, texts: list[str], **options: Any) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=[[int(number) for number in text.split()] for text in texts])
+
+
 def rows_of(groups: list[tuple[int, list[tuple[int, float]]]]) -> list[Row]:
     noise = torch.Generator().manual_seed(1)
     rows = []
-    for group, (prompt, completions) in enumerate(groups):
-        ids = torch.randint(3, 40, (prompt,), generator=noise).tolist()
+    texts = [" ".join(map(str, torch.randint(3, 40, (n,), generator=noise).tolist())) for n, _ in groups]
+    prompts = PromptSet([{"prompt": text} for text in texts], Numbers(), LIMIT, "truncate", "train")  # type: ignore[arg-type]
+    for group, (_, completions) in enumerate(groups):
+        ids = prompts.prompt(group, "").token_ids
         for n, advantage in completions:
             completion = torch.randint(3, 40, (n,), generator=noise).tolist()
             rows.append(Row(ids, completion, [1] * n, advantage, group, [-3.0] * n))
@@ -99,7 +118,14 @@ def rows_of(groups: list[tuple[int, list[tuple[int, float]]]]) -> list[Row]:
 
 
 def updated(
-    model: Any, world: World, rows: list[Row], overrides: tuple[str, ...], packed: bool, skips: bool, **train: int
+    model: Any,
+    world: World,
+    rows: list[Row],
+    overrides: tuple[str, ...],
+    packed: bool,
+    skips: bool,
+    at_head: bool = True,
+    **train: int,
 ) -> SimpleNamespace:
     """Weights and metrics after two steps, the second with momentum from the first."""
     mine = copy.deepcopy(model)
@@ -112,6 +138,7 @@ def updated(
     reference = Reference(copy.deepcopy(model), policy) if algorithm.needs_reference else None
     if packed:
         assert pack(policy, reference)
+    policy.at_head = at_head
     kind = Updater if skips else Everything
     up = kind(world, policy, reference, algorithm, optim, optimizer, Train(**train), Sampling(30), 10)
     first = [copy.copy(row) for row in rows_of(GROUPS["ragged"])]
@@ -137,10 +164,16 @@ class Everything(Updater):
 )
 def test_savings_change_nothing(model, world, algorithm: str, groups: str) -> None:
     rows, overrides = rows_of(GROUPS[groups]), ALGORITHMS[algorithm]
-    plain = updated(model, world, rows, overrides, packed=False, skips=False, micro_batch_tokens=64, minibatches=2)
+    windows = {"micro_batch_tokens": 64, "minibatches": 2}
+    plain = updated(model, world, rows, overrides, packed=False, skips=False, at_head=False, **windows)
     skipped = 0
-    for packed, skips in ((True, False), (False, True), (True, True)):
-        one = updated(model, world, rows, overrides, packed, skips, micro_batch_tokens=64, minibatches=2)
+    for packed, skips, at_head in (
+        (True, False, False),
+        (False, False, True),
+        (False, True, False),
+        (True, True, True),
+    ):
+        one = updated(model, world, rows, overrides, packed, skips, at_head, **windows)
         torch.testing.assert_close(one.weights, plain.weights, rtol=0, atol=1e-5)
         skipped = one.metrics["tokens/skipped"]
         for name, value in plain.metrics.items():
