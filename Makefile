@@ -66,6 +66,8 @@ bench-savings: setup ## time updates with and without each saving, and write doc
 
 bench-gpu: ## on a machine with a GPU, and torch, transformers and accelerate for PYTHON: the same on models of 0.5B and 1.5B parameters
 	$(PYTHON) -m venv --system-site-packages .venv-gpu
+	@.venv-gpu/bin/python -c 'import torch, transformers, accelerate; assert torch.cuda.is_available()' || \
+	  { echo "bench-gpu needs a GPU, and torch, transformers and accelerate for PYTHON=$(PYTHON) (not in a venv)" >&2; exit 1; }
 	.venv-gpu/bin/python -m pip install --quiet $(PIP_FLAGS) -e . -r requirements/parity.txt
 	.venv-gpu/bin/python bench/side_by_side/run.py gpu --peer .venv-gpu/bin/python $(ARGS)
 

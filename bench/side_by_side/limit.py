@@ -16,7 +16,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from workloads import ALL
 
-from grpocli.launch.malloc import keep_freed
+from grpocli.launch.malloc import keep_freed, large_pages
+from grpocli.training.layout import rounded
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -25,13 +26,15 @@ if TYPE_CHECKING:
 def main() -> None:
     folder, steps, work = sys.argv[2], int(sys.argv[3]), ALL[sys.argv[1]]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    large_pages()
     keep_freed()
     model = cast("LlamaForCausalLM", AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device))
     seconds = []
     for step in range(steps):
         total, completions = work.needed(step)
         rows = max(1, round(total / (work.prompt + work.longest)))
-        ids = torch.arange(-(-total // rows) * rows, device=device).view(rows, -1) % 300
+        length = rounded(-(-total // rows))  # few sizes, as ours: each new one compiles kernels
+        ids = torch.arange(length * rows, device=device).view(rows, -1) % 300
         began = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16):
             hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[:completions]

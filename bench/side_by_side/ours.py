@@ -20,7 +20,7 @@ from workloads import ALL, FIRST_WORD, Workload, write_prompts
 from grpocli.cli import main as grpocli
 from grpocli.config.parts import part
 from grpocli.data import Completion, Request, Sampling
-from grpocli.rollout.engine import Each, ignore
+from grpocli.rollout.engine import OnGroup, ignore
 
 TRL = [  # the loss that TRL's defaults stand for, so that both compute the same gradient
     *("algorithm=grpo", "algorithm.kl.beta=0", "algorithm/aggregate=token_mean"),
@@ -44,7 +44,9 @@ class GivenEngine:
     def __init__(self, work: Workload) -> None:
         self.work, self.version = work, 0
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, each: Each = ignore) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+    ) -> list[list[Completion]]:
         groups = self.work.completions(self.version - 1)
         return [
             [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -19,16 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workloads import ALL, GPU, LINEAR, WHOLE, WORKLOADS, make_model
+from workloads import ALL, GPU, LINEAR, WHOLE, WORKLOADS, Workload, make_model
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
 PEER = HERE.parents[1] / ".venv-parity" / "bin" / "python"
 OURS = ("ours.py", sys.executable)
 GIVEN = [name for name, work in WORKLOADS.items() if not work.sampled]
-PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40": 181e12, "A10G": 70e12, "L4": 121e12}
+PEAK = {
+    **{"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12},
+    **{"L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12},
+}
 """FLOPs a second in bfloat16, dense, as the data sheets have them; the first name that fits."""
 REWARD = 0.95
+APART = 0.03
+"""Two right gradients' norms, in bfloat16, at most."""
 WARM = 2
 """First steps that do not count: memory is touched for the first time, kernels are made."""
 
@@ -36,7 +42,8 @@ WARM = 2
 def one(script: str, python: str, name: str, folder: Path, steps: int, *more: str) -> dict[str, Any]:
     """What a side prints of one run."""
     command = [python, str(HERE / script), name, str(folder), str(steps), *more]
-    done = subprocess.run(command, capture_output=True, text=True)
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -55,7 +62,10 @@ def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def same_gradient(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     """How far the gradient norms of the first steps are apart, relative: both had the same weights and data."""
     one, other = (side["logs"][0]["grad_norm"] for side in (ours, theirs))
-    return float(abs(one - other) / other)
+    apart = float(abs(one - other) / other)
+    if apart > APART:
+        raise SystemExit(f"the gradient norms are {one} and {other}: not the same work is measured")
+    return apart
 
 
 def peer_table(found: dict[str, dict[str, Any]]) -> str:
@@ -65,10 +75,12 @@ def peer_table(found: dict[str, dict[str, Any]]) -> str:
         same = (
             "sampled" if WORKLOADS[name].sampled else f"{same_gradient(sides['ours'][0], sides['theirs'][0]):.1%} apart"
         )
+        alone = WORKLOADS[name].engine != "vllm"  # else the server's memory is not in it
+        ratio = f"{ours['GiB'] / theirs['GiB']:.2f}" if alone else ""
         rows.append(
             f"| {name}: {WORKLOADS[name].about} | {_spread(ours)} | {_spread(theirs)} | "
-            f"**{ours['seconds'] / theirs['seconds']:.2f}** | {ours['GiB']:.2f} | {theirs['GiB']:.2f} | "
-            f"{ours['GiB'] / theirs['GiB']:.2f} | {same} |"
+            f"**{ours['seconds'] / theirs['seconds']:.2f}** | {ours['GiB']:.2f}{'' if alone else ' and the server'} | "
+            f"{theirs['GiB']:.2f} | {ratio} | {same} |"
         )
     return "\n".join(rows)
 
@@ -95,28 +107,34 @@ def linear_table(found: dict[str, dict[str, Any]]) -> str:
 
 
 def gpu_table(found: dict[str, dict[str, Any]]) -> str:
-    """Tokens: of all completions. FLOPs: what the update needs, the same for both."""
-    rows = ["| | grpocli, s | tokens/s | FLOPs | GiB | TRL, s | tokens/s | FLOPs | GiB | ratio |", f"|{'---|' * 10}"]
+    """Tokens: of all completions. Needed FLOPs: of the update, the same for both."""
+    one = "s | tokens/s | needed FLOPs | GiB"
+    rows = [f"| | grpocli, {one} | TRL, {one} | ratio |", f"|{'---|' * 10}"]
     for name, sides in found.items():
-        work, cells, medians = GPU[name], [], []
-        for runs in sides.values():
-            one = figures(runs)
-            tokens = statistics.mean(sum(work.lengths(step)) for step in range(WARM, len(runs[0]["seconds"])))
-            flops = statistics.mean(work.flops(step) for step in range(WARM, len(runs[0]["seconds"])))
-            peak = next((most for name, most in PEAK.items() if name in runs[0]["device"]), None)
-            share = f"{flops / one['seconds'] / peak:.0%}" if peak else "unknown"
-            cells.append(f"{_spread(one)} | {tokens / one['seconds']:,.0f} | {share} | {one['GiB']:.2f}")
-            medians.append(one["seconds"])
-        ratio = f"**{medians[0] / medians[1]:.2f}**" if len(medians) > 1 else "TRL is not there"
-        rows.append(f"| {name}: {work.about} | {' | '.join(cells)} | {ratio} |")
+        cells = [_on_a_gpu(GPU[name], runs) for runs in sides.values()]
+        ratio = figures(sides["ours"])["seconds"] / figures(sides["theirs"])["seconds"]
+        rows.append(f"| {name}: {GPU[name].about} | {' | '.join(cells)} | **{ratio:.2f}** |")
     return "\n".join(rows)
 
 
+def _on_a_gpu(work: Workload, runs: list[dict[str, Any]]) -> str:
+    """A side's cells."""
+    steps = range(WARM, len(runs[0]["seconds"]))
+    seconds = statistics.mean(sum(run["seconds"][WARM:]) for run in runs)
+    tokens, flops = (sum(map(of, steps)) for of in (lambda step: sum(work.lengths(step)), work.flops))
+    peak = next((most for name, most in PEAK.items() if name in runs[0]["device"]), None)
+    share = f"{flops / seconds / peak:.0%}" if peak else "unknown"
+    one = figures(runs)
+    return f"{_spread(one)} | {tokens / seconds:,.0f} | {share} | {one['GiB']:.2f}"
+
+
 def reached(run: dict[str, Any]) -> int:
-    """Steps until the mean reward of five in a row was REWARD; all of them if it never was."""
+    """Steps until the mean reward of five in a row was REWARD."""
     rewards = [log["reward"] for log in run["logs"]]
-    means = (statistics.mean(rewards[k - 5 : k]) for k in range(5, len(rewards) + 1))
-    return next((k for k, mean in enumerate(means, 5) if mean >= REWARD), len(rewards))
+    for k in range(5, len(rewards) + 1):
+        if statistics.mean(rewards[k - 5 : k]) >= REWARD:
+            return k
+    raise SystemExit(f"a mean reward of {REWARD} was not reached in {len(rewards)} steps: run more (--steps)")
 
 
 def whole_table(found: dict[str, dict[str, Any]]) -> str:
@@ -183,6 +201,8 @@ def main() -> None:
     parser.add_argument("--print", action="store_true", help="leave the docs alone")
     args = parser.parse_args()
     kind: Kind = KINDS[args.kind]
+    if others := set(args.workloads) - set(kind.names):
+        parser.error(f"{args.kind} has {', '.join(kind.names)}, not {', '.join(others)}")
     sides = {"ours": OURS}
     if kind.theirs:
         sides["theirs"] = (kind.theirs, args.peer if kind.theirs == "theirs.py" else sys.executable)
@@ -200,7 +220,7 @@ def main() -> None:
                     print(f"round {number + 1}: {name} {side} {median:.2f} s", file=sys.stderr, flush=True)
     table = kind.table(found)
     print(table)
-    if not args.print:
+    if not args.print and not args.workloads:  # the docs have all of them or none
         write(kind.mark, table, found)
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
@@ -22,6 +19,7 @@ from grpocli.config.plan import plan_lines
 from grpocli.errors import ConfigError, GrpoError, Stopped
 from grpocli.launch.devices import Devices, devices_of, visible_gpus
 from grpocli.launch.job import Job, wait_for_job
+from grpocli.launch.meanwhile import Meanwhile
 from grpocli.launch.nodes import Node, node_of
 from grpocli.launch.processes import SETTLE, again_file, clean, stop_file
 from grpocli.launch.signals import stop_signal
@@ -35,8 +33,7 @@ from grpocli.tracking.run_dir import RunDir
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.tracking.view import View
-
-T = TypeVar("T")
+    from grpocli.training.assemble import Data
 
 logger = logging.getLogger(__name__)
 
@@ -136,22 +133,20 @@ def _check_device(run: Run) -> None:
 
 
 def _train(run: Run, job: Job, run_dir: RunDir, view: View, devices: Devices, node: Node | None) -> float | None:
-    from grpocli.training.assemble import Data
-
     with stop_signal() as stop, ExitStack() as engine:
         stop.file = stop_file(run_dir.path)
         view.stage("starting the engine")
         here = _in_this_process(devices, node)
-        data = _meanwhile(partial(Data.of, run, job.engine.model_path)) if here else None
+        data = engine.enter_context(Meanwhile(partial(_load_data, run, job))) if here else None
         with stop.at_once():
             if node:
                 new_folder(run_dir.path)
                 replace(job, ready=False).save(run_dir.path)
             engine.enter_context(run.engine.launch(job.engine))
-        if here:
+        if data:
             from grpocli.training.worker import work
 
-            return work(run, job, run_dir, stop, view, data=data)
+            return work(run, job, run_dir, stop, view, data=data.result)
         from grpocli.launch.processes import train_in_processes
 
         job.save(run_dir.path)
@@ -159,18 +154,10 @@ def _train(run: Run, job: Job, run_dir: RunDir, view: View, devices: Devices, no
         return train_in_processes(run, run_dir, stop, devices, node)
 
 
-def _meanwhile(work: Callable[[], T]) -> Callable[[], T]:
-    """Begin something in a thread, which ends with this process; what is returned waits for its result, or error."""
-    future: Future[T] = Future()
+def _load_data(run: Run, job: Job) -> Data:
+    from grpocli.training.assemble import Data
 
-    def begin() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - whatever it is, who asks for the result is told
-            future.set_exception(error)
-
-    threading.Thread(target=begin, name="data", daemon=True).start()
-    return future.result
+    return Data.of(run, job.engine.model_path)
 
 
 def _in_this_process(devices: Devices, node: Node | None) -> bool:

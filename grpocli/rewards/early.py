@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -16,12 +17,12 @@ if TYPE_CHECKING:
 Scored = tuple[list["Rollout"], list[dict[str, "Score"]]]
 
 
-class Early:
+class EarlyScorer:
     """Groups as they come: decoded, and scored by the rewards that compute in processes of their own.
 
-    rollouts_of: of the k-th request's completions. lock: held while a reward is called. One thread does it, group by
-    group, so that the result does not depend on when they come. Leaving the block waits for what was taken, or after
-    an error for no more than what is under way.
+    rollouts_of: of the k-th request's completions. lock: held while a reward is called. One thread does it, each time
+    with all groups that have come meanwhile. Leaving the block waits for what was taken, or after an error for no more
+    than what is under way.
     """
 
     def __init__(
@@ -33,21 +34,28 @@ class Early:
     ) -> None:
         self.scorer, self.max_tokens, self.rollouts_of, self.lock = scorer, max_tokens, rollouts_of, lock
         self._thread = ThreadPoolExecutor(1, "rewards")
-        self._groups: dict[int, Future[Scored]] = {}
+        self._calls: list[Future[None]] = []
+        self._waiting: deque[tuple[int, Sequence[Completion]]] = deque()
+        self._done: dict[int, Scored] = {}
 
     def take(self, k: int, completions: Sequence[Completion]) -> None:
         """All completions of the k-th request are there. Returns at once."""
-        self._groups[k] = self._thread.submit(self._score, k, completions)
+        self._waiting.append((k, completions))
+        self._calls.append(self._thread.submit(self._score))
 
-    def _score(self, k: int, completions: Sequence[Completion]) -> Scored:
-        rollouts = self.rollouts_of(k, completions)
+    def _score(self) -> None:
+        """What waits, all at once; nothing where the call before has taken it."""
+        waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        groups = [(k, self.rollouts_of(k, completions)) for k, completions in waiting]
         with self.lock:
-            return rollouts, self.scorer.early(rollouts, self.max_tokens)
+            scores = iter(self.scorer.early([one for _, rollouts in groups for one in rollouts], self.max_tokens))
+        for k, rollouts in groups:
+            self._done[k] = rollouts, [next(scores) for _ in rollouts]
 
     def group(self, k: int, completions: Sequence[Completion]) -> Scored:
-        """Rollouts of the k-th request, and the scores by name that each has already."""
-        if k in self._groups:
-            return self._groups[k].result()
+        """Rollouts of the k-th request, and the scores by name that each has already. After the block."""
+        if k in self._done:
+            return self._done[k]
         return self.rollouts_of(k, completions), [{} for _ in completions]
 
     def __enter__(self) -> Self:
@@ -57,3 +65,6 @@ class Early:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._thread.shutdown(cancel_futures=kind is not None)
+        if kind is None:
+            for call in self._calls:
+                call.result()  # raises what it raised

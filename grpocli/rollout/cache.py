@@ -29,7 +29,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
 
     def _hold(self, keys: Tensor, values: Tensor, more: int = 0) -> None:
         """From now on; `more` tokens are to come."""
-        self.__dict__.update(keys=None, values=None, _keys=None, _values=None)  # freed before there are others
+        self.__dict__.update(keys=None, values=None, _keys=None, _values=None)  # freed first
         length = keys.shape[2]
         room = length if not more else max(min(2 * (length + more), self.most), length + more)
         kind = keys.device.type
@@ -64,9 +64,6 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
 
 def make_room(cache: Any, tokens: int) -> None:
     """For `tokens` more in each layer that keeps them all; other kinds of layers stay as they are."""
-    cache.layers = [
-        RoomyLayer(layer, layer.get_seq_length() + tokens)
-        if type(layer) is DynamicLayer and layer.is_initialized
-        else layer
-        for layer in cache.layers
-    ]
+    for number, layer in enumerate(cache.layers):  # one at a time: the old one is freed before the next is made
+        if type(layer) is DynamicLayer and layer.is_initialized:
+            cache.layers[number] = RoomyLayer(layer, layer.get_seq_length() + tokens)

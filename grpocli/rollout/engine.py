@@ -84,7 +84,7 @@ class EngineContext:
     stopping: Callable[[], bool] = lambda: False
 
 
-Each = Callable[[int, list[Completion]], None]
+OnGroup = Callable[[int, list[Completion]], None]
 
 
 def ignore(k: int, completions: list[Completion]) -> None:
@@ -99,11 +99,13 @@ class Engine(Protocol):
     `generate` asked for it with `EngineContext.recover`.
     """
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, each: Each = ignore) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+    ) -> list[list[Completion]]:
         """`n` completions for each request, in the requests' order.
 
-        each: may be called with a request's number and its completions as soon as all of them are there, once, in any
-        thread; it returns at once.
+        on_group: may be called with a request's number and its completions as soon as all of them are there, once, in
+        any thread; it returns at once.
         """
         ...
 

@@ -12,7 +12,7 @@ from grpocli.errors import ConfigError
 from grpocli.rollout.engine import ignore
 
 if TYPE_CHECKING:
-    from grpocli.rollout.engine import Each, Engine, EngineContext, EngineJob
+    from grpocli.rollout.engine import Engine, EngineContext, EngineJob, OnGroup
 
 
 @part("engine", "transformers")
@@ -39,7 +39,9 @@ class TransformersEngine:
         self.policy, self.stop_ids, self.max_rows, self.tokenizer = policy, stop_ids, max_rows, tokenizer
         self.version = 0
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, each: Each = ignore) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+    ) -> list[list[Completion]]:
         """`n` completions for each request, in order. Raises ConfigError where the sampling asks for a structure."""
         from grpocli.rollout.sampler import sample
 
@@ -51,8 +53,8 @@ class TransformersEngine:
                 done = sample(self.policy.model, asked, sampling, self.stop_ids, self.version, self.tokenizer)
                 for i, completions in zip(chunk, done, strict=True):
                     results[i] = completions
-                    if len(asked) < len(requests):
-                        each(i, completions)
+                    if len(asked) < len(requests):  # else nothing is left to be sampled meanwhile
+                        on_group(i, completions)
         return results
 
     def _chunks(self, requests: Sequence[Request]) -> list[list[int]]:

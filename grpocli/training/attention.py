@@ -29,16 +29,25 @@ ENOUGH = 128
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Completions one after the other, `size` tokens. mask [size, prompt + size]: what each of them attends to."""
+    """Completions one after the other, `size` tokens.
+
+    mask [size, prompt + size]: what each of them attends to; on a CPU what is added to its scores, since `sdpa` would
+    make that of it in every layer. None: one completion that is as long as its prompt, or longer. The prompt's queries
+    go before its own then, so that attention is plainly causal: half the work, and no memory for a mask.
+    """
 
     size: int
-    mask: Tensor
+    mask: Tensor | None
 
     @classmethod
     def of(cls, prompt: int, lengths: Sequence[int], device: torch.device) -> Block:
         size = sum(lengths)
+        if len(lengths) == 1 and size >= prompt:
+            return cls(size, None)
         own = torch.block_diag(*(torch.ones(n, n, dtype=torch.bool).tril() for n in lengths))
         mask = torch.cat([torch.ones(size, prompt, dtype=torch.bool), own], 1)
+        if in_float32(device):
+            mask = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
         return cls(size, mask.to(device, non_blocking=True))
 
 
@@ -47,7 +56,7 @@ class Segment:
     """A prompt, so many tokens of the sequence, and behind it its completions, block by block.
 
     A block is one call of `sdpa`. It computes scores between its completions that its mask throws away, and keeps the
-    prompt's keys and values once; `together` bounds both.
+    prompt's keys and values once; `blocks_of` bounds both.
     """
 
     prompt: int
@@ -56,14 +65,18 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Of a whole sequence. float32: what attention computes in. On a CPU, because in bfloat16 each new length compiles
-    kernels that are never freed, 5 MB of them, and is no faster."""
+    """Of a whole sequence. float32: what attention computes in."""
 
     parts: tuple[Segment, ...]
     float32: bool
 
 
-def together(prompt: int, lengths: Sequence[int]) -> list[list[int]]:
+def in_float32(device: torch.device) -> bool:
+    """On a CPU: there each new length in bfloat16 compiles kernels of 5 MB that are never freed, and is no faster."""
+    return device.type == "cpu"
+
+
+def blocks_of(prompt: int, lengths: Sequence[int]) -> list[list[int]]:
     """Which completions make a block: as many as have no more tokens than their prompt, or what is worth a call."""
     most, size = max(prompt, ENOUGH), 0
     found: list[list[int]] = []
@@ -119,11 +132,16 @@ def _attend(
     for segment in segments:
         key_P, value_P = next(keys), next(values)
         each = _each(key_P, groups), _each(value_P, groups)
-        outputs.append(attention(next(queries), *each, is_causal=True))
+        query_P = next(queries)
+        outputs.append(attention(query_P, *each, is_causal=True))
         for block in segment.blocks:
             own_key, own_value = torch.cat([key_P, next(keys)], 2), torch.cat([value_P, next(values)], 2)
             each = _each(own_key, groups), _each(own_value, groups)
-            outputs.append(attention(next(queries), *each, attn_mask=block.mask))
+            if block.mask is None:
+                whole = attention(torch.cat([query_P, next(queries)], 2), *each, is_causal=True)
+                outputs.append(whole.split([segment.prompt, block.size], 2)[1])
+            else:
+                outputs.append(attention(next(queries), *each, attn_mask=block.mask))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous()
 
 
@@ -155,6 +173,12 @@ def choose(model: PreTrainedModel) -> bool:
     register()
     model.set_attn_implementation(NAME)
     return bool(config._attn_implementation == NAME)
+
+
+def leave(model: PreTrainedModel) -> None:
+    """Undo `choose`."""
+    if model.config.get_text_config()._attn_implementation == NAME:
+        model.set_attn_implementation("sdpa")
 
 
 def knows(config: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from grpocli.data import Completion, Group, Prompt, Request, Rollout, Sampling
 from grpocli.errors import RunError
-from grpocli.rewards.early import Early
+from grpocli.rewards.early import EarlyScorer
 from grpocli.rewards.scoring import Tally
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Sampler:
         def rollouts_of(k: int, completions: Sequence[Completion]) -> list[Rollout]:
             return [Rollout(prompts[mine[k]], done, self._text(done.token_ids)) for done in completions]
 
-        with Early(self.scorer, sampling.max_tokens, rollouts_of, self.scoring) as early:
+        with EarlyScorer(self.scorer, sampling.max_tokens, rollouts_of, self.scoring) as early:
             sampled = self.engine.generate(requests, sampling, early.take)
             start = time.perf_counter()
             self.world.enter("reward")

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grpocli.training.attention import Block, Segment, Segments, together
+from grpocli.training.attention import Block, Segment, Segments, blocks_of, in_float32
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from grpocli.training.batch import Row
+
+
+PADDING = 0.1
+"""The most of a padded micro-batch that is padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +54,16 @@ class Padded:
 
     @staticmethod
     def pack(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-        """Micro-batches of at most max_tokens tokens, padding included; rows of like shape together."""
+        """Micro-batches of at most max_tokens tokens, padding included, which is at most a tenth of them."""
         batches: list[list[Row]] = []
-        prompt = completion = 0
         for row in sorted(rows, key=lambda r: (len(r.completion_ids), len(r.prompt_ids))):
-            prompt = max(prompt, len(row.prompt_ids))
-            completion = max(completion, len(row.completion_ids))
-            if not batches or (len(batches[-1]) + 1) * (prompt + completion) > max_tokens:
+            tried = [*batches[-1], row] if batches else []
+            if (
+                not tried
+                or Padded.size(tried) > max_tokens
+                or Padded.distinct(tried) < (1 - PADDING) * Padded.size(tried)
+            ):
                 batches.append([])
-                prompt, completion = len(row.prompt_ids), len(row.completion_ids)
             batches[-1].append(row)
         return batches
 
@@ -94,7 +99,7 @@ class Padded:
         return found.flatten(0, 1)
 
 
-def even(n: int) -> int:
+def rounded(n: int) -> int:
     """The next number that has 5 bits and then zeros.
 
     On a CPU each new size of a bfloat16 matrix product compiles a kernel that is never freed: so there are few sizes.
@@ -105,7 +110,7 @@ def even(n: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Rows end to end, a prompt once before its completions, and a little filler, up to the next `even` number.
+    """Rows end to end, a prompt once before its completions, and a little filler, up to the next `rounded` number.
 
     input_ids, position_ids [1, L]. before_N: for each completion token, row by row, the token before it; then filler.
     place_C: where those tokens are among B * T, rows side by side of `completion` places each.
@@ -128,7 +133,7 @@ class Packed:
                 raise ValueError("a prompt has no tokens: nothing predicts the first one of a completion")
             last = line.add(prompt) + len(prompt) - 1
             made = []
-            for block in together(len(prompt), [len(rows[k].completion_ids) for k in numbers]):
+            for block in blocks_of(len(prompt), [len(rows[k].completion_ids) for k in numbers]):
                 found = [numbers[k] for k in block]
                 for number in found:
                     first = line.add(ids := rows[number].completion_ids, len(prompt))
@@ -136,7 +141,7 @@ class Packed:
                 if lengths := [n for k in found if (n := len(rows[k].completion_ids))]:
                     made.append(Block.of(len(prompt), lengths, device))
             segments.append(Segment(len(prompt), tuple(made)))
-        if filler := even(len(line.ids)) - len(line.ids):
+        if filler := rounded(len(line.ids)) - len(line.ids):
             line.add([0] * filler)
             segments.append(Segment(filler))
         longest = max(len(r.completion_ids) for r in rows)
@@ -145,11 +150,11 @@ class Packed:
         return cls(
             input_ids=torch.tensor([line.ids], device=device),
             position_ids=torch.tensor([line.positions], device=device),
-            before_N=torch.tensor(flat + [0] * (even(len(flat)) - len(flat)), dtype=torch.long, device=device),
+            before_N=torch.tensor(flat + [0] * (rounded(len(flat)) - len(flat)), dtype=torch.long, device=device),
             place_C=torch.tensor(places, dtype=torch.long, device=device),
             completion=longest,
             rows=len(rows),
-            segments=Segments(tuple(segments), float32=device.type == "cpu"),
+            segments=Segments(tuple(segments), float32=in_float32(device)),
         )
 
     @staticmethod
@@ -174,7 +179,7 @@ class Packed:
         for prompt, numbers in by_prompt(rows):
             due = len(prompt)  # tokens of the prompt that are not in this micro-batch yet
             for row in sorted((rows[k] for k in numbers), key=lambda r: -len(r.completion_ids)):
-                if not batches or even(size + due + len(row.completion_ids)) > max_tokens:
+                if not batches or rounded(size + due + len(row.completion_ids)) > max_tokens:
                     batches.append([])
                     size, due = 0, len(prompt)
                 batches[-1].append(row)
@@ -185,7 +190,7 @@ class Packed:
     @staticmethod
     def size(rows: Sequence[Row]) -> int:
         """Tokens that the model computes, filler included."""
-        return even(Packed.distinct(rows))
+        return rounded(Packed.distinct(rows))
 
     @staticmethod
     def distinct(rows: Sequence[Row]) -> int:

@@ -52,13 +52,13 @@ def _marked(policy: Policy) -> tuple[Tensor, Tensor]:
 def pack(policy: Policy, reference: Reference | None, world: World | None = None) -> bool:
     """Have both models take rows end to end, if they give the log-probs that they give side by side. Collective."""
     models = [policy.model, *([reference.model] if reference else [])]
-    if not all(attention.choose(model) for model in models):
-        return False
-    agreed = output_head(policy.model) is not None and _holds(lambda: agrees(policy))
+    agreed = all(attention.choose(model) for model in models) and output_head(policy.model) is not None
+    if agreed:
+        agreed = _holds(lambda: agrees(policy))
     policy.packs = not world.any(not agreed) if world else agreed
     if not policy.packs:
         for model in models:
-            model.set_attn_implementation("sdpa")
+            attention.leave(model)
     return policy.packs
 
 
@@ -100,6 +100,9 @@ def _near(one: Tensor, other: Tensor, close: float) -> bool:
 
 
 def _rows(policy: Policy) -> list[Row]:
-    """Two groups of two."""
-    ids = [k % policy.model.config.get_text_config().vocab_size for k in range(3, 30)]
-    return [Row(ids[:5], ids[5 : 9 + 3 * k], [1] * (4 + 3 * k), 0.0, k // 2, [0.0] * (4 + 3 * k)) for k in range(4)]
+    """Two groups of two, in one block of attention and in two."""
+    config = policy.model.config.get_text_config()
+    long = min(attention.ENOUGH // 2, (getattr(config, "max_position_embeddings", None) or attention.ENOUGH) - 8)
+    lengths = [4, 7, long, long + 3]
+    ids = [k % config.vocab_size for k in range(3, 3 + 5 + max(lengths))]
+    return [Row(ids[:5], ids[5 : 5 + n], [1] * n, 0.0, k // 2, [0.0] * n) for k, n in enumerate(lengths)]

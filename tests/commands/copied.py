@@ -17,7 +17,7 @@ import torch
 
 from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import EngineGone
-from grpocli.rollout.engine import Each, EngineContext, EngineJob, ignore
+from grpocli.rollout.engine import EngineContext, EngineJob, OnGroup, ignore
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.transformers_engine import stop_ids
 from grpocli.tasks.prompts import PromptSet
@@ -66,7 +66,9 @@ class CopiedEngine:
         self.is_gone = False
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: Sampling, each: Each = ignore) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+    ) -> list[list[Completion]]:
         """One call at a time, as the seconds of `slow` are an engine's that is busy."""
         with self.busy:
             self.calls += 1

@@ -18,7 +18,7 @@ from grpocli.rollout.vllm.transport import Weights
 from grpocli.rollout.vllm.trial import check_sampling
 
 if TYPE_CHECKING:
-    from grpocli.rollout.engine import Each, EngineContext, EngineJob
+    from grpocli.rollout.engine import EngineContext, EngineJob, OnGroup
     from grpocli.rollout.vllm.colocate_options import VllmColocate
     from grpocli.rollout.vllm.inside import Inside
 
@@ -33,7 +33,9 @@ class ColocateEngine:
         self.version: int | None = None
         self._stop = stop_ids(self.policy.model, context.tokenizer)
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, each: Each = ignore) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+    ) -> list[list[Completion]]:
         """`n` completions for each request, in order; raises EngineError if any cannot be had."""
         if self.version is None:
             raise EngineError("engine=vllm_colocate starts without weights: sync before the first completion")

@@ -19,7 +19,7 @@ from grpocli.rollout.vllm.request import body, check_temperature, completions
 from grpocli.rollout.vllm.trial import check_sampling
 
 if TYPE_CHECKING:
-    from grpocli.rollout.engine import Each, EngineContext
+    from grpocli.rollout.engine import EngineContext, OnGroup
     from grpocli.rollout.vllm.options import Vllm
     from grpocli.training.world import World
 
@@ -78,7 +78,9 @@ class VllmEngine:
         self._gone: str | None = None  # why none will come back
         self._failure: EngineError | None = None  # of the last sync: servers may have any weights
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, each: Each = ignore) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+    ) -> list[list[Completion]]:
         """`n` completions for each request, in order; answers of servers that have died since are kept.
 
         Collective. Raises EngineError if any cannot be had, EngineGone if its server does not come back in time.
@@ -91,8 +93,10 @@ class VllmEngine:
         found: dict[int, list[Completion]] = {}
 
         def answered(k: int, choices: Choices) -> None:
+            if self._failure:  # of a sync: they may come from any weights
+                return
             found[k] = completions(choices, requests[k], sampling, version, synced=synced)
-            each(k, found[k])
+            on_group(k, found[k])
 
         self._ask(bodies, found, answered)
         return [found[k] for k in range(len(requests))]

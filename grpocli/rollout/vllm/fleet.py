@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from grpocli.errors import EngineError
 from grpocli.rollout.vllm.client import Client
 from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.protocol import ServerGone
@@ -69,18 +68,18 @@ class Fleet:
         return not self.clients[index].lost and index not in self._closed
 
     def complete(
-        self, bodies: Sequence[dict[str, Any]], each: Callable[[int, Choices], None] | None = None
+        self, bodies: Sequence[dict[str, Any]], on_answer: Callable[[int, Choices], None] | None = None
     ) -> list[Choices | None]:
         """The choices of each request, in the requests' order; None for what no server was left to answer.
 
-        each: called with a request's number and its choices as soon as they are there.
+        on_answer: called with a request's number and its choices as soon as they are there.
         A request, a whole group, goes to the server with the fewest outstanding completions. What a server has not
         answered when it is lost goes to the others. A refusal is an EngineError and cancels the rest.
         """
-        return asyncio.run(self._complete(bodies, each)) if bodies else []
+        return asyncio.run(self._complete(bodies, on_answer)) if bodies else []
 
     async def _complete(
-        self, bodies: Sequence[dict[str, Any]], each: Callable[[int, Choices], None] | None
+        self, bodies: Sequence[dict[str, Any]], on_answer: Callable[[int, Choices], None] | None
     ) -> list[Choices | None]:
         lanes = [Lane(client, partial(self.is_open, i)) for i, client in enumerate(self.clients)]
         turn = asyncio.Semaphore(AT_ONCE * len(lanes))  # later ones choose a server when they can run, not before
@@ -90,14 +89,14 @@ class Fleet:
                 while living := [lane for lane in lanes if lane.open()]:
                     lane = min(living, key=lambda lane: lane.outstanding)
                     if (choices := await lane.ask(body)) is not None:
-                        if each:
-                            each(number, choices)
+                        if on_answer:
+                            on_answer(number, choices)
                         return choices
                 return None
 
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(one(number, body)) for number, body in enumerate(bodies)]
-        except* EngineError as errors:
+        except ExceptionGroup as errors:  # the first ends the others; also one that the caller raises at an answer
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]

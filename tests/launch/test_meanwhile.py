@@ -1,0 +1,50 @@
+"""Something done in a thread while something else is waited for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from grpocli.launch import meanwhile
+from grpocli.launch.meanwhile import Meanwhile
+
+
+def test_it_is_done_meanwhile_and_its_result_waited_for() -> None:
+    go_on = threading.Event()
+
+    def work() -> int:
+        assert go_on.wait(30)
+        return 7
+
+    with Meanwhile(work) as begun:
+        go_on.set()
+        assert begun.result() == 7
+
+
+def test_who_asks_is_told_its_error_and_nobody_else() -> None:
+    def work() -> None:
+        raise ValueError("no data")
+
+    with Meanwhile(work):
+        pass
+    with Meanwhile(work) as begun, pytest.raises(ValueError, match="no data"):
+        begun.result()
+
+
+def test_leaving_waits_for_its_end_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meanwhile, "END_WITHIN", 0.2)
+    stuck, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        stuck.wait(30)
+        over.set()
+
+    with pytest.raises(KeyError), Meanwhile(work):
+        raise KeyError
+    assert not over.is_set()
+    monkeypatch.setattr(meanwhile, "END_WITHIN", 30)
+    stuck.set()
+    with Meanwhile(work):
+        pass
+    assert over.is_set()
