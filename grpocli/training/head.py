@@ -112,7 +112,8 @@ def _device(model: torch.nn.Module) -> torch.device:
 
 
 def _pieces(n: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, n)) for start in range(0, n, size))
+    """One at least, which may be empty."""
+    return (slice(start, min(start + size, n)) for start in range(0, max(n, 1), size))
 
 
 def _rows_at_once(vocabulary: int) -> int:
@@ -147,7 +148,7 @@ class _Scores(torch.autograd.Function):
         hidden_NH = torch.zeros_like(cast_NH, dtype=torch.float32) if of_hidden else None
         weight_VH = torch.empty_like(cast_VH, dtype=weight_dtype) if of_weight else None
         # pieces of the vocabulary, not of the rows: each part of the weights' gradient is whole at once
-        for piece in _pieces(len(cast_VH), max(1, LOGITS_AT_ONCE // len(ids_N))):
+        for piece in _pieces(len(cast_VH), max(1, LOGITS_AT_ONCE // max(1, len(ids_N)))):
             logits_Nv = _logits(cast_NH, cast_VH[piece], ctx.temperature)
             logits_Nv.sub_(normalizer_N.unsqueeze(1)).exp_().mul_(-gradient_N1)
             place_N1 = (ids_N - piece.start).unsqueeze(1)

@@ -57,12 +57,9 @@ class Padded:
         """Micro-batches of at most max_tokens tokens, padding included, which is at most a tenth of them."""
         batches: list[list[Row]] = []
         for row in sorted(rows, key=lambda r: (len(r.completion_ids), len(r.prompt_ids))):
-            tried = [*batches[-1], row] if batches else []
-            if (
-                not tried
-                or Padded.size(tried) > max_tokens
-                or Padded.distinct(tried) < (1 - PADDING) * Padded.size(tried)
-            ):
+            tried = [*batches[-1], row] if batches else [row]
+            size = Padded.size(tried)
+            if not batches or size > max_tokens or size - Padded.distinct(tried) > PADDING * size:
                 batches.append([])
             batches[-1].append(row)
         return batches
@@ -83,7 +80,7 @@ class Padded:
 
     def spread(self, values_N: Tensor) -> Tensor:
         """Values of those tokens [B, T]."""
-        return values_N.view(-1, self.completion)
+        return values_N.view(len(self.input_ids), self.completion)
 
     def forward(self, model: torch.nn.Module) -> Tensor:
         """What the output head returns for each of those tokens [N, ...]."""

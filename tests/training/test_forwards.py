@@ -8,6 +8,7 @@ import pytest
 import torch
 from training.test_update import SAMPLING, rows, updater, world
 
+from grpocli.training import layout
 from grpocli.training.batch import MicroBatch, Row
 from grpocli.training.policy import Policy
 from grpocli.training.reference import Reference
@@ -46,7 +47,8 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (["algorithm=dapo", "algorithm/tokens=top_entropy"], {}, ["score", "update"]),
     ],
 )
-def test_forwards(little_model, world, rows, forwards, algorithm, train, expected) -> None:
+def test_forwards(little_model, world, rows, forwards, algorithm, train, expected, monkeypatch) -> None:
+    monkeypatch.setattr(layout, "PADDING", 1.0)  # one micro-batch, however different its rows are
     updater(little_model, world, *algorithm, **train).step([copy.copy(r) for r in rows], n_groups=2)
     assert forwards == expected
 
