@@ -141,7 +141,10 @@ def _attend(
                 whole = attention(torch.cat([query_P, next(queries)], 2), *each, is_causal=True)
                 outputs.append(whole.split([segment.prompt, block.size], 2)[1])
             else:
-                outputs.append(attention(next(queries), *each, attn_mask=block.mask))
+                mask = block.mask
+                if mask.is_floating_point():  # FSDP2 casts whatever a model is called with; 0 and -inf survive it
+                    mask = mask.to(query.dtype)
+                outputs.append(attention(next(queries), *each, attn_mask=mask))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous()
 
 

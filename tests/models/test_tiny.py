@@ -22,14 +22,19 @@ from grpocli.tasks.arithmetic import Arithmetic
 TOKENIZER = make_tokenizer()
 
 
-@given(st.text(ALPHABET))
+def plain(texts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """Of characters alone: a special token that is written out is one token."""
+    return texts.filter(lambda text: not any(token in text for token in TOKENIZER.all_special_tokens))
+
+
+@given(plain(st.text(ALPHABET)))
 def test_its_alphabet_survives_the_round_trip(text: str) -> None:
     ids = TOKENIZER(text).input_ids
     assert len(ids) == len(text)
     assert TOKENIZER.decode(ids) == text
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"])))
+@given(plain(st.text(st.characters(exclude_categories=["Cs"]))))
 def test_unknown_characters_are_one_token_each(text: str) -> None:
     ids = TOKENIZER(text, add_special_tokens=False).input_ids
     known = [c for c in text if c in ALPHABET]
