@@ -1,7 +1,7 @@
 """The bare model on the tokens of a workload: forward and backward over each different token once, no trainer.
 
 `python limit.py WORKLOAD MODEL_FOLDER STEPS` prints one JSON line. The tokens (prompts once, no padding) stand in plain
-rows that are about as long as a prompt with a completion, so that attention has about as much to do.
+rows of such a length that about as many pairs of them attend to each other as where they belong.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
     seconds = []
     for step in range(steps):
         total, completions = work.needed(step)
-        rows = max(1, round(total / (work.prompt + work.longest)))
+        rows = max(1, round(total**2 / (2 * work.pairs(step))))
         length = rounded(-(-total // rows))  # few sizes, as ours: each new one compiles kernels
         ids = torch.arange(length * rows, device=device).view(rows, -1) % 300
         began = time.perf_counter()

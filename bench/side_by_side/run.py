@@ -32,7 +32,8 @@ PEAK = {
     **{"L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12},
 }
 """FLOPs a second in bfloat16, dense, as the data sheets have them; the first name that fits."""
-REWARD = 0.95
+REWARD, IN_A_ROW = 0.95, 10
+"""A whole run is over when the mean reward of so many steps in a row is this."""
 APART = 0.03
 """Two right gradients' norms, in bfloat16, at most."""
 WARM = 2
@@ -129,10 +130,10 @@ def _on_a_gpu(work: Workload, runs: list[dict[str, Any]]) -> str:
 
 
 def reached(run: dict[str, Any]) -> int:
-    """Steps until the mean reward of five in a row was REWARD."""
+    """Steps until the mean reward of IN_A_ROW was REWARD."""
     rewards = [log["reward"] for log in run["logs"]]
-    for k in range(5, len(rewards) + 1):
-        if statistics.mean(rewards[k - 5 : k]) >= REWARD:
+    for k in range(IN_A_ROW, len(rewards) + 1):
+        if statistics.mean(rewards[k - IN_A_ROW : k]) >= REWARD:
             return k
     raise SystemExit(f"a mean reward of {REWARD} was not reached in {len(rewards)} steps: run more (--steps)")
 

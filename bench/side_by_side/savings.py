@@ -64,6 +64,12 @@ def growing_cache() -> None:
     cache.make_room = lambda cache, tokens: None
 
 
+def all_threads() -> None:
+    import grpocli.rollout.threads as threads
+
+    threads.SMALL = 0
+
+
 @dataclass(frozen=True)
 class Saving:
     """What a step costs without it: keys of the config, or a change to the code."""
@@ -83,6 +89,7 @@ SAVINGS = {
     "freed memory is kept": Saving("W2", change=freed_memory_given_back),
     "few sizes": Saving("W4", change=any_size),
     "a cache with room": Saving("W1", change=growing_cache),
+    "one thread for little": Saving("W1", change=all_threads),
 }
 
 

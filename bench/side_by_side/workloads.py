@@ -73,6 +73,12 @@ class Workload:
         lengths = self.lengths(step)[flat * self.rows :]
         return (self.groups - flat) * self.prompt + sum(lengths), sum(lengths)
 
+    def pairs(self, step: int) -> float:
+        """Of tokens of which one attends to the other, among those that are `needed`."""
+        flat = int(self.constant * self.groups)
+        lengths = self.lengths(step)[flat * self.rows :]
+        return (self.groups - flat) * self.prompt**2 / 2 + sum(n * self.prompt + n**2 / 2 for n in lengths)
+
     def flops(self, step: int) -> float:
         """Of products of matrices with weights, forward and backward, for what is `needed`; attention is left out."""
         sizes: dict[str, Any] = MODELS[self.model]
@@ -127,7 +133,7 @@ GPU = {
         ("constant", "as even, half of the groups constant", {"prompt": 128, "longest": 512, "constant": 0.5}),
     )
 }
-WHOLE = {"whole run": Workload("8 x 8, 16 tokens", "0.4M", 8, 8, longest=16, sampled=True, times=10, rate=1e-3)}
+WHOLE = {"whole run": Workload("8 x 8, 16 tokens", "0.4M", 8, 8, longest=16, sampled=True, times=50, rate=1e-3)}
 ALL = WORKLOADS | LINEAR | GPU | WHOLE
 
 

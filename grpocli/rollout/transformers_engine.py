@@ -44,13 +44,15 @@ class TransformersEngine:
     ) -> list[list[Completion]]:
         """`n` completions for each request, in order. Raises ConfigError where the sampling asks for a structure."""
         from grpocli.rollout.sampler import sample
+        from grpocli.rollout.threads import threads_for
 
         refuse_structure(sampling)
         results: list[list[Completion]] = [[] for _ in requests]
         with self.policy.sampling_mode():
             for chunk in self._chunks(requests):
                 asked = [requests[i] for i in chunk]
-                done = sample(self.policy.model, asked, sampling, self.stop_ids, self.version, self.tokenizer)
+                with threads_for(self.policy.model, sum(request.n for request in asked)):
+                    done = sample(self.policy.model, asked, sampling, self.stop_ids, self.version, self.tokenizer)
                 for i, completions in zip(chunk, done, strict=True):
                     results[i] = completions
                     if len(asked) < len(requests):  # else nothing is left to be sampled meanwhile

@@ -125,26 +125,26 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], dropout: float, scaling: float | None
 ) -> Tensor:
     groups = query.shape[1] // key.shape[1]
-    attention = partial(scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
+    grouped = groups > 1 and in_float32(query.device)  # elsewhere, with a mask, `sdpa` would fall back to its slowest
+    attention = partial(scaled_dot_product_attention, dropout_p=dropout, scale=scaling, enable_gqa=grouped)
+    each = partial(_each, groups=1 if grouped else groups)
     sizes = [n for segment in segments for n in (segment.prompt, *(block.size for block in segment.blocks))]
     queries, keys, values = (iter(states.split(sizes, 2)) for states in (query, key, value))
     outputs = []
     for segment in segments:
         key_P, value_P = next(keys), next(values)
-        each = _each(key_P, groups), _each(value_P, groups)
         query_P = next(queries)
-        outputs.append(attention(query_P, *each, is_causal=True))
+        outputs.append(attention(query_P, each(key_P), each(value_P), is_causal=True))
         for block in segment.blocks:
-            own_key, own_value = torch.cat([key_P, next(keys)], 2), torch.cat([value_P, next(values)], 2)
-            each = _each(own_key, groups), _each(own_value, groups)
+            seen = each(torch.cat([key_P, next(keys)], 2)), each(torch.cat([value_P, next(values)], 2))
             if block.mask is None:
-                whole = attention(torch.cat([query_P, next(queries)], 2), *each, is_causal=True)
+                whole = attention(torch.cat([query_P, next(queries)], 2), *seen, is_causal=True)
                 outputs.append(whole.split([segment.prompt, block.size], 2)[1])
             else:
                 mask = block.mask
                 if mask.is_floating_point():  # FSDP2 casts whatever a model is called with; 0 and -inf survive it
                     mask = mask.to(query.dtype)
-                outputs.append(attention(next(queries), *each, attn_mask=mask))
+                outputs.append(attention(next(queries), *seen, attn_mask=mask))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous()
 
 

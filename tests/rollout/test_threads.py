@@ -1,0 +1,58 @@
+"""One thread samples where a token's products are too small to share."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpocli.data import Request, Sampling
+from grpocli.rollout import sampler, threads
+from grpocli.rollout.transformers_engine import TransformersEngine
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def sampled_with(model, rows: int, monkeypatch) -> int:
+    """Threads that the engine samples so many rows with."""
+    seen = []
+    real = sampler.sample
+
+    def sample(*args, **others):
+        seen.append(torch.get_num_threads())
+        return real(*args, **others)
+
+    monkeypatch.setattr(sampler, "sample", sample)
+    policy = SimpleNamespace(model=model, sampling_mode=nullcontext)
+    TransformersEngine(policy, [1], 256, None).generate([Request([2, 3], rows, 0)], Sampling(2))
+    assert torch.get_num_threads() == 2, "as before"
+    return seen[0]
+
+
+def test_few_rows_of_a_little_model_are_sampled_by_one_thread(little_model, monkeypatch) -> None:
+    parameters = sum(p.numel() for p in little_model.parameters())
+    monkeypatch.setattr(threads, "SMALL", 8 * parameters // 2)  # two layers
+    assert sampled_with(little_model, 8, monkeypatch) == 1
+    assert sampled_with(little_model, 9, monkeypatch) == 2
+
+
+def test_an_error_leaves_the_threads_as_they_were(little_model) -> None:
+    seen = []
+
+    def broken() -> None:
+        with threads.threads_for(little_model, 1):
+            seen.append(torch.get_num_threads())
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        broken()
+    assert seen == [1]
+    assert torch.get_num_threads() == 2
