@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext, redirect_stdout, sup
 from pathlib import Path
 from typing import Any
 
-from workloads import ALL, FIRST_WORD, Workload, write_prompts
+from workloads import ALL, FIRST_WORD, Workload, peak, write_prompts
 
 from grpocli.cli import main as grpocli
 from grpocli.config.parts import part
@@ -84,6 +83,8 @@ def main() -> None:
         with suppress_output(), suppress(SystemExit):
             grpocli(["train", *options])
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    if len(rows) != int(steps):
+        raise SystemExit(f"{len(rows)} of {steps} steps: the run has failed")
     logs = [{key: row[key] for key in ("grad_norm", "reward")} for row in rows]
     found: dict[str, Any] = {
         "seconds": [row["time/step"] for row in rows],
@@ -104,14 +105,6 @@ def device() -> str:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-
-
-def peak() -> float:
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
 
 
 if __name__ == "__main__":

@@ -112,6 +112,7 @@ def gpu_table(found: dict[str, dict[str, Any]]) -> str:
     one = "s | tokens/s | needed FLOPs | GiB"
     rows = [f"| | grpocli, {one} | TRL, {one} | ratio |", f"|{'---|' * 10}"]
     for name, sides in found.items():
+        same_gradient(sides["ours"][0], sides["theirs"][0])
         cells = [_on_a_gpu(GPU[name], runs) for runs in sides.values()]
         ratio = figures(sides["ours"])["seconds"] / figures(sides["theirs"])["seconds"]
         rows.append(f"| {name}: {GPU[name].about} | {' | '.join(cells)} | **{ratio:.2f}** |")
@@ -219,7 +220,7 @@ def main() -> None:
                     runs[side].append(one(*sides[side], name, folder, steps, f"seed={number}"))
                     median = statistics.median(runs[side][-1]["seconds"][WARM:])
                     print(f"round {number + 1}: {name} {side} {median:.2f} s", file=sys.stderr, flush=True)
-    table = kind.table(found)
+    table = f"{kind.table(found)}\n\n{args.rounds} rounds of {args.steps} steps."
     print(table)
     if not args.print and not args.workloads:  # the docs have all of them or none
         write(kind.mark, table, found)

@@ -46,6 +46,12 @@ def scored_before() -> None:
     Updater._score_before = lambda self, plan, old: score(self, plan, True)  # type: ignore[method-assign]
 
 
+def one_padded_batch() -> None:
+    import grpocli.training.layout as layout
+
+    layout.PADDING = 1.0
+
+
 def any_size() -> None:
     import grpocli.training.layout as layout
 
@@ -81,7 +87,7 @@ class Saving:
 
 SAVINGS = {
     "prompts once": Saving("W3", ("train.packed=false",)),
-    "no padding": Saving("W4", ("train.packed=false",)),
+    "no padding": Saving("W4", ("train.packed=false", "train.micro_batch_tokens=8192"), one_padded_batch),
     "no rows without a gradient": Saving("W5", change=no_skipping),
     "no logits": Saving("W6", change=whole_logits),
     "no forward twice": Saving("W2", change=scored_before),

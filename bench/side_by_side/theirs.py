@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import resource
 import sys
 import tempfile
 import time
@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from workloads import ALL, FIRST_WORD, Workload, reward
+from workloads import ALL, FIRST_WORD, Workload, peak, reward
 
 
 class Watch(TrainerCallback):
@@ -58,8 +58,8 @@ def main() -> None:
     work, watch = ALL[name], Watch()
     cuda = torch.cuda.is_available()
     rows = work.groups * work.rows
-    # on a GPU about as many tokens in a forward as ours; one piece is faster, where memory allows it
-    pieces = min(rows, 1 << (rows * (work.prompt + work.longest) // 8192).bit_length()) if cuda else 1
+    # on a GPU about as many tokens in a forward as ours, rather more; one piece is faster, where memory allows it
+    pieces = min(rows, 2 ** max(0, round(math.log2(rows * (work.prompt + work.longest) / 8192)))) if cuda else 1
     trainer = GRPOTrainer(
         model=folder,
         reward_funcs=reward,
@@ -87,9 +87,8 @@ def main() -> None:
     )
     trainer.train()
     seconds = [b - a for a, b in zip(watch.stamps, watch.stamps[1:], strict=False)]
-    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     device = torch.cuda.get_device_name() if cuda else "CPU"
-    print(json.dumps({"seconds": seconds, "GiB": peak / 2**30, "logs": watch.logs, "device": device}))
+    print(json.dumps({"seconds": seconds, "GiB": peak(), "logs": watch.logs, "device": device}))
 
 
 if __name__ == "__main__":

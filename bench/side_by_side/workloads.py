@@ -137,6 +137,19 @@ WHOLE = {"whole run": Workload("8 x 8, 16 tokens", "0.4M", 8, 8, longest=16, sam
 ALL = WORKLOADS | LINEAR | GPU | WHOLE
 
 
+def peak() -> float:
+    """The most memory that this process has had, GiB: of the GPU if there is one, else of the machine.
+
+    Not getrusage's: a process starts there with what its parent had.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) / 2**20
+
+
 def words(ids: list[int]) -> str:
     return " ".join(f"t{k}" for k in ids)
 

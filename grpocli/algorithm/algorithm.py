@@ -56,8 +56,13 @@ class Algorithm:
     @property
     def skips(self) -> bool:
         """Whether a row whose advantage is 0 cannot change an update."""
-        said = getattr(self.objective, "vanishes", False) and not getattr(self.aggregate, "depends_on_split", True)
+        said = getattr(self.objective, "vanishes", False) and not self.needs_every_row
         return bool(said and not (self.needs_reference or self.needs_entropy_gradient or self.tokens.needs_entropy))
+
+    @property
+    def needs_every_row(self) -> bool:
+        """Whether a row counts by being in a micro-batch, even one without a token in the loss."""
+        return bool(getattr(self.aggregate, "depends_on_split", True))
 
     @property
     def corrects(self) -> bool:

@@ -83,7 +83,9 @@ def _takes_packed(run: Run, shape: Shape) -> bool:
     """Training tries it, too."""
     from grpocli.training.attention import knows
 
-    return run.model.attn_implementation in (None, "sdpa") and knows(shape.config)
+    return run.model.attn_implementation in (None, "sdpa") and knows(
+        shape.config, run.rollout.max_prompt_tokens + run.rollout.max_completion_tokens
+    )
 
 
 def _micro_batch(run: Run, place: Place, packed: bool) -> tuple[Rows, int]:

@@ -122,7 +122,7 @@ def micro_batch(run: Run, config: Any, layers: int, rows: Rows, dtype: torch.dty
 
     model = empty_model(with_layers(config, layers), run.model).train()
     if rows.packed:
-        attention.choose(model)
+        attention.choose(model, rows.prompt + rows.completion)
     with FakeTensorMode():
         _fake_weights(model, dtype if shares_weights(run) else torch.float32)
         if run.train.gradient_checkpointing:
@@ -183,7 +183,7 @@ def _fake_batch(rows: Rows) -> MicroBatch:
     cpu = torch.device("cpu")
     if rows.packed:
         layout = Packed.build(made, cpu)
-        segments = replace(layout.segments, float32=not rows.gpu)
+        segments = replace(layout.segments, on_cpu=not rows.gpu)
         return replace(MicroBatch.build(made, cpu, Packed), layout=replace(layout, segments=segments))
     batch, beside = MicroBatch.build(made, cpu, Padded), Padded.build(made, cpu)
     length = rows.prompt + rows.completion

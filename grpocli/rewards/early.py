@@ -21,8 +21,7 @@ class EarlyScorer:
     """Groups as they come: decoded, and scored by the rewards that compute in processes of their own.
 
     rollouts_of: of the k-th request's completions. lock: held while a reward is called. One thread does it, each time
-    with all groups that have come meanwhile. Leaving the block waits for what was taken, or after an error for no more
-    than what is under way.
+    with all groups that have come meanwhile. Leaving the block waits for what was taken, but not after an error.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class EarlyScorer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._thread.shutdown(cancel_futures=kind is not None)
+        self._thread.shutdown(wait=kind is None, cancel_futures=kind is not None)
         if kind is None:
             for call in self._calls:
                 call.result()  # raises what it raised

@@ -12,6 +12,7 @@ import os
 import selectors
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -81,20 +82,29 @@ class Pool:
     def __init__(self, function: str, workers: int, timeout: float) -> None:
         self.function, self.size, self.timeout = function, workers, timeout
         self._workers: list[Worker] = []
+        self._closed = False
+        self._mapping = threading.RLock()
         self._starter = ThreadPoolExecutor(1, "pool")  # a worker ends with the thread that has started it
 
     def map(self, items: Sequence[Any]) -> list[float | Failure]:
-        """A score or a Failure for each item (JSON values), in order. Raises RunError if no worker starts."""
-        try:
-            return self._map(items)
-        except BaseException:
-            self.close()  # an answer still under way must not be taken for one of the next call's
-            raise
+        """A score or a Failure for each item (JSON values), in order.
+
+        Raises RunError if no worker starts, or if another thread closes the pool.
+        """
+        with self._mapping:
+            self._closed = False
+            try:
+                return self._map(items)
+            except BaseException:
+                self.close()  # an answer still under way must not be taken for one of the next call's
+                raise
 
     def _map(self, items: Sequence[Any]) -> list[float | Failure]:
         results: list[float | Failure | None] = [None] * len(items)
         waiting = deque(range(len(items)))
         while any(result is None for result in results):
+            if self._closed:
+                raise RunError(f"{self.function} was ended while it scored")
             self._fill(min(self.size, len(items)))
             for worker in self._workers:
                 if worker.ready and worker.item is None and waiting:
@@ -157,9 +167,18 @@ class Pool:
         results[worker.item] = Failure(reason)
 
     def close(self) -> None:
-        for worker in self._workers:
-            worker.kill()
-        self._workers = []
+        """End the workers. A `map` of another thread finds them dead, and ends."""
+        self._closed = True
+        if not self._mapping.acquire(blocking=False):
+            for worker in list(self._workers):
+                worker.process.kill()
+            return
+        try:
+            for worker in self._workers:
+                worker.kill()
+            self._workers = []
+        finally:
+            self._mapping.release()
 
 
 def default_workers() -> int:

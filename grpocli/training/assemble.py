@@ -88,8 +88,9 @@ def assemble(
         updater = _updater(run, world, policy, reference, optimizer, state)
     if not find_head(policy, world):
         recorder.view.note("all logits of a micro-batch are kept: this model changes what its output head returns")
-    if run.train.packed and not pack(policy, reference, world):
-        recorder.view.note("micro-batches are padded: this model's attention does not take rows end to end")
+    longest = run.rollout.max_prompt_tokens + run.rollout.max_completion_tokens
+    if run.train.packed and not pack(policy, reference, world, longest):
+        recorder.view.note(f"micro-batches are padded: {_why_padded(run)}")
     if run.model.lora.rank:
         recorder.view.note(f"LoRA trains {trained_share(policy.model)}")
     rollout = run.rollout
@@ -131,6 +132,12 @@ def assemble(
         state=state,
     )
     return trainer
+
+
+def _why_padded(run: Run) -> str:
+    if (chosen := run.model.attn_implementation) not in (None, "sdpa"):
+        return f"rows end to end are for model.attn_implementation=null, not for {chosen}"
+    return "this model's attention does not take rows end to end"
 
 
 def _policy(run: Run, job: EngineJob, world: World, path: str) -> tuple[Policy, Any]:

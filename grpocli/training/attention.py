@@ -16,7 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+
+from grpocli.training import sdpa
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +47,7 @@ class Block:
             return cls(size, None)
         own = torch.block_diag(*(torch.ones(n, n, dtype=torch.bool).tril() for n in lengths))
         mask = torch.cat([torch.ones(size, prompt, dtype=torch.bool), own], 1)
-        if in_float32(device):
+        if sdpa.is_cpu(device):
             mask = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
         return cls(size, mask.to(device, non_blocking=True))
 
@@ -65,15 +66,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Of a whole sequence. float32: what attention computes in."""
+    """Of a whole sequence. on_cpu: how `sdpa` is called; `grpocli plan` plans for a GPU on a CPU."""
 
     parts: tuple[Segment, ...]
-    float32: bool
-
-
-def in_float32(device: torch.device) -> bool:
-    """On a CPU: there each new length in bfloat16 compiles kernels of 5 MB that are never freed, and is no faster."""
-    return device.type == "cpu"
+    on_cpu: bool
 
 
 def blocks_of(prompt: int, lengths: Sequence[int]) -> list[list[int]]:
@@ -114,43 +110,30 @@ def attend(
     refused = [name for name in ("s_aux", "softcap", "position_bias") if others.get(name) is not None]
     if refused or (attention_mask is not None and attention_mask.shape != (1, 1, 1, 1)):
         raise ValueError(f"attention has more to it than segments: {', '.join(refused) or 'a mask of the model'}")
-    if not segments.float32:
-        return _attend(query, key, value, segments.parts, dropout, scaling), None
-    with torch.autocast(query.device.type, enabled=False):
-        out = _attend(query.float(), key.float(), value.float(), segments.parts, dropout, scaling)
-    return out.to(query.dtype), None
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], dropout: float, scaling: float | None
-) -> Tensor:
     groups = query.shape[1] // key.shape[1]
-    grouped = groups > 1 and in_float32(query.device)  # elsewhere, with a mask, `sdpa` would fall back to its slowest
-    attention = partial(scaled_dot_product_attention, dropout_p=dropout, scale=scaling, enable_gqa=grouped)
-    each = partial(_each, groups=1 if grouped else groups)
+    how = {"dropout_p": dropout, "scale": scaling}
+    if not segments.on_cpu:
+        return _attend(query, key, value, segments.parts, partial(sdpa.on_gpu, groups=groups, how=how)), None
+    low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    with torch.autocast("cpu", enabled=False):  # what is computed in what is said there
+        return _attend(query, key, value, segments.parts, partial(sdpa.on_cpu, groups=groups, low=low, how=how)), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], call: sdpa.Kernel) -> Tensor:
     sizes = [n for segment in segments for n in (segment.prompt, *(block.size for block in segment.blocks))]
     queries, keys, values = (iter(states.split(sizes, 2)) for states in (query, key, value))
     outputs = []
     for segment in segments:
-        key_P, value_P = next(keys), next(values)
-        query_P = next(queries)
-        outputs.append(attention(query_P, each(key_P), each(value_P), is_causal=True))
+        query_P, key_P, value_P = next(queries), next(keys), next(values)
+        outputs.append(call(query_P, key_P, value_P, None))
         for block in segment.blocks:
-            seen = each(torch.cat([key_P, next(keys)], 2)), each(torch.cat([value_P, next(values)], 2))
+            seen = torch.cat([key_P, next(keys)], 2), torch.cat([value_P, next(values)], 2)
             if block.mask is None:
-                whole = attention(torch.cat([query_P, next(queries)], 2), *seen, is_causal=True)
+                whole = call(torch.cat([query_P, next(queries)], 2), *seen, None)
                 outputs.append(whole.split([segment.prompt, block.size], 2)[1])
             else:
-                mask = block.mask
-                if mask.is_floating_point():  # FSDP2 casts whatever a model is called with; 0 and -inf survive it
-                    mask = mask.to(query.dtype)
-                outputs.append(attention(next(queries), *seen, attn_mask=mask))
+                outputs.append(call(next(queries), *seen, block.mask))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous()
-
-
-def _each(states: Tensor, groups: int) -> Tensor:
-    """A key or value head for each head of the query."""
-    return states if groups == 1 else states.repeat_interleave(groups, 1)
 
 
 def register() -> None:
@@ -162,16 +145,16 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def choose(model: PreTrainedModel) -> bool:
+def choose(model: PreTrainedModel, longest: int) -> bool:
     """Have the model attend by `attend`, if its attention is of a kind that it knows; whether it does.
 
-    Full causal attention through transformers' registry. That the model hands the segments through is found out by
-    trying it.
+    Full causal attention of rows of up to `longest` tokens, through transformers' registry. That the model hands the
+    segments through is found out by trying it.
     """
     config = model.config.get_text_config()
     if config._attn_implementation == NAME:  # LoRA: policy and reference are one model
         return True
-    if config._attn_implementation != "sdpa" or not knows(model.config):
+    if config._attn_implementation != "sdpa" or not knows(model.config, longest):
         return False
     register()
     model.set_attn_implementation(NAME)
@@ -184,9 +167,11 @@ def leave(model: PreTrainedModel) -> None:
         model.set_attn_implementation("sdpa")
 
 
-def knows(config: Any) -> bool:
-    """Whether a model with this config attends to all that came before, in every layer."""
+def knows(config: Any, longest: int) -> bool:
+    """Whether a model with this config attends to all that came before, in every layer, in rows of up to `longest`."""
     text = config.get_text_config()
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    if window and window < longest:
+        return False
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    sliding = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
-    return kinds == {"full_attention"} and not sliding
+    return kinds <= {"full_attention", *(["sliding_attention"] if window else [])}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -49,10 +50,13 @@ def _marked(policy: Policy) -> tuple[Tensor, Tensor]:
         return marked(head, policy.model)
 
 
-def pack(policy: Policy, reference: Reference | None, world: World | None = None) -> bool:
-    """Have both models take rows end to end, if they give the log-probs that they give side by side. Collective."""
+def pack(policy: Policy, reference: Reference | None, world: World | None = None, longest: int = sys.maxsize) -> bool:
+    """Have both models take rows end to end, if they give the log-probs that they give side by side. Collective.
+
+    longest: the most tokens of a row.
+    """
     models = [policy.model, *([reference.model] if reference else [])]
-    agreed = all(attention.choose(model) for model in models) and output_head(policy.model) is not None
+    agreed = all(attention.choose(model, longest) for model in models) and output_head(policy.model) is not None
     if agreed:
         agreed = _holds(lambda: agrees(policy))
     policy.packs = not world.any(not agreed) if world else agreed

@@ -96,6 +96,8 @@ class Updater:
 
     def _matters(self, row: Row) -> bool:
         """Whether a row can change an update, or say which tokens of others do."""
+        if self.algorithm.needs_every_row:
+            return True
         return any(row.mask) and (row.advantage != 0 or not self.algorithm.skips)
 
     def _score_before(self, plan: _Plan, old: bool) -> None:

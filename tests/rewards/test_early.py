@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -80,7 +81,8 @@ def test_a_group_is_scored_while_others_are_still_being_sampled() -> None:
     groups, tally = sampler(Scripted([2, 0], wait), {"alone": alone, "together": together}).groups(
         PROMPTS, [0, 1, 2], 2, Sampling(4)
     )
-    assert alone.calls == [["14", "15"], ["10", "11"], ["12", "13"]]  # type: ignore[attr-defined]
+    assert list(chain(*alone.calls)) == ["14", "15", "10", "11", "12", "13"]  # type: ignore[attr-defined]
+    assert alone.calls[-1] == ["12", "13"]  # type: ignore[attr-defined]
     assert together.calls == [["10", "11", "12", "13", "14", "15"]]  # type: ignore[attr-defined]
     assert [r.rewards["alone"] for g in groups for r in g.rollouts][:3] == [10.0, 11.0, 12.0]
     assert tally.samples == 6
@@ -97,8 +99,8 @@ def test_when_a_group_comes_changes_nothing() -> None:
 
 
 def test_an_engine_that_fails_does_not_wait_for_scores() -> None:
-    """What is under way ends; what waits is not begun."""
-    begun, go_on = threading.Event(), threading.Event()
+    """Neither for what is under way; what waits is not begun."""
+    begun, go_on, over = threading.Event(), threading.Event(), threading.Event()
     calls: list[int] = []
 
     class Slow(BaseReward):
@@ -108,13 +110,19 @@ def test_an_engine_that_fails_does_not_wait_for_scores() -> None:
             calls.append(len(samples))
             begun.set()
             assert go_on.wait(SOON)
+            over.set()
             return [0.0] * len(samples)
 
-    def fail() -> None:
-        assert begun.wait(SOON)
-        threading.Timer(0.1, go_on.set).start()
-        raise RuntimeError("the engine broke")
+    class Fails(Scripted):
+        def generate(self, requests: Sequence[Request], sampling: Sampling, each: Any) -> list[list[Completion]]:
+            for k in range(3):
+                each(k, [Completion([10], [-1.0], "stop", 1)] * 2)
+                assert begun.wait(SOON)  # so the first is scored alone
+            raise RuntimeError("the engine broke")
 
     with pytest.raises(RuntimeError, match="the engine broke"):
-        sampler(Scripted([0, 1, 2], fail), {"slow": Slow()}).groups(PROMPTS, [0, 1, 2], 2, Sampling(4))
+        sampler(Fails([]), {"slow": Slow()}).groups(PROMPTS, [0, 1, 2], 2, Sampling(4))
+    assert not over.is_set()
+    go_on.set()
+    assert over.wait(SOON)
     assert calls == [2]

@@ -203,6 +203,25 @@ def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(probes, monkey
     assert pool.map([["ok"]]) == [1.0]
 
 
+def test_to_close_it_ends_a_call_of_another_thread(probes) -> None:
+    pool, ended = probes(seconds=600, workers=1), []
+
+    def score() -> None:
+        with pytest.raises(RunError, match="was ended while it scored"):
+            pool.map([["hang"], ["ok"]])
+        ended.append(True)
+
+    thread = threading.Thread(target=score)
+    thread.start()
+    while not (pool._workers and pool._workers[0].item == 0):
+        time.sleep(0.01)
+    pool.close()
+    thread.join(30)
+    assert ended
+    assert not pool._workers
+    assert pool.map([["ok"]]) == [1.0], "it can be used again"
+
+
 def test_a_worker_that_cannot_start_says_why(probes) -> None:
     with pytest.raises(RunError, match="No module named 'nowhere'"):
         probes(function="nowhere:run").map([["ok"]])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +33,7 @@ from grpocli.algorithm.metrics import OF_COMPUTED
 from grpocli.config.schema import Train
 from grpocli.data import Sampling
 from grpocli.tasks.prompts import PromptSet
-from grpocli.training import attention, head
+from grpocli.training import attention, head, sdpa
 from grpocli.training.batch import MicroBatch, Row
 from grpocli.training.layout import Packed
 from grpocli.training.optim import AdamW
@@ -170,7 +172,7 @@ class Everything(Updater):
 def test_savings_change_nothing(model, world, algorithm: str, groups: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "ENOUGH", 8)  # several blocks for a prompt, with masks and without
     rows, overrides = rows_of(GROUPS[groups]), ALGORITHMS[algorithm]
-    windows = {"micro_batch_tokens": 64, "minibatches": 2}
+    windows = {"micro_batch_tokens": 22, "minibatches": 2}
     plain = updated(model, world, rows, overrides, packed=False, skips=False, at_head=False, **windows)
     skipped = 0
     for packed, skips, at_head in (
@@ -192,13 +194,50 @@ def test_savings_change_nothing(model, world, algorithm: str, groups: str, monke
     assert (skipped > 0) == any(not row.mask or (row.advantage == 0 and skips_zeros) for row in rows)
 
 
-@pytest.mark.parametrize("groups", ["one row with a signal", "no signal"])
+def test_a_group_is_split_where_it_is_larger_than_a_micro_batch() -> None:
+    """As it is in the test above."""
+    batches = Packed.pack(rows_of(GROUPS["ragged"]), 22)
+    assert any({row.group for row in one} & {row.group for row in other} for one, other in pairwise(batches))
+
+
+@pytest.mark.parametrize("groups", ["ragged", "a row without tokens"])
+def test_attention_as_on_a_gpu(model, world, groups: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks of bools, and keys that are repeated for the heads that share them."""
+    monkeypatch.setattr(attention, "ENOUGH", 8)
+    rows, calls = rows_of(GROUPS[groups]), []
+    plain = updated(model, world, rows, ALGORITHMS["grpo"], packed=False, skips=False)
+    monkeypatch.setattr(sdpa, "is_cpu", lambda device: False)
+    monkeypatch.setattr(
+        sdpa, "on_gpu", lambda *args, real=sdpa.on_gpu, **others: calls.append(args) or real(*args, **others)
+    )
+    one = updated(model, world, rows, ALGORITHMS["grpo"], packed=True, skips=True)
+    assert {None if args[3] is None else args[3].dtype for args in calls} == {None, torch.bool}
+    for found, expected in zip(one.gradients, plain.gradients, strict=True):
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_filler_fits_any_model(world) -> None:
+    """Even one with fewer places than there are fillers."""
+    short = GPT2LMHeadModel(GPT2Config(**(GPT2 | {"n_positions": 24}), **ENDS))
+    policy = Policy(short, short, torch.float32, world.parallel)
+    policy.packs = attention.choose(short, 24)
+    rows = [Row([3 + k % 30, 4], [5] * 17, [1] * 17, 1.0, k, [-3.0] * 17) for k in range(54)]
+    layout = Packed.build(rows, torch.device("cpu"))
+    assert layout.input_ids.shape[1] - 54 * 19 > 24
+    batch = MicroBatch.build(rows, torch.device("cpu"), Packed)
+    assert policy.logp(batch, Sampling(17))[0].isfinite().all()
+
+
+@pytest.mark.parametrize("groups", ["one row with a signal", "no signal", "all masked"])
 def test_a_mean_over_micro_batches_counts_every_row(model, world, groups: str) -> None:
     """It depends on which rows share a micro-batch: none is left out."""
-    rows, overrides = rows_of(GROUPS[groups]), ALGORITHMS["of micro-batches"]
+    rows, overrides = rows_of(GROUPS.get(groups, GROUPS["ragged"])), ALGORITHMS["of micro-batches"]
+    if groups == "all masked":
+        rows = [replace(row, mask=[0] * len(row.mask)) for row in rows]
     plain, one = (updated(model, world, rows, overrides, packed=True, skips=skips) for skips in (False, True))
     assert one.metrics == plain.metrics
     assert one.weights.equal(plain.weights)
+    assert one.weights.isfinite().all()
     assert one.metrics["tokens/skipped"] == 0
 
 
@@ -249,14 +288,14 @@ def test_a_model_without_an_output_head_keeps_its_logits(world, monkeypatch: pyt
     assert policy.logp(batch, Sampling(1))[0].item() == pytest.approx(policy.score([2, 3, 4])[-1], abs=1e-5)
 
 
-def over_all_rows(query, key, value, segments, dropout, scaling):
+def over_all_rows(query, key, value, segments, call):
     """Wrong: tokens see the rows before theirs."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     return scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).contiguous()
 
 
-def nothing(query, key, value, segments, dropout, scaling):
+def nothing(query, key, value, segments, call):
     return torch.zeros_like(query).transpose(1, 2).contiguous()
 
 
@@ -276,7 +315,7 @@ def test_a_wrong_attention_is_noticed_in_a_model_that_knows_nothing_yet(
 
 
 def test_attention_with_more_to_it_is_refused() -> None:
-    states, segments = torch.ones(1, 2, 3, 4), attention.Segments((attention.Segment(3),), float32=True)
+    states, segments = torch.ones(1, 2, 3, 4), attention.Segments((attention.Segment(3),), on_cpu=True)
     module = torch.nn.Identity()
     attention.attend(module, states, states, states, torch.zeros(1, 1, 1, 1), segments)
     with pytest.raises(ValueError, match="a mask of the model"):
@@ -380,3 +419,17 @@ def test_a_model_with_another_attention_is_padded(model) -> None:
     assert not pack(policy, None)
     assert policy.layout(Sampling(1)).__name__ == "Padded"
     assert sliding.config._attn_implementation == "sdpa"
+
+
+def test_a_window_that_no_row_leaves_is_none() -> None:
+    config = Qwen2Config(**SHAPE, **ENDS, use_sliding_window=True, sliding_window=80, max_window_layers=0)
+    sliding = Qwen2ForCausalLM(config)
+    policy = Policy(sliding, sliding, torch.float32)
+    assert not pack(policy, None, longest=81)
+    rows = rows_of(GROUPS["ragged"])
+    found = []
+    for packed in (False, True):
+        assert not packed or pack(policy, None, longest=80)
+        batch = MicroBatch.build(rows, torch.device("cpu"), policy.layout(Sampling(1)))
+        found.append(policy.logp(batch, Sampling(1))[0][batch.mask.bool()])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)

@@ -155,6 +155,13 @@ def test_the_number_of_processes_changes_nothing(results, tied_model, name: str)
 
 
 @pytest.mark.slow
+def test_rows_end_to_end_are_rows_side_by_side(results) -> None:
+    """Whose micro-batches split groups otherwise."""
+    alone = results[1, 0, "ddp"]
+    assert (alone["padded"]["weights"] - alone["grpo"]["weights"]).abs().max() <= 1e-6
+
+
+@pytest.mark.slow
 def test_the_algorithms_differ(results) -> None:
     """The names above do not all run the same thing."""
     names = [name for name in updating.ALGORITHMS if name not in ("checkpointing", "bfloat16", "padded")]

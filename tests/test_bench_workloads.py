@@ -1,0 +1,64 @@
+"""What the benchmarks beside TRL count: wrong numbers would be published."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "bench" / "side_by_side"
+
+
+@pytest.fixture(scope="module")
+def workloads() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("side_by_side_workloads", FOLDER / "workloads.py")
+    assert spec
+    assert spec.loader
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_needed_tokens_are_prompts_once_and_rows_with_a_gradient(workloads: ModuleType) -> None:
+    assert workloads.WORKLOADS["W3"].needed(0) == (2 * 512 + 16 * 32, 16 * 32)
+    assert workloads.WORKLOADS["W5"].needed(0) == (12 + 8 * 64, 8 * 64)
+    work = workloads.WORKLOADS["W4"]
+    assert work.needed(1) == (24 + sum(work.lengths(1)), sum(work.lengths(1)))
+    assert max(work.lengths(1)) <= 256
+
+
+def test_pairs_are_those_of_causal_attention(workloads: ModuleType) -> None:
+    work = workloads.Workload("", groups=1, rows=2, prompt=3, longest=4)
+    seen = [range(k + 1) for k in range(3)] + [range(3 + k + 1) for k in range(4)] * 2
+    assert work.pairs(0) == sum(map(len, seen)) - (3 + 2 * 4) / 2, "but for half of each token's own"
+
+
+def test_flops_are_those_of_the_weights(workloads: ModuleType, tmp_path: Path) -> None:
+    """Six for each weight and token, of the head's only where a completion is."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = workloads.MODELS["0.4M"]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes))
+    layers = sum(p.numel() for p in model.model.layers.parameters() if p.dim() == 2)
+    head = model.lm_head.weight.numel()
+    work = workloads.Workload("", "0.4M", groups=1, rows=2, prompt=3, longest=4)
+    assert work.flops(0) == 6 * (layers * 11 + head * 8)
+
+
+def test_given_completions_are_of_those_lengths_and_rewards(workloads: ModuleType) -> None:
+    work = workloads.WORKLOADS["W5"]
+    groups = work.completions(2)
+    assert [len(row) for rows in groups for row in rows] == work.lengths(2)
+    rewards = [set(workloads.reward([workloads.words(row) for row in rows])) for rows in groups]
+    assert rewards[0] == {0.0}
+    assert rewards[1] == {0.0, 1.0}
+
+
+def test_peak_memory_is_that_of_this_process(workloads: ModuleType) -> None:
+    before = workloads.peak()
+    held = bytearray(b"x" * int(2**29 + max(0.0, before * 2**30)))
+    assert workloads.peak() >= before + 0.4
+    del held
