@@ -32,12 +32,14 @@ COLUMNS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Tokens [N] whose log-probs are wanted, one for each input of the head, and the distribution they are drawn from.
+    """Tokens [N] whose log-probs are wanted, and the distribution they are drawn from.
 
-    seen: what stood before them, with a repetition penalty. entropy_gradient: whether entropies carry a gradient.
+    before_N: which of the head's inputs each is predicted from; None: one from each. seen: what stood before them, with
+    a repetition penalty. entropy_gradient: whether entropies carry a gradient.
     """
 
     ids_N: Tensor
+    before_N: Tensor | None
     sampling: Sampling
     seen: Seen | None = None
     entropy_gradient: bool = False
@@ -58,10 +60,11 @@ class Seen:
 
 @contextmanager
 def scoring(head: torch.nn.Module, targets: Targets) -> Iterator[None]:
-    """Have `head` return [..., 2] for hidden states [..., H]: log-probs and entropies of the targets, float32, nats."""
+    """Have `head` return log-probs and entropies of the targets, float32, nats: [..., 2] for hidden states [..., H], or
+    [1, N, 2] where several targets are predicted from one."""
 
     def forward(hidden: Tensor) -> Tensor:
-        hidden_NH = hidden.reshape(-1, hidden.shape[-1])
+        hidden_NH = picked(hidden.reshape(-1, hidden.shape[-1]), targets.before_N)
         sampling = targets.sampling
         plain = sampling.repetition_penalty == 1 and not sampling.truncates and not targets.entropy_gradient
         if plain and type(head) is torch.nn.Linear and getattr(head, "bias", None) is None:
@@ -71,10 +74,16 @@ def scoring(head: torch.nn.Module, targets: Targets) -> Iterator[None]:
             )
         else:
             logp_N, entropy_N = _any_scores(head, hidden_NH, targets)
-        return torch.stack([logp_N, entropy_N], -1).view(*hidden.shape[:-1], 2)
+        shape = hidden.shape[:-1] if targets.before_N is None else (1, len(targets.ids_N))
+        return torch.stack([logp_N, entropy_N], -1).view(*shape, 2)
 
     with replaced(head, forward):
         yield
+
+
+def picked(values_UH: Tensor, before_N: Tensor | None) -> Tensor:
+    """[N, H]. An embedding: its gradient is a sum in one order, where that of an index is a race of threads."""
+    return values_UH if before_N is None else torch.nn.functional.embedding(before_N, values_UH)
 
 
 @contextmanager
@@ -208,9 +217,9 @@ def _any_scores(head: torch.nn.Module, hidden_NH: Tensor, targets: Targets) -> t
     return torch.cat([one for one, _ in found]), torch.cat([other for _, other in found])
 
 
-def of_logits(logits_NV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-    """As `scoring`, from the logits [N, V] of a model that changes what its head returns: scaled, or capped."""
-    found = []
+def of_logits(logits_UV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+    """As `scoring`, from the logits [U, V] of a model that changes what its head returns: scaled, or capped."""
+    logits_NV, found = picked(logits_UV, targets.before_N), []
     for piece in _pieces(len(targets.ids_N), _rows_at_once(logits_NV.shape[1])):
         seen_nV = targets.seen.rows(piece.start, piece.stop) if targets.seen else None
         found.append(

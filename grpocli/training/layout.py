@@ -75,8 +75,13 @@ class Padded:
         """Tokens of them that are no padding."""
         return sum(row.n_tokens for row in rows)
 
+    @property
+    def before_N(self) -> None:
+        """Each token is predicted from a place of its own."""
+        return None
+
     def targets(self, completion_ids_BT: Tensor) -> Tensor:
-        """The tokens [N] that `forward` is about: all of [B, T], padding included."""
+        """The tokens [N] that log-probs are wanted of: all of [B, T], padding included."""
         return completion_ids_BT.reshape(-1)
 
     def spread(self, values_N: Tensor) -> Tensor:
@@ -111,12 +116,15 @@ def rounded(n: int) -> int:
 class Packed:
     """Rows end to end, a prompt once before its completions, and a little filler, up to the next `rounded` number.
 
-    input_ids, position_ids [1, L]. before_N: for each completion token, row by row, the token before it; then filler.
-    place_C: where those tokens are among B * T, rows side by side of `completion` places each.
+    input_ids, position_ids [1, L]. last_U: the tokens that stand before a completion's, each once: the gradients of all
+    completions at a prompt's last token are then summed in one order. before_N: which of them stands before each
+    completion token, row by row; then filler. place_C: where those tokens are among B * T, rows side by side of
+    `completion` places.
     """
 
     input_ids: Tensor
     position_ids: Tensor
+    last_U: Tensor
     before_N: Tensor
     place_C: Tensor
     completion: int
@@ -146,10 +154,13 @@ class Packed:
         longest = max(len(r.completion_ids) for r in rows)
         places = [k * longest + t for k, r in enumerate(rows) for t in range(len(r.completion_ids))]
         flat = [k for row in before for k in row]
+        once = {place: k for k, place in enumerate(dict.fromkeys(flat or [0]))}
+        before_N = [once[place] for place in flat] + [0] * (rounded(len(flat)) - len(flat))
         return cls(
             input_ids=torch.tensor([line.ids], device=device),
             position_ids=torch.tensor([line.positions], device=device),
-            before_N=torch.tensor(flat + [0] * (rounded(len(flat)) - len(flat)), dtype=torch.long, device=device),
+            last_U=torch.tensor(list(once), dtype=torch.long, device=device),
+            before_N=torch.tensor(before_N, dtype=torch.long, device=device),
             place_C=torch.tensor(places, dtype=torch.long, device=device),
             completion=longest,
             rows=len(rows),
@@ -197,7 +208,7 @@ class Packed:
         return sum(len(prompt) for prompt, _ in by_prompt(rows)) + sum(len(r.completion_ids) for r in rows)
 
     def targets(self, completion_ids_BT: Tensor) -> Tensor:
-        """The tokens [N] that `forward` is about: the completions', row by row, and filler."""
+        """The tokens [N] that log-probs are wanted of: the completions', row by row, and filler."""
         ids_C = completion_ids_BT.reshape(-1).index_select(0, self.place_C)
         return torch.nn.functional.pad(ids_C, (0, len(self.before_N) - len(ids_C)))
 
@@ -207,14 +218,14 @@ class Packed:
         return flat.index_copy(0, self.place_C, values_N[: len(self.place_C)]).view(self.rows, self.completion)
 
     def forward(self, model: torch.nn.Module) -> Tensor:
-        """What the output head returns for each of those tokens [N, ...]."""
+        """What the output head returns for each place in `last_U`; if it scores (`head.scoring`), for each token."""
         # a mask of four dimensions is used as it is: none is made of L x L
         found: Tensor = model(
             input_ids=self.input_ids,
             attention_mask=self.input_ids.new_zeros(1, 1, 1, 1),
             position_ids=self.position_ids,
             use_cache=False,
-            logits_to_keep=self.before_N,
+            logits_to_keep=self.last_U,
             segments=self.segments,
         ).logits
         return found[0]

@@ -120,7 +120,7 @@ def completion_logp(
             raise ValueError("a repetition penalty is for rows side by side")
         n = ids_BT.shape[1]
         seen = Seen(first_seen(layout.input_ids, layout.attention_mask, n, _vocabulary(head)), n)
-    targets = Targets(layout.targets(ids_BT), sampling, seen, entropy_gradient)
+    targets = Targets(layout.targets(ids_BT), layout.before_N, sampling, seen, entropy_gradient)
     with context, scoring(head, targets) if at_head and head is not None else nullcontext():
         found = layout.forward(model)
     logp_N, entropy_N = found.unbind(-1) if at_head else of_logits(found, targets)

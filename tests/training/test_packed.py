@@ -330,7 +330,7 @@ def test_entropies_under_autocast_are_float32_sums(model) -> None:
     found = []
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for gradient in (False, True):
-            with head.scoring(output, head.Targets(ids, Sampling(1), entropy_gradient=gradient)):
+            with head.scoring(output, head.Targets(ids, None, Sampling(1), entropy_gradient=gradient)):
                 found.append(output(hidden)[:, 1])
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-4)
 
@@ -344,6 +344,36 @@ def test_metrics_of_tokens_are_of_those_that_are_computed(model, world) -> None:
     none = updated(model, world, rows_of(GROUPS["no signal"]), ALGORITHMS["dapo"], packed=True, skips=True)
     assert not none.metrics.keys() & set(OF_COMPUTED)
     assert none.metrics["clip_ratio/region_mean"] == 0
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("at_head", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_repeat_to_the_bit(name: str, at_head: bool, two_threads) -> None:
+    """Also those of a token that many others are predicted from: threads do not race to add them up."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 96, "intermediate_size": 192} if name != "gpt2" else {"n_embd": 96}
+    kinds = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "gpt2": GPT2LMHeadModel}
+    large = kinds[name](MODELS[name]().config.__class__(**((GPT2 if name == "gpt2" else SHAPE) | shape), **ENDS))
+    policy = Policy(large, large, torch.float32)
+    assert pack(policy, None)
+    policy.at_head = at_head
+    rows = [Row([3, 4, 5], [6, 7, k % 30], [1] * 3, 1.0, 0, [-3.0] * 3) for k in range(320)]
+    found = []
+    for _ in range(8):
+        batch = MicroBatch.build(rows, torch.device("cpu"), Packed)
+        logp = policy.logp(batch, Sampling(3))[0]
+        weights = torch.linspace(-1, 1, logp.numel()).view(logp.shape)
+        gradients = torch.autograd.grad((logp * weights * batch.mask).sum(), list(large.parameters()))
+        found.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    assert all(one.equal(found[0]) for one in found)
 
 
 def test_what_is_saved_is_counted(model, world) -> None:
@@ -371,7 +401,7 @@ def test_the_head_gives_what_logits_give(model, sampling: Sampling, monkeypatch:
     weight = model.get_output_embeddings().weight
     ids = torch.randint(0, 40, (23,), generator=torch.Generator().manual_seed(3))
     found = []
-    with head.scoring(model.get_output_embeddings(), head.Targets(ids, sampling)):
+    with head.scoring(model.get_output_embeddings(), head.Targets(ids, None, sampling)):
         found.append(model.get_output_embeddings()(hidden).unbind(-1))
     found.append(head._token_scores(hidden @ weight.T, ids, sampling, False, None))
     gradients = [torch.autograd.grad((logp * torch.arange(23.0)).sum(), (hidden, weight)) for logp, _ in found]
