@@ -87,7 +87,7 @@ def arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:
         **{name: [s.columns.get(name) for s in samples] for name in columns},
         "prompts": [s.prompt for s in samples],
         "completions": [s.completion for s in samples],
-        "completion_ids": [s.token_ids for s in samples],
+        "completion_ids": [list(s.token_ids) for s in samples],
     }
 
 

@@ -38,6 +38,11 @@ def everything(**kwargs):
     assert kwargs["completion_ids"] == [[7, 7], [7]]
     return [0.0] * len(kwargs["prompts"])
 
+def spoils(completion_ids, **kwargs):
+    for ids in completion_ids:
+        ids.clear()
+    return [0.0] * len(completion_ids)
+
 def optional(completions, other=None):
     return [float(other is None)] * len(completions)
 
@@ -85,6 +90,12 @@ def test_plain_data(reward, sample, name: str, scores: list[float | None]) -> No
     made = reward(name)
     made.check(["task", "truth"])
     assert made(given) == scores
+
+
+def test_a_function_cannot_change_what_was_sampled(reward, sample) -> None:
+    given = [sample("4", tokens=2)]
+    reward("spoils")(given)
+    assert given[0].token_ids == [7, 7]
 
 
 def test_conversations_come_as_lists_of_messages(reward, sample) -> None:
