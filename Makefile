@@ -65,9 +65,13 @@ bench-savings: setup ## time updates with and without each saving, and write doc
 	$(BIN)/python bench/side_by_side/savings.py $(ARGS)
 
 bench-gpu: ## on a machine with a GPU, and torch, transformers and accelerate for PYTHON: the same on models of 0.5B and 1.5B parameters
+	@for package in torch transformers accelerate; do $(PYTHON) -c "import $$package" 2>/dev/null || \
+	  { echo "bench-gpu: PYTHON=$(PYTHON) has no $$package; choose one that has it (not in a venv)" >&2; exit 1; }; done
+	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+	  { echo "bench-gpu: torch finds no CUDA GPU here" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)' || \
+	  { echo "bench-gpu: PYTHON=$(PYTHON) is in a venv, whose packages another venv does not see" >&2; exit 1; }
 	$(PYTHON) -m venv --system-site-packages .venv-gpu
-	@.venv-gpu/bin/python -c 'import torch, transformers, accelerate; assert torch.cuda.is_available()' || \
-	  { echo "bench-gpu needs a GPU, and torch, transformers and accelerate for PYTHON=$(PYTHON) (not in a venv)" >&2; exit 1; }
 	.venv-gpu/bin/python -m pip install --quiet $(PIP_FLAGS) -e . -r requirements/parity.txt
 	.venv-gpu/bin/python bench/side_by_side/run.py gpu --peer .venv-gpu/bin/python $(ARGS)
 

@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import MutableMapping
 
 from grpocli import __version__
 from grpocli.errors import GrpoError
@@ -45,7 +46,7 @@ GRPOCLI_TRACEBACK=1 shows the traceback of an error; GRPOCLI_CACHE is where buil
 def main(argv: list[str] | None = None) -> None:
     """Run a subcommand and exit with its code: 0 done, 2 bad config, 3 stopped after a checkpoint, 1 anything else."""
     args = sys.argv[1:] if argv is None else argv
-    _wait_briefly()
+    wait_briefly(os.environ)
     large_pages()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # until training handles it: clean up and go
     try:
@@ -62,14 +63,14 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _wait_briefly() -> None:
+def wait_briefly(env: MutableMapping[str, str]) -> None:
     """Threads that wait for each other spin for a while before they sleep, by default too long by far.
 
     Where another program holds a core, the default makes a run on a CPU ten times slower. libgomp reads this when torch
     is loaded.
     """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    if "OMP_WAIT_POLICY" not in env:
+        env.setdefault("GOMP_SPINCOUNT", "5000")
 
 
 def run(args: list[str]) -> int:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext, redirect_stdout, sup
 from pathlib import Path
 from typing import Any
 
-from workloads import ALL, FIRST_WORD, Workload, peak, write_prompts
+from workloads import ALL, FIRST_WORD, Workload, own_tokenizer, peak, write_prompts
 
 from grpocli.cli import main as grpocli
 from grpocli.config.parts import part
@@ -66,6 +66,7 @@ class GivenEngine:
 def main() -> None:
     name, folder, steps, *more = sys.argv[1:]
     work = ALL[name]
+    own_tokenizer()
     with tempfile.TemporaryDirectory() as scratch:
         prompts, other, run = (Path(scratch) / name for name in ("prompts.jsonl", "held_out.jsonl", "run"))
         write_prompts(work.prompts(), prompts)

@@ -6,6 +6,8 @@ time, under what it is part of: the output head, attention, the optimizer; else 
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 import tempfile
 from collections import Counter
@@ -13,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import ours
-from torch.profiler import ProfilerActivity, profile
 from workloads import WORKLOADS, make_model
 
-from grpocli.training.update import Updater
+from grpocli.cli import wait_briefly
 
 AT, STEPS = 4, 6
 WITHIN = {
@@ -54,10 +55,18 @@ def table(events: Any) -> str:
 
 
 def main() -> None:
-    name = sys.argv[1] if len(sys.argv) > 1 else "W2"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", nargs="?", default="W2", choices=WORKLOADS)
+    name = parser.parse_args().workload
+    wait_briefly(os.environ)
+    # libgomp has read it when torch is loaded
+    from torch.profiler import ProfilerActivity, profile
+
+    from grpocli.training.update import Updater
+
     step, found = Updater.step, list[str]()
 
-    def watched(self: Updater, rows: Any, n_groups: int, number: int = 0) -> dict[str, float]:
+    def watched(self: Any, rows: Any, n_groups: int, number: int = 0) -> dict[str, float]:
         if number != AT:
             return step(self, rows, n_groups, number)
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:

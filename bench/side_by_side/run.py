@@ -22,6 +22,8 @@ from typing import Any
 
 from workloads import ALL, GPU, LINEAR, WHOLE, WORKLOADS, Workload, make_model
 
+from grpocli.cli import wait_briefly
+
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
 PEER = HERE.parents[1] / ".venv-parity" / "bin" / "python"
@@ -44,6 +46,8 @@ def one(script: str, python: str, name: str, folder: Path, steps: int, *more: st
     """What a side prints of one run."""
     command = [python, str(HERE / script), name, str(folder), str(steps), *more]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    if script != "theirs.py":
+        wait_briefly(env)  # as `grpocli train` does
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
@@ -193,6 +197,14 @@ KINDS = {
 }
 
 
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """That something is measured."""
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: at least 1")
+    if args.steps <= WARM:
+        parser.error(f"--steps {args.steps}: more than {WARM}, the first ones do not count")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=KINDS, help="; ".join(f"{name}: {kind.about}" for name, kind in KINDS.items()))
@@ -203,6 +215,11 @@ def main() -> None:
     parser.add_argument("--print", action="store_true", help="leave the docs alone")
     args = parser.parse_args()
     kind: Kind = KINDS[args.kind]
+    check(parser, args)
+    if kind.theirs == "theirs.py" and not Path(args.peer).exists():
+        parser.error(
+            f"there is no {args.peer}: `make bench` makes TRL's environment, --peer names the Python of another"
+        )
     if others := set(args.workloads) - set(kind.names):
         parser.error(f"{args.kind} has {', '.join(kind.names)}, not {', '.join(others)}")
     sides = {"ours": OURS}

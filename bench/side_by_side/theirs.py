@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from workloads import ALL, FIRST_WORD, Workload, peak, reward
+from workloads import ALL, FIRST_WORD, Workload, own_tokenizer, peak, reward
 
 
 class Watch(TrainerCallback):
@@ -53,6 +53,12 @@ def given(work: Workload, tokenizer: Any) -> Any:
 
 
 def main() -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        run(scratch)
+
+
+def run(scratch: str) -> None:
+    """scratch: where the trainer may write."""
     name, folder, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
     seed = int(sys.argv[4].removeprefix("seed=")) if len(sys.argv) > 4 else 42
     work, watch = ALL[name], Watch()
@@ -60,6 +66,7 @@ def main() -> None:
     rows = work.groups * work.rows
     # on a GPU about as many tokens in a forward as ours, rather more; one piece is faster, where memory allows it
     pieces = min(rows, 2 ** max(0, round(math.log2(rows * (work.prompt + work.longest) / 8192)))) if cuda else 1
+    own_tokenizer()
     trainer = GRPOTrainer(
         model=folder,
         reward_funcs=reward,
@@ -67,7 +74,7 @@ def main() -> None:
         callbacks=[watch],
         rollout_func=None if work.sampled else given(work, AutoTokenizer.from_pretrained(folder)),
         args=GRPOConfig(
-            output_dir=tempfile.mkdtemp(),
+            output_dir=scratch,
             per_device_train_batch_size=rows // pieces,
             gradient_accumulation_steps=pieces,
             num_generations=work.rows,

@@ -150,6 +150,13 @@ def peak() -> float:
     return int(line.split()[1]) / 2**20
 
 
+def own_tokenizer() -> None:
+    """Load the tokenizer that `make_model` saved: transformers takes Qwen2's own for anything that is called qwen2."""
+    from transformers.models.auto import tokenization_auto
+
+    getattr(tokenization_auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", set()).discard("qwen2")
+
+
 def words(ids: list[int]) -> str:
     return " ".join(f"t{k}" for k in ids)
 
