@@ -17,7 +17,7 @@ def load_model(part: Any, path: str) -> PreTrainedModel:
     """The causal language model at `path` with float32 weights, on the CPU, in evaluation mode.
 
     part: the run's choice of `model`; path: what its `prepare` returned, or a checkpoint's folder.
-    Raises ConfigError where transformers cannot load it.
+    Raises ConfigError where transformers cannot load it, or would make weights up.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -26,8 +26,19 @@ def load_model(part: Any, path: str) -> PreTrainedModel:
     if part.attn_implementation is not None:
         options["attn_implementation"] = part.attn_implementation
     with _explained(path, "model"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
+        model: PreTrainedModel
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    _refuse_random(path, "no weights", sorted(found["missing_keys"]))
+    _refuse_random(path, "weights of another shape", sorted(name for name, *_ in found["mismatched_keys"]))
     return model
+
+
+def _refuse_random(path: str, what: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        raise ConfigError.of("model.path", path, f"has {what} for {names[0]}{more}, which its config.json asks for")
 
 
 def load_policy(part: Any, base: str, path: str, seed: int) -> PreTrainedModel:

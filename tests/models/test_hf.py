@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,23 @@ def test_every_named_model_composes(name: str) -> None:
     part = build(compose([f"model={name}"]).model)
     assert isinstance(part, HuggingFace)
     assert "/" in part.prepare()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        (
+            "num_hidden_layers",
+            9,
+            r"has no weights for model\.layers\.\S+ and \d+ others, which its config.json asks for",
+        ),
+        ("vocab_size", 999, r"has weights of another shape for \S+embed_tokens\.weight"),
+    ],
+)
+def test_no_weights_are_made_up(folder: Path, key: str, value: int, said: str) -> None:
+    """As transformers would, in silence."""
+    config = json.loads((folder / "config.json").read_text())
+    assert config[key] != value
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(ConfigError, match=rf"model\.path=.*{said}"):
+        load_model(HuggingFace(path=str(folder)), str(folder))
