@@ -89,7 +89,7 @@ class Saving:
 
 SAVINGS = {
     "prompts once": Saving("W3", ("train.packed=false",)),
-    "no padding": Saving("W4", ("train.packed=false", "train.micro_batch_tokens=8192"), one_padded_batch),
+    "no padding": Saving("W4", ("train.packed=false",), one_padded_batch),
     "no rows without a gradient": Saving("W5", change=no_skipping),
     "no logits": Saving("W6", change=whole_logits),
     "no forward twice": Saving("W2", change=scored_before),
