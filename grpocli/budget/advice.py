@@ -34,7 +34,7 @@ def outcome(plan: Plan) -> str:
 def candidates(plan: Plan) -> Iterator[list[str]]:
     """Changes to try one at a time, then the harmless ones together: those that leave what is learnt alone."""
     run, place = plan.run, plan.place
-    length = run.rollout.max_prompt_tokens + run.rollout.max_completion_tokens
+    length = run.rollout.longest_row
     harmless = []
     if not run.train.gradient_checkpointing:
         harmless.append("train.gradient_checkpointing=true")

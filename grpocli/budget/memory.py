@@ -200,7 +200,7 @@ def sampled_rows(needs: Needs) -> int:
 def _sampling(needs: Needs) -> list[Item]:
     shape, run = needs.shape, needs.run
     rows = sampled_rows(needs)
-    length = run.rollout.max_prompt_tokens + run.rollout.max_completion_tokens
+    length = run.rollout.longest_row
     number = FLOAT32 if needs.dtype_bytes == FLOAT32 else 3  # under autocast keys are float32, values are not
     cache = number * shape.cache_per_token * rows * length * (1 + 1 / shape.layers)
     whole = needs.dtype_bytes * (shape.multiplied + shape.head)
@@ -246,7 +246,7 @@ def _server_items(needs: Needs, share: float) -> tuple[Item, ...]:
 def sequence_bytes(needs: Needs) -> float:
     """Of the KV cache of one prompt and completion of full length."""
     rollout = needs.run.rollout
-    length = rollout.max_prompt_tokens + rollout.max_completion_tokens
+    length = rollout.longest_row
     return needs.dtype_bytes * needs.shape.cache_per_token * length
 
 

@@ -83,9 +83,7 @@ def _takes_packed(run: Run, shape: Shape) -> bool:
     """Training tries it, too."""
     from grpocli.training.attention import knows
 
-    return run.model.attn_implementation in (None, "sdpa") and knows(
-        shape.config, run.rollout.max_prompt_tokens + run.rollout.max_completion_tokens
-    )
+    return run.model.attn_implementation in (None, "sdpa") and knows(shape.config, run.rollout.longest_row)
 
 
 def _micro_batch(run: Run, place: Place, packed: bool) -> tuple[Rows, int]:

@@ -117,7 +117,7 @@ def _running(needs: Needs, devices: list[Device]) -> int:
 
 
 def _length(needs: Needs) -> int:
-    return int(needs.run.rollout.max_prompt_tokens + needs.run.rollout.max_completion_tokens)
+    return int(needs.run.rollout.longest_row)
 
 
 def _in_process(needs: Needs) -> bool:

@@ -65,7 +65,7 @@ def _check_batch(run: Run) -> None:
             run.train.minibatches,
             f"must be at most rollout.prompts_per_step={run.rollout.prompts_per_step}: an update needs a group",
         )
-    longest = run.rollout.max_prompt_tokens + run.rollout.max_completion_tokens
+    longest = run.rollout.longest_row
     if run.train.micro_batch_tokens < longest:
         raise ConfigError.of(
             "train.micro_batch_tokens",

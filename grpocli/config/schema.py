@@ -100,6 +100,11 @@ class Rollouts:
         require(self, "max_reward_errors", 0 <= self.max_reward_errors <= 1, "must be between 0 and 1")
 
     @property
+    def longest_row(self) -> int:
+        """Tokens of a prompt and a completion, at most."""
+        return self.max_prompt_tokens + self.max_completion_tokens
+
+    @property
     def sampling(self) -> Sampling:
         return Sampling(
             max_tokens=self.max_completion_tokens,

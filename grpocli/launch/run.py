@@ -110,7 +110,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool, devices: Devi
     engine = EngineJob(
         model_path=model_path,
         dtype=choose_dtype(run.model.dtype, model_path, run.hardware.device),
-        max_tokens=run.rollout.max_prompt_tokens + run.rollout.max_completion_tokens,
+        max_tokens=run.rollout.longest_row,
         run_dir=run_dir.path,
         seed=run.seed,
         transport=transport,

@@ -88,7 +88,7 @@ def assemble(
         updater = _updater(run, world, policy, reference, optimizer, state)
     if not find_head(policy, world):
         recorder.view.note("all logits of a micro-batch are kept: this model changes what its output head returns")
-    longest = run.rollout.max_prompt_tokens + run.rollout.max_completion_tokens
+    longest = run.rollout.longest_row
     if run.train.packed and not pack(policy, reference, world, longest):
         recorder.view.note(f"micro-batches are padded: {_why_padded(run)}")
     if run.model.lora.rank:

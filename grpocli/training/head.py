@@ -64,7 +64,7 @@ def scoring(head: torch.nn.Module, targets: Targets) -> Iterator[None]:
     [1, N, 2] where several targets are predicted from one."""
 
     def forward(hidden: Tensor) -> Tensor:
-        hidden_NH = picked(hidden.reshape(-1, hidden.shape[-1]), targets.before_N)
+        hidden_NH = _picked(hidden.reshape(-1, hidden.shape[-1]), targets.before_N)
         sampling = targets.sampling
         plain = sampling.repetition_penalty == 1 and not sampling.truncates and not targets.entropy_gradient
         if plain and type(head) is torch.nn.Linear and getattr(head, "bias", None) is None:
@@ -81,9 +81,20 @@ def scoring(head: torch.nn.Module, targets: Targets) -> Iterator[None]:
         yield
 
 
-def picked(values_UH: Tensor, before_N: Tensor | None) -> Tensor:
+@contextmanager
+def repeating(head: torch.nn.Module | None, before_N: Tensor | None) -> Iterator[None]:
+    """Have `head` return logits [1, N, V] for hidden states [1, U, H], those of U that N tokens are predicted from."""
+    if head is None or before_N is None:
+        yield
+        return
+    plain = head.forward
+    with replaced(head, lambda hidden: plain(_picked(hidden[0], before_N).unsqueeze(0))):
+        yield
+
+
+def _picked(hidden_UH: Tensor, before_N: Tensor | None) -> Tensor:
     """[N, H]. An embedding: its gradient is a sum in one order, where that of an index is a race of threads."""
-    return values_UH if before_N is None else torch.nn.functional.embedding(before_N, values_UH)
+    return hidden_UH if before_N is None else torch.nn.functional.embedding(before_N, hidden_UH)
 
 
 @contextmanager
@@ -217,9 +228,9 @@ def _any_scores(head: torch.nn.Module, hidden_NH: Tensor, targets: Targets) -> t
     return torch.cat([one for one, _ in found]), torch.cat([other for _, other in found])
 
 
-def of_logits(logits_UV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-    """As `scoring`, from the logits [U, V] of a model that changes what its head returns: scaled, or capped."""
-    logits_NV, found = picked(logits_UV, targets.before_N), []
+def of_logits(logits_NV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+    """As `scoring`, from the logits [N, V] of a model that changes what its head returns: scaled, or capped."""
+    found = []
     for piece in _pieces(len(targets.ids_N), _rows_at_once(logits_NV.shape[1])):
         seen_nV = targets.seen.rows(piece.start, piece.stop) if targets.seen else None
         found.append(

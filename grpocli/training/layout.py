@@ -218,7 +218,7 @@ class Packed:
         return flat.index_copy(0, self.place_C, values_N[: len(self.place_C)]).view(self.rows, self.completion)
 
     def forward(self, model: torch.nn.Module) -> Tensor:
-        """What the output head returns for each place in `last_U`; if it scores (`head.scoring`), for each token."""
+        """What the output head returns for each of those tokens, which it repeats `last_U` for (`head.scoring`)."""
         # a mask of four dimensions is used as it is: none is made of L x L
         found: Tensor = model(
             input_ids=self.input_ids,

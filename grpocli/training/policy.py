@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from grpocli.models.lora import is_adapted, merged
 from grpocli.rollout.repetition import first_seen
 from grpocli.training.batch import MicroBatch
-from grpocli.training.head import Seen, Targets, of_logits, scoring
+from grpocli.training.head import Seen, Targets, of_logits, repeating, scoring
 from grpocli.training.layout import Layout, Packed, Padded
 from grpocli.training.parallel import Alone, Parallel
 
@@ -121,7 +121,7 @@ def completion_logp(
         n = ids_BT.shape[1]
         seen = Seen(first_seen(layout.input_ids, layout.attention_mask, n, _vocabulary(head)), n)
     targets = Targets(layout.targets(ids_BT), layout.before_N, sampling, seen, entropy_gradient)
-    with context, scoring(head, targets) if at_head and head is not None else nullcontext():
+    with context, scoring(head, targets) if at_head and head is not None else repeating(head, layout.before_N):
         found = layout.forward(model)
     logp_N, entropy_N = found.unbind(-1) if at_head else of_logits(found, targets)
     return layout.spread(logp_N), layout.spread(entropy_N)
