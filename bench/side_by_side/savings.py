@@ -69,7 +69,15 @@ def freed_memory_given_back() -> None:
 def growing_cache() -> None:
     import grpocli.rollout.cache as cache
 
-    cache.make_room = lambda cache, tokens: None
+    cache.make_room = lambda cache, tokens, dtype: None
+
+
+def sampled_in_bfloat16() -> None:
+    from contextlib import nullcontext
+
+    import grpocli.rollout.attention as attention
+
+    attention.in_float32 = lambda model: nullcontext()
 
 
 def all_threads() -> None:
@@ -97,6 +105,7 @@ SAVINGS = {
     "freed memory is kept": Saving("W2", change=freed_memory_given_back),
     "few sizes": Saving("W4", change=any_size),
     "a cache with room": Saving("W1", change=growing_cache),
+    "tokens attend in float32": Saving("W1", change=sampled_in_bfloat16),
     "one thread for little": Saving("W1", change=all_threads),
 }
 

@@ -201,7 +201,8 @@ def _sampling(needs: Needs) -> list[Item]:
     shape, run = needs.shape, needs.run
     rows = sampled_rows(needs)
     length = run.rollout.longest_row
-    number = FLOAT32 if needs.dtype_bytes == FLOAT32 else 3  # under autocast keys are float32, values are not
+    # on a CPU both are float32; elsewhere under autocast a prompt's keys are, its values are not
+    number = FLOAT32 if needs.dtype_bytes == FLOAT32 or not needs.place.gpu else 3
     cache = number * shape.cache_per_token * rows * length * (1 + 1 / shape.layers)
     whole = needs.dtype_bytes * (shape.multiplied + shape.head)
     casts = whole if needs.dtype_bytes < FLOAT32 or needs.shards > 1 else 0

@@ -14,16 +14,15 @@ if TYPE_CHECKING:
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]
     """One layer's keys and values [B, heads, L, D]: the first L places of buffers, which double up to `most` places.
 
-    Under autocast they are held in its dtype: rotation leaves float32, and attention would cast all of them again for
-    every token.
+    dtype: what they are held in, that of attention, which would cast all of them again for every token. None: own.
     """
 
     keys: Tensor
     values: Tensor
 
-    def __init__(self, layer: DynamicLayer, most: int) -> None:
+    def __init__(self, layer: DynamicLayer, most: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.most = most
+        self.most, self.held = most, dtype
         self.lazy_initialization(layer.keys, layer.values)
         self._hold(layer.keys, layer.values, 1)
 
@@ -32,9 +31,9 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         self.__dict__.update(keys=None, values=None, _keys=None, _values=None)  # freed first
         length = keys.shape[2]
         room = length if not more else max(min(2 * (length + more), self.most), length + more)
-        kind = keys.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else keys.dtype
-        self._keys, self._values = (x.new_empty(*x.shape[:2], room, x.shape[3], dtype=dtype) for x in (keys, values))
+        self._keys, self._values = (
+            x.new_empty(*x.shape[:2], room, x.shape[3], dtype=self.held or x.dtype) for x in (keys, values)
+        )
         self._keys[:, :, :length] = keys
         self._values[:, :, :length] = values
         self.keys, self.values = self._keys[:, :, :length], self._values[:, :, :length]
@@ -62,8 +61,8 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         self._hold(self.keys[:, :, :0], self.values[:, :, :0], 1)
 
 
-def make_room(cache: Any, tokens: int) -> None:
-    """For `tokens` more in each layer that keeps them all; other kinds of layers stay as they are."""
+def make_room(cache: Any, tokens: int, dtype: torch.dtype | None = None) -> None:
+    """For `tokens` more in each layer that keeps them all, held in `dtype`; other kinds of layers stay as they are."""
     for number, layer in enumerate(cache.layers):  # one at a time: the old one is freed before the next is made
         if type(layer) is DynamicLayer and layer.is_initialized:
-            cache.layers[number] = RoomyLayer(layer, layer.get_seq_length() + tokens)
+            cache.layers[number] = RoomyLayer(layer, layer.get_seq_length() + tokens, dtype)

@@ -63,7 +63,7 @@ def draw(logp_NV: Tensor, uniform_N: Tensor) -> Tensor:
 
     One uniform number a token makes a row's tokens depend on its own seed alone, not on its batch.
     """
-    cdf_NV = logp_NV.double().exp().cumsum(-1)
+    cdf_NV = logp_NV.exp().cumsum(-1, dtype=torch.float64)
     target_N1 = uniform_N.unsqueeze(1).to(cdf_NV) * cdf_NV[:, -1:]
     token_N: Tensor = torch.searchsorted(cdf_NV, target_N1, right=True).squeeze(1)
     return token_N.clamp(max=logp_NV.shape[1] - 1)

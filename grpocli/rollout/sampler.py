@@ -27,15 +27,16 @@ class _Rows:
 
     cache: Any
     row: Tensor
-    attention_BL: Tensor
+    attention_BL: Tensor | None
     position_B: Tensor
     logits_BV: Tensor
     seen_BV: Tensor | None
 
     def keep(self, index: Tensor) -> None:
         self.cache.batch_select_indices(index)
-        self.row, self.position_B = self.row[index], self.position_B[index]
-        self.attention_BL, self.logits_BV = self.attention_BL[index], self.logits_BV[index]
+        self.row, self.position_B, self.logits_BV = (x[index] for x in (self.row, self.position_B, self.logits_BV))
+        if self.attention_BL is not None:
+            self.attention_BL = self.attention_BL[index]
         if self.seen_BV is not None:
             self.seen_BV = self.seen_BV[index]
 
@@ -87,6 +88,7 @@ def _prefill(model: PreTrainedModel, requests: Sequence[Request], sampling: Samp
     """Run each prompt once, then repeat its cache for its completions."""
     from transformers import DynamicCache
 
+    from grpocli.rollout.attention import cache_dtype
     from grpocli.rollout.cache import make_room
 
     device = model.device
@@ -112,13 +114,13 @@ def _prefill(model: PreTrainedModel, requests: Sequence[Request], sampling: Samp
     rows = _Rows(
         cache=out.past_key_values,
         row=torch.arange(len(requests), device=device),
-        attention_BL=mask_PL,
+        attention_BL=None if mask_PL.all() else mask_PL,
         position_B=mask_PL.sum(1),
         logits_BV=out.logits[:, -1],
         seen_BV=seen_PV,
     )
     rows.keep(rows.row.repeat_interleave(repeats))
-    make_room(rows.cache, sampling.max_tokens)
+    make_room(rows.cache, sampling.max_tokens, cache_dtype(model))
     rows.row = torch.arange(len(rows.row), device=device)
     return rows
 
@@ -126,7 +128,8 @@ def _prefill(model: PreTrainedModel, requests: Sequence[Request], sampling: Samp
 def _advance(model: PreTrainedModel, rows: _Rows, token_B: Tensor) -> None:
     if rows.seen_BV is not None:
         rows.seen_BV.scatter_(1, token_B.unsqueeze(1), True)
-    rows.attention_BL = torch.cat([rows.attention_BL, rows.attention_BL.new_ones(len(token_B), 1)], 1)
+    if rows.attention_BL is not None:
+        rows.attention_BL = torch.cat([rows.attention_BL, rows.attention_BL.new_ones(len(token_B), 1)], 1)
     out = model(
         input_ids=token_B.unsqueeze(1),
         attention_mask=rows.attention_BL,

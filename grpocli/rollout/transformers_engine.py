@@ -43,12 +43,13 @@ class TransformersEngine:
         self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
     ) -> list[list[Completion]]:
         """`n` completions for each request, in order. Raises ConfigError where the sampling asks for a structure."""
+        from grpocli.rollout.attention import in_float32
         from grpocli.rollout.sampler import sample
         from grpocli.rollout.threads import threads_for
 
         refuse_structure(sampling)
         results: list[list[Completion]] = [[] for _ in requests]
-        with self.policy.sampling_mode():
+        with self.policy.sampling_mode(), in_float32(self.policy.model):
             for chunk in self._chunks(requests):
                 asked = [requests[i] for i in chunk]
                 with threads_for(self.policy.model, sum(request.n for request in asked)):

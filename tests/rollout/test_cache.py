@@ -37,14 +37,14 @@ def test_it_holds_what_the_plain_one_holds() -> None:
         assert roomy.get_mask_sizes(1, 0) == plain.get_mask_sizes(1, 0)
 
 
-def test_under_autocast_it_holds_what_attention_computes_in() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_holds_what_attention_computes_in(dtype: torch.dtype) -> None:
     cache = DynamicCache()
     cache.update(*states(2, 5, 0), 0)
-    with torch.autocast("cpu", torch.bfloat16):
-        make_room(cache, 4)
-        found = cache.update(*states(2, 1, 1), 0)
+    make_room(cache, 4, dtype)
+    found = cache.update(*states(2, 1, 1), 0)
     for one, *pieces in zip(found, states(2, 5, 0), states(2, 1, 1), strict=True):
-        torch.testing.assert_close(one, torch.cat(pieces, 2).bfloat16(), rtol=0, atol=0)
+        torch.testing.assert_close(one, torch.cat(pieces, 2).to(dtype), rtol=0, atol=0)
 
 
 def test_few_tokens_move_those_before_them() -> None:

@@ -1,0 +1,80 @@
+"""Attention of sampled tokens on a CPU: in float32, under autocast too.
+
+With one query a row `sdpa` takes three to six times as long in bfloat16, and transformers copies grouped keys for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+NAME = "sampled_in_float32"
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query [B, heads, N, D], key and value [B, heads / groups, L, D] -> [B, N, heads, D]. As transformers calls it.
+
+    Prompts (N > 1) are computed as ever.
+    """
+    if query.shape[2] > 1 or others.get("position_bias") is not None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        found: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
+        return found
+    with torch.autocast("cpu", enabled=False):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query.float(),
+            key.float(),
+            value.float(),
+            attn_mask=attention_mask,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    return out.transpose(1, 2), None
+
+
+@contextmanager
+def in_float32(model: PreTrainedModel) -> Iterator[None]:
+    """Have a model on a CPU that attends by `sdpa` attend by `attend`; others stay as they are."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    from grpocli.training.attention import NAME as PACKED
+
+    before = model.config._attn_implementation
+    if model.device.type != "cpu" or before not in ("sdpa", PACKED):
+        yield
+        return
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def cache_dtype(model: PreTrainedModel) -> torch.dtype | None:
+    """That keys and values are read in, so that they are cast once. None: their own."""
+    if model.config._attn_implementation == NAME:
+        return torch.float32
+    kind = model.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

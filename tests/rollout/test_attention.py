@@ -1,0 +1,93 @@
+"""Tokens sampled on a CPU attend in float32, whatever the model computes in."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpocli.data import Completion, Request, Sampling
+from grpocli.rollout import attention
+from grpocli.rollout.sampler import sample
+from grpocli.rollout.transformers_engine import TransformersEngine
+from grpocli.training.policy import Policy
+
+REQUESTS = [Request([2, 5, 6], 2, 1), Request([2, 7, 8, 9, 10, 11], 3, 2)]
+SAMPLING = Sampling(max_tokens=9)
+
+
+@pytest.fixture
+def grouped(little_model):
+    """A copy of its own; it has two heads for each head of keys."""
+    return deepcopy(little_model)
+
+
+def sampled(model, requests: list[Request] = REQUESTS) -> list[Completion]:
+    return [one for group in sample(model, requests, SAMPLING, [1], 0) for one in group]
+
+
+@pytest.mark.parametrize("requests", [REQUESTS, REQUESTS[:1]], ids=["padded", "no padding"])
+def test_it_samples_what_sdpa_samples(grouped, requests) -> None:
+    plain = sampled(grouped, requests)
+    with attention.in_float32(grouped):
+        assert grouped.config._attn_implementation == attention.NAME
+        ours = sampled(grouped, requests)
+    for one, other in zip(plain, ours, strict=True):
+        assert one.token_ids == other.token_ids
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-5, atol=1e-6)
+
+
+def test_under_autocast_keys_queries_and_values_are_float32(grouped, monkeypatch) -> None:
+    seen = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query, key, value, *args, **how):
+        out = real(query, key, value, *args, **how)
+        if query.shape[2] == 1:
+            seen.append((key.dtype, value.dtype, out.dtype))
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    policy = Policy(grouped, grouped, torch.bfloat16)
+    engine = TransformersEngine(policy, [1], 256, None)
+    engine.generate(REQUESTS, SAMPLING)
+    assert set(seen) == {(torch.float32,) * 3}
+    assert len(seen) == 2 * (SAMPLING.max_tokens - 1), "every layer, every token but the first"
+
+
+def test_its_log_probs_under_autocast_are_near_those_in_float32(grouped) -> None:
+    with attention.in_float32(grouped), torch.autocast("cpu", torch.bfloat16):
+        low = sampled(grouped)
+    for prompt, one in zip([REQUESTS[0]] * 2 + [REQUESTS[1]] * 3, low, strict=True):
+        ids = torch.tensor([[*prompt.token_ids, *one.token_ids]])
+        with torch.no_grad():
+            logp = grouped(input_ids=ids).logits[0, len(prompt.token_ids) - 1 : -1].log_softmax(-1)
+        exact = logp.gather(1, torch.tensor(one.token_ids)[:, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(one.logprobs), exact, rtol=0, atol=0.05)
+
+
+def test_it_ends_with_the_block(grouped) -> None:
+    def broken() -> None:
+        with attention.in_float32(grouped):
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        broken()
+    assert grouped.config._attn_implementation == "sdpa"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention.cache_dtype(grouped) == torch.bfloat16
+    assert attention.cache_dtype(grouped) is None
+
+
+def test_models_that_attend_otherwise_are_left_alone(grouped) -> None:
+    grouped.set_attn_implementation("eager")
+    with attention.in_float32(grouped):
+        assert grouped.config._attn_implementation == "eager"
+
+
+def test_so_are_models_elsewhere() -> None:
+    elsewhere = SimpleNamespace(device=torch.device("cuda"), config=SimpleNamespace(_attn_implementation="sdpa"))
+    with attention.in_float32(elsewhere):
+        assert elsewhere.config._attn_implementation == "sdpa"
