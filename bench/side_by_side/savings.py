@@ -80,12 +80,6 @@ def sampled_in_bfloat16() -> None:
     attention.in_float32 = lambda model: nullcontext()
 
 
-def all_threads() -> None:
-    import grpocli.rollout.threads as threads
-
-    threads.SMALL = 0
-
-
 @dataclass(frozen=True)
 class Saving:
     """What a step costs without it: keys of the config, or a change to the code."""
@@ -106,7 +100,6 @@ SAVINGS = {
     "few sizes": Saving("W4", change=any_size),
     "a cache with room": Saving("W1", change=growing_cache),
     "tokens attend in float32": Saving("W1", change=sampled_in_bfloat16),
-    "one thread for little": Saving("W1", change=all_threads),
 }
 
 

@@ -56,32 +56,26 @@ def sample(
     """
     rows = _prefill(model, requests, sampling)
     texts = _texts(requests, sampling, tokenizer)
-    total, device = len(rows.row), rows.row.device
-    uniform_BT = _uniforms(requests, sampling.max_tokens).to(device)
-    tokens_BT = torch.zeros(total, sampling.max_tokens, dtype=torch.long, device=device)
-    logp_BT = torch.zeros(total, sampling.max_tokens, device=device)
-    length_B = torch.full((total,), sampling.max_tokens, device=device)
-    stopped_B = torch.zeros(total, dtype=torch.bool, device=device)
-    stops = torch.tensor(list(stop_ids), device=device)
+    uniform_BT = _uniforms(requests, sampling.max_tokens).to(rows.row.device)
+    stops = torch.tensor(list(stop_ids), device=rows.row.device)
+    going = torch.ones_like(rows.row, dtype=torch.bool)
+    drawn = []
 
     for t in range(sampling.max_tokens):
         token, logp = _choose(rows, sampling, uniform_BT[rows.row, t])
-        tokens_BT[rows.row, t], logp_BT[rows.row, t] = token, logp
         ended = torch.isin(token, stops)
         if texts:
             ended |= _stopped(texts, rows.row, token)
-        newly = ended & ~stopped_B[rows.row]
-        length_B[rows.row[newly]] = t + 1
-        stopped_B[rows.row[newly]] = True
-        going = ~stopped_B[rows.row]
+        drawn.append((rows.row, torch.full_like(rows.row, t), token, logp, ended))
+        going = going & ~ended
         left = int(going.sum())
         if left == 0 or t + 1 == sampling.max_tokens:
             break
         if left <= 0.75 * len(going):  # a smaller batch is worth the copy of the cache
             rows.keep(going.nonzero().squeeze(1))
-            token = token[going]
+            token, going = token[going], going[going]
         _advance(model, rows, token)
-    return _gather(requests, tokens_BT, logp_BT, length_B, stopped_B, version)
+    return _gather(requests, drawn, version)
 
 
 def _prefill(model: PreTrainedModel, requests: Sequence[Request], sampling: Sampling) -> _Rows:
@@ -178,20 +172,22 @@ def _uniforms(requests: Sequence[Request], max_tokens: int) -> Tensor:
     return torch.cat(blocks)
 
 
-def _gather(
-    requests: Sequence[Request],
-    tokens_BT: Tensor,
-    logp_BT: Tensor,
-    length_B: Tensor,
-    stopped_B: Tensor,
-    version: int,
-) -> list[list[Completion]]:
-    tokens, logps = tokens_BT.tolist(), logp_BT.tolist()
-    lengths, stopped = length_B.tolist(), stopped_B.tolist()
+def _gather(requests: Sequence[Request], drawn: Sequence[tuple[Tensor, ...]], version: int) -> list[list[Completion]]:
+    """drawn: of each step rows, places, tokens, log-probs and whether the token ends its row; what follows is void."""
+    row, place, *of_tokens = (torch.cat(pieces) for pieces in zip(*drawn, strict=True))
+    token_BT, logp_BT, ended_BT = (_table(values, row, place).tolist() for values in of_tokens)
 
     def completions() -> Iterator[Completion]:
-        for ids, logp, n, stop in zip(tokens, logps, lengths, stopped, strict=True):
-            yield Completion(ids[:n], logp[:n], "stop" if stop else "length", version)
+        for ids, logp, ended in zip(token_BT, logp_BT, ended_BT, strict=True):
+            n = ended.index(True) + 1 if any(ended) else len(ended)
+            yield Completion(ids[:n], logp[:n], "stop" if any(ended) else "length", version)
 
     each = completions()
     return [[next(each) for _ in range(r.n)] for r in requests]
+
+
+def _table(values: Tensor, row: Tensor, place: Tensor) -> Tensor:
+    """[B, T]."""
+    made = values.new_zeros(int(row.max()) + 1, int(place.max()) + 1)
+    made[row, place] = values
+    return made

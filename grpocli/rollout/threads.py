@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SMALL = 20_000_000
+SMALL = 10_000_000
 """Multiplications of a layer for one token of every row; below that, threads wait for each other longer than they work.
 
 Measured with two threads; with more there is more to wait for.
