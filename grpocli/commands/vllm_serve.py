@@ -36,4 +36,4 @@ def _task(config: DictConfig) -> int:
         path = settings.model.prepare(lambda fraction, text: view.stage(text, fraction))
     finally:
         view.stop()
-    return serve(settings, path, choose_dtype(settings.dtype or "auto", path, "auto"))
+    return serve(settings, path, choose_dtype(settings.dtype or "auto", settings.model, path, "auto"))

@@ -109,7 +109,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool, devices: Devi
     shared_folder = str(weights_of(run_dir.path)) if nodes and transport == "shm" else None
     engine = EngineJob(
         model_path=model_path,
-        dtype=choose_dtype(run.model.dtype, model_path, run.hardware.device),
+        dtype=choose_dtype(run.model.dtype, run.model, model_path, run.hardware.device),
         max_tokens=run.rollout.longest_row,
         run_dir=run_dir.path,
         seed=run.seed,

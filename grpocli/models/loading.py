@@ -67,6 +67,17 @@ def load_config(part: Any, path: str) -> Any:
         return AutoConfig.from_pretrained(path, **_options(part, path))
 
 
+def count_parameters(part: Any, path: str) -> int:
+    """Those of the model at `path`, by its config alone."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(part, path)
+    with _explained(path, "config"), init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=_options(part, path)["trust_remote_code"])
+    return sum(p.numel() for p in model.parameters())
+
+
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
     """The same model, every dropout switched off: the sampler has none, and a ratio of two masks is no policy ratio."""
     import torch

@@ -277,7 +277,7 @@ class Ahead:
         """The thread: one step after the other until `close`, or until one fails."""
         assert self._channel is not None
         try:
-            with self._channel:
+            with self._channel():
                 while self._next():
                     collected = self._timed()
                     with self._changed:

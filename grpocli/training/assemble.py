@@ -22,6 +22,7 @@ from grpocli.training.evaluate import Evaluator
 from grpocli.training.packing import find_head, pack
 from grpocli.training.policy import Policy
 from grpocli.training.reference import BaseReference, Reference
+from grpocli.training.saving import Saver
 from grpocli.training.trainer import Trainer
 from grpocli.training.update import Updater
 
@@ -128,6 +129,7 @@ def assemble(
         updater=updater,
         evaluator=_evaluator(run, sampler, data),
         recorder=recorder,
+        saver=Saver(world),
         stop=stop,
         state=state,
     )

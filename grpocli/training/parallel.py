@@ -20,7 +20,12 @@ Make = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class Parallel(Protocol):
-    """What a trainer process does otherwise because there are others. Every method is collective unless it says so."""
+    """What a trainer process does otherwise because there are others. Every method is collective unless it says so.
+
+    whole: whether each has every weight and all of the optimizer's state, so that `gather` and `moments` ask nobody.
+    """
+
+    whole: bool
 
     def loading(self) -> AbstractContextManager[None]:
         """While models are read from disk, before `share` or `freeze`. Not collective."""
@@ -91,6 +96,8 @@ def parallel_of(hardware: Hardware, accelerator: Accelerator) -> Parallel:
 
 class Alone:
     """One process: plain torch."""
+
+    whole = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -32,6 +32,8 @@ class Fsdp2:
     what one came here to save.
     """
 
+    whole = False
+
     def __init__(self, accelerator: Accelerator) -> None:
         self.size, self.device = accelerator.num_processes, accelerator.device
         self.mesh = init_device_mesh(self.device.type, (self.size,))

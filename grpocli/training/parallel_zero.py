@@ -26,7 +26,7 @@ class Zero2(Alone):
     micro-batches, and clips by a limit that is set once.
     """
 
-    stage = 2
+    stage, whole = 2, False
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator.device)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from grpocli.training import checkpoint
 from grpocli.training.batch import Row
 from grpocli.training.collect import Collected, Collector
 from grpocli.training.evaluate import Evaluator
+from grpocli.training.saving import Saver
 from grpocli.training.update import Updater
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class Trainer:
     updater: Updater
     evaluator: Evaluator
     recorder: Recorder
+    saver: Saver
     stop: StopSignal
     state: checkpoint.State
     synced: int = 0
@@ -100,6 +103,7 @@ class Trainer:
 
     def update(self, rows: list[Row], n_groups: int) -> None:
         """Optimizer updates, then the reference's own if it follows the policy."""
+        self.saved()
         with self.timed("train"):
             self.metrics |= self.updater.step(rows, n_groups, self.state.step)
         self._refuse_nan()
@@ -138,6 +142,7 @@ class Trainer:
         results = self.evaluate()
         if not self.due(self.run.checkpoint.every):
             self.checkpoint()
+        self.saved()
         self.recorder.evaluated(self.state.step, results)
         return results
 
@@ -146,32 +151,46 @@ class Trainer:
         self.metrics = {}
 
     def checkpoint(self) -> None:
-        """Save everything a resume needs."""
+        """Have everything saved that a resume needs. It is there once `saved` returns."""
+        self.saved()
         self.ahead.drain(self.state.step + 1)
         progress = self.ahead.progress
         self.state = replace(self.state, draws=progress.draws, seconds=self.seconds)
         self.world.enter("checkpoint")
         self.recorder.stage("checkpoint")
-        folder = self.recorder.run_dir.checkpoints
-        checkpoint.save(
-            folder / f"step_{self.state.step:06d}",
+        write = partial(
+            checkpoint.save,
+            self.recorder.run_dir.checkpoints / f"step_{self.state.step:06d}",
             self.state,
             self.policy,
             self.tokenizer,
             self.updater.optimizer,
             self.world,
             self.reference if self.run.algorithm.kl.sync_every else None,
-            progress.carried,
+            tuple(progress.carried),
             [(step.groups, step.metrics) for step in progress.ready],
         )
+        self.saver.start(lambda: self._keep(write))
+
+    def _keep(self, write: Callable[[], None]) -> None:
+        """Write a checkpoint, then delete the oldest. Collective."""
+        write()
         if self.world.is_main:
-            checkpoint.prune(folder, self.run.checkpoint.keep)
+            checkpoint.prune(self.recorder.run_dir.checkpoints, self.run.checkpoint.keep)
         self.world.barrier()
+
+    def saved(self) -> None:
+        """Wait for the checkpoint that is being written, if one is: what it holds is about to change. Collective."""
+        if self.saver.writing:
+            with self.timed("checkpoint"):
+                self.saver.wait()
 
     def close(self) -> None:
         """Stop what this process has started."""
         interrupted = isinstance(sys.exception(), KeyboardInterrupt)  # by a second signal: nobody wants to wait
         with ExitStack() as closing:  # from the last to the first, each whatever the others do
+            if not interrupted:
+                closing.callback(self.saver.close)
             closing.callback(self.collector.sampler.scorer.close)
             closing.callback(self.engine.close)
             closing.callback(self.ahead.close, wait=not interrupted)
@@ -194,6 +213,7 @@ class Trainer:
         if self.world.any(self.stop.asked()):
             self.ahead.end(self.state.step + 1)
             self.checkpoint()
+            self.saved()
             raise Stopped(
                 f"{self.stop.received or 'asked to stop'} after step {self.state.step}; "
                 f"go on with: grpocli train resume={self.recorder.run_dir.path}"
@@ -205,6 +225,7 @@ class Trainer:
         with suppress(EngineGone):  # told already
             self.ahead.drain(self.state.step + 1)
         self.checkpoint()
+        self.saved()
         return Stopped(
             f"{gone}; stopped after step {self.state.step}, which is saved; when there is a server again, go on with: "
             f"grpocli train resume={self.recorder.run_dir.path}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -52,15 +53,15 @@ class World:
             self._board.step = self._board.step if step is None else step
             self._board.enter(stage)
 
-    def channel(self) -> AbstractContextManager[None]:
-        """A block in which this thread's collective calls go beside those of the main one. Collective, to be made in
-        the main thread; entered once, in the other.
+    def channel(self) -> Callable[[], AbstractContextManager[None]]:
+        """Blocks in which a thread's collective calls go beside those of the main one. Collective, to be made in the
+        main thread; entered in another.
 
         It has a process group of its own, on the CPU, so that the engine and the sampler need not know who calls.
         """
         if self.size == 1:
-            return nullcontext()
-        return self._through(torch.distributed.new_group(backend="gloo", timeout=self.timeout))
+            return nullcontext
+        return partial(self._through, torch.distributed.new_group(backend="gloo", timeout=self.timeout))
 
     @contextmanager
     def _through(self, group: torch.distributed.ProcessGroup) -> Iterator[None]:

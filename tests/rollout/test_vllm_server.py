@@ -156,12 +156,14 @@ def test_nothing_unsafe_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("VLLM_HOST_IP", "0.0.0.0")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "2")
     env = environment("the-key", Path("/dev/shm/x"), Vllm())
     unsafe = ("VLLM_ALLOW_INSECURE", "VLLM_USE_RUST", "VLLM_ALLOW_RUNTIME")
     assert not [name for name in env if name.startswith(unsafe)]
     assert env["VLLM_HOST_IP"] == "127.0.0.1"
     assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "lo"
     assert env["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert env["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "2"
 
 
 def test_other_machines_take_part_where_the_user_or_the_transport_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +181,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env["GRPOCLI_SHM_DIR"] == "/dev/shm/x"
     assert env["VLLM_SERVER_DEV_MODE"] == "1"
     assert env["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert env["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "0"
     assert env["VLLM_PLUGINS"] == "mine,grpocli"
     assert env["PATH"] == os.environ["PATH"]
     assert "MASTER_ADDR" not in env

@@ -9,9 +9,15 @@ ENGINES = {
 
 
 def register() -> None:
-    """Make `--weight-transfer-config '{"backend": "shm"}'` and "ipc_json" known to vLLM. Safe to call again."""
+    """Make `--weight-transfer-config '{"backend": "shm"}'` and "ipc_json" known to vLLM; on a CPU, have its processes
+    wait asleep. Safe to call again."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+    from vllm.platforms import current_platform
 
+    from grpocli.rollout.vllm.quiet import wait_asleep
+
+    if current_platform.is_cpu():
+        wait_asleep()
     for name, (module, engine) in ENGINES.items():
         if name not in Factory._registry:
             Factory.register_engine(name, module, engine)

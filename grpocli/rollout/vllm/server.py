@@ -164,6 +164,7 @@ def environment(key: str, shm_dir: Path, options: Vllm, transport: str = "shm") 
         env["VLLM_PLUGINS"] = f"{plugins},grpocli"
     return (
         _loopback(transport)
+        | {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}  # for who waits asleep: `quiet.wait_asleep`
         | env
         | {
             KEY_VARIABLE: key,

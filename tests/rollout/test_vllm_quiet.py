@@ -1,0 +1,23 @@
+"""vLLM's processes on a CPU do not hold a core while they wait for each other."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from vllm.distributed.device_communicators import shm_broadcast
+
+from grpocli.rollout.vllm.plugin import register
+
+SECONDS = 0.4
+
+
+def test_a_reader_that_waits_leaves_the_core_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm_broadcast, "sched_yield", shm_broadcast.sched_yield)  # as it was, afterwards
+    register()
+    reader = shm_broadcast.SpinCondition.__new__(shm_broadcast.SpinCondition)
+    reader.is_reader, reader.last_read, reader.busy_loop_s = True, time.monotonic(), 1.0
+    held, end = time.process_time(), time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        reader.wait()
+    assert time.process_time() - held < SECONDS / 2

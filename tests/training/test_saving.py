@@ -1,0 +1,103 @@
+"""A checkpoint is written beside the next rollouts, and is whole, or has failed, before the next update."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from commands.running import SMALL, metrics
+
+from grpocli.rollout.transformers_engine import TransformersEngine
+from grpocli.training import checkpoint
+from grpocli.training.saving import Saver
+
+WAIT = 60.0
+"""Seconds, far more than anything here takes."""
+RUN = ["train", *SMALL, "train.steps=3", "checkpoint.every=1", "eval.problems=0"]
+
+
+def saver(whole: bool = True) -> Saver:
+    world: Any = SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(whole=whole))
+    return Saver(world)
+
+
+def test_it_writes_beside_what_comes_next() -> None:
+    go, done, one = threading.Event(), [], saver()
+    one.start(lambda: (go.wait(WAIT), done.append(1)))
+    assert one.writing
+    assert not done
+    go.set()
+    one.wait()
+    assert done == [1]
+    assert not one.writing
+
+
+def test_what_must_be_gathered_is_written_at_once() -> None:
+    here = []
+    saver(whole=False).start(lambda: here.append(threading.current_thread()))
+    assert here == [threading.current_thread()]
+
+
+def broken() -> None:
+    raise OSError(errno.ENOSPC, "full")
+
+
+def test_an_error_is_raised_once_by_who_waits() -> None:
+    one = saver()
+    one.start(broken)
+    with pytest.raises(OSError, match="full"):
+        one.wait()
+    one.wait()
+    one.start(broken)
+    with pytest.raises(OSError, match="full"):
+        one.start(lambda: None)
+
+
+def test_the_end_of_a_run_has_something_else_to_tell(caplog) -> None:
+    one = saver()
+    one.start(broken)
+    one.close()
+    assert "the last checkpoint was not written" in caplog.text
+    one.close()
+
+
+def test_rollouts_are_sampled_meanwhile(grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling, overlapped = threading.Event(), []
+    save, generate = checkpoint.save, TransformersEngine.generate
+
+    def held(path: Path, state: checkpoint.State, *rest: Any) -> None:
+        if state.step == 1:
+            overlapped.append(sampling.wait(WAIT))
+        save(path, state, *rest)
+
+    def told(*args: Any) -> Any:
+        found = generate(*args)
+        if (tmp_path / "run" / "metrics.jsonl").exists():
+            sampling.set()
+        return found
+
+    monkeypatch.setattr(checkpoint, "save", held)
+    monkeypatch.setattr(TransformersEngine, "generate", told)
+    code, _, err = grpocli(*RUN, f"hydra.run.dir={tmp_path / 'run'}")
+    assert code == 0, err
+    assert overlapped == [True]
+    assert all((tmp_path / "run" / "checkpoints" / f"step_{k:06d}" / "trainer.json").exists() for k in (2, 3))
+    rows = metrics(tmp_path / "run")
+    assert ["time/checkpoint" in row for row in rows] == [False, True, True]
+
+
+def test_a_full_disk_is_told_before_another_update(grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, *rest: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    code, _, err = grpocli(*RUN, f"hydra.run.dir={tmp_path / 'run'}")
+    assert code == 1
+    assert "no space left on the disk" in err
+    assert len(metrics(tmp_path / "run")) == 1
