@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_model(WORKLOADS[name].model, Path(folder))
         sys.argv = ["ours.py", name, folder, str(STEPS)]
-        ours.main()
+        with redirect_stdout(sys.stderr):
+            ours.main()
     print(found[0])
 
 

@@ -197,6 +197,13 @@ KINDS = {
 }
 
 
+def _lengths(steps: int, names: list[str]) -> str:
+    """Of a run: `7`, or `7 (W1: 28)`."""
+    usual = min(ALL[name].times for name in names)
+    others = [f"{name}: {steps * ALL[name].times}" for name in names if ALL[name].times > usual]
+    return f"{steps * usual}" + (f" ({', '.join(others)})" if others else "")
+
+
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """That something is measured."""
     if args.rounds < 1:
@@ -237,7 +244,7 @@ def main() -> None:
                     runs[side].append(one(*sides[side], name, folder, steps, f"seed={number}"))
                     median = statistics.median(runs[side][-1]["seconds"][WARM:])
                     print(f"round {number + 1}: {name} {side} {median:.2f} s", file=sys.stderr, flush=True)
-    table = f"{kind.table(found)}\n\n{args.rounds} rounds of {args.steps} steps."
+    table = f"{kind.table(found)}\n\n{args.rounds} rounds of {_lengths(args.steps, list(found))} steps."
     print(table)
     if not args.print and not args.workloads:  # the docs have all of them or none
         write(kind.mark, table, found)
