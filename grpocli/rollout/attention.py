@@ -33,12 +33,9 @@ def attend(
     Prompts (N > 1) are computed as ever.
     """
     if query.shape[2] > 1 or others.get("position_bias") is not None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from grpocli.training.attention import attend as rows_side_by_side
 
-        found: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
-        )
-        return found
+        return rows_side_by_side(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
     with torch.autocast("cpu", enabled=False):
         out = torch.nn.functional.scaled_dot_product_attention(
             query.float(),

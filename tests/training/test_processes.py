@@ -200,8 +200,8 @@ def test_a_checkpoint_is_loaded_to_the_bit(ended: Path, saved: str, resumed: str
 @pytest.mark.parametrize("name", ["saved_1_ddp", "saved_2_ddp", *(f"saved_3_{one}" for one in PARALLEL[3][1:])])
 def test_transformers_loads_what_any_processes_save(ended: Path, results, name: str) -> None:
     alone = results[1, 0, "ddp"]["model"]["weights"]
-    # Adam makes much of rounding where a gradient is nearly 0: 1.4e-5 in one weight of 19,872 was seen
-    for folder, tolerance in ((ended / name, 1e-4), (ended / name / "final", 0.01)):
+    # Adam makes much of rounding where a gradient is nearly 0: on one CPU 1.42e-5 in one weight of 19,872
+    for folder, tolerance in ((ended / name, 2e-5), (ended / name / "final", 0.01)):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         assert type(model) is LlamaForCausalLM
         weights = torch.cat([p.detach().flatten() for p in model.parameters()])
