@@ -11,7 +11,7 @@ transformers calls this through its registry of attention functions, and hands t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,39 +26,67 @@ if TYPE_CHECKING:
 NAME = "shared_prompts"
 ENOUGH = 128
 """Completion tokens in a call of `sdpa` that are worth one."""
+FILLED = 0.2
+"""The most of the rows of a block that is there to make them equally long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Completions one after the other, `size` tokens.
+    """Completions of a prompt that are one call of `sdpa`, `size` tokens of the sequence.
 
-    mask [size, prompt + size]: what each of them attends to; on a CPU what is added to its scores, since `sdpa` would
-    make that of it in every layer. None: one completion that is as long as its prompt, or longer. The prompt's queries
-    go before its own then, so that attention is plainly causal: half the work, and no memory for a mask.
+    rows, width: how they lie in it: each in a row of its own behind a copy of the prompt's keys, or all in one row, end
+    to end, behind a single copy. in_rows, in_line: which of the block's tokens is where in rows that are filled up to
+    the longest, and where each token is in them; None: rows are equally long.
+    mask [width, prompt + width]: what a row's tokens attend to; on a CPU what is added to their scores, since `sdpa`
+    would make that of it in every layer. None: the prompt's queries go before each row's own, so that attention is
+    plainly causal: half the work, and no memory for a mask.
     """
 
     size: int
+    rows: int
+    width: int
     mask: Tensor | None
+    in_rows: Tensor | None = None
+    in_line: Tensor | None = None
 
     @classmethod
     def of(cls, prompt: int, lengths: Sequence[int], device: torch.device) -> Block:
-        size = sum(lengths)
-        if len(lengths) == 1 and size >= prompt:
-            return cls(size, None)
-        own = torch.block_diag(*(torch.ones(n, n, dtype=torch.bool).tril() for n in lengths))
-        mask = torch.cat([torch.ones(size, prompt, dtype=torch.bool), own], 1)
-        if sdpa.is_cpu(device):
-            mask = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
-        return cls(size, mask.to(device, non_blocking=True))
+        size, width = sum(lengths), max(lengths)
+        if width < prompt:
+            return cls(size, 1, size, _mask(prompt, lengths, device))
+        mask = None if sdpa.prefers_causal(device, width) else _mask(prompt, [width], device)
+        block = cls(size, len(lengths), width, mask)
+        if size == len(lengths) * width:
+            return block
+        present = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+        in_rows = torch.where(present, present.flatten().cumsum(0).view_as(present) - 1, 0).flatten()
+        in_line = present.flatten().nonzero().squeeze(1)
+        return replace(block, in_rows=in_rows.to(device), in_line=in_line.to(device))
+
+    def side_by_side(self, states: Tensor) -> Tensor:
+        """[1, heads, size, D] -> [rows, heads, width, D]. Nothing real attends to what fills a row up."""
+        if self.in_rows is not None:
+            states = states.index_select(2, self.in_rows)
+        return states.view(*states.shape[1:2], self.rows, self.width, states.shape[3]).transpose(0, 1)
+
+    def end_to_end(self, states: Tensor) -> Tensor:
+        """[rows, heads, width, D] -> [1, heads, size, D]."""
+        line = states.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        return line if self.in_line is None else line.index_select(2, self.in_line)
+
+
+def _mask(prompt: int, lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Of completions end to end behind their prompt."""
+    own = torch.block_diag(*(torch.ones(n, n, dtype=torch.bool).tril() for n in lengths))
+    mask = torch.cat([torch.ones(len(own), prompt, dtype=torch.bool), own], 1)
+    if sdpa.is_cpu(device):
+        mask = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+    return mask.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A prompt, so many tokens of the sequence, and behind it its completions, block by block.
-
-    A block is one call of `sdpa`. It computes scores between its completions that its mask throws away, and keeps the
-    prompt's keys and values once; `blocks_of` bounds both.
-    """
+    """A prompt, so many tokens of the sequence, and behind it its completions, block by block."""
 
     prompt: int
     blocks: tuple[Block, ...] = ()
@@ -73,16 +101,23 @@ class Segments:
 
 
 def blocks_of(prompt: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Which completions make a block: as many as have no more tokens than their prompt, or what is worth a call."""
-    most, size = max(prompt, ENOUGH), 0
+    """Which completions make a block, in order.
+
+    Where the longest has no fewer tokens than the prompt, those of about one length: copies of the prompt are no more
+    than what they are copied for. Else as many as have no more tokens than their prompt, or what is worth a call:
+    scores between completions are computed there and thrown away.
+    """
     found: list[list[int]] = []
-    for number, length in enumerate(lengths):
-        if not found or size + length > most:
+    for number in range(len(lengths)):
+        if not found or not _makes_one(prompt, [lengths[k] for k in (*found[-1], number)]):
             found.append([])
-            size = 0
         found[-1].append(number)
-        size += length
     return found
+
+
+def _makes_one(prompt: int, lengths: Sequence[int]) -> bool:
+    rows, size = len(lengths) * max(lengths), sum(lengths)
+    return rows - size <= FILLED * rows if max(lengths) >= prompt else size <= max(prompt, ENOUGH)
 
 
 def attend(
@@ -127,13 +162,24 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segmen
         query_P, key_P, value_P = next(queries), next(keys), next(values)
         outputs.append(call(query_P, key_P, value_P, None))
         for block in segment.blocks:
-            seen = torch.cat([key_P, next(keys)], 2), torch.cat([value_P, next(values)], 2)
-            if block.mask is None:
-                whole = call(torch.cat([query_P, next(queries)], 2), *seen, None)
-                outputs.append(whole.split([segment.prompt, block.size], 2)[1])
-            else:
-                outputs.append(call(next(queries), *seen, block.mask))
+            outputs.append(_of_block(block, (query_P, key_P, value_P), (next(queries), next(keys), next(values)), call))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous()
+
+
+def _of_block(
+    block: Block, of_prompt: tuple[Tensor, Tensor, Tensor], own: tuple[Tensor, Tensor, Tensor], call: sdpa.Kernel
+) -> Tensor:
+    """of_prompt, own: query, key and value [1, heads, N, D]."""
+    query, key, value = (block.side_by_side(states) for states in own)
+    query_P, key_P, value_P = of_prompt
+    if block.mask is None:
+        query = _behind(query_P, query)
+    seen = call(query, _behind(key_P, key), _behind(value_P, value), block.mask)
+    return block.end_to_end(seen[:, :, -block.width :])
+
+
+def _behind(prompt: Tensor, rows: Tensor) -> Tensor:
+    return torch.cat([prompt.expand(len(rows), -1, -1, -1), rows], 2)
 
 
 def register() -> None:

@@ -16,8 +16,11 @@ MANY_QUERIES, MANY_KEYS = 256, 512
 STEP = 64
 """A call in bfloat16 on a CPU has multiples of it."""
 
+MASKED = 512
+"""On a CPU a mask is faster than twice the queries, up to so many of them."""
+
 Kernel = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None"], "Tensor"]
-"""query [1, heads, N, D], key and value [1, heads / groups, M, D], mask [N, M] -> [1, heads, N, D], the dtype kept.
+"""query [R, heads, N, D], key and value [R, heads / groups, M, D], mask [N, M] -> [R, heads, N, D], the dtype kept.
 
 Without a mask it is causal. A mask is of bools, or is added to the scores.
 """
@@ -26,6 +29,11 @@ Without a mask it is causal. A mask is of bools, or is added to the scores.
 def is_cpu(device: torch.device) -> bool:
     """Whether `on_cpu` is for it, and masks are added: of bools `sdpa` would make such ones in every layer."""
     return device.type == "cpu"
+
+
+def prefers_causal(device: torch.device, queries: int) -> bool:
+    """Whether so many queries with as many again before them, causal, cost less than they alone with a mask."""
+    return not is_cpu(device) or queries > MASKED
 
 
 def on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, groups: int, how: dict[str, Any]) -> Tensor:

@@ -1,0 +1,90 @@
+"""Completions that share a prompt's keys attend as rows of their own do, however blocks are made of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from grpocli.training import attention, sdpa
+from grpocli.training.attention import Block, Segment, Segments, blocks_of
+
+CPU = torch.device("cpu")
+HEADS, GROUPS, SIZE = 4, 2, 8
+
+
+def test_blocks_are_rows_of_about_one_length_or_many_short_ones() -> None:
+    assert blocks_of(12, [64] * 8) == [list(range(8))]
+    assert blocks_of(12, [100, 90, 60, 40]) == [[0, 1, 2], [3]]
+    assert blocks_of(12, [40, 8, 8, 8]) == [[0], [1, 2, 3]]
+    assert blocks_of(512, [32] * 20) == [list(range(16)), [16, 17, 18, 19]]
+    assert blocks_of(100, [60, 60, 60]) == [[0, 1], [2]]
+    assert blocks_of(5, [0, 3]) == [[0, 1]]
+    assert blocks_of(5, []) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "lengths", "rows", "filled"),
+    [
+        (3, [7, 7, 7], 3, False),
+        (3, [7, 6, 7, 6], 4, True),
+        (6, [6], 1, False),
+        (9, [4, 2, 7], 1, False),
+        (1, [20, 17], 2, True),
+    ],
+)
+@pytest.mark.parametrize("masked", [512, 0], ids=["masks", "causal"])
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "gpu"])
+def test_each_completion_attends_as_a_row_of_its_own(
+    prompt: int, lengths: list[int], rows: int, filled: bool, masked: int, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdpa, "MASKED", masked)
+    monkeypatch.setattr(sdpa, "is_cpu", lambda device: on_cpu)
+    block = Block.of(prompt, lengths, CPU)
+    assert (block.rows, block.in_rows is not None) == (rows, filled)
+    assert (block.mask is None) == (max(lengths) >= prompt and not (masked and on_cpu))
+    states = _states(prompt + sum(lengths))
+    segments = Segments((Segment(prompt, (block,)),), on_cpu)
+    found, _ = attention.attend(torch.nn.Identity(), *states, None, segments)
+    expected = _alone(*states, prompt, lengths)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    weight = torch.randn(found.shape)
+    for one, other in zip(
+        torch.autograd.grad((found * weight).sum(), states),
+        torch.autograd.grad((expected * weight).sum(), states),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_what_fills_a_row_up_is_never_seen() -> None:
+    block = Block.of(2, [5, 4], CPU)
+    query, key, value = (states.detach() for states in _states(2 + 9))
+    segments = Segments((Segment(2, (block,)),), on_cpu=True)
+    before, _ = attention.attend(torch.nn.Identity(), query, key, value, None, segments)
+    assert block.in_rows is not None
+    assert block.in_rows.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0], "the second row ends with the first one's first"
+    value[:, :, 2] = 100.0
+    after, _ = attention.attend(torch.nn.Identity(), query, key, value, None, segments)
+    assert torch.equal(before[:, -4:], after[:, -4:])
+    assert not torch.equal(before[:, 2:7], after[:, 2:7])
+
+
+def _states(tokens: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = [(1, heads, tokens, SIZE) for heads in (HEADS, GROUPS, GROUPS)]
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def _alone(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prompt: int, lengths: list[int]
+) -> torch.Tensor:
+    """[1, N, heads, D], every completion computed with a prompt of its own."""
+    parts, start = [], prompt
+    for length in [0, *lengths]:
+        which = [*range(prompt), *range(start, start + length)]
+        row = [states[:, :, which] for states in (query, key, value)]
+        out = scaled_dot_product_attention(*row, is_causal=True, enable_gqa=True)
+        parts.append(out[:, :, prompt:] if length else out)
+        start += length
+    return torch.cat(parts, 2).transpose(1, 2)
