@@ -26,13 +26,12 @@ WITHIN = {
     "_ScoresBackward": "output head, backward",
     "Optimizer.step": "AdamW",
     "scaled_dot_product": "attention",
-    "clip_grad": "gradient norm",
 }
 KINDS = {
     "matrix products of the layers": ("aten::mm", "aten::addmm", "aten::bmm"),
     "casts and copies": ("aten::copy_", "aten::cat", "aten::clone"),
 }
-OTHER = "everything else: normalisation, activation, rotation, sums of gradients"
+OTHER = "everything else: normalisation, activation, rotation, sums of gradients and their norm"
 
 
 def place(event: Any) -> str:

@@ -26,6 +26,7 @@ from grpocli.cli import wait_briefly
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
+DATA = DOCS / "benchmarks.json"
 PEER = HERE.parents[1] / ".venv-parity" / "bin" / "python"
 OURS = ("ours.py", sys.executable)
 GIVEN = [name for name, work in WORKLOADS.items() if not work.sampled]
@@ -162,17 +163,22 @@ def _spread(found: dict[str, Any]) -> str:
     return f"{found['seconds']:.2f} ({found['least']:.2f} to {found['most']:.2f})"
 
 
+def measured(mark: str) -> dict[str, Any]:
+    """What the docs have."""
+    return (json.loads(DATA.read_text()) if DATA.exists() else {}).get(mark, {})
+
+
 def write(mark: str, table: str, found: dict[str, Any]) -> None:
     """Into the docs: the table between its marks, the numbers beside it."""
-    page, data = DOCS / "benchmarks.md", DOCS / "benchmarks.json"
+    page = DOCS / "benchmarks.md"
     begin, end = f"<!-- {mark} -->", f"<!-- end of {mark} -->"
     text = page.read_text(encoding="utf-8")
     inner = re.escape(begin) + ".*?" + re.escape(end)
     if not re.search(inner, text, re.DOTALL):
         raise SystemExit(f"{page} has no {begin} ... {end} to write into")
     page.write_text(re.sub(inner, lambda _: f"{begin}\n{table}\n{end}", text, flags=re.DOTALL), encoding="utf-8")
-    known = json.loads(data.read_text()) if data.exists() else {}
-    data.write_text(json.dumps(known | {mark: found}, indent=1) + "\n")
+    known = json.loads(DATA.read_text()) if DATA.exists() else {}
+    DATA.write_text(json.dumps(known | {mark: found}, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -197,11 +203,12 @@ KINDS = {
 }
 
 
-def _lengths(steps: int, names: list[str]) -> str:
-    """Of a run: `7`, or `7 (W1: 28)`."""
-    usual = min(ALL[name].times for name in names)
-    others = [f"{name}: {steps * ALL[name].times}" for name in names if ALL[name].times > usual]
-    return f"{steps * usual}" + (f" ({', '.join(others)})" if others else "")
+def _lengths(found: dict[str, dict[str, Any]]) -> str:
+    """How often and how long each workload was run: `3 rounds of 7 steps (W1: 3 of 28).`"""
+    each = {name: (len(sides["ours"]), len(sides["ours"][0]["seconds"])) for name, sides in found.items()}
+    usual = statistics.mode(each.values())
+    others = [f"{name}: {rounds} of {steps}" for name, (rounds, steps) in each.items() if (rounds, steps) != usual]
+    return f"{usual[0]} rounds of {usual[1]} steps" + (f" ({', '.join(others)})" if others else "") + "."
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -215,7 +222,12 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=KINDS, help="; ".join(f"{name}: {kind.about}" for name, kind in KINDS.items()))
-    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help="some of them; all by default")
+    parser.add_argument(
+        "workloads",
+        nargs="*",
+        metavar="WORKLOAD",
+        help="some of them, whose rows in the docs are replaced; all by default",
+    )
     parser.add_argument("--peer", metavar="PYTHON", default=str(PEER), help="of TRL's environment")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=7)
@@ -244,9 +256,11 @@ def main() -> None:
                     runs[side].append(one(*sides[side], name, folder, steps, f"seed={number}"))
                     median = statistics.median(runs[side][-1]["seconds"][WARM:])
                     print(f"round {number + 1}: {name} {side} {median:.2f} s", file=sys.stderr, flush=True)
-    table = f"{kind.table(found)}\n\n{args.rounds} rounds of {_lengths(args.steps, list(found))} steps."
+    known = {} if args.print else measured(kind.mark)
+    found = {name: found.get(name) or known[name] for name in kind.names if name in found or name in known}
+    table = f"{kind.table(found)}\n\n{_lengths(found)}"
     print(table)
-    if not args.print and not args.workloads:  # the docs have all of them or none
+    if not args.print:
         write(kind.mark, table, found)
 
 

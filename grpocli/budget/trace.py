@@ -182,9 +182,7 @@ def _fake_batch(rows: Rows) -> MicroBatch:
     ]
     cpu = torch.device("cpu")
     if rows.packed:
-        layout = Packed.build(made, cpu)
-        segments = replace(layout.segments, on_cpu=not rows.gpu)
-        return replace(MicroBatch.build(made, cpu, Packed), layout=replace(layout, segments=segments))
+        return replace(MicroBatch.build(made, cpu, Packed), layout=Packed.build(made, cpu, on_cpu=not rows.gpu))
     batch, beside = MicroBatch.build(made, cpu, Padded), Padded.build(made, cpu)
     length = rows.prompt + rows.completion
     # a mask of four dimensions is used as it is; of two, transformers would look at the numbers

@@ -36,6 +36,7 @@ class EarlyScorer:
         self._calls: list[Future[None]] = []
         self._waiting: deque[tuple[int, Sequence[Completion]]] = deque()
         self._done: dict[int, Scored] = {}
+        self._over = False
 
     def take(self, k: int, completions: Sequence[Completion]) -> None:
         """All completions of the k-th request are there. Returns at once."""
@@ -47,6 +48,8 @@ class EarlyScorer:
         waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
         groups = [(k, self.rollouts_of(k, completions)) for k, completions in waiting]
         with self.lock:
+            if self._over:  # nobody will ask, and the rewards are being closed
+                return
             scores = iter(self.scorer.early([one for _, rollouts in groups for one in rollouts], self.max_tokens))
         for k, rollouts in groups:
             self._done[k] = rollouts, [next(scores) for _ in rollouts]
@@ -63,6 +66,7 @@ class EarlyScorer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._over = kind is not None
         self._thread.shutdown(wait=kind is None, cancel_futures=kind is not None)
         if kind is None:
             for call in self._calls:

@@ -45,7 +45,7 @@ def attend(
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-    return out.transpose(1, 2), None
+    return out.to(query.dtype).transpose(1, 2), None
 
 
 @contextmanager

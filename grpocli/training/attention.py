@@ -3,7 +3,7 @@
 A `Segment` is a prompt and completions of it. Prompt tokens attend to the prompt; a completion's attend to the prompt
 and to those before them in the completion. All else in a decoder layer looks at one token alone, so a sequence of
 segments is what the rows are, without padding and with each prompt computed once; gradients flow into it from every
-completion.
+completion. For the length of a call of `sdpa` completions may be filled up to rows of one length.
 
 transformers calls this through its registry of attention functions, and hands the segments through the model.
 """
@@ -50,11 +50,12 @@ class Block:
     in_line: Tensor | None = None
 
     @classmethod
-    def of(cls, prompt: int, lengths: Sequence[int], device: torch.device) -> Block:
+    def of(cls, prompt: int, lengths: Sequence[int], device: torch.device, on_cpu: bool) -> Block:
         size, width = sum(lengths), max(lengths)
-        if width < prompt:
-            return cls(size, 1, size, _mask(prompt, lengths, device))
-        mask = None if sdpa.prefers_causal(device, width) else _mask(prompt, [width], device)
+        if not _are_worth_copies(prompt, width):
+            return cls(size, 1, size, _mask(prompt, lengths, device, on_cpu))
+        causal = width >= prompt and sdpa.prefers_causal(width, on_cpu)
+        mask = None if causal else _mask(prompt, [width], device, on_cpu)
         block = cls(size, len(lengths), width, mask)
         if size == len(lengths) * width:
             return block
@@ -75,11 +76,11 @@ class Block:
         return line if self.in_line is None else line.index_select(2, self.in_line)
 
 
-def _mask(prompt: int, lengths: Sequence[int], device: torch.device) -> Tensor:
+def _mask(prompt: int, lengths: Sequence[int], device: torch.device, on_cpu: bool) -> Tensor:
     """Of completions end to end behind their prompt."""
     own = torch.block_diag(*(torch.ones(n, n, dtype=torch.bool).tril() for n in lengths))
     mask = torch.cat([torch.ones(len(own), prompt, dtype=torch.bool), own], 1)
-    if sdpa.is_cpu(device):
+    if on_cpu:
         mask = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
     return mask.to(device, non_blocking=True)
 
@@ -94,7 +95,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Of a whole sequence. on_cpu: how `sdpa` is called; `grpocli plan` plans for a GPU on a CPU."""
+    """Of a whole sequence. on_cpu: how `sdpa` is called, wherever the tensors are: `grpocli plan` plans for GPUs."""
 
     parts: tuple[Segment, ...]
     on_cpu: bool
@@ -103,9 +104,9 @@ class Segments:
 def blocks_of(prompt: int, lengths: Sequence[int]) -> list[list[int]]:
     """Which completions make a block, in order.
 
-    Where the longest has no fewer tokens than the prompt, those of about one length: copies of the prompt are no more
-    than what they are copied for. Else as many as have no more tokens than their prompt, or what is worth a call:
-    scores between completions are computed there and thrown away.
+    Where the longest has at least half of the prompt's tokens, those of about one length: copies of the prompt are at
+    most twice what they are copied for. Else as many as have no more tokens than their prompt, or what is worth a
+    call: scores between completions are computed there and thrown away.
     """
     found: list[list[int]] = []
     for number in range(len(lengths)):
@@ -117,7 +118,14 @@ def blocks_of(prompt: int, lengths: Sequence[int]) -> list[list[int]]:
 
 def _makes_one(prompt: int, lengths: Sequence[int]) -> bool:
     rows, size = len(lengths) * max(lengths), sum(lengths)
-    return rows - size <= FILLED * rows if max(lengths) >= prompt else size <= max(prompt, ENOUGH)
+    if _are_worth_copies(prompt, max(lengths)):
+        return rows - size <= FILLED * rows
+    return size <= max(prompt, ENOUGH)
+
+
+def _are_worth_copies(prompt: int, longest: int) -> bool:
+    """Of the prompt, for each of its completions."""
+    return 2 * longest >= prompt
 
 
 def attend(

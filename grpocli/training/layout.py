@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grpocli.training import sdpa
 from grpocli.training.attention import Block, Segment, Segments, blocks_of
 
 if TYPE_CHECKING:
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 
 PADDING = 0.1
 """The most of a padded micro-batch that is padding."""
+UNEVEN = 0.1
+"""How much more than its share a process may have, so that no prompt is computed in two of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,9 @@ class Packed:
     segments: Segments
 
     @classmethod
-    def build(cls, rows: Sequence[Row], device: torch.device) -> Packed:
+    def build(cls, rows: Sequence[Row], device: torch.device, on_cpu: bool | None = None) -> Packed:
+        """on_cpu: how attention is called; by default as on the device."""
+        on_cpu = device.type == "cpu" if on_cpu is None else on_cpu
         line, segments = _Line(), []
         before: list[list[int]] = [[] for _ in rows]
         for prompt, numbers in by_prompt(rows):
@@ -146,7 +149,7 @@ class Packed:
                     first = line.add(ids := rows[number].completion_ids, len(prompt))
                     before[number] = [last, *range(first, first + len(ids) - 1)][: len(ids)]
                 if lengths := [n for k in found if (n := len(rows[k].completion_ids))]:
-                    made.append(Block.of(len(prompt), lengths, device))
+                    made.append(Block.of(len(prompt), lengths, device, on_cpu))
             segments.append(Segment(len(prompt), tuple(made)))
         if filler := rounded(len(line.ids)) - len(line.ids):
             line.fill(filler)
@@ -164,16 +167,19 @@ class Packed:
             place_C=torch.tensor(places, dtype=torch.long, device=device),
             completion=longest,
             rows=len(rows),
-            segments=Segments(tuple(segments), on_cpu=sdpa.is_cpu(device)),
+            segments=Segments(tuple(segments), on_cpu=on_cpu),
         )
 
     @staticmethod
     def deal(rows: Sequence[Row], processes: int) -> list[list[Row]]:
-        """Rows for each process, balanced by tokens; groups stay together unless they are large for a share."""
+        """Rows for each process, balanced by tokens; groups are cut only where whole ones cannot be shared evenly."""
         if processes == 1:
             return [list(rows)]
         groups = [[rows[k] for k in numbers] for _, numbers in by_prompt(rows)]
         share = sum(map(_cost, groups)) / processes
+        whole = _least_loaded(groups, processes)
+        if max(map(Packed.distinct, whole)) <= (1 + UNEVEN) * share:
+            return whole
         parts = []
         for group in groups:
             group.sort(key=lambda r: -len(r.completion_ids))

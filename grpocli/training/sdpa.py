@@ -26,22 +26,15 @@ Without a mask it is causal. A mask is of bools, or is added to the scores.
 """
 
 
-def is_cpu(device: torch.device) -> bool:
-    """Whether `on_cpu` is for it, and masks are added: of bools `sdpa` would make such ones in every layer."""
-    return device.type == "cpu"
-
-
-def prefers_causal(device: torch.device, queries: int) -> bool:
-    """Whether so many queries with as many again before them, causal, cost less than they alone with a mask."""
-    return not is_cpu(device) or queries > MASKED
+def prefers_causal(queries: int, on_cpu: bool) -> bool:
+    """Whether so many queries and the prompt's before them, causal, cost less than they alone with a mask."""
+    return not on_cpu or queries > MASKED
 
 
 def on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, groups: int, how: dict[str, Any]) -> Tensor:
     """Grouped keys are repeated: with a mask and groups, `sdpa` would take its slowest kernel."""
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    if mask is not None and mask.is_floating_point():
-        mask = mask.to(query.dtype)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, **how)
 
 

@@ -156,8 +156,6 @@ class Trainer:
         self.ahead.drain(self.state.step + 1)
         progress = self.ahead.progress
         self.state = replace(self.state, draws=progress.draws, seconds=self.seconds)
-        self.world.enter("checkpoint")
-        self.recorder.stage("checkpoint")
         write = partial(
             checkpoint.save,
             self.recorder.run_dir.checkpoints / f"step_{self.state.step:06d}",
@@ -170,7 +168,8 @@ class Trainer:
             tuple(progress.carried),
             [(step.groups, step.metrics) for step in progress.ready],
         )
-        self.saver.start(lambda: self._keep(write))
+        with self.timed("checkpoint"):
+            self.saver.start(lambda: self._keep(write))
 
     def _keep(self, write: Callable[[], None]) -> None:
         """Write a checkpoint, then delete the oldest. Collective."""

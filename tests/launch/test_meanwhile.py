@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -43,8 +44,14 @@ def test_leaving_waits_for_its_end_but_not_for_ever(monkeypatch: pytest.MonkeyPa
     with pytest.raises(KeyError), Meanwhile(work):
         raise KeyError
     assert not over.is_set()
-    monkeypatch.setattr(meanwhile, "END_WITHIN", 30)
     stuck.set()
-    with Meanwhile(work):
+    monkeypatch.setattr(meanwhile, "END_WITHIN", 30)
+    ended = threading.Event()
+
+    def short() -> None:
+        time.sleep(0.2)
+        ended.set()
+
+    with Meanwhile(short):
         pass
-    assert over.is_set()
+    assert ended.is_set()

@@ -39,6 +39,12 @@ def test_it_samples_what_sdpa_samples(grouped, requests) -> None:
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-5, atol=1e-6)
 
 
+def test_a_model_whose_weights_are_bfloat16_samples_too(grouped) -> None:
+    """As FSDP2 gathers them, without autocast."""
+    with attention.in_float32(grouped.bfloat16()):
+        assert all(one.token_ids for one in sampled(grouped))
+
+
 def test_under_autocast_keys_queries_and_values_are_float32(grouped, monkeypatch) -> None:
     seen = []
     real = torch.nn.functional.scaled_dot_product_attention

@@ -17,9 +17,10 @@ def test_blocks_are_rows_of_about_one_length_or_many_short_ones() -> None:
     assert blocks_of(12, [64] * 8) == [list(range(8))]
     assert blocks_of(12, [100, 90, 60, 40]) == [[0, 1, 2], [3]]
     assert blocks_of(12, [40, 8, 8, 8]) == [[0], [1, 2, 3]]
+    assert blocks_of(200, [150] * 64) == [list(range(64))]
     assert blocks_of(512, [32] * 20) == [list(range(16)), [16, 17, 18, 19]]
-    assert blocks_of(100, [60, 60, 60]) == [[0, 1], [2]]
-    assert blocks_of(5, [0, 3]) == [[0, 1]]
+    assert blocks_of(100, [40, 40, 40, 40]) == [[0, 1, 2], [3]]
+    assert blocks_of(5, [0, 3]) == [[0], [1]]
     assert blocks_of(5, []) == []
 
 
@@ -29,7 +30,8 @@ def test_blocks_are_rows_of_about_one_length_or_many_short_ones() -> None:
         (3, [7, 7, 7], 3, False),
         (3, [7, 6, 7, 6], 4, True),
         (6, [6], 1, False),
-        (9, [4, 2, 7], 1, False),
+        (9, [7, 6], 2, True),
+        (9, [4, 2, 3], 1, False),
         (1, [20, 17], 2, True),
     ],
 )
@@ -39,8 +41,7 @@ def test_each_completion_attends_as_a_row_of_its_own(
     prompt: int, lengths: list[int], rows: int, filled: bool, masked: int, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sdpa, "MASKED", masked)
-    monkeypatch.setattr(sdpa, "is_cpu", lambda device: on_cpu)
-    block = Block.of(prompt, lengths, CPU)
+    block = Block.of(prompt, lengths, CPU, on_cpu)
     assert (block.rows, block.in_rows is not None) == (rows, filled)
     assert (block.mask is None) == (max(lengths) >= prompt and not (masked and on_cpu))
     states = _states(prompt + sum(lengths))
@@ -58,7 +59,7 @@ def test_each_completion_attends_as_a_row_of_its_own(
 
 
 def test_what_fills_a_row_up_is_never_seen() -> None:
-    block = Block.of(2, [5, 4], CPU)
+    block = Block.of(2, [5, 4], CPU, on_cpu=True)
     query, key, value = (states.detach() for states in _states(2 + 9))
     segments = Segments((Segment(2, (block,)),), on_cpu=True)
     before, _ = attention.attend(torch.nn.Identity(), query, key, value, None, segments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -207,7 +208,7 @@ def test_attention_as_on_a_gpu(model, world, groups: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(attention, "ENOUGH", 8)
     rows, calls = rows_of(GROUPS[groups]), []
     plain = updated(model, world, rows, ALGORITHMS["grpo"], packed=False, skips=False)
-    monkeypatch.setattr(sdpa, "is_cpu", lambda device: False)
+    monkeypatch.setattr(Packed, "build", partial(Packed.build, on_cpu=False))
     monkeypatch.setattr(
         sdpa, "on_gpu", lambda *args, real=sdpa.on_gpu, **others: calls.append(args) or real(*args, **others)
     )
