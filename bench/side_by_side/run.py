@@ -178,7 +178,8 @@ def write(mark: str, table: str, found: dict[str, Any]) -> None:
         raise SystemExit(f"{page} has no {begin} ... {end} to write into")
     page.write_text(re.sub(inner, lambda _: f"{begin}\n{table}\n{end}", text, flags=re.DOTALL), encoding="utf-8")
     known = json.loads(DATA.read_text()) if DATA.exists() else {}
-    DATA.write_text(json.dumps(known | {mark: found}, indent=1) + "\n")
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in (known | {mark: found}).items())
+    DATA.write_text(f"{{\n{lines}\n}}\n")
 
 
 @dataclass(frozen=True)
