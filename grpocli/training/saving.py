@@ -49,8 +49,16 @@ class Saver:
         if error:
             raise error
 
-    def close(self) -> None:
-        """As `wait`, at the end of a run that has something else to tell."""
+    def close(self, patience: float | None = None) -> None:
+        """As `wait`, at the end of a run that has something else to tell.
+
+        patience: seconds after which the thread is left alone (None: never). Python's end may then abort the process,
+        where the thread is inside of C++.
+        """
+        if self._thread:
+            self._thread.join(patience)
+            if self._thread.is_alive():
+                return
         try:
             self.wait()
         except Exception:

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from grpocli.training.world import World
 
 
+PATIENCE = 2.0
+"""Seconds for the checkpoint that is being written when somebody wants everything to end at once."""
+
+
 @dataclass(slots=True)
 class Trainer:
     """The verbs of a step. See `grpocli.training.step` for the order they are used in."""
@@ -188,8 +192,7 @@ class Trainer:
         """Stop what this process has started."""
         interrupted = isinstance(sys.exception(), KeyboardInterrupt)  # by a second signal: nobody wants to wait
         with ExitStack() as closing:  # from the last to the first, each whatever the others do
-            if not interrupted:
-                closing.callback(self.saver.close)
+            closing.callback(self.saver.close, PATIENCE if interrupted else None)
             closing.callback(self.collector.sampler.scorer.close)
             closing.callback(self.engine.close)
             closing.callback(self.ahead.close, wait=not interrupted)

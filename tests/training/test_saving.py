@@ -67,6 +67,17 @@ def test_the_end_of_a_run_has_something_else_to_tell(caplog) -> None:
     one.close()
 
 
+def test_who_ends_at_once_waits_a_moment_for_it() -> None:
+    """A thread that Python's end finds inside of C++ aborts the process."""
+    go, done, one = threading.Event(), [], saver()
+    one.start(lambda: (go.wait(WAIT), done.append(1)))
+    one.close(patience=0.01)
+    assert not done
+    go.set()
+    one.close(patience=WAIT)
+    assert done == [1]
+
+
 def test_rollouts_are_sampled_meanwhile(grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling, overlapped = threading.Event(), []
     save, generate = checkpoint.save, TransformersEngine.generate
