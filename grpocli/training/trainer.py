@@ -156,7 +156,6 @@ class Trainer:
 
     def checkpoint(self) -> None:
         """Have everything saved that a resume needs. It is there once `saved` returns."""
-        self.saved()
         self.ahead.drain(self.state.step + 1)
         progress = self.ahead.progress
         self.state = replace(self.state, draws=progress.draws, seconds=self.seconds)
