@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 
     from grpocli.data import Sampling
 
+BLOCK = 64
+"""Tokens whose probabilities are added up in float32."""
+BELOW_1 = 1 - 2**-53
+"""The last number before 1 in float64."""
+
 
 def sampling_logits(
     logits_NV: Tensor, sampling: Sampling, keep_N: Tensor | None = None, seen_NV: Tensor | None = None
@@ -31,7 +36,8 @@ def sampling_logits(
         logits_NV = penalised(logits_NV, seen_NV, sampling.repetition_penalty)
     if sampling.temperature == 0:
         return logits_NV
-    logits_NV = logits_NV / sampling.temperature
+    if sampling.temperature != 1:
+        logits_NV = logits_NV / sampling.temperature
     if not sampling.truncates:
         return logits_NV
     removed_NV = _removed(logits_NV.detach(), sampling)
@@ -58,12 +64,25 @@ def _removed(logits_NV: Tensor, sampling: Sampling) -> Tensor:
     return left_NV.isinf()
 
 
-def draw(logp_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """One token a row by inverting the cumulative distribution at uniform_N in [0, 1).
+def draw(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    """One token a row by inverting the cumulative distribution at uniform_N (float64) in [0, 1).
 
-    One uniform number a token makes a row's tokens depend on its own seed alone, not on its batch.
+    One uniform number a token makes a row's tokens depend on its own seed alone, not on its batch. First which BLOCK of
+    tokens, then which of them: only the sums of blocks and one block a row need to be added up in float64.
     """
-    cdf_NV = logp_NV.exp().cumsum(-1, dtype=torch.float64)
-    target_N1 = uniform_N.unsqueeze(1).to(cdf_NV) * cdf_NV[:, -1:]
-    token_N: Tensor = torch.searchsorted(cdf_NV, target_N1, right=True).squeeze(1)
-    return token_N.clamp(max=logp_NV.shape[1] - 1)
+    filler = -probs_NV.shape[1] % BLOCK
+    probs_NKS = torch.nn.functional.pad(probs_NV, (0, filler)).unflatten(1, (-1, BLOCK))
+    block_N1, within_N1 = _invert(probs_NKS.sum(-1), uniform_N.unsqueeze(1))
+    probs_NS = probs_NKS.take_along_dim(block_N1.unsqueeze(2), 1).squeeze(1)
+    place_N1, _ = _invert(probs_NS, within_N1)
+    return (block_N1 * BLOCK + place_N1).squeeze(1)
+
+
+def _invert(mass_NK: Tensor, uniform_N1: Tensor) -> tuple[Tensor, Tensor]:
+    """Where its cumulative sum passes that share of the total, and how far inside of that place, in [0, 1)."""
+    cdf_NK = mass_NK.cumsum(-1, dtype=torch.float64)
+    target_N1 = uniform_N1 * cdf_NK[:, -1:]
+    place_N1 = torch.searchsorted(cdf_NK, target_N1, right=True).clamp(max=mass_NK.shape[1] - 1)
+    mass_N1 = mass_NK.gather(1, place_N1).double()
+    within_N1 = 1 - (cdf_NK.gather(1, place_N1) - target_N1) / mass_N1
+    return place_N1, within_N1.clamp(0, BELOW_1)

@@ -142,9 +142,9 @@ def _choose(rows: _Rows, sampling: Sampling, uniform_B: Tensor) -> tuple[Tensor,
     if sampling.temperature == 0:
         token = logits_BV.argmax(-1)
         return token, torch.zeros_like(token, dtype=torch.float32)
-    logp_BV = logits_BV.log_softmax(-1)
-    token = draw(logp_BV, uniform_B)
-    return token, logp_BV.gather(1, token.unsqueeze(1)).squeeze(1)
+    probs_BV = logits_BV.softmax(-1)
+    token = draw(probs_BV, uniform_B)
+    return token, probs_BV.gather(1, token.unsqueeze(1)).squeeze(1).log()
 
 
 def _texts(

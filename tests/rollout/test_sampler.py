@@ -69,12 +69,29 @@ def test_greedy_takes_the_likeliest_token(little_model) -> None:
 
 
 def test_draw_follows_the_distribution() -> None:
-    logp = torch.tensor([0.5, 0.0, 0.3, 0.2]).log()
+    probs = torch.tensor([0.5, 0.0, 0.3, 0.2])
     n = 20_000
-    uniform = (torch.arange(n) + 0.5) / n
-    counts = Counter(draw(logp.expand(n, 4), uniform).tolist())
+    uniform = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    counts = Counter(draw(probs.expand(n, 4), uniform).tolist())
     assert [counts[i] / n for i in range(4)] == pytest.approx([0.5, 0.0, 0.3, 0.2], abs=1e-3)
-    assert draw(logp[None], torch.tensor([0.0])).item() == 0
+    assert draw(probs[None], torch.zeros(1, dtype=torch.float64)).item() == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 1024, 50_257])
+@pytest.mark.parametrize("spread", [0.0, 3.0, 30.0])
+def test_draw_inverts_the_whole_cumulative_distribution(tokens: int, spread: float) -> None:
+    """Whatever its blocks: where the two differ, the number is on the edge between two tokens, to rounding."""
+    generator = torch.Generator().manual_seed(tokens)
+    probs = (spread * torch.randn(200, tokens, generator=generator)).softmax(-1)
+    probs[:, 1::7] = 0
+    uniform = torch.rand(200, 1, generator=generator, dtype=torch.float64)
+    uniform[0], uniform[1] = 0.0, 1 - 2**-53
+    found = draw(probs, uniform.squeeze(1)).unsqueeze(1)
+    exact = probs.double() / probs.double().sum(-1, keepdim=True)
+    after = exact.cumsum(-1).gather(1, found)
+    assert (probs.gather(1, found) > 0).all()
+    assert (after >= uniform - 1e-6).all()
+    assert (after - exact.gather(1, found) <= uniform + 1e-6).all()
 
 
 @pytest.mark.parametrize(
