@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -21,7 +21,9 @@ from grpocli.tracking.files import clear_leftovers
 logger = logging.getLogger(__name__)
 
 KEY = "hydra.run.dir"
-LOCK_POLL = 1.0  # seconds between two tries
+LOCK_POLL = 0.5  # seconds between two tries
+WORKERS_WITHIN = 15.0
+"""Seconds in which trainer processes notice that the one that had started them was killed, and end."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -31,6 +33,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 LEFT_BY_A_START = {
     ".hydra",
     ".lock",
+    ".workers",
     "accelerate.json",
     "again",
     "config.yaml",
@@ -114,27 +117,38 @@ class RunDir:
         Raises ConfigError while another process runs in it, after `patience` seconds: a file server takes a while to
         notice that a machine has died.
         """
+        with self._holding(".lock", patience, "another process is running in it; wait, or stop it"):
+            problem = "trainer processes of an earlier start still run in it; wait, or kill them"
+            with self._holding(".workers", max(patience, WORKERS_WITHIN), problem):
+                pass  # those that come now are this process's
+            yield
+
+    def worked_in(self) -> AbstractContextManager[None]:
+        """Say that this trainer process runs in the folder: it may outlive the one that holds it, which was killed."""
+        return self._holding(".workers", WORKERS_WITHIN, "another process is being started in it", fcntl.LOCK_SH)
+
+    @contextmanager
+    def _holding(self, name: str, patience: float, problem: str, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            file = (self.path / ".lock").open("w")
+            file = (self.path / name).open("w")
         except OSError as error:
             raise ConfigError.of(KEY, self.path, f"cannot be written: {self._why(error)}") from error
         with file:
             try:
-                self._lock(file, time.monotonic() + patience)
+                self._lock(file, kind, time.monotonic() + patience, problem)
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
                 logger.warning("%s has no locks (%s): nothing keeps a second process out", self.path, error.strerror)
             yield
 
-    def _lock(self, file: IO[str], until: float) -> None:
+    def _lock(self, file: IO[str], kind: int, until: float, problem: str) -> None:
         while True:
             try:
-                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fcntl.flock(file, kind | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 if time.monotonic() >= until:
-                    problem = "another process is running in it; wait, or stop it"
                     raise ConfigError.of(KEY, self.path, problem) from error
             time.sleep(LOCK_POLL)
 
@@ -160,4 +174,4 @@ class RunDir:
             return RunError(f"no space left on the disk while writing {where}; free some, then resume={self.path}")
         if error.errno in FORBIDDEN and self.path in (Path(where), *Path(where).parents):
             return RunError(f"{KEY}={self.path}: {reason} ({where}); make it writable, then resume={self.path}")
-        return RunError(f"{where}: {reason}")
+        return RunError(f"{where}: {reason}; put that right, then resume={self.path}")

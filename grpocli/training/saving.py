@@ -58,6 +58,7 @@ class Saver:
         if self._thread:
             self._thread.join(patience)
             if self._thread.is_alive():
+                logger.warning("the last checkpoint was not written: it took longer than %s s", patience)
                 return
         try:
             self.wait()

@@ -164,7 +164,8 @@ def main() -> None:
         run = build_run(config)  # type: ignore[arg-type]
         view = make_view() if rank == 0 else silent_view()
         view.start(run_dir.name, [], run.train.steps)
-        work(run, Job.load(run_dir.path), run_dir, stop, view, report, board)
+        with run_dir.worked_in():
+            work(run, Job.load(run_dir.path), run_dir, stop, view, report, board)
     except Stopped:
         pass  # reported; a code would make the launcher end the others before they have finished
     except Exception as error:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from contextlib import nullcontext
+import threading
+import time
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
@@ -91,8 +93,8 @@ def test_a_run_that_began_is_kept(tmp_path: Path) -> None:
     [
         (errno.ENOSPC, True, r"^no space left on the disk while writing .*metrics\.jsonl; free some, then resume="),
         (errno.EROFS, True, r"^hydra\.run\.dir=.*Read-only file system .*metrics\.jsonl.* resume="),
-        (errno.EACCES, False, r"^/etc/shadow: Permission denied$"),
-        (errno.ENOENT, True, r"metrics\.jsonl: No such file or directory$"),
+        (errno.EACCES, False, r"^/etc/shadow: Permission denied; put that right, then resume="),
+        (errno.ENOENT, True, r"metrics\.jsonl: No such file or directory; put that right, "),
     ],
 )
 def test_trouble_in_the_middle_of_a_run(tmp_path: Path, code: int, inside: bool, said: str) -> None:
@@ -113,3 +115,20 @@ def test_a_file_system_without_locks_is_told_and_used(
     monkeypatch.setattr(fcntl, "flock", flock)
     with nullcontext() if goes_on else pytest.raises(OSError, match=os.strerror(problem)), RunDir(tmp_path).locked():
         assert "nothing keeps a second process out" in caplog.text
+
+
+def test_a_resume_waits_for_trainer_processes_that_outlive_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "run")
+    monkeypatch.setattr("grpocli.tracking.run_dir.WORKERS_WITHIN", 1.0)
+    still = pytest.raises(ConfigError, match="trainer processes of an earlier start still run in it")
+    with run.worked_in(), run.worked_in(), still, run.locked():
+        pass
+    monkeypatch.setattr("grpocli.tracking.run_dir.WORKERS_WITHIN", 30.0)
+    left = ExitStack()
+    left.enter_context(run.worked_in())
+    threading.Timer(1.0, left.close).start()
+    start = time.monotonic()
+    with run.locked(), run.worked_in():
+        assert 0.9 < time.monotonic() - start < 20
