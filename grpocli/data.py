@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 Message: TypeAlias = dict[str, str]
@@ -16,13 +16,36 @@ class Prompt:
     uid: names this draw; two draws of the same question, or two equal questions, have different uids.
     token_ids: what the engine is given.
     text: the prompt as a reward function sees it, a string or a list of messages.
-    columns: every other column of the example (the answer, a task name ...).
+    columns: every other column of the example (the answer ...), and `task_name`.
     """
 
     uid: str
     token_ids: list[int]
     text: Text
     columns: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def task(self) -> str:
+        """The name of the task that it is of."""
+        return str(self.columns.get("task_name", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """messages: the model's turns and the environment's, in order. turns: how many were the model's.
+
+    rewards: by name, summed over the turns. problem: why the environment could not go on, a phrase for the user.
+    """
+
+    messages: list[Message]
+    turns: int
+    rewards: dict[str, float] = field(default_factory=dict)
+    problem: str | None = None
+
+    @property
+    def last(self) -> str:
+        """The text of the model's last turn."""
+        return [message["content"] for message in self.messages if message["role"] == "assistant"][-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +57,8 @@ class Completion:
     version: the weight version that sampled it, the oldest where weights changed on the way; then spans are the pieces
         in order, as (version, number of tokens).
     mask: 1 where the model wrote the token, 0 where it was given (an environment's words between turns);
-        None means all 1.
+        None means all 1. Given tokens have a log-prob of 0.
+    episode: what came of it in its environment; None where the task has none.
     """
 
     token_ids: list[int]
@@ -43,10 +67,16 @@ class Completion:
     version: int
     mask: list[int] | None = None
     spans: list[tuple[int, int]] | None = None
+    episode: Episode | None = None
 
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
+
+    @property
+    def written(self) -> int:
+        """How many tokens are the model's own."""
+        return len(self.token_ids) if self.mask is None else sum(self.mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +136,20 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """n completions of one prompt; the same seed and weights give the same tokens."""
+    """n completions of one prompt; the same seed and weights give the same tokens.
+
+    max_tokens: a limit of its own, below the sampling's. stop: strings beside the sampling's.
+    """
 
     token_ids: list[int]
     n: int
     seed: int
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def under(self, sampling: Sampling) -> Sampling:
+        """How its completions are drawn."""
+        if self.max_tokens is None and not self.stop:
+            return sampling
+        limit = min(sampling.max_tokens, self.max_tokens or sampling.max_tokens)
+        return replace(sampling, max_tokens=limit, stop=(*sampling.stop, *self.stop))

@@ -143,7 +143,12 @@ def row(name: str, sides: dict[str, list[dict[str, Any]]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("savings", nargs="*", metavar="SAVING", help=f"of {', '.join(SAVINGS)}, whose rows in the docs are replaced; all by default")
+    parser.add_argument(
+        "savings",
+        nargs="*",
+        metavar="SAVING",
+        help=f"of {', '.join(SAVINGS)}, whose rows in the docs are replaced; all by default",
+    )
     parser.add_argument("--without", nargs=4, metavar=("SAVING", "WORKLOAD", "FOLDER", "STEPS"))
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=2)

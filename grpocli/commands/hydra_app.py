@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from grpocli.config.complaints import friendly
 from grpocli.config.compose import compose, conf_dir, register_parts
 from grpocli.config.resume import Resume
+from grpocli.config.task_list import spread
 from grpocli.errors import ConfigError, GrpoError, Stopped
 
 
@@ -63,6 +64,7 @@ def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[st
     from hydra.errors import HydraException
 
     register_parts()
+    argv = spread(argv)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing a traceback of its own
     sys.argv = [f"grpocli {config_name.replace('_', '-')}", *argv]
     failures: list[GrpoError] = []

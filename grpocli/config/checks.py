@@ -26,6 +26,9 @@ def check_run(run: Run) -> None:
 
 
 def _check_rewards(run: Run) -> None:
+    from grpocli.rewards.environment import EnvironmentReward
+    from grpocli.tasks.mixture import Mixture, tasks_of
+
     if not run.reward:
         raise ConfigError("reward=[]: choose at least one reward")
     names = list(run.reward)
@@ -38,6 +41,17 @@ def _check_rewards(run: Run) -> None:
             raise ConfigError.of(
                 key, name, f"choose one of this run's rewards: {', '.join(names)}{nearest(name, names)}"
             )
+    if any(isinstance(reward, EnvironmentReward) for reward in run.reward.values()) and not any(
+        getattr(getattr(task, "environment", None), "name", None) for task in tasks_of(run.task).values()
+    ):
+        raise ConfigError("reward=[environment]: no task of this run has an environment; give task.environment.name")
+    for task, chosen in tasks_of(run.task).items():
+        for name in getattr(chosen, "rewards", None) or ():
+            if name not in names:
+                key = f"task.{task}.rewards" if isinstance(run.task, Mixture) else "task.rewards"
+                raise ConfigError.of(
+                    key, name, f"choose some of this run's rewards: {', '.join(names)}{nearest(name, names)}"
+                )
 
 
 def _check_difficulty(run: Run) -> None:

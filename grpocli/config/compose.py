@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 import grpocli
+from grpocli.config.task_list import spread
 from grpocli.errors import ConfigError, GrpoError
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def compose(overrides: list[str], config_name: str = "train") -> DictConfig:
     from grpocli.config.complaints import friendly
 
     register_parts()
+    overrides = spread(overrides)
     with (
         friendly(overrides, config_name),
         beside_another_hydra(),

@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, TypeVar, dataclass_transform, get_origin, get_type_hints
+from functools import partial
+from typing import Any, ClassVar, TypeVar, cast, dataclass_transform, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
@@ -44,13 +45,32 @@ def part(group: str, name: str, *, package: str | None = None) -> Callable[[type
 
 def _node(made: type[Any]) -> Any:
     """What Hydra composes. The keys of a `dict` field are the user's own: overriding one needs no `+`."""
-    own = [f.name for f in dataclasses.fields(made) if f.default_factory is dict]
+    own = _dicts(made)
     if not own:
         return made
     config = OmegaConf.structured(made)
     for name in own:
-        OmegaConf.set_struct(config[name], False)
+        OmegaConf.set_struct(OmegaConf.select(config, name), False)
     return config
+
+
+def _dicts(made: type[Any], prefix: str = "") -> list[str]:
+    """The names of fields of type `dict`, those of sections inside too."""
+    found = []
+    for f in dataclasses.fields(made):
+        if f.default_factory is dict:
+            found.append(prefix + f.name)
+        elif "section" in f.metadata:
+            found += _dicts(f.metadata["section"], f"{prefix}{f.name}.")
+    return found
+
+
+def _changed(default: Any) -> dict[str, Any]:
+    """What a section's default says that its class does not."""
+    make = cast("Callable[[], Any]", type(default))
+    plain = make()
+    values = {f.name: (getattr(default, f.name), getattr(plain, f.name)) for f in dataclasses.fields(default)}
+    return {name: value for name, (value, usual) in values.items() if value != usual}
 
 
 def stored(group: str) -> dict[str, Any]:
@@ -100,8 +120,9 @@ def _schema_field(hint: Any, f: dataclasses.Field[Any]) -> tuple[Any, Any]:
     if "follows" in f.metadata:
         return hint, dataclasses.field(default="${" + f.metadata["follows"] + "}")
     if dataclasses.is_dataclass(hint) and hasattr(hint, "config_key"):
-        nested = schema(hint)  # type: ignore[arg-type]
-        return nested, dataclasses.field(default_factory=nested)
+        nested: Any = schema(hint)  # type: ignore[arg-type]
+        given = {} if f.default is dataclasses.MISSING else _changed(f.default)
+        return nested, dataclasses.field(default_factory=partial(nested, **given), metadata={"section": nested})
     if f.default is not dataclasses.MISSING:
         return hint, dataclasses.field(default=f.default)
     if f.default_factory is not dataclasses.MISSING:

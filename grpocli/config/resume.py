@@ -11,6 +11,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpocli.config.complaints import flat_keys
+from grpocli.config.task_list import spread
 from grpocli.errors import ConfigError
 from grpocli.tracking.files import write_atomic
 
@@ -35,7 +36,7 @@ class Resume:
         for name in ("config.yaml", ".hydra/overrides.yaml"):
             if not (folder / name).is_file():
                 raise ConfigError.of("resume", named[-1], f"holds no run of grpocli: {name} is missing")
-        return cls(folder, [o for o in overrides if not o.startswith(("resume=", "hydra."))])
+        return cls(folder, [o for o in spread(overrides) if not o.startswith(("resume=", "hydra."))])
 
     def overrides(self, given: list[str]) -> list[str]:
         """The overrides that compose the run again, in its own folder."""
@@ -60,7 +61,9 @@ class Resume:
         before = dict(o.split("=", 1) for o in saved if "=" in o)
         now = dict(o.split("=", 1) for o in self.given if "=" in o)
         gone = [part for key, choice in now.items() for part in _left(key, before.get(key, choice), choice)]
-        return [o for o in saved if not o.lstrip("+~").startswith(("resume=", *(f"{part}." for part in gone)))]
+        left = ("resume=", *(f"{part}." for part in gone), *(f"{part}@" for part in gone))
+        again = {o for o in self.given if o.startswith("+") and "@" in o}  # Hydra takes an addition once
+        return [o for o in saved if not o.lstrip("+~").startswith(left) and o not in again]
 
     def merged(self, composed: DictConfig) -> DictConfig:
         """The saved config, with the keys given now taken from `composed`.

@@ -27,13 +27,14 @@ from grpocli.rollout.auto import chosen
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync import placement
 from grpocli.rollout.vllm.nodes import new_folder, weights_of
+from grpocli.tasks.mixture import tasks_of
 from grpocli.tracking.files import write_atomic
 from grpocli.tracking.run_dir import RunDir
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
+    from grpocli.tasks.data import Data
     from grpocli.tracking.view import View
-    from grpocli.training.assemble import Data
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,8 @@ def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool, devices: Devi
     check_overlap(run, chosen(run.engine))
     check_nodes(run, chosen(run.engine))
     check_shares(run, devices.processes * (node.count if node else 1))
-    run.task.examples("train")
+    for task in tasks_of(run.task).values():
+        task.examples("train")
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
     nodes = getattr(run.hardware, "rollout_nodes", 0)
     transport = run.sync.choose(placement(run.hardware.device, run.engine, devices.shared, nodes))
@@ -155,9 +157,10 @@ def _train(run: Run, job: Job, run_dir: RunDir, view: View, devices: Devices, no
 
 
 def _load_data(run: Run, job: Job) -> Data:
-    from grpocli.training.assemble import Data
+    from grpocli.models.loading import load_tokenizer
+    from grpocli.tasks.data import Data
 
-    return Data.of(run, job.engine.model_path)
+    return Data.of(run, load_tokenizer(run.model, job.engine.model_path))
 
 
 def _in_this_process(devices: Devices, node: Node | None) -> bool:

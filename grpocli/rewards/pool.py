@@ -57,7 +57,7 @@ class Worker:
         self.process.stdin.flush()
 
     def read(self) -> Any:
-        """The next answer: a list [score] or [null, reason]; None while half of it has come; EOFError at the end."""
+        """The next answer: a list [result] or [null, reason]; None while half of it has come; EOFError at the end."""
         piece = os.read(self.fileno(), 65536)
         if not piece:
             raise EOFError
@@ -86,8 +86,8 @@ class Pool:
         self._mapping = threading.RLock()
         self._starter = ThreadPoolExecutor(1, "pool")  # a worker ends with the thread that has started it
 
-    def map(self, items: Sequence[Any]) -> list[float | Failure]:
-        """A score or a Failure for each item (JSON values), in order.
+    def map(self, items: Sequence[Any]) -> list[Any]:
+        """What the function returns, never None, or a Failure for each item (JSON values all), in order.
 
         Raises RunError if no worker starts, or if another thread closes the pool.
         """
@@ -99,8 +99,8 @@ class Pool:
                 self.close()  # an answer still under way must not be taken for one of the next call's
                 raise
 
-    def _map(self, items: Sequence[Any]) -> list[float | Failure]:
-        results: list[float | Failure | None] = [None] * len(items)
+    def _map(self, items: Sequence[Any]) -> list[Any]:
+        results: list[Any] = [None] * len(items)
         waiting = deque(range(len(items)))
         while any(result is None for result in results):
             if self._closed:
@@ -127,7 +127,7 @@ class Pool:
         while len(self._workers) < n:
             self._workers.append(self._starter.submit(Worker, self.function).result())
 
-    def _listen(self, results: list[float | Failure | None]) -> None:
+    def _listen(self, results: list[Any]) -> None:
         """Wait for answers until the first deadline; end the workers that have missed theirs."""
         busy = [w for w in self._workers if w.item is not None or not w.ready]
         with selectors.DefaultSelector() as selector:
@@ -142,7 +142,7 @@ class Pool:
                 seconds = self.timeout if worker.ready else START_SECONDS
                 self._lose(worker, f"it took longer than {seconds:g} s", results)
 
-    def _take(self, worker: Worker, results: list[float | Failure | None]) -> None:
+    def _take(self, worker: Worker, results: list[Any]) -> None:
         try:
             answer = worker.read()
         except EOFError:
@@ -156,10 +156,10 @@ class Pool:
             worker.ready = True
             return
         assert worker.item is not None
-        results[worker.item] = Failure(answer[1]) if answer[0] is None else float(answer[0])
+        results[worker.item] = Failure(answer[1]) if answer[0] is None else answer[0]
         worker.item = None
 
-    def _lose(self, worker: Worker, reason: str, results: list[float | Failure | None]) -> None:
+    def _lose(self, worker: Worker, reason: str, results: list[Any]) -> None:
         worker.kill()
         self._workers.remove(worker)
         if worker.item is None:

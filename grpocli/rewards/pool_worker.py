@@ -42,7 +42,7 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def _serve(function: Callable[..., float], out: TextIO) -> None:
+def _serve(function: Callable[..., Any], out: TextIO) -> None:
     for line in sys.stdin:
         try:
             answer: list[Any] = [function(*json.loads(line))]

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
 
 from grpocli.config.parts import nearest, part, require
+from grpocli.config.user_code import load
 from grpocli.errors import ConfigError
 from grpocli.rewards.deadline import within
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
@@ -47,7 +43,7 @@ class PythonReward(BaseReward):
         return self.function
 
     def check(self, columns: Sequence[str]) -> None:
-        function = load(self.function)
+        function = load(self.function, KEY)
         given = {"prompts", "completions", "completion_ids", *columns}
         for name, parameter in inspect.signature(function).parameters.items():
             needed = parameter.default is inspect.Parameter.empty and parameter.kind in (
@@ -60,7 +56,7 @@ class PythonReward(BaseReward):
                 )
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        function = load(self.function)
+        function = load(self.function, KEY)
         result = self._within_time(function, _accepted(function, arguments(samples)))
         if isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
             return [Failure(f"it returned {result!r}, no list of numbers")] * len(samples)
@@ -97,46 +93,3 @@ def _accepted(function: Callable[..., Any], given: dict[str, list[Any]]) -> dict
         return given
     names = {p.name for p in parameters}
     return {name: values for name, values in given.items() if name in names}
-
-
-def load(function: str) -> Callable[..., Any]:
-    """The function that FILE.py:NAME or module:NAME names. Raises ConfigError where there is none."""
-    place, _, name = function.rpartition(":")
-    try:
-        module = _file(Path(place).expanduser().resolve()) if place.endswith(".py") else _module(place)
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError.of(KEY, function, f"importing it raised {type(error).__name__}: {error}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise ConfigError.of(KEY, function, f"{place} has no function {name}{nearest(name, vars(module))}")
-    result: Callable[..., Any] = found
-    return result
-
-
-def _module(name: str) -> Any:
-    _reachable(Path.cwd())
-    return importlib.import_module(name)
-
-
-def _reachable(folder: Path) -> None:
-    """Let imports find what is in a folder, after everything that is installed."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-
-
-@lru_cache(maxsize=16)
-def _file(path: Path) -> Any:
-    path = path.expanduser().resolve()
-    if not path.is_file():
-        raise ConfigError.of(KEY, path, "there is no such file")
-    _reachable(path.parent)  # as if it were run as a script
-    name = f"grpocli_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickling look a module up by its name
-    spec.loader.exec_module(module)
-    return module

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from grpocli.config.formula import Formula, summary
 from grpocli.config.parts import nearest, require, section
-from grpocli.data import Text
+from grpocli.data import Episode, Text
 from grpocli.errors import ConfigError
 
 
@@ -18,8 +18,9 @@ class Sample:
     """One completion as a reward sees it.
 
     prompt and completion are both strings (plain data), or both lists of messages (conversational data).
-    text: the completion's text in either case. columns: the example's other columns.
+    text: the completion's text in either case; of several turns, the last one's. columns: the example's other columns.
     n_tokens: the completion's length. max_tokens: the limit it was sampled under. truncated: it was cut there.
+    episode: what came of it in its task's environment, if there is one.
     """
 
     prompt: Text
@@ -29,6 +30,7 @@ class Sample:
     token_ids: list[int]
     max_tokens: int
     truncated: bool
+    episode: Episode | None = None
 
     @property
     def n_tokens(self) -> int:

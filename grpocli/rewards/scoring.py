@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import EllipsisType
 
 from grpocli.data import Rollout, Text
 from grpocli.errors import RewardError
@@ -46,16 +47,20 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """The rewards by name. A run stops when a larger share than `max_errors` of a step's samples fails."""
+    """The rewards by name. A run stops when a larger share than `max_errors` of a step's samples fails.
+
+    tasks: which rewards score a task's samples, by its name; all of them those of a task that is not in it.
+    """
 
     rewards: dict[str, BaseReward]
     max_errors: float
+    tasks: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def early(self, rollouts: Sequence[Rollout], max_tokens: int) -> list[dict[str, Score]]:
         """Of some of a step's rollouts, the scores that need not wait for the others: of rewards with processes of
         their own."""
         samples = [sample_of(rollout, max_tokens) for rollout in rollouts]
-        scores = {name: self._call(reward, samples) for name, reward in self.rewards.items() if reward.has_processes}
+        scores = {name: self._of(name, samples) for name, reward in self.rewards.items() if reward.has_processes}
         return [{name: found[i] for name, found in scores.items()} for i in range(len(samples))]
 
     def score(
@@ -70,8 +75,8 @@ class Scorer:
         known = known or [{} for _ in samples]
         results: list[dict[str, float]] = [{} for _ in samples]
         errors, first = dict[str, int](), dict[str, str]()
-        for name, reward in self.rewards.items():
-            others = iter(self._call(reward, [s for s, k in zip(samples, known, strict=True) if name not in k]))
+        for name in self.rewards:
+            others = iter(self._of(name, [s for s, k in zip(samples, known, strict=True) if name not in k]))
             scores = [k[name] if name in k else next(others) for k in known]
             failed = [(s, f) for s, f in zip(samples, scores, strict=True) if isinstance(f, Failure)]
             for sample, failure in failed[:3]:
@@ -95,6 +100,20 @@ class Scorer:
                     f"more than rollout.max_reward_errors={self.max_errors} allows: {tally.first[name]}"
                 )
 
+    def _of(self, name: str, samples: Sequence[Sample]) -> list[Score]:
+        """Scores by one reward, which is shown only what it is for, and no episode that broke off."""
+        given = [self._before(name, sample) for sample in samples]
+        scores = iter(self._call(self.rewards[name], [s for s, g in zip(samples, given, strict=True) if g is ...]))
+        return [next(scores) if score is ... else score for score in given]
+
+    def _before(self, name: str, sample: Sample) -> Score | EllipsisType:
+        """What is known without asking the reward; ... where that has to be done."""
+        if name not in self.tasks.get(sample.columns.get("task_name", ""), self.rewards):
+            return None
+        if sample.episode and sample.episode.problem:
+            return Failure(sample.episode.problem)
+        return ...
+
     def _call(self, reward: BaseReward, samples: Sequence[Sample]) -> list[Score]:
         if not samples:
             return []
@@ -111,17 +130,19 @@ class Scorer:
 
 def sample_of(rollout: Rollout, max_tokens: int) -> Sample:
     """A rollout as rewards see it."""
-    chat = not isinstance(rollout.prompt.text, str)
-    completion: Text = [{"role": "assistant", "content": rollout.text}] if chat else rollout.text
-    done = rollout.completion
+    done, text = rollout.completion, rollout.text
+    completion: Text = text if isinstance(rollout.prompt.text, str) else [{"role": "assistant", "content": text}]
+    if done.episode:
+        completion, text = list(done.episode.messages), done.episode.last
     return Sample(
         prompt=rollout.prompt.text,
         completion=completion,
-        text=rollout.text,
+        text=text,
         columns=rollout.prompt.columns,
         token_ids=done.token_ids,
         max_tokens=max_tokens,
         truncated=done.truncated,
+        episode=done.episode,
     )
 
 

@@ -56,26 +56,28 @@ def sample(
     """
     rows = _prefill(model, requests, sampling)
     texts = _texts(requests, sampling, tokenizer)
+    limits = [r.under(sampling).max_tokens for r in requests for _ in range(r.n)]
+    limit_B = torch.tensor(limits, device=rows.row.device)
     uniform_BT = _uniforms(requests, sampling.max_tokens).to(rows.row.device)
     stops = torch.tensor(list(stop_ids), device=rows.row.device)
     going = torch.ones_like(rows.row, dtype=torch.bool)
     drawn = []
 
-    for t in range(sampling.max_tokens):
+    for t in range(max(limits)):
         token, logp = _choose(rows, sampling, uniform_BT[rows.row, t])
         ended = torch.isin(token, stops)
         if texts:
             ended |= _stopped(texts, rows.row, token)
         drawn.append((rows.row, torch.full_like(rows.row, t), token, logp, ended))
-        going = going & ~ended
+        going = going & ~ended & (t + 1 < limit_B[rows.row])
         left = int(going.sum())
-        if left == 0 or t + 1 == sampling.max_tokens:
+        if left == 0:
             break
         if left <= 0.75 * len(going):  # a smaller batch is worth the copy of the cache
             rows.keep(going.nonzero().squeeze(1))
             token, going = token[going], going[going]
         _advance(model, rows, token)
-    return _gather(requests, drawn, version)
+    return _gather(requests, drawn, limits, version)
 
 
 def _prefill(model: PreTrainedModel, requests: Sequence[Request], sampling: Sampling) -> _Rows:
@@ -151,11 +153,13 @@ def _texts(
     requests: Sequence[Request], sampling: Sampling, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[StopStrings]:
     """Of each row of the output; empty where there are no stop strings."""
-    if not sampling.stop:
+    stops = [r.under(sampling).stop for r in requests]
+    if not any(stops):
         return []
     if tokenizer is None:
         raise ValueError("stop strings need a tokenizer")
-    return [StopStrings(tokenizer, sampling.stop, r.token_ids) for r in requests for _ in range(r.n)]
+    watched = zip(requests, stops, strict=True)
+    return [StopStrings(tokenizer, stop, r.token_ids) for r, stop in watched for _ in range(r.n)]
 
 
 def _stopped(texts: list[StopStrings], row: Tensor, token: Tensor) -> Tensor:
@@ -172,15 +176,21 @@ def _uniforms(requests: Sequence[Request], max_tokens: int) -> Tensor:
     return torch.cat(blocks)
 
 
-def _gather(requests: Sequence[Request], drawn: Sequence[tuple[Tensor, ...]], version: int) -> list[list[Completion]]:
-    """drawn: of each step rows, places, tokens, log-probs and whether the token ends its row; what follows is void."""
+def _gather(
+    requests: Sequence[Request], drawn: Sequence[tuple[Tensor, ...]], limits: Sequence[int], version: int
+) -> list[list[Completion]]:
+    """drawn: of each step rows, places, tokens, log-probs and whether the token ends its row; what follows is void.
+
+    limits: the most tokens of each row.
+    """
     row, place, *of_tokens = (torch.cat(pieces) for pieces in zip(*drawn, strict=True))
     token_BT, logp_BT, ended_BT = (_table(values, row, place).tolist() for values in of_tokens)
 
     def completions() -> Iterator[Completion]:
-        for ids, logp, ended in zip(token_BT, logp_BT, ended_BT, strict=True):
-            n = ended.index(True) + 1 if any(ended) else len(ended)
-            yield Completion(ids[:n], logp[:n], "stop" if any(ended) else "length", version)
+        for ids, logp, ended, limit in zip(token_BT, logp_BT, ended_BT, limits, strict=True):
+            stopped = any(ended[:limit])
+            n = ended.index(True) + 1 if stopped else min(limit, len(ended))
+            yield Completion(ids[:n], logp[:n], "stop" if stopped else "length", version)
 
     each = completions()
     return [[next(each) for _ in range(r.n)] for r in requests]

@@ -25,7 +25,9 @@ class StopStrings:
         self._said = self._decode()  # what is already part of the text, of the tokens kept for context
         self._new = len(self._ids)  # where the tokens begin that have not become text
         self._tail = ""
-        self._reach = max(map(len, stop)) - 1  # characters before the new ones that a stop string may begin with
+        self._reach = (
+            max(map(len, stop), default=1) - 1
+        )  # characters before the new ones that a stop string may begin with
 
     def completed_by(self, token: int) -> bool:
         """Add the next token; whether its text completes a stop string."""

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from grpocli.config.parts import one_of, part, require
+from grpocli.tasks.task import BaseTask
 
 if TYPE_CHECKING:
     from grpocli.tasks.task import Example
@@ -25,7 +26,7 @@ HELD_OUT = 26 / 256
 
 
 @part("task", "arithmetic")
-class Arithmetic:
+class Arithmetic(BaseTask):
     """Problems like `47+85=` with the answer `132`, as a conversation of one message.
 
     digits: of both operands (10 to 99 for 2; 0 to 9 for 1). operation: `+`, `-` or `*`.
@@ -39,6 +40,7 @@ class Arithmetic:
     eval_size: int = 1000
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(self, "digits", 1 <= self.digits <= 9, "must be between 1 and 9")
         one_of(self, "operation", OPERATIONS)
         require(self, "train_size", self.train_size >= 1, "must be at least 1")
@@ -46,14 +48,14 @@ class Arithmetic:
 
     def examples(self, split: str) -> Sequence[Example]:
         """`prompt` and `answer` of `train` or `eval`; the same on every machine."""
-        return _examples(self, split)
+        most = {"train": self.train_size, "eval": self.eval_size}[split]
+        return _examples(self.operation, self.digits, split, most)
 
 
 @lru_cache(maxsize=8)
-def _examples(task: Arithmetic, split: str) -> Sequence[Example]:
-    size = {"train": task.train_size, "eval": task.eval_size}[split]
-    chosen = (pair for pair in _pairs(task.digits) if split_of(task.operation, *pair) == split)
-    return [_example(task.operation, *pair) for pair in islice(chosen, size)]
+def _examples(operation: str, digits: int, split: str, most: int) -> Sequence[Example]:
+    chosen = (pair for pair in _pairs(digits) if split_of(operation, *pair) == split)
+    return [_example(operation, *pair) for pair in islice(chosen, most)]
 
 
 def _pairs(digits: int) -> Iterator[tuple[int, int]]:

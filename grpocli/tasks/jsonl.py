@@ -12,6 +12,7 @@ from omegaconf import MISSING
 
 from grpocli.config.parts import one_of, part, require
 from grpocli.errors import ConfigError
+from grpocli.tasks.task import BaseTask
 
 if TYPE_CHECKING:
     from grpocli.tasks.loading import Row, Table
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @part("task", "jsonl")
-class Jsonl:
+class Jsonl(BaseTask):
     """Examples from .jsonl, .json, .csv or .parquet files, or from the hub.
 
     path: a file, a folder of files, or a name on the hub (with `name`, its configuration).
@@ -48,6 +49,7 @@ class Jsonl:
     format: str = "auto"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         one_of(self, "format", ("auto", "plain", "chat"))
         require(self, "eval_size", self.eval_size >= 1, "must be at least 1")
         require(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+
+GOLDEN = 2654435769
+"""2**32 divided by the golden ratio: its multiples, modulo 2**32, are spread as evenly as can be."""
 
 
 class Order:
     """Every one of n examples once an epoch, in another order each epoch."""
 
-    def __init__(self, n: int, seed: int) -> None:
-        """n >= 1 examples, seed >= 0."""
-        self.n, self.seed = n, seed
+    def __init__(self, n: int, seed: int, *streams: int) -> None:
+        """n >= 1 examples, seed >= 0; streams: further numbers that make it another order."""
+        self.n, self.seed = n, (seed, *streams)
         self._epoch, self._permutation = -1, np.arange(0)
 
     def index(self, draw: int) -> int:
@@ -18,10 +23,32 @@ class Order:
         epoch, place = divmod(draw, self.n)
         if epoch != self._epoch:
             # raw bits are the part of numpy's generators that stays the same between its versions
-            bits = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(self.n)
+            bits = np.random.PCG64(np.random.SeedSequence([*self.seed, epoch])).random_raw(self.n)
             self._epoch, self._permutation = epoch, np.argsort(bits, kind="stable")
         return int(self._permutation[place])
 
-    def uid(self, draw: int) -> str:
-        """`EPOCH-INDEX`: a name that no other draw has."""
-        return f"{draw // self.n}-{self.index(draw)}"
+
+class Rotation:
+    """Which of several tasks each draw is of: in proportion to their weights, in any stretch of draws.
+
+    A sequence of low discrepancy: after n draws a task has had its share of them, but for a few.
+    """
+
+    def __init__(self, weights: Sequence[float], seed: int) -> None:
+        self._edges = np.cumsum(weights) / np.sum(weights)
+        self._start = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        self._task, self._nth = np.empty(0, np.int64), np.empty(0, np.int64)
+
+    def of(self, draw: int) -> tuple[int, int]:
+        """The number of the task, and how many draws before this one were of it."""
+        if draw >= len(self._task):
+            self._count(max(2 * draw, 1024))
+        return int(self._task[draw]), int(self._nth[draw])
+
+    def _count(self, draws: int) -> None:
+        place = (np.arange(draws, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(self._start)) % np.uint64(2**32)
+        self._task = np.searchsorted(self._edges[:-1], place / 2**32, side="right")
+        self._nth = np.empty(draws, np.int64)
+        for task in range(len(self._edges)):
+            (own,) = np.nonzero(self._task == task)
+            self._nth[own] = np.arange(len(own))

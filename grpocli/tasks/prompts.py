@@ -20,6 +20,7 @@ ROLES = ("system", "user", "assistant", "tool", "developer")
 class PromptSet:
     """The examples of one split as token ids.
 
+    task: its name, which every prompt has as the column `task_name`.
     Prompts over `max_tokens` are dropped (`long_prompts="drop"`) or lose their beginning (`"truncate"`).
     n_dropped, n_truncated: how many; report: a sentence about it, empty where there is nothing to say.
     Raises ConfigError where an example is no prompt, the tokenizer has no chat template for a conversation, or
@@ -33,15 +34,18 @@ class PromptSet:
         max_tokens: int,
         long_prompts: str,
         name: str,
+        task: str = "",
     ) -> None:
-        self.name, self.max_tokens = name, max_tokens
+        self.name, self.max_tokens, self.task = name, max_tokens, task
         self._examples = examples
-        token_ids = tokenize([_text(example, i, name) for i, example in enumerate(examples)], tokenizer)
+        texts = [_text(example, i, name) for i, example in enumerate(examples)]
+        token_ids = tokenize(texts, tokenizer)
         lengths = [len(ids) for ids in token_ids]
         long = {i for i, n in enumerate(lengths) if n > max_tokens}
         drop = long_prompts == "drop"
         self._kept = [i for i in range(len(token_ids)) if not (drop and i in long)]
         self._token_ids = {i: token_ids[i][-max_tokens:] for i in self._kept}
+        self._hashes = [_hash(texts[i]) for i in self._kept]
         self.n_dropped, self.n_truncated = (len(long), 0) if drop else (0, len(long))
         if not self._kept:
             raise ConfigError.of(
@@ -64,12 +68,23 @@ class PromptSet:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def shared_with(self, others: PromptSet) -> list[int]:
+        """Which of these prompts are among the others, by a hash of their text."""
+        theirs = set(others._hashes)
+        return [index for index, one in enumerate(self._hashes) if one in theirs]
+
     def prompt(self, index: int, uid: str) -> Prompt:
         """The index-th prompt that was kept."""
         place = self._kept[index]
         columns = dict(self._examples[place])
         text = columns.pop("prompt")
+        if self.task:
+            columns["task_name"] = self.task
         return Prompt(uid, self._token_ids[place], text, columns)
+
+
+def _hash(text: Text) -> int:
+    return hash(text if isinstance(text, str) else tuple(tuple(sorted(message.items())) for message in text))
 
 
 def tokenize(texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

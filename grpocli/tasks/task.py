@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
+
+from grpocli.config.parts import require, section
+from grpocli.environments.environment import Play
 
 Example = dict[str, Any]
 """`prompt` (a string, or a list of messages with `role` and `content`) and any further columns."""
@@ -18,3 +22,24 @@ class Task(Protocol):
         Raises ConfigError, naming the key, where the data cannot be read, lacks a column, or is empty.
         """
         ...
+
+
+@section("task")
+class BaseTask:
+    """What the tasks that ship have in common.
+
+    weight: a mixture draws from each task in proportion to it.
+    rewards: which of the run's rewards score this task's completions, by name (null: all). Evaluations of the task are
+        judged by the first of them.
+    allow_overlap: evaluate on prompts that are trained on, too.
+    environment: what answers the model's turns; see `Play`.
+    """
+
+    weight: float = 1.0
+    rewards: list[str] | None = None
+    allow_overlap: bool = False
+    environment: Play = Play()
+
+    def __post_init__(self) -> None:
+        require(self, "weight", 0 < self.weight < math.inf, "must be above 0 and finite")
+        require(self, "rewards", self.rewards != [], "name at least one reward, or leave it null for all")

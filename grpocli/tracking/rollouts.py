@@ -45,6 +45,7 @@ def _row(group: Group, index: int, k: int, advantage: float, step: int) -> dict[
     rewards = {f"reward/{name}": None if math.isnan(v) else v for name, v in rollout.rewards.items()}
     return {
         "step": step,
+        "task": prompt.task,
         "uid": group.uid,
         "group": index,
         "prompt": _utf8(prompt.text if isinstance(prompt.text, str) else json.dumps(prompt.text, ensure_ascii=False)),
@@ -73,6 +74,7 @@ def _schema(groups: Sequence[Group]) -> Any:
     return pa.schema(
         [
             ("step", pa.int32()),
+            ("task", pa.string()),
             ("uid", pa.string()),
             ("group", pa.int32()),
             ("prompt", pa.string()),

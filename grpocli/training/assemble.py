@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grpocli.algorithm import Algorithm
-from grpocli.models.loading import load_model, load_policy, load_tokenizer
+from grpocli.models.loading import load_model, load_policy
 from grpocli.models.lora import trained_share
 from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
-from grpocli.tasks.order import Order
-from grpocli.tasks.prompts import PromptSet
 from grpocli.training import carry, checkpoint
 from grpocli.training.ahead import Ahead
 from grpocli.training.collect import Collected, Collector, Sampler
@@ -27,57 +24,23 @@ from grpocli.training.trainer import Trainer
 from grpocli.training.update import Updater
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from grpocli.config.schema import Run
-    from grpocli.data import Group, Prompt
+    from grpocli.data import Group
     from grpocli.launch.signals import StopSignal
+    from grpocli.tasks.data import Data
     from grpocli.tracking.recorder import Recorder
     from grpocli.training.world import World
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """Prompts to train on, in a reproducible order, and to evaluate on. columns: what rewards see of an example."""
-
-    tokenizer: PreTrainedTokenizerBase
-    columns: list[str]
-    train: PromptSet
-    held_out: PromptSet | None
-    order: Order
-
-    @classmethod
-    def of(cls, run: Run, model_path: str) -> Data:
-        tokenizer = load_tokenizer(run.model, model_path)
-        limits = run.rollout.max_prompt_tokens, run.rollout.long_prompts
-        examples = run.task.examples("train")
-        train = PromptSet(examples, tokenizer, *limits, name="train")
-        held_out = None
-        if run.eval.problems:
-            problems = run.task.examples("eval")
-            problems = [problems[i] for i in range(min(run.eval.problems, len(problems)))]
-            held_out = PromptSet(problems, tokenizer, *limits, name="eval")
-        columns = sorted(set(examples[0]) - {"prompt"})
-        return cls(tokenizer, columns, train, held_out, Order(len(train), run.seed))
-
-    def draw(self, number: int) -> Prompt:
-        """The prompt of the run's draw number `number`."""
-        return self.train.prompt(self.order.index(number), uid=f"{number}")
-
-    def problems(self) -> list[Prompt]:
-        held_out = self.held_out
-        return [held_out.prompt(i, uid=f"eval-{i}") for i in range(len(held_out))] if held_out else []
 
 
 def assemble(
     run: Run, job: EngineJob, world: World, recorder: Recorder, stop: StopSignal, resume: Path | None, data: Data
 ) -> Trainer:
     """Load everything and put it together. Collective."""
-    for reward in run.reward.values():
-        reward.check(data.columns)
-    for report in [data.train.report, *([data.held_out.report] if data.held_out else [])]:
-        if report:
-            recorder.view.note(report)
+    for task in data.tasks:
+        for name in task.rewards:
+            run.reward[name].check(task.columns)
+    for report in data.reports:
+        recorder.view.note(report)
     with checkpoint.restoring(resume):
         state = checkpoint.load_state(resume) if resume else checkpoint.State()
         carried = _carried(run, data, resume)
@@ -113,8 +76,9 @@ def assemble(
             stop.asked,
         )
     )
-    scorer = Scorer(run.reward, run.rollout.max_reward_errors)
-    sampler = Sampler(world, engine, data.tokenizer, scorer)
+    scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards)
+    sampler = Sampler(world, engine, data.tokenizer, scorer, data.plays)
+    sampler.episodes.check([task.train.prompt(0, "") for task in data.tasks if task.play])
     recorder.seconds_before = state.seconds
     collector = _collector(run, sampler, data, state.draws, carried)
     trainer = Trainer(
@@ -170,6 +134,7 @@ def _collector(run: Run, sampler: Sampler, data: Data, draws: int, carried: list
         algorithm=algorithm,
         draw=data.draw,
         weights={name: reward.weight for name, reward in run.reward.items()},
+        judges=_judges(run, data),
         prompts_per_step=run.rollout.prompts_per_step,
         group_size=run.rollout.group_size,
         sampling=run.rollout.sampling,
@@ -212,12 +177,19 @@ def _updater(
     )
 
 
+def _judges(run: Run, data: Data) -> dict[str, str]:
+    """The reward that says whether a completion of a task is right."""
+    return {
+        task: run.eval.reward if run.eval.reward in rewards else rewards[0] for task, rewards in data.rewards.items()
+    }
+
+
 def _evaluator(run: Run, sampler: Sampler, data: Data) -> Evaluator:
     return Evaluator(
         sampler=sampler,
         prompts=data.problems(),
         samples=run.eval.samples,
-        reward=run.eval.reward or next(iter(run.reward)),
+        judges=_judges(run, data),
         sampling=run.rollout.sampling,
         seed=run.seed,
     )

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from grpocli.data import Completion, Group, Prompt, Rollout
+from grpocli.data import Completion, Episode, Group, Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -93,5 +93,6 @@ def _rollout(prompt: Prompt, saved: dict[str, Any]) -> Rollout:
     ids, logp = saved.pop("token_ids"), saved.pop("logprobs")
     if ids.shape != logp.shape or not logp.isfinite().all():
         raise ValueError("a carried completion has not one finite log-prob a token")
-    text, rewards = saved.pop("text"), saved.pop("rewards")
-    return Rollout(prompt, Completion(ids.tolist(), logp.tolist(), **saved), text, rewards)
+    text, rewards, episode = saved.pop("text"), saved.pop("rewards"), saved.pop("episode", None)
+    done = Completion(ids.tolist(), logp.tolist(), **saved, episode=Episode(**episode) if episode else None)
+    return Rollout(prompt, done, text, rewards)

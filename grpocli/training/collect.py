@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING
@@ -14,23 +14,21 @@ import numpy as np
 import torch
 
 from grpocli.data import Completion, Group, Prompt, Request, Rollout, Sampling
+from grpocli.environments.episodes import Episodes
 from grpocli.errors import RunError
 from grpocli.rewards.early import EarlyScorer
 from grpocli.rewards.scoring import Tally
+from grpocli.rollout.seeds import seed_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from grpocli.algorithm import Algorithm
+    from grpocli.environments.environment import Play
     from grpocli.rewards.scoring import Scorer
     from grpocli.rollout.engine import Engine
     from grpocli.training.world import World
-
-
-def seed_of(*parts: int) -> int:
-    """A seed for one prompt's completions from the run's seed and counters: nothing else to save or restore."""
-    return int(np.random.SeedSequence(parts).generate_state(1)[0])
 
 
 def rewards_of(groups: Sequence[Group], names: Sequence[str]) -> dict[str, Tensor]:
@@ -43,12 +41,16 @@ def rewards_of(groups: Sequence[Group], names: Sequence[str]) -> dict[str, Tenso
 
 @dataclass(slots=True)
 class Sampler:
-    """Completions of prompts, decoded and scored, spread over the processes. May be used by two threads."""
+    """Completions of prompts, decoded and scored, spread over the processes. May be used by two threads.
+
+    plays: the environments of those tasks that have one.
+    """
 
     world: World
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     scorer: Scorer
+    plays: Mapping[str, Play] = field(default_factory=dict)
     scoring: threading.Lock = field(default_factory=threading.Lock)  # rewards need not be safe with threads
 
     def groups(
@@ -62,7 +64,7 @@ class Sampler:
             return [Rollout(prompts[mine[k]], done, self._text(done.token_ids)) for done in completions]
 
         with EarlyScorer(self.scorer, sampling.max_tokens, rollouts_of, self.scoring) as early:
-            sampled = self.engine.generate(requests, sampling, early.take)
+            sampled = self.episodes.generate([prompts[i] for i in mine], requests, sampling, early.take)
             start = time.perf_counter()
             self.world.enter("reward")
         parts = [early.group(k, completions) for k, completions in enumerate(sampled)]
@@ -77,6 +79,11 @@ class Sampler:
         everyone = self.world.gather_objects(list(zip(mine, groups, strict=True)))
         tallies = self.world.gather_objects([tally])
         return [g for _, g in sorted(everyone, key=lambda pair: pair[0])], reduce(Tally.beside, tallies)
+
+    @property
+    def episodes(self) -> Episodes:
+        """The engine, for completions of several turns."""
+        return Episodes(self.engine, self.tokenizer, self.plays, self.world)
 
     def _text(self, token_ids: list[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -100,21 +107,36 @@ MOST = 4
 class Seen:
     """What metrics want to know of groups, kept or not: a discarded one need not stay in memory.
 
-    rewards: {name: [P, G]}. lengths, truncated: of every completion.
+    rewards: {name: [P, G]}. tasks: the name of each group's. lengths, truncated: of every completion, in tokens that
+    the model wrote. turns: of those that are episodes.
     """
 
     rewards: dict[str, Tensor]
+    tasks: list[str]
     lengths: list[int]
     truncated: list[bool]
+    turns: list[int]
 
     @classmethod
     def of(cls, groups: Sequence[Group], names: Sequence[str]) -> Seen:
         done = [r.completion for g in groups for r in g.rollouts]
-        return cls(rewards_of(groups, names), [len(c.token_ids) for c in done], [c.truncated for c in done])
+        return cls(
+            rewards_of(groups, names),
+            [g.prompt.task for g in groups],
+            [c.written for c in done],
+            [c.truncated for c in done],
+            [c.episode.turns for c in done if c.episode],
+        )
 
     def __add__(self, other: Seen) -> Seen:
         rewards = {name: torch.cat([values, other.rewards[name]]) for name, values in self.rewards.items()}
-        return Seen(rewards, self.lengths + other.lengths, self.truncated + other.truncated)
+        return Seen(
+            rewards,
+            self.tasks + other.tasks,
+            self.lengths + other.lengths,
+            self.truncated + other.truncated,
+            self.turns + other.turns,
+        )
 
     @property
     def groups(self) -> int:
@@ -130,8 +152,25 @@ class Seen:
             "completions/mean_length": float(np.mean(self.lengths)),
             "completions/max_length": float(max(self.lengths)),
             "completions/clipped_ratio": float(np.mean(self.truncated)),
+            **({"completions/mean_turns": float(np.mean(self.turns))} if self.turns else {}),
             **{f"rewards/{name}/mean": values.nanmean().item() for name, values in self.rewards.items()},
         }
+
+    def by_task(self, scores_PG: Tensor, judges: Mapping[str, str]) -> dict[str, float]:
+        """Of each task's completions, the mean score and how many are right by the reward that judges them.
+
+        NaN where a step has none.
+        """
+        found: dict[str, float] = {}
+        for task, judge in judges.items():
+            own_P = torch.tensor([name == task for name in self.tasks])
+            verdicts = self.rewards[judge][own_P]
+            right = (verdicts >= 1).double().where(~verdicts.isnan(), math.nan)
+            found |= {
+                f"task/{task}/reward": scores_PG[own_P].nanmean().item(),
+                f"task/{task}/accuracy": right.nanmean().item(),
+            }
+        return found
 
 
 @dataclass(slots=True)
@@ -148,8 +187,9 @@ class Sampled:
 class Collector:
     """Draws prompts and keeps the groups that the algorithm wants.
 
-    draw: which prompt the n-th draw of the run is. State to save: `draws`, how many there were, and `carried`, the
-    groups that the last step kept beyond what it wanted: they are the first of the next one.
+    draw: which prompt the n-th draw of the run is. judges: the reward that says what is right in each task. State to
+    save: `draws`, how many there were, and `carried`, the groups that the last step kept beyond what it wanted: they
+    are the first of the next one.
     """
 
     sampler: Sampler
@@ -162,6 +202,7 @@ class Collector:
     seed: int
     draws: int = 0
     carried: list[Group] = field(default_factory=list)
+    judges: Mapping[str, str] = field(default_factory=dict)
 
     def collect(self) -> Collected:
         """Sample until there are `prompts_per_step` groups that the algorithm keeps, or its rounds are used up.
@@ -195,7 +236,10 @@ class Collector:
             "sampling/acceptance": len(step.kept) / seen.groups if step.seen else 1.0,
             "tokens/generated": float(sum(step.seen.lengths)) if step.seen else 0.0,
         }
-        shown = seen.metrics(self.algorithm.scores(seen.rewards, self.weights))
+        scores_PG = self.algorithm.scores(seen.rewards, self.weights)
+        shown = seen.metrics(scores_PG)
+        if len(self.judges) > 1:
+            shown |= seen.by_task(scores_PG, self.judges)
         return Collected(wanted, self.advantages(wanted), metrics | step.tally.metrics | shown)
 
     def _sample(self, missing: int) -> Sampled:

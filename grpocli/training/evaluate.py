@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from grpocli.data import Group, Prompt, Sampling
-from grpocli.training.collect import Sampler, seed_of
+from grpocli.rollout.seeds import seed_of
+from grpocli.training.collect import Sampler
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
     """`eval/accuracy`: mean over `samples` completions at temperature 1; `eval/accuracy_greedy` beside it.
 
-    A completion is right where the reward named scores 1 or more. Every evaluation of a run uses the same
+    With several tasks `eval/TASK/accuracy` and so on as well. A completion is right where the reward that judges its
+    task (`judges`) scores 1 or more. Every evaluation of a run uses the same
     problems and seeds, so that two of them differ by the weights alone.
 
     sampling: the run's. What decides which answer is the likeliest, and where it ends, is kept: the repetition
@@ -25,7 +27,7 @@ class Evaluator:
     sampler: Sampler
     prompts: Sequence[Prompt]
     samples: int
-    reward: str
+    judges: Mapping[str, str]
     sampling: Sampling
     seed: int
 
@@ -36,11 +38,17 @@ class Evaluator:
         untouched = replace(self.sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
         sampled = self._groups(untouched, self.samples)
         greedy = self._groups(replace(untouched, temperature=0.0), 1)
+        found = self._results("eval", sampled, greedy)
+        for task in self.judges if len(self.judges) > 1 else ():
+            found |= self._results(f"eval/{task}", *(_of_task(task, groups) for groups in (sampled, greedy)))
+        return found
+
+    def _results(self, name: str, sampled: Sequence[Group], greedy: Sequence[Group]) -> dict[str, float]:
         lengths = [len(r.completion.token_ids) for g in sampled for r in g.rollouts]
         return {
-            "eval/accuracy": self._accuracy(sampled),
-            "eval/accuracy_greedy": self._accuracy(greedy),
-            "eval/mean_length": float(np.mean(lengths)),
+            f"{name}/accuracy": self._accuracy(sampled),
+            f"{name}/accuracy_greedy": self._accuracy(greedy),
+            f"{name}/mean_length": float(np.mean(lengths)) if lengths else float("nan"),
         }
 
     def _groups(self, sampling: Sampling, n: int) -> list[Group]:
@@ -51,6 +59,10 @@ class Evaluator:
 
     def _accuracy(self, groups: Sequence[Group]) -> float:
         """A completion that could not be judged is left out."""
-        scores = np.array([r.rewards[self.reward] for g in groups for r in g.rollouts])
+        scores = np.array([r.rewards[self.judges[g.prompt.task]] for g in groups for r in g.rollouts])
         judged = scores[~np.isnan(scores)]
         return float((judged >= 1).mean()) if len(judged) else float("nan")
+
+
+def _of_task(name: str, groups: Sequence[Group]) -> list[Group]:
+    return [group for group in groups if group.prompt.task == name]

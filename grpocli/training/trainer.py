@@ -193,6 +193,7 @@ class Trainer:
         with ExitStack() as closing:  # from the last to the first, each whatever the others do
             closing.callback(self.saver.close, PATIENCE if interrupted else None)
             closing.callback(self.collector.sampler.scorer.close)
+            closing.callback(self.collector.sampler.episodes.close)
             closing.callback(self.engine.close)
             closing.callback(self.ahead.close, wait=not interrupted)
 
@@ -235,6 +236,6 @@ class Trainer:
 
 def torch_seed(seed: int, step: int, rank: int) -> None:
     """Seed what little randomness is left in the model (dropout) from counters, so that a resume repeats it."""
-    from grpocli.training.collect import seed_of
+    from grpocli.rollout.seeds import seed_of
 
     torch.manual_seed(seed_of(seed, 2**32 - 2, step, rank))

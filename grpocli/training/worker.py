@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.launch.board import Board
     from grpocli.launch.signals import StopSignal
+    from grpocli.tasks.data import Data
     from grpocli.tracking.recorder import Recorder
     from grpocli.tracking.view import View
-    from grpocli.training.assemble import Data
     from grpocli.training.trainer import Trainer
     from grpocli.training.world import World
 
@@ -42,7 +42,9 @@ def work(
     report: told of an error before the other processes can notice that this one has gone. board: where this one says
     what it is doing. data: what has been loaded meanwhile.
     """
-    from grpocli.training.assemble import Data, assemble
+    from grpocli.models.loading import load_tokenizer
+    from grpocli.tasks.data import Data
+    from grpocli.training.assemble import assemble
     from grpocli.training.step import train
     from grpocli.training.world import World
 
@@ -56,7 +58,7 @@ def work(
     trainer = None
     try:
         view.stage("loading data and model")
-        loaded = data() if data else Data.of(run, job.engine.model_path)
+        loaded = data() if data else Data.of(run, load_tokenizer(run.model, job.engine.model_path))
         trainer = assemble(run, job.engine, world, recorder, stop, job.checkpoint, loaded)
         results = train(trainer)
         finish(trainer, job, results)

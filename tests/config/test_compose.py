@@ -57,7 +57,7 @@ def test_a_default_may_follow_another_key() -> None:
 @pytest.mark.parametrize("path", sorted(Path(conf_dir()).glob("*/*.yaml")), ids=lambda p: f"{p.parent.name}={p.stem}")
 def test_every_shipped_choice_builds(path: Path) -> None:
     choice = f"[{path.stem}]" if path.parent.name == "reward" else path.stem
-    more = ["task.path=x.jsonl"] if path.stem == "jsonl" else []
+    more = {"jsonl": ["task.path=x.jsonl"], "mixture": ["+task@task.one=arithmetic"]}.get(path.stem, [])
     build_run(compose([f"{path.parent.name}={choice}", *more]))
 
 

@@ -161,9 +161,9 @@ def test_paths_and_modules_of_the_current_folder_and_their_neighbours(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(__import__("sys").path))
     for function in ("rewards_here.py:f", "rewards_here:f"):
-        assert load(function)(completions=["a"]) == [5.0]
+        assert load(function, "key")(completions=["a"]) == [5.0]
 
 
 def test_the_function_is_loaded_once(reward) -> None:
-    path = inspect.getfile(load(reward("longer").function))
-    assert load(f"{path}:longer") is load(f"{path}:longer")
+    path = inspect.getfile(load(reward("longer").function, "key"))
+    assert load(f"{path}:longer", "key") is load(f"{path}:longer", "key")

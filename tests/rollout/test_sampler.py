@@ -111,3 +111,18 @@ def test_truncation(sampling: Sampling, kept: list[int]) -> None:
     assert (~out.isinf()).nonzero()[:, 1].tolist() == kept
     forced = sampling_logits(logits, sampling, keep_N=torch.tensor([3]))
     assert not forced[0, 3].isinf()
+
+
+def test_a_request_may_have_a_limit_of_its_own(little_model) -> None:
+    """Its tokens are those of the longer one, as far as they go, whatever is sampled beside it."""
+    sampling = Sampling(8)
+    (whole,) = sample(little_model, [Request(PROMPTS[0], 3, 7)], sampling, [], 0)
+    beside = [
+        Request(PROMPTS[0], 3, 7, max_tokens=3),
+        Request(PROMPTS[1], 2, 1),
+        Request(PROMPTS[0], 1, 2, max_tokens=99),
+    ]
+    short, *others = sample(little_model, beside, sampling, [], 0)
+    assert [done.token_ids for done in short] == [done.token_ids[:3] for done in whole]
+    assert {done.finish_reason for done in short} == {"length"}
+    assert [len(done.token_ids) for group in others for done in group] == [8, 8, 8]

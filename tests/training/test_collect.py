@@ -13,8 +13,9 @@ from grpocli.data import Completion, Group, Prompt, Rollout, Sampling
 from grpocli.errors import ConfigError, RewardError, RunError
 from grpocli.rewards.scoring import Scorer, Tally
 from grpocli.rewards.text import ExactMatch
+from grpocli.rollout.seeds import seed_of
 from grpocli.training import carry
-from grpocli.training.collect import Collector, seed_of
+from grpocli.training.collect import Collector
 
 
 class Scripted:

@@ -31,6 +31,7 @@ def sampling_params(request: Request, sampling: Sampling, stop_ids: Sequence[int
     For `SamplingParams(**...)` in vLLM's own process one key needs its class, where it is there:
     `structured_outputs=StructuredOutputsParams(**params["structured_outputs"])`.
     """
+    sampling = request.under(sampling)
     return {
         "n": 1 if sampling.temperature == 0 else request.n,  # greedy ones are all equal
         "seed": spread(request.seed),
@@ -65,6 +66,7 @@ def completions(
     version: of tokens that are not labelled. synced: whether every server had had a sync when it was asked, so that
     any label must be a version of ours.
     """
+    sampling = request.under(sampling)
     greedy = sampling.temperature == 0
     if synced:
         _check_labels(choices)

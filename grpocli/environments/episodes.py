@@ -1,0 +1,216 @@
+"""Completions of several turns: the model's tokens as they were sampled, and an environment's words between them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from grpocli.data import Completion, Episode, Message, Prompt, Request, Sampling
+from grpocli.environments.turns import Turns
+from grpocli.errors import ConfigError
+from grpocli.rewards.pool import Pool, default_workers
+from grpocli.rewards.reward import Failure
+from grpocli.rollout.engine import OnGroup, ignore
+from grpocli.rollout.seeds import seed_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from grpocli.environments.environment import Play
+    from grpocli.rollout.engine import Engine
+    from grpocli.training.world import World
+
+
+@lru_cache(maxsize=8)
+def _pool(workers: int, timeout: float) -> Pool:
+    return Pool("grpocli.environments.stepping:call", workers or default_workers(), timeout)
+
+
+@dataclass(slots=True)
+class _Live:
+    """An episode that goes on. k, i: the i-th completion of the k-th request."""
+
+    k: int
+    i: int
+    prompt: Prompt
+    request: Request
+    play: Play
+    state: dict[str, Any] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    rewards: dict[str, float] = field(default_factory=dict)
+    finish_reason: str = "stop"
+    problem: str | None = None
+    turns: int = 0
+
+    @property
+    def said(self) -> list[Message]:
+        """The prompt's messages and this episode's."""
+        text = self.prompt.text
+        return [*([{"role": "user", "content": text}] if isinstance(text, str) else text), *self.messages]
+
+    def spoke(self, turn: Completion, text: str) -> None:
+        """The model's turn."""
+        self.token_ids += turn.token_ids
+        self.logprobs += turn.logprobs
+        self.mask += [1] * len(turn.token_ids)
+        self.spans += turn.spans or [(turn.version, len(turn.token_ids))]
+        self.messages.append({"role": "assistant", "content": text})
+        self.finish_reason = turn.finish_reason
+        self.turns += 1
+
+    def heard(self, ids: Sequence[int], observation: Sequence[Message]) -> None:
+        """The environment's words."""
+        self.token_ids += ids
+        self.logprobs += [0.0] * len(ids)
+        self.mask += [0] * len(ids)
+        self.spans.append((self.spans[-1][0], len(ids)))
+        self.messages += observation
+
+    def completion(self) -> Completion:
+        spans = _merged(self.spans)
+        return Completion(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            finish_reason=self.finish_reason,
+            version=min(version for version, _ in spans),
+            mask=self.mask,
+            spans=spans if len(spans) > 1 else None,
+            episode=Episode(self.messages, self.turns, self.rewards, self.problem),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """An engine whose completions may have several turns: those of tasks that have an environment (`plays`)."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    plays: Mapping[str, Play]
+    world: World
+
+    def generate(
+        self, prompts: Sequence[Prompt], requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+    ) -> list[list[Completion]]:
+        """`n` completions for each request, in order. on_group: as an engine's. Collective."""
+        first = [
+            _first(request, self.plays.get(prompt.task)) for prompt, request in zip(prompts, requests, strict=True)
+        ]
+
+        def over(k: int, completions: list[Completion]) -> None:
+            if prompts[k].task not in self.plays:
+                on_group(k, completions)
+
+        found = self.engine.generate(first, sampling, over)
+        if not self.plays:
+            return found
+        live = [
+            _Live(k, i, prompt, request, self.plays[prompt.task])
+            for k, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
+            if prompt.task in self.plays
+            for i in range(request.n)
+        ]
+        everyone = list(live)
+        self._reset(live)
+        turns = [found[one.k][one.i] for one in live]
+        while True:
+            live = self._after(live, turns, sampling)
+            if not self.world.any(bool(live)):
+                break
+            asked = [self._next(one, sampling) for one in live]
+            turns = [completions[0] for completions in self.engine.generate(asked, sampling)]
+        for one in everyone:
+            found[one.k][one.i] = one.completion()
+        return found
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """That an episode of each can begin. Raises ConfigError."""
+        live = [_Live(0, 0, prompt, Request([], 1, 0), self.plays[prompt.task]) for prompt in prompts]
+        self._reset(live)
+        for one in live:
+            if one.problem:
+                raise ConfigError.of("task.environment.name", one.play.name, f"{one.prompt.task}: {one.problem}")
+
+    def _reset(self, live: Sequence[_Live]) -> None:
+        answers = self._ask(live, ["reset"] * len(live), [[_columns(one.prompt)] for one in live])
+        for one, answer in zip(live, answers, strict=True):
+            if isinstance(answer, Failure):
+                one.problem = f"its environment could not be reset: {answer.reason}"
+            else:
+                (one.state,) = answer
+
+    def _after(self, live: Sequence[_Live], turns: Sequence[Completion], sampling: Sampling) -> list[_Live]:
+        """Hand each turn to its environment; the episodes that go on."""
+        for one, turn in zip(live, turns, strict=True):
+            one.spoke(turn, str(self.tokenizer.decode(turn.token_ids, skip_special_tokens=True)))
+        acting = [one for one in live if one.problem is None]
+        answers = self._ask(acting, ["step"] * len(acting), [[one.said, one.state] for one in acting])
+        return [one for one, answer in zip(acting, answers, strict=True) if self._goes_on(one, answer, sampling)]
+
+    def _goes_on(self, one: _Live, answer: Any, sampling: Sampling) -> bool:
+        if isinstance(answer, Failure):
+            one.problem = f"turn {one.turns} of its environment: {answer.reason}"
+            return False
+        observation, rewards, done, one.state = answer
+        for name, value in rewards.items():
+            one.rewards[name] = one.rewards.get(name, 0.0) + value
+        if done:
+            one.finish_reason = "stop"
+            return False
+        chat = not isinstance(one.prompt.text, str)
+        ids = Turns(self.tokenizer).after(one.token_ids, observation, chat)
+        if one.turns == one.play.turns or len(one.token_ids) + len(ids) >= sampling.max_tokens:
+            one.finish_reason = "length"
+            return False
+        one.heard(ids, observation)
+        return True
+
+    def _next(self, one: _Live, sampling: Sampling) -> Request:
+        room = sampling.max_tokens - len(one.token_ids)
+        seed = seed_of(one.request.seed, one.i, one.turns)
+        request = Request([*one.request.token_ids, *one.token_ids], 1, seed)
+        return replace(_first(request, one.play), max_tokens=min(room, one.play.turn_tokens or room))
+
+    def _ask(self, live: Sequence[_Live], kinds: Sequence[str], given: Sequence[Sequence[Any]]) -> list[Any]:
+        """All of them side by side, in the worker processes."""
+        answers: list[Any] = [None] * len(live)
+        for pool in dict.fromkeys(_pool(one.play.workers, one.play.timeout) for one in live):
+            own = [i for i, one in enumerate(live) if _pool(one.play.workers, one.play.timeout) is pool]
+            items = [[kinds[i], live[i].play.name, json.dumps(live[i].play.arguments), *given[i]] for i in own]
+            for i, answer in zip(own, pool.map(items), strict=True):
+                answers[i] = answer
+        return answers
+
+    def close(self) -> None:
+        """End the worker processes."""
+        for play in self.plays.values():
+            _pool(play.workers, play.timeout).close()
+
+
+def _first(request: Request, play: Play | None) -> Request:
+    """With the limits of a turn."""
+    if play is None:
+        return request
+    return replace(request, max_tokens=play.turn_tokens, stop=tuple(play.stop))
+
+
+def _columns(prompt: Prompt) -> dict[str, Any]:
+    """What of an example can be sent to a worker process."""
+    found: dict[str, Any] = json.loads(json.dumps(prompt.columns, default=str))
+    return found
+
+
+def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    made: list[tuple[int, int]] = []
+    for version, tokens in spans:
+        if made and made[-1][0] == version:
+            made[-1] = (version, made[-1][1] + tokens)
+        else:
+            made.append((version, tokens))
+    return made

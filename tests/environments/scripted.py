@@ -1,0 +1,71 @@
+"""Environments for tests, run in worker processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+
+class Counting:
+    """Says how many turns there were; over after `turns`, which may differ by example. Rewards each turn with 1."""
+
+    def __init__(self, turns: int = 3) -> None:
+        self.turns = turns
+
+    def reset(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        return {"turn": 0, "last": metadata.get("turns", self.turns)}
+
+    def step(self, messages: list[dict[str, str]], metadata: dict[str, Any]) -> Any:
+        turn = metadata["turn"] + 1
+        assert [m["role"] for m in messages] == ["user", "assistant"] * turn, messages
+        observation = [{"role": "user", "content": f"turn {turn}"}]
+        return (
+            observation,
+            {"each": 1.0, "length": len(messages[-1]["content"])},
+            turn >= metadata["last"],
+            metadata | {"turn": turn},
+        )
+
+
+class Broken:
+    """Does what the example's column `how` says."""
+
+    def reset(self, metadata: dict[str, Any]) -> Any:
+        if metadata["how"] == "reset":
+            raise RuntimeError("no such episode")
+        return metadata
+
+    def step(self, messages: list[dict[str, str]], metadata: dict[str, Any]) -> Any:
+        how = metadata["how"]
+        if how == "raise":
+            raise RuntimeError("lost the board")
+        if how == "hang":
+            time.sleep(60)
+        if how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "forever":
+            return [{"role": "user", "content": "go on"}], 0.0, False, metadata
+        answers = {
+            "shape": 5,
+            "role": ([{"role": "assistant", "content": "x"}], 0.0, False, {}),
+            "message": (["x"], 0.0, False, {}),
+            "number": ([], float("nan"), True, {}),
+            "metadata": ([], 0.0, True, {"set": {1}}),
+            "fine": ([], 1.0, True, {}),
+        }
+        return answers[how]
+
+
+class Retry:
+    """Asks an arithmetic problem again until the answer is right; the sooner, the more it gives."""
+
+    def reset(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        return {"answer": metadata["answer"], "turn": 0}
+
+    def step(self, messages: list[dict[str, str]], metadata: dict[str, Any]) -> Any:
+        turn = metadata["turn"] + 1
+        if messages[-1]["content"] == metadata["answer"]:
+            return [], 1.0 if turn == 1 else 0.5, True, metadata
+        return [messages[0]], 0.0, turn == 3, metadata | {"turn": turn}

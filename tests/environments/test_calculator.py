@@ -1,0 +1,46 @@
+"""The calculator: what it computes, what it refuses, and when an episode of it is over."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpocli.environments.calculator import Calculator, value_of
+from grpocli.environments.environment import Environment
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        *(("47+85", "132"), (" 2*(3+4) ", "14"), ("-7//2", "-4"), ("7%4", "3"), ("+3", "3")),
+        *(("1/4", "0.25"), ("1/3", "0.333333333333"), ("6/2", "3"), ("1e3+1", "1001"), ("0.1+0.2", "0.3")),
+        *(("1/0", "error: division by zero"), ("", "error: no arithmetic"), ("2**9", "error: no arithmetic")),
+        *(
+            ("__import__('os')", "error: no arithmetic"),
+            ("True+1", "error: no arithmetic"),
+            ("1j", "error: no arithmetic"),
+        ),
+        *(
+            ("9" * 50, "error: no arithmetic"),
+            ("1e300*1e300", "error: no arithmetic"),
+            ("1+" * 150 + "1", "error: too long"),
+        ),
+        *(("(" * 90 + "1" + ")" * 90, "1"), ("a", "error: no arithmetic"), ("\0", "error: no arithmetic")),
+    ],
+)
+def test_values(expression: str, value: str) -> None:
+    assert value_of(expression) == value
+
+
+def test_a_call_is_answered_and_an_answer_ends_the_episode() -> None:
+    calculator: Environment = Calculator(cost=0.1)
+    state = calculator.reset({"answer": "1,020", "question": "?"})
+    asked = [{"role": "user", "content": "12*85?"}, {"role": "assistant", "content": "<<1+1>> no, <<12*85>>"}]
+    observation, reward, done, state = calculator.step(asked, state)
+    assert (observation, reward, done) == ([{"role": "user", "content": "1020"}], -0.1, False)
+    for text, expected in (("It is 1020.", 1.0), ("It is 1021", 0.0), ("no idea", 0.0)):
+        assert calculator.step([{"role": "assistant", "content": text}], state)[:3] == ([], expected, True)
+
+
+def test_an_example_needs_a_number() -> None:
+    with pytest.raises(ValueError, match="needs an example with a number in `answer`, not 'many'"):
+        Calculator().reset({"answer": "many"})

@@ -1,0 +1,183 @@
+"""Rollouts of several turns: token for token what the engine saw, masked to what the model wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from environments.test_turns import FAMILIES
+
+from grpocli.data import Completion, Prompt, Request, Sampling
+from grpocli.environments.environment import Play
+from grpocli.environments.episodes import Episodes
+from grpocli.rollout.engine import OnGroup, ignore
+from grpocli.training.world import World
+
+SCRIPTED = Path(__file__).with_name("scripted.py")
+
+
+class Scripted:
+    """An engine that says `a`, `bb`, `ccc` in its first, second, third turn; i-th completions say it i times more."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.seen: list[list[Request]] = []
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+    ) -> list[list[Completion]]:
+        turn = len(self.seen)
+        self.seen.append(list(requests))
+        found = []
+        for k, request in enumerate(requests):
+            limit = request.under(sampling).max_tokens
+            ids = [self.tokenizer(chr(97 + turn) * (turn + 1 + i)).input_ids for i in range(request.n)]
+            ended = [[*one, self.tokenizer.eos_token_id] for one in ids]
+            found.append(
+                [
+                    Completion(one[:limit], [-0.5] * len(one[:limit]), "stop" if len(one) <= limit else "length", turn)
+                    for one in ended
+                ]
+            )
+            on_group(k, found[-1])
+        return found
+
+
+class Alone:
+    """World of one process."""
+
+    def any(self, value: bool) -> bool:
+        return value
+
+
+@pytest.fixture
+def play() -> Iterator[Any]:
+    made: list[Episodes] = []
+
+    def episodes(engine: Any, play: Play, tokenizer: Any) -> Episodes:
+        world: World = Alone()  # type: ignore[assignment]
+        made.append(Episodes(engine, tokenizer, {"game": play}, world))
+        return made[-1]
+
+    yield episodes
+    for one in made:
+        one.close()
+
+
+def prompt_of(tokenizer: Any, task: str = "game", **columns: Any) -> Prompt:
+    text = [{"role": "user", "content": "begin"}]
+    ids = tokenizer(
+        tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True), add_special_tokens=False
+    )
+    return Prompt("0", ids.input_ids, text, columns | {"task_name": task})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_trained_on_is_what_the_engine_saw(play, family: str) -> None:
+    tokenizer = FAMILIES[family]()
+    engine = Scripted(tokenizer)
+    prompts = [prompt_of(tokenizer, turns=3), prompt_of(tokenizer, turns=1)]
+    requests = [Request(prompt.token_ids, 2, seed) for seed, prompt in enumerate(prompts)]
+    episodes = play(engine, Play(name=f"{SCRIPTED}:Counting"), tokenizer)
+    found = episodes.generate(prompts, requests, Sampling(200))
+    assert [len(asked) for asked in engine.seen] == [2, 2, 2]
+    assert len({request.seed for asked in engine.seen for request in asked}) == 6
+
+    for i, done in enumerate(found[0]):
+        last = engine.seen[2][i]
+        spoken = [*tokenizer("ccc").input_ids, tokenizer.eos_token_id]
+        assert prompts[0].token_ids + done.token_ids == last.token_ids + spoken
+        assert done.mask is not None
+        written = tokenizer.decode([t for t, m in zip(done.token_ids, done.mask, strict=True) if m])
+        end = tokenizer.eos_token
+        assert written == f"{'a' * (1 + i)}{end}bb{end}ccc{end}"
+        assert [p for p, m in zip(done.logprobs, done.mask, strict=True) if m] == [-0.5] * sum(done.mask)
+        assert {p for p, m in zip(done.logprobs, done.mask, strict=True) if not m} == {0.0}
+        assert done.version == 0
+        assert done.spans is not None
+        assert sum(tokens for _, tokens in done.spans) == len(done.token_ids)
+        assert done.episode is not None
+        assert done.episode.turns == 3
+        assert done.episode.last == "ccc"
+        assert [m["content"] for m in done.episode.messages] == ["a" * (1 + i), "turn 1", "bb", "turn 2", "ccc"]
+        assert done.episode.rewards == {"each": 3.0, "length": 6.0 + i}
+        whole = tokenizer.apply_chat_template([*prompts[0].text, *done.episode.messages], tokenize=False)
+        assert whole.startswith(tokenizer.decode(prompts[0].token_ids + done.token_ids))
+    for i, done in enumerate(found[1]):
+        assert done.episode is not None
+        assert (done.episode.turns, done.mask) == (1, [1] * (2 + i))
+        assert not done.truncated
+
+
+def test_tasks_without_an_environment_are_one_turn_of_the_same(play) -> None:
+    tokenizer = FAMILIES["tiny"]()
+    engine, told = Scripted(tokenizer), []
+    prompts = [prompt_of(tokenizer), prompt_of(tokenizer, task="other")]
+    requests = [Request(prompt.token_ids, 2, 0) for prompt in prompts]
+    episodes = play(engine, Play(name=f"{SCRIPTED}:Counting"), tokenizer)
+    found = episodes.generate(prompts, requests, Sampling(200), lambda k, _: told.append(k))
+    assert told == [1]  # scored early; episodes are not over yet
+    assert [done.episode for done in found[1]] == [None, None]
+    assert [done.mask for done in found[1]] == [None, None]
+    assert [len(asked) for asked in engine.seen] == [2, 2, 2]
+
+
+def test_limits_on_turns_and_tokens(play) -> None:
+    tokenizer = FAMILIES["tiny"]()
+    prompt = prompt_of(tokenizer, turns=9)
+    request = Request(prompt.token_ids, 1, 0)
+
+    def one(limit: int, **settings: Any) -> Completion:
+        episodes = play(Scripted(tokenizer), Play(name=f"{SCRIPTED}:Counting", **settings), tokenizer)
+        ((done,),) = episodes.generate([prompt], [request], Sampling(limit))
+        return done
+
+    few = one(200, turns=2)
+    assert (few.episode and few.episode.turns, few.finish_reason, few.token_ids[-1]) == (2, "length", 3)
+    short = one(24)
+    assert short.finish_reason == "length"
+    assert len(short.token_ids) <= 24
+    assert short.mask is not None
+    assert short.mask[-1] == 1  # nothing is heard that nobody can answer
+    cut = one(200, turns=2, turn_tokens=1)
+    assert cut.mask is not None
+    assert sum(cut.mask) == 2
+    ends = [token for token, written in zip(cut.token_ids, cut.mask, strict=True) if not written]
+    assert ends[0] == tokenizer.eos_token_id  # the template's end of a turn, where the model was cut
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("reset", "could not be reset: no such episode"),
+        ("raise", "turn 1 of its environment: lost the board"),
+        ("hang", "turn 1 of its environment: it took longer than 1 s"),
+        ("die", "turn 1 of its environment: its worker process died"),
+        ("shape", "step returned 5, not (observation, reward, done, metadata)"),
+        ("role", "a message of the role 'assistant'; take system, user, tool, developer"),
+        ("message", "step observed 'x'; a message is a dict"),
+        ("number", "no finite number"),
+        ("metadata", "not made of JSON values"),
+    ],
+)
+def test_an_environment_that_breaks_ends_its_own_episodes_only(play, how: str, said: str) -> None:
+    tokenizer = FAMILIES["tiny"]()
+    prompts = [prompt_of(tokenizer, how=how), prompt_of(tokenizer, how="fine")]
+    episodes = play(Scripted(tokenizer), Play(name=f"{SCRIPTED}:Broken", timeout=1.0, workers=2), tokenizer)
+    (broken,), (fine,) = episodes.generate(prompts, [Request(p.token_ids, 1, 0) for p in prompts], Sampling(50))
+    assert broken.episode is not None
+    assert said in str(broken.episode.problem)
+    assert fine.episode is not None
+    assert (fine.episode.problem, fine.episode.rewards) == (None, {"reward": 1.0})
+
+
+def test_an_environment_that_never_ends_is_ended(play) -> None:
+    tokenizer = FAMILIES["tiny"]()
+    prompt = prompt_of(tokenizer, how="forever")
+    engine = Scripted(tokenizer)
+    episodes = play(engine, Play(name=f"{SCRIPTED}:Broken", turns=4), tokenizer)
+    ((done,),) = episodes.generate([prompt], [Request(prompt.token_ids, 1, 0)], Sampling(10_000))
+    assert len(engine.seen) == 4
+    assert done.truncated

@@ -1,0 +1,75 @@
+"""An environment's words as tokens, under the chat templates of three families and as plain text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grpocli.environments.turns import Turns
+from grpocli.errors import ConfigError
+from grpocli.models.tiny_parts import make_tokenizer
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HEADERS = (  # Llama 3's: no line break after the end of a turn, one after its header
+    "{{ bos_token }}{% for m in messages %}<|header|>{{ m.role }}<|/header|>\n\n"
+    "{{ m.content | trim }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|header|>assistant<|/header|>\n\n{% endif %}"
+)
+TALK = [{"role": "user", "content": "47+85="}, {"role": "user", "content": "look\nagain"}]
+
+
+def tokenizer_with(template: str | None, *special: str, end: str = "<end>") -> Any:
+    """One token a character, and the template's special tokens."""
+    made = make_tokenizer()
+    made.add_special_tokens({"additional_special_tokens": list(special)})
+    made.eos_token = end
+    if template:
+        made.chat_template = template
+    return made
+
+
+FAMILIES = {
+    "tiny": lambda: tokenizer_with(None),
+    "chatml": lambda: tokenizer_with(CHATML, "<|im_start|>", "<|im_end|>", end="<|im_end|>"),
+    "headers": lambda: tokenizer_with(HEADERS, "<|header|>", "<|/header|>", "<|eot|>", end="<|eot|>"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut"])
+def test_turns_together_are_the_whole_conversation(family: str, ended: bool) -> None:
+    """Prompt, sampled turn, the environment's words, sampled turn: as if all had been written at once."""
+    tokenizer = FAMILIES[family]()
+    spoken = [{"role": "assistant", "content": "<<47+85>>"}, {"role": "assistant", "content": "132"}]
+    whole = tokenizer.apply_chat_template([TALK[0], spoken[0], TALK[1], spoken[1]], tokenize=False)
+    prompt = tokenizer.apply_chat_template([TALK[0]], tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    for turn, (said, heard) in enumerate(zip(spoken, ([TALK[1]], []), strict=True)):
+        sampled = tokenizer(said["content"], add_special_tokens=False).input_ids
+        sampled += [tokenizer.eos_token_id] if ended or turn else []
+        ids += sampled
+        ids += Turns(tokenizer).after(sampled, heard, chat=True) if heard else []
+    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    assert whole.startswith(text)
+    assert whole[len(text) :].strip() == ""
+    assert tokenizer(whole, add_special_tokens=False).input_ids[: len(ids)] == ids
+
+
+def test_several_messages_and_plain_text() -> None:
+    tokenizer = FAMILIES["tiny"]()
+    several = Turns(tokenizer).after([9, 3], TALK, chat=True)
+    assert tokenizer.decode(several) == "<user>47+85=<end><user>look\nagain<end><assistant>"
+    assert tokenizer.decode(Turns(tokenizer).after([9, 3], TALK, chat=False)) == "47+85=look\nagain"
+
+
+def test_what_a_template_cannot_show() -> None:
+    tool = [{"role": "tool", "content": "132"}]
+    with pytest.raises(ConfigError, match="refuses what an environment says: this model knows the roles"):
+        Turns(FAMILIES["tiny"]()).after([3], tool, chat=True)
+    forgetful = tokenizer_with("{{ messages[-1].content }}")
+    with pytest.raises(ConfigError, match="leaves out what the model has said"):
+        Turns(forgetful).after([3], TALK, chat=True)

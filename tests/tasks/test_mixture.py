@@ -1,0 +1,99 @@
+"""Several tasks: how they are asked for, drawn, and kept apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpocli.config.compose import build_run, compose
+from grpocli.config.task_list import spread
+from grpocli.errors import ConfigError
+from grpocli.tasks.data import Data
+from grpocli.tasks.mixture import tasks_of
+
+
+def write(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(f'{{"prompt": "{text}", "answer": "a"}}\n' for text in texts))
+    return path
+
+
+def run_of(*overrides: str) -> Any:
+    return build_run(compose([*overrides]))
+
+
+def test_a_list_is_spread_under_the_names_of_its_tasks() -> None:
+    assert spread(["task=[a, b-c]", "seed=1", "task=d"]) == [
+        *("task=mixture", "+task@task.a=a", "+task@task.b-c=b-c"),
+        *("seed=1", "task=d"),
+    ]
+
+
+@pytest.mark.parametrize(("given", "said"), [("task=[]", "at least one task"), ("task=[a,b,a]", "names a twice")])
+def test_lists_that_say_nothing(given: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        spread([given])
+
+
+def test_each_task_has_keys_below_its_name() -> None:
+    config = compose(["task=[arithmetic,dapo-math-17k]", "task.arithmetic.weight=2", "task.dapo-math-17k.eval_size=3"])
+    tasks: dict[str, Any] = tasks_of(build_run(config).task)
+    assert list(tasks) == ["arithmetic", "dapo-math-17k"]
+    assert tasks["arithmetic"].weight == 2
+    assert tasks["dapo-math-17k"].eval_size == 3
+    with pytest.raises(ConfigError, match=r"there is no key task\.arithmetic\.wieght; did you mean"):
+        compose(["task=[arithmetic,gsm8k]", "task.arithmetic.wieght=2"])
+    with pytest.raises(ConfigError, match=r"task=arithmetik: choose one of arithmetic"):
+        compose(["task=[arithmetik,gsm8k]"])
+
+
+def test_one_task_is_named_after_its_choice() -> None:
+    assert list(tasks_of(run_of("task=gsm8k").task)) == ["gsm8k"]
+
+
+def test_rewards_of_a_task_are_rewards_of_the_run() -> None:
+    with pytest.raises(ConfigError, match=r"task\.arithmetic\.rewards=exact_mtach: .* did you mean \"exact_match\""):
+        run_of("task=[arithmetic,gsm8k]", "task.arithmetic.rewards=[exact_mtach]")
+
+
+def two_tasks(tmp_path: Path, *overrides: str) -> Any:
+    one, two = write(tmp_path / "one.jsonl", ["a a", "a b", "a c"]), write(tmp_path / "two.jsonl", ["b a", "b b"])
+    return run_of(
+        *(
+            "task=mixture",
+            "+task@task.one=jsonl",
+            "+task@task.two=jsonl",
+            f"task.one.path={one}",
+            f"task.two.path={two}",
+        ),
+        *overrides,
+    )
+
+
+def test_draws_are_shared_by_weight_and_every_task_runs_through_its_epochs(tmp_path: Path, plain_tokenizer) -> None:
+    data = Data.of(two_tasks(tmp_path, "task.one.weight=3", "eval.problems=0"), plain_tokenizer)
+    prompts = [data.draw(number) for number in range(400)]
+    assert [prompt.uid for prompt in prompts[:3]] == ["0", "1", "2"]
+    drawn = Counter(prompt.task for prompt in prompts)
+    assert drawn["one"] == pytest.approx(300, abs=3)
+    for task in ("one", "two"):
+        texts = Counter(str(prompt.text) for prompt in prompts if prompt.task == task)
+        assert max(texts.values()) - min(texts.values()) <= 1
+    assert [data.draw(number) for number in (399, 7)] == [prompts[399], prompts[7]]
+
+
+def test_problems_of_every_task_are_kept_for_evaluation(tmp_path: Path, plain_tokenizer) -> None:
+    data = Data.of(two_tasks(tmp_path), plain_tokenizer)
+    problems = data.problems()
+    assert Counter(problem.task for problem in problems) == {"one": 1, "two": 1}
+    assert len({problem.uid for problem in problems}) == 2
+
+
+def test_what_is_trained_on_is_not_evaluated_on(tmp_path: Path, plain_tokenizer) -> None:
+    other = write(tmp_path / "other.jsonl", ["c", "a b"])
+    held_out = [f"task.two.eval_path={other}", f"task.one.eval_path={write(tmp_path / 'others.jsonl', ['c c'])}"]
+    with pytest.raises(ConfigError, match=r"1 of 2 problems that two is evaluated on are trained on in one.*'a b'"):
+        Data.of(two_tasks(tmp_path, *held_out), plain_tokenizer)
+    Data.of(two_tasks(tmp_path, *held_out, "task.two.allow_overlap=true"), plain_tokenizer)
