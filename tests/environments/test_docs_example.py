@@ -1,0 +1,31 @@
+"""The environment that docs/tasks.md shows, played."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from grpocli.environments import stepping
+
+DOCS = Path(__file__).parents[2] / "docs" / "tasks.md"
+
+
+def test_the_documented_environment_works_as_it_stands(tmp_path: Path) -> None:
+    block = re.search(r"A file `guess\.py`:\n\n((?:    .*\n|\n)+)", DOCS.read_text())
+    assert block
+    (tmp_path / "guess.py").write_text(textwrap.dedent(block[1]))
+    named = f"{tmp_path}/guess.py:Guess", '{"bonus": 0.5}'
+    (state,) = stepping.reset(*named, {"answer": "42", "task_name": "numbers"})
+
+    def say(text: str, state: dict[str, Any]) -> list[Any]:
+        return stepping.step(*named, [{"role": "assistant", "content": text}], state)
+
+    hints = []
+    for guess in ("7", "50", "what?"):
+        observation, rewards, done, state = say(guess, state)
+        hints.append(observation[0]["content"])
+        assert (rewards, done) == ({"reward": 0.0}, False)
+    assert hints == ["higher", "lower", "lower"]
+    assert say(" 42 ", state)[:3] == [[], {"found": 1.0, "early": 0.125}, True]
