@@ -25,6 +25,11 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def loss_multiplier(self) -> float:
+        """What the advantages of its completions are multiplied by."""
+        return float(self.columns.get("loss_multiplier", 1.0))
+
+    @property
     def task(self) -> str:
         """The name of the task that it is of."""
         return str(self.columns.get("task_name", ""))

@@ -13,7 +13,7 @@ from grpocli.rewards.reward import BaseReward, Correctness, Failure, Sample, Sco
 
 
 @lru_cache(maxsize=8)
-def _pool(function: str, workers: int, timeout: float) -> Pool:
+def pool_of(function: str, workers: int, timeout: float) -> Pool:
     return Pool(function, workers or default_workers(), timeout)
 
 
@@ -51,7 +51,7 @@ class Math(Correctness):
         self._pool().close()
 
     def _pool(self) -> Pool:
-        return _pool("grpocli.rewards.mathematics:equal", self.workers, self.timeout)
+        return pool_of("grpocli.rewards.mathematics:equal", self.workers, self.timeout)
 
 
 @part("reward", "format", package="reward.format")
@@ -82,4 +82,4 @@ class Format(BaseReward):
         self._pool().close()
 
     def _pool(self) -> Pool:
-        return _pool("grpocli.rewards.checks:match", 1, self.timeout)
+        return pool_of("grpocli.rewards.checks:match", 1, self.timeout)

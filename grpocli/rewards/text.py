@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
+from omegaconf import MISSING
+
 from grpocli.config.formula import Formula
 from grpocli.config.parts import follows, part, require
 from grpocli.rewards.reward import BaseReward, Correctness, Failure, Sample, Score, answer_of
@@ -51,6 +53,28 @@ def last_number(text: str) -> Decimal | None:
     minus, digits = found[-1]
     value = Decimal(digits.replace(",", ""))
     return value.copy_negate() if minus else value
+
+
+@part("reward", "length", package="reward.length")
+class Length(BaseReward):
+    """1 where the completion has `target` tokens, falling in a line to 0 at `width` tokens more or fewer."""
+
+    target: int = MISSING
+    width: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "target", self.target >= 1, "must be at least 1")
+        require(self, "width", self.width >= 1, "must be at least 1")
+
+    def formula(self) -> Formula:
+        return Formula(
+            ("a wanted length", "R_length = max(0, 1 − |l_i − l| / w)", "l_i: o_i's tokens"),
+            {"l": "target", "w": "width"},
+        )
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        return [max(0.0, 1 - abs(sample.n_tokens - self.target) / self.width) for sample in samples]
 
 
 @part("reward", "overlong", package="reward.overlong")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -10,6 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from grpocli.config.parts import one_of, part, require
+from grpocli.tasks.split import is_held_out
 from grpocli.tasks.task import BaseTask
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ def _pairs(digits: int) -> Iterator[tuple[int, int]]:
 
 def split_of(operation: str, first: int, second: int) -> str:
     """`train` or `eval`."""
-    digest = hashlib.sha256(f"{first}{operation}{second}".encode()).digest()
-    return "eval" if digest[0] < HELD_OUT * 256 else "train"
+    return "eval" if is_held_out(f"{first}{operation}{second}", HELD_OUT) else "train"
 
 
 def _example(operation: str, first: int, second: int) -> Example:

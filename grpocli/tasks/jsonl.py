@@ -12,6 +12,7 @@ from omegaconf import MISSING
 
 from grpocli.config.parts import one_of, part, require
 from grpocli.errors import ConfigError
+from grpocli.tasks.processor import processed
 from grpocli.tasks.task import BaseTask
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ class Jsonl(BaseTask):
     prompt_template: text with {column} fields, instead of prompt_column.
     prefix: text before every prompt, for worked examples.
     system_prompt: the system message of every prompt, which makes a text a user's message.
+    processor: a function of yours, FILE.py:NAME or module:NAME, instead of the columns and templates: it gets a row and
+        returns `prompt`, text or messages, and whatever rewards and environments want (`answer` ...). With
+        `loss_multiplier` the advantages of that prompt's completions are multiplied (0: not trained on).
     format: `plain` text, `chat` (a text becomes a user's message), or `auto`: as the data has it.
     """
 
@@ -47,10 +51,13 @@ class Jsonl(BaseTask):
     prefix: str = ""
     system_prompt: str | None = None
     format: str = "auto"
+    processor: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(self, "format", ("auto", "plain", "chat"))
+        named = self.processor is None or ":" in self.processor
+        require(self, "processor", named, "must be FILE.py:NAME or module:NAME")
         require(self, "eval_size", self.eval_size >= 1, "must be at least 1")
         require(
             self,
@@ -128,6 +135,8 @@ class Examples(Sequence[Any]):
 
     def _example(self, row: Row, number: int) -> Example:
         where = f"row {number} of {self.path}"
+        if self.task.processor is not None:
+            return processed(self.task.processor, row, where)
         row = self.task.convert(dict(row), where)
         prompt = self.mapping.prompt(row, where)
         if self.task.answer_column is not None:
@@ -170,13 +179,19 @@ def _held_out(task: Jsonl) -> tuple[Examples, Examples]:
         raise ConfigError.of(
             "task.path", task.path, "has one example; give two, so that one is held out, or give task.eval_path"
         )
-    train, evaluate = hold_out(table.rows, task.mapping.columns, task.eval_size)
+    columns = table.columns if task.processor else task.mapping.columns
+    train, evaluate = hold_out(table.rows, columns, task.eval_size)
     return replace(everything, numbers=train), replace(everything, numbers=evaluate)
 
 
 def _mapped(task: Jsonl, table: Table, path: str) -> Examples:
+    from grpocli.config.user_code import load
     from grpocli.tasks.loading import need_columns
+    from grpocli.tasks.processor import PROCESSOR
 
+    if task.processor:
+        load(task.processor, PROCESSOR)
+        return Examples(task, task.mapping, table, range(len(table.rows)), path)
     task.mapping.check(table.columns, path)
     need_columns(table.columns, {"task.answer_column": task.answer_column}, path)
     return Examples(task, task.mapping, table, range(len(table.rows)), path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +137,11 @@ def _chat_ids(chats: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> list[
 
 
 def _text(example: Example, index: int, name: str) -> Text:
+    multiplier = example.get("loss_multiplier", 1.0)
+    if not isinstance(multiplier, int | float) or not 0 <= multiplier < math.inf:
+        raise ConfigError(
+            f"task: {name} example {index} has the loss_multiplier {multiplier!r}; it must be a number of 0 or more"
+        )
     prompt = example["prompt"]
     if isinstance(prompt, str) and prompt:
         return prompt

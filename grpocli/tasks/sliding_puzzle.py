@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from grpocli.config.parts import part, require
 from grpocli.environments.environment import Play
 from grpocli.environments.sliding_puzzle import MOVES, Board, is_solved, show, slide, solved_board
+from grpocli.tasks.split import is_held_out
 from grpocli.tasks.task import BaseTask
 
 if TYPE_CHECKING:
@@ -74,5 +74,4 @@ def _boards(size: int, shuffles: int, tries: int) -> Iterator[Board]:
 
 def split_of(board: Board) -> str:
     """`train` or `eval`."""
-    digest = hashlib.sha256(show(board).encode()).digest()
-    return "eval" if digest[0] < HELD_OUT * 256 else "train"
+    return "eval" if is_held_out(show(board), HELD_OUT) else "train"

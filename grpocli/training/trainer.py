@@ -98,7 +98,14 @@ class Trainer:
         """One row for each completion, with its advantage."""
         algorithm = self.run.algorithm
         return [
-            Row.of(rollout, advantage, index, algorithm.keep.mask_truncated, self.synced, algorithm.corrects)
+            Row.of(
+                rollout,
+                advantage * group.prompt.loss_multiplier,
+                index,
+                algorithm.keep.mask_truncated,
+                self.synced,
+                algorithm.corrects,
+            )
             for index, (group, advantages) in enumerate(
                 zip(collected.groups, collected.advantages.tolist(), strict=True)
             )

@@ -24,8 +24,8 @@ def rewards(tmp_path: Path):
     (tmp_path / "main.yaml").write_text(
         "defaults:\n  - reward: [exact_match]\n  - _self_\nrollout: {max_completion_tokens: 256}\n"
     )
-    (tmp_path / "reward" / "length.yaml").write_text(
-        "# @package reward.length\n"
+    (tmp_path / "reward" / "brevity.yaml").write_text(
+        "# @package reward.brevity\n"
         "_target_: grpocli.rewards.python.PythonReward\n"
         "function: mine.py:length\n"
         "weight: 0.5\n"
@@ -46,10 +46,10 @@ def test_several_at_once_each_with_its_keys(rewards) -> None:
 
 
 def test_several_functions_of_the_users_own(rewards) -> None:
-    made = rewards("reward=[python,length]", "reward.python.function=mine:right")
+    made = rewards("reward=[python,brevity]", "reward.python.function=mine:right")
     assert list(made.items()) == [
         ("python", PythonReward(function="mine:right")),
-        ("length", PythonReward(function="mine.py:length", weight=0.5)),
+        ("brevity", PythonReward(function="mine.py:length", weight=0.5)),
     ]
 
 

@@ -1,0 +1,53 @@
+"""reward=[reasoning_gym]: the scorer of the generator that made the question."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from grpocli.config.parts import part, require
+from grpocli.rewards.pooled import pool_of
+from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
+from grpocli.tasks.reasoning_gym import COLUMN
+
+
+@part("reward", "reasoning_gym", package="reward.reasoning_gym")
+class ReasoningGymReward(BaseReward):
+    """Between 0 and 1, as the generator of `task=reasoning_gym` scores the answer.
+
+    pattern: the answer is what its first group found last; the whole completion where it is not found. timeout: seconds
+    for a sample. workers: 0 is one for each core.
+    """
+
+    has_processes = True
+    pattern: str = r"<answer>(.*?)</answer>"
+    timeout: float = 20.0
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            problem = "" if re.compile(self.pattern).groups else "needs a group: the answer"
+        except re.error as error:
+            problem = f"is no regular expression: {error}"
+        require(self, "pattern", not problem, problem)
+        require(self, "timeout", self.timeout > 0, "must be above 0 seconds")
+        require(self, "workers", self.workers >= 0, "must be 0 (one for each core) or more")
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        known = [i for i, sample in enumerate(samples) if COLUMN in sample.columns]
+        scores: list[Score] = [Failure("the example is not of task=reasoning_gym")] * len(samples)
+        items = [[samples[i].columns[COLUMN], self.answer(samples[i].text)] for i in known]
+        pool = pool_of("grpocli.rewards.reasoning_gym_scorer:score", self.workers, self.timeout)
+        for i, score in zip(known, pool.map(items), strict=True):
+            scores[i] = score
+        return scores
+
+    def answer(self, text: str) -> str:
+        """What is scored."""
+        found = re.findall(self.pattern, text, re.DOTALL)
+        last = found[-1] if found else text
+        return (last if isinstance(last, str) else last[0]).strip()
+
+    def close(self) -> None:
+        pool_of("grpocli.rewards.reasoning_gym_scorer:score", self.workers, self.timeout).close()

@@ -1,0 +1,62 @@
+"""Tasks whose examples are made here, one after the other from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from grpocli.config.parts import require, section
+from grpocli.errors import ConfigError
+from grpocli.tasks.split import is_held_out
+from grpocli.tasks.task import BaseTask
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from grpocli.tasks.task import Example
+
+HELD_OUT = 1 / 10
+"""The share of all examples that belongs to `eval`."""
+TRIES = 50
+"""Examples made for each one that is wanted: little tasks repeat themselves."""
+
+
+@section("task")
+class Generated(BaseTask):
+    """train_size, eval_size: at most so many different examples; little tasks have fewer.
+
+    generator_seed: of the examples. An example belongs to `train` or to `eval` by its hash, whatever the sizes are.
+    """
+
+    train_size: int = 10000
+    eval_size: int = 500
+    generator_seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "train_size", self.train_size >= 1, "must be at least 1")
+        require(self, "eval_size", self.eval_size >= 1, "must be at least 1")
+        require(self, "generator_seed", self.generator_seed >= 0, "must be 0 or more")
+
+    def make(self, random: random.Random) -> Example:
+        """A question as `question`, and the other columns."""
+        raise NotImplementedError
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """The same on every machine."""
+        most = {"train": self.train_size, "eval": self.eval_size}[split]
+        found = list(islice(self._different(split, TRIES * most), most))
+        if not found:
+            raise ConfigError(f"task: these settings leave no example for {split}; make the questions larger")
+        return [{**one, "prompt": [{"role": "user", "content": one["question"]}]} for one in found]
+
+    def _different(self, split: str, tries: int) -> Iterator[Example]:
+        source, seen = random.Random(self.generator_seed), set[str]()
+        for _ in range(tries):
+            example = self.make(source)
+            question = example["question"]
+            if question not in seen and is_held_out(question, HELD_OUT) == (split == "eval"):
+                seen.add(question)
+                yield example

@@ -1,0 +1,29 @@
+"""task.processor: a function of the user's that makes an example of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from grpocli.config.user_code import load
+from grpocli.errors import ConfigError
+from grpocli.tasks.loading import Row
+
+PROCESSOR = "task.processor"
+
+
+def processed(function: str, row: Row, where: str) -> dict[str, Any]:
+    """The example. Raises ConfigError, with `where` the row is, for what is none."""
+    try:
+        example = load(function, PROCESSOR)(dict(row))
+    except ConfigError:
+        raise
+    except Exception as error:
+        what = f"raised {type(error).__name__} for {where}: {' '.join(str(error).split())}"
+        raise ConfigError.of(PROCESSOR, function, what) from error
+    if not isinstance(example, Mapping) or not isinstance(example.get("prompt"), str | list) or not example["prompt"]:
+        found = f"{example!r}"[:200]
+        raise ConfigError.of(
+            PROCESSOR, function, f"made {found} of {where}; return a dict with `prompt`, text or messages"
+        )
+    return dict(example)

@@ -1,0 +1,97 @@
+"""task=reasoning_gym: any generator of the library reasoning-gym (arXiv 2505.24760)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import MISSING
+
+from grpocli.config.parts import nearest, part, require
+from grpocli.errors import ConfigError
+from grpocli.tasks.split import is_held_out
+from grpocli.tasks.task import BaseTask
+
+if TYPE_CHECKING:
+    from grpocli.tasks.task import Example
+
+HELD_OUT = 1 / 10
+"""The share of all questions that belongs to `eval`."""
+TRIES = 20
+"""Questions made for each one that is wanted: little generators repeat themselves."""
+COLUMN = "reasoning_gym"
+
+
+@part("task", "reasoning_gym")
+class ReasoningGym(BaseTask):
+    """Questions of the generator `name`, with `config` as its own settings: `task.config.min_terms=2`.
+
+    `reward=[reasoning_gym]` scores with the generator's own scorer. instructions: text after every question.
+    generator_seed: of the questions. train_size, eval_size: at most so many; a question belongs to `train` or to `eval`
+    by its hash, whatever the sizes are.
+    """
+
+    name: str = MISSING
+    config: dict[str, Any] = field(default_factory=dict)
+    instructions: str = ""
+    generator_seed: int = 0
+    train_size: int = 1000
+    eval_size: int = 100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "train_size", self.train_size >= 1, "must be at least 1")
+        require(self, "eval_size", self.eval_size >= 1, "must be at least 1")
+        require(self, "generator_seed", self.generator_seed >= 0, "must be 0 or more")
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """`prompt`, `answer` and where the question is from, of `train` or `eval`."""
+        most = {"train": self.train_size, "eval": self.eval_size}[split]
+        total = TRIES * (self.train_size + self.eval_size)
+        found = _examples(self.name, json.dumps(self.config, sort_keys=True), self.generator_seed, total, split, most)
+        if not found:
+            raise ConfigError.of("task.name", self.name, f"made no question for {split}: choose other task.config")
+        return [
+            {**one, "prompt": [{"role": "user", "content": f"{one['question']}{self.instructions}"}]} for one in found
+        ]
+
+
+@lru_cache(maxsize=8)
+def _examples(name: str, config: str, seed: int, total: int, split: str, most: int) -> list[Example]:
+    dataset = make(name, config, seed, total)
+    found: list[Example] = []
+    seen: set[str] = set()
+    for index in range(total):
+        if len(found) == most:
+            break
+        entry = dataset[index]
+        question = str(entry["question"])
+        if question not in seen and split_of(question) == split:
+            seen.add(question)
+            place = {"name": name, "config": config, "seed": seed, "size": total, "index": index}
+            found.append({"question": question, "answer": str(entry["answer"]), COLUMN: place})
+    return found
+
+
+def make(name: str, config: str, seed: int, size: int) -> Any:
+    """A dataset of the library's, whose entries are made when they are asked for. Raises ConfigError."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        problem = f"needs the library reasoning-gym ({error}): pip install 'grpocli[reasoning-gym]'"
+        raise ConfigError(f"task=reasoning_gym: {problem}") from error
+    if name not in DATASETS:
+        raise ConfigError.of("task.name", name, f"reasoning-gym has no such generator{nearest(name, DATASETS)}")
+    try:
+        return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(config))
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError.of("task.config", config, f"{name} refuses it: {error}") from error
+
+
+def split_of(question: str) -> str:
+    """`train` or `eval`."""
+    return "eval" if is_held_out(question, HELD_OUT) else "train"

@@ -1,0 +1,90 @@
+"""reasoning-gym's generators as tasks, and their own scorers as the reward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from grpocli.data import Completion, Prompt, Rollout
+from grpocli.errors import ConfigError
+from grpocli.rewards.reasoning_gym import ReasoningGymReward
+from grpocli.rewards.reward import Failure
+from grpocli.rewards.scoring import sample_of
+from grpocli.tasks.reasoning_gym import ReasoningGym
+
+TWENTY = [
+    *("chain_sum", "basic_arithmetic", "gcd", "lcm", "prime_factorization", "leg_counting", "letter_counting"),
+    *(
+        "spell_backward",
+        "word_sorting",
+        "number_sorting",
+        "caesar_cipher",
+        "base_conversion",
+        "fraction_simplification",
+    ),
+    *(
+        "simple_equations",
+        "countdown",
+        "mini_sudoku",
+        "knights_knaves",
+        "tower_of_hanoi",
+        "family_relationships",
+        "maze",
+    ),
+]
+
+pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning")  # of a library that reasoning-gym draws with
+
+
+@pytest.fixture(scope="module")
+def reward() -> Iterator[ReasoningGymReward]:
+    made = ReasoningGymReward(workers=2, timeout=60.0)
+    yield made
+    made.close()
+
+
+def sample(example: dict, text: str):
+    columns = {name: value for name, value in example.items() if name != "prompt"}
+    return sample_of(Rollout(Prompt("0", [1], example["prompt"], columns), Completion([1], [0.0], "stop", 0), text), 99)
+
+
+@pytest.mark.parametrize("name", TWENTY)
+def test_every_generator_scores_its_own_answer_as_right(name: str, reward: ReasoningGymReward) -> None:
+    task = ReasoningGym(name=name, train_size=5, eval_size=2, instructions="\nAnswer in <answer> tags.")
+    train, held_out = task.examples("train"), task.examples("eval")
+    assert (len(train), len(held_out)) == (5, 2)
+    assert not {str(one["prompt"]) for one in train} & {str(one["prompt"]) for one in held_out}
+    assert train == ReasoningGym(
+        name=name, train_size=5, eval_size=2, instructions="\nAnswer in <answer> tags."
+    ).examples("train")
+    samples = [sample(one, f"Hm, <answer>0?</answer> no: <answer> {one['answer']} </answer>") for one in train]
+    assert reward(samples) == [1.0] * 5
+    wrong = reward([sample(one, "<answer></answer>") for one in train])
+    assert all(isinstance(score, float) and score < 1 for score in wrong)
+
+
+def test_its_settings_reach_the_generator() -> None:
+    task = ReasoningGym(name="chain_sum", config={"min_terms": 2, "max_terms": 2}, train_size=20)
+    assert all(one["question"].count(" + ") + one["question"].count(" - ") == 1 for one in task.examples("train"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"name": "chain_summ"},
+            r"task\.name=chain_summ: reasoning-gym has no such generator; did you mean \"chain_sum\"",
+        ),
+        ({"name": "chain_sum", "config": {"terms": 2}}, r"task\.config=.*chain_sum refuses it: .*'terms'"),
+        ({"name": "chain_sum", "config": {"min_terms": -1}}, r"refuses it: min_terms must be positive"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(settings: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ReasoningGym(**settings).examples("train")
+
+
+def test_examples_of_other_tasks_are_failures(reward: ReasoningGymReward) -> None:
+    (score,) = reward([sample({"prompt": "?"}, "1")])
+    assert isinstance(score, Failure)
