@@ -17,6 +17,7 @@ COMMANDS = {
     "vllm-serve": ("grpocli.commands.vllm_serve", "start a vLLM server that runs can use and sync"),
     "explain": ("grpocli.commands.explain", "the objective of a run as mathematics; `A vs B` shows what differs"),
     "plan": ("grpocli.commands.plan", "memory and work of a run, before it is started; exit code 1 if it does not fit"),
+    "reward-check": ("grpocli.commands.reward_check", "hold rewards against a task's own answers, before training"),
     "compare": ("grpocli.commands.compare", "a table of the runs below one or more folders"),
 }
 
@@ -98,7 +99,7 @@ def raise_usage(problem: str) -> None:
 
 def help_text() -> str:
     """What `grpocli --help` prints."""
-    lines = "\n".join(f"  {name:<12}{about}" for name, (_, about) in COMMANDS.items())
+    lines = "\n".join(f"  {name:<14}{about}" for name, (_, about) in COMMANDS.items())
     return HELP.format(version=__version__, commands=lines)
 
 

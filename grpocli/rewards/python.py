@@ -30,6 +30,7 @@ class PythonReward(BaseReward):
     `# @package reward.NAME`, `_target_: grpocli.rewards.python.PythonReward` and its `function`.
     """
 
+    judges_answers = True
     function: str = MISSING
     timeout: float = 300.0
 

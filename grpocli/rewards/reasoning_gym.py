@@ -20,6 +20,7 @@ class ReasoningGymReward(BaseReward):
     """
 
     has_processes = True
+    judges_answers = True
     pattern: str = r"<answer>(.*?)</answer>"
     timeout: float = 20.0
     workers: int = 0

@@ -53,10 +53,12 @@ class BaseReward:
 
     weight: what its scores are multiplied by in the sum of a run's rewards. has_processes: it scores in processes of
     its own, and each sample by itself, so it is called group by group while other completions are still being sampled;
-    others are called once, with all samples.
+    others are called once, with all samples. judges_answers: it says whether an answer is right, so that
+    `grpocli reward-check` can hold it against the examples' own.
     """
 
     has_processes: ClassVar[bool] = False
+    judges_answers: ClassVar[bool] = False
 
     weight: float = 1.0
 
@@ -93,6 +95,8 @@ class Correctness(BaseReward):
     right: the score of a right answer. wrong: that of a wrong one. Evaluations count a score of 1 or more as right, so
     only `right` may reach that.
     """
+
+    judges_answers: ClassVar[bool] = True
 
     right: float = 1.0
     wrong: float = 0.0

@@ -103,7 +103,7 @@ class Scorer:
     def _of(self, name: str, samples: Sequence[Sample]) -> list[Score]:
         """Scores by one reward, which is shown only what it is for, and no episode that broke off."""
         given = [self._before(name, sample) for sample in samples]
-        scores = iter(self._call(self.rewards[name], [s for s, g in zip(samples, given, strict=True) if g is ...]))
+        scores = iter(call(self.rewards[name], [s for s, g in zip(samples, given, strict=True) if g is ...]))
         return [next(scores) if score is ... else score for score in given]
 
     def _before(self, name: str, sample: Sample) -> Score | EllipsisType:
@@ -114,18 +114,20 @@ class Scorer:
             return Failure(sample.episode.problem)
         return ...
 
-    def _call(self, reward: BaseReward, samples: Sequence[Sample]) -> list[Score]:
-        if not samples:
-            return []
-        try:
-            return [_number(score) for score in reward(samples)]
-        except (Exception, SystemExit) as error:
-            logger.exception("%s raised", reward.label)
-            return [Failure(f"it raised {type(error).__name__}: {' '.join(str(error).split())}")] * len(samples)
-
     def close(self) -> None:
         for reward in self.rewards.values():
             reward.close()
+
+
+def call(reward: BaseReward, samples: Sequence[Sample]) -> list[Score]:
+    """Scores that are numbers, None, or failures; whatever a reward raises or returns."""
+    if not samples:
+        return []
+    try:
+        return [_number(score) for score in reward(samples)]
+    except (Exception, SystemExit) as error:
+        logger.exception("%s raised", reward.label)
+        return [Failure(f"it raised {type(error).__name__}: {' '.join(str(error).split())}")] * len(samples)
 
 
 def sample_of(rollout: Rollout, max_tokens: int) -> Sample:

@@ -1,0 +1,123 @@
+"""`grpocli reward-check`: whether a run's rewards agree with its tasks' own answers. No model is loaded."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from grpocli.commands.hydra_app import composed
+from grpocli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
+    from grpocli.rewards.agreement import Agreement, Verdict
+
+EXAMPLES = """\
+Each example is answered with its own reference answer, which has to be right (a score of 1 or more), with nothing, and
+with another example's answer, which have to be wrong. Exit code 1: a reward agrees with fewer than --threshold.
+
+examples
+  grpocli reward-check task=gsm8k reward=[math]
+  grpocli reward-check task=jsonl task.path=problems.jsonl reward=[number] --split train --examples 200
+  grpocli reward-check task=countdown reward=[countdown] --answer '<answer>{answer}</answer>'
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table and the disagreements. Returns the exit code; raises ConfigError as train does."""
+    parser = _parser()
+    args = parser.parse_intermixed_args(argv)
+    if "{answer}" not in args.answer:
+        parser.error(f"--answer {args.answer!r}: must have {{answer}} in it")
+    if not 0 <= args.threshold <= 1:
+        parser.error(f"--threshold {args.threshold}: must be between 0 and 1")
+    if args.examples < 0:
+        parser.error(f"--examples {args.examples}: must be 0 (all) or more")
+    from grpocli.config.compose import build_run
+    from grpocli.launch.run import quiet_libraries
+
+    quiet_libraries()
+    run = build_run(composed(args.overrides, args.config_dir))
+    try:
+        found = list(_agreements(run, args.split, args.examples, args.answer))
+    finally:
+        for reward in run.reward.values():
+            reward.close()
+    _show(found, args.list)
+    return 0 if all(one.share >= args.threshold for one in found) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="grpocli reward-check",
+        usage="grpocli reward-check [GROUP=CHOICE ...] [KEY=VALUE ...] [--split SPLIT] [--examples N]",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for grpocli train")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with groups and recipes of yours")
+    parser.add_argument("--split", choices=("train", "eval"), default="eval", help="of the task's examples (eval)")
+    parser.add_argument("--examples", type=int, default=0, metavar="N", help="the first N of them; 0: all")
+    parser.add_argument("--threshold", type=float, default=0.99, metavar="SHARE", help="of agreement (0.99)")
+    parser.add_argument("--answer", default="{answer}", metavar="TEXT", help="how an answer is written ({answer})")
+    parser.add_argument("--list", type=int, default=20, metavar="N", help="so many disagreements are shown (20)")
+    return parser
+
+
+def _agreements(run: Run, split: str, most: int, template: str) -> Iterator[Agreement]:
+    from grpocli.rewards.agreement import agreement
+    from grpocli.tasks.data import rewards_for
+    from grpocli.tasks.mixture import tasks_of
+
+    asked = 0
+    for name, task in tasks_of(run.task).items():
+        examples = task.examples(split)
+        examples = [examples[i] for i in range(min(most or len(examples), len(examples)))]
+        for reward in rewards_for(task, run.reward):
+            if run.reward[reward].judges_answers:
+                run.reward[reward].check(sorted({*examples[0], "task_name"} - {"prompt"}))
+                asked += 1
+                yield agreement(name, reward, run.reward[reward], examples, template)
+    if not asked:
+        names = ", ".join(run.reward)
+        raise ConfigError(f"reward=[{names}]: none of them says whether an answer is right; choose one that does")
+
+
+def _show(found: Sequence[Agreement], most: int) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD)
+    for column in ("task", "reward"):
+        table.add_column(column, no_wrap=True)
+    for column in ("own", "empty", "other", "errors", "agreement", "ms"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in found:
+        kinds = [one.of(kind) for kind in ("own", "empty", "other")]
+        errors = sum(verdict.score is None for verdict in one.verdicts)
+        cells = [f"{sum(v.agrees for v in verdicts)}/{len(verdicts)}" for verdicts in kinds]
+        each = 1000 * one.seconds / max(len(one.verdicts), 1)
+        table.add_row(one.task, one.reward, *cells, str(errors), f"{one.share:.2%}", f"{each:.2f}")
+    console = Console()
+    console.print(table)
+    for one in found:
+        for verdict in one.disagreements[:most]:
+            console.print(_line(one, verdict), markup=False, highlight=False, soft_wrap=True)
+        if (more := len(one.disagreements) - most) > 0:
+            console.print(
+                f"{one.task} {one.reward}: {more} more; --list {len(one.disagreements)} shows all", markup=False
+            )
+
+
+def _line(one: Agreement, verdict: Verdict) -> str:
+    from grpocli.rewards.scoring import excerpt
+
+    what = {"own": "its own answer", "empty": "an empty answer", "other": "another's answer"}[verdict.kind]
+    score = f"scores {verdict.score:g}" if verdict.score is not None else f"fails: {verdict.reason}"
+    answer = excerpt(str(verdict.sample.columns.get("answer")))
+    where = f"{one.task} {one.reward}: example {verdict.number}"
+    return f"{where}: {what} {excerpt(verdict.sample.text)} {score} (answer {answer})"

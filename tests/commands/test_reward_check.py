@@ -1,0 +1,74 @@
+"""`grpocli reward-check`: what agrees, what does not, and how that is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+LINES = '{"prompt": "1+1", "answer": "2"}\n{"prompt": "x", "answer": "%s"}\n{"prompt": "2+1", "answer": "3"}\n'
+
+
+def test_rewards_that_agree(grpocli) -> None:
+    code, out, err = grpocli("reward-check", "task=[arithmetic,countdown]", "reward=[exact_match,countdown,format]",
+                             "task.arithmetic.rewards=[exact_match]", "task.countdown.rewards=[countdown,format]",
+                             "--examples", "40", "--answer", "{answer}")  # fmt: skip
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines() if "40/40" in line]
+    assert [row[:2] for row in rows] == [["arithmetic", "exact_match"], ["countdown", "countdown"]]
+    assert all(row[2:7] == ["40/40", "40/40", "40/40", "0", "100.00%"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "code", "said"),
+    [
+        ("two", [], 1, "jsonl number: example 1: its own answer 'two' fails: there is no number in the answer 'two'"),
+        ("two", ["--threshold", "0.6"], 0, "66.67%"),
+        ("7", [], 0, "100.00%"),
+    ],
+)
+def test_what_disagrees_is_shown(
+    grpocli, tmp_path: Path, answer: str, options: list[str], code: int, said: str
+) -> None:
+    (tmp_path / "d.jsonl").write_text(LINES % answer)
+    (tmp_path / "e.jsonl").write_text('{"prompt": "?", "answer": "1"}\n')
+    task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"task.eval_path={tmp_path}/e.jsonl"]
+    found, out, _ = grpocli("reward-check", *task, "reward=[number]", "--split", "train", *options)
+    assert said in out
+    assert found == code
+
+
+def test_another_answer_that_is_right_too_is_a_disagreement(grpocli, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text(LINES % "2.0")
+    (tmp_path / "e.jsonl").write_text('{"prompt": "?", "answer": "1"}\n')
+    task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"task.eval_path={tmp_path}/e.jsonl"]
+    code, out, _ = grpocli(
+        "reward-check", *task, "reward=[number]", "--split", "train", "--list", "0", "--threshold", "1"
+    )
+    assert code == 1
+    assert "jsonl number: 1 more; --list 1 shows all" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["reward=[format]"], "reward=[format]: none of them says whether an answer is right"),
+        (
+            ["reward=[number]", "reward.number.answer_column=x"],
+            "reward.number.answer_column=x: the task's examples have",
+        ),
+        (["task.path=nowhere.jsonl", "task=jsonl"], "there is no such file or folder"),
+        (["rewrd=[math]"], "did you mean"),
+    ],
+)
+def test_what_cannot_be_checked_is_one_sentence(grpocli, options: list[str], said: str) -> None:
+    code, _, err = grpocli("reward-check", *options)
+    assert code == 2
+    assert said in err
+
+
+@pytest.mark.parametrize("options", [["--answer", "x"], ["--threshold", "2"], ["--examples", "-1"]])
+def test_bad_options(grpocli, options: list[str]) -> None:
+    code, _, err = grpocli("reward-check", *options)
+    assert code == 2
+    assert f"{options[0]} " in err
