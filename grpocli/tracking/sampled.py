@@ -1,0 +1,85 @@
+"""What a run has sampled, read back from its folder: `rollouts/step_000001.parquet` and so on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpocli.config.parts import nearest
+from grpocli.errors import ConfigError
+from grpocli.tracking.rollouts import read_rollouts
+
+NAME = re.compile(r"step_(\d+)\.parquet")
+STEPS = re.compile(r"(\d*)(:?)(\d*)")
+WHERE = re.compile(r"([\w./-]+?)\s*(<=|>=|!=|=|<|>)\s*(.*)")
+COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "<=": lambda a, b: a <= b,
+    ">=": lambda a, b: a >= b,
+    "<": lambda a, b: a < b,
+    ">": lambda a, b: a > b,
+    "=": lambda a, b: a == b,
+    "!=": lambda a, b: a != b,
+}
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """`COLUMN < VALUE` and the like; `reward/NAME` may be written NAME. What has no value fits `!=` alone."""
+
+    column: str
+    comparison: str
+    value: str
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        found = WHERE.fullmatch(text.strip())
+        if not found:
+            raise ConfigError(f"--where {text!r}: write COLUMN<VALUE, with one of {' '.join(COMPARISONS)}")
+        return cls(*found.groups())
+
+    def holds(self, row: Row) -> bool:
+        """Numbers are compared as numbers, everything else as text. Raises ConfigError without such a column."""
+        name = self.column if self.column in row else f"reward/{self.column}"
+        if name not in row:
+            columns = [column.removeprefix("reward/") for column in row]
+            raise ConfigError(f"--where {self.column}: there is no such column{nearest(self.column, columns)}")
+        value = row[name]
+        if value is None:
+            return self.comparison == "!="
+        if isinstance(value, int | float):
+            try:
+                return COMPARISONS[self.comparison](value, float(self.value))
+            except ValueError as error:
+                raise ConfigError(f"--where {self.column}: {self.value!r} is no number") from error
+        return COMPARISONS[self.comparison](str(value), self.value)
+
+
+def steps_of(run: Path, wanted: str = ":") -> list[Path]:
+    """The files of the steps `3`, `10:20` (both included), `:5`, `10:`, in order. Raises ConfigError."""
+    found = STEPS.fullmatch(wanted.strip())
+    if not found or not (wanted.strip()):
+        raise ConfigError(f"--step {wanted!r}: write N, or FROM:TO")
+    first, colon, last = found.groups()
+    low = int(first or 0)
+    high = int(last) if last else (None if colon else low)
+    if not (run / "rollouts").is_dir():
+        raise ConfigError(f"{run}: there is no folder `rollouts` in it; give the folder of a run")
+    files = {int(m[1]): path for path in (run / "rollouts").iterdir() if (m := NAME.fullmatch(path.name))}
+    chosen = [files[step] for step in sorted(files) if low <= step and (high is None or step <= high)]
+    if not chosen:
+        have = f"it has the steps {min(files)} to {max(files)}" if files else "it has none yet"
+        raise ConfigError(f"--step {wanted}: the run has sampled nothing there; {have}")
+    return chosen
+
+
+def rows_of(files: list[Path], conditions: list[Condition]) -> Iterator[Row]:
+    """Of each step in turn, those that fit all conditions."""
+    for path in files:
+        for row in read_rollouts(path):
+            if all(condition.holds(row) for condition in conditions):
+                yield row
