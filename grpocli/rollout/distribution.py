@@ -75,7 +75,8 @@ def draw(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
     block_N1, within_N1 = _invert(probs_NKS.sum(-1), uniform_N.unsqueeze(1))
     probs_NS = probs_NKS.take_along_dim(block_N1.unsqueeze(2), 1).squeeze(1)
     place_N1, _ = _invert(probs_NS, within_N1)
-    return (block_N1 * BLOCK + place_N1).squeeze(1)
+    token_N = (block_N1 * BLOCK + place_N1).squeeze(1)
+    return token_N.clamp(max=probs_NV.shape[1] - 1)  # weights that are no numbers are found in the update, not here
 
 
 def _invert(mass_NK: Tensor, uniform_N1: Tensor) -> tuple[Tensor, Tensor]:

@@ -77,6 +77,10 @@ def test_draw_follows_the_distribution() -> None:
     assert draw(probs[None], torch.zeros(1, dtype=torch.float64)).item() == 0
 
 
+def test_a_token_is_one_of_the_vocabulary_whatever_the_probabilities() -> None:
+    assert draw(torch.full((3, 103), float("nan")), torch.tensor([0.0, 0.5, 0.9], dtype=torch.float64)).max() < 103
+
+
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 1024, 50_257])
 @pytest.mark.parametrize("spread", [0.0, 3.0, 30.0])
 def test_draw_inverts_the_whole_cumulative_distribution(tokens: int, spread: float) -> None:
