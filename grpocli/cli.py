@@ -18,6 +18,7 @@ COMMANDS = {
     "explain": ("grpocli.commands.explain", "the objective of a run as mathematics; `A vs B` shows what differs"),
     "plan": ("grpocli.commands.plan", "memory and work of a run, before it is started; exit code 1 if it does not fit"),
     "reward-check": ("grpocli.commands.reward_check", "hold rewards against a task's own answers, before training"),
+    "eval": ("grpocli.commands.evaluate", "how good models and checkpoints are at tasks, with confidence intervals"),
     "rollouts": ("grpocli.commands.rollouts", "read what a run has sampled: filter, page through, export"),
     "compare": ("grpocli.commands.compare", "a table of the runs below one or more folders"),
 }

@@ -10,6 +10,20 @@ from functools import lru_cache
 from grpocli.config.parts import part, require
 from grpocli.rewards.pool import Pool, default_workers
 from grpocli.rewards.reward import BaseReward, Correctness, Failure, Sample, Score, answer_of
+from grpocli.rewards.text import last_number
+
+FINAL, BOX = "####", "\\boxed{"
+
+
+def last_box(text: str) -> str | None:
+    """What stands in the last \\boxed{}, with the braces inside of it; None without one that is closed."""
+    _, found, rest = text.rpartition(BOX)
+    depth = 1
+    for place, character in enumerate(rest if found else ""):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return rest[:place].strip()
+    return None
 
 
 @lru_cache(maxsize=8)
@@ -46,6 +60,15 @@ class Math(Correctness):
         for i, score in zip(known, self._pool().map([[answers[i], samples[i].text] for i in known]), strict=True):
             scores[i] = score if isinstance(score, Failure) else self.value(score == 1)
         return scores
+
+    def vote(self, sample: Sample) -> str:
+        """What is in the last box, else what follows "####", else the last number, else the text."""
+        if (box := last_box(sample.text)) is not None:
+            return box
+        if FINAL in sample.text:
+            return sample.text.rpartition(FINAL)[2].strip()
+        number = last_number(sample.text)
+        return sample.text.strip() if number is None else str(number)
 
     def close(self) -> None:
         self._pool().close()

@@ -44,6 +44,9 @@ class ReasoningGymReward(BaseReward):
             scores[i] = score
         return scores
 
+    def vote(self, sample: Sample) -> str:
+        return self.answer(sample.text)
+
     def answer(self, text: str) -> str:
         """What is scored."""
         found = re.findall(self.pattern, text, re.DOTALL)

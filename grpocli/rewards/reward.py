@@ -69,6 +69,10 @@ class BaseReward:
         """One score a sample, in order. An exception counts as a Failure of every sample."""
         raise NotImplementedError
 
+    def vote(self, sample: Sample) -> str:
+        """The answer that a sample gives, for a majority: equal texts are one answer."""
+        return sample.text.strip()
+
     def check(self, columns: Sequence[str]) -> None:
         """Find out before training what cannot work with examples of these columns. Raises ConfigError."""
         wanted = getattr(self, "answer_column", None)

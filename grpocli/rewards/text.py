@@ -44,6 +44,9 @@ class Number(Correctness):
             return Failure(f"there is no number in the answer {answer!r}")
         return self.value(last_number(sample.text) == reference)
 
+    def vote(self, sample: Sample) -> str:
+        return str(last_number(sample.text))
+
 
 def last_number(text: str) -> Decimal | None:
     """The last number written in digits; commas between thousands are ignored, and so is a currency sign."""

@@ -1,0 +1,156 @@
+"""`grpocli eval`: how good models are at tasks. Nothing is trained."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpocli.commands.hydra_app import composed
+from grpocli.errors import ConfigError
+from grpocli.tracking.files import write_atomic
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
+    from grpocli.evaluation.evaluate import Evaluated
+
+EXAMPLES = """\
+It takes what `grpocli train` takes: model, task (also several), reward, engine, rollout.max_completion_tokens ...
+A completion is right where the task's first reward, or eval.reward, scores 1 or more.
+
+examples
+  grpocli eval                                                           the built-in model on arithmetic
+  grpocli eval model.path=FOLDER task=gsm8k reward=[math] engine=vllm --samples 8 --problems 200
+  grpocli eval 'task=[gsm8k,math]' model=qwen2.5-1.5b reward=[math]
+  grpocli eval --run runs/DATE/TIME --checkpoints all                    a run's own config, a row for each checkpoint
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table; leave results.json and the samples. Returns the exit code; raises what train raises."""
+    parser = _parser()
+    args = parser.parse_intermixed_args(argv)
+    for name in ("problems", "samples"):
+        if getattr(args, name) < 0:
+            parser.error(f"--{name} {getattr(args, name)}: must be 0 or more")
+    if args.no_greedy and not args.samples:
+        parser.error("--no-greedy --samples 0: leaves nothing to sample")
+    if args.checkpoints and not args.run:
+        parser.error("--checkpoints: says which of a run's; give --run RUN")
+    run = _run(args)
+    out = Path(args.out or time.strftime("evals/%Y-%m-%d/%H-%M-%S"))
+    found = _evaluate(run, args, out)
+    write_atomic(out / "results.json", json.dumps(_as_dict(run, args, found), indent=2) + "\n")
+    _show(found)
+    print(f"results and samples are in {out}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="grpocli eval",
+        usage="grpocli eval [GROUP=CHOICE ...] [KEY=VALUE ...] [--samples N] [--problems N] [--run RUN]",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for grpocli train")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with groups and recipes of yours")
+    parser.add_argument("--samples", type=int, default=4, metavar="N", help="of each problem; 0: greedy alone (4)")
+    parser.add_argument("--problems", type=int, default=0, metavar="N", help="the first N of each task; 0: all")
+    parser.add_argument("--no-greedy", action="store_true", help="leave out the greedy answers")
+    parser.add_argument("--run", type=Path, metavar="RUN", help="with the config of this run; overrides change it")
+    parser.add_argument("--checkpoints", metavar="all|STEPS", help="of the run: all, or 10,20; else its final model")
+    parser.add_argument("--out", metavar="DIR", help="a new folder for the results (evals/DATE/TIME)")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> Run:
+    from grpocli.config.compose import build_run
+
+    overrides = list(args.overrides)
+    if args.run:
+        if any(one.startswith(("model=", "model.path=", "resume=")) for one in overrides):
+            raise ConfigError("--run: the model is the run's own; leave out model= and model.path=")
+        overrides.insert(0, f"resume={args.run}")
+    elif any(one.startswith("model.path=") for one in overrides) and not any(o.startswith("model=") for o in overrides):
+        overrides.insert(0, "model=hf")
+    run = build_run(composed(overrides, args.config_dir))
+    if (getattr(run.hardware, "processes", 1) or 1) > 1 or run.hardware.nodes > 1:
+        raise ConfigError.of(
+            "hardware.processes", run.hardware.processes, "an evaluation is one process; leave it null"
+        )
+    return run
+
+
+def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[Evaluated]:
+    from rich.console import Console
+
+    from grpocli.evaluation.evaluate import Asked, checkpoints_of, evaluate
+    from grpocli.launch.devices import devices_of
+    from grpocli.launch.run import prepare, quiet_libraries
+    from grpocli.rollout.auto import chosen
+    from grpocli.tracking.rollouts import write_rollouts
+    from grpocli.tracking.run_dir import RunDir
+    from grpocli.tracking.view import silent_view
+
+    models = checkpoints_of(args.run, args.checkpoints) if args.checkpoints else []
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"--out {out}: is there already; give another folder")
+    RunDir(out).check_writable(resuming=True)
+    quiet_libraries()
+    job = prepare(run, RunDir(out), silent_view(), False, devices_of(run.hardware, chosen(run.engine)))
+    if args.run and not models:
+        if not (args.run / "model").is_dir():
+            raise ConfigError(f"--run {args.run}: it has no final model yet; give --checkpoints all")
+        models = [(str(args.run / "model"), str(args.run / "model"))]
+    asked = Asked(args.problems, args.samples, not args.no_greedy)
+    found: list[Evaluated] = []
+    with Console(stderr=True).status("") as status:
+        named = models or [(job.engine.model_path, job.engine.model_path)]
+        for one in evaluate(run, job.engine, named, asked, status.update):
+            name = "".join(c if c.isalnum() else "_" for c in Path(one.name).name)
+            advantages = [[0.0] * len(group.rollouts) for group in one.groups]
+            write_rollouts(out / "samples" / f"{len(found):03d}_{name}.parquet", one.groups, advantages, 0)
+            found.append(one)
+    return found
+
+
+def _as_dict(run: Run, args: argparse.Namespace, found: Sequence[Evaluated]) -> dict[str, object]:
+    from dataclasses import asdict
+
+    settings = {"samples": args.samples, "problems": args.problems, "overrides": args.overrides, "run": args.run}
+    return {
+        "settings": {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()},
+        "sampling": asdict(run.rollout.sampling),
+        "models": [{"name": one.name, "tasks": [task.as_dict() for task in one.tasks]} for one in found],
+    }
+
+
+def _show(found: Sequence[Evaluated]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    scores = dict.fromkeys(score for one in found for task in one.tasks for score in task.scores)
+    table = Table(box=SIMPLE_HEAD)
+    for name in ("model", "task"):
+        table.add_column(name, overflow="fold")
+    for name in ("questions", *scores, "length", "cut off", "failed"):
+        table.add_column(name, justify="right")
+    for one in found:
+        for task in one.tasks:
+            cells = [_cell(task.scores[score]) if score in task.scores else "" for score in scores]
+            rest = [f"{task.mean_length:.0f}", f"{task.truncated:.1%}", str(task.failed)]
+            table.add_row(Path(one.name).name, task.task, str(task.questions), *cells, *rest)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _cell(estimate: object) -> str:
+    value, low, high = (getattr(estimate, name) for name in ("value", "low", "high"))
+    return f"{value:.3f}\n{low:.3f} to {high:.3f}"

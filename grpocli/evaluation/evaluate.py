@@ -1,0 +1,156 @@
+"""Evaluating models: each checkpoint's completions of every task's held-out problems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpocli.data import Group, Prompt
+from grpocli.evaluation.results import TaskResult, task_result
+from grpocli.rewards.scoring import Scorer
+from grpocli.rollout.engine import EngineContext, EngineJob
+from grpocli.rollout.seeds import seed_of
+from grpocli.tasks.data import rewards_for
+from grpocli.tasks.mixture import tasks_of
+from grpocli.tasks.prompts import PromptSet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from grpocli.config.schema import Run
+    from grpocli.training.collect import Sampler
+    from grpocli.training.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """problems: of each task (0: all). samples: of each problem, as the run samples (0: none). greedy: one more."""
+
+    problems: int = 0
+    samples: int = 4
+    greedy: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """Of one task. judge: the reward that says what is right."""
+
+    task: str
+    judge: str
+    prompts: list[Prompt]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """One model. name: its checkpoint's, or its path."""
+
+    name: str
+    tasks: list[TaskResult]
+    groups: list[Group]
+
+
+def evaluate(
+    run: Run, job: EngineJob, models: Sequence[tuple[str, str]], asked: Asked, say: Callable[[str], None]
+) -> Iterator[Evaluated]:
+    """Of each model, (name, path) with the weights of one architecture, in turn. say: is told what is going on.
+
+    Raises ConfigError, RunError or EngineError as a run does.
+    """
+    from grpocli.models.loading import load_tokenizer
+    from grpocli.training.world import World
+
+    world = World(run.hardware)
+    tokenizer = load_tokenizer(run.model, job.model_path)
+    problems = [_problems(name, task, run, tokenizer, asked) for name, task in tasks_of(run.task).items()]
+    with ExitStack() as stack:
+        stack.callback(world.close)
+        for reward in run.reward.values():
+            stack.callback(reward.close)
+        say("starting the engine")
+        stack.enter_context(run.engine.launch(job))
+        for version, (name, path) in enumerate(models, 1):
+            say(f"loading {name}")
+            sampler = _sampler(run, job, path, world, tokenizer, problems)
+            try:
+                sampler.engine.sync(version)
+                tasks, groups = [], list[Group]()
+                for one in problems:
+                    say(f"{name}: {one.task}, {len(one.prompts):,} problems")
+                    result, sampled = _of_task(run, sampler, one, asked)
+                    tasks.append(result)
+                    groups += sampled
+            finally:
+                sampler.episodes.close()
+                sampler.engine.close()
+            yield Evaluated(name, tasks, groups)
+
+
+def _problems(name: str, task: Any, run: Run, tokenizer: PreTrainedTokenizerBase, asked: Asked) -> Problems:
+    examples = task.examples("eval")
+    examples = [examples[i] for i in range(min(asked.problems or len(examples), len(examples)))]
+    limits = run.rollout.max_prompt_tokens, run.rollout.long_prompts
+    prompts = PromptSet(examples, tokenizer, *limits, f"{name} eval", name)
+    rewards = rewards_for(task, run.reward)
+    judge = run.eval.reward if run.eval.reward in rewards else rewards[0]
+    run.reward[judge].check(sorted({*examples[0], "task_name"} - {"prompt"}))
+    return Problems(name, judge, [prompts.prompt(i, uid=f"{name}-{i}") for i in range(len(prompts))])
+
+
+def _sampler(
+    run: Run, job: EngineJob, path: str, world: World, tokenizer: Any, problems: Sequence[Problems]
+) -> Sampler:
+    import torch
+
+    from grpocli.models.loading import load_policy
+    from grpocli.training.collect import Sampler
+    from grpocli.training.policy import Policy
+
+    model = load_policy(run.model, job.model_path, path, run.seed).to(world.device)
+    policy = Policy(model, model, getattr(torch, job.dtype))
+    engine = run.engine.connect(EngineContext(job, policy, tokenizer, world, run.sync, sampling=run.rollout.sampling))
+    played = {name: getattr(task, "environment", None) for name, task in tasks_of(run.task).items()}
+    plays = {name: play for name, play in played.items() if play and play.name}
+    scorer = Scorer(run.reward, run.rollout.max_reward_errors, {one.task: [one.judge] for one in problems})
+    return Sampler(world, engine, tokenizer, scorer, plays)
+
+
+def _of_task(run: Run, sampler: Sampler, one: Problems, asked: Asked) -> tuple[TaskResult, list[Group]]:
+    sampling = run.rollout.sampling
+    greedy: list[Group] = []
+    sampled: list[Group] = []
+    if asked.greedy:
+        greedy = _groups(sampler, one, 1, replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0), run.seed)
+    if asked.samples:
+        sampled = _groups(sampler, one, asked.samples, sampling, run.seed)
+    result = task_result(one.task, one.judge, run.reward[one.judge], greedy, sampled, sampling.max_tokens)
+    return result, [*greedy, *sampled]
+
+
+def _groups(sampler: Sampler, one: Problems, n: int, sampling: Any, seed: int) -> list[Group]:
+    """Seeds as an evaluation within a run has them: two models differ by their weights alone."""
+    seeds = [seed_of(seed, 2**32 - 1, i) for i in range(len(one.prompts))]
+    groups, tally = sampler.groups(one.prompts, seeds, n, sampling)
+    sampler.scorer.judge(tally)
+    return groups
+
+
+def checkpoints_of(run: Path, wanted: str) -> list[tuple[str, str]]:
+    """`all`, or steps such as `10,20`, of a run's checkpoints; (name, path), oldest first. Raises ConfigError."""
+    from grpocli.errors import ConfigError
+    from grpocli.training.checkpoint import checkpoints
+
+    found = {int(path.name.removeprefix("step_")): path for path in checkpoints(run / "checkpoints")}
+    steps = sorted(found)
+    if wanted != "all":
+        try:
+            steps = [int(step) for step in wanted.split(",")]
+        except ValueError as error:
+            raise ConfigError(f"--checkpoints {wanted}: write all, or steps such as 10,20") from error
+    missing = [step for step in steps if step not in found]
+    if missing or not steps:
+        have = ", ".join(map(str, sorted(found))) or "none"
+        raise ConfigError(f"--checkpoints {wanted}: {run} has {have} (checkpoint.every, checkpoint.keep)")
+    return [(f"step {step}", str(found[step])) for step in steps]
