@@ -1,0 +1,176 @@
+"""The judge against an endpoint of our own that fails, hangs, answers late, and answers nonsense."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from grpocli.data import Completion, Prompt, Rollout
+from grpocli.errors import ConfigError
+from grpocli.rewards.judge import Judge
+from grpocli.rewards.reward import Failure
+from grpocli.rewards.scoring import sample_of
+
+
+class Endpoint:
+    """Does what the completion that it is asked about says, and keeps the requests."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.keys: set[str | None] = set()
+        self.tries: Counter[str] = Counter()
+        self.at_once = self.most = 0
+        self.lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.reply(200, {"data": []})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                what = body["messages"][-1]["content"].rpartition("Answer:")[2].strip()
+                with outer.lock:
+                    outer.requests.append(body)
+                    outer.keys.add(self.headers.get("Authorization"))
+                    outer.tries[what] += 1
+                    outer.at_once += 1
+                    outer.most = max(outer.most, outer.at_once)
+                try:
+                    self.act(what, outer.tries[what])
+                finally:
+                    with outer.lock:
+                        outer.at_once -= 1
+
+            def act(self, what: str, attempt: int) -> None:
+                if what == "busy" and attempt < 3:
+                    self.reply(429, {"error": "slow down"}, {"Retry-After": "0"})
+                elif what == "down":
+                    self.reply(503, {"error": "no"})
+                elif what == "refused":
+                    self.reply(401, {"error": "who are you?"})
+                elif what == "hangs" or (what == "late" and attempt == 1):
+                    time.sleep(3)
+                elif what == "drops" and attempt == 1:
+                    self.connection.close()
+                elif what == "empty":
+                    self.reply(200, {"choices": []})
+                elif what == "no number":
+                    self.answer("I cannot say.")
+                elif what == "slow":
+                    time.sleep(0.2)
+                    self.answer("Score: 1")
+                else:
+                    self.answer(f"Well, score: 0. No: Score: {what}")
+
+            def answer(self, text: str) -> None:
+                self.reply(200, {"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+            def reply(self, code: int, body: Any, headers: dict[str, str] | None = None) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(code)
+                for name, value in {**(headers or {}), "Content-Length": str(len(data))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None:
+                """Tests are quiet."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.server.handle_error = lambda *_: None  # type: ignore[method-assign] # clients that give up
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    made = Endpoint()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def samples(*texts: str) -> list[Any]:
+    prompt = Prompt("0", [1], [{"role": "user", "content": "2+2?"}], {"answer": "4"})
+    return [sample_of(Rollout(prompt, Completion([1], [0.0], "stop", 0), text), 9) for text in texts]
+
+
+def judge(endpoint: Endpoint, **settings: Any) -> Judge:
+    return Judge(base_url=endpoint.url, model="m", backoff=0.01, **{"timeout": 1.0, "retries": 2} | settings)
+
+
+def test_scores_are_read_and_clipped(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert judge(endpoint, system="Be strict.")(samples("1", "0", "0.25", "7", "-3")) == [1.0, 0.0, 0.25, 1.0, 0.0]
+    asked = next(r for r in endpoint.requests if r["messages"][1]["content"].rstrip().endswith("0.25"))
+    assert asked["messages"][0] == {"role": "system", "content": "Be strict."}
+    assert "Question:\n2+2?" in asked["messages"][1]["content"]
+    assert "Reference:\n4" in asked["messages"][1]["content"]
+    assert (asked["model"], asked["temperature"], asked["max_tokens"]) == ("m", 0.0, 512)
+    assert endpoint.keys == {"Bearer secret"}
+
+
+def test_what_may_pass_is_tried_again(endpoint: Endpoint) -> None:
+    assert judge(endpoint)(samples("busy", "late", "drops")) == [0.0, 0.0, 0.0]
+    assert endpoint.tries == {"busy": 3, "late": 2, "drops": 2}
+
+
+@pytest.mark.parametrize(
+    ("what", "tries", "said"),
+    [
+        ("down", 3, 'no judgement: HTTP 503 {"error": "no"}, after 3 tries'),
+        ("hangs", 3, "after 3 tries"),
+        ("refused", 1, 'the judge refused: HTTP 401 {"error": "who are you?"}'),
+        ("empty", 1, "the judge gave no score"),
+        ("no number", 1, "the judge gave no score: 'I cannot say.'"),
+    ],
+)
+def test_a_failed_judgement_is_a_failure_of_its_sample_only(
+    endpoint: Endpoint, what: str, tries: int, said: str
+) -> None:
+    start = time.monotonic()
+    good, bad = judge(endpoint)(samples("1", what))
+    assert time.monotonic() - start < 20
+    assert good == 1.0
+    assert isinstance(bad, Failure)
+    assert said in bad.reason
+    assert endpoint.tries[what] == tries
+
+
+def test_requests_run_side_by_side_but_not_too_many(endpoint: Endpoint) -> None:
+    start = time.monotonic()
+    assert judge(endpoint, concurrency=5, timeout=30.0)(samples(*["slow"] * 20)) == [1.0] * 20
+    assert 1 < endpoint.most <= 5
+    assert time.monotonic() - start < 20 * 0.2
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"base_url": "localhost:8000"}, r"reward\.judge\.base_url=localhost:8000: must be a URL"),
+        ({"pattern": "score"}, r"reward\.judge\.pattern=score: needs a group"),
+        ({"low": 1.0}, r"reward\.judge\.high=1\.0: must be above reward\.judge\.low=1\.0"),
+    ],
+)
+def test_settings_that_cannot_work(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Judge(**{"base_url": "http://127.0.0.1:1/v1", "model": "m"} | settings)
+
+
+def test_what_is_found_out_before_training(endpoint: Endpoint) -> None:
+    judge(endpoint).check(["answer"])
+    with pytest.raises(ConfigError, match=r"wants {answer}, but the task has no such column; did you mean \"answers\""):
+        judge(endpoint).check(["answers"])
+    with pytest.raises(ConfigError, match=r"reward\.judge\.prompt=.*write {{ for a brace"):
+        judge(endpoint, prompt="{").check([])
+    with pytest.raises(ConfigError, match=r"reward\.judge\.base_url=http://127\.0\.0\.1:1/v1: cannot be reached"):
+        Judge(base_url="http://127.0.0.1:1/v1", model="m", prompt="{prompt}").check([])
