@@ -1,0 +1,84 @@
+"""A learned reward: the same whatever it is batched with, and what is no reward model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpocli.data import Completion, Prompt, Rollout
+from grpocli.errors import ConfigError
+from grpocli.models.tiny_parts import make_tokenizer
+from grpocli.rewards.model import RewardModel
+from grpocli.rewards.scoring import sample_of
+
+
+def save(folder: Path, labels: int, template: bool = True) -> Path:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=103,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_labels=labels,
+        pad_token_id=0,
+    )
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    tokenizer = make_tokenizer()
+    if not template:
+        tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def samples(texts: list[str], chat: bool) -> list[Any]:
+    prompt = Prompt("0", [1], [{"role": "user", "content": "2+2="}] if chat else "2+2=")
+    return [sample_of(Rollout(prompt, Completion([1], [0.0], "stop", 0), text), 9) for text in texts]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_scores_are_the_models_own_whatever_they_are_batched_with(tmp_path: Path, chat: bool) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    reward = RewardModel(path=str(save(tmp_path, 1)), batch=2, device="cpu")
+    texts = ["4", "a long answer that says it is 4", "", "five", "4"]
+    found = reward(samples(texts, chat))
+    reward.close()
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval(), make_tokenizer()
+    for text, score in zip(texts, found, strict=True):
+        whole = f"<bos><user>2+2=<end><assistant>{text}<end>" if chat else f"2+2={text}"
+        with torch.no_grad():
+            ids = torch.tensor([tokenizer(whole, add_special_tokens=False).input_ids])
+            assert score == pytest.approx(model(input_ids=ids).logits.item(), abs=1e-5)
+
+
+def test_long_texts_lose_their_beginning(tmp_path: Path) -> None:
+    reward = RewardModel(path=str(save(tmp_path, 1)), max_tokens=3, device="cpu")
+    one, other = reward(samples(["x" * 50 + "abc", "abc"], chat=False))
+    assert one == pytest.approx(other, abs=1e-6)
+    assert abs(one) > 1e-4
+
+
+def test_what_is_no_reward_model_is_one_sentence(tmp_path: Path) -> None:
+    two = RewardModel(path=str(save(tmp_path / "two", 2)), device="cpu")
+    with pytest.raises(ConfigError, match=r"reward\.model\.path=.*two: has 2 outputs; a reward model has one"):
+        two.check([])
+    with pytest.raises(ConfigError, match=r"reward\.model\.path=nowhere/at/all: is no sequence classification model"):
+        RewardModel(path="nowhere/at/all").check([])
+    silent = RewardModel(path=str(save(tmp_path / "silent", 1, template=False)), device="cpu")
+    with pytest.raises(ConfigError, match="has no chat template, but the prompts are conversations"):
+        silent(samples(["4"], chat=True))
+    with pytest.raises(ConfigError, match=r"reward\.model\.device=gpu: must be auto"):
+        RewardModel(path="x", device="gpu")
+
+
+def test_a_causal_model_is_refused(tmp_path: Path, little_model: Any) -> None:
+    little_model.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"has \d outputs|has no weights for score\.weight"):
+        RewardModel(path=str(tmp_path), device="cpu").check([])
