@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import field
 from pathlib import Path
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -21,13 +23,15 @@ class HuggingFace(ModelPart):
     """path: a folder with config.json, weights and tokenizer, or a name on the hub.
 
     revision: a branch, tag or commit of the hub's. trust_remote_code: run Python code that comes with the model.
-    chat_template: a file with a Jinja template that replaces the tokenizer's own.
+    chat_template: a file with a Jinja template that replaces the tokenizer's own. chat_template_arguments: what it is
+        given beside the messages: `model.chat_template_arguments.enable_thinking=false`.
     """
 
     path: str = MISSING
     revision: str | None = None
     trust_remote_code: bool = False
     chat_template: str | None = None
+    chat_template_arguments: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,9 @@ def load_tokenizer(part: Any, path: str) -> PreTrainedTokenizerBase:
     template = getattr(part, "chat_template", None)
     if template is not None:
         tokenizer.chat_template = Path(template).expanduser().read_text(encoding="utf-8")
+    if arguments := getattr(part, "chat_template_arguments", None):
+        applied = partial(tokenizer.apply_chat_template, **arguments)  # wherever this run writes a conversation
+        tokenizer.apply_chat_template = applied
     return tokenizer
 
 

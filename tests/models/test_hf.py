@@ -110,6 +110,16 @@ def test_an_absent_padding_token_becomes_the_end_token(folder: Path) -> None:
     assert len(loaded) == len(tokenizer)
 
 
+def test_arguments_of_the_chat_template(folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages[0].content }}{% if thinking is defined and not thinking %} (briefly){% endif %}")
+    for arguments, text in (({}, "hi"), ({"thinking": False}, "hi (briefly)")):
+        part = HuggingFace(path=str(folder), chat_template=str(template), chat_template_arguments=arguments)
+        tokenizer = load_tokenizer(part, str(folder))
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == text
+    tokenizer.save_pretrained(tmp_path / "saved")
+
+
 def test_a_chat_template_of_ones_own(folder: Path, tmp_path: Path) -> None:
     template = tmp_path / "own.jinja"
     template.write_text("{{ messages[0]['content'] }}!")
