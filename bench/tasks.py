@@ -1,0 +1,132 @@
+"""What tasks cost beside sampling: rewards with a pool of workers, and episodes of several turns.
+
+`python bench/tasks.py --model FOLDER --gsm8k FOLDER`: a folder with a chat model, for the episodes; one with GSM8K's
+test.jsonl, for the rewards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpocli.data import Completion, Prompt, Request, Rollout, Sampling
+from grpocli.environments.environment import Play
+from grpocli.environments.episodes import Episodes
+from grpocli.rewards.pooled import Math
+from grpocli.rewards.scoring import sample_of
+from grpocli.rollout.engine import OnGroup, ignore
+
+COMPLETIONS, EPISODES, TURNS, TOKENS = 1024, 64, 4, 32
+ENVIRONMENT = """
+class Echo:
+    def reset(self, metadata): return {"turn": 0}
+    def step(self, messages, metadata):
+        turn = metadata["turn"] + 1
+        return [{"role": "user", "content": "Go on."}], 0.0, turn == %d, {"turn": turn}
+"""
+
+
+def rewards(folder: Path, rounds: int) -> None:
+    """Seconds for so many completions, half of them right, by `math`; the workers have started."""
+    rows = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()][:COMPLETIONS]
+    samples = []
+    for i, row in enumerate(rows):
+        solution, _, answer = row["answer"].partition("####")
+        said = answer.strip() if i % 2 else f"{int(answer.replace(',', '')) + 1}"
+        prompt = Prompt("0", [1], row["question"], {"answer": answer.strip()})
+        text = f"{solution}The answer is \\boxed{{{said}}}."
+        samples.append(sample_of(Rollout(prompt, Completion([1], [0.0], "stop", 0), text), 999))
+    reward = Math()
+    reward(samples[:16])
+    took = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        scores = reward(samples)
+        took.append(time.perf_counter() - start)
+        assert sum(score == 1 for score in scores) == len(samples) // 2
+    reward.close()
+    print(f"math: {len(samples)} completions of GSM8K in {statistics.median(took):.2f} s (bound: 5)")
+
+
+class Timed:
+    """An engine that counts its own seconds."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.seconds = engine, 0.0
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+    ) -> list[list[Completion]]:
+        start = time.perf_counter()
+        found: list[list[Completion]] = self.engine.generate(requests, sampling, on_group)
+        self.seconds += time.perf_counter() - start
+        return found
+
+
+class Alone:
+    """A world of one process."""
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+
+def episodes(folder: Path, rounds: int) -> None:
+    """Episodes of several turns against the time in which the engine alone samples as many tokens, in one turn."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from grpocli.rollout.transformers_engine import TransformersEngine
+    from grpocli.training.policy import Policy
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    engine = Timed(TransformersEngine(Policy(model, model, torch.bfloat16), [], 256, tokenizer))
+    text = [{"role": "user", "content": "Count as far as you can."}]
+    ids = tokenizer(tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)).input_ids
+    prompts = [Prompt(str(i), ids, text, {"task_name": "talk"}) for i in range(EPISODES // 8)]
+    requests = [Request(ids, 8, i) for i in range(len(prompts))]
+    with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "echo.py").write_text(ENVIRONMENT % TURNS)
+        play = Play(name=f"{scratch}/echo.py:Echo", turn_tokens=TOKENS)
+        whole = Episodes(engine, tokenizer, {"talk": play}, Alone())  # type: ignore[arg-type]
+        alone: list[float] = []
+        took: list[float] = []
+        inside: list[float] = []
+        for _ in range(rounds + 1):  # the first one starts the workers
+            engine.seconds = 0.0
+            start = time.perf_counter()
+            found = whole.generate(prompts, requests, Sampling(2000))
+            took.append(time.perf_counter() - start)
+            inside.append(engine.seconds)
+            assert all(done.episode and done.episode.turns == TURNS for group in found for done in group)
+            engine.seconds = 0.0
+            engine.generate(requests, Sampling(TURNS * TOKENS))
+            alone.append(engine.seconds)
+        whole.close()
+    one, other, within = (statistics.median(values[1:]) for values in (took, alone, inside))
+    print(
+        f"{EPISODES} episodes of {TURNS} x {TOKENS} tokens: {one:.2f} s, of them {within:.2f} s sampling; the same "
+        f"tokens in one turn: {other:.2f} s; ratio {one / other:.2f} (bound: 2)"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--gsm8k", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    if args.gsm8k:
+        rewards(args.gsm8k, args.rounds)
+    if args.model:
+        episodes(args.model, args.rounds)
+
+
+if __name__ == "__main__":
+    main()
