@@ -16,7 +16,7 @@ TALK = [{"role": "user", "content": "Wie groß?"}]
 
 
 def group(uid: str, text: object, rewards: list[dict[str, float]]) -> Group:
-    prompt = Prompt(uid, [1, 2], text, {"answer": "3"})  # type: ignore[arg-type]
+    prompt = Prompt(uid, [1, 2], text, {"answer": "3", "task_name": "sums"})  # type: ignore[arg-type]
     done = [Completion([7, 8 + k], [-0.5, -0.25], "stop" if k else "length", 4) for k in range(len(rewards))]
     return Group(
         prompt, [Rollout(prompt, c, f"text {k}", r) for k, (c, r) in enumerate(zip(done, rewards, strict=True))]
@@ -33,6 +33,7 @@ def test_a_row_a_completion(tmp_path: Path) -> None:
     rows = read_rollouts(path)
     assert rows[0] == {
         "step": 3,
+        "task": "sums",
         "uid": "a",
         "group": 0,
         "prompt": "1+2=",
