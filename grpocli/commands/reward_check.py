@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from grpocli.commands.hydra_app import composed
@@ -12,6 +12,7 @@ from grpocli.errors import ConfigError
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.rewards.agreement import Agreement, Verdict
+    from grpocli.rewards.reward import BaseReward
 
 EXAMPLES = """\
 Each example is answered with its own reference answer, which has to be right (a score of 1 or more), with nothing, and
@@ -41,10 +42,10 @@ def main(argv: Sequence[str]) -> int:
     run = build_run(composed(args.overrides, args.config_dir))
     try:
         found = list(_agreements(run, args.split, args.examples, args.answer))
+        _show(found, run.reward, args.list)
     finally:
         for reward in run.reward.values():
             reward.close()
-    _show(found, args.list)
     return 0 if all(one.share >= args.threshold for one in found) else 1
 
 
@@ -86,7 +87,7 @@ def _agreements(run: Run, split: str, most: int, template: str) -> Iterator[Agre
         raise ConfigError(f"reward=[{names}]: none of them says whether an answer is right; choose one that does")
 
 
-def _show(found: Sequence[Agreement], most: int) -> None:
+def _show(found: Sequence[Agreement], rewards: Mapping[str, BaseReward], most: int) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -106,18 +107,22 @@ def _show(found: Sequence[Agreement], most: int) -> None:
     console.print(table)
     for one in found:
         for verdict in one.disagreements[:most]:
-            console.print(_line(one, verdict), markup=False, highlight=False, soft_wrap=True)
+            console.print(_line(one, verdict, rewards[one.reward]), markup=False, highlight=False, soft_wrap=True)
         if (more := len(one.disagreements) - most) > 0:
             console.print(
                 f"{one.task} {one.reward}: {more} more; --list {len(one.disagreements)} shows all", markup=False
             )
 
 
-def _line(one: Agreement, verdict: Verdict) -> str:
+def _line(one: Agreement, verdict: Verdict, reward: BaseReward) -> str:
     from grpocli.rewards.scoring import excerpt
 
     what = {"own": "its own answer", "empty": "an empty answer", "other": "another's answer"}[verdict.kind]
-    score = f"scores {verdict.score:g}" if verdict.score is not None else f"fails: {verdict.reason}"
+    if verdict.score is None:
+        score = f"fails: {verdict.reason}"
+    else:
+        why = reward.explain(verdict.sample)
+        score = f"scores {verdict.score:g}" + (f" ({why})" if why else "")
     answer = excerpt(str(verdict.sample.columns.get("answer")))
     where = f"{one.task} {one.reward}: example {verdict.number}"
     return f"{where}: {what} {excerpt(verdict.sample.text)} {score} (answer {answer})"

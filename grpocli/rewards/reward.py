@@ -73,6 +73,10 @@ class BaseReward:
         """The answer that a sample gives, for a majority: equal texts are one answer."""
         return sample.text.strip()
 
+    def explain(self, sample: Sample) -> str:
+        """Why it scores a sample as it does, as a phrase; empty where there is no more to say than the score."""
+        return ""
+
     def check(self, columns: Sequence[str]) -> None:
         """Find out before training what cannot work with examples of these columns. Raises ConfigError."""
         wanted = getattr(self, "answer_column", None)

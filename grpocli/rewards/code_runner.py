@@ -1,0 +1,14 @@
+"""What a worker process computes for `code`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from grpocli.sandbox.choice import way_of
+from grpocli.sandbox.sandbox import Job, Limits, run
+
+
+def run_job(job: dict[str, Any], limits: dict[str, Any], way: str, python: str | None) -> dict[str, Any]:
+    """A Verdict. Raises SandboxError where the program could not be run."""
+    return asdict(run(Job(**job), Limits(**limits), way_of(way, python)))

@@ -1,0 +1,30 @@
+"""Which way of shutting programs in is taken: the first that holds when it is tried."""
+
+from __future__ import annotations
+
+from grpocli.sandbox.probe import escapes
+from grpocli.sandbox.sandbox import Limits, SandboxError
+from grpocli.sandbox.ways import Way, python_of, unsafe, ways
+
+
+def best(python: str | None, limits: Limits) -> str:
+    """The name of a way for `way_of`.
+
+    Raises SandboxError where none holds, OSError or subprocess.SubprocessError where `python` does not start.
+    """
+    reasons = []
+    for way in ways(python_of(python)):
+        try:
+            reason = escapes(way, limits)
+        except SandboxError as error:
+            reason = str(error)
+        if not reason:
+            return way.name
+        reasons.append(f"{way.name}: {reason}")
+    raise SandboxError("; ".join(reasons) or "only Linux has what it takes")
+
+
+def way_of(name: str, python: str | None) -> Way:
+    """The way of that name, or `none`."""
+    found = python_of(python)
+    return next((way for way in ways(found) if way.name == name), unsafe(found))

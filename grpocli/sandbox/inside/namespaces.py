@@ -1,0 +1,159 @@
+"""A world of its own for a process: no network, no other processes, and of the files only some, read-only."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+
+from .restrict import SIGKILL, Unavailable, die_with_parent
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import NoReturn
+
+NOBODY = 65534
+NEW_MOUNTS, NEW_CGROUP, NEW_NAMES, NEW_IPC, NEW_USERS, NEW_PROCESSES, NEW_NETWORK = (
+    0x00020000,
+    0x02000000,
+    0x04000000,
+    0x08000000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+)
+ALL_NEW = NEW_MOUNTS | NEW_CGROUP | NEW_NAMES | NEW_IPC | NEW_USERS | NEW_PROCESSES | NEW_NETWORK
+READ_ONLY, NO_SETUID, NO_DEVICES, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+DETACH = 2
+MOUNT_SETATTR, AT_RECURSIVE = 442, 0x8000
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+OLD = "/old"
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def enter(readable: Sequence[str], disk_mb: int) -> None:
+    """Return in a process that sees `readable` and a folder /tmp of `disk_mb`, and nothing else of the machine.
+
+    The processes before it stay outside and wait: they end as it does, and it ends with them.
+    Raises Unavailable, outside, where the kernel does not allow it.
+    """
+    user, group = os.getuid(), os.getgid()
+    made, mapped = os.pipe(), os.pipe()
+    child = os.fork()
+    if child:
+        os.close(made[1])
+        _map_users(child, user, group, made[0], mapped[1])
+        _end_as(child)
+    die_with_parent()
+    os.close(made[0])
+    _unshare(made[1])
+    if os.read(mapped[0], 1) != b"y":
+        os._exit(1)
+    _build_root(readable, disk_mb)
+    inner = os.fork()
+    if inner:
+        _end_as(inner)
+    os.setsid()
+    if user == 0:  # limits on the number of processes do not hold for root
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    die_with_parent()
+
+
+def _unshare(made: int) -> None:
+    refused = libc.unshare(ALL_NEW) != 0
+    os.write(made, os.strerror(ctypes.get_errno()).encode() if refused else b"y")
+    os.close(made)
+    if refused:
+        os._exit(1)
+
+
+def _map_users(child: int, user: int, group: int, made: int, mapped: int) -> None:
+    """Give the child's namespace its users: whoever runs this; of root's, nobody too."""
+    said = os.read(made, 200)
+    if said != b"y":
+        raise Unavailable(f"the kernel does not allow namespaces here: {said.decode() or 'no reason given'}")
+    others = f"{NOBODY} {NOBODY} 1\n" if user == 0 else ""
+    try:
+        if user != 0:
+            _write(f"/proc/{child}/setgroups", "deny")
+        _write(f"/proc/{child}/uid_map", f"{user} {user} 1\n{others}")
+        _write(f"/proc/{child}/gid_map", f"{group} {group} 1\n{others}")
+    except OSError as error:
+        raise Unavailable(f"the kernel does not allow users of a namespace here: {error.strerror}") from error
+    os.write(mapped, b"y")
+
+
+def _build_root(readable: Sequence[str], disk_mb: int) -> None:
+    """A new root in place of this process's."""
+    _mount(None, "/", None, RECURSIVE | PRIVATE)
+    _mount("tmpfs", "/tmp", "tmpfs", NO_SETUID | NO_DEVICES, "size=1m,nr_inodes=4k,mode=755")
+    os.mkdir("/tmp" + OLD)
+    _checked(libc.pivot_root(b"/tmp", ("/tmp" + OLD).encode()), "pivot_root")
+    os.chdir("/")
+    os.mkdir("/tmp")
+    size = f"size={disk_mb}m,nr_inodes=4k,mode=1777"
+    _mount("tmpfs", "/tmp", "tmpfs", NO_SETUID | NO_DEVICES, size)
+    for path in (*readable, *DEVICES):  # after it: an interpreter may be below /tmp
+        _show(path)
+    _checked(libc.umount2(OLD.encode(), DETACH), "umount")
+    os.rmdir(OLD)
+    _mount(None, "/", None, REMOUNT | BIND | READ_ONLY | NO_SETUID | NO_DEVICES)
+    os.chdir("/tmp")
+
+
+def _show(path: str) -> None:
+    """Make a path of the old root visible in the new one, to read."""
+    old = OLD + path
+    if not os.path.lexists(old):
+        return
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    if os.path.islink(old):
+        os.symlink(os.readlink(old), path)
+        return
+    if os.path.isdir(old):
+        os.makedirs(path, exist_ok=True)
+    else:
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
+    _mount(old, path, None, BIND | RECURSIVE)
+    if path not in DEVICES:
+        _make_read_only(path)
+
+
+def _make_read_only(path: str) -> None:
+    wanted = struct.pack("QQQQ", READ_ONLY | NO_SETUID | NO_DEVICES, 0, 0, 0)
+    if libc.syscall(MOUNT_SETATTR, -100, path.encode(), AT_RECURSIVE, wanted, len(wanted)) == 0:
+        return
+    # before Linux 5.12: one mount at a time; what is mounted below it is then left out
+    _checked(libc.umount2(path.encode(), DETACH), f"umount {path}")
+    _mount(OLD + path, path, None, BIND)
+    _mount(None, path, None, REMOUNT | BIND | READ_ONLY | NO_SETUID | NO_DEVICES | os.statvfs(path).f_flag & 0x40E)
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    given = [None if text is None else text.encode() for text in (source, target, kind)]
+    _checked(libc.mount(*given, ctypes.c_ulong(flags), options.encode() or None), f"mount of {target}")
+
+
+def _checked(result: int, what: str) -> None:
+    if result != 0:
+        raise Unavailable(f"{what} was refused: {os.strerror(ctypes.get_errno())}")
+
+
+def _write(path: str, text: str) -> None:
+    file = os.open(path, os.O_WRONLY)
+    try:
+        os.write(file, text.encode())
+    finally:
+        os.close(file)
+
+
+def _end_as(child: int) -> NoReturn:
+    """Wait for a process and end in the same way."""
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == SIGKILL:
+        os.kill(os.getpid(), SIGKILL)
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)

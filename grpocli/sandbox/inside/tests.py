@@ -1,0 +1,149 @@
+"""The tests' process: runs tests of a program that is in another process, out of its reach.
+
+What the program defines is here by proxies; what they return is plain values. So a program cannot end the tests early,
+print their result, patch what they compare with, or return an object that says it is equal to everything.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+
+from .wire import Closed, Wire, decode, encode
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import Any
+
+
+class Remote:
+    """An object of the program's that is no plain value."""
+
+    def __init__(self, ask: Callable[..., Any], number: int, kind: str) -> None:
+        self.__dict__.update(_ask=ask, _number=number, _kind=kind)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._ask("call", self, *arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._ask("get", self, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("item", self, key)
+
+    def __len__(self) -> int:
+        return int(self._ask("len", self))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._ask("list", self))
+
+    def __next__(self) -> Any:
+        ended, value = self._ask("next", self)
+        if ended:
+            raise StopIteration
+        return value
+
+    def __str__(self) -> str:
+        return str(self._ask("text", self))
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"the program gave an object of its type {self._kind}, which is neither true nor false here")
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Remote):
+            return bool(self._number == other._number)
+        raise TypeError(f"the program gave an object of its type {self._kind}, which cannot be compared")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Program:
+    """What the tests' process knows of the program's."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def names(self, reference: str) -> dict[str, Any]:
+        """What the program defines. Raises what it raised.
+
+        What is built in stays as it is, or `abs` of the program's would judge the program; unless the reference
+        answer defines it too.
+        """
+        found = self._received()
+        own = set(dir(builtins)) & set(found["values"])
+        own -= _defined(reference) if own else set()
+        modules = {name: _module(module) for name, module in found["modules"].items()}
+        return {name: value for name, value in (modules | found["values"]).items() if name not in own}
+
+    def ask(self, what: str, *arguments: Any, **named: Any) -> Any:
+        """Have the program do something. Raises what it raises."""
+        self._wire.send(encode((what, arguments, named), _number))
+        return self._received()
+
+    def _received(self) -> Any:
+        try:
+            what, *rest = decode(self._wire.receive(), lambda number, kind: Remote(self.ask, number, kind))
+        except Closed as closed:
+            raise Closed(f"the program gave no answer: {closed}") from closed
+        if what != "value":
+            raise _error(*map(str, rest))
+        return rest[0]
+
+
+def _module(name: str) -> Any:
+    """One of the standard library's that the program has imported, for the tests too."""
+    return __import__(name, fromlist=["*"]) if name.partition(".")[0] in sys.stdlib_module_names else None
+
+
+def _error(name: str, text: str) -> Exception:
+    kind = getattr(builtins, name, None)
+    # of a program's function, a StopIteration would end a loop of the test's without a word
+    ends = (StopIteration, StopAsyncIteration)
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ends):
+        try:
+            return kind(text)
+        except TypeError:  # it takes other arguments
+            return RuntimeError(f"{name}: {text}")
+    return RuntimeError(f"{name}: {text}")
+
+
+def _defined(source: str) -> set[str]:
+    import ast
+
+    try:
+        statements = ast.parse(source).body
+    except SyntaxError:
+        return set()
+    return {one.name for one in statements if isinstance(one, ast.FunctionDef | ast.ClassDef)}
+
+
+def _number(value: Any) -> tuple[int, str]:
+    if isinstance(value, Remote):
+        return value._number, ""
+    raise TypeError(f"a test gave the program a {type(value).__name__}, which is no plain value")
+
+
+def run(wire: Wire, reference: str, setup: str, tests: Sequence[str], out: int) -> None:
+    """A line for each test as soon as it is over: empty, or what was wrong."""
+    space: dict[str, Any] = {"__name__": "tests"}
+
+    def execute(code: str, name: str) -> str:
+        return _problem(lambda: exec(compile(code, name, "exec", dont_inherit=True), space))
+
+    problem = _problem(lambda: space.update(Program(wire).names(reference)))
+    problem = problem or execute(setup, "<setup>")
+    for test in tests:
+        wrong = problem or execute(test, "<test>")
+        os.write(out, " ".join(wrong.split()).encode(errors="replace") + b"\n")
+
+
+def _problem(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except AssertionError as error:
+        return f"AssertionError: {str(error)[:500]}" if str(error) else "AssertionError"
+    except BaseException as error:  # noqa: BLE001 - whatever a test raises, it did not pass
+        return f"{type(error).__name__}: {str(error)[:500]}"
+    return ""

@@ -1,0 +1,148 @@
+"""Plain values as bytes: nothing that is read here can run code, or be an object with operators of its own.
+
+A value is a letter, a number and a colon, and then that many bytes or values: `s3:abc`, `l2:i1:4i2:17`.
+"""
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+LONGEST = 16 * 2**20
+"""Bytes of a message."""
+DEEPEST = 200
+"""Lists in lists."""
+
+
+class Closed(Exception):
+    """The other end is gone, or says what is no message."""
+
+
+def encode(value: Any, keep: Callable[[Any], tuple[int, str]]) -> bytes:
+    """keep: gives a number and a name to what is no plain value. Raises RecursionError for a list within itself."""
+    pieces: list[bytes] = []
+    _write(value, keep, pieces)
+    return b"".join(pieces)
+
+
+def _write(value: Any, keep: Callable[[Any], tuple[int, str]], out: list[bytes]) -> None:
+    if value is None:
+        out.append(b"n0:")
+        return
+    for kind, letter, text in SCALARS:
+        if isinstance(value, kind):
+            written = text(value)
+            out.append(b"%s%d:%s" % (letter, len(written), written))
+            return
+    for kind, letter in CONTAINERS:
+        if isinstance(value, kind):
+            items = [one for pair in value.items() for one in pair] if isinstance(value, dict) else list(value)
+            out.append(b"%s%d:" % (letter, len(items)))
+            for one in items:
+                _write(one, keep, out)
+            return
+    out.append(b"o2:")
+    for one in keep(value):
+        _write(one, keep, out)
+
+
+SCALARS: tuple[tuple[type, bytes, Callable[[Any], bytes]], ...] = (
+    (bool, b"b", lambda value: b"1" if value else b""),
+    (int, b"i", lambda value: b"%x" % value),
+    (float, b"f", lambda value: float(value).hex().encode()),
+    (str, b"s", lambda value: str(value).encode(errors="surrogatepass")),
+    (bytes, b"y", bytes),
+    (bytearray, b"y", bytes),
+    (complex, b"c", lambda value: f"{value.real.hex()} {value.imag.hex()}".encode()),
+)
+CONTAINERS: tuple[tuple[type[Any], bytes], ...] = ((list, b"l"), (tuple, b"t"), (set, b"e"), (frozenset, b"z"), (dict, b"d"))
+
+
+def decode(message: bytes, found: Callable[[int, str], Any]) -> Any:
+    """The value, of exact built-in types. found: what has that number and name. Raises Closed for anything else."""
+    try:
+        value, end = _read(message, 0, found, DEEPEST)
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
+        raise Closed("it sent what is no value") from error
+    if end != len(message):
+        raise Closed("it sent more than a value")
+    return value
+
+
+def _read(message: bytes, at: int, found: Callable[[int, str], Any], depth: int) -> tuple[Any, int]:
+    colon = message.index(b":", at, at + 22)
+    letter, size, at = message[at : at + 1], int(message[at + 1 : colon]), colon + 1
+    if letter in FROM_BYTES:
+        if not 0 <= size <= len(message) - at:
+            raise ValueError(size)
+        return FROM_BYTES[letter](message[at : at + size]), at + size
+    if depth == 0:
+        raise ValueError(depth)
+    items = []
+    for _ in range(size):
+        one, at = _read(message, at, found, depth - 1)
+        items.append(one)
+    return found(*items) if letter == b"o" else FROM_ITEMS[letter](items), at
+
+
+FROM_BYTES: dict[bytes, Callable[[bytes], Any]] = {
+    b"n": lambda _: None,
+    b"b": bool,
+    b"i": lambda text: int(text, 16),
+    b"f": lambda text: float.fromhex(text.decode()),
+    b"s": lambda text: text.decode(errors="surrogatepass"),
+    b"y": bytes,
+    b"c": lambda text: complex(*map(float.fromhex, text.decode().split())),
+}
+FROM_ITEMS: dict[bytes, Callable[[list[Any]], Any]] = {
+    b"l": list,
+    b"t": tuple,
+    b"e": set,
+    b"z": frozenset,
+    b"d": lambda items: dict(zip(items[::2], items[1::2], strict=True)),
+}
+
+
+def plain(value: Any) -> tuple[int, str]:
+    """For `keep`, where everything has to be a plain value."""
+    raise TypeError(f"{type(value).__name__} is no plain value")
+
+
+def nothing(number: int, name: str) -> Any:
+    """For `found`, where everything has to be a plain value."""
+    raise ValueError(f"{name} is no plain value")
+
+
+class Wire:
+    """One end of a pair of sockets."""
+
+    def __init__(self, fd: int) -> None:
+        self._in = os.fdopen(fd, "rb")
+        self._out = os.fdopen(os.dup(fd), "wb")
+
+    def send(self, message: bytes) -> None:
+        """Raises Closed."""
+        try:
+            self._out.write(b"%d\n%s" % (len(message), message))
+            self._out.flush()
+        except ConnectionError as error:
+            raise Closed("it has ended") from error
+
+    def receive(self) -> bytes:
+        """Raises Closed."""
+        try:
+            size = self._in.readline(20)
+            if not size.strip().isdigit():
+                raise Closed("it has ended" if not size else "it sent what is no message")
+            if int(size) > LONGEST:
+                raise Closed("it sent more than a test can look at")
+            message = self._in.read(int(size))
+        except ConnectionError as error:
+            raise Closed("it has ended") from error
+        if len(message) < int(size):
+            raise Closed("it has ended")
+        return message

@@ -1,0 +1,162 @@
+"""Running code that a model wrote: the program in one process, its tests in another, neither able to leave."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from grpocli.sandbox.inside.wire import encode, plain
+from grpocli.sandbox.ways import Way
+
+HERE = str(Path(__file__).parent)
+START = f"import sys; sys.path.insert(0, {HERE!r}); from inside.main import main; main()"
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+START_SECONDS = 10.0
+"""To begin, on a busy machine; the time limit of the code begins after that."""
+SHUT_IN = "shut in"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """timeout: seconds for the program and all tests. memory_mb: of each process. processes: that it may start.
+
+    disk_mb: in its folder /tmp, which is in memory, and of what it prints.
+    """
+
+    timeout: float = 5.0
+    memory_mb: int = 512
+    processes: int = 4
+    disk_mb: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """text: a completion with the program. before: code before it. reference: a right program, for names of its.
+
+    setup: code before the tests. tests: each passes unless it raises.
+    """
+
+    text: str
+    tests: Sequence[str]
+    before: str = ""
+    reference: str = ""
+    setup: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """passed: for each test, in order. wrong: why the first one that did not pass did not. printed: by the program."""
+
+    passed: list[bool]
+    wrong: str = ""
+    printed: str = ""
+
+
+class SandboxError(Exception):
+    """The code could not be run; it is not known what it does. The text says why."""
+
+
+def run(job: Job, limits: Limits, way: Way) -> Verdict:
+    """Raises SandboxError where a process could not be shut in or did not start."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, contextlib.ExitStack() as stack:
+        program = stack.enter_context(_process(way, limits, theirs, {"text": job.text, "before": job.before}))
+        tests = stack.enter_context(
+            _process(way, limits, ours, {"tests": job.tests, "setup": job.setup, "reference": job.reference})
+        )
+        ours.close()
+        theirs.close()
+        program.wait_shut()
+        tests.wait_shut()
+        in_time = tests.ended_within(limits.timeout)
+        tests.kill()  # first, or it would still write that the program is gone
+        program.kill()
+        results = tests.verdict().split("\n")[:-1][: len(job.tests)]
+        passed = [result == "" for result in results] + [False] * (len(job.tests) - len(results))
+        wrong = next(filter(None, results), "")
+        if not wrong and not all(passed):
+            wrong = "the tests ended early" if in_time else f"it took longer than {limits.timeout:g} s"
+        return Verdict(passed, wrong, program.printed())
+
+
+class _Shut:
+    """A process on its way into the sandbox, or in it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], status: int, verdict: int, printed: IO[bytes]) -> None:
+        self.process, self._status, self._verdict, self._printed = process, status, verdict, printed
+        self._deadline = time.monotonic() + START_SECONDS
+
+    def wait_shut(self) -> None:
+        """Raises SandboxError."""
+        waited = select.select([self._status], [], [], max(0.0, self._deadline - time.monotonic()))[0]
+        said = os.read(self._status, 4096).decode(errors="replace") if waited else "it did not start in time"
+        if said != SHUT_IN:
+            self.kill()
+            raise SandboxError(said or self.printed().strip()[-300:] or "it ended at once")
+
+    def ended_within(self, seconds: float) -> bool:
+        ended = os.pidfd_open(self.process.pid)  # waiting with a timeout would look every 50 ms
+        try:
+            return bool(select.select([ended], [], [], seconds)[0])
+        finally:
+            os.close(ended)
+
+    def kill(self) -> None:
+        """The whole group; what is in a namespace of processes ends with the first one in it."""
+        if self.process.returncode is None:  # once it is waited for, its number may be another's
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def verdict(self) -> str:
+        return _text(self._verdict)
+
+    def printed(self) -> str:
+        self._printed.seek(0)
+        return self._printed.read(4096).decode(errors="replace")
+
+
+@contextlib.contextmanager
+def _process(way: Way, limits: Limits, end: socket.socket, part: dict[str, Any]) -> Iterator[_Shut]:
+    """Start one of the two; it is killed at the end."""
+    with contextlib.ExitStack() as stack:
+        verdict, said = (stack.enter_context(os.fdopen(os.memfd_create(name), "r+b")) for name in ("verdict", "said"))
+        status, told = (
+            stack.enter_context(os.fdopen(fd, mode)) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True)
+        )
+        handed = [end.fileno(), told.fileno(), *([verdict.fileno()] if "tests" in part else [])]
+        order = {**asdict(limits), **way.order, **part}
+        order |= {"status": told.fileno(), "wire": end.fileno(), "verdict": verdict.fileno()}
+        command = [*way.command(limits.disk_mb), way.python.path, "-I", "-u", *way.python.options, "-c", START]
+        process = _started(command, said, handed)
+        told.close()
+        shut = _Shut(process, status.fileno(), verdict.fileno(), said)
+        try:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin:
+                process.stdin.write(encode(order, plain))
+            yield shut
+        finally:
+            shut.kill()
+
+
+def _started(command: Sequence[str], said: IO[bytes], handed: Sequence[int]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=said, stderr=said, env=ENVIRONMENT, pass_fds=handed,
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise SandboxError(f"{command[0]} does not start: {error.strerror}") from error
+
+
+def _text(file: int) -> str:
+    return os.pread(file, 2**20, 0).decode(errors="replace")

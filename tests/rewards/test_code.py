@@ -1,0 +1,105 @@
+"""reward=[code]: programs in completions, and machines that cannot hold them back."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from grpocli.errors import ConfigError
+from grpocli.rewards import code
+from grpocli.rewards.code import Code
+from grpocli.rewards.reward import Failure, Sample
+from grpocli.sandbox import choice
+from grpocli.sandbox.ways import unsafe
+
+ADD = "```python\ndef add(a, b):\n    return a + b\n```"
+TESTS = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
+
+
+def sample(text, **columns):
+    return Sample("", text, text, {"tests": TESTS, **columns}, token_ids=[], max_tokens=10, truncated=False)
+
+
+@pytest.fixture
+def reward():
+    made = Code(timeout=3, workers=2)
+    try:
+        made.check(["tests"])
+    except ConfigError as error:
+        pytest.skip(str(error))
+    yield made
+    made.close()
+
+
+def test_right_wrong_and_unknown(reward):
+    samples = [sample(ADD), sample(ADD.replace("+", "*")), sample(""), sample(ADD, tests=None), sample(ADD, tests=[3])]
+    right, wrong, empty, without, odd = reward(samples)
+    assert (right, wrong, empty) == (1, 0, 0)
+    assert isinstance(without, Failure)
+    assert "no tests in the column 'tests'" in without.reason
+    assert isinstance(odd, Failure)
+
+
+def test_part_of_the_tests():
+    reward = Code(partial=True, right=2.0, wrong=-1.0, timeout=3)
+    try:
+        assert reward([sample(ADD.replace("+", "*")), sample(ADD), sample("")]) == [0.5, 2.0, -1.0]
+    finally:
+        reward.close()
+
+
+def test_columns_around_the_program(reward):
+    given = {"before": "def add(a, b):\n", "setup": "two = 2", "tests": "assert add(two, two) == 4"}
+    assert reward([sample("    return a + b\n", **given)]) == [1]
+    own = {"answer": "def max(a):\n    return 7", "tests": "assert max([]) == 7"}
+    assert reward([sample("def max(a):\n    return 7", **own)]) == [1]
+
+
+def test_why(reward):
+    assert "AssertionError" in reward.explain(sample(ADD.replace("+", "*")))
+    assert "printed 'hello'" in reward.explain(sample("print('hello')"))
+
+
+def test_another_interpreters_packages():
+    """Its installed packages can be imported, ours cannot."""
+    program = "import numpy\ndef add(a, b):\n    return int(numpy.add(a, b))"
+    for python, expected in ((sys.executable, 1), (None, 0)):
+        reward = Code(python=python, timeout=20, memory_mb=2048)
+        try:
+            assert reward([sample(program)]) == [expected], reward.explain(sample(program))
+        finally:
+            reward.close()
+
+
+def test_an_interpreter_that_is_none():
+    with pytest.raises(ConfigError, match=r"reward.code.python=/no/python: does not start"):
+        Code(python="/no/python").check(["tests"])
+
+
+def test_a_machine_without_isolation_is_refused(monkeypatch, caplog):
+    monkeypatch.setattr(choice, "ways", lambda python: [unsafe(python)])
+    code.way_for.cache_clear()
+    with pytest.raises(ConfigError, match=r"cannot be shut in on this machine .*reward.code.unsafe=true"):
+        Code(memory_mb=256).check(["tests"])
+    reward = Code(unsafe=True)
+    try:
+        reward.check(["tests"])
+        assert "run as you" in caplog.text
+        assert reward([sample(ADD)]) == [1]
+    finally:
+        reward.close()
+        code.way_for.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("timeout", 0), ("memory_mb", 8), ("processes", -1), ("disk_mb", 0), ("workers", -1)]
+)
+def test_values_that_cannot_be(field, value):
+    with pytest.raises(ConfigError, match=rf"reward.code.{field}={value}: "):
+        Code(**{field: value})
+
+
+def test_a_column_that_is_missing():
+    with pytest.raises(ConfigError, match=r"reward.code.answer_column=tests: .*columns answer"):
+        Code().check(["answer"])

@@ -1,0 +1,32 @@
+"""A sandbox to break out of."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpocli.sandbox.choice import best, way_of
+from grpocli.sandbox.sandbox import Job, Limits, SandboxError, Verdict, run
+from grpocli.sandbox.ways import Way
+
+LIMITS = Limits(timeout=3, memory_mb=256, processes=4, disk_mb=4)
+
+
+@pytest.fixture(scope="session")
+def way() -> Way:
+    try:
+        return way_of(best(None, LIMITS), None)
+    except SandboxError as error:
+        pytest.skip(f"programs cannot be shut in here: {error}")
+
+
+class Sandbox:
+    def __init__(self, way: Way) -> None:
+        self.way = way
+
+    def __call__(self, program: str, *tests: str, **rest: str) -> Verdict:
+        return run(Job(program, tests, **rest), LIMITS, self.way)
+
+
+@pytest.fixture
+def sandbox(way: Way) -> Sandbox:
+    return Sandbox(way)

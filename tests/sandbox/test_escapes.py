@@ -1,0 +1,274 @@
+"""Programs that try to get out, to stay, to take too much, or to be called right."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from grpocli.sandbox import choice
+from grpocli.sandbox.sandbox import SandboxError
+from grpocli.sandbox.ways import python_of, unsafe
+
+TEST = "assert answer() == 42"
+RIGHT = "def answer():\n    return 42\n"
+
+
+def others() -> set[int]:
+    """Processes in a namespace of processes that is not ours."""
+    ours = Path("/proc/self/ns/pid").readlink()
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "ns/pid").readlink() != ours:
+                found.add(int(folder.name))
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            continue
+    return found
+
+
+@pytest.fixture
+def nothing_is_left():
+    before = others()
+    yield
+    deadline = time.monotonic() + 5
+    while others() - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not others() - before
+
+
+def test_a_fork_bomb(sandbox, nothing_is_left):
+    program = """
+import os
+count = 0
+def bomb():
+    global count
+    while True:
+        try:
+            if os.fork() == 0:
+                while True:
+                    try:
+                        os.fork()
+                    except OSError:
+                        pass
+            count += 1
+        except OSError:
+            return count
+"""
+    verdict = sandbox(program, "assert 0 < bomb() <= 5")
+    assert verdict.passed == [True]
+
+
+def test_what_stays_after_the_program_is_ended_with_it(sandbox, nothing_is_left):
+    program = """
+import os, time
+def answer():
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(0)
+    return 42
+"""
+    assert sandbox(program, TEST).passed == [True]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "import signal, time\nfor n in range(1, 9):\n    signal.signal(n, signal.SIG_IGN)\nwhile True: time.sleep(60)",
+        "def answer():\n    while True: pass",
+        "class Slow(Exception):\n    def __str__(self):\n        while True: pass\ndef answer(): raise Slow",
+    ],
+)
+def test_the_time_limit(sandbox, program, nothing_is_left):
+    start = time.monotonic()
+    verdict = sandbox(program, TEST, "assert True")
+    assert time.monotonic() - start < 10
+    assert verdict.passed == [False, False]
+    assert verdict.wrong == "it took longer than 3 s"
+
+
+def test_filling_the_disk(sandbox):
+    program = """
+import os
+def fill(folder):
+    written = 0
+    try:
+        for i in range(1000):
+            with open(f"{folder}/{i}", "wb") as file:
+                for _ in range(16):
+                    written += file.write(bytes(65536))
+    except OSError:
+        pass
+    return written
+"""
+    tests = ["assert 2**20 <= fill('/tmp') <= 4 * 2**20"]
+    tests += [f"assert fill({folder!r}) == 0" for folder in ("/", "/dev", "/usr", "/var/tmp", "/dev/shm", "/run")]
+    assert sandbox(program, *tests).passed == [True] * 7
+
+
+def test_a_file_without_a_name_does_not_count_for_nothing(sandbox):
+    program = "import os\ndef f():\n    return os.memfd_create('x')\n"
+    assert "PermissionError" in sandbox(program, "f()").wrong
+
+
+def test_printing_without_end(sandbox):
+    verdict = sandbox("while True: print('x' * 1000)", TEST)
+    assert verdict.passed == [False]
+    assert len(verdict.printed) <= 4096
+
+
+@pytest.mark.parametrize(
+    "grab",
+    [
+        "bytearray(2**30)",
+        "[bytearray(10**7) for _ in range(1000)]",
+        "__import__('mmap').mmap(-1, 2**30)",
+        "'x' * 2**30",
+    ],
+)
+def test_exhausting_memory(sandbox, grab):
+    verdict = sandbox(f"def grab():\n    return {grab}\n", "grab()")
+    assert verdict.passed == [False]
+    assert "Error" in verdict.wrong
+
+
+def test_reading_files_of_the_machine(sandbox, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    with tempfile.NamedTemporaryFile("w", dir=Path.home()) as home:
+        home.write("secret")
+        home.flush()
+        paths = [
+            "/etc/shadow",
+            "/etc/passwd",
+            str(secret),
+            home.name,
+            "/proc/1/environ",
+            "/proc/self/maps",
+            "/sys/kernel",
+        ]
+        program = "import os\ndef there(path):\n    return os.path.exists(path)\n"
+        verdict = sandbox(program, *(f"assert not there({path!r})" for path in paths))
+    assert verdict.passed == [True] * len(paths)
+
+
+def test_the_environment_has_nothing_of_ours(sandbox, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    program = "import os\ndef names():\n    return sorted(os.environ)\n"
+    assert sandbox(program, "assert 'OPENAI_API_KEY' not in names() and 'PATH' in names()").passed == [True]
+
+
+@pytest.mark.parametrize("kind", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_VSOCK", "AF_NETLINK"])
+def test_opening_a_socket(sandbox, kind):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        program = (
+            "import socket\ndef reach():\n"
+            f"    with socket.socket(socket.{kind}, socket.SOCK_STREAM) as s:\n"
+            f"        s.connect(('127.0.0.1', {server.getsockname()[1]}))\n"
+        )
+        assert "PermissionError" in sandbox(program, "reach()").wrong
+
+
+@pytest.mark.parametrize(
+    "call", ["unshare(0x10000000)", "mount(b'tmpfs', b'/tmp', b'tmpfs', 0, None)", "shmget(0, 4096, 0o1777)"]
+)
+def test_system_calls_that_widen_a_sandbox(sandbox, call):
+    program = f"import ctypes\ndef call():\n    return ctypes.CDLL(None, use_errno=True).{call}\n"
+    assert sandbox(program, "assert call() == -1").passed == [True]
+
+
+def test_other_processes_cannot_be_ended(sandbox):
+    program = f"""
+import os, signal
+def ended():
+    found = []
+    for pid in {[os.getpid(), os.getppid(), 2, 3, 4]}:
+        try:
+            os.kill(pid, 0)
+            found.append(pid)
+        except OSError:
+            pass
+    return found
+"""
+    assert sandbox(program, "assert ended() == []").passed == [True]
+
+
+FORGED = {
+    "printing": "print('passed\\n\\n\\n')\ndef answer(): return 0",
+    "leaving": "import sys\ndef answer(): sys.exit(0)",
+    "leaving at once": "import os\nos._exit(0)",
+    "leaving when asked": "import os\ndef answer(): os._exit(0)",
+    "writing to every file": (
+        "import os\nfor fd in range(64):\n    for text in (b'\\n', b'true\\n', b'passed\\n'):\n"
+        "        try: os.write(fd, text)\n        except OSError: pass\ndef answer(): return 0"
+    ),
+    "being equal to everything": (
+        "class Any:\n    def __eq__(self, other): return True\n    def __bool__(self): return True\n"
+        "def answer(): return Any()"
+    ),
+    "a number that is equal to everything": (
+        "class Any(int):\n    def __eq__(self, other): return True\ndef answer(): return Any(0)"
+    ),
+    "changing what is built in": (
+        "import builtins\nbuiltins.AssertionError = type('No', (BaseException,), {})\n"
+        "builtins.exec = builtins.compile = lambda *_: None\ndef answer(): return 0"
+    ),
+    "changing the harness": (
+        "import sys\nfor name, module in list(sys.modules.items()):\n    if name.startswith('inside'):\n"
+        "        for key in list(vars(module)):\n            if key in ('encode', '_problem', 'run'):\n"
+        "                setattr(module, key, lambda *_: b'')\ndef answer(): return 0"
+    ),
+    "ending the tests": "def answer(): raise StopIteration",
+    "hiding in a name of the tests": "AssertionError = Exception\nanswer = None",
+}
+
+
+@pytest.mark.parametrize("how", FORGED)
+def test_a_forged_result(sandbox, how):
+    assert sandbox(FORGED[how], TEST).passed == [False]
+
+
+def test_functions_that_the_tests_compare_with_are_not_the_programs(sandbox):
+    program = "def abs(x): return 0\ndef isinstance(*_): return True\ndef all(_): return True\ndef answer(): return 0"
+    assert sandbox(program, "assert abs(answer() - 42) < 1e-6").passed == [False]
+
+
+def test_a_loop_of_the_tests_does_not_end_early(sandbox):
+    program = "def f(x): raise StopIteration"
+    verdict = sandbox(program, "for x, y in zip(map(f, [1, 2]), [1, 2]):\n    assert x == y")
+    assert verdict.passed == [False]
+
+
+def test_a_right_program_beside_all_that_passes(sandbox):
+    assert sandbox(RIGHT, TEST).passed == [True]
+
+
+def test_without_isolation_nothing_runs(monkeypatch):
+    """The probe finds that limits alone are no sandbox."""
+    monkeypatch.setattr(choice, "ways", lambda python: [unsafe(python)])
+    with pytest.raises(SandboxError, match=r"none: a program in it can .*reach a port of this machine"):
+        choice.best(None, choice.Limits(memory_mb=256))
+
+
+def test_a_sandbox_that_cannot_be_entered_is_no_result(way, sandbox):
+    order = {**way.order, "namespaces": True, "readable": ["/" + "x" * 300]}
+    sandbox.way = choice.Way("broken", python_of(None), lambda _: ["/bin/false"], order)
+    with pytest.raises(SandboxError, match="ended at once"):
+        sandbox(RIGHT, TEST)
+    sandbox.way = choice.Way("missing", python_of(None), lambda _: ["/no/such/program"], order)
+    with pytest.raises(SandboxError, match="/no/such/program does not start"):
+        sandbox(RIGHT, TEST)
+
+
+def test_what_a_refusal_says_is_told(sandbox):
+    refuse = ["/bin/sh", "-c", 'echo "no namespaces here" >&2; exit 1', "--"]
+    sandbox.way = choice.Way("refused", python_of(None), lambda _: refuse, sandbox.way.order)
+    with pytest.raises(SandboxError, match="no namespaces here"):
+        sandbox(RIGHT, TEST)

@@ -1,0 +1,119 @@
+"""What programs and their tests may look like."""
+
+from __future__ import annotations
+
+import pytest
+
+ADD = "def add(a, b):\n    return a + b\n"
+
+
+def test_each_test_has_a_result(sandbox):
+    verdict = sandbox(ADD, "assert add(1, 2) == 3", "assert add(1, 2) == 4, 'four'", "assert add('a', 'b') == 'ab'")
+    assert verdict.passed == [True, False, True]
+    assert verdict.wrong == "AssertionError: four"
+
+
+@pytest.mark.parametrize(
+    ("text", "before"),
+    [
+        (f"```python\n{ADD}```", ""),
+        (f"Wrong:\n```\ndef add(a, b):\n    return 0\n```\nRight:\n```python\n{ADD}```\nThat is it.", ""),
+        (f"I think\n```python\n{ADD}", ""),  # cut off before the block was closed
+        ("    return a + b\n\nThis adds them.", "def add(a, b):\n"),
+        (f"```python\n{ADD}```", 'def add(a, b):\n    """Add."""\n'),
+    ],
+)
+def test_the_program_is_found_in_a_completion(sandbox, text, before):
+    assert sandbox(text, "assert add(1, 2) == 3", before=before).passed == [True]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "None", "True", "-7", "10**5000", "1.5", "float('inf')", "'a\\ud800é'", "b'ab'", "2 + 3j", "[1, [2, (3,)]]",
+        "{1, 2}", "frozenset({1})", "{'a': {1: (2, None)}}", "__import__('collections').Counter('aab')",
+    ],
+)  # fmt: skip
+def test_plain_values_go_there_and_back(sandbox, value):
+    program = "def same(x):\n    return x\n"
+    assert sandbox(program, f"x = {value}\nassert same(x) == x\nassert type(same(x)) is not type(None) or x is None")
+
+
+def test_a_value_that_is_another_is_wrong(sandbox):
+    assert sandbox("def f():\n    return (1, 2)", "assert f() == [1, 2]", "assert f() == (1, 2)").passed == [
+        False,
+        True,
+    ]
+
+
+def test_objects_of_the_programs_classes(sandbox):
+    program = """
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, item): self.items.append(item)
+    def pop(self): return self.items.pop()
+    def __len__(self): return len(self.items)
+
+def largest(stack): return max(stack.items)
+
+def squares(n):
+    for i in range(n):
+        yield i * i
+"""
+    test = """
+stack = Stack()
+stack.push(3); stack.push(5)
+assert len(stack) == 2 and largest(stack) == 5 and stack.pop() == 5
+assert list(squares(4)) == [0, 1, 4, 9]
+numbers = squares(2)
+assert (next(numbers), next(numbers), next(numbers, 'over')) == (0, 1, 'over')
+"""
+    assert sandbox(program, test).passed == [True]
+
+
+def test_errors_of_the_programs(sandbox):
+    program = "class Mine(ValueError): pass\ndef f(): raise Mine('no')\n"
+    test = "try:\n    f()\nexcept ValueError as error:\n    assert str(error) == 'no'\nelse:\n    assert False"
+    verdict = sandbox(program, test, "f()")
+    assert verdict.passed == [True, False]
+    assert verdict.wrong == "ValueError: no"
+
+
+def test_what_the_program_imports_the_tests_have_too(sandbox):
+    program = "import math\nfrom collections import deque\ndef half(x):\n    return x / 2\n"
+    assert sandbox(program, "assert math.isclose(half(3), 1.5)").passed == [True]
+
+
+def test_setup_comes_before_the_tests(sandbox):
+    assert sandbox(ADD, "assert add(*given) == 5", setup="given = (2, 3)").passed == [True]
+    verdict = sandbox(ADD, "assert add(1, 1) == 2", setup="import nothing_of_that_name")
+    assert verdict.passed == [False]
+    assert "ModuleNotFoundError" in verdict.wrong
+
+
+def test_a_function_called_as_a_built_in_one_where_the_reference_has_it(sandbox):
+    program = "def sum(a, b):\n    return a + b\n"
+    assert sandbox(program, "assert sum(1, 2) == 3", reference=program).passed == [True]
+    assert sandbox(program, "assert sum(1, 2) == 3").passed == [False]
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("def add(a, b)\n    return a + b", "SyntaxError"),
+        ("raise SystemExit", "SystemExit"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("x" * 100_000 + "(" * 5000, "SyntaxError"),
+        ("def add(a, b):\n    return add(a, b)", "RecursionError"),
+        ("def add(a, b):\n    x = []\n    x.append(x)\n    return x", "RecursionError"),
+        ("def add(a, b):\n    return 'x' * (20 * 2**20)", "more than a test can look at"),
+    ],
+)
+def test_programs_that_break(sandbox, program, reason):
+    verdict = sandbox(program, "assert add(1, 2) == 3")
+    assert verdict.passed == [False]
+    assert reason in verdict.wrong
+
+
+def test_what_it_printed_is_kept_for_reading(sandbox):
+    assert sandbox("print('hello')\n" + ADD, "assert add(1, 2) == 3").printed == "hello\n"

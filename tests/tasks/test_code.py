@@ -1,0 +1,84 @@
+"""task=code: the columns of MBPP, of HumanEval and of one's own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from grpocli.commands.reward_check import main
+from grpocli.config.compose import build_run, compose
+from grpocli.errors import ConfigError
+from grpocli.tasks.code import Code
+
+MBPP = [
+    {
+        "task_id": i,
+        "text": f"Add {i}.",
+        "code": f"def add(x):\n    return x + {i}",
+        "test_list": [f"assert add(1) == {i + 1}"],
+        "test_setup_code": "",
+        "challenge_test_list": [],
+    }
+    for i in range(1, 7)
+]
+HUMAN_EVAL = [
+    {
+        "task_id": f"x/{i}",
+        "prompt": f'def add(x: int) -> int:\n    """Add {i}."""\n',
+        "entry_point": "add",
+        "canonical_solution": f"    return x + {i}\n",
+        "test": f"def check(candidate):\n    assert candidate(1) == {i + 1}\n",
+    }
+    for i in range(1, 7)
+]
+
+
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_mbpp(tmp_path):
+    path = written(tmp_path / "mbpp.jsonl", MBPP)
+    task = build_run(compose(["task=mbpp", f"task.path={path}", "task.eval_split=null"])).task
+    example = next(one for one in task.examples("train") if one["task_id"] == 3)
+    assert example["tests"] == ["assert add(1) == 4"]
+    assert example["answer"] == MBPP[2]["code"]
+    (message,) = example["prompt"]
+    assert "Add 3." in message["content"]
+    assert message["content"].endswith("\nassert add(1) == 4")
+
+
+def test_humaneval(tmp_path):
+    path = written(tmp_path / "he.jsonl", HUMAN_EVAL)
+    task = build_run(compose(["task=humaneval", f"task.path={path}"])).task
+    example = task.examples("train")[0]
+    assert example["before"] in example["prompt"][0]["content"]
+    assert example["tests"][0].endswith("check(add)\n")
+
+
+def test_rows_of_ones_own(tmp_path):
+    rows = [{"prompt": f"Write f{i}.", "tests": [f"assert f{i}() == {i}"], "answer": ""} for i in range(4)]
+    example = Code(path=str(written(tmp_path / "own.jsonl", rows))).examples("train")[0]
+    assert example["tests"][0].startswith("assert f")
+    assert example["prompt"][0]["role"] == "user"
+
+
+def test_rows_without_tests(tmp_path):
+    rows = [{"prompt": f"Write f{i}.", "tests": [], "answer": ""} for i in range(4)]
+    path = written(tmp_path / "own.jsonl", rows)
+    with pytest.raises(ConfigError, match=r"row \d of .*own.jsonl has no tests"):
+        list(Code(path=str(path)).examples("train"))
+
+
+@pytest.mark.parametrize(("task", "rows"), [("mbpp", MBPP), ("humaneval", HUMAN_EVAL)])
+def test_the_reference_answers_have_to_pass(tmp_path, capsys, task, rows):
+    path = written(tmp_path / "rows.jsonl", rows)
+    given = [f"task={task}", f"task.path={path}", "task.eval_split=null", "task.eval_size=1", "reward=[code]"]
+    assert main([*given, "--split", "train"]) == 0
+    assert "100.00%" in capsys.readouterr().out
+    wrong = {"test_list": ["assert add(1) == 0"], "test": "def check(f):\n    assert f(1) == 0"}
+    written(path, [{**row, **{name: text for name, text in wrong.items() if name in row}} for row in rows])
+    assert main([*given, "--split", "train"]) == 1
+    assert "scores 0 (AssertionError)" in capsys.readouterr().out
