@@ -1,4 +1,4 @@
-"""What tasks cost beside sampling: rewards with a pool of workers, and episodes of several turns.
+"""What tasks cost beside sampling: rewards with a pool of workers, sandboxes, and episodes of several turns.
 
 `python bench/tasks.py --model FOLDER --gsm8k FOLDER`: a folder with a chat model, for the episodes; one with GSM8K's
 test.jsonl, for the rewards.
@@ -21,6 +21,9 @@ from grpocli.environments.episodes import Episodes
 from grpocli.rewards.pooled import Math
 from grpocli.rewards.scoring import sample_of
 from grpocli.rollout.engine import OnGroup, ignore
+from grpocli.sandbox.choice import best, way_of
+from grpocli.sandbox.sandbox import Job, Limits, run
+from grpocli.sandbox.ways import python_of, unsafe
 
 COMPLETIONS, EPISODES, TURNS, TOKENS = 1024, 64, 4, 32
 ENVIRONMENT = """
@@ -116,12 +119,26 @@ def episodes(folder: Path, rounds: int) -> None:
     )
 
 
+def sandboxes(rounds: int) -> None:
+    """Milliseconds of a program that does nothing, one after the other: both of its processes from start to end."""
+    limits, python = Limits(), python_of(None)
+    job = Job("def add(a, b):\n    return a + b\n", ["assert add(1, 2) == 3"])
+    for way in (way_of(best(None, limits), None), unsafe(python)):
+        took = []
+        for _ in range(10 * rounds + 3):
+            start = time.perf_counter()
+            assert run(job, limits, way).passed == [True]
+            took.append(time.perf_counter() - start)
+        print(f"a program shut in by {way.name}: {1000 * statistics.median(took[3:]):.0f} ms (bound: 50)")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--gsm8k", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    sandboxes(args.rounds)
     if args.gsm8k:
         rewards(args.gsm8k, args.rounds)
     if args.model:

@@ -59,7 +59,13 @@ SCALARS: tuple[tuple[type, bytes, Callable[[Any], bytes]], ...] = (
     (bytearray, b"y", bytes),
     (complex, b"c", lambda value: f"{value.real.hex()} {value.imag.hex()}".encode()),
 )
-CONTAINERS: tuple[tuple[type[Any], bytes], ...] = ((list, b"l"), (tuple, b"t"), (set, b"e"), (frozenset, b"z"), (dict, b"d"))
+CONTAINERS: tuple[tuple[type[Any], bytes], ...] = (
+    (list, b"l"),
+    (tuple, b"t"),
+    (set, b"e"),
+    (frozenset, b"z"),
+    (dict, b"d"),
+)
 
 
 def decode(message: bytes, found: Callable[[int, str], Any]) -> Any:
