@@ -11,9 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from rich.console import Console
 
     from grpocli.tracking.sampled import Row
@@ -89,7 +90,7 @@ def _show(console: Console, row: Row, whole: bool) -> None:
         f"step {row['step']}  group {row['group']}{task}  {scores}  advantage {row['advantage']:.3f}  "
         f"{len(row['completion_ids'])} tokens, {row['finish_reason']}"
     )
-    console.rule(title, align="left", style="dim")
+    console.print(f"── {title}", style="dim", markup=False, highlight=False, soft_wrap=True)
     console.print(_cut(_conversation(row["prompt"]), whole), style="dim", markup=False, highlight=False, soft_wrap=True)
     console.print(_cut(row["completion"], whole), markup=False, highlight=False, soft_wrap=True)
 
@@ -119,11 +120,22 @@ def _export(rows: Iterable[Row], target: str) -> int:
     names = dict.fromkeys(name for row in kept for name in row)  # a resume may have changed the rewards
     table = Dataset.from_list([{name: row.get(name) for name in names} for row in kept])
     if target.startswith("hub:"):
-        table.push_to_hub(target.removeprefix("hub:"), private=True)
+        _to_hub(table, target)
     else:
         _to_file(table, Path(target))
     print(f"{len(kept):,} completions in {target}")
     return 0
+
+
+def _to_hub(table: Dataset, target: str) -> None:
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined] # of the client it has chosen
+
+    try:
+        table.push_to_hub(target.removeprefix("hub:"), private=True)
+    except (OSError, ValueError, HTTPError) as error:
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        problem = f"the hub did not take it: {reason}; check the name, HF_TOKEN and the network"
+        raise RunError(f"--export {target}: {problem}") from error
 
 
 def _to_file(table: object, path: Path) -> None:

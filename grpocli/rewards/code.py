@@ -31,7 +31,8 @@ class Code(Correctness):
     (docs/rewards.md), its tests in another one, and what it returns reaches them as plain values.
 
     answer_column: the tests, a text or a list of texts; each passes unless it raises. Further columns that an example
-    may have: `before`, code before the program; `setup`, code before the tests; `answer`, a right program.
+    may have: `before`, code before the program; `setup`, code before the tests; `answer`, a right program, whose other
+    names tests may use; `entry_point`, the name of the function that is asked for.
     partial: score the share of the tests that pass, between `wrong` and `right`.
     timeout: seconds for the program and its tests. memory_mb: for each process. processes: that it may start.
     disk_mb: for the files it writes. python: an interpreter whose installed packages the programs may import (null:
@@ -134,6 +135,6 @@ def _job(sample: Sample, column: str) -> dict[str, Any] | Failure:
     tests = [tests] if isinstance(tests, str) else tests
     if not isinstance(tests, Sequence) or not tests or not all(isinstance(test, str) for test in tests):
         return Failure(f"the example has no tests in the column {column!r}: a text or a list of texts")
-    known = {"before": columns.get("before"), "setup": columns.get("setup"), "reference": columns.get("answer")}
-    texts = {name: text for name, text in known.items() if isinstance(text, str)}
+    known = {"before": "before", "setup": "setup", "reference": "answer", "entry": "entry_point"}
+    texts = {name: columns[own] for name, own in known.items() if isinstance(columns.get(own), str)}
     return {"text": sample.text, "tests": list(tests), **texts}

@@ -40,16 +40,18 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """text: a completion with the program. before: code before it. reference: a right program, for names of its.
+    """text: a completion with the program. before: code before it. setup: code before the tests.
 
-    setup: code before the tests. tests: each passes unless it raises.
+    tests: each passes unless it raises. reference: a right program, and entry: the name of the function that is asked
+    for; both say which names of the tests are the program's (`inside.tests.known`).
     """
 
     text: str
     tests: Sequence[str]
     before: str = ""
-    reference: str = ""
     setup: str = ""
+    reference: str = ""
+    entry: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,7 @@ def run(job: Job, limits: Limits, way: Way) -> Verdict:
     ours, theirs = socket.socketpair()
     with ours, theirs, contextlib.ExitStack() as stack:
         program = stack.enter_context(_process(way, limits, theirs, {"text": job.text, "before": job.before}))
-        tests = stack.enter_context(
-            _process(way, limits, ours, {"tests": job.tests, "setup": job.setup, "reference": job.reference})
-        )
+        tests = stack.enter_context(_process(way, limits, ours, _of_tests(job)))
         ours.close()
         theirs.close()
         program.wait_shut()
@@ -86,6 +86,11 @@ def run(job: Job, limits: Limits, way: Way) -> Verdict:
         if not wrong and not all(passed):
             wrong = "the tests ended early" if in_time else f"it took longer than {limits.timeout:g} s"
         return Verdict(passed, wrong, program.printed())
+
+
+def _of_tests(job: Job) -> dict[str, Any]:
+    whole = job.before + job.reference if job.reference else ""
+    return {"tests": list(job.tests), "setup": job.setup, "reference": whole, "entry": job.entry if whole else ""}
 
 
 class _Shut:

@@ -92,3 +92,9 @@ def test_a_folder_that_is_no_run_and_filters_that_nothing_fits(grpocli, run: Pat
     assert (code, "there is no folder `rollouts` in it" in err) == (2, True)
     code, _, err = grpocli("rollouts", str(run), "--where", "right>1")
     assert (code, err) == (1, "nothing fits\n")
+
+
+def test_a_hub_that_does_not_take_it(grpocli, run: Path) -> None:
+    code, _, err = grpocli("rollouts", str(run), "--step", ":", "--export", "hub:not//a name")
+    assert code == 1
+    assert "--export hub:not//a name: the hub did not take it: " in err

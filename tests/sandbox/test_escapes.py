@@ -240,6 +240,46 @@ def test_functions_that_the_tests_compare_with_are_not_the_programs(sandbox):
     assert sandbox(program, "assert abs(answer() - 42) < 1e-6").passed == [False]
 
 
+def test_modules_that_the_tests_compare_with_are_not_the_programs(sandbox):
+    program = "class math:\n    isclose = lambda *_: True\ndef isclose(*_): return True\ndef answer(): return 0"
+    assert sandbox(program, "assert math.isclose(answer(), 42)").passed == [False]
+    reference = "from math import isclose\nimport math as m\n" + RIGHT
+    tests = ["assert isclose(answer(), 42)", "assert m.isclose(answer(), 42)"]
+    assert sandbox(program, *tests, reference=reference).passed == [False, False]
+    assert sandbox(RIGHT, *tests, reference=reference).passed == [True, True]
+
+
+def test_helpers_that_the_tests_compare_with_are_the_references(sandbox):
+    before = "def error(x):\n    return abs(x - 42)\n\n"
+    program = "def error(x): return 0\ndef answer(): return 0"
+    check = "def check(f):\n    assert error(f()) == 0\n\ncheck(answer)"
+    given = {"before": before, "reference": RIGHT, "entry": "answer"}
+    assert sandbox(program, check, **given).passed == [False]
+    assert sandbox(RIGHT, check, **given).passed == [True]
+
+
+def test_the_tests_builtins_are_not_sent_over(sandbox):
+    """What a program may write into the pipe itself, once it has found it."""
+    program = """
+import os, sys
+for module in list(sys.modules.values()):
+    if module.__name__ == "inside.wire":
+        def keep(one):
+            return (0, "x")
+        def lie(*_):
+            return 0
+        forged = {"modules": {}, "values": {"__builtins__": {"abs": lie, "print": 1}, "answer": 0, "abs": lie}}
+        message = module.encode(("value", forged), keep)
+        for fd in range(3, 64):
+            try:
+                os.write(fd, b"%d\\n%s" % (len(message), message))
+            except OSError:
+                pass
+"""
+    assert sandbox(program, "assert abs(answer - 42) < 1").passed == [False]
+    assert sandbox(program, "assert answer == 0 and abs(-1) == 1").passed == [True]
+
+
 def test_a_loop_of_the_tests_does_not_end_early(sandbox):
     program = "def f(x): raise StopIteration"
     verdict = sandbox(program, "for x, y in zip(map(f, [1, 2]), [1, 2]):\n    assert x == y")

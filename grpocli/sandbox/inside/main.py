@@ -27,7 +27,7 @@ def main() -> None:
     os.close(status)
     wire = Wire(order["wire"])
     if "tests" in order:
-        tests.run(wire, order["reference"], order["setup"], order["tests"], order["verdict"])
+        tests.run(wire, order["reference"], order["entry"], order["setup"], order["tests"], order["verdict"])
     else:
         program.serve(wire, order["text"], order["before"])
     os._exit(0)  # threads and handlers of the code's have no say in it

@@ -15,6 +15,7 @@ from .wire import Closed, Wire, decode, encode
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from types import CodeType
     from typing import Any
 
 
@@ -65,17 +66,11 @@ class Program:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
-    def names(self, reference: str) -> dict[str, Any]:
-        """What the program defines. Raises what it raised.
-
-        What is built in stays as it is, or `abs` of the program's would judge the program; unless the reference
-        answer defines it too.
-        """
+    def names(self) -> dict[str, Any]:
+        """What the program defines. Raises what it raised."""
         found = self._received()
-        own = set(dir(builtins)) & set(found["values"])
-        own -= _defined(reference) if own else set()
         modules = {name: _module(module) for name, module in found["modules"].items()}
-        return {name: value for name, value in (modules | found["values"]).items() if name not in own}
+        return {name: value for name, value in (modules | found["values"]).items() if not name.startswith("__")}
 
     def ask(self, what: str, *arguments: Any, **named: Any) -> Any:
         """Have the program do something. Raises what it raises."""
@@ -90,6 +85,37 @@ class Program:
         if what != "value":
             raise _error(*map(str, rest))
         return rest[0]
+
+
+def known(theirs: dict[str, Any], reference: str, entry: str) -> dict[str, Any]:
+    """The names that tests may use: some are of the program, and what its results are compared with must not be.
+
+    entry: the one name that is the program's; all others are the reference's. Without it, Python's own names are
+    the program's only where the reference defines them too, and what the reference imports is imported here.
+    """
+    if entry:
+        space: dict[str, Any] = {}
+        exec(compile(reference, "<reference>", "exec", dont_inherit=True), space)
+        return space | {name: value for name, value in theirs.items() if name == entry}
+    defined, imports = _of(reference)
+    reserved = {*dir(builtins), *sys.stdlib_module_names} - defined
+    space = {name: value for name, value in theirs.items() if name not in reserved}
+    space |= {name: _module(name) for name in theirs if name in reserved & sys.stdlib_module_names}
+    exec(imports, space)
+    return space
+
+
+def _of(reference: str) -> tuple[set[str], CodeType]:
+    """The functions and classes that it defines, and what it imports."""
+    import ast
+
+    try:
+        statements = ast.parse(reference).body
+    except SyntaxError:
+        statements = []
+    imports: list[ast.stmt] = [one for one in statements if isinstance(one, ast.Import | ast.ImportFrom)]
+    defined = {one.name for one in statements if isinstance(one, ast.FunctionDef | ast.ClassDef)}
+    return defined, compile(ast.Module(imports, []), "<reference>", "exec", dont_inherit=True)
 
 
 def _module(name: str) -> Any:
@@ -109,30 +135,20 @@ def _error(name: str, text: str) -> Exception:
     return RuntimeError(f"{name}: {text}")
 
 
-def _defined(source: str) -> set[str]:
-    import ast
-
-    try:
-        statements = ast.parse(source).body
-    except SyntaxError:
-        return set()
-    return {one.name for one in statements if isinstance(one, ast.FunctionDef | ast.ClassDef)}
-
-
 def _number(value: Any) -> tuple[int, str]:
     if isinstance(value, Remote):
         return value._number, ""
     raise TypeError(f"a test gave the program a {type(value).__name__}, which is no plain value")
 
 
-def run(wire: Wire, reference: str, setup: str, tests: Sequence[str], out: int) -> None:
+def run(wire: Wire, reference: str, entry: str, setup: str, tests: Sequence[str], out: int) -> None:
     """A line for each test as soon as it is over: empty, or what was wrong."""
     space: dict[str, Any] = {"__name__": "tests"}
 
     def execute(code: str, name: str) -> str:
         return _problem(lambda: exec(compile(code, name, "exec", dont_inherit=True), space))
 
-    problem = _problem(lambda: space.update(Program(wire).names(reference)))
+    problem = _problem(lambda: space.update(known(Program(wire).names(), reference, entry)))
     problem = problem or execute(setup, "<setup>")
     for test in tests:
         wrong = problem or execute(test, "<test>")
