@@ -43,6 +43,9 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--checkpoints: says which of a run's; give --run RUN")
     run = _run(args)
     out = Path(args.out or time.strftime("evals/%Y-%m-%d/%H-%M-%S"))
+    for reward in run.reward.values():
+        if reward.warning:
+            print(f"warning: {reward.warning}", file=sys.stderr)
     found = _evaluate(run, args, out)
     write_atomic(out / "results.json", json.dumps(_as_dict(run, args, found), indent=2) + "\n")
     _show(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,9 @@ def main(argv: Sequence[str]) -> int:
 
     quiet_libraries()
     run = build_run(composed(args.overrides, args.config_dir))
+    for reward in run.reward.values():
+        if reward.warning:
+            print(f"warning: {reward.warning}", file=sys.stderr)
     try:
         found = list(_agreements(run, args.split, args.examples, args.answer))
         _show(found, run.reward, args.list)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import subprocess
 from collections.abc import Sequence
@@ -17,8 +16,6 @@ from grpocli.rewards.reward import Correctness, Failure, Sample, Score
 
 if TYPE_CHECKING:
     from grpocli.sandbox.sandbox import Limits
-
-logger = logging.getLogger(__name__)
 
 KEY = "reward.code"
 
@@ -81,6 +78,11 @@ class Code(Correctness):
     def close(self) -> None:
         self._pool().close()
 
+    @property
+    def warning(self) -> str:
+        what = "programs that the model writes run as you, with your files and your network"
+        return f"{KEY}.unsafe=true: {what}" if self.unsafe else ""
+
     def _score(self, passed: Sequence[bool]) -> float:
         if not self.partial or all(passed):
             return self.value(all(passed))
@@ -114,9 +116,6 @@ def way_for(python: str | None, limits: Limits, unsafe: bool) -> str:
     from grpocli.sandbox.sandbox import SandboxError
 
     if unsafe:
-        logger.warning(
-            "%s.unsafe=true: programs that the model writes run as you, with your files and your network", KEY
-        )
         return "none"
     try:
         return best(python, limits)

@@ -90,6 +90,11 @@ class BaseReward:
         """Stop what was started."""
 
     @property
+    def warning(self) -> str:
+        """What somebody who uses it as it is set should be told, as a sentence without its end."""
+        return ""
+
+    @property
     def label(self) -> str:
         """What an error calls it, beside its key."""
         return type(self).__name__

@@ -39,6 +39,8 @@ def assemble(
     for task in data.tasks:
         for name in task.rewards:
             run.reward[name].check(task.columns)
+    for warning in filter(None, (reward.warning for reward in run.reward.values())):
+        recorder.view.warn(warning)
     for report in data.reports:
         recorder.view.note(report)
     with checkpoint.restoring(resume):

@@ -77,7 +77,7 @@ def test_an_interpreter_that_is_none():
         Code(python="/no/python").check(["tests"])
 
 
-def test_a_machine_without_isolation_is_refused(monkeypatch, caplog):
+def test_a_machine_without_isolation_is_refused(monkeypatch):
     monkeypatch.setattr(choice, "ways", lambda python: [unsafe(python)])
     code.way_for.cache_clear()
     with pytest.raises(ConfigError, match=r"cannot be shut in on this machine .*reward.code.unsafe=true"):
@@ -85,7 +85,7 @@ def test_a_machine_without_isolation_is_refused(monkeypatch, caplog):
     reward = Code(unsafe=True)
     try:
         reward.check(["tests"])
-        assert "run as you" in caplog.text
+        assert reward.warning.startswith("reward.code.unsafe=true: programs that the model writes run as you")
         assert reward([sample(ADD)]) == [1]
     finally:
         reward.close()

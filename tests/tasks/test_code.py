@@ -82,3 +82,16 @@ def test_the_reference_answers_have_to_pass(tmp_path, capsys, task, rows):
     written(path, [{**row, **{name: text for name, text in wrong.items() if name in row}} for row in rows])
     assert main([*given, "--split", "train"]) == 1
     assert "scores 0 (AssertionError)" in capsys.readouterr().out
+
+
+def test_the_warning_of_an_unsafe_reward_is_seen(tmp_path, capsys):
+    path = written(tmp_path / "rows.jsonl", MBPP)
+    given = [
+        f"task.path={path}",
+        "task.eval_split=null",
+        "task.eval_size=1",
+        "reward=[code]",
+        "reward.code.unsafe=true",
+    ]
+    assert main(["task=mbpp", *given]) == 0
+    assert "warning: reward.code.unsafe=true: programs that the model writes run as you" in capsys.readouterr().err

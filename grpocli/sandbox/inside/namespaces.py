@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 NOBODY = 65534
+ENOSPC = 28
 NEW_MOUNTS, NEW_CGROUP, NEW_NAMES, NEW_IPC, NEW_USERS, NEW_PROCESSES, NEW_NETWORK = (
     0x00020000,
     0x02000000,
@@ -65,7 +66,9 @@ def enter(readable: Sequence[str], disk_mb: int) -> None:
 
 def _unshare(made: int) -> None:
     refused = libc.unshare(ALL_NEW) != 0
-    os.write(made, os.strerror(ctypes.get_errno()).encode() if refused else b"y")
+    error = ctypes.get_errno()
+    reason = "user.max_user_namespaces allows no more" if error == ENOSPC else os.strerror(error)
+    os.write(made, reason.encode() if refused else b"y")
     os.close(made)
     if refused:
         os._exit(1)
