@@ -14,7 +14,7 @@ from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.seeds import seed_of
 from grpocli.tasks.data import rewards_for
-from grpocli.tasks.mixture import tasks_of
+from grpocli.tasks.mixture import limits_of, tasks_of
 from grpocli.tasks.prompts import PromptSet
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ def _sampler(
     engine = run.engine.connect(EngineContext(job, policy, tokenizer, world, run.sync, sampling=run.rollout.sampling))
     played = {name: getattr(task, "environment", None) for name, task in tasks_of(run.task).items()}
     plays = {name: play for name, play in played.items() if play and play.name}
-    scorer = Scorer(run.reward, run.rollout.max_reward_errors, {one.task: [one.judge] for one in problems})
+    judges = {one.task: [one.judge] for one in problems}
+    scorer = Scorer(run.reward, run.rollout.max_reward_errors, judges, limits_of(run.task))
     return Sampler(world, engine, tokenizer, scorer, plays)
 
 
