@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.data import Group, Prompt
-from grpocli.evaluation.results import TaskResult, task_result
+from grpocli.evaluation.results import Judges, TaskResult, task_result
 from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.seeds import seed_of
@@ -126,7 +126,8 @@ def _of_task(run: Run, sampler: Sampler, one: Problems, asked: Asked) -> tuple[T
         greedy = _groups(sampler, one, 1, replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0), run.seed)
     if asked.samples:
         sampled = _groups(sampler, one, asked.samples, sampling, run.seed)
-    result = task_result(one.task, one.judge, run.reward[one.judge], greedy, sampled, sampling.max_tokens)
+    judges = Judges({one.task: one.judge}, run.reward)
+    result = task_result(one.task, judges, greedy, sampled, sampling.max_tokens)
     return result, [*greedy, *sampled]
 
 

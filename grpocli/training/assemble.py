@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpocli.algorithm import Algorithm
+from grpocli.evaluation.results import Judges
 from grpocli.models.loading import load_model, load_policy
 from grpocli.models.lora import trained_share
 from grpocli.rewards.scoring import Scorer
@@ -190,7 +191,7 @@ def _evaluator(run: Run, sampler: Sampler, data: Data) -> Evaluator:
         sampler=sampler,
         prompts=data.problems(),
         samples=run.eval.samples,
-        judges=_judges(run, data),
+        judges=Judges(_judges(run, data), run.reward),
         sampling=run.rollout.sampling,
         seed=run.seed,
     )
