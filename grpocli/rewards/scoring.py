@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
 
@@ -42,17 +42,25 @@ class Scorer:
         return [{name: found[i] for name, found in scores.items()} for i in range(len(samples))]
 
     def score(
-        self, rollouts: Sequence[Rollout], max_tokens: int, known: Sequence[Mapping[str, Score]] | None = None
+        self,
+        rollouts: Sequence[Rollout],
+        max_tokens: int,
+        known: Sequence[Mapping[str, Score]] | None = None,
+        enter: Callable[[str], None] = lambda stage: None,
     ) -> tuple[list[dict[str, float]], Tally]:
         """Rewards by name for each rollout (NaN: does not apply, or failed), and what it took.
 
-        max_tokens: the limit that the completions were sampled under. known: what each has of `early`.
+        max_tokens: the limit that the completions were sampled under. known: what each has of `early`. enter: is told
+        which reward is being called.
         """
         start = time.perf_counter()
         samples = [sample_of(rollout, max_tokens) for rollout in rollouts]
         known = known or [{} for _ in samples]
         results: list[dict[str, float]] = [{} for _ in samples]
-        scores = {name: self._all_of(name, samples, known) for name in self.rewards}
+        scores: dict[str, list[Score]] = {}
+        for name in self.rewards:
+            enter(f"reward.{name}")
+            scores[name] = self._all_of(name, samples, known)
         for name, found in scores.items():
             for result, score in zip(results, found, strict=True):
                 result[name] = math.nan if score is None or isinstance(score, Failure) else score

@@ -26,7 +26,8 @@ def undisturbed(name: str, samples: Sequence[Sample]) -> Iterator[None]:
     Its random numbers depend on the samples alone, so that a resumed run repeats them, and everybody else's on nothing
     that it draws.
     """
-    with _settings(name), _random(zlib.crc32(repr([sample.token_ids for sample in samples]).encode())), _no_exit():
+    beginnings = [sample.token_ids[:16] for sample in samples]  # enough to differ from step to step
+    with _settings(name), _random(zlib.crc32(repr(beginnings).encode())), _no_exit():
         yield
 
 

@@ -71,7 +71,7 @@ class Sampler:
         rollouts = [rollout for group, _ in parts for rollout in group]
         with self.scoring:
             known = [scores for _, group in parts for scores in group]
-            scored, tally = self.scorer.score(rollouts, sampling.max_tokens, known)
+            scored, tally = self.scorer.score(rollouts, sampling.max_tokens, known, self.world.enter)
         tally = replace(tally, seconds=time.perf_counter() - start)
         self.world.enter("gather")
         done = [Rollout(r.prompt, r.completion, r.text, rewards) for r, rewards in zip(rollouts, scored, strict=True)]

@@ -39,7 +39,9 @@ def rollouts(*texts: str, prompt: object = "Why?") -> list[Rollout]:
 
 def test_rewards_by_name_with_nan_where_one_does_not_apply() -> None:
     scorer = Scorer({"size": Scripted(lambda s: len(s.text)), "no": Scripted(lambda s: None)}, 0.0)
-    results, tally = scorer.score(rollouts("a", "bb"), 10)
+    called: list[str] = []
+    results, tally = scorer.score(rollouts("a", "bb"), 10, enter=called.append)
+    assert called == ["reward.size", "reward.no"]  # for who must say where a process has ended
     assert [r["size"] for r in results] == [1.0, 2.0]
     assert all(math.isnan(r["no"]) for r in results)
     assert tally.metrics | {"time/reward": 0} == {"time/reward": 0, "rewards/size/errors": 0, "rewards/no/errors": 0}
