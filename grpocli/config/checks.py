@@ -27,7 +27,7 @@ def check_run(run: Run) -> None:
 
 def _check_rewards(run: Run) -> None:
     from grpocli.rewards.environment import EnvironmentReward
-    from grpocli.tasks.mixture import Mixture, tasks_of
+    from grpocli.tasks.mixture import key_of, tasks_of
 
     if not run.reward:
         raise ConfigError("reward=[]: choose at least one reward")
@@ -48,9 +48,10 @@ def _check_rewards(run: Run) -> None:
     for task, chosen in tasks_of(run.task).items():
         for name in getattr(chosen, "rewards", None) or ():
             if name not in names:
-                key = f"task.{task}.rewards" if isinstance(run.task, Mixture) else "task.rewards"
                 raise ConfigError.of(
-                    key, name, f"choose some of this run's rewards: {', '.join(names)}{nearest(name, names)}"
+                    key_of(run.task, task, "rewards"),
+                    name,
+                    f"choose some of this run's rewards: {', '.join(names)}{nearest(name, names)}",
                 )
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.data import Group, Prompt
-from grpocli.evaluation.results import TaskResult, task_result
+from grpocli.evaluation.results import Judges, TaskResult, task_result
 from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.seeds import seed_of
 from grpocli.tasks.data import rewards_for
-from grpocli.tasks.mixture import tasks_of
+from grpocli.tasks.mixture import limits_of, tasks_of
 from grpocli.tasks.prompts import PromptSet
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ def _sampler(
     engine = run.engine.connect(EngineContext(job, policy, tokenizer, world, run.sync, sampling=run.rollout.sampling))
     played = {name: getattr(task, "environment", None) for name, task in tasks_of(run.task).items()}
     plays = {name: play for name, play in played.items() if play and play.name}
-    scorer = Scorer(run.reward, run.rollout.max_reward_errors, {one.task: [one.judge] for one in problems})
+    judges = {one.task: [one.judge] for one in problems}
+    scorer = Scorer(run.reward, run.rollout.max_reward_errors, judges, limits_of(run.task))
     return Sampler(world, engine, tokenizer, scorer, plays)
 
 
@@ -125,7 +126,8 @@ def _of_task(run: Run, sampler: Sampler, one: Problems, asked: Asked) -> tuple[T
         greedy = _groups(sampler, one, 1, replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0), run.seed)
     if asked.samples:
         sampled = _groups(sampler, one, asked.samples, sampling, run.seed)
-    result = task_result(one.task, one.judge, run.reward[one.judge], greedy, sampled, sampling.max_tokens)
+    judges = Judges({one.task: one.judge}, run.reward)
+    result = task_result(one.task, judges, greedy, sampled, sampling.max_tokens)
     return result, [*greedy, *sampled]
 
 

@@ -52,32 +52,52 @@ class TaskResult:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Judges:
+    """The reward that says what is right: names, by task, and the rewards, by name."""
+
+    names: Mapping[str, str]
+    rewards: Mapping[str, BaseReward]
+
+    def name(self, group: Group) -> str:
+        return self.names[group.prompt.task]
+
+    def right(self, group: Group) -> list[float]:
+        """1 or 0 for each rollout; NaN where it was not judged."""
+        scores = (rollout.rewards[self.name(group)] for rollout in group.rollouts)
+        return [math.nan if math.isnan(score) else float(score >= 1) for score in scores]
+
+    def majority(self, group: Group, max_tokens: int) -> float:
+        name = self.name(group)
+        known: list[Rollout] = [rollout for rollout in group.rollouts if not math.isnan(rollout.rewards[name])]
+        votes = [self.rewards[name].vote(sample_of(rollout, max_tokens)) for rollout in known]
+        return majority(votes, [rollout.rewards[name] >= 1 for rollout in known])
+
+
 def task_result(
-    task: str, judge: str, reward: BaseReward, greedy: Sequence[Group], sampled: Sequence[Group], max_tokens: int
+    task: str, judges: Judges, greedy: Sequence[Group], sampled: Sequence[Group], max_tokens: int
 ) -> TaskResult:
-    """judge: the name of the reward that says what is right."""
+    """Of one task's problems, or of several tasks' together."""
     rollouts = [rollout for group in [*greedy, *sampled] for rollout in group.rollouts]
     done = [rollout.completion for rollout in rollouts]
     scores: dict[str, Estimate] = {}
     if greedy:
-        scores["greedy"] = Estimate.of(
-            [mean for group in greedy if not math.isnan(mean := _mean(_right(group, judge)))]
-        )
+        scores["greedy"] = Estimate.of([mean for group in greedy if not math.isnan(mean := _mean(judges.right(group)))])
     if sampled:
-        scores |= _of_samples(sampled, judge, reward, max_tokens)
+        scores |= _of_samples(sampled, judges, max_tokens)
     return TaskResult(
         task=task,
-        questions=len({g.uid for g in [*greedy, *sampled] if _judged(_right(g, judge))}),
-        failed=sum(math.isnan(rollout.rewards[judge]) for rollout in rollouts),
+        questions=len({g.uid for g in [*greedy, *sampled] if _judged(judges.right(g))}),
+        failed=sum(math.isnan(right) for group in [*greedy, *sampled] for right in judges.right(group)),
         mean_length=float(np.mean([completion.written for completion in done])),
         truncated=float(np.mean([completion.truncated for completion in done])),
         scores=scores,
     )
 
 
-def _of_samples(groups: Sequence[Group], judge: str, reward: BaseReward, max_tokens: int) -> Mapping[str, Estimate]:
+def _of_samples(groups: Sequence[Group], judges: Judges, max_tokens: int) -> Mapping[str, Estimate]:
     samples = len(groups[0].rollouts)
-    judged = [(group, _right(group, judge)) for group in groups]
+    judged = [(group, judges.right(group)) for group in groups]
     judged = [(group, right) for group, right in judged if _judged(right)]
     found = {f"mean@{samples}": Estimate.of([_mean(right) for _, right in judged])}
     k = 1
@@ -87,20 +107,8 @@ def _of_samples(groups: Sequence[Group], judge: str, reward: BaseReward, max_tok
         if k == samples:
             break
     if samples > 1:
-        found[f"maj@{samples}"] = Estimate.of([_majority(group, judge, reward, max_tokens) for group, _ in judged])
+        found[f"maj@{samples}"] = Estimate.of([judges.majority(group, max_tokens) for group, _ in judged])
     return found
-
-
-def _majority(group: Group, judge: str, reward: BaseReward, max_tokens: int) -> float:
-    known: list[Rollout] = [rollout for rollout in group.rollouts if not math.isnan(rollout.rewards[judge])]
-    votes = [reward.vote(sample_of(rollout, max_tokens)) for rollout in known]
-    return majority(votes, [rollout.rewards[judge] >= 1 for rollout in known])
-
-
-def _right(group: Group, judge: str) -> list[float]:
-    """1 or 0 for each rollout; NaN where it was not judged."""
-    scores = (rollout.rewards[judge] for rollout in group.rollouts)
-    return [math.nan if math.isnan(score) else float(score >= 1) for score in scores]
 
 
 def _judged(right: Sequence[float]) -> list[float]:

@@ -22,7 +22,7 @@ from grpocli.launch.job import Job, wait_for_job
 from grpocli.launch.meanwhile import Meanwhile
 from grpocli.launch.nodes import Node, node_of
 from grpocli.launch.processes import SETTLE, again_file, clean, stop_file
-from grpocli.launch.signals import stop_signal
+from grpocli.launch.signals import crash_loudly, stop_signal
 from grpocli.rollout.auto import chosen
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync import placement
@@ -50,6 +50,7 @@ def launch(config: DictConfig, folder: Path, resuming: bool = False) -> float | 
     On several machines each calls this; the first one prepares and the others follow it.
     Raises ConfigError, RunError or Stopped; whatever was started is stopped first.
     """
+    crash_loudly()
     run = build_run(config)
     node = node_of(run.hardware)
     run_dir = RunDir(folder)

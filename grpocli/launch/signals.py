@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import signal
 import sys
 import threading
@@ -12,6 +13,12 @@ from pathlib import Path
 from types import FrameType
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+def crash_loudly() -> None:
+    """Where a library crashes (a segmentation fault), Python says in which function, a reward's for example."""
+    if sys.__stderr__ and not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__)
 
 
 @dataclass(slots=True)

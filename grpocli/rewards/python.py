@@ -16,6 +16,8 @@ from grpocli.rewards.deadline import within
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 
 KEY = "reward.python.function"
+TRL_ONLY = ("trainer_state", "log_extra", "log_metric", "environments")
+"""What TRL gives a reward function beside columns, and grpocli does not."""
 
 
 @part("reward", "python", package="reward.python")
@@ -26,8 +28,9 @@ class PythonReward(BaseReward):
     `completion_ids`, and every column of the dataset as a list; of these only what its signature takes. It returns
     a list of numbers, None where it does not apply. timeout: seconds for a call.
 
-    For several, give each a YAML of its own in a folder `reward/` named by --config-dir, with
-    `# @package reward.NAME`, `_target_: grpocli.rewards.python.PythonReward` and its `function`.
+    For several, `+reward@reward.NAME=python reward.NAME.function=...` adds one called NAME; or give each a YAML of its
+    own in a folder `reward/` named by --config-dir, with `# @package reward.NAME`,
+    `_target_: grpocli.rewards.python.PythonReward` and its `function`.
     """
 
     judges_answers = True
@@ -51,6 +54,9 @@ class PythonReward(BaseReward):
                 inspect.Parameter.POSITIONAL_OR_KEYWORD,
                 inspect.Parameter.KEYWORD_ONLY,
             )
+            if needed and name in TRL_ONLY and name not in given:
+                problem = f"it wants TRL's {name!r}, which is not given here: give it a default, {name}=None"
+                raise ConfigError.of(KEY, self.function, problem)
             if needed and name not in given:
                 raise ConfigError.of(
                     KEY, self.function, f"it wants {name!r}, but the task has no such column{nearest(name, given)}"

@@ -36,6 +36,11 @@ class Sample:
     def n_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def task(self) -> str:
+        """The name of the task that it is of."""
+        return str(self.columns.get("task_name", ""))
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:

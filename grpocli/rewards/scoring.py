@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
 
 from grpocli.data import Rollout, Text
-from grpocli.errors import RewardError
+from grpocli.rewards import verdict
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
+from grpocli.rewards.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -20,41 +22,17 @@ LARGEST = 1e12
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
-    """What scoring took and could not do. errors, first: by reward, how many and the first one as a sentence."""
-
-    samples: int = 0
-    seconds: float = 0.0
-    errors: dict[str, int] = field(default_factory=dict)
-    first: dict[str, str] = field(default_factory=dict)
-
-    def then(self, later: Tally) -> Tally:
-        """Both, one after the other."""
-        return self._with(later, self.seconds + later.seconds)
-
-    def beside(self, other: Tally) -> Tally:
-        """Both, at the same time in two processes."""
-        return self._with(other, max(self.seconds, other.seconds))
-
-    def _with(self, other: Tally, seconds: float) -> Tally:
-        errors = {n: self.errors.get(n, 0) + other.errors.get(n, 0) for n in [*self.errors, *other.errors]}
-        return Tally(self.samples + other.samples, seconds, errors, other.first | self.first)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return {"time/reward": self.seconds} | {f"rewards/{n}/errors": float(k) for n, k in self.errors.items()}
-
-
-@dataclass(frozen=True, slots=True)
 class Scorer:
     """The rewards by name. A run stops when a larger share than `max_errors` of a step's samples fails.
 
     tasks: which rewards score a task's samples, by its name; all of them those of a task that is not in it.
+    limits: of tasks that are judged by themselves, the share that may fail, and the key that says so.
     """
 
     rewards: dict[str, BaseReward]
     max_errors: float
     tasks: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    limits: Mapping[str, verdict.Limit] = field(default_factory=dict)
 
     def early(self, rollouts: Sequence[Rollout], max_tokens: int) -> list[dict[str, Score]]:
         """Of some of a step's rollouts, the scores that need not wait for the others: of rewards with processes of
@@ -64,41 +42,66 @@ class Scorer:
         return [{name: found[i] for name, found in scores.items()} for i in range(len(samples))]
 
     def score(
-        self, rollouts: Sequence[Rollout], max_tokens: int, known: Sequence[Mapping[str, Score]] | None = None
+        self,
+        rollouts: Sequence[Rollout],
+        max_tokens: int,
+        known: Sequence[Mapping[str, Score]] | None = None,
+        enter: Callable[[str], None] = lambda stage: None,
     ) -> tuple[list[dict[str, float]], Tally]:
         """Rewards by name for each rollout (NaN: does not apply, or failed), and what it took.
 
-        max_tokens: the limit that the completions were sampled under. known: what each has of `early`.
+        max_tokens: the limit that the completions were sampled under. known: what each has of `early`. enter: is told
+        which reward is being called.
         """
         start = time.perf_counter()
         samples = [sample_of(rollout, max_tokens) for rollout in rollouts]
         known = known or [{} for _ in samples]
         results: list[dict[str, float]] = [{} for _ in samples]
-        errors, first = dict[str, int](), dict[str, str]()
+        scores: dict[str, list[Score]] = {}
         for name in self.rewards:
-            others = iter(self._of(name, [s for s, k in zip(samples, known, strict=True) if name not in k]))
-            scores = [k[name] if name in k else next(others) for k in known]
-            failed = [(s, f) for s, f in zip(samples, scores, strict=True) if isinstance(f, Failure)]
-            for sample, failure in failed[:3]:
-                logger.warning("reward.%s could not score %s: %s", name, excerpt(sample.text), failure.reason)
-            errors[name] = len(failed)
-            if failed:
-                first[name] = _sentence(*failed[0])
-            for result, score in zip(results, scores, strict=True):
+            enter(f"reward.{name}")
+            scores[name] = self._all_of(name, samples, known)
+        for name, found in scores.items():
+            for result, score in zip(results, found, strict=True):
                 result[name] = math.nan if score is None or isinstance(score, Failure) else score
-        return results, Tally(len(samples), time.perf_counter() - start, errors, first)
+        return results, self._tally(samples, scores, time.perf_counter() - start)
+
+    def _all_of(self, name: str, samples: Sequence[Sample], known: Sequence[Mapping[str, Score]]) -> list[Score]:
+        others = iter(self._of(name, [s for s, k in zip(samples, known, strict=True) if name not in k]))
+        scores = [k[name] if name in k else next(others) for k in known]
+        failed = [(s, f) for s, f in zip(samples, scores, strict=True) if isinstance(f, Failure)]
+        for sample, failure in failed[:3]:
+            logger.warning("reward.%s could not score %s: %s", name, excerpt(sample.text), failure.reason)
+        return scores
+
+    def _tally(self, samples: Sequence[Sample], scores: Mapping[str, list[Score]], seconds: float) -> Tally:
+        tally = Tally(Counter(sample.task for sample in samples), seconds)
+        tally.errors.update({(name, task): 0 for name in scores for task in tally.samples})
+        for i, sample in enumerate(samples):
+            given = {name: found[i] for name, found in scores.items()}
+            tally.bare[sample.task] += all(score is None for score in given.values())
+            for name, score in given.items():
+                pair = name, sample.task
+                tally.silent[pair] += score is None and name in self.rewards_for(sample.task)
+                if isinstance(score, Failure):
+                    tally.errors[pair] += 1
+                    tally.first.setdefault(pair, _sentence(sample, score))
+        return tally
 
     def judge(self, tally: Tally, expected: int = 0) -> None:
         """Raise RewardError, naming the reward and a sample, where too many could not be scored.
 
         expected: how many samples a whole step has, for a judgement before all of them are there.
         """
-        for name, failed in tally.errors.items():
-            if failed > self.max_errors * max(tally.samples, expected):
-                raise RewardError(
-                    f"reward.{name} ({self.rewards[name].label}) could not score {failed} of {tally.samples} samples, "
-                    f"more than rollout.max_reward_errors={self.max_errors} allows: {tally.first[name]}"
-                )
+        verdict.judge(self, tally, expected)
+
+    def remarks(self, tally: Tally) -> dict[str, str]:
+        """Why a step teaches less than somebody might think: a sentence each; the same reason has the same key."""
+        return verdict.remarks(self, tally)
+
+    def rewards_for(self, task: str) -> Collection[str]:
+        """The names of those that score a task's samples."""
+        return self.tasks.get(task, self.rewards)
 
     def _of(self, name: str, samples: Sequence[Sample]) -> list[Score]:
         """Scores by one reward, which is shown only what it is for, and no episode that broke off."""
@@ -108,7 +111,7 @@ class Scorer:
 
     def _before(self, name: str, sample: Sample) -> Score | EllipsisType:
         """What is known without asking the reward; ... where that has to be done."""
-        if name not in self.tasks.get(sample.columns.get("task_name", ""), self.rewards):
+        if name not in self.rewards_for(sample.task):
             return None
         if sample.episode and sample.episode.problem:
             return Failure(sample.episode.problem)
@@ -121,10 +124,15 @@ class Scorer:
 
 def call(reward: BaseReward, samples: Sequence[Sample]) -> list[Score]:
     """Scores that are numbers, None, or failures; whatever a reward raises or returns."""
+    from grpocli.rewards.undisturbed import undisturbed
+
     if not samples:
         return []
     try:
-        return [_number(score) for score in reward(samples)]
+        if reward.has_processes:
+            return [_number(score) for score in reward(samples)]
+        with undisturbed(reward.label, samples):
+            return [_number(score) for score in reward(samples)]
     except (Exception, SystemExit) as error:
         logger.exception("%s raised", reward.label)
         return [Failure(f"it raised {type(error).__name__}: {' '.join(str(error).split())}")] * len(samples)
@@ -154,7 +162,9 @@ def excerpt(text: str, length: int = 80) -> str:
 
 
 def _sentence(sample: Sample, failure: Failure) -> str:
-    return f"{failure.reason}; the first was the completion {excerpt(sample.text)} of {excerpt(str(sample.prompt))}"
+    task = f" (task {sample.task})" if sample.task else ""
+    first = f"the first was the completion {excerpt(sample.text)} of {excerpt(str(sample.prompt))}{task}"
+    return f"{failure.reason}; {first}"
 
 
 def _number(score: Score) -> Score:

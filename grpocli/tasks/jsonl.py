@@ -193,5 +193,5 @@ def _mapped(task: Jsonl, table: Table, path: str) -> Examples:
         load(task.processor, PROCESSOR)
         return Examples(task, task.mapping, table, range(len(table.rows)), path)
     task.mapping.check(table.columns, path)
-    need_columns(table.columns, {"task.answer_column": task.answer_column}, path)
+    need_columns(table.columns, {"task.answer_column": task.answer_column}, path, "; or null: it has no answers")
     return Examples(task, task.mapping, table, range(len(table.rows)), path)

@@ -136,10 +136,9 @@ def _hub(path: str, name: str | None, split: str, key: str) -> Table:
     return Table(list(table.column_names), table)
 
 
-def need_columns(columns: Sequence[str], wanted: dict[str, str | None], path: str) -> None:
-    """Raise ConfigError unless each column of {config key: column} is one of `columns`."""
+def need_columns(columns: Sequence[str], wanted: dict[str, str | None], path: str, otherwise: str = "") -> None:
+    """Raise ConfigError unless each column of {config key: column} is one of `columns`. otherwise: what else may do."""
     for key, column in wanted.items():
         if column is not None and column not in columns:
-            raise ConfigError.of(
-                key, column, f"choose one of the columns of {path}: {', '.join(columns)}{nearest(column, columns)}"
-            )
+            choices = f"{', '.join(columns)}{otherwise}{nearest(column, columns)}"
+            raise ConfigError.of(key, column, f"choose one of the columns of {path}: {choices}")

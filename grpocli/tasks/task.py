@@ -31,15 +31,22 @@ class BaseTask:
     weight: a mixture draws from each task in proportion to it.
     rewards: which of the run's rewards score this task's completions, by name (null: all). Evaluations of the task are
         judged by the first of them.
+    max_reward_errors: the run stops when a larger share of this task's samples in a step could not be scored (1: never;
+        null: judged together with other tasks, by rollout.max_reward_errors).
     allow_overlap: evaluate on prompts that are trained on, too.
+    task_name: what it is called where it is the run's only one (null: as its class is registered).
     environment: what answers the model's turns; see `Play`.
     """
 
     weight: float = 1.0
     rewards: list[str] | None = None
+    max_reward_errors: float | None = None
+    task_name: str | None = None
     allow_overlap: bool = False
     environment: Play = Play()
 
     def __post_init__(self) -> None:
         require(self, "weight", 0 < self.weight < math.inf, "must be above 0 and finite")
         require(self, "rewards", self.rewards != [], "name at least one reward, or leave it null for all")
+        share = self.max_reward_errors
+        require(self, "max_reward_errors", share is None or 0 <= share <= 1, "must be between 0 and 1, or null")

@@ -46,6 +46,7 @@ class Recorder:
     step_started: float = field(default_factory=time.perf_counter)
     mismatches: int = 0
     mismatch_expected: bool = False
+    remarked: set[str] = field(default_factory=set)
 
     def stage(self, name: str) -> None:
         """Show what is going on."""
@@ -68,6 +69,7 @@ class Recorder:
             self.tracker.log(metrics, step)
         self.view.step(step, metrics)
         self._watch_mismatch(step, metrics)
+        self._remark(step, collected.remarks)
         if not collected.groups:
             stale = metrics.get("sampling/stale")
             self.view.warn(
@@ -95,6 +97,14 @@ class Recorder:
                 "give the same tokens different probabilities. model.dtype=float32 shows whether it is rounding; "
                 "algorithm/correction=token_truncate corrects for it"
             )
+
+    def _remark(self, step: int, remarks: Mapping[str, str]) -> None:
+        """Say the first of a kind aloud."""
+        for kind, text in remarks.items():
+            if kind not in self.remarked:
+                self.remarked.add(kind)
+                logger.warning("step %d: %s", step, text)
+                self.view.warn(f"step {step}: {text}")
 
     def _sample(self, group: Group, advantages: list[float]) -> None:
         """Show the completion of a group that its rewards praise most."""

@@ -136,8 +136,8 @@ class AccelerateTracker:
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """What a dashboard can draw."""
-    plain = {name: finite(value) for name, value in metrics.items()}
+    """What a dashboard can draw; MLflow takes no `@` in a name."""
+    plain = {name.replace("@", "_at_"): finite(value) for name, value in metrics.items()}
     return {name: value for name, value in plain.items() if isinstance(value, int | float)}
 
 

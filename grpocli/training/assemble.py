@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpocli.algorithm import Algorithm
+from grpocli.evaluation.results import Judges
 from grpocli.models.loading import load_model, load_policy
 from grpocli.models.lora import trained_share
 from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
+from grpocli.tasks.mixture import limits_of
 from grpocli.training import carry, checkpoint
 from grpocli.training.ahead import Ahead
 from grpocli.training.collect import Collected, Collector, Sampler
@@ -78,7 +80,7 @@ def assemble(
             stop.asked,
         )
     )
-    scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards)
+    scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards, limits_of(run.task))
     sampler = Sampler(world, engine, data.tokenizer, scorer, data.plays)
     sampler.episodes.check([task.train.prompt(0, "") for task in data.tasks if task.play])
     recorder.seconds_before = state.seconds
@@ -191,7 +193,7 @@ def _evaluator(run: Run, sampler: Sampler, data: Data) -> Evaluator:
         sampler=sampler,
         prompts=data.problems(),
         samples=run.eval.samples,
-        judges=_judges(run, data),
+        judges=Judges(_judges(run, data), run.reward),
         sampling=run.rollout.sampling,
         seed=run.seed,
     )

@@ -17,7 +17,7 @@ from grpocli.data import Completion, Group, Prompt, Request, Rollout, Sampling
 from grpocli.environments.episodes import Episodes
 from grpocli.errors import RunError
 from grpocli.rewards.early import EarlyScorer
-from grpocli.rewards.scoring import Tally
+from grpocli.rewards.tally import Tally
 from grpocli.rollout.seeds import seed_of
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Sampler:
         rollouts = [rollout for group, _ in parts for rollout in group]
         with self.scoring:
             known = [scores for _, group in parts for scores in group]
-            scored, tally = self.scorer.score(rollouts, sampling.max_tokens, known)
+            scored, tally = self.scorer.score(rollouts, sampling.max_tokens, known, self.world.enter)
         tally = replace(tally, seconds=time.perf_counter() - start)
         self.world.enter("gather")
         done = [Rollout(r.prompt, r.completion, r.text, rewards) for r, rewards in zip(rollouts, scored, strict=True)]
@@ -92,11 +92,15 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What one step trains on: groups, advantages [P, G] in the same order, and what was seen on the way."""
+    """What one step trains on: groups, advantages [P, G] in the same order, and what was seen on the way.
+
+    remarks: as `Scorer.remarks`.
+    """
 
     groups: list[Group]
     advantages: Tensor
     metrics: dict[str, float]
+    remarks: Mapping[str, str] = field(default_factory=dict)
 
 
 MOST = 4
@@ -240,7 +244,9 @@ class Collector:
         shown = seen.metrics(scores_PG)
         if len(self.judges) > 1:
             shown |= seen.by_task(scores_PG, self.judges)
-        return Collected(wanted, self.advantages(wanted), metrics | step.tally.metrics | shown)
+            shown |= {f"task/{task}/errors": float(step.tally.errors_of(task)) for task in self.judges}
+        remarks = self.sampler.scorer.remarks(step.tally)
+        return Collected(wanted, self.advantages(wanted), metrics | step.tally.metrics | shown, remarks)
 
     def _sample(self, missing: int) -> Sampled:
         """Rounds of sampling until `missing` groups are kept."""

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from grpocli.data import Group, Prompt, Sampling
+from grpocli.evaluation.results import Judges, task_result
 from grpocli.rollout.seeds import seed_of
 from grpocli.training.collect import Sampler
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """`eval/accuracy`: mean over `samples` completions at temperature 1; `eval/accuracy_greedy` beside it.
+    """The numbers of `grpocli eval`, at temperature 1: `eval/accuracy` is its mean@N with `samples` of each problem.
 
     With several tasks `eval/TASK/accuracy` and so on as well. A completion is right where the reward that judges its
-    task (`judges`) scores 1 or more. Every evaluation of a run uses the same
-    problems and seeds, so that two of them differ by the weights alone.
+    task (`judges`) scores 1 or more. Every evaluation of a run uses the same problems and seeds, so that two of them
+    differ by the weights alone.
 
     sampling: the run's. What decides which answer is the likeliest, and where it ends, is kept: the repetition
     penalty, stop strings, regex or schema. Temperature and truncation are not: neither changes a greedy answer.
@@ -27,7 +26,7 @@ class Evaluator:
     sampler: Sampler
     prompts: Sequence[Prompt]
     samples: int
-    judges: Mapping[str, str]
+    judges: Judges
     sampling: Sampling
     seed: int
 
@@ -39,29 +38,21 @@ class Evaluator:
         sampled = self._groups(untouched, self.samples)
         greedy = self._groups(replace(untouched, temperature=0.0), 1)
         found = self._results("eval", sampled, greedy)
-        for task in self.judges if len(self.judges) > 1 else ():
+        for task in self.judges.names if len(self.judges.names) > 1 else ():
             found |= self._results(f"eval/{task}", *(_of_task(task, groups) for groups in (sampled, greedy)))
         return found
 
     def _results(self, name: str, sampled: Sequence[Group], greedy: Sequence[Group]) -> dict[str, float]:
-        lengths = [len(r.completion.token_ids) for g in sampled for r in g.rollouts]
-        return {
-            f"{name}/accuracy": self._accuracy(sampled),
-            f"{name}/accuracy_greedy": self._accuracy(greedy),
-            f"{name}/mean_length": float(np.mean(lengths)) if lengths else float("nan"),
-        }
+        result = task_result(name, self.judges, greedy, sampled, self.sampling.max_tokens)
+        known = {"greedy": "accuracy_greedy", f"mean@{self.samples}": "accuracy"}
+        scores = {f"{name}/{known.get(score, score)}": found.value for score, found in result.scores.items()}
+        return {**scores, f"{name}/mean_length": result.mean_length, f"{name}/truncated": result.truncated}
 
     def _groups(self, sampling: Sampling, n: int) -> list[Group]:
         seeds = [seed_of(self.seed, 2**32 - 1, i) for i in range(len(self.prompts))]
         groups, tally = self.sampler.groups(self.prompts, seeds, n, sampling)
         self.sampler.scorer.judge(tally)
         return groups
-
-    def _accuracy(self, groups: Sequence[Group]) -> float:
-        """A completion that could not be judged is left out."""
-        scores = np.array([r.rewards[self.judges[g.prompt.task]] for g in groups for r in g.rollouts])
-        judged = scores[~np.isnan(scores)]
-        return float((judged >= 1).mean()) if len(judged) else float("nan")
 
 
 def _of_task(name: str, groups: Sequence[Group]) -> list[Group]:

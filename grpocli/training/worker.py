@@ -143,9 +143,10 @@ def main() -> None:
     from grpocli.launch.guard_main import die_with_parent
     from grpocli.launch.processes import stop_file
     from grpocli.launch.run import quiet_libraries
-    from grpocli.launch.signals import StopSignal
+    from grpocli.launch.signals import StopSignal, crash_loudly
     from grpocli.tracking.view import make_view, silent_view
 
+    crash_loudly()
     die_with_parent()  # what the guard does for the launcher
     stop = StopSignal()
     stop.listen()

@@ -45,7 +45,10 @@ def test_checkpoints_of_a_run_have_the_accuracies_that_training_saw(grpocli, run
     scores = models[1]["tasks"][0]["scores"]
     assert scores["mean@3"]["value"] == pytest.approx(summary["eval/accuracy"])
     assert scores["greedy"]["value"] == pytest.approx(summary["eval/accuracy_greedy"])
-    assert {"pass@2", "pass@3", "maj@3"} <= set(scores)
+    for name in ("pass@2", "pass@3", "maj@3"):
+        assert scores[name]["value"] == pytest.approx(summary[f"eval/{name}"])
+    for name in ("mean_length", "truncated"):
+        assert models[1]["tasks"][0][name] == pytest.approx(summary[f"eval/{name}"])
     assert scores["mean@3"]["value"] <= scores["pass@2"]["value"] <= scores["pass@3"]["value"]
     assert "step 2" in said
     samples = read_rollouts(out / "samples" / "001_step_2.parquet")

@@ -60,6 +60,7 @@ REWARDS = {
     "short": ("return [0.0]", "it returned 1 values for 16 samples"),
     "words": ("return ['good'] * len(completions)", "it returned 'good', which is no number"),
     "exits": ("import sys; sys.exit(0)", "it raised SystemExit"),
+    "leaves": ("import os; os._exit(3)", "it raised SystemExit: os._exit(3)"),
     "slow": ("import time; time.sleep(60)", "no answer within 0.5 s"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -52,3 +53,33 @@ def test_a_mixture_and_its_resume(tmp_path: Path) -> None:
     code, out = finish(start("train", f"resume={halves}", "train.steps=4"))
     assert code == 0, out
     assert without_times(metrics(halves)) == without_times(rows)
+
+
+BREAKS = """
+class Breaks:
+    def reset(self, metadata):
+        return {}
+
+    def step(self, messages, metadata):
+        raise ValueError("no board")
+"""
+
+
+def test_a_task_whose_environment_breaks_lets_the_others_go_on_where_the_config_says_so(
+    grpocli, tmp_path: Path
+) -> None:
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    two = ["train", *SMALL, "eval.problems=0", "train.steps=2", "task=[arithmetic]", "+task@task.board=arithmetic"]
+    board = [*two, "task.board.environment.name=breaks.py:Breaks", "task.board.environment.workers=1"]
+    code, _, err = grpocli(*board, f"hydra.run.dir={tmp_path}/stops")
+    assert code == 1
+    assert re.search(r"reward\.exact_match \(ExactMatch\) could not score \d+ of 16 samples, more than", err)
+    assert re.search(r"allows: turn 1 of its environment: .*no board; .* \(task board\)", err)
+
+    code, out, err = grpocli(*board, "task.board.max_reward_errors=1", f"hydra.run.dir={tmp_path}/goes_on")
+    assert code == 0, err
+    assert len(re.findall(r"could not score (\d+) of \1 samples of task board, which task\.board\.max_", out)) == 1
+    for row in metrics(tmp_path / "goes_on"):
+        assert row["task/board/errors"] == row["rewards/exact_match/errors"] > row["task/arithmetic/errors"] == 0
+        assert row["task/board/reward"] is None
+        assert row["task/arithmetic/reward"] is not None

@@ -8,12 +8,13 @@ import math
 import pytest
 
 from grpocli.data import Completion, Group, Prompt, Rollout
-from grpocli.evaluation.results import task_result
+from grpocli.evaluation.results import Judges, task_result
 from grpocli.rewards.pooled import Math, last_box
 from grpocli.rewards.scoring import sample_of
 from grpocli.rewards.text import Number
 
 NAN = math.nan
+JUDGES = Judges({"": "right"}, {"right": Number()})
 
 
 def group(uid: str, texts: list[str], scores: list[float], finish: str = "stop") -> Group:
@@ -29,7 +30,7 @@ def test_each_score_by_its_definition() -> None:
         group("b", ["1", "2", "2"], [2.0, 0.0, 0.0], finish="length"),
         group("c", ["?", "?", "?"], [NAN, NAN, NAN]),
     ]
-    found = task_result("sums", "right", Number(), greedy, sampled, 8)
+    found = task_result("sums", JUDGES, greedy, sampled, 8)
     assert (found.questions, found.failed, found.mean_length) == (2, 4, 2.0)
     assert found.truncated == pytest.approx(3 / 12)
     values = {name: score.value for name, score in found.scores.items()}
@@ -40,7 +41,7 @@ def test_each_score_by_its_definition() -> None:
 
 
 def test_nothing_judged_is_null_in_json() -> None:
-    found = task_result("sums", "right", Number(), [group("a", ["1"], [NAN])], [], 8)
+    found = task_result("sums", JUDGES, [group("a", ["1"], [NAN])], [], 8)
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["scores"]["greedy"]["value"] is None
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,15 @@ def test_a_signal_waits_for_the_step_and_a_second_ctrl_c_does_not(capsys: pytest
         assert "SIGINT: stopping after this step" in capsys.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_crash_of_a_library_names_the_function_that_called_it() -> None:
+    source = "from grpocli.launch.signals import crash_loudly\ncrash_loudly()\nimport ctypes\n"
+    source += "def my_reward():\n    ctypes.string_at(0)\nmy_reward()"
+    crashed = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert crashed.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in crashed.stderr
+    assert "in my_reward" in crashed.stderr
 
 
 def test_a_scheduler_may_repeat_itself(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,8 +85,8 @@ def test_a_group_is_scored_while_others_are_still_being_sampled() -> None:
     assert alone.calls[-1] == ["12", "13"]  # type: ignore[attr-defined]
     assert together.calls == [["10", "11", "12", "13", "14", "15"]]  # type: ignore[attr-defined]
     assert [r.rewards["alone"] for g in groups for r in g.rollouts][:3] == [10.0, 11.0, 12.0]
-    assert tally.samples == 6
-    assert tally.errors == {"alone": 1, "together": 1}
+    assert tally.samples.total() == 6
+    assert tally.errors == {("alone", ""): 1, ("together", ""): 1}
 
 
 def test_when_a_group_comes_changes_nothing() -> None:
@@ -95,7 +95,7 @@ def test_when_a_group_comes_changes_nothing() -> None:
         groups, tally = sampler(Scripted(handed), {"r": Recording(True)}).groups(PROMPTS, [0, 1, 2], 2, Sampling(4))
         found.append(([repr(r) for g in groups for r in g.rollouts], tally.samples, tally.errors, tally.first))
     assert all(one == found[0] for one in found)
-    assert found[0][2] == {"r": 1}
+    assert found[0][2] == {("r", ""): 1}
 
 
 def test_an_engine_that_fails_does_not_wait_for_scores() -> None:

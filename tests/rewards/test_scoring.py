@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from grpocli.data import Completion, Prompt, Rollout
 from grpocli.errors import RewardError
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
-from grpocli.rewards.scoring import Scorer, Tally, sample_of
+from grpocli.rewards.scoring import Scorer, sample_of
+from grpocli.rewards.tally import Tally
+from grpocli.rewards.verdict import Limit
 
 
 class Scripted(BaseReward):
@@ -35,10 +39,12 @@ def rollouts(*texts: str, prompt: object = "Why?") -> list[Rollout]:
 
 def test_rewards_by_name_with_nan_where_one_does_not_apply() -> None:
     scorer = Scorer({"size": Scripted(lambda s: len(s.text)), "no": Scripted(lambda s: None)}, 0.0)
-    results, tally = scorer.score(rollouts("a", "bb"), 10)
+    called: list[str] = []
+    results, tally = scorer.score(rollouts("a", "bb"), 10, enter=called.append)
+    assert called == ["reward.size", "reward.no"]  # for who must say where a process has ended
     assert [r["size"] for r in results] == [1.0, 2.0]
     assert all(math.isnan(r["no"]) for r in results)
-    assert tally.errors == {"size": 0, "no": 0}
+    assert tally.metrics | {"time/reward": 0} == {"time/reward": 0, "rewards/size/errors": 0, "rewards/no/errors": 0}
     assert tally.metrics["time/reward"] > 0.0
 
 
@@ -66,9 +72,14 @@ def test_the_run_stops_above_the_share_and_not_at_it() -> None:
 
 
 def test_tallies_add_up_over_rounds_and_over_processes() -> None:
-    one, other = Tally(2, 1.0, {"r": 1}, {"r": "one"}), Tally(3, 4.0, {"r": 2}, {"r": "other"})
-    assert one.then(other) == Tally(5, 5.0, {"r": 3}, {"r": "one"})
-    assert one.beside(other) == Tally(5, 4.0, {"r": 3}, {"r": "one"})
+    def tally(samples: int, seconds: float, errors: int, first: str) -> Tally:
+        pair = ("r", "sums")
+        return Tally(Counter(sums=samples), seconds, Counter({pair: errors}), {pair: first}, Counter({pair: 0}))
+
+    one, other = tally(2, 1.0, 1, "one"), tally(3, 4.0, 2, "other")
+    assert one.then(other) == tally(5, 5.0, 3, "one")
+    assert one.beside(other) == tally(5, 4.0, 3, "one")
+    assert one.beside(Tally(Counter(words=1))).samples == {"sums": 2, "words": 1}
     assert Tally().then(one) == one
 
 
@@ -101,3 +112,34 @@ def test_close_closes_all() -> None:
     rewards = {"a": Scripted(lambda s: 1.0), "b": Scripted(lambda s: 1.0)}
     Scorer(dict(rewards), 0.0).close()
     assert [r.closed for r in rewards.values()] == [[True], [True]]  # type: ignore[attr-defined]
+
+
+def test_a_task_with_a_limit_of_its_own_does_not_stop_the_others() -> None:
+    def of(task: str, *texts: str) -> list[Rollout]:
+        return [replace(one, prompt=Prompt("0", [1], "Why?", {"task_name": task})) for one in rollouts(*texts)]
+
+    reward = Scripted(lambda s: Failure("lost") if s.text == "bad" else 0.0)
+    samples = [*of("good", "a", "b"), *of("odd", "bad", "bad")]
+    tolerant = Scorer({"r": reward}, 0.1, limits={"odd": Limit("task.odd.max_reward_errors", 1.0)})
+    _, tally = tolerant.score(samples, 10)
+    tolerant.judge(tally)
+    assert (tally.errors_of("good"), tally.errors_of("odd"), tally.metrics["rewards/r/errors"]) == (0, 2, 2.0)
+    (said,) = tolerant.remarks(tally).values()
+    assert said == (
+        "reward.r (Scripted) could not score 2 of 2 samples of task odd, which task.odd.max_reward_errors=1 allows: "
+        "lost; the first was the completion 'bad' of 'Why?' (task odd)"
+    )
+    with pytest.raises(RewardError, match=r"2 of 4 samples, more than rollout\.max_reward_errors=0\.1 .* \(task odd\)"):
+        Scorer({"r": reward}, 0.1).judge(tally)
+    strict = Scorer({"r": reward}, 1.0, limits={"odd": Limit("task.odd.max_reward_errors", 0.5)})
+    with pytest.raises(RewardError, match=r"2 of 2 samples, more than task\.odd\.max_reward_errors=0\.5 allows"):
+        strict.judge(tally)
+    strict.judge(tally, expected=8)  # four of the task's will be there
+
+
+def test_the_others_are_still_held_to_the_limit_of_the_run() -> None:
+    limits = {"": Limit("task.odd.max_reward_errors", 1.0)}
+    bad = [replace(one, prompt=Prompt("0", [1], "?", {"task_name": "good"})) for one in rollouts("bad")]
+    scorer = Scorer({"r": Scripted(lambda s: Failure("lost"))}, 0.5, limits=limits)
+    with pytest.raises(RewardError, match=r"1 of 1 samples, more than rollout\.max_reward_errors=0\.5"):
+        scorer.judge(scorer.score([*rollouts("bad", "bad"), *bad], 10)[1])

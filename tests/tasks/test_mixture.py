@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from grpocli.config.compose import build_run, compose
+from grpocli.config.compose import build_run, compose, conf_dir
 from grpocli.config.task_list import spread
 from grpocli.errors import ConfigError
+from grpocli.rewards.verdict import Limit
 from grpocli.tasks.data import Data
-from grpocli.tasks.mixture import tasks_of
+from grpocli.tasks.mixture import limits_of, tasks_of
 
 
 def write(path: Path, texts: list[str]) -> Path:
@@ -51,6 +52,26 @@ def test_each_task_has_keys_below_its_name() -> None:
 
 def test_one_task_is_named_after_its_choice() -> None:
     assert list(tasks_of(run_of("task=gsm8k").task)) == ["gsm8k"]
+
+
+@pytest.mark.parametrize("path", sorted(Path(conf_dir(), "task").glob("[!_]*.yaml")), ids=lambda path: path.stem)
+def test_a_yaml_names_its_task(path: Path) -> None:
+    config = compose([f"task={path.stem}"])
+    assert path.stem == "mixture" or config.task.task_name == path.stem
+
+
+def test_the_name_of_the_only_task_may_be_given() -> None:
+    assert list(tasks_of(run_of("task=math").task)) == ["math"]
+    assert list(tasks_of(run_of("task=hub", "task.path=a/b", "task.task_name=ours").task)) == ["ours"]
+
+
+def test_a_limit_of_errors_of_a_task_has_its_key() -> None:
+    assert limits_of(run_of("task=[arithmetic,gsm8k]", "task.gsm8k.max_reward_errors=0.5").task) == {
+        "gsm8k": Limit("task.gsm8k.max_reward_errors", 0.5)
+    }
+    assert str(limits_of(run_of("task.max_reward_errors=1").task)["arithmetic"]) == "task.max_reward_errors=1"
+    with pytest.raises(ConfigError, match=r"task\.max_reward_errors=2\.0: must be between 0 and 1, or null"):
+        run_of("task=[arithmetic,gsm8k]", "task.gsm8k.max_reward_errors=2")
 
 
 def test_rewards_of_a_task_are_rewards_of_the_run() -> None:

@@ -38,6 +38,17 @@ def test_a_mismatch_is_told_once_and_logged_every_time(
     ]
 
 
+def test_a_remark_is_told_once_whatever_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    view, told = silent_view(), list[str]()
+    monkeypatch.setattr(view, "warn", told.append)
+    recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None)
+    done, prompt = Completion([1], [-1.0], "stop", version=1), Prompt("0", [1], "p")
+    group = Group(prompt, [Rollout(prompt, done, "t", {"r": 1.0})] * 2)
+    for step, remarks in enumerate([{}, {"bare x": "1 of 2"}, {"bare x": "2 of 2", "silent r": "all"}], start=1):
+        recorder.step(step, {}, Collected([group], torch.zeros(1, 2), {}, remarks))
+    assert told == ["step 2: 1 of 2", "step 3: all"]
+
+
 def test_staleness_is_no_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where completions are of older weights their probabilities differ by what was learnt since."""
     view, told = silent_view(), list[str]()

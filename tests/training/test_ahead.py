@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from grpocli import build_algorithm
 from grpocli.data import Completion, Group, Prompt, Rollout, Sampling
 from grpocli.errors import EngineError, RunError
-from grpocli.rewards.scoring import Tally
+from grpocli.rewards.tally import Tally
 from grpocli.training import carry
 from grpocli.training.ahead import Ahead
 from grpocli.training.batch import Row
@@ -52,7 +53,7 @@ class Sampler:
         self.threads: set[int] = set()
         self.error: BaseException | None = None
         self.before: Callable[[], None] = lambda: None
-        self.scorer = SimpleNamespace(judge=lambda *_: None)
+        self.scorer = SimpleNamespace(judge=lambda *_: None, remarks=lambda _: {})
 
     def allow(self, calls: int) -> None:
         self.turns.release(calls)
@@ -73,7 +74,7 @@ class Sampler:
             rewards = self.rewards[int(p.uid) % len(self.rewards)]
             done = Completion([int(p.uid) % 7, first], [-1.0, -0.5], "stop", first, spans=spans)
             groups.append(Group(p, [Rollout(p, done, "t", {"r": value}) for value in rewards]))
-        return groups, Tally(len(prompts) * n, 0.0)
+        return groups, Tally(Counter({"": len(prompts) * n}))
 
 
 def collector(sampler: Sampler, *overrides: str) -> Collector:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch
 from grpocli import build_algorithm
 from grpocli.data import Completion, Group, Prompt, Rollout, Sampling
 from grpocli.errors import ConfigError, RewardError, RunError
-from grpocli.rewards.scoring import Scorer, Tally
+from grpocli.rewards.scoring import Scorer
+from grpocli.rewards.tally import Tally
 from grpocli.rewards.text import ExactMatch
 from grpocli.rollout.seeds import seed_of
 from grpocli.training import carry
@@ -34,7 +36,9 @@ class Scripted:
             Group(p, [Rollout(p, done, "t", {"r": value}) for value in self.rewards[int(p.uid) % len(self.rewards)]])
             for p in prompts
         ]
-        return groups, Tally(len(prompts) * n, 1.0, {"r": self.errors}, {"r": "a reason"})
+        return groups, Tally(
+            Counter({"": len(prompts) * n}), 1.0, Counter({("r", ""): self.errors}), {("r", ""): "a reason"}
+        )
 
 
 def prompt(number: int) -> Prompt:

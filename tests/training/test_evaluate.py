@@ -6,8 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from grpocli.data import Completion, Group, Prompt, Rollout, Sampling
-from grpocli.rewards.scoring import Tally
+from grpocli.evaluation.results import Judges
+from grpocli.rewards.tally import Tally
+from grpocli.rewards.text import ExactMatch
 from grpocli.training.evaluate import Evaluator
 
 
@@ -36,12 +40,22 @@ def test_evaluations_keep_what_decides_the_answer_and_its_end() -> None:
         50, temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.2, stop=("\n",), regex="a+"
     )
     recording: Any = Recording()
-    metrics = Evaluator(recording, [Prompt("0", [1], "?")], 4, {"": "right"}, sampling, seed=0)()
+    metrics = Evaluator(
+        recording, [Prompt("0", [1], "?")], 4, Judges({"": "right"}, {"right": ExactMatch()}), sampling, seed=0
+    )()
     assert recording.asked == [
         (4, Sampling(50, repetition_penalty=1.2, stop=("\n",), regex="a+")),
         (1, Sampling(50, temperature=0.0, repetition_penalty=1.2, stop=("\n",), regex="a+")),
     ]
-    assert metrics == {"eval/accuracy": 1 / 3, "eval/accuracy_greedy": 1.0, "eval/mean_length": 2.0}
+    assert metrics == {
+        "eval/accuracy": 1 / 3,
+        "eval/accuracy_greedy": 1.0,
+        "eval/pass@2": pytest.approx(2 / 3),  # of three that were judged one is right
+        "eval/pass@4": pytest.approx(math.nan, nan_ok=True),
+        "eval/maj@4": pytest.approx(1 / 3),  # all say the same, of which one is right
+        "eval/mean_length": 2.0,
+        "eval/truncated": 0.0,
+    }
 
 
 def test_several_tasks_have_their_own_judges_and_results() -> None:
@@ -53,8 +67,10 @@ def test_several_tasks_have_their_own_judges_and_results() -> None:
 
     prompts = [Prompt("0", [1], "?", {"task_name": "sums"}), Prompt("1", [1], "?", {"task_name": "words"})]
     sampler: Any = OfTwo()
-    found = Evaluator(sampler, prompts, 2, {"sums": "right", "words": "other"}, Sampling(8), seed=0)()
+    judges = Judges({"sums": "right", "words": "other"}, {"right": ExactMatch(), "other": ExactMatch()})
+    found = Evaluator(sampler, prompts, 2, judges, Sampling(8), seed=0)()
     assert found["eval/accuracy"] == 0.5
     assert (found["eval/sums/accuracy"], found["eval/words/accuracy"]) == (1.0, 0.0)
     assert found["eval/words/accuracy_greedy"] == 0.0
     assert found["eval/sums/mean_length"] == 2.0
+    assert (found["eval/maj@2"], found["eval/sums/pass@2"], found["eval/words/pass@2"]) == (0.5, 1.0, 0.0)

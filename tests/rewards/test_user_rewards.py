@@ -1,0 +1,124 @@
+"""Functions of a user's in every shape that TRL takes, from `reward=[python]` and a file of rows to a score."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpocli.config.compose import build_run, compose
+from grpocli.data import Completion, Group, Prompt, Rollout
+from grpocli.errors import ConfigError
+from grpocli.rewards.scoring import Scorer
+from grpocli.training.collect import rewards_of
+
+SOURCE = """
+import asyncio
+
+def brevity(completions, **rest):
+    return [1 / len(text) for text in completions]
+
+def polite(prompts, completions, **rest):
+    assert all(turns[-1]["role"] == "user" for turns in prompts)
+    return ["please" in turns[-1]["content"] for turns in completions]
+
+def names_capital(completions, capital, **rest):
+    return [2.0 * (wanted in text) for text, wanted in zip(completions, capital)]
+
+def of_verses(completions, kind, **rest):
+    return [text.count("/") if one == "verse" else None for text, one in zip(completions, kind)]
+
+async def slowly(completions, **rest):
+    async def count(text):
+        await asyncio.sleep(0)
+        return len(text)
+    return await asyncio.gather(*map(count, completions))
+
+def by_step(completions, trainer_state):
+    return [trainer_state.global_step for _ in completions]
+
+def maybe_logs(completions, log_metric=None, log_extra=None, **rest):
+    assert log_metric is None is log_extra and "trainer_state" not in rest
+    return [0.5 for _ in completions]
+"""
+
+PLAIN = [
+    {"prompt": "France?", "capital": "Paris", "kind": "fact"},
+    {"prompt": "Peru?", "capital": "Lima", "kind": "verse"},
+]
+CHAT = [{"prompt": [{"role": "user", "content": "A seat?"}]}, {"prompt": [{"role": "user", "content": "Tea?"}]}]
+
+
+@pytest.fixture
+def scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """scores(rows, texts, overrides): what a step makes of two completions of the first row, and the remarks on it."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(SOURCE)
+
+    def score(rows: Sequence[dict[str, Any]], texts: Sequence[str], *overrides: str) -> tuple[list[float], list[str]]:
+        Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "held out"}]))
+        task = ["task=jsonl", "task.path=rows.jsonl", "task.answer_column=null"]
+        run = build_run(compose([*task, *overrides]))
+        columns = {k: v for k, v in rows[0].items() if k != "prompt"} | {"task_name": "jsonl"}
+        for reward in run.reward.values():
+            reward.check(sorted(columns))
+        prompt = Prompt("0", [1], rows[0]["prompt"], columns)
+        rollouts = [Rollout(prompt, Completion([2, 3], [0.0, 0.0], "stop", 1), text) for text in texts]
+        scorer = Scorer(run.reward, 0.0)
+        found, tally = scorer.score(rollouts, 8)
+        scorer.judge(tally)
+        group = Group(prompt, [Rollout(prompt, r.completion, r.text, f) for r, f in zip(rollouts, found, strict=True)])
+        weights = {name: reward.weight for name, reward in run.reward.items()}
+        summed = run.algorithm.scores(rewards_of([group], list(weights)), weights)
+        return summed[0].tolist(), list(scorer.remarks(tally).values())
+
+    return score
+
+
+def python(name: str) -> list[str]:
+    return ["reward=[python]", f"reward.python.function=mine.py:{name}"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "texts", "name", "expected"),
+    [
+        (PLAIN, ["a", "ab"], "brevity", [1.0, 0.5]),
+        (CHAT, ["Yes, please", "No"], "polite", [1.0, 0.0]),
+        (PLAIN, ["Paris", "Rome"], "names_capital", [2.0, 0.0]),
+        (PLAIN[1:], ["a / b", "a"], "of_verses", [1.0, 0.0]),
+        (PLAIN, ["abc", "a"], "slowly", [3.0, 1.0]),
+        (PLAIN, ["abc", "a"], "maybe_logs", [0.5, 0.5]),
+    ],
+)
+def test_each_shape(scores, rows: Any, texts: list[str], name: str, expected: list[float]) -> None:
+    assert scores(rows, texts, *python(name)) == (expected, [])
+
+
+def test_several_with_weights_of_which_one_does_not_apply(scores) -> None:
+    more = [
+        "+reward@reward.capital=python",
+        "reward.capital.function=mine.py:names_capital",
+        "reward.capital.weight=0.5",
+    ]
+    verses = ["+reward@reward.verses=python", "reward.verses.function=mine.py:of_verses", "reward.verses.weight=9"]
+    found, said = scores(PLAIN, ["Paris", "Rome/"], *python("brevity"), *more, *verses)
+    assert found == pytest.approx([1 / 5 + 0.5 * 2, 1 / 5])
+    assert said == [
+        "reward.verses (mine.py:of_verses) gave None for all 2 samples of task jsonl: it has no part in their score"
+    ]
+
+
+def test_where_no_reward_applies_that_is_said(scores) -> None:
+    found, said = scores(PLAIN, ["a", "b"], *python("of_verses"))
+    assert all(math.isnan(score) for score in found)
+    assert said == ["no reward applies to 2 of 2 samples of task jsonl: they teach nothing"]
+
+
+def test_what_only_trl_gives_is_named(scores) -> None:
+    said = "it wants TRL's 'trainer_state', which is not given here: give it a default, trainer_state=None"
+    with pytest.raises(ConfigError, match=said):
+        scores(PLAIN, ["a"], *python("by_step"))
