@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,17 @@ def rewards(folder: Path, rounds: int) -> None:
 
 
 class Timed:
-    """An engine that counts its own seconds."""
+    """An engine that counts its own seconds. keeps: what it has computed, between turns."""
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.seconds = engine, 0.0
+        self.engine, self.seconds, self.keeps = engine, 0.0, True
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
     ) -> list[list[Completion]]:
         start = time.perf_counter()
+        if not self.keeps:
+            requests = [replace(request, pasts=()) for request in requests]
         found: list[list[Completion]] = self.engine.generate(requests, sampling, on_group)
         self.seconds += time.perf_counter() - start
         return found
@@ -98,25 +101,27 @@ def episodes(folder: Path, rounds: int) -> None:
         (Path(scratch) / "echo.py").write_text(ENVIRONMENT % TURNS)
         play = Play(name=f"{scratch}/echo.py:Echo", turn_tokens=TOKENS)
         whole = Episodes(engine, tokenizer, {"talk": play}, Alone())  # type: ignore[arg-type]
-        alone: list[float] = []
-        took: list[float] = []
-        inside: list[float] = []
+        took: dict[str, list[tuple[float, float, float]]] = {"kept": [], "anew": [], "one turn": []}
         for _ in range(rounds + 1):  # the first one starts the workers
-            engine.seconds = 0.0
-            start = time.perf_counter()
-            found = whole.generate(prompts, requests, Sampling(2000))
-            took.append(time.perf_counter() - start)
-            inside.append(engine.seconds)
-            assert all(done.episode and done.episode.turns == TURNS for group in found for done in group)
-            engine.seconds = 0.0
-            engine.generate(requests, Sampling(TURNS * TOKENS))
-            alone.append(engine.seconds)
+            for how, seconds in took.items():
+                engine.seconds, engine.keeps = 0.0, how == "kept"
+                start, used = time.perf_counter(), time.process_time()
+                if how == "one turn":
+                    engine.generate(requests, Sampling(TURNS * TOKENS))
+                else:
+                    found = whole.generate(prompts, requests, Sampling(2000))
+                    assert all(done.episode and done.episode.turns == TURNS for group in found for done in group)
+                seconds.append((time.perf_counter() - start, engine.seconds, time.process_time() - used))
         whole.close()
-    one, other, within = (statistics.median(values[1:]) for values in (took, alone, inside))
-    print(
-        f"{EPISODES} episodes of {TURNS} x {TOKENS} tokens: {one:.2f} s, of them {within:.2f} s sampling; the same "
-        f"tokens in one turn: {other:.2f} s; ratio {one / other:.2f} (bound: 2)"
+    wall, inside, busy = (
+        {how: statistics.median(row[i] for row in rows[1:]) for how, rows in took.items()} for i in range(3)
     )
+    print(f"{EPISODES} episodes of {TURNS} x {TOKENS} tokens; the same in one turn: {wall['one turn']:.2f} s")
+    for how in ("kept", "anew"):
+        print(
+            f"what was said, {how}: {wall[how]:.2f} s, of them {inside[how]:.2f} s sampling; ratio "
+            f"{wall[how] / wall['one turn']:.2f} (bound: 2), of processor time {busy[how] / busy['one turn']:.2f}"
+        )
 
 
 def sandboxes(rounds: int) -> None:

@@ -139,11 +139,23 @@ class Sampling:
         return "json_schema" if self.json_schema is not None else ""
 
 
+@dataclass(slots=True, eq=False)
+class Past:
+    """Of one completion that may go on: `held` is what an engine has computed of it, in the engine's own form.
+
+    Empty (None) until an engine puts something there, and when one has used it. Who asks no further empties it.
+    """
+
+    held: Any = None
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """n completions of one prompt; the same seed and weights give the same tokens.
 
     max_tokens: a limit of its own, below the sampling's. stop: strings beside the sampling's.
+    pasts: one for each completion, where another request may go on from it, whose tokens then begin with this one's
+        and all of the completion's, and whose only past is the same. An engine need not use them.
     """
 
     token_ids: list[int]
@@ -151,6 +163,7 @@ class Request:
     seed: int
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    pasts: tuple[Past, ...] = ()
 
     def under(self, sampling: Sampling) -> Sampling:
         """How its completions are drawn."""

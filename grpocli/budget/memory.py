@@ -204,13 +204,24 @@ def _sampling(needs: Needs) -> list[Item]:
     # on a CPU both are float32; elsewhere under autocast a prompt's keys are, its values are not
     number = FLOAT32 if needs.dtype_bytes == FLOAT32 or not needs.place.gpu else 3
     cache = number * shape.cache_per_token * rows * length * (1 + 1 / shape.layers)
+    rows_of = f"{rows:,} completions of {length:,} tokens"
+    if _has_turns(run):
+        cache, rows_of = 2 * cache, f"{rows_of}, and what is kept of as many between turns"
     whole = needs.dtype_bytes * (shape.multiplied + shape.head)
     casts = whole if needs.dtype_bytes < FLOAT32 or needs.shards > 1 else 0
     return [
         Item("weights to sample with", 0, casts, "whole, in the dtype that the model computes in"),
-        Item("KV cache", 0, cache, f"{rows:,} completions of {length:,} tokens"),
+        Item("KV cache", 0, cache, rows_of),
         Item("sampling", 0, SAMPLED * rows * _vocabulary(needs), "logits, and float32 and float64 copies"),
     ]
+
+
+def _has_turns(run: Run) -> bool:
+    """Whether a task has episodes that may go on after a turn."""
+    from grpocli.tasks.mixture import tasks_of
+
+    plays = [getattr(task, "environment", None) for task in tasks_of(run.task).values()]
+    return any(play and play.name and play.turns > 1 for play in plays)
 
 
 def _colocated(needs: Needs) -> list[Item]:

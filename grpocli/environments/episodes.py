@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from grpocli.data import Completion, Episode, Message, Prompt, Request, Sampling
+from grpocli.data import Completion, Episode, Message, Past, Prompt, Request, Sampling
 from grpocli.environments.turns import Turns
 from grpocli.errors import ConfigError
 from grpocli.rewards.pool import Pool, default_workers
@@ -29,7 +29,7 @@ def _pool(workers: int, timeout: float) -> Pool:
     return Pool("grpocli.environments.stepping:call", workers or default_workers(), timeout)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Live:
     """An episode that goes on. k, i: the i-th completion of the k-th request."""
 
@@ -38,6 +38,7 @@ class _Live:
     prompt: Prompt
     request: Request
     play: Play
+    past: Past
     state: dict[str, Any] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -111,10 +112,10 @@ class Episodes:
         if not self.plays:
             return found
         live = [
-            _Live(k, i, prompt, request, self.plays[prompt.task])
+            _Live(k, i, prompt, request, self.plays[prompt.task], past)
             for k, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
             if prompt.task in self.plays
-            for i in range(request.n)
+            for i, past in enumerate(first[k].pasts or [Past()] * request.n)
         ]
         everyone = list(live)
         self._reset(live)
@@ -131,7 +132,7 @@ class Episodes:
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """That an episode of each can begin. Raises ConfigError."""
-        live = [_Live(0, 0, prompt, Request([], 1, 0), self.plays[prompt.task]) for prompt in prompts]
+        live = [_Live(0, 0, prompt, Request([], 1, 0), self.plays[prompt.task], Past()) for prompt in prompts]
         self._reset(live)
         for one in live:
             if one.problem:
@@ -151,7 +152,10 @@ class Episodes:
             one.spoke(turn, str(self.tokenizer.decode(turn.token_ids, skip_special_tokens=True)))
         acting = [one for one in live if one.problem is None]
         answers = self._ask(acting, ["step"] * len(acting), [[one.said, one.state] for one in acting])
-        return [one for one, answer in zip(acting, answers, strict=True) if self._goes_on(one, answer, sampling)]
+        on = [one for one, answer in zip(acting, answers, strict=True) if self._goes_on(one, answer, sampling)]
+        for one in set(live).difference(on):
+            one.past.held = None
+        return on
 
     def _goes_on(self, one: _Live, answer: Any, sampling: Sampling) -> bool:
         if isinstance(answer, Failure):
@@ -174,8 +178,8 @@ class Episodes:
     def _next(self, one: _Live, sampling: Sampling) -> Request:
         room = sampling.max_tokens - len(one.token_ids)
         seed = seed_of(one.request.seed, one.i, one.turns)
-        request = Request([*one.request.token_ids, *one.token_ids], 1, seed)
-        return replace(_first(request, one.play), max_tokens=min(room, one.play.turn_tokens or room))
+        request = _first(Request([*one.request.token_ids, *one.token_ids], 1, seed), one.play)
+        return replace(request, max_tokens=min(room, one.play.turn_tokens or room), pasts=(one.past,))
 
     def _ask(self, live: Sequence[_Live], kinds: Sequence[str], given: Sequence[Sequence[Any]]) -> list[Any]:
         """All of them side by side, in the worker processes."""
@@ -194,10 +198,11 @@ class Episodes:
 
 
 def _first(request: Request, play: Play | None) -> Request:
-    """With the limits of a turn."""
+    """With the limits of a turn, and what another turn needs."""
     if play is None:
         return request
-    return replace(request, max_tokens=play.turn_tokens, stop=tuple(play.stop))
+    pasts = tuple(Past() for _ in range(request.n)) if play.turns > 1 else ()
+    return replace(request, max_tokens=play.turn_tokens, stop=tuple(play.stop), pasts=pasts)
 
 
 def _columns(prompt: Prompt) -> dict[str, Any]:

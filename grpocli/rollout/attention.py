@@ -30,11 +30,12 @@ def attend(
 ) -> tuple[Tensor, None]:
     """query [B, heads, N, D], key and value [B, heads / groups, L, D] -> [B, N, heads, D]. As transformers calls it.
 
-    Prompts (N > 1) are computed as ever.
+    Prompts and what follows an earlier turn (N > 1) are computed as ever.
     """
     if query.shape[2] > 1 or others.get("position_bias") is not None:
         from grpocli.training.attention import attend as rows_side_by_side
 
+        key, value = key.to(query.dtype), value.to(query.dtype)  # of earlier turns they are held in float32
         return rows_side_by_side(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
     with torch.autocast("cpu", enabled=False):
         out = torch.nn.functional.scaled_dot_product_attention(

@@ -20,11 +20,11 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
     keys: Tensor
     values: Tensor
 
-    def __init__(self, layer: DynamicLayer, most: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, most: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.most, self.held = most, dtype
-        self.lazy_initialization(layer.keys, layer.values)
-        self._hold(layer.keys, layer.values, 1)
+        self.lazy_initialization(keys, values)
+        self._hold(keys, values, 1)
 
     def _hold(self, keys: Tensor, values: Tensor, more: int = 0) -> None:
         """From now on; `more` tokens are to come."""
@@ -65,4 +65,4 @@ def make_room(cache: Any, tokens: int, dtype: torch.dtype | None = None) -> None
     """For `tokens` more in each layer that keeps them all, held in `dtype`; other kinds of layers stay as they are."""
     for number, layer in enumerate(cache.layers):  # one at a time: the old one is freed before the next is made
         if type(layer) is DynamicLayer and layer.is_initialized:
-            cache.layers[number] = RoomyLayer(layer, layer.get_seq_length() + tokens, dtype)
+            cache.layers[number] = RoomyLayer(layer.keys, layer.values, layer.get_seq_length() + tokens, dtype)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpocli.data import Completion, Request, Sampling
+from grpocli.data import Completion, Past, Request, Sampling
 from grpocli.rollout.distribution import draw, sampling_logits
+from grpocli.rollout.kept import goes_on, kept, resume
 from grpocli.rollout.repetition import first_seen
 from grpocli.rollout.stop_strings import StopStrings
 
@@ -52,15 +53,17 @@ def sample(
 ) -> list[list[Completion]]:
     """`n` completions for each request. A row's tokens depend on its request's seed, not on the others'.
 
-    The token that ends a completion is part of it. tokenizer: needed for stop strings alone.
+    The token that ends a completion is part of it. tokenizer: needed for stop strings alone. What was kept of earlier
+    turns is used if there is some for every request.
     """
-    rows = _prefill(model, requests, sampling)
+    rows = _prefill(model, requests, sampling, version)
     texts = _texts(requests, sampling, tokenizer)
     limits = [r.under(sampling).max_tokens for r in requests for _ in range(r.n)]
     limit_B = torch.tensor(limits, device=rows.row.device)
     uniform_BT = _uniforms(requests, sampling.max_tokens).to(rows.row.device)
     stops = torch.tensor(list(stop_ids), device=rows.row.device)
     going = torch.ones_like(rows.row, dtype=torch.bool)
+    pasts = [past for r in requests for past in r.pasts or (None,) * r.n]
     drawn = []
 
     for t in range(max(limits)):
@@ -69,7 +72,9 @@ def sample(
         if texts:
             ended |= _stopped(texts, rows.row, token)
         drawn.append((rows.row, torch.full_like(rows.row, t), token, logp, ended))
-        going = going & ~ended & (t + 1 < limit_B[rows.row])
+        before, going = going, going & ~ended & (t + 1 < limit_B[rows.row])
+        if any(pasts):
+            _keep(rows, before & ~going, pasts, version)
         left = int(going.sum())
         if left == 0:
             break
@@ -80,32 +85,30 @@ def sample(
     return _gather(requests, drawn, limits, version)
 
 
-def _prefill(model: PreTrainedModel, requests: Sequence[Request], sampling: Sampling) -> _Rows:
-    """Run each prompt once, then repeat its cache for its completions."""
+def _prefill(model: PreTrainedModel, requests: Sequence[Request], sampling: Sampling, version: int) -> _Rows:
+    """Run each prompt once, or what follows its earlier turns, then repeat its cache for its completions."""
     from transformers import DynamicCache
 
     from grpocli.rollout.attention import cache_dtype
     from grpocli.rollout.cache import make_room
 
-    device = model.device
-    longest = max(len(r.token_ids) for r in requests)
-    ids_PL = torch.zeros(len(requests), longest, dtype=torch.long)
-    mask_PL = torch.zeros(len(requests), longest, dtype=torch.long)
-    for i, r in enumerate(requests):
-        ids_PL[i, longest - len(r.token_ids) :] = torch.tensor(r.token_ids)
-        mask_PL[i, longest - len(r.token_ids) :] = 1
-    ids_PL, mask_PL = ids_PL.to(device), mask_PL.to(device)
+    device, cache = model.device, DynamicCache(config=model.config)
+    ids_PL, mask_PL = whole = _side_by_side([r.token_ids for r in requests], device)
+    if all(goes_on(r, version) for r in requests):
+        done = [r.pasts[0].held.tokens for r in requests]
+        ids_PL, new_PL = _side_by_side([r.token_ids[n:] for r, n in zip(requests, done, strict=True)], device)
+        mask_PL = torch.cat([resume(requests, cache, ids_PL.shape[1] + sampling.max_tokens), new_PL], 1)
     out = model(
         input_ids=ids_PL,
         attention_mask=mask_PL,
-        position_ids=(mask_PL.cumsum(1) - 1).clamp(min=0),
-        past_key_values=DynamicCache(config=model.config),
+        position_ids=(mask_PL.cumsum(1) - 1).clamp(min=0)[:, -ids_PL.shape[1] :],
+        past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
     )
     seen_PV = None
     if sampling.repetition_penalty != 1:
-        seen_PV = first_seen(ids_PL, mask_PL, 0, out.logits.shape[-1]) < 0
+        seen_PV = first_seen(*whole, 0, out.logits.shape[-1]) < 0
     repeats = torch.tensor([r.n for r in requests], device=device)
     rows = _Rows(
         cache=out.past_key_values,
@@ -115,10 +118,30 @@ def _prefill(model: PreTrainedModel, requests: Sequence[Request], sampling: Samp
         logits_BV=out.logits[:, -1],
         seen_BV=seen_PV,
     )
-    rows.keep(rows.row.repeat_interleave(repeats))
+    if any(r.n > 1 for r in requests):
+        rows.keep(rows.row.repeat_interleave(repeats))
     make_room(rows.cache, sampling.max_tokens, cache_dtype(model))
     rows.row = torch.arange(len(rows.row), device=device)
     return rows
+
+
+def _side_by_side(token_ids: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids and mask [P, L]; what makes rows equally long comes first."""
+    longest = max(map(len, token_ids))
+    ids_PL = torch.zeros(len(token_ids), longest, dtype=torch.long)
+    mask_PL = torch.zeros_like(ids_PL)
+    for i, own in enumerate(token_ids):
+        ids_PL[i, longest - len(own) :] = torch.tensor(own)
+        mask_PL[i, longest - len(own) :] = 1
+    return ids_PL.to(device), mask_PL.to(device)
+
+
+def _keep(rows: _Rows, ended: Tensor, pasts: Sequence[Past | None], version: int) -> None:
+    """Of rows that end here, for a next turn: all but the last token, which no forward has seen."""
+    for i in ended.nonzero().squeeze(1).tolist():
+        past = pasts[int(rows.row[i])]
+        if past is not None:
+            past.held = kept(rows.cache, rows.attention_BL, i, version)
 
 
 def _advance(model: PreTrainedModel, rows: _Rows, token_B: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import part, require
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
 @part("engine", "transformers")
 class Transformers:
-    """max_rows: how many completions are sampled side by side, which bounds memory."""
+    """max_rows: how many completions are sampled side by side, which bounds memory.
+
+    Of as many, keys and values are kept between the turns of episodes.
+    """
 
     max_rows: int = 256
 
@@ -49,8 +53,10 @@ class TransformersEngine:
 
         refuse_structure(sampling)
         results: list[list[Completion]] = [[] for _ in requests]
+        chunks = self._chunks(requests)
+        requests = self._within(requests, chunks)
         with self.policy.sampling_mode(), in_float32(self.policy.model):
-            for chunk in self._chunks(requests):
+            for chunk in chunks:
                 asked = [requests[i] for i in chunk]
                 with threads_for(self.policy.model, sum(request.n for request in asked)):
                     done = sample(self.policy.model, asked, sampling, self.stop_ids, self.version, self.tokenizer)
@@ -61,16 +67,31 @@ class TransformersEngine:
         return results
 
     def _chunks(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Prompts of like length together, at most `max_rows` completions a chunk (but one prompt at least)."""
+        """Prompts of like length together, at most `max_rows` completions a chunk (but one prompt at least).
+
+        First those of which something was kept: a chunk computes all of its prompts or only what is new of each.
+        """
+        from grpocli.rollout.kept import goes_on
+
+        anew = [not goes_on(request, self.version) for request in requests]
         chunks: list[list[int]] = []
         rows = self.max_rows
-        for i in sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids)):
-            if rows + requests[i].n > self.max_rows:
+        for i in sorted(range(len(requests)), key=lambda i: (anew[i], len(requests[i].token_ids))):
+            if rows + requests[i].n > self.max_rows or anew[i] != anew[chunks[-1][0]]:
                 chunks.append([])
                 rows = 0
             chunks[-1].append(i)
             rows += requests[i].n
         return chunks
+
+    def _within(self, requests: Sequence[Request], chunks: Sequence[Sequence[int]]) -> list[Request]:
+        """The same, where something is kept of at most `max_rows` completions: those that are sampled first."""
+        found, room = list(requests), self.max_rows
+        for i in (i for chunk in chunks for i in chunk):
+            room -= len(requests[i].pasts)
+            if room < 0:
+                found[i] = replace(requests[i], pasts=())
+        return found
 
     def sync(self, version: int) -> dict[str, float]:
         self.version = version

@@ -217,6 +217,14 @@ def _peak(folder: Path, *overrides: str) -> int:
     return int(ended.stdout) * 1024
 
 
+def test_between_turns_as_much_is_kept_as_is_sampled() -> None:
+    def cache(*overrides: str) -> float:
+        items = planned("engine=transformers", "task=sliding_puzzle", *overrides).devices[0].items
+        return sum(item.generation for item in items if item.name == "KV cache")
+
+    assert cache() == 2 * cache("task.environment.turns=1") > 0
+
+
 def test_the_command_says_what_fits_and_what_does_not(grpocli: Command, config_only: list[str]) -> None:
     code, out, err = grpocli("plan", *config_only)
     assert (code, err) == (0, "")

@@ -24,12 +24,16 @@ class Scripted:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.seen: list[list[Request]] = []
+        self.found_kept: list[list[Any]] = []
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
     ) -> list[list[Completion]]:
         turn = len(self.seen)
         self.seen.append(list(requests))
+        self.found_kept.append([past.held for request in requests for past in request.pasts])
+        for past in (past for request in requests for past in request.pasts):
+            past.held = turn
         found = []
         for k, request in enumerate(requests):
             limit = request.under(sampling).max_tokens
@@ -146,6 +150,29 @@ def test_limits_on_turns_and_tokens(play) -> None:
     assert sum(cut.mask) == 2
     ends = [token for token, written in zip(cut.token_ids, cut.mask, strict=True) if not written]
     assert ends[0] == tokenizer.eos_token_id  # the template's end of a turn, where the model was cut
+
+
+def test_what_the_engine_keeps_of_an_episode_comes_back_and_goes_with_it(play) -> None:
+    tokenizer = FAMILIES["tiny"]()
+    engine = Scripted(tokenizer)
+    prompts = [prompt_of(tokenizer, turns=turns) for turns in (3, 1, 2)]
+    requests = [Request(prompt.token_ids, 2, 0) for prompt in prompts]
+    play(engine, Play(name=f"{SCRIPTED}:Counting"), tokenizer).generate(prompts, requests, Sampling(200))
+    first, second, third = engine.seen
+    assert engine.found_kept == [[None] * 6, [0] * 4, [1] * 2]
+    assert [request.pasts for request in second] == [(past,) for k in (0, 2) for past in first[k].pasts]
+    assert [request.pasts for request in third] == [(past,) for past in first[0].pasts]
+    assert all(past.held is None for request in first for past in request.pasts)
+
+
+def test_of_a_single_turn_nothing_is_kept(play) -> None:
+    tokenizer = FAMILIES["tiny"]()
+    engine = Scripted(tokenizer)
+    prompts = [prompt_of(tokenizer), prompt_of(tokenizer, task="other")]
+    requests = [Request(prompt.token_ids, 2, 0) for prompt in prompts]
+    play(engine, Play(name=f"{SCRIPTED}:Counting", turns=1), tokenizer).generate(prompts, requests, Sampling(200))
+    ((one, other),) = engine.seen
+    assert one.pasts == other.pasts == ()
 
 
 @pytest.mark.parametrize(

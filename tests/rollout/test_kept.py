@@ -1,0 +1,158 @@
+"""A turn that goes on from what was kept samples what it would have sampled without, and computes what is new alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpocli.data import Completion, Past, Request, Sampling
+from grpocli.rollout.transformers_engine import TransformersEngine
+
+PROMPTS = [[2, 5, 6], [2, 7, 8, 9, 10, 11], [2, 12]]
+HEARD = [[20, 21], [22], [23, 24, 25, 26]]
+"""After a turn; of different lengths, so that there is padding between turns too."""
+FREE = Sampling(max_tokens=9)
+
+
+class Watched(TransformersEngine):
+    """Knows how many tokens each forward of several was of, padding included."""
+
+    def __init__(self, model: Any, max_rows: int = 256, dtype: torch.dtype | None = None) -> None:
+        @contextmanager
+        def sampling_mode() -> Iterator[None]:
+            with torch.no_grad(), torch.autocast("cpu", dtype) if dtype else nullcontext():
+                yield
+
+        super().__init__(SimpleNamespace(model=model, sampling_mode=sampling_mode), [1, *range(30, 36)], max_rows, None)
+        self.prompts: list[tuple[int, ...]] = []
+        model.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def _see(self, model: Any, args: Any, given: dict[str, Any]) -> None:
+        if given["input_ids"].shape[1] > 1:
+            self.prompts.append(tuple(given["input_ids"].shape))
+
+
+def talk(engine: TransformersEngine, sampling: Sampling, keeps: bool = True, n: int = 2) -> list[list[Completion]]:
+    """Three turns of every row, in the order of the rows; a row that is a multiple of 5 ends after two."""
+    requests = [Request(ids, n, i, pasts=boxes(n) if keeps else ()) for i, ids in enumerate(PROMPTS)]
+    turns = [[one for group in engine.generate(requests, sampling) for one in group]]
+    rows = [(request.token_ids, past) for request in requests for past in request.pasts or [None] * n]
+    for turn in (1, 2):
+        rows = [
+            ([*ids, *said.token_ids, *HEARD[(i + turn) % 3]], past)
+            for i, ((ids, past), said) in enumerate(zip(rows, turns[-1], strict=True))
+            if turn == 1 or i % 5
+        ]
+        asked = [Request(ids, 1, 10 * turn + i, pasts=(past,) if past else ()) for i, (ids, past) in enumerate(rows)]
+        turns.append([one for (one,) in engine.generate(asked, sampling)])
+    return turns
+
+
+def boxes(n: int) -> tuple[Past, ...]:
+    return tuple(Past() for _ in range(n))
+
+
+def assert_same(one: Sequence[Sequence[Completion]], other: Sequence[Sequence[Completion]]) -> None:
+    for turn, as_before in zip(one, other, strict=True):
+        assert [done.token_ids for done in turn] == [done.token_ids for done in as_before]
+        for a, b in zip(turn, as_before, strict=True):
+            torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def model(little_model):
+    return deepcopy(little_model)
+
+
+@pytest.mark.parametrize("sampling", [FREE, replace(FREE, top_k=7, repetition_penalty=1.3)])
+def test_the_same_tokens_from_what_is_new(model, sampling: Sampling) -> None:
+    anew = talk(Watched(model), sampling, keeps=False)
+    assert len({len(done.token_ids) for done in anew[0]}) > 2
+    engine = Watched(model)
+    assert_same(talk(engine, sampling), anew)
+    longest = 1 + max(map(len, HEARD))
+    assert engine.prompts == [(3, 6), (6, longest), (4, longest)]
+
+
+def test_rows_of_one_length_too(model) -> None:
+    """No padding, no mask."""
+
+    def turns(keeps: bool) -> list[Completion]:
+        engine = TransformersEngine(SimpleNamespace(model=model, sampling_mode=torch.no_grad), [], 256, None)
+        first = Request(PROMPTS[0], 4, 0, pasts=boxes(4) if keeps else ())
+        (said,) = engine.generate([first], FREE)
+        asked = [
+            Request([*PROMPTS[0], *done.token_ids, 20], 1, i, pasts=first.pasts[i : i + 1])
+            for i, done in enumerate(said)
+        ]
+        return [one for (one,) in engine.generate(asked, FREE)]
+
+    assert_same([turns(True)], [turns(False)])
+
+
+def test_under_autocast_log_probs_are_near(model) -> None:
+    """Greedy, rounding may decide a token; so each row's first one is compared, whatever was said before it."""
+    engine = Watched(model, dtype=torch.bfloat16)
+    request = Request(PROMPTS[1], 3, 0, pasts=boxes(3))
+    (said,) = engine.generate([request], FREE)
+    for done, past in zip(said, request.pasts, strict=True):
+        asked = Request([*PROMPTS[1], *done.token_ids, 20], 1, 5, pasts=(past,))
+        ((anew,),) = engine.generate([replace(asked, pasts=())], replace(FREE, max_tokens=1))
+        ((next_one,),) = engine.generate([asked], replace(FREE, max_tokens=1))
+        assert next_one.token_ids == anew.token_ids
+        assert next_one.logprobs == pytest.approx(anew.logprobs, abs=0.05)
+
+
+def test_weights_that_are_bfloat16(model) -> None:
+    """Without autocast, as FSDP2 gathers them: keys are held in float32, queries are bfloat16."""
+    assert all(done.token_ids for turn in talk(Watched(model.bfloat16()), FREE) for done in turn)
+
+
+def test_other_weights_compute_all_of_it(model) -> None:
+    engine = Watched(model)
+    request = Request(PROMPTS[0], 1, 0, pasts=boxes(1))
+    ((said,),) = engine.generate([request], FREE)
+    engine.sync(1)
+    again = Request([*PROMPTS[0], *said.token_ids, 20], 1, 1, pasts=request.pasts)
+    engine.generate([again], FREE)
+    assert engine.prompts[-1] == (1, len(again.token_ids))
+
+
+def test_only_so_many_rows_are_kept(model) -> None:
+    engine = Watched(model, max_rows=4)
+    found = talk(engine, FREE)
+    assert_same(found, talk(Watched(model), FREE, keeps=False))
+    held = [Past() for _ in range(6)]
+    engine.generate([Request(PROMPTS[0], 2, 0, pasts=(held[2 * i], held[2 * i + 1])) for i in range(3)], FREE)
+    assert [past.held is not None for past in held] == [True] * 4 + [False] * 2
+
+
+def test_what_is_kept_is_used_once(model) -> None:
+    engine = Watched(model)
+    request = Request(PROMPTS[0], 1, 0, pasts=boxes(1))
+    ((said,),) = engine.generate([request], FREE)
+    first = request.pasts[0].held
+    assert first.tokens == len(PROMPTS[0]) + len(said.token_ids) - 1
+    engine.generate([Request([*PROMPTS[0], *said.token_ids, 20], 1, 1, pasts=request.pasts)], FREE)
+    assert first.layers == [], "given to the batch"
+    assert request.pasts[0].held.tokens > first.tokens
+
+
+def test_a_model_that_forgets_keeps_nothing() -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=4)).eval()
+    assert_same(talk(Watched(model), FREE), talk(Watched(model), FREE, keeps=False))
+    request = Request(PROMPTS[0], 1, 0, pasts=boxes(1))
+    Watched(model).generate([request], FREE)
+    assert request.pasts[0].held is None
