@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from grpocli.errors import ConfigError
@@ -17,6 +20,28 @@ class Mixture:
         if not tasks:
             raise ConfigError("task=mixture: holds no task; give task=[A,B], or +task@task.NAME=CHOICE")
         self.tasks = tasks
+
+
+def key_of(chosen: object, name: str) -> str:
+    """Where the keys of a task are: `task`, or `task.NAME` in a mixture."""
+    return f"task.{name}" if isinstance(chosen, Mixture) else "task"
+
+
+@contextmanager
+def about(key: str) -> Iterator[None]:
+    """A task's errors name its keys as `task.path`; here they get the key that they have in the run."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(with_key(str(error), key)) from error
+
+
+def with_key(sentence: str, key: str) -> str:
+    """The sentence with `key` where it says `task.path`, or begins with `task:`."""
+    if key == "task":
+        return sentence
+    own = rf"(?!{re.escape(key.removeprefix('task'))}\b)"  # it may say so already
+    return re.sub(rf"(?:(?<=\s)|^)task(?=\.[a-z]){own}|^task(?=:)", lambda _: key, sentence)
 
 
 def tasks_of(chosen: object) -> dict[str, Task]:

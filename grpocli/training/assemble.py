@@ -78,7 +78,7 @@ def assemble(
     )
     scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards)
     sampler = Sampler(world, engine, data.tokenizer, scorer, data.plays)
-    sampler.episodes.check([task.train.prompt(0, "") for task in data.tasks if task.play])
+    sampler.episodes.check([task.draw(0, "") for task in data.tasks if task.play])
     recorder.seconds_before = state.seconds
     collector = _collector(run, sampler, data, state.draws, carried)
     trainer = Trainer(

@@ -53,7 +53,7 @@ def test_a_multiplier_reaches_the_prompt(task, chat_tokenizer) -> None:
     assert found == {answer: 0.5 if answer == 1 else 1.0 for answer in found}
     for bad in (-1, "much"):
         made = task({"id": 1, "multiplier": bad}, {"id": 2, "multiplier": bad})
-        with pytest.raises(ConfigError, match=f"train example 0 has the loss_multiplier {bad!r}; it must be a number"):
+        with pytest.raises(ConfigError, match=f"train example 0 .*has the loss_multiplier {bad!r}; it must"):
             PromptSet(made.examples("train"), chat_tokenizer, 99, "drop", "train")
 
 
