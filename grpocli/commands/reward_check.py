@@ -79,7 +79,8 @@ def _agreements(run: Run, split: str, most: int, template: str) -> Iterator[Agre
             examples = list(islice(task.examples(split), most or None))
         for reward in rewards_for(task, run.reward):
             if run.reward[reward].judges_answers:
-                run.reward[reward].check(sorted({*examples[0], "task_name"} - {"prompt"}))
+                with about(key_of(run.task, name)):
+                    run.reward[reward].check(sorted({*examples[0], "task_name"} - {"prompt"}))
                 asked += 1
                 yield agreement(name, reward, run.reward[reward], examples, template)
     if not asked:

@@ -175,7 +175,7 @@ def _refuse_overlap(tasks: Sequence[TaskData], chosen: Mapping[str, Task]) -> No
             ):
                 first = evaluated.held_out.prompt(shared[0], "").text
                 raise ConfigError(
-                    f"task: {len(shared)} of {len(evaluated.held_out)} problems that {evaluated.name} is evaluated on "
+                    f"{evaluated.key}: {len(shared)} of {len(evaluated.held_out)} problems that {evaluated.name} is evaluated on "
                     f"are trained on in {trained.name}, the first is {excerpt(str(first))}; give other data, or "
-                    "task.allow_overlap=true"
+                    f"{evaluated.key}.allow_overlap=true"
                 )

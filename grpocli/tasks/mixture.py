@@ -37,11 +37,13 @@ def about(key: str) -> Iterator[None]:
 
 
 def with_key(sentence: str, key: str) -> str:
-    """The sentence with `key` where it says `task.path`, or begins with `task:`."""
+    """The sentence with `key` where it says `task.path`, or begins with `task:`; else with the key at its end."""
     if key == "task":
         return sentence
-    own = rf"(?!{re.escape(key.removeprefix('task'))}\b)"  # it may say so already
-    return re.sub(rf"(?:(?<=\s)|^)task(?=\.[a-z]){own}|^task(?=:)", lambda _: key, sentence)
+    own = re.escape(key.removeprefix("task."))  # it may say so already
+    no_key = rf"\.(?:{own}|jsonl?|csv|parquet|py)\b"
+    named = re.sub(rf"(?:(?<=\s)|^)task(?=\.[a-z])(?!{no_key})|^task(?=:)", lambda _: key, sentence)
+    return named if key in named else f"{named} ({key})"
 
 
 def tasks_of(chosen: object) -> dict[str, Task]:

@@ -137,7 +137,7 @@ def _chat_ids(
     if not tokenizer.chat_template:
         raise ConfigError(
             f"model: its tokenizer has no chat template, but {where(next(iter(chats)))} is a conversation; choose a "
-            "chat model, give model.chat_template=FILE, or make the prompts plain with task.format=plain"
+            "chat model, give model.chat_template=FILE, or make the prompts plain (format=plain of task=jsonl)"
         )
     texts = [_written(chat, tokenizer, where(i)) for i, chat in chats.items()]
     # the template writes the special tokens itself: adding them again would double the first

@@ -13,7 +13,7 @@ from grpocli.tasks.loading import EMPTY, Row
 from grpocli.tasks.order import Order
 from grpocli.tasks.rows import Rows, columns_of, open_rows, with_columns
 from grpocli.tasks.shots import choose, with_shots
-from grpocli.tasks.text import text_hash
+from grpocli.tasks.text import text_hash, text_of
 
 if TYPE_CHECKING:
     from grpocli.tasks.jsonl import Jsonl
@@ -74,8 +74,11 @@ class ExampleStream:
 
     @property
     def head(self) -> list[Example]:
-        """A few examples to train on."""
-        return [self.example(row, number) for number, row in enumerate(self.take(0, HEAD))]
+        """A few examples to train on. Raises ConfigError where one of them is none."""
+        made = [self.example(row, number) for number, row in enumerate(self.take(0, HEAD))]
+        for number, one in enumerate(made):
+            text_of(one, self.where(number))
+        return made
 
     def _hold_out(self, size: int) -> None:
         found: dict[int, Example] = {}
@@ -92,10 +95,11 @@ class ExampleStream:
     def _take_shots(self, task: Jsonl) -> None:
         rows = self.take(0, task.shuffle_buffer)
         order = Order(len(rows), task.shot_seed or 0)
-        chosen = (order.index(i) for i in range(len(rows)))
-        shots = choose(
-            ((self.example(rows[i], i), self.where(i)) for i in chosen), task.shots, task.shot_template, task.path
-        )
+        chosen = [order.index(i) for i in range(len(rows))]
+        held_out = {text_hash(one["prompt"]) for one in self.held_out}
+        examples = ((self.example(rows[i], i), self.where(i)) for i in chosen)
+        fit = ((one, where) for one, where in examples if text_hash(one["prompt"]) not in held_out)
+        shots = choose(fit, task.shots, task.shot_template, task.path)
         self.held_out = [{**one, "prompt": with_shots(one["prompt"], shots)} for one in self.held_out]
         self.apart.update(text_hash(with_shots(shot.prompt, shots)) for shot in shots)
         self.maker = replace(self.maker, shots=tuple(shots))

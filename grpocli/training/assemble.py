@@ -12,6 +12,7 @@ from grpocli.models.loading import load_model, load_policy
 from grpocli.models.lora import trained_share
 from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
+from grpocli.tasks.mixture import about
 from grpocli.training import carry, checkpoint
 from grpocli.training.ahead import Ahead
 from grpocli.training.collect import Collected, Collector, Sampler
@@ -37,8 +38,9 @@ def assemble(
 ) -> Trainer:
     """Load everything and put it together. Collective."""
     for task in data.tasks:
-        for name in task.rewards:
-            run.reward[name].check(task.columns)
+        with about(task.key):
+            for name in task.rewards:
+                run.reward[name].check(task.columns)
     for report in data.reports:
         recorder.view.note(report)
     with checkpoint.restoring(resume):

@@ -18,6 +18,8 @@ def process(row):
         raise KeyError("question")
     if row["id"] == 8:
         return {"answer": 1}
+    if row["id"] == 9:
+        raise SystemExit("enough")
     return {
         "prompt": [{"role": "user", "content": "a " * row["id"]}], "answer": row["id"],
         "loss_multiplier": row.get("multiplier") or 1.0,
@@ -58,7 +60,12 @@ def test_a_multiplier_reaches_the_prompt(task, chat_tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"), [(7, "raised KeyError for row [01] of .*'question'"), (8, "made {'answer': 1} of row [01]")]
+    ("row", "said"),
+    [
+        (7, "raised KeyError for row [01] of .*'question'"),
+        (8, "made {'answer': 1} of row [01]"),
+        (9, "raised SystemExit for row [01]"),
+    ],
 )
 def test_what_it_cannot_process_is_one_sentence(task, row: int, said: str) -> None:
     made = task({"id": row}, {"id": row})

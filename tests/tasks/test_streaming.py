@@ -171,7 +171,7 @@ def test_a_broken_line_in_the_middle(data, file: Path, monkeypatch: pytest.Monke
         ({"prompt": "a"}, r"task\.answer_column=answer: row 12 of .*d\.jsonl has nothing there; fill it in"),
         (
             {"prompt": [{"role": "wizard", "content": "a"}], "answer": ""},
-            r"message .*wizard.* of jsonl example \(row 12 ",
+            r"message .*wizard.* of row 12 ",
         ),
     ],
 )
