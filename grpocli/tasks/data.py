@@ -173,9 +173,9 @@ def _refuse_overlap(tasks: Sequence[TaskData], chosen: Mapping[str, Task]) -> No
             elif isinstance(trained.train, Epochs) and (
                 shared := evaluated.held_out.shared_with(trained.train.prompts)
             ):
-                first = evaluated.held_out.prompt(shared[0], "").text
+                first = excerpt(str(evaluated.held_out.prompt(shared[0], "").text))
+                key, problems = evaluated.key, len(evaluated.held_out)
                 raise ConfigError(
-                    f"{evaluated.key}: {len(shared)} of {len(evaluated.held_out)} problems that {evaluated.name} is evaluated on "
-                    f"are trained on in {trained.name}, the first is {excerpt(str(first))}; give other data, or "
-                    f"{evaluated.key}.allow_overlap=true"
+                    f"{key}: {len(shared)} of {problems} problems that {evaluated.name} is evaluated on are trained on "
+                    f"in {trained.name}, the first is {first}; give other data, or {key}.allow_overlap=true"
                 )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -81,6 +85,21 @@ def test_a_draw_does_not_depend_on_those_before_it(file: Path, plain_tokenizer, 
         resumed = made()
         for number in (*range(first, 3 * N + 5), 0, 1):
             assert resumed.draw(number, "").text == drawn[number]
+
+
+def test_every_process_draws_the_same(data, file: Path) -> None:
+    config = [f"task.path={file}", f"task.eval_path={file.parent}/held_out.jsonl", "task.streaming=true"]
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+from conftest import words
+from grpocli.config.compose import build_run, compose
+from grpocli.tasks.data import Data
+data = Data.of(build_run(compose({["task=jsonl", "task.shuffle_buffer=8", *config]!r})), words(None))
+print([data.draw(number).text for number in range({2 * N})])
+"""
+    env = {**os.environ, "PYTHONHASHSEED": "7"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == repr(texts(data(file), range(2 * N)))
 
 
 def test_what_a_resume_passes_over_is_neither_parsed_nor_tokenised(
@@ -197,7 +216,7 @@ def test_what_cannot_be_streamed(tmp_path: Path, name: str, content: str, senten
         Jsonl(path=str(tmp_path / name), streaming=True).examples("train")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets leaves a .csv open
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # datasets leaves a .csv open
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_tables_of_other_kinds(data, tmp_path: Path, kind: str) -> None:
     import datasets
@@ -208,6 +227,7 @@ def test_tables_of_other_kinds(data, tmp_path: Path, kind: str) -> None:
     drawn = texts(data(file), range(2 * N + 3))
     assert sorted(drawn[:N]) == sorted(drawn[N : 2 * N]) == sorted(columns["prompt"])
     assert texts(data(file), range(N + 9, N + 20)) == drawn[N + 9 : N + 20]
+    gc.collect()
 
 
 def test_a_stream_is_not_read_whole(data, tmp_path: Path) -> None:
