@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from grpocli.commands.hydra_app import composed
@@ -75,15 +76,16 @@ def _parser() -> argparse.ArgumentParser:
 def _agreements(run: Run, split: str, most: int, template: str) -> Iterator[Agreement]:
     from grpocli.rewards.agreement import agreement
     from grpocli.tasks.data import rewards_for
-    from grpocli.tasks.mixture import tasks_of
+    from grpocli.tasks.mixture import about, key_of, tasks_of
 
     asked = 0
     for name, task in tasks_of(run.task).items():
-        examples = task.examples(split)
-        examples = [examples[i] for i in range(min(most or len(examples), len(examples)))]
+        with about(key_of(run.task, name)):
+            examples = list(islice(task.examples(split), most or None))
         for reward in rewards_for(task, run.reward):
             if run.reward[reward].judges_answers:
-                run.reward[reward].check(sorted({*examples[0], "task_name"} - {"prompt"}))
+                with about(key_of(run.task, name)):
+                    run.reward[reward].check(sorted({*examples[0], "task_name"} - {"prompt"}))
                 asked += 1
                 yield agreement(name, reward, run.reward[reward], examples, template)
     if not asked:

@@ -49,7 +49,7 @@ def _check_rewards(run: Run) -> None:
         for name in getattr(chosen, "rewards", None) or ():
             if name not in names:
                 raise ConfigError.of(
-                    key_of(run.task, task, "rewards"),
+                    f"{key_of(run.task, task)}.rewards",
                     name,
                     f"choose some of this run's rewards: {', '.join(names)}{nearest(name, names)}",
                 )

@@ -88,7 +88,7 @@ def build(config: DictConfig) -> Any:
     try:
         return instantiate(config, _convert_="all")
     except InstantiationException as error:
-        raise _cause(error) from error
+        raise _cause(error, _task_key(config, str(error))) from error
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
 
@@ -133,10 +133,23 @@ def _refuse_missing(config: DictConfig) -> None:
         raise ConfigError(f"{missing[0]} has no value: give {missing[0]}=...")
 
 
-def _cause(error: BaseException) -> GrpoError:
+def _task_key(config: DictConfig, said: str) -> str:
+    """Where the keys of the task are that Hydra says could not be made: in a mixture, below its name."""
+    from grpocli.tasks.mixture import Mixture
+
+    found = re.search(r"^full_key: (task\.[^.\s]+)", said, re.MULTILINE)
+    target = OmegaConf.select(config, "task._target_")
+    return found[1] if found and target == f"{Mixture.__module__}.{Mixture.__qualname__}" else "task"
+
+
+def _cause(error: BaseException, task_key: str) -> GrpoError:
     """The ConfigError that a part raised, from under what Hydra wrapped around it."""
+    from grpocli.tasks.mixture import with_key
+
     inner: BaseException | None = error
     while inner is not None:
+        if isinstance(inner, ConfigError):
+            return ConfigError(with_key(str(inner), task_key))
         if isinstance(inner, GrpoError):
             return inner
         unknown = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(inner))

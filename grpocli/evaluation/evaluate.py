@@ -14,7 +14,7 @@ from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.seeds import seed_of
 from grpocli.tasks.data import rewards_for
-from grpocli.tasks.mixture import limits_of, tasks_of
+from grpocli.tasks.mixture import about, key_of, limits_of, tasks_of
 from grpocli.tasks.prompts import PromptSet
 
 if TYPE_CHECKING:
@@ -64,7 +64,10 @@ def evaluate(
 
     world = World(run.hardware)
     tokenizer = load_tokenizer(run.model, job.model_path)
-    problems = [_problems(name, task, run, tokenizer, asked) for name, task in tasks_of(run.task).items()]
+    problems = []
+    for name, task in tasks_of(run.task).items():
+        with about(key_of(run.task, name)):
+            problems.append(_problems(name, task, run, tokenizer, asked))
     with ExitStack() as stack:
         stack.callback(world.close)
         for reward in run.reward.values():
@@ -90,9 +93,8 @@ def evaluate(
 
 def _problems(name: str, task: Any, run: Run, tokenizer: PreTrainedTokenizerBase, asked: Asked) -> Problems:
     examples = task.examples("eval")
-    examples = [examples[i] for i in range(min(asked.problems or len(examples), len(examples)))]
     limits = run.rollout.max_prompt_tokens, run.rollout.long_prompts
-    prompts = PromptSet(examples, tokenizer, *limits, f"{name} eval", name)
+    prompts = PromptSet(examples, tokenizer, *limits, f"{name} eval", name, asked.problems or None)
     rewards = rewards_for(task, run.reward)
     judge = run.eval.reward if run.eval.reward in rewards else rewards[0]
     run.reward[judge].check(sorted({*examples[0], "task_name"} - {"prompt"}))

@@ -27,7 +27,7 @@ from grpocli.rollout.auto import chosen
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync import placement
 from grpocli.rollout.vllm.nodes import new_folder, weights_of
-from grpocli.tasks.mixture import tasks_of
+from grpocli.tasks.mixture import about, key_of, tasks_of
 from grpocli.tracking.files import write_atomic
 from grpocli.tracking.run_dir import RunDir
 
@@ -104,8 +104,9 @@ def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool, devices: Devi
     check_overlap(run, chosen(run.engine))
     check_nodes(run, chosen(run.engine))
     check_shares(run, devices.processes * (node.count if node else 1))
-    for task in tasks_of(run.task).values():
-        task.examples("train")
+    for name, task in tasks_of(run.task).items():
+        with about(key_of(run.task, name)):
+            task.examples("train")
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
     nodes = getattr(run.hardware, "rollout_nodes", 0)
     transport = run.sync.choose(placement(run.hardware.device, run.engine, devices.shared, nodes))

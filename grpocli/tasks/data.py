@@ -5,13 +5,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from grpocli.errors import ConfigError
 from grpocli.rewards.scoring import excerpt
-from grpocli.tasks.mixture import tasks_of
+from grpocli.tasks.mixture import about, key_of, tasks_of
 from grpocli.tasks.order import Order, Rotation
 from grpocli.tasks.prompts import PromptSet
+from grpocli.tasks.streamed import StreamedPrompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,20 +20,48 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.data import Prompt
     from grpocli.environments.environment import Play
+    from grpocli.tasks.stream import ExampleStream
     from grpocli.tasks.task import Task
+
+
+class Training(Protocol):
+    """What a task is trained on. report: what was left out, in a sentence."""
+
+    @property
+    def report(self) -> str: ...
+
+    def draw(self, nth: int, uid: str) -> Prompt:
+        """The prompt of the nth draw of this task."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Epochs:
+    """Prompts that are all there, once an epoch."""
+
+    prompts: PromptSet
+    order: Order
+
+    @property
+    def report(self) -> str:
+        return self.prompts.report
+
+    def draw(self, nth: int, uid: str) -> Prompt:
+        """The prompt of the nth draw of this task."""
+        return self.prompts.prompt(self.order.index(nth), uid)
 
 
 @dataclass(frozen=True, slots=True)
 class TaskData:
     """One task's prompts. columns: what rewards see of an example; rewards: those that score it.
 
-    play: its environment.
+    play: its environment. key: where its keys are.
     """
 
     name: str
-    train: PromptSet
+    key: str
+    train: Training
     held_out: PromptSet | None
-    order: Order
     columns: list[str]
     rewards: list[str]
     play: Play | None
@@ -42,19 +71,36 @@ class TaskData:
         """alone: it is the run's only task."""
         limits = run.rollout.max_prompt_tokens, run.rollout.long_prompts
         label = "" if alone else f"{name} "
+        seed = (run.seed,) if alone else (run.seed, zlib.crc32(name.encode()))
         examples = task.examples("train")
-        train = PromptSet(examples, tokenizer, *limits, f"{label}train", name)
+        train: Training
+        if getattr(task, "streaming", False):
+            stream: ExampleStream = task.stream  # type: ignore[attr-defined]
+            buffer: int = task.shuffle_buffer  # type: ignore[attr-defined]
+            train = StreamedPrompts(stream, tokenizer, *limits, name, buffer, seed)
+        else:
+            prompts = PromptSet(examples, tokenizer, *limits, f"{label}train", name)
+            train = Epochs(prompts, Order(len(prompts), *seed))
         held_out = None
         if run.eval.problems:
             problems = task.examples("eval")
-            problems = [problems[i] for i in range(min(run.eval.problems, len(problems)))]
-            held_out = PromptSet(problems, tokenizer, *limits, f"{label}eval", name)
-        order = Order(len(train), run.seed, *([] if alone else [zlib.crc32(name.encode())]))
+            held_out = PromptSet(problems, tokenizer, *limits, f"{label}eval", name, run.eval.problems)
         columns = sorted({*examples[0], "task_name"} - {"prompt"})
         play: Play | None = getattr(task, "environment", None)
         return cls(
-            name, train, held_out, order, columns, rewards_for(task, run.reward), play if play and play.name else None
+            name,
+            key_of(run.task, name),
+            train,
+            held_out,
+            columns,
+            rewards_for(task, run.reward),
+            play if play and play.name else None,
         )
+
+    def draw(self, nth: int, uid: str) -> Prompt:
+        """The prompt of the nth draw of this task."""
+        with about(self.key):
+            return self.train.draw(nth, uid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +115,13 @@ class Data:
     def of(cls, run: Run, tokenizer: PreTrainedTokenizerBase) -> Data:
         """Raises ConfigError where a task has no usable prompts, or one that it trains and evaluates on."""
         chosen = tasks_of(run.task)
-        tasks = [TaskData.of(name, task, run, tokenizer, len(chosen) == 1) for name, task in chosen.items()]
+        tasks = []
+        for name, task in chosen.items():
+            with about(key_of(run.task, name)):
+                tasks.append(TaskData.of(name, task, run, tokenizer, len(chosen) == 1))
         _refuse_overlap(tasks, chosen)
+        for one in tasks:
+            one.draw(0, "")  # what is streamed has not been looked at
         weights = [getattr(task, "weight", 1.0) for task in chosen.values()]
         return cls(tokenizer, tasks, Rotation(weights, run.seed))
 
@@ -81,7 +132,7 @@ class Data:
         else:
             turn, nth = self.rotation.of(number)
             task = self.tasks[turn]
-        return task.train.prompt(task.order.index(nth), uid=f"{number}")
+        return task.draw(nth, uid=f"{number}")
 
     def problems(self) -> list[Prompt]:
         """To evaluate on, task by task."""
@@ -112,14 +163,19 @@ def rewards_for(task: object, rewards: Mapping[str, object]) -> list[str]:
 
 
 def _refuse_overlap(tasks: Sequence[TaskData], chosen: Mapping[str, Task]) -> None:
+    """Where a task is streamed, what is evaluated on is passed over instead."""
     for evaluated in tasks:
         if not evaluated.held_out or getattr(chosen[evaluated.name], "allow_overlap", False):
             continue
         for trained in tasks:
-            if shared := evaluated.held_out.shared_with(trained.train):
-                first = evaluated.held_out.prompt(shared[0], "").text
+            if isinstance(trained.train, StreamedPrompts):
+                trained.train.keep_apart(evaluated.held_out.hashes)
+            elif isinstance(trained.train, Epochs) and (
+                shared := evaluated.held_out.shared_with(trained.train.prompts)
+            ):
+                first = excerpt(str(evaluated.held_out.prompt(shared[0], "").text))
+                key, problems = evaluated.key, len(evaluated.held_out)
                 raise ConfigError(
-                    f"task: {len(shared)} of {len(evaluated.held_out)} problems that {evaluated.name} is evaluated on "
-                    f"are trained on in {trained.name}, the first is {excerpt(str(first))}; give other data, or "
-                    "task.allow_overlap=true"
+                    f"{key}: {len(shared)} of {problems} problems that {evaluated.name} is evaluated on are trained on "
+                    f"in {trained.name}, the first is {first}; give other data, or {key}.allow_overlap=true"
                 )

@@ -26,6 +26,7 @@ class Gsm8k(Jsonl):
     eval_split: str | None = "test"
     prompt_template: str | None = "{question}\nReason step by step, and put the final answer, a number, in \\boxed{{}}."
     format: str = "chat"
+    shot_template: str = "{solution}\nThe answer is \\boxed{{{answer}}}."
 
     def source(self, split: str) -> tuple[str, str] | None:
         if split == "eval" and self.eval_path is None and Path(self.path).expanduser().is_file():

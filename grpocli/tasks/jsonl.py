@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import MISSING
 
-from grpocli.config.parts import one_of, part, require
+from grpocli.config.parts import follows, one_of, part, require
 from grpocli.errors import ConfigError
-from grpocli.tasks.processor import processed
 from grpocli.tasks.task import BaseTask
 
 if TYPE_CHECKING:
-    from grpocli.tasks.loading import Row, Table
+    from grpocli.tasks.examples import Examples
+    from grpocli.tasks.loading import Row
     from grpocli.tasks.mapping import Mapping
+    from grpocli.tasks.shots import Shot
+    from grpocli.tasks.stream import ExampleStream
     from grpocli.tasks.task import Example
+
+SHOTS = 1
+"""Makes the order in which worked examples are chosen another one than that of training."""
 
 
 @part("task", "jsonl")
@@ -37,6 +42,10 @@ class Jsonl(BaseTask):
         returns `prompt`, text or messages, and whatever rewards and environments want (`answer` ...). With
         `loss_multiplier` the advantages of that prompt's completions are multiplied (0: not trained on).
     format: `plain` text, `chat` (a text becomes a user's message), or `auto`: as the data has it.
+    shots: so many examples, chosen by `shot_seed` and then neither trained nor evaluated on, are shown before every
+        prompt: as turns of a conversation, or as text. shot_template: what the model would say, of their columns.
+    streaming: what is trained on is read as it is wanted, `shuffle_buffer` rows at a time, which are shuffled, anew
+        each epoch. Without eval_path and eval_split, the first `eval_size` different prompts are held out.
     """
 
     path: str = MISSING
@@ -52,13 +61,19 @@ class Jsonl(BaseTask):
     system_prompt: str | None = None
     format: str = "auto"
     processor: str | None = None
+    shots: int = 0
+    shot_template: str = "{answer}"
+    shot_seed: int | None = follows("seed")
+    streaming: bool = False
+    shuffle_buffer: int = 10000
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(self, "format", ("auto", "plain", "chat"))
         named = self.processor is None or ":" in self.processor
         require(self, "processor", named, "must be FILE.py:NAME or module:NAME")
-        require(self, "eval_size", self.eval_size >= 1, "must be at least 1")
+        for name, least in (("eval_size", 1), ("shuffle_buffer", 1), ("shots", 0)):
+            require(self, name, getattr(self, name) >= least, f"must be at least {least}")
         require(
             self,
             "system_prompt",
@@ -67,7 +82,7 @@ class Jsonl(BaseTask):
         )
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The examples of `train` or `eval`."""
+        """The examples of `train` or `eval`; of those to train on with `streaming`, a few from the beginning."""
         if split not in self._loaded:
             self._loaded[split] = _examples(self, split)
         return self._loaded[split]
@@ -77,8 +92,31 @@ class Jsonl(BaseTask):
         return {}
 
     @cached_property
-    def _halves(self) -> tuple[Examples, Examples]:
+    def stream(self) -> ExampleStream:
+        """With `streaming`, what is trained on."""
+        from grpocli.tasks.stream import ExampleStream
+
+        return ExampleStream.of(self)
+
+    def bare(self, split: str) -> Examples:
+        """The examples of a split that is read whole, without `shots`."""
+        if split not in self._read:
+            self._read[split] = _bare(self, split)
+        return self._read[split]
+
+    @cached_property
+    def taught(self) -> Sequence[Shot]:
+        """The worked examples."""
+        return _taught(self)
+
+    @cached_property
+    def halves(self) -> tuple[Examples, Examples]:
+        """The table at `path`, shared out between training and evaluation."""
         return _held_out(self)
+
+    @cached_property
+    def _read(self) -> dict[str, Examples]:
+        return {}
 
     def source(self, split: str) -> tuple[str, str] | None:
         """The path, and the split there, of `train` or `eval`; None where eval has to be held out of train."""
@@ -107,57 +145,38 @@ class Hub(Jsonl):
     """The same as `jsonl`, under the name that fits `task.path=OWNER/DATASET`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Examples(Sequence[Any]):
-    """Rows turned into examples when they are asked for. numbers: which rows of the table these are."""
-
-    task: Jsonl
-    mapping: Mapping
-    table: Table
-    numbers: Sequence[int]
-    path: str
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        number = self.numbers[index]
-        return self._example(self.table.rows[number], number)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Faster than one row after the other where all of them are wanted."""
-        wanted = set(self.numbers)
-        for number, row in enumerate(self.table.rows):
-            if number in wanted:
-                yield self._example(row, number)
-
-    def _example(self, row: Row, number: int) -> Example:
-        where = f"row {number} of {self.path}"
-        if self.task.processor is not None:
-            return processed(self.task.processor, row, where)
-        row = self.task.convert(dict(row), where)
-        prompt = self.mapping.prompt(row, where)
-        if self.task.answer_column is not None:
-            row["answer"] = row[self.task.answer_column]
-        return {**row, "prompt": prompt}
+def _examples(task: Jsonl, split: str) -> Sequence[Example]:
+    if task.streaming and (split == "train" or task.source("eval") is None):
+        return task.stream.head if split == "train" else task.stream.held_out
+    if not task.shots:
+        return task.bare(split)
+    found = task.bare(split).without(task.taught)
+    if not found:
+        raise ConfigError.of("task.shots", task.shots, f"no example is left for {split}; take fewer, or other data")
+    return found
 
 
-def _examples(task: Jsonl, split: str) -> Examples:
-    from grpocli.tasks.loading import load_table
-
+def _bare(task: Jsonl, split: str) -> Examples:
     source = task.source(split)
-    if source is None:
-        return task._halves[1]
-    if split == "train" and task.source("eval") is None:
-        return task._halves[0]
+    if task.source("eval") is None:
+        return task.halves[split == "eval"]
+    assert source is not None
     path, table_split = source
     if split == "eval":
         _refuse_overlap(task, path, table_split)
+    return _all(task, path, table_split)
+
+
+def _all(task: Jsonl, path: str, split: str) -> Examples:
+    from grpocli.tasks.examples import Examples, Maker
+    from grpocli.tasks.loading import load_table
+    from grpocli.tasks.rows import load_streamed
+
     ours = path == task.path
-    table = load_table(path, task.name if ours else None, table_split, "task.path" if ours else "task.eval_path")
-    return _mapped(task, table, path)
+    far = task.streaming and not Path(path).expanduser().exists()
+    load = load_streamed if far else load_table
+    table = load(path, task.name if ours else None, split, "task.path" if ours else "task.eval_path")
+    return Examples(Maker.of(task, table.columns, path), table, range(len(table.rows)))
 
 
 def _refuse_overlap(task: Jsonl, path: str, table_split: str) -> None:
@@ -171,10 +190,9 @@ def _refuse_overlap(task: Jsonl, path: str, table_split: str) -> None:
 
 def _held_out(task: Jsonl) -> tuple[Examples, Examples]:
     from grpocli.tasks.hold_out import hold_out
-    from grpocli.tasks.loading import load_table
 
-    table = load_table(task.path, task.name, task.split)
-    everything = _mapped(task, table, task.path)
+    everything = _all(task, task.path, task.split)
+    table = everything.table
     if len(table.rows) < 2:
         raise ConfigError.of(
             "task.path", task.path, "has one example; give two, so that one is held out, or give task.eval_path"
@@ -184,14 +202,13 @@ def _held_out(task: Jsonl) -> tuple[Examples, Examples]:
     return replace(everything, numbers=train), replace(everything, numbers=evaluate)
 
 
-def _mapped(task: Jsonl, table: Table, path: str) -> Examples:
-    from grpocli.config.user_code import load
-    from grpocli.tasks.loading import need_columns
-    from grpocli.tasks.processor import PROCESSOR
+def _taught(task: Jsonl) -> list[Shot]:
+    from grpocli.tasks.order import Order
+    from grpocli.tasks.shots import choose
 
-    if task.processor:
-        load(task.processor, PROCESSOR)
-        return Examples(task, task.mapping, table, range(len(table.rows)), path)
-    task.mapping.check(table.columns, path)
-    need_columns(table.columns, {"task.answer_column": task.answer_column}, path, "; or null: it has no answers")
-    return Examples(task, task.mapping, table, range(len(table.rows)), path)
+    if task.streaming:
+        return list(task.stream.maker.shots)
+    train = task.bare("train")
+    order = Order(len(train), task.shot_seed or 0, SHOTS)
+    chosen = (order.index(i) for i in range(len(train)))
+    return choose(((train[i], train.where(i)) for i in chosen), task.shots, task.shot_template, task.path)

@@ -14,6 +14,7 @@ from grpocli.errors import ConfigError
 
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 OTHER_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+EMPTY = "it is empty; give data with at least one example"
 
 Row = dict[str, Any]
 
@@ -36,7 +37,7 @@ def load_table(path: str, name: str | None, split: str, key: str = "task.path") 
     local = Path(path).expanduser()
     table = _local(local, split, key) if local.exists() else _hub(path, name, split, key)
     if len(table.rows) == 0:
-        raise ConfigError.of(key, path, "it is empty; give data with at least one example")
+        raise ConfigError.of(key, path, EMPTY)
     return table
 
 
@@ -45,14 +46,19 @@ def looks_local(path: str) -> bool:
     return path.startswith(("/", ".", "~")) or Path(path).suffix in READERS or path.count("/") > 1
 
 
-def _local(path: Path, split: str, key: str) -> Table:
+def files_at(path: Path, split: str, key: str) -> tuple[str, list[Path]]:
+    """What the datasets library calls their kind, and the files of a folder, or the one that `path` is."""
     files = [path] if path.is_file() else _files_of(path, split, key)
     kinds = {READERS.get(file.suffix) for file in files}
     if len(kinds) != 1 or None in kinds:
         found = ", ".join(sorted({f.suffix or f.name for f in files})) or "none of them"
         raise ConfigError.of(key, path, f"needs files of one kind of {', '.join(READERS)}; found {found}")
+    return cast(str, kinds.pop()), files
+
+
+def _local(path: Path, split: str, key: str) -> Table:
+    kind, files = files_at(path, split, key)
     try:
-        kind = cast(str, kinds.pop())
         return _json_table(files, key) if kind == "json" else _datasets_table(kind, files, key)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError.of(key, path, f"cannot be read: {error}") from error
@@ -85,13 +91,20 @@ def _json_rows(file: Path, key: str) -> list[Row]:
     text = file.read_text(encoding="utf-8-sig")
     if text.lstrip().startswith("["):
         rows = list(enumerate(_parse(text, file, 1, key), 1))
-    else:
-        lines = enumerate(text.split("\n"), 1)
-        rows = [(number, _parse(line, file, number, key)) for number, line in lines if line.strip()]
-    for number, row in rows:
-        if not isinstance(row, dict):
-            raise ConfigError.of(key, file, f"example {number} is not an object with columns: {row!r}")
-    return [row for _, row in rows]
+        return [_object(row, file, number, key) for number, row in rows]
+    lines = enumerate(text.split("\n"), 1)
+    return [json_row(line, file, number, key) for number, line in lines if line.strip()]
+
+
+def json_row(text: str, file: Path, line: int, key: str) -> Row:
+    """The row on a line of a file."""
+    return _object(_parse(text, file, line, key), file, line, key)
+
+
+def _object(row: Any, file: Path, number: int, key: str) -> Row:
+    if not isinstance(row, dict):
+        raise ConfigError.of(key, file, f"example {number} is not an object with columns: {row!r}")
+    return row
 
 
 def _parse(text: str, file: Path, line: int, key: str) -> Any:
@@ -120,6 +133,12 @@ def _datasets_table(kind: str, files: Sequence[Path], key: str) -> Table:
 
 
 def _hub(path: str, name: str | None, split: str, key: str) -> Table:
+    table = from_hub(path, name, split, key, streaming=False)
+    return Table(list(table.column_names), table)
+
+
+def from_hub(path: str, name: str | None, split: str, key: str, streaming: bool) -> Any:
+    """A dataset of the hub. Raises ConfigError where it is not to be had."""
     if looks_local(path):
         raise ConfigError.of(key, path, "there is no such file or folder")
     from datasets import disable_progress_bars, load_dataset
@@ -127,13 +146,12 @@ def _hub(path: str, name: str | None, split: str, key: str) -> Table:
 
     disable_progress_bars()
     try:
-        table = load_dataset(path, name, split=split)
+        return load_dataset(path, name, split=split, streaming=streaming)
     except (DatasetsError, OSError, ValueError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError.of(
             key, path, f"is no local file, and the hub did not give it: {reason}; check the name, or give a file"
         ) from error
-    return Table(list(table.column_names), table)
 
 
 def need_columns(columns: Sequence[str], wanted: dict[str, str | None], path: str, otherwise: str = "") -> None:

@@ -13,14 +13,12 @@ from grpocli.errors import ConfigError
 from grpocli.tasks.loading import Row, need_columns
 
 
-def template_fields(template: str) -> list[str]:
+def template_fields(template: str, key: str = "task.prompt_template") -> list[str]:
     """The names in {braces}. Raises ConfigError where the braces do not match."""
     try:
         return [field for _, field, _, _ in Formatter().parse(template) if field is not None]
     except ValueError as error:
-        raise ConfigError.of(
-            "task.prompt_template", repr(template), f"{error}; write a brace that is meant as one twice"
-        ) from error
+        raise ConfigError.of(key, repr(template), f"{error}; write a brace that is meant as one twice") from error
 
 
 @dataclass(frozen=True, slots=True)

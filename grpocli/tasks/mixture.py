@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from grpocli.errors import ConfigError
@@ -20,6 +23,30 @@ class Mixture:
         self.tasks = tasks
 
 
+def key_of(chosen: object, name: str) -> str:
+    """Where the keys of a task are: `task`, or `task.NAME` in a mixture."""
+    return f"task.{name}" if isinstance(chosen, Mixture) else "task"
+
+
+@contextmanager
+def about(key: str) -> Iterator[None]:
+    """A task's errors name its keys as `task.path`; here they get the key that they have in the run."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(with_key(str(error), key)) from error
+
+
+def with_key(sentence: str, key: str) -> str:
+    """The sentence with `key` where it says `task.path`, or begins with `task:`; else with the key at its end."""
+    if key == "task":
+        return sentence
+    own = re.escape(key.removeprefix("task."))  # it may say so already
+    no_key = rf"\.(?:{own}|jsonl?|csv|parquet|py)\b"
+    named = re.sub(rf"(?:(?<=\s)|^)task(?=\.[a-z])(?!{no_key})|^task(?=:)", lambda _: key, sentence)
+    return named if key in named else f"{named} ({key})"
+
+
 def tasks_of(chosen: object) -> dict[str, Task]:
     """By name: those of a mixture, or the one that was chosen, called as its choice is."""
     from grpocli.explain.choices import choice_of
@@ -34,12 +61,7 @@ def limits_of(chosen: object) -> dict[str, Limit]:
     """Of tasks that are judged by themselves, how many of their samples may fail."""
     shares = {name: getattr(task, "max_reward_errors", None) for name, task in tasks_of(chosen).items()}
     return {
-        name: Limit(key_of(chosen, name, "max_reward_errors"), share)
+        name: Limit(f"{key_of(chosen, name)}.max_reward_errors", share)
         for name, share in shares.items()
         if share is not None
     }
-
-
-def key_of(chosen: object, task: str, key: str) -> str:
-    """The config key of one of the tasks."""
-    return f"task.{task}.{key}" if isinstance(chosen, Mixture) else f"task.{key}"

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 GOLDEN = 2654435769
 """2**32 divided by the golden ratio: its multiples, modulo 2**32, are spread as evenly as can be."""
+
+
+def permutation(n: int, *seed: int) -> NDArray[np.int64]:
+    """The numbers below n in an order that depends on n and the seed alone."""
+    # raw bits are the part of numpy's generators that stays the same between its versions
+    bits = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(n)
+    return np.argsort(bits, kind="stable")
 
 
 class Order:
@@ -22,9 +30,7 @@ class Order:
         """Which of the n examples the draw-th one (from 0) is."""
         epoch, place = divmod(draw, self.n)
         if epoch != self._epoch:
-            # raw bits are the part of numpy's generators that stays the same between its versions
-            bits = np.random.PCG64(np.random.SeedSequence([*self.seed, epoch])).random_raw(self.n)
-            self._epoch, self._permutation = epoch, np.argsort(bits, kind="stable")
+            self._epoch, self._permutation = epoch, permutation(self.n, *self.seed, epoch)
         return int(self._permutation[place])
 
 

@@ -18,7 +18,7 @@ def processed(function: str, row: Row, where: str) -> dict[str, Any]:
         example = load(function, PROCESSOR)(dict(row))
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         what = f"raised {type(error).__name__} for {where}: {' '.join(str(error).split())}"
         raise ConfigError.of(PROCESSOR, function, what) from error
     if not isinstance(example, Mapping) or not isinstance(example.get("prompt"), str | list) or not example["prompt"]:

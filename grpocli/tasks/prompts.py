@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from grpocli.data import Prompt, Text
 from grpocli.errors import ConfigError
+from grpocli.tasks.text import text_hash, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,13 +16,12 @@ if TYPE_CHECKING:
     from grpocli.tasks.task import Example
 
 QUIET: dict[str, Any] = {"return_attention_mask": False, "verbose": False}  # lengths are checked here
-ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
 class PromptSet:
     """The examples of one split as token ids.
 
-    task: its name, which every prompt has as the column `task_name`.
+    task: its name, which every prompt has as the column `task_name`. most: of the examples, the first so many.
     Prompts over `max_tokens` are dropped (`long_prompts="drop"`) or lose their beginning (`"truncate"`).
     n_dropped, n_truncated: how many; report: a sentence about it, empty where there is nothing to say.
     Raises ConfigError where an example is no prompt, the tokenizer has no chat template for a conversation, or
@@ -36,17 +36,18 @@ class PromptSet:
         long_prompts: str,
         name: str,
         task: str = "",
+        most: int | None = None,
     ) -> None:
         self.name, self.max_tokens, self.task = name, max_tokens, task
         self._examples = examples
-        texts = [_text(example, i, name) for i, example in enumerate(examples)]
-        token_ids = tokenize(texts, tokenizer)
+        texts = [text_of(example, self._where(i)) for i, example in enumerate(islice(examples, most))]
+        token_ids = tokenize(texts, tokenizer, self._where)
         lengths = [len(ids) for ids in token_ids]
         long = {i for i, n in enumerate(lengths) if n > max_tokens}
         drop = long_prompts == "drop"
         self._kept = [i for i in range(len(token_ids)) if not (drop and i in long)]
         self._token_ids = {i: token_ids[i][-max_tokens:] for i in self._kept}
-        self._hashes = [_hash(texts[i]) for i in self._kept]
+        self.hashes = [text_hash(texts[i]) for i in self._kept]
         self.n_dropped, self.n_truncated = (len(long), 0) if drop else (0, len(long))
         if not self._kept:
             raise ConfigError.of(
@@ -71,25 +72,36 @@ class PromptSet:
 
     def shared_with(self, others: PromptSet) -> list[int]:
         """Which of these prompts are among the others, by a hash of their text."""
-        theirs = set(others._hashes)
-        return [index for index, one in enumerate(self._hashes) if one in theirs]
+        theirs = set(others.hashes)
+        return [index for index, one in enumerate(self.hashes) if one in theirs]
 
     def prompt(self, index: int, uid: str) -> Prompt:
         """The index-th prompt that was kept."""
         place = self._kept[index]
-        columns = dict(self._examples[place])
-        text = columns.pop("prompt")
-        if self.task:
-            columns["task_name"] = self.task
-        return Prompt(uid, self._token_ids[place], text, columns)
+        return prompt_of(self._examples[place], self._token_ids[place], uid, self.task)
+
+    def _where(self, index: int) -> str:
+        """An example in words, with its row where it comes from a table."""
+        row = getattr(self._examples, "where", None)
+        return f"{self.name} example {index}" + (f" ({row(index)})" if row else "")
 
 
-def _hash(text: Text) -> int:
-    return hash(text if isinstance(text, str) else tuple(tuple(sorted(message.items())) for message in text))
+def prompt_of(example: Example, token_ids: list[int], uid: str, task: str) -> Prompt:
+    """An example that has been tokenised."""
+    columns = dict(example)
+    text = columns.pop("prompt")
+    if task:
+        columns["task_name"] = task
+    return Prompt(uid, token_ids, text, columns)
 
 
-def tokenize(texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids: conversations through the chat template, plain text with the tokenizer's own special tokens."""
+def tokenize(
+    texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase, where: Callable[[int], str] = "example {}".format
+) -> list[list[int]]:
+    """Token ids: conversations through the chat template, plain text with the tokenizer's own special tokens.
+
+    where: says in words which of them one is.
+    """
     ids: list[list[int]] = [[] for _ in texts]
     plain = [i for i, text in enumerate(texts) if isinstance(text, str)]
     chats = [i for i, text in enumerate(texts) if not isinstance(text, str)]
@@ -97,11 +109,11 @@ def tokenize(texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[
         for i, one in zip(plain, _plain_ids([str(texts[i]) for i in plain], tokenizer), strict=True):
             ids[i] = one
     if chats:
-        for i, one in zip(chats, _chat_ids([texts[i] for i in chats], tokenizer), strict=True):
+        for i, one in zip(chats, _chat_ids({i: texts[i] for i in chats}, tokenizer, where), strict=True):
             ids[i] = one
     for i, one in enumerate(ids):
         if not one:
-            raise ConfigError(f"task: example {i} has no token at all; give it a prompt")
+            raise ConfigError(f"task: {where(i)} has no token at all; give it a prompt")
     return ids
 
 
@@ -119,42 +131,27 @@ def _plain_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[lis
     return rows
 
 
-def _chat_ids(chats: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    from jinja2 import TemplateError
-
+def _chat_ids(
+    chats: dict[int, Any], tokenizer: PreTrainedTokenizerBase, where: Callable[[int], str]
+) -> list[list[int]]:
     if not tokenizer.chat_template:
         raise ConfigError(
-            "model: its tokenizer has no chat template, but the task's prompts are conversations; choose a chat "
-            "model, give model.chat_template=FILE, or make the prompts plain with task.format=plain"
+            f"model: its tokenizer has no chat template, but {where(next(iter(chats)))} is a conversation; choose a "
+            "chat model, give model.chat_template=FILE, or make the prompts plain (format=plain of task=jsonl)"
         )
-    try:
-        texts = tokenizer.apply_chat_template(list(chats), tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
-        raise ConfigError(f"model: its chat template refuses the task's prompts: {error}") from error
+    texts = [_written(chat, tokenizer, where(i)) for i, chat in chats.items()]
     # the template writes the special tokens itself: adding them again would double the first
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, **QUIET).input_ids
     return ids
 
 
-def _text(example: Example, index: int, name: str) -> Text:
-    multiplier = example.get("loss_multiplier", 1.0)
-    if not isinstance(multiplier, int | float) or not 0 <= multiplier < math.inf:
+def _written(chat: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    except TemplateError as error:
+        reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
-            f"task: {name} example {index} has the loss_multiplier {multiplier!r}; it must be a number of 0 or more"
-        )
-    prompt = example["prompt"]
-    if isinstance(prompt, str) and prompt:
-        return prompt
-    if isinstance(prompt, list) and prompt:
-        for message in prompt:
-            if (
-                not isinstance(message, dict)
-                or message.get("role") not in ROLES
-                or not isinstance(message.get("content"), str)
-            ):
-                raise ConfigError(
-                    f"task: message {message} of {name} example {index} needs a `content` and a `role` of "
-                    f"{', '.join(ROLES)}"
-                )
-        return prompt
-    raise ConfigError(f"task: {name} example {index} has the prompt {prompt!r}; it must be text or messages")
+            f"model: its chat template refuses {where}: {reason}; change the example, or give model.chat_template=FILE"
+        ) from error

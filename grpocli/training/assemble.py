@@ -13,7 +13,7 @@ from grpocli.models.loading import load_model, load_policy
 from grpocli.models.lora import trained_share
 from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
-from grpocli.tasks.mixture import limits_of
+from grpocli.tasks.mixture import about, limits_of
 from grpocli.training import carry, checkpoint
 from grpocli.training.ahead import Ahead
 from grpocli.training.collect import Collected, Collector, Sampler
@@ -39,8 +39,9 @@ def assemble(
 ) -> Trainer:
     """Load everything and put it together. Collective."""
     for task in data.tasks:
-        for name in task.rewards:
-            run.reward[name].check(task.columns)
+        with about(task.key):
+            for name in task.rewards:
+                run.reward[name].check(task.columns)
     for warning in filter(None, (reward.warning for reward in run.reward.values())):
         recorder.view.warn(warning)
     for report in data.reports:
@@ -82,7 +83,7 @@ def assemble(
     )
     scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards, limits_of(run.task))
     sampler = Sampler(world, engine, data.tokenizer, scorer, data.plays)
-    sampler.episodes.check([task.train.prompt(0, "") for task in data.tasks if task.play])
+    sampler.episodes.check([task.draw(0, "") for task in data.tasks if task.play])
     recorder.seconds_before = state.seconds
     collector = _collector(run, sampler, data, state.draws, carried)
     trainer = Trainer(

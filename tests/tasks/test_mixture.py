@@ -13,7 +13,7 @@ from grpocli.config.task_list import spread
 from grpocli.errors import ConfigError
 from grpocli.rewards.verdict import Limit
 from grpocli.tasks.data import Data
-from grpocli.tasks.mixture import limits_of, tasks_of
+from grpocli.tasks.mixture import limits_of, tasks_of, with_key
 
 
 def write(path: Path, texts: list[str]) -> Path:
@@ -70,7 +70,7 @@ def test_a_limit_of_errors_of_a_task_has_its_key() -> None:
         "gsm8k": Limit("task.gsm8k.max_reward_errors", 0.5)
     }
     assert str(limits_of(run_of("task.max_reward_errors=1").task)["arithmetic"]) == "task.max_reward_errors=1"
-    with pytest.raises(ConfigError, match=r"task\.max_reward_errors=2\.0: must be between 0 and 1, or null"):
+    with pytest.raises(ConfigError, match=r"task\.gsm8k\.max_reward_errors=2\.0: must be between 0 and 1, or null"):
         run_of("task=[arithmetic,gsm8k]", "task.gsm8k.max_reward_errors=2")
 
 
@@ -118,3 +118,32 @@ def test_what_is_trained_on_is_not_evaluated_on(tmp_path: Path, plain_tokenizer)
     with pytest.raises(ConfigError, match=r"1 of 2 problems that two is evaluated on are trained on in one.*'a b'"):
         Data.of(two_tasks(tmp_path, *held_out), plain_tokenizer)
     Data.of(two_tasks(tmp_path, *held_out, "task.two.allow_overlap=true"), plain_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ("task.path=/task.d/task: it is empty", "task.one.path=/task.d/task: it is empty"),
+        ("task: row 3 of task.jsonl is none", "task.one: row 3 of task.jsonl is none"),
+        ("task.eval_split=a: give task.eval_path", "task.one.eval_split=a: give task.one.eval_path"),
+        ("task.one.path=a: it is empty", "task.one.path=a: it is empty"),
+        ("model: no template", "model: no template (task.one)"),
+    ],
+)
+def test_errors_name_the_keys_of_the_mixture(said: str, wanted: str) -> None:
+    assert with_key(said, "task.one") == wanted
+    assert with_key(said, "task") == said
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("task.two.eval_size=0", r"^task\.two\.eval_size=0: must be"),
+        ("task.two.environment.turns=0", r"^task\.two\.environment\.turns=0: must be"),
+        ("task.two.path=nowhere.jsonl", r"^task\.two\.path=nowhere\.jsonl: there is no such file"),
+        ("task.two.prompt_column=c", r"^task\.two\.prompt_column=c: choose one of the columns"),
+    ],
+)
+def test_a_task_of_a_mixture_that_cannot_work(given: str, said: str, tmp_path: Path, plain_tokenizer) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Data.of(two_tasks(tmp_path, given), plain_tokenizer)

@@ -18,6 +18,8 @@ def process(row):
         raise KeyError("question")
     if row["id"] == 8:
         return {"answer": 1}
+    if row["id"] == 9:
+        raise SystemExit("enough")
     return {
         "prompt": [{"role": "user", "content": "a " * row["id"]}], "answer": row["id"],
         "loss_multiplier": row.get("multiplier") or 1.0,
@@ -53,12 +55,17 @@ def test_a_multiplier_reaches_the_prompt(task, chat_tokenizer) -> None:
     assert found == {answer: 0.5 if answer == 1 else 1.0 for answer in found}
     for bad in (-1, "much"):
         made = task({"id": 1, "multiplier": bad}, {"id": 2, "multiplier": bad})
-        with pytest.raises(ConfigError, match=f"train example 0 has the loss_multiplier {bad!r}; it must be a number"):
+        with pytest.raises(ConfigError, match=f"train example 0 .*has the loss_multiplier {bad!r}; it must"):
             PromptSet(made.examples("train"), chat_tokenizer, 99, "drop", "train")
 
 
 @pytest.mark.parametrize(
-    ("row", "said"), [(7, "raised KeyError for row [01] of .*'question'"), (8, "made {'answer': 1} of row [01]")]
+    ("row", "said"),
+    [
+        (7, "raised KeyError for row [01] of .*'question'"),
+        (8, "made {'answer': 1} of row [01]"),
+        (9, "raised SystemExit for row [01]"),
+    ],
 )
 def test_what_it_cannot_process_is_one_sentence(task, row: int, said: str) -> None:
     made = task({"id": row}, {"id": row})

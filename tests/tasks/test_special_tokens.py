@@ -40,5 +40,5 @@ def test_a_prompt_without_any_token_is_refused(plain_tokenizer) -> None:
 
 def test_a_template_that_refuses_a_role(chat_tokenizer) -> None:
     chat_tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(ConfigError, match="chat template refuses the task's prompts: no system role"):
+    with pytest.raises(ConfigError, match="chat template refuses train example 0: no system role"):
         ids(chat_tokenizer, [{"role": "system", "content": "a"}])

@@ -1,0 +1,105 @@
+"""task.shots: worked examples before every prompt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpocli.config.compose import build_run, compose
+from grpocli.errors import ConfigError
+from grpocli.tasks.gsm8k import Gsm8k
+from grpocli.tasks.jsonl import Jsonl
+from grpocli.tasks.streamed import StreamedPrompts
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    return write(tmp_path / "d.jsonl", [{"prompt": f"Q{i % 10}", "answer": f"A{i % 10}"} for i in range(20)])
+
+
+def questions(example: dict[str, Any]) -> list[str]:
+    """Of plain text, the prompts that are in it."""
+    return [part.split("A")[0] for part in example["prompt"].split("\n\n")]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_shots_are_neither_trained_nor_evaluated_on(file: str, streaming: bool) -> None:
+    task = Jsonl(path=file, shots=3, eval_size=2, streaming=streaming)
+    train, held_out = task.examples("train"), task.examples("eval")
+    *shown, _ = questions(train[0])
+    assert len(set(shown)) == 3
+    assert all(questions(one)[:-1] == shown for one in (*train, *held_out))
+    assert all(len(questions(one)) == 4 for one in held_out)
+    assert not set(shown) & {questions(one)[-1] for one in held_out}
+    if not streaming:
+        assert {questions(one)[-1] for one in (*train, *held_out)} == {f"Q{i}" for i in range(10)} - set(shown)
+
+
+def test_a_stream_passes_its_shots_over(file: str, plain_tokenizer) -> None:
+    task = Jsonl(path=file, shots=3, eval_size=2, streaming=True)
+    prompts = StreamedPrompts(task.stream, plain_tokenizer, 100, "drop", "jsonl", 6, (0,))
+    drawn = [questions({"prompt": prompts.draw(number, "").text}) for number in range(60)]
+    assert {one[-1] for one in drawn} == {f"Q{i}" for i in range(2, 10)} - set(drawn[0][:-1])
+
+
+def test_the_seed_chooses(file: str) -> None:
+    chosen = [questions(Jsonl(path=file, shots=3, shot_seed=seed).examples("train")[0])[:-1] for seed in (0, 1, 0)]
+    assert chosen[0] == chosen[2] != chosen[1]
+    run: Any = build_run(compose(["task=jsonl", f"task.path={file}", "task.shots=3", "seed=1"]))
+    assert questions(run.task.examples("train")[0])[:-1] == chosen[1]
+
+
+def test_plain_text(file: str) -> None:
+    task = Jsonl(path=file, shots=2, prompt_template="Q: {prompt}\nA:", shot_template=" {answer}", prefix="> ")
+    first, second, asked = str(task.examples("train")[0]["prompt"]).split("\n\n")
+    assert asked.startswith("> Q: Q")
+    for shot in (first, second):
+        number = shot[-1]
+        assert shot == f"> Q: Q{number}\nA: A{number}"
+
+
+def test_conversations_have_one_system_message(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [{"role": "system", "content": "Old."}, {"role": "user", "content": f"Q{i}"}], "answer": f"A{i}"}
+        for i in range(6)
+    ]
+    task = Jsonl(path=write(tmp_path / "c.jsonl", rows), shots=2, system_prompt="New.")
+    prompt = task.examples("train")[0]["prompt"]
+    assert [message["role"] for message in prompt] == ["system", *["user", "assistant"] * 2, "user"]
+    assert prompt[0]["content"] == "New."
+    assert prompt[2]["content"] == prompt[1]["content"].replace("Q", "A")
+
+
+def test_gsm8k_shows_its_worked_solutions(tmp_path: Path) -> None:
+    rows = [{"question": f"{i} + 1?", "answer": f"One more than {i}.\n#### {i + 1}"} for i in range(6)]
+    task = Gsm8k(path=write(tmp_path / "g.jsonl", rows), shots=1)
+    _, said, _ = task.examples("train")[0]["prompt"]
+    number = int(said["content"].split("than ")[1].split(".")[0])
+    assert said["content"] == f"One more than {number}.\nThe answer is \\boxed{{{number + 1}}}."
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"shots": -1}, r"task\.shots=-1: must be at least 0"),
+        ({"shots": 10}, r"task\.shots=10: .*d\.jsonl has 8 different examples to train on; take 7 or less"),
+        (
+            {"shots": 1, "shot_template": "{anser}"},
+            r"task\.shot_template='{anser}': row \d+ .* did you mean \"answer\"",
+        ),
+        ({"shots": 1, "shot_template": "{answer"}, r"task\.shot_template='{answer': .*write a brace"),
+        ({"shots": 1, "shot_template": "{answer:d}"}, r"task\.shot_template=.* cannot be filled with row \d+"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_cannot_be_shown(file: str, settings: dict[str, Any], sentence: str, streaming: bool) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        Jsonl(path=file, eval_size=2, streaming=streaming, **settings).examples("train")
