@@ -31,7 +31,8 @@ class Jsonl(BaseTask):
     """Examples from .jsonl, .json, .csv or .parquet files, or from the hub.
 
     path: a file, a folder of files, or a name on the hub (with `name`, its configuration).
-    split: which of the hub's splits, or which of a folder's files by their names; a single file has none.
+    split: which of the hub's splits, or which of a folder's files by their names; a single file has none. null: there
+        is nothing to train on, the task is for `grpocli eval`.
     eval_path, eval_split: where held-out problems are. Without either, `eval_size` different prompts are held
         out, at most a fifth of them.
     prompt_column: text, or a list of messages. answer_column: what rewards get as `answer` (null: there is none).
@@ -50,7 +51,7 @@ class Jsonl(BaseTask):
 
     path: str = MISSING
     name: str | None = None
-    split: str = "train"
+    split: str | None = "train"
     eval_path: str | None = None
     eval_split: str | None = None
     eval_size: int = 128
@@ -74,6 +75,8 @@ class Jsonl(BaseTask):
         require(self, "processor", named, "must be FILE.py:NAME or module:NAME")
         for name, least in (("eval_size", 1), ("shuffle_buffer", 1), ("shots", 0)):
             require(self, name, getattr(self, name) >= least, f"must be at least {least}")
+        known = bool(self.split or self.eval_path or self.eval_split)
+        require(self, "split", known, "name a split to train on, or with task.eval_split one to evaluate on")
         require(
             self,
             "system_prompt",
@@ -83,6 +86,8 @@ class Jsonl(BaseTask):
 
     def examples(self, split: str) -> Sequence[Example]:
         """The examples of `train` or `eval`; of those to train on with `streaming`, a few from the beginning."""
+        if split == "train" and self.split is None:
+            raise ConfigError.of("task.split", "null", "the task is for `grpocli eval`; name a split to train on")
         if split not in self._loaded:
             self._loaded[split] = _examples(self, split)
         return self._loaded[split]
@@ -121,9 +126,9 @@ class Jsonl(BaseTask):
     def source(self, split: str) -> tuple[str, str] | None:
         """The path, and the split there, of `train` or `eval`; None where eval has to be held out of train."""
         if split == "train":
-            return self.path, self.split
+            return self.path, self.split or ""
         if self.eval_path is not None:
-            return self.eval_path, self.eval_split or self.split
+            return self.eval_path, self.eval_split or self.split or ""
         return None if self.eval_split is None else (self.path, self.eval_split)
 
     def convert(self, row: Row, where: str) -> Row:
@@ -180,6 +185,8 @@ def _all(task: Jsonl, path: str, split: str) -> Examples:
 
 
 def _refuse_overlap(task: Jsonl, path: str, table_split: str) -> None:
+    if task.split is None:
+        return
     if path == task.path and (table_split == task.split or Path(path).expanduser().is_file()):
         raise ConfigError.of(
             "task.eval_split",
@@ -191,7 +198,9 @@ def _refuse_overlap(task: Jsonl, path: str, table_split: str) -> None:
 def _held_out(task: Jsonl) -> tuple[Examples, Examples]:
     from grpocli.tasks.hold_out import hold_out
 
-    everything = _all(task, task.path, task.split)
+    source = task.source("train")
+    assert source is not None
+    everything = _all(task, *source)
     table = everything.table
     if len(table.rows) < 2:
         raise ConfigError.of(

@@ -39,7 +39,7 @@ class ExampleStream:
     @classmethod
     def of(cls, task: Jsonl) -> ExampleStream:
         """Raises ConfigError where there is nothing to read, or nothing to train on."""
-        rows = open_rows(task.path, task.name, task.split, "task.path")
+        rows = open_rows(task.path, task.name, task.split or "", "task.path")
         columns = columns_of(list(islice(rows.read(0), HEAD)))
         if not columns:
             raise ConfigError.of("task.path", task.path, EMPTY)

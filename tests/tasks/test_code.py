@@ -53,7 +53,10 @@ def test_mbpp(tmp_path):
 def test_humaneval(tmp_path):
     path = written(tmp_path / "he.jsonl", HUMAN_EVAL)
     task = build_run(compose(["task=humaneval", f"task.path={path}"])).task
-    example = task.examples("train")[0]
+    assert len(task.examples("eval")) == len(HUMAN_EVAL)
+    with pytest.raises(ConfigError, match=r"task.split=null: the task is for `grpocli eval`"):
+        task.examples("train")
+    example = task.examples("eval")[0]
     assert example["before"] in example["prompt"][0]["content"]
     assert example["tests"][0].endswith("check(add)\n")
 
@@ -75,12 +78,12 @@ def test_rows_without_tests(tmp_path):
 @pytest.mark.parametrize(("task", "rows"), [("mbpp", MBPP), ("humaneval", HUMAN_EVAL)])
 def test_the_reference_answers_have_to_pass(tmp_path, capsys, task, rows):
     path = written(tmp_path / "rows.jsonl", rows)
-    given = [f"task={task}", f"task.path={path}", "task.eval_split=null", "task.eval_size=1", "reward=[code]"]
-    assert main([*given, "--split", "train"]) == 0
+    given = [f"task={task}", f"task.path={path}", "task.split=null", "task.eval_split=test", "reward=[code]"]
+    assert main(given) == 0
     assert "100.00%" in capsys.readouterr().out
     wrong = {"test_list": ["assert add(1) == 0"], "test": "def check(f):\n    assert f(1) == 0"}
     written(path, [{**row, **{name: text for name, text in wrong.items() if name in row}} for row in rows])
-    assert main([*given, "--split", "train"]) == 1
+    assert main(given) == 1
     assert "scores 0 (AssertionError)" in capsys.readouterr().out
 
 
