@@ -27,8 +27,13 @@ def start(*argv: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 300) -> tuple[int, str]:
-    """Its exit code and output."""
-    out, _ = process.communicate(timeout=timeout)
+    """Its exit code and output. One that does not end is killed, or the next test would be told of it."""
+    try:
+        out, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, _ = process.communicate()
+        raise AssertionError(f"it took longer than {timeout} s:\n{out}") from None
     return process.returncode, out
 
 

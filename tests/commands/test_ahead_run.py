@@ -141,7 +141,7 @@ def test_an_engine_that_is_gone_while_a_step_trains_ends_the_run_with_a_checkpoi
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_engine_that_breaks_ends_the_run_with_its_error(engine: list[str], processes: int, tmp_path: Path) -> None:
     options = [*engine, "rollout.max_staleness=1", "train.steps=9", "engine.fails=3", f"hardware.processes={processes}"]
-    code, out = finish(start(*RUN, *options, "hardware.timeout=60", f"hydra.run.dir={tmp_path}/run"), timeout=60)
+    code, out = finish(start(*RUN, *options, "hardware.timeout=900", f"hydra.run.dir={tmp_path}/run"))
     assert code == 1, out
     assert out.splitlines()[-1].startswith("grpocli: error: RuntimeError: the engine broke")
     assert processes > 1 or "Traceback" not in out  # of several, torch's launcher shows its own

@@ -69,6 +69,6 @@ def test_two_processes_with_parts_of_the_weights_use_the_server_of_another_termi
         memory = family.memory()
     finally:
         serve.send_signal(signal.SIGINT)
-        code, out = finish(serve, timeout=60)
+        code, out = finish(serve, timeout=180)
     assert code == 0, out
     family.assert_gone(memory)

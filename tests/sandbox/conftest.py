@@ -21,10 +21,10 @@ def way() -> Way:
 
 class Sandbox:
     def __init__(self, way: Way) -> None:
-        self.way = way
+        self.way, self.limits = way, LIMITS
 
     def __call__(self, program: str, *tests: str, **rest: str) -> Verdict:
-        return run(Job(program, tests, **rest), LIMITS, self.way)
+        return run(Job(program, tests, **rest), self.limits, self.way)
 
 
 @pytest.fixture
