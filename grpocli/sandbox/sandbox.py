@@ -64,11 +64,11 @@ class Verdict:
 
 
 class SandboxError(Exception):
-    """The code could not be run; it is not known what it does. The text says why."""
+    """The program could not be run or tested; it is not known whether it is right. The text says why."""
 
 
 def run(job: Job, limits: Limits, way: Way) -> Verdict:
-    """Raises SandboxError where a process could not be shut in or did not start."""
+    """Raises SandboxError where a process could not be shut in, or where the fault is not the program's."""
     ours, theirs = socket.socketpair()
     with ours, theirs, contextlib.ExitStack() as stack:
         program = stack.enter_context(_process(way, limits, theirs, {"text": job.text, "before": job.before}))
@@ -80,12 +80,22 @@ def run(job: Job, limits: Limits, way: Way) -> Verdict:
         in_time = tests.ended_within(limits.timeout)
         tests.kill()  # first, or it would still write that the program is gone
         program.kill()
-        results = tests.verdict().split("\n")[:-1][: len(job.tests)]
-        passed = [result == "" for result in results] + [False] * (len(job.tests) - len(results))
-        wrong = next(filter(None, results), "")
-        if not wrong and not all(passed):
-            wrong = "the tests ended early" if in_time else f"it took longer than {limits.timeout:g} s"
-        return Verdict(passed, wrong, program.printed())
+        return _verdict(job, tests.verdict().split("\n")[:-1], program.printed(), in_time, limits)
+
+
+def _verdict(job: Job, lines: list[str], printed: str, in_time: bool, limits: Limits) -> Verdict:
+    """lines: as `inside.tests.run` writes them."""
+    late = f"took longer than {limits.timeout:g} s"
+    if not lines:
+        raise SandboxError(f"what comes before its tests {'ended early' if in_time else late}")
+    if lines[0]:
+        raise SandboxError(f"its tests cannot be run: {lines[0]}")
+    results = lines[1 : 1 + len(job.tests)]
+    passed = [result == "" for result in results] + [False] * (len(job.tests) - len(results))
+    wrong = next(filter(None, results), "")
+    if not wrong and not all(passed):
+        wrong = "the tests ended early" if in_time else f"it {late}"
+    return Verdict(passed, wrong, printed)
 
 
 def _of_tests(job: Job) -> dict[str, Any]:
@@ -109,7 +119,10 @@ class _Shut:
             raise SandboxError(said or self.printed().strip()[-300:] or "it ended at once")
 
     def ended_within(self, seconds: float) -> bool:
-        ended = os.pidfd_open(self.process.pid)  # waiting with a timeout would look every 50 ms
+        try:
+            ended = os.pidfd_open(self.process.pid)  # waiting with a timeout would look every 50 ms
+        except OSError as error:
+            raise SandboxError(f"cannot wait for a process: {error.strerror}; Linux 5.3 or later is needed") from error
         try:
             return bool(select.select([ended], [], [], seconds)[0])
         finally:

@@ -44,10 +44,15 @@ def python_of(path: str | None) -> Python:
     """
     if path is None:
         real = os.path.realpath(sys.executable)
-        return Python(real, ("-S",), (sys.base_prefix,))
+        return Python(real, ("-S",), _with_targets([sys.base_prefix]))
     ask = "import sys; print(sys.prefix); print(sys.base_prefix)"
     said = subprocess.run([path, "-I", "-c", ask], check=True, capture_output=True, text=True, timeout=60).stdout
-    return Python(path, (), tuple(dict.fromkeys(said.split("\n")[:2])))
+    return Python(path, (), _with_targets(said.split("\n")[:2]))
+
+
+def _with_targets(folders: Sequence[str]) -> tuple[str, ...]:
+    """Also where they really are: an interpreter that is reached by a link finds its library there."""
+    return tuple(dict.fromkeys(path for folder in folders for path in (folder, os.path.realpath(folder))))
 
 
 def bubblewrap(python: Python, program: str) -> Way:
@@ -55,7 +60,7 @@ def bubblewrap(python: Python, program: str) -> Way:
 
     def command(disk_mb: int) -> list[str]:
         shown = [arg for path in _existing(SYSTEM) for arg in _shown(path)]
-        shown += [arg for path in (*python.folders, INSIDE) for arg in ("--ro-bind", path, path)]
+        shown += [arg for path in (*python.folders, INSIDE) for arg in ("--ro-bind", os.path.realpath(path), path)]
         tmp = ["--size", str(disk_mb * 2**20), "--tmpfs", "/tmp"]  # first: an interpreter may be below it
         closed = ["--remount-ro", "/dev", "--remount-ro", "/"]
         return [
@@ -68,7 +73,8 @@ def bubblewrap(python: Python, program: str) -> Way:
 
 def namespaces(python: Python) -> Way:
     """The kernel's namespaces, entered by the process itself: `inside.namespaces`."""
-    readable = [*SYSTEM, *(path for path in python.folders if not path.startswith("/usr/"))]
+    readable = [(path, path) for path in SYSTEM]
+    readable += [(os.path.realpath(path), path) for path in python.folders if not path.startswith("/usr/")]
     return Way("namespaces", python, lambda _: [], {"namespaces": True, "shut_in": True, "readable": readable})
 
 

@@ -46,13 +46,14 @@ def nothing_is_left():
 
 def test_a_fork_bomb(sandbox, nothing_is_left):
     program = """
-import os
+import os, time
 count = 0
 def bomb():
     global count
     while True:
         try:
             if os.fork() == 0:
+                time.sleep(0.2)  # until the limit is reached
                 while True:
                     try:
                         os.fork()
@@ -62,7 +63,7 @@ def bomb():
         except OSError:
             return count
 """
-    verdict = sandbox(program, "assert 0 < bomb() <= 5")
+    verdict = sandbox(program, f"assert bomb() == {sandbox.limits.processes}")
     assert verdict.passed == [True]
 
 
@@ -282,6 +283,14 @@ for module in list(sys.modules.values()):
 """
     assert sandbox(program, "assert abs(answer - 42) < 1").passed == [False]
     assert sandbox(program, "assert answer == 0 and abs(-1) == 1").passed == [True]
+
+
+@pytest.mark.parametrize("program", ["", "x = 1", "```python\ndel answer\n```", "answer: int"])
+def test_the_reference_is_not_tested_in_place_of_the_program(sandbox, program):
+    before = 'def answer():\n    """42."""\n'
+    given = {"before": before, "reference": "    return 42\n", "entry": "answer"}
+    assert sandbox(program, TEST, **given).passed == [False]
+    assert sandbox(program, TEST, reference=RIGHT, entry="answer").passed == [False]
 
 
 def test_a_loop_of_the_tests_does_not_end_early(sandbox):

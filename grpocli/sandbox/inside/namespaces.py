@@ -34,8 +34,10 @@ OLD = "/old"
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def enter(readable: Sequence[str], disk_mb: int) -> None:
-    """Return in a process that sees `readable` and a folder /tmp of `disk_mb`, and nothing else of the machine.
+def enter(readable: Sequence[tuple[str, str]], disk_mb: int) -> None:
+    """Return in a process that sees a folder /tmp of `disk_mb`, of the machine's files only `readable`, no network.
+
+    readable: (what, where it is to be seen).
 
     The processes before it stay outside and wait: they end as it does, and it ends with them.
     Raises Unavailable, outside, where the kernel does not allow it.
@@ -52,6 +54,8 @@ def enter(readable: Sequence[str], disk_mb: int) -> None:
     _unshare(made[1])
     if os.read(mapped[0], 1) != b"y":
         os._exit(1)
+    os.close(mapped[0])
+    os.close(mapped[1])
     _build_root(readable, disk_mb)
     inner = os.fork()
     if inner:
@@ -90,7 +94,7 @@ def _map_users(child: int, user: int, group: int, made: int, mapped: int) -> Non
     os.write(mapped, b"y")
 
 
-def _build_root(readable: Sequence[str], disk_mb: int) -> None:
+def _build_root(readable: Sequence[tuple[str, str]], disk_mb: int) -> None:
     """A new root in place of this process's."""
     _mount(None, "/", None, RECURSIVE | PRIVATE)
     _mount("tmpfs", "/tmp", "tmpfs", NO_SETUID | NO_DEVICES, "size=1m,nr_inodes=4k,mode=755")
@@ -100,18 +104,18 @@ def _build_root(readable: Sequence[str], disk_mb: int) -> None:
     os.mkdir("/tmp")
     size = f"size={disk_mb}m,nr_inodes=4k,mode=1777"
     _mount("tmpfs", "/tmp", "tmpfs", NO_SETUID | NO_DEVICES, size)
-    for path in (*readable, *DEVICES):  # after it: an interpreter may be below /tmp
-        _show(path)
+    for what, path in (*readable, *((device, device) for device in DEVICES)):  # after it: Python may be below /tmp
+        _show(what, path)
     _checked(libc.umount2(OLD.encode(), DETACH), "umount")
     os.rmdir(OLD)
     _mount(None, "/", None, REMOUNT | BIND | READ_ONLY | NO_SETUID | NO_DEVICES)
     os.chdir("/tmp")
 
 
-def _show(path: str) -> None:
-    """Make a path of the old root visible in the new one, to read."""
-    old = OLD + path
-    if not os.path.lexists(old):
+def _show(what: str, path: str) -> None:
+    """Make something of the old root visible in the new one, to read."""
+    old = OLD + what
+    if not os.path.lexists(old) or os.path.lexists(path):
         return
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if os.path.islink(old):
@@ -123,16 +127,16 @@ def _show(path: str) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
     _mount(old, path, None, BIND | RECURSIVE)
     if path not in DEVICES:
-        _make_read_only(path)
+        _make_read_only(old, path)
 
 
-def _make_read_only(path: str) -> None:
+def _make_read_only(old: str, path: str) -> None:
     wanted = struct.pack("QQQQ", READ_ONLY | NO_SETUID | NO_DEVICES, 0, 0, 0)
     if libc.syscall(MOUNT_SETATTR, -100, path.encode(), AT_RECURSIVE, wanted, len(wanted)) == 0:
         return
     # before Linux 5.12: one mount at a time; what is mounted below it is then left out
     _checked(libc.umount2(path.encode(), DETACH), f"umount {path}")
-    _mount(OLD + path, path, None, BIND)
+    _mount(old, path, None, BIND)
     _mount(None, path, None, REMOUNT | BIND | READ_ONLY | NO_SETUID | NO_DEVICES | os.statvfs(path).f_flag & 0x40E)
 
 

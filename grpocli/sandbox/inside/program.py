@@ -110,7 +110,7 @@ def _next(iterator: Any) -> tuple[bool, Any]:
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda function, *arguments, **named: function(*arguments, **named),
+    "call": lambda function, /, *arguments, **named: function(*arguments, **named),
     "get": getattr,
     "item": lambda value, key: value[key],
     "len": len,

@@ -59,22 +59,30 @@ class Unavailable(Exception):
     """This machine cannot hold a program back. The text says why."""
 
 
-def limit(seconds: float, memory_mb: int, processes: int, disk_mb: int) -> None:
+def limit(seconds: float, memory_mb: int, disk_mb: int) -> None:
     """Of this process and of each that it starts. seconds: of the processor's time, a little more than of the clock."""
     memory, size, time = memory_mb * 2**20, disk_mb * 2**20, int(seconds) + 2
     for what, most in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_FSIZE, size),
         (resource.RLIMIT_CPU, time),
-        (resource.RLIMIT_NPROC, processes + 1),
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
-        _, hard = resource.getrlimit(what)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(what, (most, most))
+        _lower(what, most)
+
+
+def limit_processes(most: int) -> None:
+    """Of this user in this namespace of users, threads included; of root there is no such limit."""
+    _lower(resource.RLIMIT_NPROC, most)
+
+
+def _lower(what: int, most: int) -> None:
+    _, hard = resource.getrlimit(what)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(what, (most, most))
 
 
 def give_up_privileges() -> None:

@@ -25,11 +25,14 @@ class Remote:
     def __init__(self, ask: Callable[..., Any], number: int, kind: str) -> None:
         self.__dict__.update(_ask=ask, _number=number, _kind=kind)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, /, *arguments: Any, **named: Any) -> Any:
         return self._ask("call", self, *arguments, **named)
 
     def __getattr__(self, name: str) -> Any:
         return self._ask("get", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise TypeError(f"a test set {name!r} of the program's {self._kind}, which stays as it is there")
 
     def __getitem__(self, key: Any) -> Any:
         return self._ask("item", self, key)
@@ -72,7 +75,7 @@ class Program:
         modules = {name: _module(module) for name, module in found["modules"].items()}
         return {name: value for name, value in (modules | found["values"]).items() if not name.startswith("__")}
 
-    def ask(self, what: str, *arguments: Any, **named: Any) -> Any:
+    def ask(self, what: str, /, *arguments: Any, **named: Any) -> Any:
         """Have the program do something. Raises what it raises."""
         self._wire.send(encode((what, arguments, named), _number))
         return self._received()
@@ -87,32 +90,52 @@ class Program:
         return rest[0]
 
 
-def known(theirs: dict[str, Any], reference: str, entry: str) -> dict[str, Any]:
-    """The names that tests may use: some are of the program, and what its results are compared with must not be.
+class Example:
+    """What of the tests does not come from the program. Made before the program is heard; raises what is wrong with it.
 
-    entry: the one name that is the program's; all others are the reference's. Without it, Python's own names are
+    entry: the one name that is the program's; all others are then the reference's. Without it, Python's own names are
     the program's only where the reference defines them too, and what the reference imports is imported here.
     """
-    if entry:
-        space: dict[str, Any] = {}
-        exec(compile(reference, "<reference>", "exec", dont_inherit=True), space)
-        return space | {name: value for name, value in theirs.items() if name == entry}
-    defined, imports = _of(reference)
-    reserved = {*dir(builtins), *sys.stdlib_module_names} - defined
-    space = {name: value for name, value in theirs.items() if name not in reserved}
-    space |= {name: _module(name) for name in theirs if name in reserved & sys.stdlib_module_names}
-    exec(imports, space)
-    return space
+
+    def __init__(self, reference: str, entry: str, setup: str, tests: Sequence[str]) -> None:
+        self._entry = entry
+        self._own: dict[str, Any] = {"__name__": "tests"}
+        self._reserved = {*dir(builtins), *sys.stdlib_module_names}
+        if entry:
+            exec(_compiled(reference, "<reference>"), self._own)
+            self._own.pop(entry, None)  # or the reference would be tested where the program has none
+        elif reference:
+            defined, imports = _of(reference)
+            self._reserved -= defined
+            exec(imports, self._own)
+        self._setup = _compiled(setup, "<setup>")
+        try:
+            exec(self._setup, dict(self._own))
+        except NameError:  # it needs what the program defines
+            pass
+        self.tests = [_compiled(test, "<test>") for test in tests]
+
+    def names(self, theirs: dict[str, Any]) -> dict[str, Any]:
+        """What tests may use, with those names of the program's that cannot judge it. Runs the setup."""
+        if self._entry:
+            space = {name: value for name, value in theirs.items() if name == self._entry} | self._own
+        else:
+            space = {name: value for name, value in theirs.items() if name not in self._reserved}
+            modules = self._reserved & sys.stdlib_module_names
+            space |= {name: _module(name) for name in theirs if name in modules} | self._own
+        exec(self._setup, space)
+        return space
+
+
+def _compiled(code: str, name: str) -> CodeType:
+    return compile(code, name, "exec", dont_inherit=True)
 
 
 def _of(reference: str) -> tuple[set[str], CodeType]:
     """The functions and classes that it defines, and what it imports."""
     import ast
 
-    try:
-        statements = ast.parse(reference).body
-    except SyntaxError:
-        statements = []
+    statements = ast.parse(reference).body
     imports: list[ast.stmt] = [one for one in statements if isinstance(one, ast.Import | ast.ImportFrom)]
     defined = {one.name for one in statements if isinstance(one, ast.FunctionDef | ast.ClassDef)}
     return defined, compile(ast.Module(imports, []), "<reference>", "exec", dont_inherit=True)
@@ -142,22 +165,26 @@ def _number(value: Any) -> tuple[int, str]:
 
 
 def run(wire: Wire, reference: str, entry: str, setup: str, tests: Sequence[str], out: int) -> None:
-    """A line for each test as soon as it is over: empty, or what was wrong."""
-    space: dict[str, Any] = {"__name__": "tests"}
+    """A line for the example: empty, or what is wrong with it. Then a line for each test: empty, or what was wrong."""
+    examples: list[Example] = []
+    broken = _problem(lambda: examples.append(Example(reference, entry, setup, tests)))
+    _write(out, broken)
+    if broken:
+        return
+    (example,) = examples
+    space: dict[str, Any] = {}
+    problem = _problem(lambda: space.update(example.names(Program(wire).names())))
+    for test in example.tests:
+        _write(out, problem or _problem(exec, test, space))
 
-    def execute(code: str, name: str) -> str:
-        return _problem(lambda: exec(compile(code, name, "exec", dont_inherit=True), space))
 
-    problem = _problem(lambda: space.update(known(Program(wire).names(), reference, entry)))
-    problem = problem or execute(setup, "<setup>")
-    for test in tests:
-        wrong = problem or execute(test, "<test>")
-        os.write(out, " ".join(wrong.split()).encode(errors="replace") + b"\n")
+def _write(out: int, problem: str) -> None:
+    os.write(out, " ".join(problem.split()).encode(errors="replace") + b"\n")
 
 
-def _problem(action: Callable[[], object]) -> str:
+def _problem(action: Callable[..., object], *given: Any) -> str:
     try:
-        action()
+        action(*given)
     except AssertionError as error:
         return f"AssertionError: {str(error)[:500]}" if str(error) else "AssertionError"
     except BaseException as error:  # noqa: BLE001 - whatever a test raises, it did not pass
