@@ -103,7 +103,7 @@ def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[Evaluated]:
     from grpocli.tracking.view import silent_view
 
     models = checkpoints_of(args.run, args.checkpoints) if args.checkpoints else []
-    if out.exists() and any(out.iterdir()):
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: is there already; give another folder")
     RunDir(out).check_writable(resuming=True)
     quiet_libraries()
@@ -118,8 +118,10 @@ def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[Evaluated]:
         named = models or [(job.engine.model_path, job.engine.model_path)]
         for one in evaluate(run, job.engine, named, asked, status.update):
             name = "".join(c if c.isalnum() else "_" for c in Path(one.name).name)
-            advantages = [[0.0] * len(group.rollouts) for group in one.groups]
-            write_rollouts(out / "samples" / f"{len(found):03d}_{name}.parquet", one.groups, advantages, 0)
+            for kind, groups in (("greedy", one.greedy), ("sampled", one.sampled)):
+                if groups:
+                    advantages = [[0.0] * len(group.rollouts) for group in groups]
+                    write_rollouts(out / "samples" / f"{len(found):03d}_{name}_{kind}.parquet", groups, advantages, 0)
             found.append(one)
     return found
 

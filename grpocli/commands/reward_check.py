@@ -77,6 +77,7 @@ def _agreements(run: Run, split: str, most: int, template: str) -> Iterator[Agre
     from grpocli.rewards.agreement import agreement
     from grpocli.tasks.data import rewards_for
     from grpocli.tasks.mixture import about, key_of, tasks_of
+    from grpocli.tasks.task import columns_of
 
     asked = 0
     for name, task in tasks_of(run.task).items():
@@ -85,7 +86,7 @@ def _agreements(run: Run, split: str, most: int, template: str) -> Iterator[Agre
         for reward in rewards_for(task, run.reward):
             if run.reward[reward].judges_answers:
                 with about(key_of(run.task, name)):
-                    run.reward[reward].check(sorted({*examples[0], "task_name"} - {"prompt"}))
+                    run.reward[reward].check(columns_of(examples[0]))
                 asked += 1
                 yield agreement(name, reward, run.reward[reward], examples, template)
     if not asked:
@@ -129,6 +130,6 @@ def _line(one: Agreement, verdict: Verdict, reward: BaseReward) -> str:
     else:
         why = reward.explain(verdict.sample)
         score = f"scores {verdict.score:g}" + (f" ({why})" if why else "")
-    answer = excerpt(str(verdict.sample.columns.get("answer")))
+    answer = excerpt(str(verdict.sample.columns.get(one.column)))
     where = f"{one.task} {one.reward}: example {verdict.number}"
     return f"{where}: {what} {excerpt(verdict.sample.text)} {score} (answer {answer})"

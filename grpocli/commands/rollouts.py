@@ -26,13 +26,20 @@ examples
   grpocli rollouts RUN --where 'math<1' --where 'task=gsm8k' --n 5
   grpocli rollouts RUN --step : --export all.jsonl         every completion of the run, or .parquet, or hub:OWNER/NAME
 """
+WRITERS = {".jsonl": "to_json", ".parquet": "to_parquet"}
+"""How a table is exported, by a file's ending."""
 SHOWN = 2000
 """Characters of a prompt or completion; --whole shows all."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Show or export. Returns the exit code; raises ConfigError for what is not there."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.n < 0:
+        parser.error(f"--n {args.n}: must be 0 (all) or more")
+    if args.export:
+        _check_target(args.export)
     from grpocli.tracking.sampled import Condition, rows_of, steps_of
 
     conditions = [Condition.parse(text) for text in args.where]
@@ -138,15 +145,20 @@ def _to_hub(table: Dataset, target: str) -> None:
         raise RunError(f"--export {target}: {problem}") from error
 
 
-def _to_file(table: object, path: Path) -> None:
-    writers = {".jsonl": "to_json", ".parquet": "to_parquet"}
-    if path.suffix not in writers:
-        raise ConfigError(f"--export {path}: must end in {' or '.join(writers)}, or be hub:OWNER/NAME")
+def _check_target(target: str) -> None:
+    path = Path(target)
+    if target.startswith("hub:"):
+        return
+    if path.suffix not in WRITERS:
+        raise ConfigError(f"--export {path}: must end in {' or '.join(WRITERS)}, or be hub:OWNER/NAME")
     if not path.parent.is_dir():
         raise ConfigError(f"--export {path}: there is no folder {path.parent}")
+
+
+def _to_file(table: object, path: Path) -> None:
     beside = path.with_name(f".tmp-{path.name}")
     try:
-        getattr(table, writers[path.suffix])(str(beside))
+        getattr(table, WRITERS[path.suffix])(str(beside))
         beside.replace(path)
     except OSError as error:
         raise ConfigError(f"--export {path}: {error.strerror or error}") from error

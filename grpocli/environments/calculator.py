@@ -1,4 +1,4 @@
-"""A calculator that the model calls by writing `<<12*34>>`, as the worked solutions of GSM8K do."""
+"""A calculator that the model calls by writing `<<12*34>>`, or `<<12*34=408>>` as GSM8K's worked solutions do."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ class Calculator:
         text = messages[-1]["content"]
         calls = CALL.findall(text)
         if calls:
-            return Step([{"role": self.role, "content": value_of(calls[-1])}], -self.cost, False, metadata)
+            return Step(
+                [{"role": self.role, "content": value_of(calls[-1].partition("=")[0])}], -self.cost, False, metadata
+            )
         correct = last_number(text) == last_number(metadata["answer"])
         return Step([], self.right if correct else self.wrong, True, metadata)
 

@@ -165,10 +165,13 @@ class Episodes:
         for name, value in rewards.items():
             one.rewards[name] = one.rewards.get(name, 0.0) + value
         if done:
-            one.finish_reason = "stop"
+            one.finish_reason = "stop" if len(one.token_ids) < sampling.max_tokens else one.finish_reason
             return False
-        chat = not isinstance(one.prompt.text, str)
-        ids = Turns(self.tokenizer).after(one.token_ids, observation, chat)
+        try:
+            ids = Turns(self.tokenizer).after(one.token_ids, observation, not isinstance(one.prompt.text, str))
+        except ConfigError as error:
+            one.problem = f"turn {one.turns} of its environment: {error}"
+            return False
         if one.turns == one.play.turns or len(one.token_ids) + len(ids) >= sampling.max_tokens:
             one.finish_reason = "length"
             return False

@@ -51,6 +51,10 @@ def _messages(observation: Any) -> list[Message]:
             raise ValueError(f"step observed {message!r}; a message is a dict with `role` and `content`")
         if message.get("role") not in ROLES:
             raise ValueError(f"step observed a message of the role {message.get('role')!r}; take {', '.join(ROLES)}")
+    try:
+        json.dumps(observation)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"step observed what is not made of JSON values: {error}") from error
     return list(observation)
 
 

@@ -43,7 +43,7 @@ class Turns:
             )
         except (TemplateError, ValueError) as error:
             raise ConfigError(f"model: its chat template refuses what an environment says: {error}") from error
-        _, found, after = text.rpartition(SPOKEN)
+        _, found, after = text.partition(SPOKEN)  # the first one: an environment may say it too
         if not found:
             raise ConfigError(
                 "model: its chat template leaves out what the model has said before an environment's words"

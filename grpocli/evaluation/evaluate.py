@@ -12,10 +12,10 @@ from grpocli.data import Group, Prompt
 from grpocli.evaluation.results import Judges, TaskResult, task_result
 from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
-from grpocli.rollout.seeds import seed_of
 from grpocli.tasks.data import rewards_for
 from grpocli.tasks.mixture import about, key_of, limits_of, tasks_of
 from grpocli.tasks.prompts import PromptSet
+from grpocli.tasks.task import columns_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +49,8 @@ class Evaluated:
 
     name: str
     tasks: list[TaskResult]
-    groups: list[Group]
+    greedy: list[Group]
+    sampled: list[Group]
 
 
 def evaluate(
@@ -76,19 +77,34 @@ def evaluate(
         stack.enter_context(run.engine.launch(job))
         for version, (name, path) in enumerate(models, 1):
             say(f"loading {name}")
-            sampler = _sampler(run, job, path, world, tokenizer, problems)
-            try:
-                sampler.engine.sync(version)
-                tasks, groups = [], list[Group]()
-                for one in problems:
-                    say(f"{name}: {one.task}, {len(one.prompts):,} problems")
-                    result, sampled = _of_task(run, sampler, one, asked)
-                    tasks.append(result)
-                    groups += sampled
-            finally:
-                sampler.episodes.close()
-                sampler.engine.close()
-            yield Evaluated(name, tasks, groups)
+            yield _evaluated(
+                run, _sampler(run, job, path, world, tokenizer, problems), version, name, problems, asked, say
+            )
+
+
+def _evaluated(
+    run: Run,
+    sampler: Sampler,
+    version: int,
+    name: str,
+    problems: Sequence[Problems],
+    asked: Asked,
+    say: Callable[[str], None],
+) -> Evaluated:
+    """One model. It is let go here, or two would be held while the next one is loaded."""
+    found = Evaluated(name, [], [], [])
+    try:
+        sampler.engine.sync(version)
+        for one in problems:
+            say(f"{name}: {one.task}, {len(one.prompts):,} problems")
+            result, greedy, sampled = _of_task(run, sampler, one, asked)
+            found.tasks.append(result)
+            found.greedy.extend(greedy)
+            found.sampled.extend(sampled)
+    finally:
+        sampler.episodes.close()
+        sampler.engine.close()
+    return found
 
 
 def _problems(name: str, task: Any, run: Run, tokenizer: PreTrainedTokenizerBase, asked: Asked) -> Problems:
@@ -97,7 +113,7 @@ def _problems(name: str, task: Any, run: Run, tokenizer: PreTrainedTokenizerBase
     prompts = PromptSet(examples, tokenizer, *limits, f"{name} eval", name, asked.problems or None)
     rewards = rewards_for(task, run.reward)
     judge = run.eval.reward if run.eval.reward in rewards else rewards[0]
-    run.reward[judge].check(sorted({*examples[0], "task_name"} - {"prompt"}))
+    run.reward[judge].check(columns_of(examples[0]))
     return Problems(name, judge, [prompts.prompt(i, uid=f"{name}-{i}") for i in range(len(prompts))])
 
 
@@ -120,7 +136,7 @@ def _sampler(
     return Sampler(world, engine, tokenizer, scorer, plays)
 
 
-def _of_task(run: Run, sampler: Sampler, one: Problems, asked: Asked) -> tuple[TaskResult, list[Group]]:
+def _of_task(run: Run, sampler: Sampler, one: Problems, asked: Asked) -> tuple[TaskResult, list[Group], list[Group]]:
     sampling = run.rollout.sampling
     greedy: list[Group] = []
     sampled: list[Group] = []
@@ -130,13 +146,14 @@ def _of_task(run: Run, sampler: Sampler, one: Problems, asked: Asked) -> tuple[T
         sampled = _groups(sampler, one, asked.samples, sampling, run.seed)
     judges = Judges({one.task: one.judge}, run.reward)
     result = task_result(one.task, judges, greedy, sampled, sampling.max_tokens)
-    return result, [*greedy, *sampled]
+    return result, greedy, sampled
 
 
 def _groups(sampler: Sampler, one: Problems, n: int, sampling: Any, seed: int) -> list[Group]:
     """Seeds as an evaluation within a run has them: two models differ by their weights alone."""
-    seeds = [seed_of(seed, 2**32 - 1, i) for i in range(len(one.prompts))]
-    groups, tally = sampler.groups(one.prompts, seeds, n, sampling)
+    from grpocli.training.evaluate import eval_seeds
+
+    groups, tally = sampler.groups(one.prompts, eval_seeds(seed, one.prompts), n, sampling)
     sampler.scorer.judge(tally)
     return groups
 

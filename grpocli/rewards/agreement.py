@@ -34,12 +34,13 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Of one reward with one task. seconds: for all of its calls."""
+    """Of one reward with one task. seconds: for all of its calls. column: where the examples' own answers are."""
 
     task: str
     reward: str
     verdicts: list[Verdict]
     seconds: float
+    column: str
 
     @property
     def share(self) -> float:
@@ -56,7 +57,7 @@ class Agreement:
 
 def agreement(task: str, name: str, reward: BaseReward, examples: Sequence[Example], template: str) -> Agreement:
     """Score each example's own answer, an empty one and another example's, written as `template` says."""
-    column = "answer" if examples and "answer" in examples[0] else getattr(reward, "answer_column", "answer")
+    column = reward.solution_column or getattr(reward, "answer_column", "answer")
     answers = [str(example.get(column, "")) for example in examples]
     cases = list(chain.from_iterable(_cases(i, answers, template) for i in range(len(answers))))
     samples = [_sample({**examples[i], "task_name": task}, text) for _, i, text in cases]
@@ -71,7 +72,7 @@ def agreement(task: str, name: str, reward: BaseReward, examples: Sequence[Examp
             verdicts.append(Verdict(kind, i, sample, None, score.reason))
         else:
             verdicts.append(Verdict(kind, i, sample, score))
-    return Agreement(task, name, verdicts, seconds)
+    return Agreement(task, name, verdicts, seconds, column)
 
 
 def _cases(i: int, answers: Sequence[str], template: str) -> Iterator[tuple[str, int, str]]:

@@ -39,6 +39,7 @@ class Code(Correctness):
     """
 
     has_processes = True
+    solution_column = "answer"
     answer_column: str = "tests"
     partial: bool = False
     timeout: float = 5.0

@@ -22,6 +22,7 @@ class CountdownReward(Correctness):
     The example has the columns `numbers`, each to be used once, and `target`. Without an <answer> the last line counts.
     """
 
+    solution_column = "answer"
     answer_column: str = "target"
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:

@@ -6,7 +6,9 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from string import Formatter
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from omegaconf import MISSING
@@ -14,6 +16,9 @@ from omegaconf import MISSING
 from grpocli.config.parts import nearest, part, require
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import BaseReward, Sample, Score
+
+if TYPE_CHECKING:
+    from grpocli.rewards.judging import Asking
 
 PROMPT = """\
 You judge answers. Compare the answer with the reference, and end with "Score: 1" where it is right, "Score: 0" where it
@@ -49,7 +54,7 @@ class Judge(BaseReward):
     model: str = MISSING
     prompt: str = PROMPT
     system: str | None = None
-    pattern: str = r"(?i)score\W*?([-+]?\d+(?:\.\d+)?)"
+    pattern: str = r"(?i)score[^\w.]*?([-+]?(?:\d*\.\d+|\d+))"
     low: float = 0.0
     high: float = 1.0
     api_key: str = "OPENAI_API_KEY"
@@ -62,8 +67,11 @@ class Judge(BaseReward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parts = urlsplit(self.base_url)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname)
+        try:
+            parts = urlsplit(self.base_url)
+            known = parts.scheme in ("http", "https") and bool(parts.hostname)
+        except ValueError:  # brackets that do not match
+            known = False
         require(self, "base_url", known, "must be a URL such as http://127.0.0.1:8000/v1")
         try:
             problem = "" if re.compile(self.pattern).groups else "needs a group: the score"
@@ -103,9 +111,16 @@ class Judge(BaseReward):
         refuse_unreachable(self)
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        from grpocli.rewards.judging import judged
+        return self._asking.judged(self, samples)
 
-        return judged(self, samples)
+    def close(self) -> None:
+        self._asking.close()
+
+    @cached_property
+    def _asking(self) -> Asking:
+        from grpocli.rewards.judging import Asking
+
+        return Asking()
 
     def question(self, sample: Sample) -> list[dict[str, str]]:
         """The messages that the judge gets."""

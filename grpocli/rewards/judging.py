@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,16 +25,39 @@ LONGEST_PAUSE = 30.0
 CONNECT = 10.0
 
 
-def judged(judge: Judge, samples: Sequence[Sample]) -> list[Score]:
-    """A score or a Failure for each sample, in order."""
-    return asyncio.run(_all(judge, samples))
+class Asking:
+    """Calls of `judged` that are under way, possibly in several threads, and that a run that ends does not wait for."""
+
+    def __init__(self) -> None:
+        self._going: dict[asyncio.Task[list[Score]], asyncio.AbstractEventLoop] = {}
+
+    def judged(self, judge: Judge, samples: Sequence[Sample]) -> list[Score]:
+        """A score or a Failure for each sample, in order."""
+
+        async def asked() -> list[Score]:
+            task = asyncio.create_task(_all(judge, samples))
+            self._going[task] = asyncio.get_running_loop()
+            try:
+                return await task
+            except asyncio.CancelledError:
+                return [Failure("no judgement: the run has ended")] * len(samples)
+            finally:
+                del self._going[task]
+
+        return asyncio.run(asked())
+
+    def close(self) -> None:
+        """End what is under way."""
+        for task, loop in list(self._going.items()):
+            with contextlib.suppress(RuntimeError):  # its loop has just ended
+                loop.call_soon_threadsafe(task.cancel)
 
 
 def refuse_unreachable(judge: Judge) -> None:
     """Raise ConfigError unless something answers at the address; whatever it says."""
     try:
         httpx.get(f"{judge.base_url.rstrip('/')}/models", headers=_headers(judge), timeout=CONNECT)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
         reason = str(error) or type(error).__name__
         raise ConfigError.of("reward.judge.base_url", judge.base_url, f"cannot be reached: {reason}") from error
 
@@ -45,7 +70,10 @@ async def _all(judge: Judge, samples: Sequence[Sample]) -> list[Score]:
 
         async def one(sample: Sample) -> Score:
             async with turn:
-                return await _one(judge, http, sample)
+                try:
+                    return await _one(judge, http, sample)
+                except Exception as error:  # noqa: BLE001 - one sample's fault is not the others'
+                    return Failure(f"no judgement: {type(error).__name__}: {error}")
 
         return list(await asyncio.gather(*(one(sample) for sample in samples)))
 
@@ -57,19 +85,20 @@ async def _one(judge: Judge, http: httpx.AsyncClient, sample: Sample) -> Score:
         "max_tokens": judge.max_tokens,
         "temperature": judge.temperature,
     }
-    problem = ""
+    content = json.dumps(body)  # ASCII: a lone surrogate of the data's would not be UTF-8
+    problem, wanted = "", 0.0
     for attempt in range(judge.retries + 1):
         if attempt:
-            await asyncio.sleep(min(judge.backoff * 2 ** (attempt - 1), LONGEST_PAUSE))
+            await asyncio.sleep(min(max(judge.backoff * 2 ** (attempt - 1), wanted), LONGEST_PAUSE))
         try:
             async with asyncio.timeout(judge.timeout):  # also of an answer that comes drop by drop
-                response = await http.post(f"{judge.base_url.rstrip('/')}/chat/completions", json=body)
+                response = await http.post(f"{judge.base_url.rstrip('/')}/chat/completions", content=content)
         except (httpx.HTTPError, TimeoutError) as error:
             problem = f"no judgement: {str(error) or type(error).__name__}"
             continue
         if response.status_code in BUSY:
             problem = f"no judgement: {_said(response)}"
-            await asyncio.sleep(_wanted_pause(response))
+            wanted = _wanted_pause(response)
             continue
         if response.is_error:
             return Failure(f"the judge refused: {_said(response)}")
@@ -97,8 +126,9 @@ def _said(response: httpx.Response) -> str:
 def _wanted_pause(response: httpx.Response) -> float:
     """Seconds that the endpoint asks for; 0 where it does not, or asks for a date."""
     wanted = response.headers.get("retry-after", "")
-    return min(float(wanted), LONGEST_PAUSE) if wanted.isdigit() else 0.0
+    return float(wanted) if wanted.isdigit() else 0.0
 
 
 def _headers(judge: Judge) -> dict[str, str]:
-    return {"Authorization": f"Bearer {judge.key}"} if judge.key else {}
+    key = {"Authorization": f"Bearer {judge.key}"} if judge.key else {}
+    return {"Content-Type": "application/json", **key}

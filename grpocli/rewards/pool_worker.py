@@ -45,10 +45,10 @@ def _limit_memory() -> None:
 def _serve(function: Callable[..., Any], out: TextIO) -> None:
     for line in sys.stdin:
         try:
-            answer: list[Any] = [function(*json.loads(line))]
+            answer = json.dumps([function(*json.loads(line))])
         except Exception as error:  # noqa: BLE001 - whatever it is, the parent counts it
-            answer = [None, str(error) or type(error).__name__]
-        print(json.dumps(answer), file=out, flush=True)
+            answer = json.dumps([None, str(error) or type(error).__name__])
+        print(answer, file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -59,11 +59,12 @@ class BaseReward:
     weight: what its scores are multiplied by in the sum of a run's rewards. has_processes: it scores in processes of
     its own, and each sample by itself, so it is called group by group while other completions are still being sampled;
     others are called once, with all samples. judges_answers: it says whether an answer is right, so that
-    `grpocli reward-check` can hold it against the examples' own.
+    `grpocli reward-check` can hold it against the examples' own: those in solution_column, or in its answer_column.
     """
 
     has_processes: ClassVar[bool] = False
     judges_answers: ClassVar[bool] = False
+    solution_column: ClassVar[str] = ""
 
     weight: float = 1.0
 

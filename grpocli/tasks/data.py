@@ -13,6 +13,7 @@ from grpocli.tasks.mixture import about, key_of, tasks_of
 from grpocli.tasks.order import Order, Rotation
 from grpocli.tasks.prompts import PromptSet
 from grpocli.tasks.streamed import StreamedPrompts
+from grpocli.tasks.task import columns_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,7 +86,7 @@ class TaskData:
         if run.eval.problems:
             problems = task.examples("eval")
             held_out = PromptSet(problems, tokenizer, *limits, f"{label}eval", name, run.eval.problems)
-        columns = sorted({*examples[0], "task_name"} - {"prompt"})
+        columns = columns_of(examples[0])
         play: Play | None = getattr(task, "environment", None)
         return cls(
             name,

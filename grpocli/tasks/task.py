@@ -13,6 +13,11 @@ Example = dict[str, Any]
 """`prompt` (a string, or a list of messages with `role` and `content`) and any further columns."""
 
 
+def columns_of(example: Example) -> list[str]:
+    """What rewards see of the examples that are like this one."""
+    return sorted({*example, "task_name"} - {"prompt"})
+
+
 class Task(Protocol):
     """A choice of the config group `task`."""
 

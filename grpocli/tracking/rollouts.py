@@ -86,6 +86,6 @@ def _schema(groups: Sequence[Group]) -> Any:
             ("finish_reason", pa.string()),
             ("version", pa.int32()),
             ("version_spans", pa.list_(ids)),
-            *[(f"reward/{name}", pa.float32()) for name in names],
+            *[(f"reward/{name}", pa.float64()) for name in names],
         ]
     )

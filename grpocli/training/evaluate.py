@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -49,10 +50,20 @@ class Evaluator:
         return {**scores, f"{name}/mean_length": result.mean_length, f"{name}/truncated": result.truncated}
 
     def _groups(self, sampling: Sampling, n: int) -> list[Group]:
-        seeds = [seed_of(self.seed, 2**32 - 1, i) for i in range(len(self.prompts))]
+        seeds = eval_seeds(self.seed, self.prompts)
         groups, tally = self.sampler.groups(self.prompts, seeds, n, sampling)
         self.sampler.scorer.judge(tally)
         return groups
+
+
+def eval_seeds(seed: int, prompts: Sequence[Prompt]) -> list[int]:
+    """By the number of each problem within its task: `grpocli eval` evaluates one task after the other."""
+    numbers: dict[str, int] = defaultdict(int)
+    seeds = []
+    for prompt in prompts:
+        seeds.append(seed_of(seed, 2**32 - 1, numbers[prompt.task]))
+        numbers[prompt.task] += 1
+    return seeds
 
 
 def _of_task(name: str, groups: Sequence[Group]) -> list[Group]:

@@ -51,8 +51,8 @@ def test_checkpoints_of_a_run_have_the_accuracies_that_training_saw(grpocli, run
         assert models[1]["tasks"][0][name] == pytest.approx(summary[f"eval/{name}"])
     assert scores["mean@3"]["value"] <= scores["pass@2"]["value"] <= scores["pass@3"]["value"]
     assert "step 2" in said
-    samples = read_rollouts(out / "samples" / "001_step_2.parquet")
-    assert len(samples) == 12 * (1 + 3)
+    files = {kind: out / "samples" / f"001_step_2_{kind}.parquet" for kind in ("greedy", "sampled")}
+    assert {kind: len(read_rollouts(path)) for kind, path in files.items()} == {"greedy": 12, "sampled": 12 * 3}
 
 
 def test_the_final_model_and_several_tasks(grpocli, run: Path, tmp_path: Path) -> None:
@@ -68,6 +68,7 @@ def test_the_final_model_and_several_tasks(grpocli, run: Path, tmp_path: Path) -
         assert code == 0, err
     (both,), (alone,) = results(tmp_path / "a"), results(tmp_path / "b")
     assert [task["task"] for task in both["tasks"]] == ["arithmetic", "letter_counting"]
+    assert len(list((tmp_path / "a" / "samples").glob("*_greedy.parquet"))) == 1
     assert both["tasks"][0]["scores"]["greedy"] == alone["tasks"][0]["scores"]["greedy"]
 
 

@@ -38,6 +38,14 @@ def test_what_disagrees_is_shown(
     assert found == code
 
 
+def test_answers_are_those_of_the_rewards_column(grpocli, tmp_path: Path) -> None:
+    rows = "".join(f'{{"prompt": "{n}?", "answer": "{n}, since 2 + 2", "final": "{n}"}}\n' for n in range(5, 9))
+    (tmp_path / "d.jsonl").write_text(rows)
+    task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", "reward=[number]", "--split", "train"]
+    code, out, _ = grpocli("reward-check", *task, "reward.number.answer_column=final")
+    assert (code, "100.00%" in out) == (0, True)
+
+
 def test_another_answer_that_is_right_too_is_a_disagreement(grpocli, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text(LINES % "2.0")
     (tmp_path / "e.jsonl").write_text('{"prompt": "?", "answer": "1"}\n')

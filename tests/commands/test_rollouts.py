@@ -77,6 +77,7 @@ def test_what_is_exported(grpocli, run: Path, tmp_path: Path) -> None:
         (["--where", "rigth=1"], 'there is no such column; did you mean "right"'),
         (["--where", "right=one"], "'one' is no number"),
         (["--where", "right"], "write COLUMN<VALUE"),
+        (["--n", "-1"], "--n -1: must be 0 (all) or more"),
         (["--export", "out.csv"], "must end in .jsonl or .parquet"),
         (["--export", "/nowhere/out.jsonl"], "--export /nowhere/out.jsonl: there is no folder /nowhere"),
     ],

@@ -39,6 +39,8 @@ def test_a_call_is_answered_and_an_answer_ends_the_episode() -> None:
     assert (observation, reward, done) == ([{"role": "user", "content": "1020"}], -0.1, False)
     for text, expected in (("It is 1020.", 1.0), ("It is 1021", 0.0), ("no idea", 0.0)):
         assert calculator.step([{"role": "assistant", "content": text}], state)[:3] == ([], expected, True)
+    asked = [{"role": "assistant", "content": "12 * 34 = <<12*34=409>>"}]  # as GSM8K writes it; the value is ours
+    assert calculator.step(asked, state)[0] == [{"role": "user", "content": "408"}]
 
 
 def test_an_example_needs_a_number() -> None:

@@ -148,6 +148,12 @@ def test_limits_on_turns_and_tokens(play) -> None:
     cut = one(200, turns=2, turn_tokens=1)
     assert cut.mask is not None
     assert sum(cut.mask) == 2
+    at_the_limit = one(14, turn_tokens=8)
+    assert at_the_limit.finish_reason == "length"
+    done = [prompt_of(tokenizer, turns=1)]
+    over = play(Scripted(tokenizer), Play(name=f"{SCRIPTED}:Counting"), tokenizer)
+    assert over.generate(done, [request], Sampling(2))[0][0].finish_reason == "stop"
+    assert over.generate(done, [request], Sampling(1))[0][0].finish_reason == "length"  # cut, whatever it was worth
     ends = [token for token, written in zip(cut.token_ids, cut.mask, strict=True) if not written]
     assert ends[0] == tokenizer.eos_token_id  # the template's end of a turn, where the model was cut
 
@@ -187,6 +193,7 @@ def test_of_a_single_turn_nothing_is_kept(play) -> None:
         ("message", "step observed 'x'; a message is a dict"),
         ("number", "no finite number"),
         ("metadata", "not made of JSON values"),
+        ("extra", "step observed what is not made of JSON values"),
     ],
 )
 def test_an_environment_that_breaks_ends_its_own_episodes_only(play, how: str, said: str) -> None:

@@ -110,7 +110,9 @@ def judge(endpoint: Endpoint, **settings: Any) -> Judge:
 
 def test_scores_are_read_and_clipped(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    assert judge(endpoint, system="Be strict.")(samples("1", "0", "0.25", "7", "-3")) == [1.0, 0.0, 0.25, 1.0, 0.0]
+    assert judge(endpoint, system="Be strict.")(samples("1", "0", "0.25", "7", "-3", ".5")) == [
+        *(1.0, 0.0, 0.25, 1.0, 0.0, 0.5)
+    ]
     asked = next(r for r in endpoint.requests if r["messages"][1]["content"].rstrip().endswith("0.25"))
     assert asked["messages"][0] == {"role": "system", "content": "Be strict."}
     assert "Question:\n2+2?" in asked["messages"][1]["content"]
@@ -156,6 +158,7 @@ def test_requests_run_side_by_side_but_not_too_many(endpoint: Endpoint) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"base_url": "http://[::1/v1"}, r"reward\.judge\.base_url=http://\[::1/v1: must be a URL"),
         ({"base_url": "localhost:8000"}, r"reward\.judge\.base_url=localhost:8000: must be a URL"),
         ({"pattern": "score"}, r"reward\.judge\.pattern=score: needs a group"),
         ({"low": 1.0}, r"reward\.judge\.high=1\.0: must be above reward\.judge\.low=1\.0"),
@@ -172,5 +175,39 @@ def test_what_is_found_out_before_training(endpoint: Endpoint) -> None:
         judge(endpoint).check(["answers"])
     with pytest.raises(ConfigError, match=r"reward\.judge\.prompt=.*write {{ for a brace"):
         judge(endpoint, prompt="{").check([])
+    with pytest.raises(ConfigError, match=r"reward\.judge\.base_url=http://a\.\.b/v1: cannot be reached"):
+        Judge(base_url="http://a..b/v1", model="m", prompt="{prompt}").check([])
     with pytest.raises(ConfigError, match=r"reward\.judge\.base_url=http://127\.0\.0\.1:1/v1: cannot be reached"):
         Judge(base_url="http://127.0.0.1:1/v1", model="m", prompt="{prompt}").check([])
+
+
+def test_a_text_that_is_no_utf8_is_judged_with_the_others(endpoint: Endpoint) -> None:
+    assert judge(endpoint)(samples("1", "half a pair \ud800 0", "1"))[::2] == [1.0, 1.0]
+
+
+def test_one_samples_fault_is_not_the_others(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    (one,), (broken,), (other,) = samples("1"), samples("1"), samples("0")
+    broken.columns["answer"] = Unprintable()
+    first, failed, last = judge(endpoint)([one, broken, other])
+    assert (first, last) == (1.0, 0.0)
+    assert isinstance(failed, Failure)
+    assert "ValueError: no text" in failed.reason
+
+
+class Unprintable:
+    def __format__(self, spec: str) -> str:
+        raise ValueError("no text")
+
+
+def test_a_run_that_ends_does_not_wait_for_the_judge(endpoint: Endpoint) -> None:
+    asked = judge(endpoint, timeout=60.0)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(asked(samples("hangs", "hangs"))))
+    thread.start()
+    while not endpoint.requests:
+        time.sleep(0.01)
+    start = time.monotonic()
+    asked.close()
+    thread.join(20)
+    assert time.monotonic() - start < 2  # the endpoint answers after 3 s
+    assert [isinstance(one, Failure) for one in found] == [True, True]

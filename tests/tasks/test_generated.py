@@ -33,6 +33,12 @@ def test_splits_are_reproducible_and_apart(task: Any) -> None:
     assert held_out[:5] == task(train_size=3, eval_size=5).examples("eval")
 
 
+def test_settings_that_leave_nothing_to_evaluate_on_are_one_sentence() -> None:
+    assert SlidingPuzzles(shuffles=1).examples("train")
+    with pytest.raises(ConfigError, match="these settings leave no example for eval"):
+        SlidingPuzzles(shuffles=1).examples("eval")
+
+
 def test_countdown_has_a_solution_for_every_question() -> None:
     reward = CountdownReward()
     for numbers in (2, 4, 6):

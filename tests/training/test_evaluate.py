@@ -12,7 +12,7 @@ from grpocli.data import Completion, Group, Prompt, Rollout, Sampling
 from grpocli.evaluation.results import Judges
 from grpocli.rewards.tally import Tally
 from grpocli.rewards.text import ExactMatch
-from grpocli.training.evaluate import Evaluator
+from grpocli.training.evaluate import Evaluator, eval_seeds
 
 
 class Judge:
@@ -68,6 +68,8 @@ def test_several_tasks_have_their_own_judges_and_results() -> None:
     prompts = [Prompt("0", [1], "?", {"task_name": "sums"}), Prompt("1", [1], "?", {"task_name": "words"})]
     sampler: Any = OfTwo()
     judges = Judges({"sums": "right", "words": "other"}, {"right": ExactMatch(), "other": ExactMatch()})
+    assert len(set(eval_seeds(0, prompts))) == 1  # each is its task's first problem
+    assert len(set(eval_seeds(0, [*prompts, *prompts]))) == 2
     found = Evaluator(sampler, prompts, 2, judges, Sampling(8), seed=0)()
     assert found["eval/accuracy"] == 0.5
     assert (found["eval/sums/accuracy"], found["eval/words/accuracy"]) == (1.0, 0.0)
