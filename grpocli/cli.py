@@ -110,5 +110,7 @@ def _report(message: str, code: int) -> int:
         import traceback
 
         traceback.print_exc()
-    print(f"grpocli: {'stopped' if code == 3 else 'error'}: {message}", file=sys.stderr)
+    from grpocli.tracking.text import clean
+
+    print(f"grpocli: {'stopped' if code == 3 else 'error'}: {clean(message)}", file=sys.stderr)
     return code

@@ -99,6 +99,8 @@ def _show(found: Sequence[Agreement], rewards: Mapping[str, BaseReward], most: i
     from rich.console import Console
     from rich.table import Table
 
+    from grpocli.tracking.text import one_line
+
     table = Table(box=SIMPLE_HEAD)
     for column in ("task", "reward"):
         table.add_column(column, no_wrap=True)
@@ -114,7 +116,9 @@ def _show(found: Sequence[Agreement], rewards: Mapping[str, BaseReward], most: i
     console.print(table)
     for one in found:
         for verdict in one.disagreements[:most]:
-            console.print(_line(one, verdict, rewards[one.reward]), markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                one_line(_line(one, verdict, rewards[one.reward])), markup=False, highlight=False, soft_wrap=True
+            )
         if (more := len(one.disagreements) - most) > 0:
             console.print(
                 f"{one.task} {one.reward}: {more} more; --list {len(one.disagreements)} shows all", markup=False

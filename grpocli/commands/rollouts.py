@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.errors import ConfigError, RunError
+from grpocli.tracking.text import clean
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     conditions = [Condition.parse(text) for text in args.where]
     conditions += [Condition("finish_reason", "=", args.finish)] if args.finish else []
     conditions += [Condition("task", "=", args.task)] if args.task else []
-    files = steps_of(args.run, args.step) if args.step else steps_of(args.run)[-1:]
+    files = steps_of(args.run, args.step or ":")[0 if args.step else -1 :]
     rows: Iterable[Row] = rows_of(files, conditions)
     if args.n:
         rows = islice(rows, args.n)
@@ -98,8 +99,10 @@ def _show(console: Console, row: Row, whole: bool) -> None:
         f"{len(row['completion_ids'])} tokens, {row['finish_reason']}"
     )
     console.print(f"── {title}", style="dim", markup=False, highlight=False, soft_wrap=True)
-    console.print(_cut(_conversation(row["prompt"]), whole), style="dim", markup=False, highlight=False, soft_wrap=True)
-    console.print(_cut(row["completion"], whole), markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        clean(_cut(_conversation(row["prompt"]), whole)), style="dim", markup=False, highlight=False, soft_wrap=True
+    )
+    console.print(clean(_cut(row["completion"], whole)), markup=False, highlight=False, soft_wrap=True)
 
 
 def _conversation(prompt: str) -> str:

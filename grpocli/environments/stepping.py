@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -13,17 +13,19 @@ from grpocli.data import Message
 from grpocli.environments.environment import ROLES
 
 KEY = "task.environment.name"
+LONGEST = 200_000
+"""Characters of an observation."""
 
 
 def reset(name: str, arguments: str, metadata: dict[str, Any]) -> list[Any]:
     """[metadata]. arguments: JSON."""
-    found = _made(name, arguments).reset(metadata)
+    found = _asked(_made(name, arguments).reset, metadata)
     return [_json(metadata if found is None else found)]
 
 
 def step(name: str, arguments: str, messages: list[Message], metadata: dict[str, Any]) -> list[Any]:
     """[observation, rewards by name, done, metadata]. Raises ValueError for an answer of another shape."""
-    answer = _made(name, arguments).step(messages, metadata)
+    answer = _asked(_made(name, arguments).step, messages, metadata)
     try:
         observation, reward, done, state = answer
     except (TypeError, ValueError):
@@ -41,6 +43,13 @@ def _made(name: str, arguments: str) -> Any:
     return load(name, KEY)(**json.loads(arguments))
 
 
+def _asked(function: Callable[..., Any], *given: Any) -> Any:
+    try:
+        return function(*given)
+    except Exception as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
 def _messages(observation: Any) -> list[Message]:
     if isinstance(observation, dict):
         observation = [observation]
@@ -51,6 +60,8 @@ def _messages(observation: Any) -> list[Message]:
             raise ValueError(f"step observed {message!r}; a message is a dict with `role` and `content`")
         if message.get("role") not in ROLES:
             raise ValueError(f"step observed a message of the role {message.get('role')!r}; take {', '.join(ROLES)}")
+    if (length := sum(len(message["content"]) for message in observation)) > LONGEST:
+        raise ValueError(f"step observed {length:,} characters; {LONGEST:,} are the most that are tokenised")
     try:
         json.dumps(observation)
     except (TypeError, ValueError) as error:

@@ -136,9 +136,10 @@ class Judge(BaseReward):
             return None
         last = found[-1] if isinstance(found[-1], str) else found[-1][0]
         try:
-            return min(max(float(last), self.low), self.high)
+            score = float(last)
         except ValueError:
             return None
+        return None if math.isnan(score) else min(max(score, self.low), self.high)
 
     @property
     def key(self) -> str | None:

@@ -100,7 +100,7 @@ async def _one(judge: Judge, http: httpx.AsyncClient, sample: Sample) -> Score:
             problem = f"no judgement: {_said(response)}"
             wanted = _wanted_pause(response)
             continue
-        if response.is_error:
+        if not response.is_success:
             return Failure(f"the judge refused: {_said(response)}")
         answer = _content(response)
         score = None if answer is None else judge.score(answer)
@@ -126,7 +126,7 @@ def _said(response: httpx.Response) -> str:
 def _wanted_pause(response: httpx.Response) -> float:
     """Seconds that the endpoint asks for; 0 where it does not, or asks for a date."""
     wanted = response.headers.get("retry-after", "")
-    return float(wanted) if wanted.isdigit() else 0.0
+    return float(wanted) if wanted.isascii() and wanted.isdigit() else 0.0
 
 
 def _headers(judge: Judge) -> dict[str, str]:

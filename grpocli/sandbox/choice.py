@@ -25,6 +25,11 @@ def best(python: str | None, limits: Limits) -> str:
 
 
 def way_of(name: str, python: str | None) -> Way:
-    """The way of that name, or `none`."""
+    """The way of that name, or `none`. Raises SandboxError where it is gone."""
     found = python_of(python)
-    return next((way for way in ways(found) if way.name == name), unsafe(found))
+    if name == "none":
+        return unsafe(found)
+    for way in ways(found):
+        if way.name == name:
+            return way
+    raise SandboxError(f"{name} was here when the run began, and is not now")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.data import Group
+from grpocli.errors import ConfigError
 from grpocli.tracking.files import write_atomic
 
 
@@ -32,10 +33,15 @@ def write_rollouts(path: Path, groups: Sequence[Group], advantages: Sequence[Seq
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """The rows of such a file."""
+    """The rows of such a file. Raises ConfigError for one that is broken."""
     import pyarrow.parquet as pq
+    from pyarrow import ArrowInvalid
 
-    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    except ArrowInvalid as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path}: is broken or no parquet file: {reason}; remove it, or name other steps") from error
     return rows
 
 

@@ -73,7 +73,10 @@ def steps_of(run: Path, wanted: str = ":") -> list[Path]:
     chosen = [files[step] for step in sorted(files) if low <= step and (high is None or step <= high)]
     if not chosen:
         have = f"it has the steps {min(files)} to {max(files)}" if files else "it has none yet"
-        raise ConfigError(f"--step {wanted}: the run has sampled nothing there; {have}")
+        there = (
+            f"--step {wanted}: the run has sampled nothing there; {have}" if files else f"{run}: no rollouts; {have}"
+        )
+        raise ConfigError(there)
     return chosen
 
 

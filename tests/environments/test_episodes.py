@@ -184,8 +184,8 @@ def test_of_a_single_turn_nothing_is_kept(play) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("reset", "could not be reset: no such episode"),
-        ("raise", "turn 1 of its environment: lost the board"),
+        ("reset", "could not be reset: RuntimeError: no such episode"),
+        ("raise", "turn 1 of its environment: RuntimeError: lost the board"),
         ("hang", "turn 1 of its environment: it took longer than 1 s"),
         ("die", "turn 1 of its environment: its worker process died"),
         ("shape", "step returned 5, not (observation, reward, done, metadata)"),
@@ -193,6 +193,7 @@ def test_of_a_single_turn_nothing_is_kept(play) -> None:
         ("message", "step observed 'x'; a message is a dict"),
         ("number", "no finite number"),
         ("metadata", "not made of JSON values"),
+        ("long", "step observed 300,000 characters; 200,000 are the most"),
         ("extra", "step observed what is not made of JSON values"),
     ],
 )

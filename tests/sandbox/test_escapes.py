@@ -20,12 +20,11 @@ RIGHT = "def answer():\n    return 42\n"
 
 
 def others() -> set[int]:
-    """Processes in a namespace of processes that is not ours."""
-    ours = Path("/proc/self/ns/pid").readlink()
+    """Processes of sandboxes."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if (folder / "ns/pid").readlink() != ours:
+            if b"from inside.main import main" in (folder / "cmdline").read_bytes():
                 found.add(int(folder.name))
         except (FileNotFoundError, PermissionError, ProcessLookupError):
             continue
@@ -79,6 +78,22 @@ def answer():
     return 42
 """
     assert sandbox(program, TEST).passed == [True]
+
+
+UNTIED = "import ctypes, os, time\nctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\n"  # of whoever is killed with the test
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        UNTIED + "def answer():\n    time.sleep(60)",
+        UNTIED + "def answer(): return 42",
+        UNTIED + "if os.fork() == 0:\n    os.setsid()\n    time.sleep(60)\ndef answer(): return 42",
+    ],
+)
+def test_no_program_stays_when_it_is_untied_from_who_started_it(sandbox, program, nothing_is_left):
+    sandbox.limits = replace(sandbox.limits, timeout=0.5)
+    sandbox(program, TEST)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +209,7 @@ def test_other_processes_cannot_be_ended(sandbox):
 import os, signal
 def ended():
     found = []
-    for pid in {[os.getpid(), os.getppid(), 2, 3, 4]}:
+    for pid in {[os.getpid(), os.getppid(), 3, 4, 5]}:
         try:
             os.kill(pid, 0)
             found.append(pid)
@@ -301,6 +316,12 @@ def test_a_loop_of_the_tests_does_not_end_early(sandbox):
 
 def test_a_right_program_beside_all_that_passes(sandbox):
     assert sandbox(RIGHT, TEST).passed == [True]
+
+
+def test_a_way_that_is_gone_is_not_replaced_by_none(monkeypatch):
+    monkeypatch.setattr(choice, "ways", lambda python: [])
+    with pytest.raises(SandboxError, match="bubblewrap was here when the run began"):
+        choice.way_of("bubblewrap", None)
 
 
 def test_without_isolation_nothing_runs(monkeypatch):

@@ -115,10 +115,21 @@ def test_names_of_arguments_are_the_programs(sandbox):
     assert sandbox(program, "assert f(what=3, self=4, function=5) == (3, 4, 5)").passed == [True]
 
 
-def test_objects_of_the_programs_are_not_changed_by_halves(sandbox):
-    verdict = sandbox("class P: x = 1\ndef f(p): return p.x\n", "p = P()\np.x = 5\nassert f(p) == 5")
-    assert verdict.passed == [False]
-    assert "stays as it is there" in verdict.wrong
+def test_attributes_that_tests_set_are_set_in_the_program(sandbox):
+    program = """
+class Node:
+    def __init__(self, value): self.value, self.next = value, None
+    def me(self): return self
+
+def length(node): return 1 + length(node.next) if node else 0
+
+class Fixed:
+    __slots__ = ("x",)
+"""
+    test = "a, b = Node(1), Node(2)\na.next = b\nassert length(a) == 2 and a.next == b and a.me() == a and a != b"
+    verdict = sandbox(program, test, "Fixed().y = 5")
+    assert verdict.passed == [True, False]
+    assert verdict.wrong.startswith("AttributeError")
 
 
 def test_a_function_called_as_a_built_in_one_where_the_reference_has_it(sandbox):

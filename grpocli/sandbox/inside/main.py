@@ -15,7 +15,8 @@ def main() -> None:
     restrict.die_with_parent()
     status = order["status"]
     try:
-        outside = 0 if os.getuid() == 0 else 1  # whoever waits for this one counts too, where it is the same user
+        # those that wait for this one count too, where they are the same user's
+        outside = 0 if os.getuid() == 0 else 2 if order["namespaces"] else 1
         if order["namespaces"]:
             namespaces.enter(order["readable"], order["disk_mb"])
         restrict.limit(order["timeout"], order["memory_mb"], order["disk_mb"])

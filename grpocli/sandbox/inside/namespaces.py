@@ -57,7 +57,11 @@ def enter(readable: Sequence[tuple[str, str]], disk_mb: int) -> None:
     os.close(mapped[0])
     os.close(mapped[1])
     _build_root(readable, disk_mb)
-    inner = os.fork()
+    first = os.fork()  # of the new namespace of processes, which the kernel ends with it
+    if first:
+        _end_as(first)
+    die_with_parent()
+    inner = os.fork()  # code of others is not the first: it could undo what ends that one with the processes outside
     if inner:
         _end_as(inner)
     os.setsid()
@@ -159,8 +163,10 @@ def _write(path: str, text: str) -> None:
 
 
 def _end_as(child: int) -> NoReturn:
-    """Wait for a process and end in the same way."""
-    _, status = os.waitpid(child, 0)
+    """Wait for a process and end in the same way. What else has ended meanwhile is cleared away."""
+    pid, status = os.wait()
+    while pid != child:
+        pid, status = os.wait()
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == SIGKILL:
         os.kill(os.getpid(), SIGKILL)
     os._exit(os.waitstatus_to_exitcode(status) & 0xFF)

@@ -17,10 +17,25 @@ LONGEST_LIST = 100_000
 MODULE = type(sys)
 
 
+class Kept:
+    """Objects that the tests' process knows by a number: the same one has always the same."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
+
+    def number(self, one: Any) -> tuple[int, str]:
+        """And the name of its type."""
+        number = self._numbers.setdefault(id(one), len(self.objects))
+        if number == len(self.objects):
+            self.objects.append(one)
+        return number, type(one).__name__
+
+
 def serve(wire: Wire, text: str, before: str) -> None:
     """Run the program of a completion, say what it defines, and answer until the other end is gone."""
     space: dict[str, Any] = {"__name__": "solution"}
-    kept: list[Any] = []
+    kept = Kept()
     wire.send(_answer(kept, lambda: _defined(source(text, before), space)))
     while True:
         try:
@@ -73,22 +88,17 @@ def _defined(code: str, space: dict[str, Any]) -> dict[str, Any]:
     return {"modules": modules, "values": {name: value for name, value in found.items() if name not in modules}}
 
 
-def _done(message: bytes, kept: list[Any]) -> Any:
-    what, arguments, named = decode(message, lambda number, _: kept[number])
+def _done(message: bytes, kept: Kept) -> Any:
+    what, arguments, named = decode(message, lambda number, _: kept.objects[number])
     return OPERATIONS[what](*arguments, **named)
 
 
-def _answer(kept: list[Any], action: Callable[..., Any], *given: Any) -> bytes:
+def _answer(kept: Kept, action: Callable[..., Any], *given: Any) -> bytes:
     """Its value, or what it raised."""
-
-    def keep(one: Any) -> tuple[int, str]:
-        kept.append(one)
-        return len(kept) - 1, type(one).__name__
-
     try:
-        return encode(("value", action(*given)), keep)
+        return encode(("value", action(*given)), kept.number)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the tests' process gets it
-        return encode(("raised", *_raised(error)), keep)
+        return encode(("raised", *_raised(error)), kept.number)
 
 
 def _raised(error: BaseException) -> tuple[str, str]:
@@ -112,6 +122,7 @@ def _next(iterator: Any) -> tuple[bool, Any]:
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, /, *arguments, **named: function(*arguments, **named),
     "get": getattr,
+    "set": setattr,
     "item": lambda value, key: value[key],
     "len": len,
     "list": lambda value: list(itertools.islice(value, LONGEST_LIST)),

@@ -32,7 +32,7 @@ class Remote:
         return self._ask("get", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise TypeError(f"a test set {name!r} of the program's {self._kind}, which stays as it is there")
+        self._ask("set", self, name, value)
 
     def __getitem__(self, key: Any) -> Any:
         return self._ask("item", self, key)
@@ -72,7 +72,7 @@ class Program:
     def names(self) -> dict[str, Any]:
         """What the program defines. Raises what it raised."""
         found = self._received()
-        modules = {name: _module(module) for name, module in found["modules"].items()}
+        modules = {name: _module(name) for name, module in found["modules"].items() if module == name}
         return {name: value for name, value in (modules | found["values"]).items() if not name.startswith("__")}
 
     def ask(self, what: str, /, *arguments: Any, **named: Any) -> Any:
