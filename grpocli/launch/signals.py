@@ -41,7 +41,9 @@ class StopSignal:
             raise KeyboardInterrupt
         if self.received is None:
             self.received = signal.Signals(number).name
-            print(f"\n{self.received}: stopping after this step, or evaluation; Ctrl-C now stops at once", file=sys.stderr)
+            print(
+                f"\n{self.received}: stopping after this step, or evaluation; Ctrl-C now stops at once", file=sys.stderr
+            )
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """In a trainer process among several: the one that has started it decides on everything else."""

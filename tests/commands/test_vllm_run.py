@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from commands.family import Family, wait_for_steps
 from commands.running import SMALL, finish, metrics, start
+from commands.test_environment_run import TWO
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -23,10 +24,10 @@ def assert_synced(run: Path) -> None:
     assert all(row["sync/bytes"] > 0 for row in rows[1:])
 
 
-def until_signal(run: Path, steps: int, number: signal.Signals) -> int:
+def until_signal(run: Path, steps: int, number: signal.Signals, *options: str) -> int:
     """Start a long run, send it a signal after some steps; its exit code. Nothing of it is left."""
     family = Family()
-    process = start(*RUN, "train.steps=1000", f"hydra.run.dir={run}")
+    process = start(*RUN, "train.steps=1000", *options, f"hydra.run.dir={run}")
     try:
         wait_for_steps(run, steps, process)
         assert len(family.engines()) == 1
@@ -41,8 +42,11 @@ def until_signal(run: Path, steps: int, number: signal.Signals) -> int:
 
 
 def test_a_run_starts_syncs_and_stops_its_server(tmp_path: Path) -> None:
-    assert until_signal(tmp_path / "run", 5, signal.SIGTERM) == 3, "it stops after a step, with a checkpoint"
+    """One task of one turn, and one of several: the trainer scores the very tokens of both."""
+    code = until_signal(tmp_path / "run", 5, signal.SIGTERM, *TWO[1:])
+    assert code == 3, "it stops after a step, with a checkpoint"
     assert_synced(tmp_path / "run")
+    assert all(row["completions/mean_turns"] > 1 for row in metrics(tmp_path / "run"))
 
 
 def test_a_killed_run_leaves_no_server(tmp_path: Path) -> None:
