@@ -101,7 +101,7 @@ def _show(found: Sequence[Agreement], rewards: Mapping[str, BaseReward], most: i
 
     from grpocli.tracking.text import one_line
 
-    table = Table(box=SIMPLE_HEAD)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in ("task", "reward"):
         table.add_column(column, no_wrap=True)
     for column in ("own", "empty", "other", "errors", "agreement", "ms"):
