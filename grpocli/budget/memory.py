@@ -218,10 +218,10 @@ def _sampling(needs: Needs) -> list[Item]:
 
 def _has_turns(run: Run) -> bool:
     """Whether a task has episodes that may go on after a turn."""
+    from grpocli.environments.environment import play_of
     from grpocli.tasks.mixture import tasks_of
 
-    plays = [getattr(task, "environment", None) for task in tasks_of(run.task).values()]
-    return any(play and play.name and play.turns > 1 for play in plays)
+    return any(play.turns > 1 for task in tasks_of(run.task).values() if (play := play_of(task)))
 
 
 def _colocated(needs: Needs) -> list[Item]:

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpocli.commands.hydra_app import composed
+from grpocli.commands.hydra_app import composed, parser_of, tell_warnings
 from grpocli.errors import ConfigError
 from grpocli.tracking.files import write_atomic
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.evaluation.evaluate import Evaluated
+    from grpocli.evaluation.results import Estimate
 
 EXAMPLES = """\
 It takes what `grpocli train` takes: model, task (also several), reward, engine, rollout.max_completion_tokens ...
@@ -43,9 +44,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--checkpoints: says which of a run's; give --run RUN")
     run = _run(args)
     out = Path(args.out or time.strftime("evals/%Y-%m-%d/%H-%M-%S"))
-    for reward in run.reward.values():
-        if reward.warning:
-            print(f"warning: {reward.warning}", file=sys.stderr)
+    tell_warnings(run.reward.values())
     found = _evaluate(run, args, out)
     write_atomic(out / "results.json", json.dumps(_as_dict(run, args, found), indent=2) + "\n")
     _show(found)
@@ -54,16 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="grpocli eval",
-        usage="grpocli eval [GROUP=CHOICE ...] [KEY=VALUE ...] [--samples N] [--problems N] [--run RUN]",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for grpocli train")
-    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with groups and recipes of yours")
+    parser = parser_of("eval", "[--samples N] [--problems N] [--run RUN]", __doc__, EXAMPLES)
     parser.add_argument("--samples", type=int, default=4, metavar="N", help="of each problem; 0: greedy alone (4)")
     parser.add_argument("--problems", type=int, default=0, metavar="N", help="the first N of each task; 0: all")
     parser.add_argument("--no-greedy", action="store_true", help="leave out the greedy answers")
@@ -156,6 +146,5 @@ def _show(found: Sequence[Evaluated]) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
-def _cell(estimate: object) -> str:
-    value, low, high = (getattr(estimate, name) for name in ("value", "low", "high"))
-    return f"{value:.3f}\n{low:.3f} to {high:.3f}"
+def _cell(estimate: Estimate) -> str:
+    return f"{estimate.value:.3f}\n{estimate.low:.3f} to {estimate.high:.3f}"

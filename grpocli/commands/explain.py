@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from grpocli.commands.hydra_app import composed
+from grpocli.commands.hydra_app import composed, parser_of
 from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,16 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="grpocli explain",
-        usage="grpocli explain [GROUP=CHOICE ...] [KEY=VALUE ...] [vs ...] [--markdown]",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for grpocli train")
-    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with groups and recipes of yours")
+    parser = parser_of("explain", "[vs ...] [--markdown]", __doc__, EXAMPLES)
     parser.add_argument("--markdown", action="store_true", help="GitHub-flavoured Markdown")
     return parser
 

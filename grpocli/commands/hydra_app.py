@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -17,12 +18,37 @@ from grpocli.config.resume import Resume
 from grpocli.config.task_list import spread
 from grpocli.errors import ConfigError, GrpoError, Stopped
 
+if TYPE_CHECKING:
+    from grpocli.rewards.reward import BaseReward
+
 
 def arguments(argv: list[str]) -> Any:
     """Hydra's own reading of a command line: `.overrides`, `.multirun`, `.cfg`, `.config_dir` ..."""
     from hydra._internal.utils import get_args_parser
 
     return get_args_parser().parse_intermixed_args(argv)
+
+
+def parser_of(command: str, usage: str, description: str | None, examples: str) -> argparse.ArgumentParser:
+    """Of a command that takes what `grpocli train` takes: `.overrides`, `.config_dir`, and what is added."""
+    parser = argparse.ArgumentParser(
+        prog=f"grpocli {command}",
+        usage=f"grpocli {command} [GROUP=CHOICE ...] [KEY=VALUE ...] {usage}",
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for grpocli train")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with groups and recipes of yours")
+    return parser
+
+
+def tell_warnings(rewards: Iterable[BaseReward]) -> None:
+    """What somebody should know of the rewards as they are set."""
+    for reward in rewards:
+        if reward.warning:
+            print(f"warning: {reward.warning}", file=sys.stderr)
 
 
 def options_first(argv: list[str]) -> list[str]:

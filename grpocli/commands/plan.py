@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from grpocli.commands.hydra_app import composed
+from grpocli.commands.hydra_app import composed, parser_of
 
 if TYPE_CHECKING:
     from grpocli.budget.plan import Plan
@@ -50,16 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="grpocli plan",
-        usage="grpocli plan [GROUP=CHOICE ...] [KEY=VALUE ...] [--memory GIB] [--devices N] [--json]",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for grpocli train")
-    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with groups and recipes of yours")
+    parser = parser_of("plan", "[--memory GIB] [--devices N] [--json]", __doc__, EXAMPLES)
     parser.add_argument("--memory", type=float, metavar="GIB", help="of one GPU, or of this machine where it is a CPU")
     parser.add_argument("--devices", type=int, metavar="N", help="GPUs of the machine, with hardware=single")
     parser.add_argument("--tflops", type=float, metavar="T", help="10^12 operations a second of one device in bfloat16")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from grpocli.commands.hydra_app import composed
+from grpocli.commands.hydra_app import composed, parser_of, tell_warnings
 from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,9 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
     quiet_libraries()
     run = build_run(composed(args.overrides, args.config_dir))
-    for reward in run.reward.values():
-        if reward.warning:
-            print(f"warning: {reward.warning}", file=sys.stderr)
+    tell_warnings(run.reward.values())
     try:
         found = list(_agreements(run, args.split, args.examples, args.answer))
         _show(found, run.reward, args.list)
@@ -55,16 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="grpocli reward-check",
-        usage="grpocli reward-check [GROUP=CHOICE ...] [KEY=VALUE ...] [--split SPLIT] [--examples N]",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for grpocli train")
-    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with groups and recipes of yours")
+    parser = parser_of("reward-check", "[--split SPLIT] [--examples N]", __doc__, EXAMPLES)
     parser.add_argument("--split", choices=("train", "eval"), default="eval", help="of the task's examples (eval)")
     parser.add_argument("--examples", type=int, default=0, metavar="N", help="the first N of them; 0: all")
     parser.add_argument("--threshold", type=float, default=0.99, metavar="SHARE", help="of agreement (0.99)")

@@ -26,6 +26,7 @@ def check_run(run: Run) -> None:
 
 
 def _check_rewards(run: Run) -> None:
+    from grpocli.environments.environment import play_of
     from grpocli.rewards.environment import EnvironmentReward
     from grpocli.tasks.mixture import key_of, tasks_of
 
@@ -42,7 +43,7 @@ def _check_rewards(run: Run) -> None:
                 key, name, f"choose one of this run's rewards: {', '.join(names)}{nearest(name, names)}"
             )
     if any(isinstance(reward, EnvironmentReward) for reward in run.reward.values()) and not any(
-        getattr(getattr(task, "environment", None), "name", None) for task in tasks_of(run.task).values()
+        play_of(task) for task in tasks_of(run.task).values()
     ):
         raise ConfigError("reward=[environment]: no task of this run has an environment; give task.environment.name")
     for task, chosen in tasks_of(run.task).items():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar, TypeVar, cast, dataclass_transform, get_origin, get_type_hints
@@ -149,6 +150,16 @@ def one_of(owner: object, field: str, choices: Iterable[str]) -> None:
         raise ConfigError.of(
             key_of(owner, field), value, f"choose one of {', '.join(choices)}{nearest(str(value), choices)}"
         )
+
+
+def regular(owner: object, field: str, group: str = "") -> None:
+    """Raise a ConfigError unless the field is a regular expression, with a group where one is wanted for `group`."""
+    pattern = getattr(owner, field)
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ConfigError.of(key_of(owner, field), pattern, f"is no regular expression: {error}") from error
+    require(owner, field, not group or groups > 0, f"needs a group: {group}")
 
 
 def nearest(word: str, names: Iterable[str]) -> str:

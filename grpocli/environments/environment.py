@@ -72,3 +72,9 @@ class Play:
         require(self, "stop", all(self.stop), "a stop string must not be empty")
         require(self, "timeout", 0 < self.timeout < math.inf, "must be above 0 seconds")
         require(self, "workers", self.workers >= 0, "must be 0 (one for each core) or more")
+
+
+def play_of(task: object) -> Play | None:
+    """The environment of a task that has one."""
+    play: Play | None = getattr(task, "environment", None)
+    return play if play and play.name else None

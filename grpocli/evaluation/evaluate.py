@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.data import Group, Prompt
+from grpocli.environments.environment import play_of
 from grpocli.evaluation.results import Judges, TaskResult, task_result
 from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
@@ -129,8 +130,7 @@ def _sampler(
     model = load_policy(run.model, job.model_path, path, run.seed).to(world.device)
     policy = Policy(model, model, getattr(torch, job.dtype))
     engine = run.engine.connect(EngineContext(job, policy, tokenizer, world, run.sync, sampling=run.rollout.sampling))
-    played = {name: getattr(task, "environment", None) for name, task in tasks_of(run.task).items()}
-    plays = {name: play for name, play in played.items() if play and play.name}
+    plays = {name: play for name, task in tasks_of(run.task).items() if (play := play_of(task))}
     judges = {one.task: [one.judge] for one in problems}
     scorer = Scorer(run.reward, run.rollout.max_reward_errors, judges, limits_of(run.task))
     return Sampler(world, engine, tokenizer, scorer, plays)

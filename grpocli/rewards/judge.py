@@ -7,13 +7,12 @@ import os
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from string import Formatter
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from omegaconf import MISSING
 
-from grpocli.config.parts import nearest, part, require
+from grpocli.config.parts import nearest, part, regular, require
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import BaseReward, Sample, Score
 
@@ -73,11 +72,7 @@ class Judge(BaseReward):
         except ValueError:  # brackets that do not match
             known = False
         require(self, "base_url", known, "must be a URL such as http://127.0.0.1:8000/v1")
-        try:
-            problem = "" if re.compile(self.pattern).groups else "needs a group: the score"
-        except re.error as error:
-            problem = f"is no regular expression: {error}"
-        require(self, "pattern", not problem, problem)
+        regular(self, "pattern", group="the score")
         require(self, "high", -math.inf < self.low < self.high < math.inf, f"must be above reward.judge.low={self.low}")
         require(self, "max_tokens", self.max_tokens >= 1, "must be at least 1")
         require(self, "temperature", self.temperature >= 0, "must be 0 or more")
@@ -93,12 +88,9 @@ class Judge(BaseReward):
     @property
     def fields(self) -> list[str]:
         """What is in braces. Raises ConfigError where the braces do not match."""
-        try:
-            return [name for _, name, _, _ in Formatter().parse(self.prompt) if name is not None]
-        except ValueError as error:
-            raise ConfigError.of(
-                "reward.judge.prompt", repr(self.prompt[:60]), f"{error}; write {{{{ for a brace"
-            ) from error
+        from grpocli.tasks.mapping import template_fields
+
+        return template_fields(self.prompt, "reward.judge.prompt")
 
     def check(self, columns: Sequence[str]) -> None:
         from grpocli.rewards.judging import refuse_unreachable

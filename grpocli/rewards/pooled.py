@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import field
 from functools import lru_cache
 
-from grpocli.config.parts import part, require
+from grpocli.config.parts import part, regular, require
 from grpocli.rewards.pool import Pool, default_workers
 from grpocli.rewards.reward import BaseReward, Correctness, Failure, Sample, Score, answer_of
 from grpocli.rewards.text import last_number
@@ -90,12 +89,7 @@ class Format(BaseReward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        try:
-            re.compile(self.pattern)
-            problem = ""
-        except re.error as error:
-            problem = f"is no regular expression: {error}"
-        require(self, "pattern", not problem, problem)
+        regular(self, "pattern")
         require(self, "timeout", self.timeout > 0, "must be above 0 seconds")
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from grpocli.config.parts import part, require
+from grpocli.config.parts import part, regular, require
 from grpocli.rewards.pooled import pool_of
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 from grpocli.tasks.reasoning_gym import COLUMN
@@ -27,11 +27,7 @@ class ReasoningGymReward(BaseReward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        try:
-            problem = "" if re.compile(self.pattern).groups else "needs a group: the answer"
-        except re.error as error:
-            problem = f"is no regular expression: {error}"
-        require(self, "pattern", not problem, problem)
+        regular(self, "pattern", group="the answer")
         require(self, "timeout", self.timeout > 0, "must be above 0 seconds")
         require(self, "workers", self.workers >= 0, "must be 0 (one for each core) or more")
 

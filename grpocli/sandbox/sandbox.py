@@ -43,7 +43,7 @@ class Job:
     """text: a completion with the program. before: code before it. setup: code before the tests.
 
     tests: each passes unless it raises. reference: a right program, and entry: the name of the function that is asked
-    for; both say which names of the tests are the program's (`inside.tests.known`).
+    for; both say which names of the tests are the program's (`inside.tests.Example`).
     """
 
     text: str

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
+from grpocli.environments.environment import play_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.scoring import excerpt
 from grpocli.tasks.mixture import about, key_of, tasks_of
@@ -87,7 +88,6 @@ class TaskData:
             problems = task.examples("eval")
             held_out = PromptSet(problems, tokenizer, *limits, f"{label}eval", name, run.eval.problems)
         columns = columns_of(examples[0])
-        play: Play | None = getattr(task, "environment", None)
         return cls(
             name,
             key_of(run.task, name),
@@ -95,7 +95,7 @@ class TaskData:
             held_out,
             columns,
             rewards_for(task, run.reward),
-            play if play and play.name else None,
+            play_of(task),
         )
 
     def draw(self, nth: int, uid: str) -> Prompt:

@@ -72,7 +72,8 @@ class Program:
     def names(self) -> dict[str, Any]:
         """What the program defines. Raises what it raised."""
         found = self._received()
-        modules = {name: _module(name) for name, module in found["modules"].items() if module == name}
+        imported = (name for name, module in found["modules"].items() if module == name)
+        modules = {name: __import__(name) for name in imported if name in sys.stdlib_module_names}
         return {name: value for name, value in (modules | found["values"]).items() if not name.startswith("__")}
 
     def ask(self, what: str, /, *arguments: Any, **named: Any) -> Any:
@@ -122,7 +123,7 @@ class Example:
         else:
             space = {name: value for name, value in theirs.items() if name not in self._reserved}
             modules = self._reserved & sys.stdlib_module_names
-            space |= {name: _module(name) for name in theirs if name in modules} | self._own
+            space |= {name: __import__(name) for name in theirs if name in modules} | self._own
         exec(self._setup, space)
         return space
 
@@ -139,11 +140,6 @@ def _of(reference: str) -> tuple[set[str], CodeType]:
     imports: list[ast.stmt] = [one for one in statements if isinstance(one, ast.Import | ast.ImportFrom)]
     defined = {one.name for one in statements if isinstance(one, ast.FunctionDef | ast.ClassDef)}
     return defined, compile(ast.Module(imports, []), "<reference>", "exec", dont_inherit=True)
-
-
-def _module(name: str) -> Any:
-    """One of the standard library's that the program has imported, for the tests too."""
-    return __import__(name, fromlist=["*"]) if name.partition(".")[0] in sys.stdlib_module_names else None
 
 
 def _error(name: str, text: str) -> Exception:
