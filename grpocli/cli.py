@@ -61,6 +61,12 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone; say nothing at exit
         code = 1
+    except Exception as error:
+        from grpocli.user_frames import raised, where
+
+        if not where(error):
+            raise  # a bug of ours, with its traceback
+        code = _report(raised(error), 1)
     finally:
         signal.signal(signal.SIGTERM, before)
     sys.exit(code)
@@ -84,6 +90,10 @@ def run(args: list[str]) -> int:
     if args[0] in ("-V", "--version"):
         print(f"grpocli {__version__}")
         return 0
+    if args[0] in ("-sc", "--shell-completion"):
+        from grpocli.commands.completion import main as complete
+
+        return complete(args, COMMANDS)
     if args[0] not in COMMANDS:
         from grpocli.config.parts import nearest
 
@@ -106,7 +116,7 @@ def help_text() -> str:
 
 
 def _report(message: str, code: int) -> int:
-    if os.environ.get("GRPOCLI_TRACEBACK"):
+    if os.environ.get("GRPOCLI_TRACEBACK") and "Traceback" not in message:
         import traceback
 
         traceback.print_exc()

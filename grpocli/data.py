@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any, TypeAlias
 
 Message: TypeAlias = dict[str, str]
@@ -104,6 +105,27 @@ class Group:
     @property
     def uid(self) -> str:
         return self.prompt.uid
+
+
+class Status(StrEnum):
+    """What became of a completion in a step: trained on, or why not."""
+
+    TRAINED = "trained"
+    """It is in the loss, with a gradient."""
+    ZERO_ADVANTAGE = "zero_advantage"
+    """It counts in the loss's denominators, but its advantage is 0 and no other term has a gradient."""
+    MASKED = "masked"
+    """No token of it is in the loss, as with algorithm.keep.mask_truncated."""
+    FILTERED = "filtered"
+    """algorithm.keep left its group out: all of it scored the same."""
+    SURPLUS = "surplus"
+    """Its group was kept, but the step had enough of them."""
+    CARRIED = "carried"
+    """As surplus, and the next step trains on it (algorithm.keep.surplus=carry)."""
+    STALE = "stale"
+    """Its weights were older than rollout.max_staleness allows."""
+    EVALUATED = "evaluated"
+    """It was sampled to evaluate a model, not to train on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from grpocli.algorithm.aggregate import Totals
-from grpocli.algorithm.inputs import check_rows, checked_rewards
+from grpocli.algorithm.inputs import check_accuracy, check_rows, checked_rewards
+from grpocli.algorithm.keep import SCORE
+from grpocli.algorithm.kl import KL
 from grpocli.algorithm.statistics import centred_PG, constant_P1, rounding, std_P1
 from grpocli.config.parts import one_of, part, require
 from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 PARTS = ("advantage", "question_weight", "keep", "objective", "tokens", "correction", "kl", "entropy", "aggregate")
@@ -54,10 +58,15 @@ class Algorithm:
         return bool(self.entropy.coefficient > 0)
 
     @property
+    def vanishes(self) -> bool:
+        """Whether a row whose advantage is 0 has no gradient."""
+        said = getattr(self.objective, "vanishes", False)
+        return bool(said and not (self.needs_reference or self.needs_entropy_gradient))
+
+    @property
     def skips(self) -> bool:
         """Whether a row whose advantage is 0 cannot change an update."""
-        said = getattr(self.objective, "vanishes", False) and not self.needs_every_row
-        return bool(said and not (self.needs_reference or self.needs_entropy_gradient or self.tokens.needs_entropy))
+        return self.vanishes and not (self.needs_every_row or self.tokens.needs_entropy)
 
     @property
     def needs_every_row(self) -> bool:
@@ -78,11 +87,18 @@ class Algorithm:
         cancelled_PG = total_PG.abs() <= rounding(weighted_RPG.abs().nansum(0))  # 0.1 + 0.2 - 0.3 is 0
         return total_PG.masked_fill(cancelled_PG, 0.0).masked_fill(weighted_RPG.isnan().all(0), float("nan"))
 
-    def advantages(self, rewards: dict[str, Tensor], weights: dict[str, float] | None = None) -> Tensor:
+    def advantages(
+        self,
+        rewards: dict[str, Tensor],
+        weights: dict[str, float] | None = None,
+        accuracy: Sequence[str] | None = None,
+    ) -> Tensor:
         """Advantages [P, G] of rewards {name: [P, G]}, NaN where a reward does not apply.
 
         weights: by reward name, 1 where none is given. A completion to which no reward applies gets 0.
-        Raises TypeError or ValueError for what is no [P, G] tensor and for weights of no reward, and ConfigError if
+        accuracy: for each of the P groups, the name of the reward that is its accuracy (None: the first reward).
+        Raises TypeError or ValueError for what is no [P, G] tensor of finite numbers and NaN, for weights that are not
+        finite or of no reward, and for `accuracy` that does not name a reward for each group; and ConfigError if
         `algorithm.question_weight.reward` names none of the rewards.
         """
         rewards = checked_rewards(rewards, weights)
@@ -91,18 +107,36 @@ class Algorithm:
             advantages_PG = self.advantage(scores_PG)
         else:
             advantages_PG = self._normalize_then_sum(rewards, weights, scores_PG)
-        accuracy = _known("question_weight", self.question_weight.reward or next(iter(rewards)), rewards)
-        weight_P = self.question_weight(scores_PG, rewards[accuracy])
+        name = self.question_weight.reward
+        accuracy_PG = rewards[_known("question_weight", name, rewards)] if name else _accuracy(rewards, accuracy)
+        weight_P = self.question_weight(scores_PG, accuracy_PG)
         result: Tensor = advantages_PG * weight_P.unsqueeze(1)
         return result
 
-    def kept(self, rewards: dict[str, Tensor], weights: dict[str, float] | None = None) -> Tensor:
-        """Which groups [P] (bool) the keep part wants to train on, from rewards {name: [P, G]}."""
-        name = self.keep.reward
+    def kept(
+        self,
+        rewards: dict[str, Tensor],
+        weights: dict[str, float] | None = None,
+        accuracy: Sequence[str] | None = None,
+    ) -> Tensor:
+        """Which groups [P] (bool) the keep part wants to train on. Arguments and errors are those of `advantages`."""
         rewards = checked_rewards(rewards, weights)
-        judged_PG = self.scores(rewards, weights) if name is None else rewards[_known("keep", name, rewards)]
-        kept_P: Tensor = self.keep(judged_PG)
+        kept_P: Tensor = self.keep(self._judged(rewards, weights, accuracy))
         return kept_P
+
+    def _judged(
+        self, rewards: dict[str, Tensor], weights: dict[str, float] | None, accuracy: Sequence[str] | None
+    ) -> Tensor:
+        """The reward [P, G] that has to differ within a group."""
+        name = self.keep.reward
+        if name == SCORE and name not in rewards:
+            return self.scores(rewards, weights)
+        if name is not None:
+            return rewards[_known("keep", name, rewards)]
+        judged_PG = _accuracy(rewards, accuracy)
+        for values_PG in rewards.values():  # where it does not apply to a group, the first reward that does
+            judged_PG = judged_PG.where(~judged_PG.isnan().all(1, keepdim=True), values_PG.to(judged_PG.dtype))
+        return judged_PG
 
     def _normalize_then_sum(
         self, rewards: dict[str, Tensor], weights: dict[str, float] | None, scores_PG: Tensor
@@ -144,7 +178,8 @@ class Algorithm:
         selected [B, T]: tokens of the policy-gradient term (null: as the tokens part says, if these rows are all).
         totals: counts of the window (null: these rows are all of it).
 
-        Returns a scalar, and metrics as scalars that also add up over the window's parts.
+        Returns a scalar, and metrics as scalars that also add up over the window's parts, but for
+        `clip_ratio/low_min` and `clip_ratio/high_max`, of which the least and the largest counts.
         Raises ValueError for a wrong shape, and if a part needs `ref_logp`, `entropy`, `selected` or `group_ids` and
         there is none.
         """
@@ -167,16 +202,18 @@ class Algorithm:
         loss_BT = loss_BT * self.correction(old_logp, sampler, mask)
         if self.tokens.needs_entropy:
             loss_BT = loss_BT * self._selected(selected, entropy, mask, whole)
-        kl_BT = None
+        kl_BT = clamped_BT = None
         if self.needs_reference:
             ref_logp = _given(ref_logp, "ref_logp", "kl").where(inside, 0.0)
             kl_BT = self.kl(logp, old_logp, ref_logp)
+            if isinstance(self.kl, KL):  # a part of the user's need not say
+                clamped_BT = self.kl.clamped(logp.detach(), ref_logp)
             loss_BT = loss_BT + self.kl.beta * kl_BT
         if self.needs_entropy_gradient:
             loss_BT = loss_BT - self.entropy(_given(entropy, "entropy", "entropy").where(inside, 0.0))
         weight_B = self.aggregate(mask, ids_B, totals).to(loss_BT.dtype)
         loss = ((loss_BT * mask).sum(1) * weight_B).sum()
-        return loss, loss_metrics(logp, old_logp, sampler, mask, totals, kl_BT, clipped)
+        return loss, loss_metrics(logp, old_logp, sampler, mask, totals, clipped, kl_BT, clamped_BT)
 
     def _ids(self, advantages_B: Tensor, group_ids: Tensor | None, whole: bool) -> Tensor:
         if group_ids is None and not whole:
@@ -190,6 +227,17 @@ class Algorithm:
             return _given(selected, "selected", "tokens")
         chosen: Tensor = self.tokens(_given(entropy, "entropy", "tokens").detach(), mask)
         return chosen
+
+
+def _accuracy(rewards: dict[str, Tensor], names: Sequence[str] | None) -> Tensor:
+    """The accuracy [P, G]: for each group the reward of that name, by default the first reward."""
+    import torch
+
+    first_PG = next(iter(rewards.values()))
+    if names is None or not len(first_PG):
+        return first_PG
+    check_accuracy(names, rewards)
+    return torch.stack([rewards[name][p] for p, name in enumerate(names)])
 
 
 def _known(kind: str, name: str, rewards: dict[str, Tensor]) -> str:

@@ -1,8 +1,12 @@
-"""What the public methods of an algorithm are given, checked by type and shape: no value is read from a device."""
+"""Checks of the arguments of an algorithm's public methods, by type and shape.
+
+Only the values of rewards are read, once a step: `loss`, which every micro-batch calls, waits for no device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from grpocli.config.parts import nearest
@@ -14,7 +18,8 @@ if TYPE_CHECKING:
 def checked_rewards(rewards: Mapping[str, Tensor], weights: Mapping[str, float] | None) -> dict[str, Tensor]:
     """The rewards as floating-point tensors [P, G].
 
-    Raises TypeError or ValueError, naming the reward, for anything else, and for a weight of no reward.
+    Raises TypeError or ValueError, naming the reward, for anything else, for an infinite reward or weight, and for a
+    weight of no reward.
     """
     import torch
 
@@ -28,11 +33,29 @@ def checked_rewards(rewards: Mapping[str, Tensor], weights: Mapping[str, float] 
             raise ValueError(f"reward {name!r} has the shape {list(values.shape)}; give [P, G], a row a group")
         if shape not in (None, values.shape):
             raise ValueError(f"reward {name!r} has the shape {list(values.shape)}, the others {list(shape or ())}")
+        if values.isinf().any():
+            group, completion = values.isinf().nonzero()[0].tolist()
+            raise ValueError(
+                f"reward {name!r} is {values[group, completion].item()} for completion {completion} of group {group}; "
+                "give a finite number, or NaN where it does not apply"
+            )
         shape = values.shape
-    for name in weights or {}:
+    for name, weight in (weights or {}).items():
         if name not in rewards:
             raise ValueError(f"weights[{name!r}]: there is no such reward{nearest(name, rewards)}")
+        if not math.isfinite(weight):
+            raise ValueError(f"weights[{name!r}] is {weight}; give a finite number")
     return {n: v if v.is_floating_point() else v.to(torch.get_default_dtype()) for n, v in rewards.items()}
+
+
+def check_accuracy(names: Sequence[str], rewards: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless `names` has the name of a reward for each group."""
+    groups = len(next(iter(rewards.values())))
+    if len(names) != groups:
+        raise ValueError(f"accuracy has {len(names)} names, and there are {groups} groups; give one for each")
+    for name in names:
+        if name not in rewards:
+            raise ValueError(f"accuracy: there is no reward {name!r}{nearest(name, rewards)}")
 
 
 def check_rows(logp: Tensor, per_token: Mapping[str, Tensor | None], per_row: Mapping[str, Tensor | None]) -> None:

@@ -1,4 +1,4 @@
-"""Which groups are trained on."""
+"""Which groups are trained on. `judged_PG` [prompts, group] is the reward that has to differ within a group."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from grpocli.config.parts import one_of, part, require
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+SCORE = "score"
+"""`keep.reward` for the weighted sum of all rewards, unless a reward has that name."""
 
 FILTERING = "overlong filtering: DAPO (arXiv 2503.14476), section 3.4"
 TRUNCATED = "|o_i| = 0 for completions cut at the length limit: no loss"
@@ -28,8 +31,8 @@ class All:
     surplus = "discard"
     reward = None
 
-    def __call__(self, scores_PG: Tensor) -> Tensor:
-        return scores_PG.new_ones(scores_PG.shape[0]).bool()
+    def __call__(self, judged_PG: Tensor) -> Tensor:
+        return judged_PG.new_ones(judged_PG.shape[0]).bool()
 
     def formula(self) -> Formula:
         note = "every question is trained on"
@@ -38,18 +41,19 @@ class All:
 
 @part("algorithm/keep", "dynamic")
 class Dynamic:
-    """Groups whose score is not constant; more are sampled until `rollout.prompts_per_step` are found.
+    """Groups whose accuracy is not constant; more are sampled until `rollout.prompts_per_step` are found.
 
-    DAPO (arXiv 2503.14476), section 3.2, equation 11. A refill is sized by the share of groups kept so far in the
-    step.
+    DAPO (arXiv 2503.14476), section 3.2, equation 11: some answers are right and some are wrong. A refill is sized by
+    the share of groups kept so far in the step.
 
     max_rounds: rounds of sampling in a step.
     on_exhausted: after them a step trains on what it has (`train_partial`), or the run stops (`error`).
     mask_truncated: completions cut at the limit are taken out of the loss.
     surplus: groups beyond the number wanted are discarded, or carried into the next step
     (`carry`), where the sampler's log-probs are their old log-probs: they are off-policy by one weight version.
-    reward: the one that has to differ within a group; null is the summed score. The paper means accuracy: with an
-    overlong punishment in the score, name it, or groups that differ in length alone are kept.
+    reward: the one that has to differ within a group. null is the accuracy: of the rewards that score the group's task
+    the one that judges its evaluations, or where that does not apply to the group, the first that does. `score` is the
+    weighted sum of all rewards, which with an overlong punishment also keeps groups that differ in length alone.
     """
 
     max_rounds: int = 10
@@ -63,11 +67,11 @@ class Dynamic:
         one_of(self, "on_exhausted", ("train_partial", "error"))
         one_of(self, "surplus", ("discard", "carry"))
 
-    def __call__(self, scores_PG: Tensor) -> Tensor:
-        return ~constant_P1(scores_PG).squeeze(1)
+    def __call__(self, judged_PG: Tensor) -> Tensor:
+        return ~constant_P1(judged_PG).squeeze(1)
 
     def formula(self) -> Formula:
-        score = "s" if self.reward is None else "R_d"
+        score = "s" if self.reward == SCORE else "R_d"
         then = {"train_partial": "train on fewer", "error": "stop the run"}[self.on_exhausted]
         surplus = {"discard": "discarded", "carry": "carried into the next step, π_old = μ"}[self.surplus]
         lines = [
@@ -79,5 +83,5 @@ class Dynamic:
         if self.mask_truncated:
             lines.append(TRUNCATED)
             sources.append(FILTERING)
-        symbols = {"n_max": "max_rounds"} | ({} if self.reward is None else {"R_d": "reward"})
+        symbols = {"n_max": "max_rounds"} | ({} if self.reward == SCORE else {"R_d": "reward"})
         return Formula(tuple(lines), symbols, tuple(sources))

@@ -6,13 +6,19 @@ With x = log pi_ref - log pi, the estimators of http://joschu.net/blog/kl-approx
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from grpocli.algorithm.objective import FARTHEST
 from grpocli.config.formula import Formula
 from grpocli.config.parts import part, require, section
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+MOST = 10.0
+"""The upper bound of k3 of a token, in nats."""
+BOUND = "at most 10: NeMo RL (kl_output_clamp_value), verl (low_var_kl)"
 
 
 @part("algorithm/kl", "none")
@@ -41,7 +47,8 @@ class KL:
     sync_alpha: the policy's share in the new reference.
     """
 
-    estimator = ("", "")  # the formula of x_it, and its source
+    estimator: ClassVar[tuple[str, ...]] = ()  # its formulas; the last is D_it
+    sources: ClassVar[tuple[str, ...]] = ("joschu.net/blog/kl-approx.html",)
 
     beta: float = 0.04
     on_policy: bool = False
@@ -55,19 +62,25 @@ class KL:
 
     def __call__(self, logp_BT: Tensor, old_logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
         kl_BT = self.estimate(ref_logp_BT - logp_BT)
-        return kl_BT * (logp_BT - old_logp_BT).exp() if self.on_policy else kl_BT
+        if not self.on_policy:
+            return kl_BT
+        return kl_BT * (logp_BT - old_logp_BT).clamp(-FARTHEST, FARTHEST).exp()
 
     def estimate(self, x_BT: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def clamped(self, logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor | None:
+        """The tokens [B, T] whose estimate is cut off; None where the estimator is not bounded."""
+        return None
+
     def formula(self) -> Formula:
         if not self.beta:
             return Formula(symbols={"β": "beta"}, note="β = 0, so no reference model is loaded")
-        estimate, source = self.estimator
-        lines = ["x_it = log π_ref(o_it) − log π_θ(o_it)", f"D_it = {estimate}"]
-        symbols, sources = {"β": "beta"}, [source]
+        *before, estimate = self.estimator
+        lines = ["x_it = log π_ref(o_it) − log π_θ(o_it)", *before, f"D_it = {estimate}"]
+        symbols, sources = {"β": "beta"}, list(self.sources)
         if self.on_policy:
-            lines[1] = f"D_it = ( π_θ(o_it) / π_old(o_it) ) ({estimate})"
+            lines[-1] = f"D_it = ( π_θ(o_it) / π_old(o_it) ) ({estimate})"
             sources.append("importance weight: NeMo RL's GRPO guide")
         if self.sync_every:
             lines.append("after every m steps:  θ_ref ← α θ + (1 − α) θ_ref")
@@ -80,7 +93,7 @@ class KL:
 class K1(KL):
     """-x: unbiased, high variance, may be negative."""
 
-    estimator = ("−x_it", "joschu.net/blog/kl-approx.html")
+    estimator = ("−x_it",)
 
     def estimate(self, x_BT: Tensor) -> Tensor:
         return -x_BT
@@ -90,7 +103,7 @@ class K1(KL):
 class K2(KL):
     """x^2 / 2: low variance, biased; its gradient is that of the KL divergence."""
 
-    estimator = ("x_it² / 2", "joschu.net/blog/kl-approx.html")
+    estimator = ("x_it² / 2",)
 
     def estimate(self, x_BT: Tensor) -> Tensor:
         return x_BT.square() / 2
@@ -98,9 +111,22 @@ class K2(KL):
 
 @part("algorithm/kl", "k3")
 class K3(KL):
-    """exp(x) - x - 1: unbiased and never negative. GRPO (arXiv 2402.03300), equation 4."""
+    """exp(x) - x - 1: unbiased and never negative up to 10, where it is cut off. GRPO (arXiv 2402.03300), equation 4.
 
-    estimator = ("exp(x_it) − x_it − 1", "GRPO, DeepSeekMath (arXiv 2402.03300), equation 4")
+    The bound is that of NeMo RL and verl: exp(89) is infinite in float32. Beyond it, where x is above 2.6 or below -11,
+    the KL term of a token has no gradient; `kl_clamped_ratio` is the share of such tokens. k1 and k2 cannot overflow.
+    """
+
+    estimator = ("d_it = exp(x_it) − x_it − 1", "min(d_it, 10)")
+    sources = ("GRPO, DeepSeekMath (arXiv 2402.03300), equation 4", BOUND)
 
     def estimate(self, x_BT: Tensor) -> Tensor:
-        return x_BT.exp() - x_BT - 1
+        return _k3(x_BT).clamp(max=MOST)
+
+    def clamped(self, logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
+        return _k3(ref_logp_BT - logp_BT) > MOST
+
+
+def _k3(x_BT: Tensor) -> Tensor:
+    x_BT = x_BT.clamp(-FARTHEST, FARTHEST)
+    return x_BT.exp() - x_BT - 1

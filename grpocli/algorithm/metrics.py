@@ -1,7 +1,8 @@
-"""What a loss tells about itself, as scalars on the device that add up over the parts of a window."""
+"""Metrics of a loss: scalars on the device that combine over the parts of a window."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -9,8 +10,27 @@ if TYPE_CHECKING:
 
     from grpocli.algorithm.aggregate import Totals
 
-OF_COMPUTED = ("token_mult_prob_error", "sampling_importance_ratio", "approx_entropy", "entropy")
+OF_COMPUTED = (
+    "token_mult_prob_error",
+    "sampling_importance_ratio",
+    "gen_kl_error",
+    "policy_kl_error",
+    "js_divergence_error",
+    "approx_entropy",
+    "entropy",
+    "kl_clamped_ratio",
+)
 """Means over the tokens that are computed; without any, there is no such metric."""
+
+EXTREMES = {"clip_ratio/low_min": -1, "clip_ratio/high_max": 1}
+"""Metrics of which the least (-1) or the largest (1) over the parts of a window counts; all others add up."""
+
+
+def combined(name: str, one: Tensor, other: Tensor) -> Tensor:
+    """A metric of two parts of a window from that of each."""
+    if name not in EXTREMES:
+        return one + other
+    return one.maximum(other) if EXTREMES[name] > 0 else one.minimum(other)
 
 
 def loss_metrics(
@@ -19,38 +39,75 @@ def loss_metrics(
     rollout_logp_BT: Tensor,
     mask_BT: Tensor,
     totals: Totals,
-    kl_BT: Tensor | None,
     clipped: dict[str, Tensor],
+    kl_BT: Tensor | None = None,
+    clamped_BT: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Means over the window's tokens of the first two, and over its computed tokens (`Totals.skipped`) of the others:
+    """Metrics of the gap between sampler and trainer, of clipping, and of the KL estimate.
 
-    clip_ratio/low_mean: r < 1 - low and A < 0; clip_ratio/high_mean: r > 1 + high and A > 0 (as TRL);
-    clip_ratio/region_mean: either. With a ratio a sequence they are means over rows; an objective that does not
-    clip has none. kl: of the estimator chosen.
-    token_mult_prob_error = exp |trainer - sampler|; sampling_importance_ratio = exp(trainer - sampler);
-    approx_entropy = -exp(current - sampler) x current (as NeMo RL).
+    All but those of clipping are means over the window's computed tokens (`Totals.skipped`). kl: of the estimator
+    chosen; kl_clamped_ratio: the share of tokens (`clamped_BT`) where it is cut off.
     """
+    import torch
+
     logp_BT = logp_BT.detach()
 
     def token_mean(values_BT: Tensor) -> Tensor:
         return (values_BT * mask_BT).sum() / max(totals.tokens - totals.skipped, 1)
 
-    def clip_mean(flags: Tensor) -> Tensor:
-        tokens = flags.shape == mask_BT.shape
-        return (flags * mask_BT).sum() / max(totals.tokens, 1) if tokens else flags.sum() / max(totals.rows, 1)
-
-    gap_BT = old_logp_BT - rollout_logp_BT
-    metrics = {
-        "token_mult_prob_error": token_mean(gap_BT.abs().exp()),
-        "sampling_importance_ratio": token_mean(gap_BT.exp()),
-        "approx_entropy": token_mean(-(logp_BT - rollout_logp_BT).exp() * logp_BT),
-    }
+    gaps = _gap_metrics(old_logp_BT, rollout_logp_BT)
+    gaps["approx_entropy"] = -(logp_BT - rollout_logp_BT).exp() * logp_BT
+    metrics = {name: token_mean(values_BT) for name, values_BT in gaps.items()}
     for side, flags in clipped.items():
-        metrics[f"clip_ratio/{side}_mean"] = clip_mean(flags.to(logp_BT.dtype))
+        metrics |= _clip_metrics(side, flags.to(logp_BT.dtype), mask_BT, totals)
     if clipped:
-        metrics["clip_ratio/region_mean"] = sum(
-            (metrics[f"clip_ratio/{side}_mean"] for side in clipped), logp_BT.new_zeros(())
-        )
+        means = [metrics[f"clip_ratio/{side}_mean"] for side in clipped]
+        metrics["clip_ratio/region_mean"] = torch.stack(means).sum()
     if kl_BT is not None:
         metrics["kl"] = token_mean(kl_BT.detach())
+    if clamped_BT is not None:
+        metrics["kl_clamped_ratio"] = token_mean(clamped_BT)
+    return metrics
+
+
+def _gap_metrics(trainer_BT: Tensor, sampler_BT: Tensor) -> dict[str, Tensor]:
+    """Metrics [B, T] of the trainer's and the sampler's log-probs, as NeMo RL's GRPO guide and loss define them.
+
+    token_mult_prob_error = exp |trainer - sampler|; sampling_importance_ratio = exp(trainer - sampler).
+    gen_kl_error, policy_kl_error: KL(sampler || trainer) and KL(trainer || sampler); js_divergence_error: the mean KL
+    of the two to their mixture (p + q) / 2. Each by the estimator k3 on the sampler's tokens, without a bound.
+    """
+    gap_BT = trainer_BT - sampler_BT
+    mixture_BT = trainer_BT.logaddexp(sampler_BT) - math.log(2)
+    return {
+        "token_mult_prob_error": gap_BT.abs().exp(),
+        "sampling_importance_ratio": gap_BT.exp(),
+        "gen_kl_error": _k3(gap_BT),
+        "policy_kl_error": _k3(-gap_BT),
+        "js_divergence_error": (_k3(trainer_BT - mixture_BT) + _k3(sampler_BT - mixture_BT)) / 2,
+    }
+
+
+def _k3(x_BT: Tensor) -> Tensor:
+    """exp(x) - x - 1, exact for the small gaps that are usual."""
+    return x_BT.expm1() - x_BT
+
+
+def _clip_metrics(side: str, flags: Tensor, mask_BT: Tensor, totals: Totals) -> dict[str, Tensor]:
+    """As TRL. flags [B, T], or [B] with a ratio a sequence: r < 1 - low and A < 0, or r > 1 + high and A > 0.
+
+    clip_ratio/low_mean, high_mean: the share of the window's tokens, or rows, of one side.
+    clip_ratio/low_min, high_max: the least and the largest share of a part of the window, of tokens or of rows with
+    a token. Tokens that are not computed count as one more part, without clipped ones; a part without tokens does not
+    count.
+    """
+    of_tokens = flags.shape == mask_BT.shape
+    clipped = (flags * mask_BT).sum() if of_tokens else flags.sum()
+    metrics = {f"clip_ratio/{side}_mean": clipped / max(totals.tokens if of_tokens else totals.rows, 1)}
+    share = clipped / (mask_BT.sum() if of_tokens else mask_BT.any(1).sum()).clamp(min=1)
+    if side == "high":
+        metrics["clip_ratio/high_max"] = share
+    else:
+        least = share.where(mask_BT.any(), 1.0)
+        metrics["clip_ratio/low_min"] = least * (totals.tokens > 0 and not totals.skipped)
     return metrics

@@ -37,7 +37,8 @@ class Difficulty:
     DGPO's DQW, MathForge (arXiv 2601.20614).
 
     temperature: the lower, the more hard questions count.
-    reward: names the reward that is the accuracy (null: the first).
+    reward: names the reward that is the accuracy (null: the one that judges the evaluations of the question's task,
+    the task's first unless `eval.reward` is another).
     """
 
     temperature: float = 2.0

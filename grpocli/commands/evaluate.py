@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.evaluation.evaluate import Evaluated
     from grpocli.evaluation.results import Estimate
+    from grpocli.rollout.engine import EngineJob
+    from grpocli.tracking.view import View
 
 EXAMPLES = """\
 It takes what `grpocli train` takes: model, task (also several), reward, engine, rollout.max_completion_tokens ...
@@ -65,54 +67,71 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> Run:
     from grpocli.config.compose import build_run
+    from grpocli.launch.ready import check_ready
 
     overrides = list(args.overrides)
     if args.run:
         if any(one.startswith(("model=", "model.path=", "resume=")) for one in overrides):
             raise ConfigError("--run: the model is the run's own; leave out model= and model.path=")
         overrides.insert(0, f"resume={args.run}")
-    elif any(one.startswith("model.path=") for one in overrides) and not any(o.startswith("model=") for o in overrides):
-        overrides.insert(0, "model=hf")
     run = build_run(composed(overrides, args.config_dir))
     if (getattr(run.hardware, "processes", 1) or 1) > 1 or run.hardware.nodes > 1:
         raise ConfigError.of(
             "hardware.processes", run.hardware.processes, "an evaluation is one process; leave it null"
         )
+    check_ready(run)
     return run
 
 
 def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[Evaluated]:
-    from rich.console import Console
-
-    from grpocli.evaluation.evaluate import Asked, checkpoints_of, evaluate
     from grpocli.launch.devices import devices_of
     from grpocli.launch.run import prepare, quiet_libraries
     from grpocli.rollout.auto import chosen
-    from grpocli.tracking.rollouts import write_rollouts
     from grpocli.tracking.run_dir import RunDir
-    from grpocli.tracking.view import silent_view
+    from grpocli.tracking.view import status_view
 
-    models = checkpoints_of(args.run, args.checkpoints) if args.checkpoints else []
+    models = _models(args)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: is there already; give another folder")
-    RunDir(out).check_writable(resuming=True)
     quiet_libraries()
-    job = prepare(run, RunDir(out), silent_view(), False, devices_of(run.hardware, chosen(run.engine)))
-    if args.run and not models:
-        if not (args.run / "model").is_dir():
-            raise ConfigError(f"--run {args.run}: it has no final model yet; give --checkpoints all")
-        models = [(str(args.run / "model"), str(args.run / "model"))]
+    view = status_view()
+    try:
+        job = prepare(run, RunDir(out), view, False, devices_of(run.hardware, chosen(run.engine)))
+        RunDir(out).check_writable(resuming=True)
+        return _sampled(run, job.engine, models or [(job.engine.model_path, job.engine.model_path)], args, out, view)
+    finally:
+        view.stop()
+
+
+def _models(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """(name, path) of the run's that are asked for; empty where there is no run."""
+    from grpocli.evaluation.evaluate import checkpoints_of
+
+    if args.checkpoints:
+        return checkpoints_of(args.run, args.checkpoints)
+    if args.run and not (args.run / "model").is_dir():
+        raise ConfigError(f"--run {args.run}: it has no final model yet; give --checkpoints all")
+    return [(str(args.run / "model"), str(args.run / "model"))] if args.run else []
+
+
+def _sampled(
+    run: Run, job: EngineJob, models: Sequence[tuple[str, str]], args: argparse.Namespace, out: Path, view: View
+) -> list[Evaluated]:
+    """Evaluate, and write down what was sampled."""
+    from grpocli.evaluation.evaluate import Asked, evaluate
+    from grpocli.progress import Watch
+    from grpocli.rewards.reward import answer_columns
+    from grpocli.tracking.rollouts import evaluated, write_rollouts
+
     asked = Asked(args.problems, args.samples, not args.no_greedy)
     found: list[Evaluated] = []
-    with Console(stderr=True).status("") as status:
-        named = models or [(job.engine.model_path, job.engine.model_path)]
-        for one in evaluate(run, job.engine, named, asked, status.update):
-            name = "".join(c if c.isalnum() else "_" for c in Path(one.name).name)
-            for kind, groups in (("greedy", one.greedy), ("sampled", one.sampled)):
-                if groups:
-                    advantages = [[0.0] * len(group.rollouts) for group in groups]
-                    write_rollouts(out / "samples" / f"{len(found):03d}_{name}_{kind}.parquet", groups, advantages, 0)
-            found.append(one)
+    for one in evaluate(run, job, models, asked, view.stage, Watch(view.progress)):
+        name = "".join(c if c.isalnum() else "_" for c in Path(one.name).name)
+        for kind, groups in (("greedy", one.greedy), ("sampled", one.sampled)):
+            if groups:
+                path = out / "samples" / f"{len(found):03d}_{name}_{kind}.parquet"
+                write_rollouts(path, evaluated(groups), 0, answer_columns(run.reward.values()))
+        found.append(one)
     return found
 
 
@@ -143,7 +162,11 @@ def _show(found: Sequence[Evaluated]) -> None:
             cells = [_cell(task.scores[score]) if score in task.scores else "" for score in scores]
             rest = [f"{task.mean_length:.0f}", f"{task.truncated:.1%}", str(task.failed)]
             table.add_row(Path(one.name).name, task.task, str(task.questions), *cells, *rest)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    console.print(
+        "below each score: its 95 % confidence interval over questions (Wilson, several samples by design effect)"
+    )
 
 
 def _cell(estimate: Estimate) -> str:

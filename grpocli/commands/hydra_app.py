@@ -6,7 +6,8 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,9 @@ from omegaconf import DictConfig
 
 from grpocli.config.complaints import friendly
 from grpocli.config.compose import compose, conf_dir, register_parts
+from grpocli.config.escapes import left
+from grpocli.config.overrides import option_advice, typed
 from grpocli.config.resume import Resume
-from grpocli.config.task_list import spread
 from grpocli.errors import ConfigError, GrpoError, Stopped
 
 if TYPE_CHECKING:
@@ -26,12 +28,34 @@ def arguments(argv: list[str]) -> Any:
     """Hydra's own reading of a command line: `.overrides`, `.multirun`, `.cfg`, `.config_dir` ..."""
     from hydra._internal.utils import get_args_parser
 
-    return get_args_parser().parse_intermixed_args(argv)
+    parser = get_args_parser()
+    refuse_options(argv, parser)
+    return parser.parse_intermixed_args(argv)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose error for an unknown option names the override to write instead."""
+
+    def parse_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        refuse_options(sys.argv[1:] if args is None else args, self)
+        return super().parse_intermixed_args(args, namespace)
+
+
+def refuse_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Raise a ConfigError for `--learning_rate 1e-6` and other options that a command does not have."""
+    known = parser._option_string_actions
+    for place, word in enumerate(argv):
+        option, _, value = word.partition("=")
+        if len(option) <= 2 or not option.startswith("--") or any(name.startswith(option) for name in known):
+            continue
+        after = argv[place + 1] if place + 1 < len(argv) else ""
+        follows = "" if after.startswith("-") or "=" in after else after
+        raise ConfigError(f"there is no option {option}: {option_advice(option[2:], value or follows or 'VALUE')}")
 
 
 def parser_of(command: str, usage: str, description: str | None, examples: str) -> argparse.ArgumentParser:
     """Of a command that takes what `grpocli train` takes: `.overrides`, `.config_dir`, and what is added."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"grpocli {command}",
         usage=f"grpocli {command} [GROUP=CHOICE ...] [KEY=VALUE ...] {usage}",
         description=description,
@@ -44,6 +68,17 @@ def parser_of(command: str, usage: str, description: str | None, examples: str) 
     return parser
 
 
+def tell_escapes(config: DictConfig) -> None:
+    """Warn once of each text in the config with a literal backslash-n."""
+    for sentence in left(config):
+        _tell_once(sentence)
+
+
+@cache
+def _tell_once(sentence: str) -> None:
+    print(f"warning: {sentence}", file=sys.stderr)
+
+
 def tell_warnings(rewards: Iterable[BaseReward]) -> None:
     """What somebody should know of the rewards as they are set."""
     for reward in rewards:
@@ -51,13 +86,17 @@ def tell_warnings(rewards: Iterable[BaseReward]) -> None:
             print(f"warning: {reward.warning}", file=sys.stderr)
 
 
-def options_first(argv: list[str]) -> list[str]:
-    """The same command line with Hydra's options before the overrides, the only order that Hydra reads."""
+def options_first(argv: list[str], config_name: str) -> list[str]:
+    """Hydra's options before the overrides, the only order that Hydra reads, and the overrides as Hydra takes them.
+
+    Raises ConfigError for options that Hydra does not have.
+    """
+    register_parts()
     overrides = arguments(argv).overrides
     rest = list(argv)
     for override in overrides:
         rest.remove(override)
-    return [*rest, *overrides]
+    return [*rest, *typed(overrides, config_name)]
 
 
 def only_prints(args: Any) -> bool:
@@ -76,9 +115,13 @@ def search_path(config_dir: str | None) -> list[str]:
 
 def composed(overrides: list[str], config_dir: str | None) -> DictConfig:
     """The config that `grpocli train` would run with these overrides, `resume=` among them or not."""
+    register_parts()
+    overrides = typed(overrides)
     resume = Resume.asked_for(overrides)
     config = compose([*search_path(config_dir), *(resume.overrides(overrides) if resume else overrides)])
-    return resume.merged(config) if resume else config
+    config = resume.merged(config) if resume else config
+    tell_escapes(config)
+    return config
 
 
 def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[str]) -> None:
@@ -90,9 +133,9 @@ def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[st
     from hydra.errors import HydraException
 
     register_parts()
-    argv = spread(argv)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing a traceback of its own
-    sys.argv = [f"grpocli {config_name.replace('_', '-')}", *argv]
+    completes = arguments(argv).shell_completion  # for every command: a shell asks by the first word
+    sys.argv = ["grpocli" if completes else f"grpocli {config_name.replace('_', '-')}", *argv]
     failures: list[GrpoError] = []
 
     def job(config: DictConfig) -> Any:

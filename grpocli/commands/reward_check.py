@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpocli.commands.hydra_app import composed, parser_of, tell_warnings
+from grpocli.config.escapes import unescape
 from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from grpocli.config.schema import Run
     from grpocli.rewards.agreement import Agreement, Verdict
     from grpocli.rewards.reward import BaseReward
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 Each example is answered with its own reference answer, which has to be right (a score of 1 or more), with nothing, and
 with another example's answer, which have to be wrong. Exit code 1: a reward agrees with fewer than --threshold.
+Some are then answered in other forms: in a box or an answer tag, after ####, in a sentence, as a decimal or fraction.
 
 examples
   grpocli reward-check task=gsm8k reward=[math]
@@ -30,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the table and the disagreements. Returns the exit code; raises ConfigError as train does."""
     parser = _parser()
     args = parser.parse_intermixed_args(argv)
+    args.answer = unescape(args.answer)
     if "{answer}" not in args.answer:
         parser.error(f"--answer {args.answer!r}: must have {{answer}} in it")
     if not 0 <= args.threshold <= 1:
@@ -37,10 +42,12 @@ def main(argv: Sequence[str]) -> int:
     if args.examples < 0:
         parser.error(f"--examples {args.examples}: must be 0 (all) or more")
     from grpocli.config.compose import build_run
+    from grpocli.launch.ready import check_data
     from grpocli.launch.run import quiet_libraries
 
     quiet_libraries()
     run = build_run(composed(args.overrides, args.config_dir))
+    check_data(run)
     tell_warnings(run.reward.values())
     try:
         found = list(_agreements(run, args.split, args.examples, args.answer))
@@ -53,8 +60,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("reward-check", "[--split SPLIT] [--examples N]", __doc__, EXAMPLES)
-    parser.add_argument("--split", choices=("train", "eval"), default="eval", help="of the task's examples (eval)")
-    parser.add_argument("--examples", type=int, default=0, metavar="N", help="the first N of them; 0: all")
+    parser.add_argument("--split", choices=("train", "eval", "all"), default="all", help="of the task's examples (all)")
+    parser.add_argument("--examples", type=int, default=0, metavar="N", help="the first N of a split; 0: all")
     parser.add_argument("--threshold", type=float, default=0.99, metavar="SHARE", help="of agreement (0.99)")
     parser.add_argument("--answer", default="{answer}", metavar="TEXT", help="how an answer is written ({answer})")
     parser.add_argument("--list", type=int, default=20, metavar="N", help="so many disagreements are shown (20)")
@@ -69,17 +76,26 @@ def _agreements(run: Run, split: str, most: int, template: str) -> Iterator[Agre
 
     asked = 0
     for name, task in tasks_of(run.task).items():
-        with about(key_of(run.task, name)):
-            examples = list(islice(task.examples(split), most or None))
-        for reward in rewards_for(task, run.reward):
-            if run.reward[reward].judges_answers:
-                with about(key_of(run.task, name)):
-                    run.reward[reward].check(columns_of(examples[0]))
-                asked += 1
-                yield agreement(name, reward, run.reward[reward], examples, template)
+        judges = {reward: run.reward[reward] for reward in rewards_for(task, run.reward)}
+        judges = {reward: one for reward, one in judges.items() if one.judges_answers}
+        asked += len(judges)
+        for one in _splits(task, split) if judges else ():
+            with about(key_of(run.task, name)):
+                examples = list(islice(task.examples(one), most or None))
+                for reward in judges.values():
+                    reward.check(columns_of(examples[0]))
+            for reward, judge in judges.items():
+                yield agreement(name, reward, judge, examples, template, one)
     if not asked:
         names = ", ".join(run.reward)
         raise ConfigError(f"reward=[{names}]: none of them says whether an answer is right; choose one that does")
+
+
+def _splits(task: Any, asked: str) -> Sequence[str]:
+    """A task for evaluations alone has nothing to train on."""
+    if asked != "all":
+        return [asked]
+    return ["eval"] if getattr(task, "split", "") is None else ["train", "eval"]
 
 
 def _show(found: Sequence[Agreement], rewards: Mapping[str, BaseReward], most: int) -> None:
@@ -90,7 +106,7 @@ def _show(found: Sequence[Agreement], rewards: Mapping[str, BaseReward], most: i
     from grpocli.tracking.text import one_line
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for column in ("task", "reward"):
+    for column in ("task", "split", "reward"):
         table.add_column(column, no_wrap=True)
     for column in ("own", "empty", "other", "errors", "agreement", "ms"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -99,9 +115,11 @@ def _show(found: Sequence[Agreement], rewards: Mapping[str, BaseReward], most: i
         errors = sum(verdict.score is None for verdict in one.verdicts)
         cells = [f"{sum(v.agrees for v in verdicts)}/{len(verdicts)}" for verdicts in kinds]
         each = 1000 * one.seconds / max(len(one.verdicts), 1)
-        table.add_row(one.task, one.reward, *cells, str(errors), f"{one.share:.2%}", f"{each:.2f}")
+        table.add_row(one.task, one.split, one.reward, *cells, str(errors), f"{one.share:.2%}", f"{each:.2f}")
     console = Console()
     console.print(table)
+    if any(one.forms for one in found):
+        console.print(_forms(found))
     for one in found:
         for verdict in one.disagreements[:most]:
             console.print(
@@ -109,19 +127,41 @@ def _show(found: Sequence[Agreement], rewards: Mapping[str, BaseReward], most: i
             )
         if (more := len(one.disagreements) - most) > 0:
             console.print(
-                f"{one.task} {one.reward}: {more} more; --list {len(one.disagreements)} shows all", markup=False
+                f"{one.task} {one.split} {one.reward}: {more} more; --list {len(one.disagreements)} shows all",
+                markup=False,
             )
+
+
+def _forms(found: Sequence[Agreement]) -> Table:
+    """How many right answers are still right in another form."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from grpocli.rewards.agreement import FORMS
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for column in ("task", "split", "reward"):
+        table.add_column(column, no_wrap=True)
+    for form in FORMS:
+        table.add_column(form, justify="right", no_wrap=True)
+    for one in found:
+        tried = [one.of(form) for form in FORMS]
+        cells = [f"{sum(v.agrees for v in verdicts)}/{len(verdicts)}" if verdicts else "" for verdicts in tried]
+        table.add_row(one.task, one.split, one.reward, *cells)
+    return table
 
 
 def _line(one: Agreement, verdict: Verdict, reward: BaseReward) -> str:
     from grpocli.rewards.scoring import excerpt
 
-    what = {"own": "its own answer", "empty": "an empty answer", "other": "another's answer"}[verdict.kind]
+    what = {"own": "its own answer", "empty": "an empty answer", "other": "another's answer"}.get(
+        verdict.kind, f"its own answer ({verdict.kind})"
+    )
     if verdict.score is None:
         score = f"fails: {verdict.reason}"
     else:
         why = reward.explain(verdict.sample)
         score = f"scores {verdict.score:g}" + (f" ({why})" if why else "")
     answer = excerpt(str(verdict.sample.columns.get(one.column)))
-    where = f"{one.task} {one.reward}: example {verdict.number}"
+    where = f"{one.task} {one.split} {one.reward}: example {verdict.number}"
     return f"{where}: {what} {excerpt(verdict.sample.text)} {score} (answer {answer})"

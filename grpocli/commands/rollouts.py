@@ -6,13 +6,14 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from grpocli.data import Status
 from grpocli.errors import ConfigError, RunError
-from grpocli.tracking.text import clean
+from grpocli.tracking.pager import paged
+from grpocli.tracking.text import clean, words
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -25,6 +26,7 @@ examples
   grpocli rollouts runs/DATE/TIME                          the last step, a page at a time
   grpocli rollouts RUN --step 10:20 --finish length        what was cut off in steps 10 to 20
   grpocli rollouts RUN --where 'math<1' --where 'task=gsm8k' --n 5
+  grpocli rollouts RUN --where status=filtered             sampled, but all of the group scored the same
   grpocli rollouts RUN --step : --export all.jsonl         every completion of the run, or .parquet, or hub:OWNER/NAME
 """
 WRITERS = {".jsonl": "to_json", ".parquet": "to_parquet"}
@@ -51,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     if args.n:
         rows = islice(rows, args.n)
     if args.export:
-        return _export(rows, args.export)
+        return _export(rows, files, args.export)
     return _page(rows, args.whole)
 
 
@@ -68,7 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--task", metavar="NAME", help="of this task")
     parser.add_argument("--finish", choices=("stop", "length"), help="that ended like this")
     parser.add_argument(
-        "--where", action="append", default=[], metavar="COLUMN<VALUE", help="a reward by name, advantage, group ..."
+        "--where",
+        action="append",
+        default=[],
+        metavar="COLUMN<VALUE",
+        help="a reward by name, status, advantage, columns.NAME of the examples ...",
     )
     parser.add_argument("--n", type=int, default=0, metavar="N", help="the first N that fit; 0: all")
     parser.add_argument("--whole", action="store_true", help=f"texts longer than {SHOWN:,} characters too")
@@ -77,39 +83,50 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _page(rows: Iterable[Row], whole: bool) -> int:
-    from rich.console import Console
-
-    console = Console()
-    shown = 0
-    with console.pager(styles=True) if sys.stdout.isatty() else nullcontext():
-        for row in rows:
-            _show(console, row, whole)
-            shown += 1
-    if not shown:
+    rest = iter(rows)
+    first = list(islice(rest, 1))
+    if not first:
         print("nothing fits", file=sys.stderr)
-    return 0 if shown else 1
+        return 1
+    with paged() as console:
+        for row in chain(first, rest):
+            _show(console, row, whole)
+    return 0
 
 
 def _show(console: Console, row: Row, whole: bool) -> None:
+    def say(text: str, style: str = "") -> None:
+        console.print(clean(text), style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    say(f"── {_title(row)}".replace("\n", " "), "dim")
+    say(_cut(_prompt(row), whole), "dim")
+    say(_cut(row["completion"], whole))
+    if row.get("answer") is not None:
+        say(f"reference: {_cut(row['answer'], whole)}", "cyan")
+
+
+def _title(row: Row) -> str:
+    """Where a completion is from, its scores, and its status where it was not trained on."""
     rewards = {name.removeprefix("reward/"): value for name, value in row.items() if name.startswith("reward/")}
-    scores = "  ".join(f"{name} {'-' if value is None else f'{value:g}'}" for name, value in rewards.items())
-    task = f"  task {row['task']}" if row.get("task") else ""
-    title = (
-        f"step {row['step']}  group {row['group']}{task}  {scores}  advantage {row['advantage']:.3f}  "
-        f"{len(row['completion_ids'])} tokens, {row['finish_reason']}"
-    )
-    console.print(f"── {title}", style="dim", markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        clean(_cut(_conversation(row["prompt"]), whole)), style="dim", markup=False, highlight=False, soft_wrap=True
-    )
-    console.print(clean(_cut(row["completion"], whole)), markup=False, highlight=False, soft_wrap=True)
+    status = row.get("status", Status.TRAINED)
+    parts = [
+        f"step {row['step']}  group {row['group']}",
+        f"task {row['task']}" if row.get("task") else "",
+        *(f"{name} {'-' if value is None else f'{value:g}'}" for name, value in rewards.items()),
+        "" if row["advantage"] is None else f"advantage {row['advantage']:.3f}",
+        f"{len(row['completion_ids'])} tokens, {row['finish_reason']}",
+        "" if status == Status.TRAINED else status,
+    ]
+    return "  ".join(part for part in parts if part)
 
 
-def _conversation(prompt: str) -> str:
-    """A list of messages, which is kept as JSON, as a line or more a message."""
+def _prompt(row: Row) -> str:
+    """As text; files of older versions have a conversation as JSON."""
+    prompt: str = row["prompt"]
+    if "messages" in row:
+        return prompt
     try:
-        messages = json.loads(prompt)
-        return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        return words([{"role": message["role"], "content": message["content"]} for message in json.loads(prompt)])
     except (json.JSONDecodeError, TypeError, KeyError):
         return prompt
 
@@ -119,16 +136,19 @@ def _cut(text: str, whole: bool) -> str:
     return text if whole or more <= 0 else f"{text[:SHOWN]} ... ({more:,} more characters: --whole)"
 
 
-def _export(rows: Iterable[Row], target: str) -> int:
+def _export(rows: Iterable[Row], files: Sequence[Path], target: str) -> int:
     from datasets import Dataset, disable_progress_bars
+    from pyarrow import Table, unify_schemas
+
+    from grpocli.tracking.rollouts import read_schema
 
     kept = list(rows)
     if not kept:
         print("nothing fits", file=sys.stderr)
         return 1
     disable_progress_bars()
-    names = dict.fromkeys(name for row in kept for name in row)  # a resume may have changed the rewards
-    table = Dataset.from_list([{name: row.get(name) for name in names} for row in kept])
+    schema = unify_schemas([read_schema(path) for path in files])  # a resume may have changed the rewards
+    table = Dataset(Table.from_pylist(kept, schema=schema))
     if target.startswith("hub:"):
         _to_hub(table, target)
     else:

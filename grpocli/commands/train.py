@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from grpocli.commands.hydra_app import arguments, hydra_app, only_prints, options_first, search_path
+from grpocli.commands.completion import main as complete
+from grpocli.commands.hydra_app import arguments, hydra_app, only_prints, options_first, search_path, tell_escapes
 from grpocli.config.resume import Resume
 from grpocli.errors import ConfigError
+from grpocli.launch.ready import check_ready
+from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.summary import finished
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
 
 
 def main(argv: list[str]) -> int:
     """Check everything that can be checked in a second, then run. Returns the exit code."""
-    argv = options_first(argv)
+    if arguments(argv).shell_completion:
+        return complete(argv, ())
+    argv = options_first(argv, "train")
     args = arguments(argv)
     if only_prints(args):
         if args.multirun and not args.help:
             raise ConfigError("-m: a sweep has several configs; leave it out to print one")
         hydra_app(_nothing, "train", argv)
         return 0
+    if sys.stdout.isatty():  # what comes next begins on the same line
+        print("reading the config ...", end="\r", flush=True)
     resume = Resume.asked_for(args.overrides)
     if resume and args.multirun:
         raise ConfigError("resume: goes on with one run; leave out -m")
@@ -28,29 +42,55 @@ def main(argv: list[str]) -> int:
     if resume:
         argv = [a for a in argv if a not in args.overrides] + resume.overrides(args.overrides)
         args = arguments(argv)
-    if not args.multirun:
-        _check(args.overrides, args.config_dir, resume)
+    run = _check(args, resume)
+    if resume and run and (said := _finished(RunDir(resume.folder), run)):
+        print(said)
+        return 0
+    if run:
+        check_ready(run)
     hydra_app(lambda config: _task(config, resume), "train", argv)
     return 0
 
 
-def _check(overrides: list[str], config_dir: str | None, resume: Resume | None) -> None:
-    """Fail before Hydra makes a folder for a run that cannot work."""
-    from grpocli.config.compose import build_run, compose
+def _check(args: Any, resume: Resume | None) -> Run | None:
+    """Fail before Hydra makes a folder for a run that cannot work, or writes into one that holds another run.
 
-    config = compose([*search_path(config_dir), *overrides])
-    build_run(resume.merged(config) if resume else config)
+    Returns the run; None of a sweep, which has several.
+    """
+    from grpocli.config.compose import build_run, compose
+    from grpocli.launch.output_dir import folder_of
+
+    overrides = [*search_path(args.config_dir), *args.overrides]
+    run = None
+    if not args.multirun:
+        config = compose(overrides)
+        run = build_run(resume.merged(config) if resume else config)
+    folder = None if resume else folder_of(overrides, args.multirun)
+    if folder:
+        RunDir(folder).check_free()
+    return run
+
+
+def _finished(run_dir: RunDir, run: Run) -> str | None:
+    """What to say of a run that has nothing left to do."""
+    done = finished(run_dir.summary)
+    if done is None or done < run.train.steps or not run_dir.model.is_dir():
+        return None
+    return f"{run_dir.path} is finished after {done} steps, and stays as it is; train.steps=N above {done} trains more"
 
 
 def _task(config: DictConfig, resume: Resume | None) -> float | None:
     from hydra.core.hydra_config import HydraConfig
 
+    from grpocli.launch.output_dir import write_record
     from grpocli.launch.run import launch
 
+    tell_escapes(config)
     folder = Path(HydraConfig.get().runtime.output_dir)
     if resume:
-        resume.remember()
-    return launch(resume.merged(config) if resume else config, folder, resuming=resume is not None)
+        return launch(resume.merged(config), folder, resuming=True)
+    config.overrides = list(HydraConfig.get().overrides.task)
+    return launch(config, folder, begin=partial(write_record, folder, config))
 
 
 def _nothing(config: DictConfig) -> None:

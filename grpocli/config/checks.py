@@ -26,6 +26,7 @@ def check_run(run: Run) -> None:
 
 
 def _check_rewards(run: Run) -> None:
+    from grpocli.algorithm.keep import SCORE
     from grpocli.environments.environment import play_of
     from grpocli.rewards.environment import EnvironmentReward
     from grpocli.tasks.mixture import key_of, tasks_of
@@ -36,7 +37,7 @@ def _check_rewards(run: Run) -> None:
     for key, name in (
         ("eval.reward", run.eval.reward),
         ("algorithm.question_weight.reward", run.algorithm.question_weight.reward),
-        ("algorithm.keep.reward", run.algorithm.keep.reward),
+        ("algorithm.keep.reward", None if run.algorithm.keep.reward == SCORE else run.algorithm.keep.reward),
     ):
         if name is not None and name not in names:
             raise ConfigError.of(
@@ -59,19 +60,20 @@ def _check_rewards(run: Run) -> None:
 def _check_difficulty(run: Run) -> None:
     from grpocli.algorithm.question_weight import Difficulty
     from grpocli.rewards.reward import Correctness
+    from grpocli.tasks.data import judges_of
 
     weight = run.algorithm.question_weight
     if not isinstance(weight, Difficulty):
         return
-    name = weight.reward or next(iter(run.reward))
-    reward = run.reward[name]
-    if isinstance(reward, Correctness) and (reward.right, reward.wrong) != (1, 0):
-        raise ConfigError.of(
-            "algorithm.question_weight.reward",
-            name,
-            f"difficulty reads an accuracy from it: leave reward.{name}.right=1 and reward.{name}.wrong=0, "
-            "or name another reward",
-        )
+    for name in [weight.reward] if weight.reward else judges_of(run).values():
+        reward = run.reward[name]
+        if isinstance(reward, Correctness) and (reward.right, reward.wrong) != (1, 0):
+            raise ConfigError.of(
+                "algorithm.question_weight.reward",
+                name,
+                f"difficulty reads an accuracy from it: leave reward.{name}.right=1 and reward.{name}.wrong=0, "
+                "or name another reward",
+            )
 
 
 def _check_batch(run: Run) -> None:
@@ -197,15 +199,6 @@ def _check_parallel(run: Run) -> None:
     for problem, holds in refused.items():
         if holds:
             raise ConfigError.of("hardware.parallel", parallel, problem)
-
-
-def check_installed(run: Run) -> None:
-    """Raise a ConfigError where a library that the run needs is not on this machine."""
-    from importlib.util import find_spec
-
-    if run.hardware.parallel in ("zero2", "zero3") and find_spec("deepspeed") is None:
-        problem = "needs DeepSpeed, which is not installed: pip install 'grpocli[deepspeed]', or take fsdp2"
-        raise ConfigError.of("hardware.parallel", run.hardware.parallel, problem)
 
 
 def check_overlap(run: Run, engine: object) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import (
@@ -15,10 +15,12 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
+from grpocli.config.foreign_names import choice_advice, key_advice
 from grpocli.config.parts import nearest, stored
+from grpocli.config.quoting import quoted, quoted_list
 from grpocli.errors import ConfigError
 
 
@@ -35,13 +37,17 @@ def explain(error: Exception, overrides: list[str], config_name: str) -> str:
     """One sentence for an error of Hydra's or OmegaConf's."""
     text = str(error)
     if isinstance(error, OverrideParseException):
-        return f"cannot read the override {error.override!r}: {text.splitlines()[0]}; write KEY=VALUE"
+        how = _quotes(error.override, overrides, config_name)
+        how = how or "write KEY=VALUE or GROUP=[A,B], with every bracket and quote closed"
+        return f"cannot read the override {error.override}: {how}"
     if isinstance(error, MissingConfigException):
-        return _unknown_choice(text, overrides)
+        return _unknown_choice(text)
     if isinstance(error, ConfigCompositionException):
-        wrong_type = re.match(r"Error merging override (.*)", text)
+        if several := re.match(r"Ambiguous value for argument '(.*)'$", text.partition("\n1. ")[0], re.DOTALL):
+            return _several(several[1], overrides, config_name)
+        wrong_type = re.match(r"Error merging override (.*)", text, re.DOTALL)
         if wrong_type:
-            return _wrong_type(wrong_type[1].splitlines()[0], error.__cause__)
+            return _wrong_type(wrong_type[1].partition("\n")[0], error.__cause__, overrides, config_name)
         unknown = re.match(r"Could not (?:override|delete from config\.) '([^'@]+)", text)
         group = re.search(r"Could not override '([^']+)'\.\s*No match in the defaults list", text)
         if unknown or group:
@@ -57,13 +63,44 @@ def explain(error: Exception, overrides: list[str], config_name: str) -> str:
     return " ".join(text.split("Config search path")[0].split())
 
 
-def _unknown_choice(text: str, overrides: list[str]) -> str:
-    found = re.search(r"Could not (?:find|load) '([^']+)'", text)
+def _several(override: str, overrides: list[str], config_name: str) -> str:
+    """A value with commas that is neither in brackets nor in quotes."""
+    key, _, value = override.lstrip("+").partition("=")
+    if key == "reward":
+        return f"{override}: several rewards stand in brackets: '{key}=[{value}]'"
+    if how := _quotes(override, overrides, config_name):
+        return f"{override}: {how}"
+    if key not in known_keys(overrides, config_name):
+        return _unknown_key(key, overrides, config_name)
+    return f"{override}: give one value; -m tries several in turn"
+
+
+def _unknown_choice(text: str) -> str:
+    found = re.search(r"Could not (?:find|load) '(algorithm/\w+(?=/)|[^'/]+)/([^']+)'", text)
     if not found:
         return " ".join(text.split("Config search path")[0].split())
-    group, _, choice = found[1].rpartition("/")
+    group, choice = found.groups()
+    if advice := choice_advice(group, choice):
+        return f"{group}={choice}: {advice}"
     names = [name for name in _choices(group) if name not in ("parts", "base")]
-    return f"{group}={choice}: choose one of {', '.join(names)}{nearest(choice, names)}"
+    more = {
+        "model": f", or model=hf model.path={choice} for a folder or a name on the hub",
+        "task": f", or task=jsonl task.path={choice} for a file, task=hub task.path={choice} for data on the hub",
+    }.get(group, "")
+    return f"{group}={choice}: choose one of {', '.join(names)}{more}{nearest(choice, names)}"
+
+
+def _quotes(override: str, overrides: list[str], config_name: str) -> str:
+    """How a text, or a list of texts, is typed so that Hydra takes it whole; empty where the key is for neither."""
+    key, _, value = override.lstrip("+").partition("=")
+    composed = _composed_choices([o for o in overrides if o != override], config_name)
+    section, _, name = key.rpartition(".")
+    node = OmegaConf.select(composed, section) if composed and section else None
+    found = node._get_node(name) if isinstance(node, DictConfig) and name in node.keys() else None  # noqa: SIM118
+    why = "text with commas, braces or other special characters needs quotes inside the shell's:"
+    if isinstance(found, ListConfig):
+        return f"{why} {quoted_list(key, value)}"
+    return f"{why} {quoted(key, value)}" if isinstance(found, StringNode) else ""
 
 
 def _choices(group: str) -> list[str]:
@@ -73,9 +110,11 @@ def _choices(group: str) -> list[str]:
     return sorted(files | set(stored(group)))
 
 
-def _wrong_type(override: str, cause: BaseException | None) -> str:
+def _wrong_type(override: str, cause: BaseException | None, overrides: list[str], config_name: str) -> str:
     key, _, value = override.partition("=")
     reason = str(cause).splitlines()[0] if cause else "it does not fit"
+    if value[:1] in ("[", "{") and (how := _quotes(override, overrides, config_name)):
+        return f"{key}={value}: {how}"
     expected = re.search(r"could not be converted to (\w+)", reason)
     need = f"must be of type {expected[1].lower()}" if expected else reason
     return f"{key}={value}: {need}"
@@ -85,6 +124,11 @@ def _unknown_key(key: str, overrides: list[str], config_name: str) -> str:
     elsewhere = _key_of_another_choice(key, overrides, config_name)
     if elsewhere:
         return elsewhere
+    given = {o.lstrip("+~").partition("=")[0]: o.partition("=")[2] for o in overrides}
+    if advice := key_advice(key, given.get(key, "VALUE")):
+        return f"there is no key {key}; {advice}"
+    if (reward := re.match(r"reward\.(\w+)\.", key)) and reward[1] in stored("reward"):
+        return f"there is no key {key}, since {reward[1]} is not one of the rewards; add it: reward=[...,{reward[1]}]"
     keys = known_keys(overrides, config_name, hydra=key.startswith("hydra."))
     return f"there is no key {key}{nearest(key, keys) or nearest_leaf(key, keys)}"
 
@@ -103,17 +147,8 @@ def _key_of_another_choice(key: str, overrides: list[str], config_name: str) -> 
 
 def _chosen(group: str, overrides: list[str], config_name: str) -> str | None:
     """The choice of a group that the group choices among `overrides` lead to."""
-    from hydra import compose, initialize_config_dir
-
-    from grpocli.config.compose import beside_another_hydra, conf_dir
-
-    groups = [text for text in overrides if _is_group_choice(text)]
-    with beside_another_hydra(), initialize_config_dir(conf_dir(), version_base="1.3"):
-        try:
-            config = compose(config_name, overrides=groups, return_hydra_config=True)
-        except HydraException:
-            return None
-    choice: str | None = config.hydra.runtime.choices.get(group)
+    config = _composed_choices(overrides, config_name, hydra=True)
+    choice: str | None = config.hydra.runtime.choices.get(group) if config is not None else None
     return choice
 
 
@@ -126,6 +161,16 @@ def nearest_leaf(key: str, keys: list[str]) -> str:
 
 def known_keys(overrides: list[str], config_name: str, hydra: bool = False) -> list[str]:
     """Every key and group of the config that the group choices among `overrides` compose; `hydra`: Hydra's own."""
+    config = _composed_choices(overrides, config_name, hydra)
+    if config is None:
+        return []
+    if hydra:
+        return flat_keys(OmegaConf.to_container(config.hydra, resolve=False), "hydra.")
+    return flat_keys(OmegaConf.to_container(config, resolve=False)) + _groups(config)
+
+
+def _composed_choices(overrides: list[str], config_name: str, hydra: bool = False) -> DictConfig | None:
+    """What the group choices among `overrides` compose, or the defaults where one of them is wrong."""
     from hydra import compose, initialize_config_dir
 
     from grpocli.config.compose import beside_another_hydra, conf_dir
@@ -133,14 +178,9 @@ def known_keys(overrides: list[str], config_name: str, hydra: bool = False) -> l
     groups = [text for text in overrides if _is_group_choice(text)]
     with beside_another_hydra(), initialize_config_dir(conf_dir(), version_base="1.3"):
         for attempt in (groups, []):
-            try:
-                config = compose(config_name, overrides=attempt, return_hydra_config=hydra)
-            except HydraException:
-                continue  # a bad group choice: the defaults' keys are still worth comparing with
-            if hydra:
-                return flat_keys(OmegaConf.to_container(config.hydra, resolve=False), "hydra.")
-            return flat_keys(OmegaConf.to_container(config, resolve=False)) + _groups(config)
-    return []
+            with suppress(HydraException):  # the defaults are still worth comparing with
+                return cast("DictConfig", compose(config_name, overrides=attempt, return_hydra_config=hydra))
+    return None
 
 
 def flat_keys(node: Any, prefix: str = "") -> list[str]:

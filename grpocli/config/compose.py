@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 import grpocli
-from grpocli.config.task_list import spread
+from grpocli.config.overrides import rewritten
+from grpocli.config.sources import extend_hydra
+from grpocli.config.user_parts import callable_targets
 from grpocli.errors import ConfigError, GrpoError
+from grpocli.user_frames import where
 
 if TYPE_CHECKING:
     from grpocli.algorithm import Algorithm
@@ -43,6 +46,7 @@ def register_parts() -> None:
             importlib.import_module(".".join(path.relative_to(package.parent).with_suffix("").parts))
     for plugin in entry_points(group="grpocli.parts"):
         plugin.load()
+    extend_hydra()
 
 
 def compose(overrides: list[str], config_name: str = "train") -> DictConfig:
@@ -53,13 +57,17 @@ def compose(overrides: list[str], config_name: str = "train") -> DictConfig:
     from grpocli.config.complaints import friendly
 
     register_parts()
-    overrides = spread(overrides)
+    overrides = rewritten(overrides, config_name)
     with (
         friendly(overrides, config_name),
         beside_another_hydra(),
         initialize_config_dir(conf_dir(), version_base="1.3"),
     ):
-        return cast("DictConfig", hydra_compose(config_name, overrides=overrides))
+        try:
+            return cast("DictConfig", hydra_compose(config_name, overrides=overrides))
+        except (TypeError, ValueError) as error:  # Hydra's, of a choice that is null or a list in a list
+            choices = " ".join(o for o in overrides if "." not in o.partition("=")[0])
+            raise ConfigError(f"cannot read {choices}: a choice is GROUP=NAME, or GROUP=[A,B] of several") from error
 
 
 @contextmanager
@@ -86,7 +94,7 @@ def build(config: DictConfig) -> Any:
 
     _refuse_missing(config)
     try:
-        return instantiate(config, _convert_="all")
+        return instantiate(callable_targets(config), _convert_="all")
     except InstantiationException as error:
         raise _cause(error, _task_key(config, str(error))) from error
     except OmegaConfBaseException as error:
@@ -146,7 +154,7 @@ def _cause(error: BaseException, task_key: str) -> GrpoError:
     """The ConfigError that a part raised, from under what Hydra wrapped around it."""
     from grpocli.tasks.mixture import with_key
 
-    inner: BaseException | None = error
+    root, inner = error, cast("BaseException | None", error)
     while inner is not None:
         if isinstance(inner, ConfigError):
             return ConfigError(with_key(str(inner), task_key))
@@ -155,5 +163,5 @@ def _cause(error: BaseException, task_key: str) -> GrpoError:
         unknown = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(inner))
         if unknown:
             return ConfigError(f"there is no key {unknown[2]} in {unknown[1]}")
-        inner = inner.__cause__
-    return ConfigError(" ".join(str(error).split()))
+        root, inner = inner, inner.__cause__
+    return ConfigError(f"{' '.join(str(error).split())}{where(root)}")

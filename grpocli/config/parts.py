@@ -14,9 +14,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, ClassVar, TypeVar, cast, dataclass_transform, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, cast, dataclass_transform, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
@@ -24,6 +24,14 @@ from omegaconf import OmegaConf
 from grpocli.errors import ConfigError
 
 T = TypeVar("T")
+
+ESCAPED, USER_CODE = "escaped", "user code"
+Escaped = Annotated[str, ESCAPED]
+"""A field's text in which `\\n` and `\\t` of a command line are a line break and a tab. No regular expressions."""
+UserCode = Annotated[str, USER_CODE]
+"""A field with FILE.py:NAME or module:NAME."""
+MARKED: dict[str, set[tuple[str, str]]] = {ESCAPED: set(), USER_CODE: set()}
+"""Of each kind, the first word of the keys and their end: ("task", "prompt_template")."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
@@ -36,15 +44,37 @@ def part(group: str, name: str, *, package: str | None = None) -> Callable[[type
 
     def register(cls: type[T]) -> type[T]:
         made = section(package or group.replace("/", "."))(cls)
+        mark_keys(made, group.partition("/")[0])
         ConfigStore.instance().store(
-            group=group or None, name=name, node=_node(schema(made)), package=package, provider="grpocli"
+            group=group or None, name=name, node=node(schema(made)), package=package, provider="grpocli"
         )
         return made
 
     return register
 
 
-def _node(made: type[Any]) -> Any:
+def mark_keys(cls: type[Any], first: str, prefix: str = "") -> None:
+    """Remember which keys of a part are `Escaped` or `UserCode`, those of its sections too."""
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        for mark in _marks(hint):
+            start, end = (first, f"{prefix}{name}") if first else tuple(f"{prefix}{name}".split(".", 1))
+            MARKED[mark].add((start, end))
+        if dataclasses.is_dataclass(hint) and hasattr(hint, "config_key"):
+            mark_keys(cast("type[Any]", hint), first, f"{prefix}{name}.")
+
+
+def _marks(hint: Any) -> Iterator[str]:
+    yield from (mark for mark in getattr(hint, "__metadata__", ()) if mark in MARKED)
+    for inner in get_args(hint):
+        yield from _marks(inner)
+
+
+def is_marked(key: str, mark: str) -> bool:
+    """Whether a key is a field of that kind of some part, of `task.gsm8k.system_prompt` too."""
+    return any(key.startswith(f"{first}.") and key.endswith(f".{end}") for first, end in MARKED[mark])
+
+
+def node(made: type[Any]) -> Any:
     """What Hydra composes. The keys of a `dict` field are the user's own: overriding one needs no `+`."""
     own = _dicts(made)
     if not own:
@@ -96,14 +126,14 @@ def section(key: str) -> Callable[[type[T]], type[T]]:
     return make
 
 
-def schema(cls: type[Any]) -> type[Any]:
+def schema(cls: type[Any], target: str | None = None) -> type[Any]:
     """The mutable twin of a part, with its `_target_`, for Hydra to merge overrides into.
 
     The part itself cannot be stored: OmegaConf makes every config of a frozen dataclass read-only.
     """
     hints = get_type_hints(cls)
     fields: list[tuple[str, Any, Any]] = [
-        ("_target_", str, dataclasses.field(default=f"{cls.__module__}.{cls.__qualname__}"))
+        ("_target_", str, dataclasses.field(default=target or f"{cls.__module__}.{cls.__qualname__}"))
     ]
     for f in dataclasses.fields(cls):
         if get_origin(hints[f.name]) is ClassVar:

@@ -27,10 +27,20 @@ def plan_lines(run: Run, devices: Devices) -> list[str]:
         f"{_count(processes, 'process')}"
     )
     total = (
-        f"run     {_count(train.steps, 'step')}, {train.steps * train.updates_per_step:,} updates, "
+        f"run     {_count(train.steps, 'step')}, {_count(train.steps * train.updates_per_step, 'update')}, "
         f"{train.steps * rows:,} completions"
     )
-    return [sample, *_overlap(rollout), update, *_devices(run, devices), total]
+    return [sample, *_overlap(rollout), update, *_evaluation(run), *_devices(run, devices), total]
+
+
+def _evaluation(run: Run) -> list[str]:
+    """How many completions each evaluation samples, and how to have fewer."""
+    every = f", every {_count(run.eval.every, 'step')}" if run.eval.every else ""
+    if not (problems := run.eval.wanted(cpu=False)):
+        return []
+    each = f"{_count(problems, 'problem')} x ({run.eval.samples} + 1 greedy)"
+    whole = f"{each} = {problems * (run.eval.samples + 1):,} completions, before{every} and after"
+    return [f"eval    {whole} (fewer: eval.problems={max(1, problems // 4)})"]
 
 
 def _devices(run: Run, devices: Devices) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,15 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from grpocli.config.complaints import flat_keys
+from grpocli.config.complaints import flat_keys, known_keys
+from grpocli.config.parts import stored
 from grpocli.config.task_list import spread
+from grpocli.config.user_parts import is_spec, name_of
 from grpocli.errors import ConfigError
-from grpocli.tracking.files import write_atomic
 
+CONFIG = "config.yaml"
+OF_THE_START = ("resume", "overrides")
+"""Keys that say how a session was started, not what it does."""
 FIXED = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
 """What a checkpoint's tensors depend on: other values would make it another run."""
 
@@ -33,9 +39,12 @@ class Resume:
         if not named or named[-1] in ("", "null"):
             return None
         folder = Path(named[-1].strip("'\"")).resolve()
-        for name in ("config.yaml", ".hydra/overrides.yaml"):
-            if not (folder / name).is_file():
-                raise ConfigError.of("resume", named[-1], f"holds no run of grpocli: {name} is missing")
+        if not (folder / CONFIG).is_file():
+            raise ConfigError.of("resume", named[-1], f"holds no run of grpocli: {CONFIG} is missing")
+        for other in (o.partition("=")[2].strip("'\"") for o in overrides if o.startswith("hydra.run.dir=")):
+            if Path(other).resolve() != folder:
+                problem = "a resume goes on in the run's own folder; leave it out, or resume a copy of the folder"
+                raise ConfigError.of("hydra.run.dir", other, problem)
         return cls(folder, [o for o in spread(overrides) if not o.startswith(("resume=", "hydra."))])
 
     def overrides(self, given: list[str]) -> list[str]:
@@ -50,20 +59,25 @@ class Resume:
             "hydra.output_subdir=null",
         ]
 
-    def remember(self) -> None:
-        """Keep the overrides given now for the next resume, which composes the same choices again."""
-        path = self.folder / ".hydra" / "overrides.yaml"
-        write_atomic(path, OmegaConf.to_yaml(OmegaConf.create([*self._saved(), *self.given])))
-
     def _saved(self) -> list[str]:
         """The run's own overrides, without the keys of a part that another is chosen for now."""
-        saved = [str(o) for o in _load(self.folder / ".hydra" / "overrides.yaml")]
+        saved = _overrides(self.folder)
         before = dict(o.split("=", 1) for o in saved if "=" in o)
         now = dict(o.split("=", 1) for o in self.given if "=" in o)
         gone = [part for key, choice in now.items() for part in _left(key, before.get(key, choice), choice)]
         left = ("resume=", *(f"{part}." for part in gone), *(f"{part}@" for part in gone))
         again = {o for o in self.given if o.startswith("+") and "@" in o}  # Hydra takes an addition once
-        return [o for o in saved if not o.lstrip("+~").startswith(left) and o not in again]
+        kept = [o for o in saved if not o.lstrip("+~").startswith(left) and o not in again]
+        return self._with_sections(kept) if any("." not in key for key in now) else kept
+
+    def _with_sections(self, saved: list[str]) -> list[str]:
+        """Those of the run's own overrides whose section is still there beside the choices given now.
+
+        `algorithm=dapo` brings `reward.overlong`, which `algorithm=grpo` does not have.
+        """
+        keys = set(known_keys([*saved, *self.given], "train"))
+        sections = {o: o.lstrip("+~").partition("=")[0].rpartition(".")[0] for o in saved}
+        return [o for o in saved if not keys or not sections[o] or sections[o] in keys or "@" in o]
 
     def merged(self, composed: DictConfig) -> DictConfig:
         """The saved config, with the keys given now taken from `composed`.
@@ -72,17 +86,49 @@ class Resume:
         """
         from omegaconf.errors import OmegaConfBaseException
 
-        saved = _load(self.folder / "config.yaml")
+        saved = _load(self.folder / CONFIG)
         keys = [o.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for o in self.given]
         _refuse_changes(saved, composed, keys)
         for key in [*keys, *_followers(composed, saved, keys), "resume"]:
             OmegaConf.update(saved, key, OmegaConf.select(composed, key), merge=False)
+        saved.overrides = [*self._saved(), *self.given]
         _keep_choices(composed, saved)
         try:
             return OmegaConf.merge(composed, saved)  # type: ignore[return-value]
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
             raise ConfigError.of("resume", self.folder, f"its config does not fit: {reason}") from error
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{key: (old value, new value)} of two resolved configs; of a part that another was chosen for, the choices."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in [*before, *(key for key in after if key not in before)]:
+        if key not in OF_THE_START:
+            found |= _changed(str(key), before.get(key), after.get(key))
+    return found
+
+
+def _changed(key: str, old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping) and old.get("_target_") == new.get("_target_"):
+        names = dict.fromkeys([*old, *new])
+        found: dict[str, tuple[Any, Any]] = {}
+        for name in names:
+            found |= _changed(f"{key}.{name}", old.get(name), new.get(name))
+        return found
+    return {} if old == new else {key: (_named(key, old), _named(key, new))}
+
+
+def _named(key: str, value: Any) -> Any:
+    """A part by its choice, such as `vllm` for `engine`; anything else as it is."""
+    if not isinstance(value, Mapping) or "_target_" not in value:
+        return value
+    group = key.replace(".", "/")
+    for choices in (stored(group), stored(group.rpartition("/")[0])):
+        for name, node in choices.items():
+            if node.get("_target_") == value["_target_"]:
+                return name
+    return str(value["_target_"]).rpartition(".")[2]
 
 
 def _followers(composed: DictConfig, saved: DictConfig, given: list[str]) -> list[str]:
@@ -107,8 +153,14 @@ def _target(plain: Any, key: str) -> str | None:
 def _keep_choices(composed: DictConfig, saved: DictConfig) -> None:
     """Where the default choice of a part has changed since the run began, there is nothing to merge the saved one with.
 
-    Replaces it in `composed`.
+    Replaces it in `composed`. Groups of several choices (rewards) get those that the run has.
     """
+    if "_target_" not in composed:
+        with open_dict(composed):
+            for name in [name for name in composed if name not in saved]:
+                del composed[name]
+            for name in [name for name in saved if name not in composed]:
+                composed[name] = saved[name]
     for name in [str(key) for key in composed]:
         if OmegaConf.is_missing(composed, name) or OmegaConf.is_interpolation(composed, name):
             continue
@@ -128,7 +180,7 @@ def _left(key: str, before: str, now: str) -> list[str]:
     if not before.startswith("["):
         return [group] if before != now else []
     chosen, still = ({name.strip() for name in choice.strip("[]").split(",")} for choice in (before, now))
-    return [f"{group}.{name}" for name in sorted(chosen - still)]
+    return [f"{group}.{name_of(one) if is_spec(one) else one}" for one in sorted(chosen - still)]
 
 
 def _refuse_changes(saved: Any, composed: DictConfig, given: list[str]) -> None:
@@ -137,6 +189,18 @@ def _refuse_changes(saved: Any, composed: DictConfig, given: list[str]) -> None:
         old, new = OmegaConf.select(saved, key), OmegaConf.select(composed, key)
         if old != new and any(f"{key}.".startswith(f"{g}.") for g in given):
             raise ConfigError.of(key, new, f"the run so far has {old}; keep that, or start a new run")
+
+
+def _overrides(folder: Path) -> list[str]:
+    """The command line that composed a run, for types and choices: its values are in the config.
+
+    Runs of earlier versions have it in Hydra's own file, which may be damaged; then the config alone has to do.
+    """
+    kept = _load(folder / CONFIG).get("overrides")
+    if kept is None:
+        with suppress(ConfigError):
+            kept = _load(folder / ".hydra" / "overrides.yaml")
+    return [str(o) for o in kept] if OmegaConf.is_list(kept) else []
 
 
 def _load(path: Path) -> Any:

@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any
 
-from grpocli.config.parts import one_of, part, require, section
+from grpocli.config.parts import Escaped, one_of, part, require, section
 from grpocli.data import Sampling
 from grpocli.errors import ConfigError
 
@@ -48,7 +48,8 @@ class Rollouts:
     long_prompts: what happens to prompts over `max_prompt_tokens`: `drop` them, or `truncate` from the left.
     repetition_penalty: divides the positive logits of tokens that stand in the prompt or earlier in the completion,
         multiplies the negative ones; 1 is none. The trainer scores tokens under the same penalty.
-    stop: strings that end a completion. The token that completes one is the last; rewards see the text with it.
+    stop: strings that end a completion (`["\\n\\n"]` is two line breaks). The token that completes one is the last;
+        rewards see the text with it.
     regex, json_schema: every completion matches it, unless it is cut off at `max_completion_tokens` (engine=vllm, one
         of them). The trainer scores without that constraint, so `algorithm/correction` has to make up for it.
     max_reward_errors: the run stops when a larger share of a step's samples could not be scored.
@@ -66,7 +67,7 @@ class Rollouts:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stop: list[str] = dataclasses.field(default_factory=list)
+    stop: list[Escaped] = dataclasses.field(default_factory=list)
     regex: str | None = None
     json_schema: Any = None
     max_reward_errors: float = 0.1
@@ -146,24 +147,32 @@ class Checkpoint:
 class Eval:
     """Accuracy on held-out problems, at temperature 1 (mean over `samples` completions) and greedy.
 
-    every: steps between evaluations (0: only before and after). problems: how many are used (0: none at all).
+    every: steps between evaluations (0: only before and after). problems: how many are used (0: none at all;
+    null: 256 on a GPU, 32 on a CPU).
     reward: which reward judges them (null: the first). A completion is right where it scores 1 or more.
     """
 
     every: int = 0
-    problems: int = 256
+    problems: int | None = None
     samples: int = 4
     reward: str | None = None
 
     def __post_init__(self) -> None:
         require(self, "every", self.every >= 0, "must be 0 (only before and after) or more")
-        require(self, "problems", self.problems >= 0, "must be 0 (no evaluation) or more")
+        require(self, "problems", (self.problems or 0) >= 0, "must be 0 (no evaluation) or more")
         require(self, "samples", self.samples >= 1, "must be at least 1")
+
+    def wanted(self, cpu: bool) -> int:
+        """How many problems are used. cpu: whether the model computes on one."""
+        return self.problems if self.problems is not None else 32 if cpu else 256
 
 
 @part("", "run_schema")
 class Run:
-    """A whole run. `algorithm` ... `tracker` are config groups; the rest are sections."""
+    """A whole run. `algorithm` ... `tracker` are config groups; the rest are sections.
+
+    overrides: the command line that composed this config; grpocli fills it in, for `resume=`.
+    """
 
     algorithm: Any
     reward: dict[str, Any]
@@ -180,6 +189,7 @@ class Run:
     eval: Eval = Eval()
     seed: int = 0
     resume: str | None = None
+    overrides: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         require(self, "seed", self.seed >= 0, "must be 0 or more")

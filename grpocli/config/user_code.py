@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
+import symtable
 import sys
-from collections.abc import Callable
+import tokenize
+import zlib
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
+from grpocli.user_frames import raised
+
+HIDDEN = re.compile(r"import \*|__getattr__|global|exec\(|setattr\(")
+"""In a source whose names cannot be read off it."""
 
 
 def load(function: str, key: str) -> Callable[..., Any]:
@@ -21,16 +29,93 @@ def load(function: str, key: str) -> Callable[..., Any]:
     """
     place, _, name = function.rpartition(":")
     try:
-        module = _file(Path(place).expanduser().resolve(), key) if place.endswith(".py") else _module(place)
+        module = _module_of(place, key)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError.of(key, function, f"importing it raised {type(error).__name__}: {error}") from error
+        raise ConfigError.of(key, function, f"importing it raised {raised(error)}") from error
     found = getattr(module, name, None)
     if not callable(found):
-        raise ConfigError.of(key, function, f"{place} has no function {name}{nearest(name, vars(module))}")
+        if hasattr(module, name):
+            problem = f"{name} in {place} is of type {type(found).__name__}; give a function or a class"
+            raise ConfigError.of(key, function, problem)
+        raise _no_name(function, place, name, vars(module), key)
     result: Callable[..., Any] = found
     return result
+
+
+def absolute(function: str) -> str:
+    """The same with an absolute path, so that it is found from every folder.
+
+    A module that is a file in the working directory becomes that file; other modules stay as they are.
+    """
+    place, colon, name = function.rpartition(":")
+    if not place.endswith(".py"):
+        file = Path(f"{place}.py")
+        if not file.is_file():
+            return function
+        place = str(file)
+    return f"{Path(place).expanduser().resolve()}{colon}{name}"
+
+
+def short(spec: str) -> str:
+    """FILE.py:NAME without the folders."""
+    place, _, name = spec.rpartition(":")
+    return f"{Path(place).name}:{name}"
+
+
+def _module_of(place: str, key: str) -> Any:
+    if not place.endswith(".py"):
+        return _module(place)
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        raise _no_file(path, key)
+    return _file(path)
+
+
+def find(function: str, key: str) -> None:
+    """Raise the ConfigError of `load` where the file, the module or the name in it is missing, without importing it.
+
+    Importing may take long (a reward that uses torch), and happens later. What cannot be read off the source passes.
+    """
+    place, _, name = function.rpartition(":")
+    if not place.endswith(".py"):
+        return _find_module(function, place, name, key)
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        raise _no_file(path, key)
+    _find_name(path, function, place, name, key)
+
+
+def _find_module(function: str, place: str, name: str, key: str) -> None:
+    _reachable(Path.cwd())
+    package, _, rest = place.partition(".")
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        raise ConfigError.of(key, function, f"importing it raised ModuleNotFoundError: No module named {package!r}")
+    if not rest and spec.origin and spec.origin.endswith(".py"):
+        _find_name(Path(spec.origin), function, place, name, key)
+
+
+def _find_name(path: Path, function: str, place: str, name: str, key: str) -> None:
+    try:
+        with tokenize.open(path) as file:
+            source = file.read()
+        symbols = symtable.symtable(source, str(path), "exec").get_symbols()
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError.of(key, function, f"importing it raised {raised(error)}") from error
+    names = [symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()]
+    if name not in names and not HIDDEN.search(source):
+        raise _no_name(function, place, name, names, key)
+
+
+def _no_file(path: Path, key: str) -> ConfigError:
+    beside = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    return ConfigError.of(key, path, f"there is no such file{nearest(path.name, beside)}")
+
+
+def _no_name(function: str, place: str, name: str, names: Iterable[str], key: str) -> ConfigError:
+    return ConfigError.of(key, function, f"{place} has no function or class {name}{nearest(name, names)}")
 
 
 def _module(name: str) -> Any:
@@ -44,12 +129,11 @@ def _reachable(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
-@lru_cache(maxsize=16)
-def _file(path: Path, key: str) -> Any:
-    if not path.is_file():
-        raise ConfigError.of(key, path, "there is no such file")
+@lru_cache(maxsize=64)
+def _file(path: Path) -> Any:
+    """The module, imported once: the same class wherever a config names it."""
     _reachable(path.parent)  # as if it were run as a script
-    name = f"grpocli_user_{path.stem}"
+    name = f"grpocli_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"  # two folders may have a file of one name
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

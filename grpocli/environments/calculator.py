@@ -10,6 +10,7 @@ from typing import Any
 
 from grpocli.data import Message
 from grpocli.environments.environment import Step
+from grpocli.rewards.final_answer import final_answer
 from grpocli.rewards.text import last_number
 
 CALL = re.compile(r"<<([^<>]*)>>")
@@ -54,7 +55,7 @@ class Calculator:
             return Step(
                 [{"role": self.role, "content": value_of(calls[-1].partition("=")[0])}], -self.cost, False, metadata
             )
-        correct = last_number(text) == last_number(metadata["answer"])
+        correct = last_number(final_answer(text)) == last_number(metadata["answer"])
         return Step([], self.right if correct else self.wrong, True, metadata)
 
 

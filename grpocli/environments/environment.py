@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, NamedTuple, Protocol
 
-from grpocli.config.parts import require, section
+from grpocli.config.parts import Escaped, UserCode, require, section
 from grpocli.data import Message
 
 ROLES = ("system", "user", "tool", "developer")
@@ -57,11 +57,11 @@ class Play:
     timeout: seconds for a step. workers: processes that step episodes side by side; 0 is one for each core.
     """
 
-    name: str | None = None
+    name: UserCode | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     turns: int = 8
     turn_tokens: int | None = None
-    stop: list[str] = field(default_factory=list)
+    stop: list[Escaped] = field(default_factory=list)
     timeout: float = 10.0
     workers: int = 0
 

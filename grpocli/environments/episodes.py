@@ -13,7 +13,7 @@ from grpocli.environments.turns import Turns
 from grpocli.errors import ConfigError
 from grpocli.rewards.pool import Pool, default_workers
 from grpocli.rewards.reward import Failure
-from grpocli.rollout.engine import OnGroup, ignore
+from grpocli.rollout.engine import Listener, OnGroup, ignore
 from grpocli.rollout.seeds import seed_of
 
 if TYPE_CHECKING:
@@ -104,30 +104,37 @@ class Episodes:
             _first(request, self.plays.get(prompt.task)) for prompt, request in zip(prompts, requests, strict=True)
         ]
 
+        listener = Listener.of(on_group)
+        watch = listener.watch
+
         def over(k: int, completions: list[Completion]) -> None:
             if prompts[k].task not in self.plays:
-                on_group(k, completions)
+                listener(k, completions)
 
-        found = self.engine.generate(first, sampling, over)
+        found = self.engine.generate(first, sampling, Listener(over, watch))
         if not self.plays:
             return found
+        begun = [] if watch.cancelled() else enumerate(zip(prompts, requests, strict=True))
         live = [
             _Live(k, i, prompt, request, self.plays[prompt.task], past)
-            for k, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
+            for k, (prompt, request) in begun
             if prompt.task in self.plays
             for i, past in enumerate(first[k].pasts or [Past()] * request.n)
         ]
         everyone = list(live)
         self._reset(live)
-        turns = [found[one.k][one.i] for one in live]
+        turns = [found[one.k][one.i] for one in live]  # none is missing: it was not cancelled
         while True:
-            live = self._after(live, turns, sampling)
+            live = [] if watch.cancelled() else self._after(live, turns, sampling)
             if not self.world.any(bool(live)):
                 break
             asked = [self._next(one, sampling) for one in live]
-            turns = [completions[0] for completions in self.engine.generate(asked, sampling)]
+            others = len(everyone) - len(live)
+            told = Listener(watch=watch.part(others, len(everyone)))
+            turns = [completions[0] for completions in self.engine.generate(asked, sampling, told) if completions]
         for one in everyone:
-            found[one.k][one.i] = one.completion()
+            if one.spans:  # else it was cancelled before its first turn was taken
+                found[one.k][one.i] = one.completion()
         return found
 
     def check(self, prompts: Sequence[Prompt]) -> None:
@@ -198,6 +205,23 @@ class Episodes:
         """End the worker processes."""
         for play in self.plays.values():
             _pool(play.workers, play.timeout).close()
+
+
+def check_environment(task: str, play: Play, example: Mapping[str, Any]) -> None:
+    """That an episode of the task's example can begin, before a model is fetched. Raises ConfigError.
+
+    In a worker process, as all of an environment's code: it may import what this process should not have.
+    """
+    given = {name: value for name, value in example.items() if name != "prompt"} | {"task_name": task}
+    columns = json.loads(json.dumps(given, default=str))
+    pool = Pool("grpocli.environments.stepping:call", 1, play.timeout)
+    try:
+        (answer,) = pool.map([["reset", play.name, json.dumps(play.arguments), columns]])
+    finally:
+        pool.close()
+    if isinstance(answer, Failure):
+        problem = f"{task}: its environment could not be reset: {answer.reason}"
+        raise ConfigError.of("task.environment.name", play.name, problem)
 
 
 def _first(request: Request, play: Play | None) -> Request:

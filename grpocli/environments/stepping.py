@@ -11,6 +11,7 @@ from typing import Any
 from grpocli.config.user_code import load
 from grpocli.data import Message
 from grpocli.environments.environment import ROLES
+from grpocli.user_frames import raised
 
 KEY = "task.environment.name"
 LONGEST = 200_000
@@ -40,14 +41,14 @@ def call(kind: str, *given: Any) -> list[Any]:
 
 @lru_cache(maxsize=64)
 def _made(name: str, arguments: str) -> Any:
-    return load(name, KEY)(**json.loads(arguments))
+    return _asked(load(name, KEY), **json.loads(arguments))
 
 
-def _asked(function: Callable[..., Any], *given: Any) -> Any:
+def _asked(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
     try:
-        return function(*given)
-    except Exception as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        return function(*given, **named)
+    except (Exception, SystemExit) as error:
+        raise RuntimeError(raised(error)) from error
 
 
 def _messages(observation: Any) -> list[Message]:

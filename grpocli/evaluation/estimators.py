@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from statistics import NormalDist
 
 import numpy as np
 
-RESAMPLES = 2000
+AGREEING = 2
+"""Questions: as many as keep the coverage of `interval` above 90 % for ten questions and sixteen samples."""
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
@@ -33,11 +35,22 @@ def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
     return float(np.mean([np.mean(found) for found in verdicts.values() if len(found) == most]))
 
 
-def interval(
-    values: Sequence[float], seed: int = 0, mean: Callable[[np.ndarray], np.ndarray] = lambda x: x.mean(1)
-) -> tuple[float, float]:
-    """The 95 % confidence interval of the mean over questions, by bootstrap: questions are drawn with replacement."""
-    generator = np.random.Generator(np.random.PCG64(seed))
-    drawn = np.asarray(values)[generator.integers(len(values), size=(RESAMPLES, len(values)))]
-    low, high = np.quantile(mean(drawn), (0.025, 0.975))
-    return float(low), float(high)
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % confidence interval of the mean over questions, from a value between 0 and 1 for each.
+
+    Wilson's score interval (1927). Values of 0 and 1 count as one draw each; shares of several samples count as more,
+    by the design effect: the variance of 0/1 outcomes over that of the values (Kish, Survey Sampling, 1965). The latter
+    is estimated as if there were `AGREEING` more questions whose samples all agree, since few questions say little of
+    it. Raises ValueError without a value.
+    """
+    n = len(values)
+    if not n:
+        raise ValueError("a confidence interval needs a value")
+    mean = min(max(float(np.mean(values)), 0.0), 1.0)
+    of_outcomes = mean * (1 - mean)
+    apart = float(np.square(np.asarray(values) - mean).sum()) + AGREEING * of_outcomes
+    draws = n * max(1.0, of_outcomes * (n - 1 + AGREEING) / apart) if apart > 0 else n
+    z = NormalDist().inv_cdf(0.975)
+    center, reach = mean + z**2 / (2 * draws), z * math.sqrt(of_outcomes / draws + (z / (2 * draws)) ** 2)
+    low, high = ((center + side * reach) / (1 + z**2 / draws) for side in (-1, 1))
+    return max(0.0, min(low, mean)), min(1.0, max(high, mean))

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from grpocli.data import Group, Prompt
 from grpocli.environments.environment import play_of
 from grpocli.evaluation.results import Judges, TaskResult, task_result
+from grpocli.progress import Watch
 from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
-from grpocli.tasks.data import rewards_for
+from grpocli.tasks.data import judge_of
 from grpocli.tasks.mixture import about, key_of, limits_of, tasks_of
 from grpocli.tasks.prompts import PromptSet
 from grpocli.tasks.task import columns_of
@@ -55,9 +56,11 @@ class Evaluated:
 
 
 def evaluate(
-    run: Run, job: EngineJob, models: Sequence[tuple[str, str]], asked: Asked, say: Callable[[str], None]
+    run: Run, job: EngineJob, models: Sequence[tuple[str, str]], asked: Asked, say: Callable[[str], None], watch: Watch
 ) -> Iterator[Evaluated]:
-    """Of each model, (name, path) with the weights of one architecture, in turn. say: is told what is going on.
+    """Of each model, (name, path) with the weights of one architecture, in turn.
+
+    say: called with the name of each stage. watch: hears how much of a stage is done.
 
     Raises ConfigError, RunError or EngineError as a run does.
     """
@@ -75,11 +78,11 @@ def evaluate(
         for reward in run.reward.values():
             stack.callback(reward.close)
         say("starting the engine")
-        stack.enter_context(run.engine.launch(job))
+        stack.enter_context(run.engine.launch(replace(job, progress=watch.progress)))
         for version, (name, path) in enumerate(models, 1):
             say(f"loading {name}")
             yield _evaluated(
-                run, _sampler(run, job, path, world, tokenizer, problems), version, name, problems, asked, say
+                run, _sampler(run, job, path, world, tokenizer, problems), version, name, problems, asked, say, watch
             )
 
 
@@ -91,6 +94,7 @@ def _evaluated(
     problems: Sequence[Problems],
     asked: Asked,
     say: Callable[[str], None],
+    watch: Watch,
 ) -> Evaluated:
     """One model. It is let go here, or two would be held while the next one is loaded."""
     found = Evaluated(name, [], [], [])
@@ -98,7 +102,7 @@ def _evaluated(
         sampler.engine.sync(version)
         for one in problems:
             say(f"{name}: {one.task}, {len(one.prompts):,} problems")
-            result, greedy, sampled = _of_task(run, sampler, one, asked)
+            result, greedy, sampled = _of_task(run, sampler, one, asked, watch)
             found.tasks.append(result)
             found.greedy.extend(greedy)
             found.sampled.extend(sampled)
@@ -112,8 +116,7 @@ def _problems(name: str, task: Any, run: Run, tokenizer: PreTrainedTokenizerBase
     examples = task.examples("eval")
     limits = run.rollout.max_prompt_tokens, run.rollout.long_prompts
     prompts = PromptSet(examples, tokenizer, *limits, f"{name} eval", name, asked.problems or None)
-    rewards = rewards_for(task, run.reward)
-    judge = run.eval.reward if run.eval.reward in rewards else rewards[0]
+    judge = judge_of(task, run.reward, run.eval.reward)
     run.reward[judge].check(columns_of(examples[0]))
     return Problems(name, judge, [prompts.prompt(i, uid=f"{name}-{i}") for i in range(len(prompts))])
 
@@ -136,24 +139,29 @@ def _sampler(
     return Sampler(world, engine, tokenizer, scorer, plays)
 
 
-def _of_task(run: Run, sampler: Sampler, one: Problems, asked: Asked) -> tuple[TaskResult, list[Group], list[Group]]:
-    sampling = run.rollout.sampling
+def _of_task(
+    run: Run, sampler: Sampler, one: Problems, asked: Asked, watch: Watch
+) -> tuple[TaskResult, list[Group], list[Group]]:
+    sampling, problems = run.rollout.sampling, len(one.prompts)
+    whole = problems * (asked.samples + asked.greedy)
     greedy: list[Group] = []
     sampled: list[Group] = []
     if asked.greedy:
-        greedy = _groups(sampler, one, 1, replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0), run.seed)
+        likeliest = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        greedy = _groups(sampler, one, 1, likeliest, run.seed, watch.part(0, whole))
     if asked.samples:
-        sampled = _groups(sampler, one, asked.samples, sampling, run.seed)
+        before = problems * asked.greedy
+        sampled = _groups(sampler, one, asked.samples, sampling, run.seed, watch.part(before, whole))
     judges = Judges({one.task: one.judge}, run.reward)
     result = task_result(one.task, judges, greedy, sampled, sampling.max_tokens)
     return result, greedy, sampled
 
 
-def _groups(sampler: Sampler, one: Problems, n: int, sampling: Any, seed: int) -> list[Group]:
+def _groups(sampler: Sampler, one: Problems, n: int, sampling: Any, seed: int, watch: Watch) -> list[Group]:
     """Seeds as an evaluation within a run has them: two models differ by their weights alone."""
     from grpocli.training.evaluate import eval_seeds
 
-    groups, tally = sampler.groups(one.prompts, eval_seeds(seed, one.prompts), n, sampling)
+    groups, tally = sampler.groups(one.prompts, eval_seeds(seed, one.prompts), n, sampling, watch)
     sampler.scorer.judge(tally)
     return groups
 

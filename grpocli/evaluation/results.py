@@ -17,7 +17,7 @@ from grpocli.rewards.scoring import sample_of
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """low, high: its 95 % confidence interval over questions."""
+    """low, high: its 95 % confidence interval over questions, by `interval`."""
 
     value: float
     low: float
@@ -70,7 +70,7 @@ class Judges:
     def majority(self, group: Group, max_tokens: int) -> float:
         name = self.name(group)
         known: list[Rollout] = [rollout for rollout in group.rollouts if not math.isnan(rollout.rewards[name])]
-        votes = [self.rewards[name].vote(sample_of(rollout, max_tokens)) for rollout in known]
+        votes = self.rewards[name].votes([sample_of(rollout, max_tokens) for rollout in known])
         return majority(votes, [rollout.rewards[name] >= 1 for rollout in known])
 
 

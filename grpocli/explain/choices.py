@@ -6,13 +6,15 @@ import importlib
 from typing import Any
 
 from grpocli.config.parts import stored
+from grpocli.config.user_code import short
+from grpocli.config.user_parts import is_spec, target_of
 
 
 def choice_of(group: str, part: object) -> str:
-    """The name a part's class is registered under, or the class's own where it comes from a YAML of the user's."""
-    target = f"{type(part).__module__}.{type(part).__qualname__}"
+    """The name a part's class is registered under, FILE.py:CLASS of a user's, or where a YAML of theirs has it from."""
+    target = target_of(type(part))
     names = {made: name for name, made in _targets(group).items()}
-    return names.get(target, target)
+    return short(target) if is_spec(target) else names.get(target, target)
 
 
 def registered(group: str) -> dict[str, type[Any]]:

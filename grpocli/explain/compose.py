@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,8 @@ from grpocli.config.complaints import flat_keys
 from grpocli.config.formula import Formula, formula_of, meanings, settings
 from grpocli.config.schema import Rollouts, Run
 from grpocli.explain.choices import choice_of
+from grpocli.rewards.reward import Correctness
+from grpocli.rewards.text import Overlong
 
 ORDER = (
     "sampling",
@@ -33,6 +36,7 @@ ORDER = (
 )
 COMPARED = ("algorithm", "reward", "rollout", "train")
 
+UNSCORED = "A reward that does not apply to o_i is left out; where none applies, o_i has no score."
 LOSS_NOTE = "Minimised. i: the N completions of an update. t: the |o_i| tokens of o_i that are in the loss."
 CUTS = ("min_p", "top_k", "top_p")  # in the order that the sampler applies them
 
@@ -89,7 +93,8 @@ def explanation(run: Run, config: DictConfig, overrides: list[str]) -> Explanati
     ordered = [
         _sampling(run.rollout),
         _score(run),
-        *_chosen(used, "keep", "advantage"),
+        *(_named(section, run) for section in _chosen(used, "keep")),
+        *_chosen(used, "advantage"),
         *_combine(algorithm),
         *(_named(section, run) for section in _chosen(used, "question_weight")),
         *_chosen(used, "objective", "tokens", "correction", "kl", "entropy", "aggregate"),
@@ -190,7 +195,7 @@ def _score(run: Run) -> Section:
         "score",
         "",
         (f"s_i = {total}", *(line for r in rewards for line in r.lines)),
-        "A reward that does not apply to o_i is left out; where none applies, o_i has no score.",
+        " ".join(filter(None, [UNSCORED, _beside_answers(run.reward)])),
         tuple(symbol for r in rewards for symbol in r.symbols),
         tuple(pair for r in rewards for pair in r.settings),
         tuple(source for r in rewards for source in r.source),
@@ -211,6 +216,19 @@ def _reward(k: int, name: str, reward: Any) -> Section:
     )
 
 
+def _beside_answers(rewards: dict[str, Any]) -> str:
+    """Which weight DAPO's punishment of length has beside these answers for it to count as much as in the paper."""
+    (name, judge), punished = next(iter(rewards.items())), [r for r in rewards.values() if isinstance(r, Overlong)]
+    if not punished or not isinstance(judge, Correctness):
+        return ""
+    weight, given = judge.weight * (judge.right - judge.wrong) / 2, punished[0].weight
+    compared = "is the paper's" if math.isclose(weight, given) else f"is not the paper's, which would be {weight:g}"
+    return (
+        "DAPO's equation 7 scores answers 1 and -1 and adds the punishment with weight 1. "
+        f"Beside {name}'s scores of {judge.right:g} and {judge.wrong:g}, reward.overlong.weight={given:g} {compared}."
+    )
+
+
 def _combine(algorithm: Algorithm) -> list[Section]:
     key = ("algorithm.combine", algorithm.combine)
     if algorithm.combine == "sum":
@@ -225,8 +243,13 @@ def _combine(algorithm: Algorithm) -> list[Section]:
 
 
 def _named(section: Section, run: Run) -> Section:
-    """With the first reward's name where no reward is named as the accuracy."""
-    meaning = f"the accuracy; null is {next(iter(run.reward))}"
+    """With the name of the reward that judges each task where no reward is named as the accuracy."""
+    from grpocli.tasks.data import judges_of
+
+    judges = judges_of(run)
+    names = dict.fromkeys(judges.values())
+    each = ", ".join(f"{judge} ({task})" for task, judge in judges.items())
+    meaning = f"the accuracy; null is {next(iter(names)) if len(names) == 1 else each}"
     symbols = (replace(s, meaning=meaning) if s.value == "null" else s for s in section.symbols)
     return replace(section, symbols=tuple(symbols))
 

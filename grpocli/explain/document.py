@@ -21,7 +21,7 @@ ALGORITHMS = ("grpo", "dapo", "drgrpo", "dgpo")
 EXAMPLE = "docs/examples/own_trainer.py"
 VARIANTS: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("keep", "all"): [{"mask_truncated": True}],
-    ("keep", "dynamic"): [{"reward": "math", "surplus": "carry", "on_exhausted": "error"}],
+    ("keep", "dynamic"): [{"reward": "score", "surplus": "carry", "on_exhausted": "error"}],
     ("objective", "clip"): [{"level": "sequence"}, {"dual": 3.0}, {"delta": 4.0}],
     ("correction", "auto"): [{"max_staleness": 1}],
     ("kl", "k3"): [{"on_policy": True, "sync_every": 64}, {"beta": 0.0}],
@@ -47,14 +47,15 @@ OWN_TRAINER = """\
 `algorithm` keys matter, and for `algorithm/aggregate=constant` without a length `rollout.max_completion_tokens`, which
 it follows. No file is read but the package's own config. All arguments are tensors.
 
-- `algorithm.advantages(rewards, weights=None)`: rewards `{name: [P, G]}`, NaN where one does not apply; `[P, G]`.
-- `algorithm.kept(rewards, weights=None)`: the questions to train on, `[P]` (bool), as the keep part says.
+- `algorithm.advantages(rewards, weights=None, accuracy=None)`: rewards `{name: [P, G]}`, finite, or NaN where one does
+  not apply; `[P, G]`. accuracy: for each question the name of the reward that is its accuracy (the first).
+- `algorithm.kept(rewards, weights=None, accuracy=None)`: the questions to train on, `[P]` (bool), by the keep part.
 - `algorithm.totals(advantages, mask, group_ids=None, micro_batches=1)`: the counts of a whole update, `[B]`, `[B, T]`,
   `[B]`, to be given to the `loss` of each of its parts.
 - `algorithm.loss(logp, old_logp, advantages, mask, *, group_ids, ref_logp, rollout_logp, entropy, selected, totals)`:
   a scalar, and metrics. Log-probs and the mask are `[B, T]`, `advantages` and the integers `group_ids` are `[B]`.
-  Losses and metrics of the parts of an update add up to those of the update. Without `totals` the rows given are all
-  of it.
+  Losses and metrics of the parts of an update add up to those of the update; of `clip_ratio/low_min` and
+  `clip_ratio/high_max` the least and the largest counts. Without `totals` the rows given are all of it.
   `algorithm.needs_reference` says whether `ref_logp` is wanted, `algorithm.needs_entropy_gradient` and
   `algorithm.tokens.needs_entropy` whether `entropy` is.
 

@@ -29,7 +29,9 @@ class Job:
     ready: bool = True
 
     def save(self, run_dir: Path) -> None:
-        write_atomic(run_dir / NAME, json.dumps(asdict(self), indent=2, default=str))
+        values = asdict(self)
+        del values["engine"]["progress"]  # a function of this process
+        write_atomic(run_dir / NAME, json.dumps(values, indent=2, default=str))
 
     @classmethod
     def load(cls, run_dir: Path) -> Job:

@@ -5,78 +5,92 @@ from __future__ import annotations
 import logging
 import os
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from grpocli.config.checks import check_installed, check_nodes, check_overlap, check_shares
+from grpocli.config.checks import check_nodes, check_overlap, check_shares
 from grpocli.config.compose import build_run, save
 from grpocli.config.plan import plan_lines
+from grpocli.config.resume import changes
+from grpocli.environments.environment import play_of
 from grpocli.errors import ConfigError, GrpoError, Stopped
+from grpocli.explain.choices import choice_of
 from grpocli.launch.devices import Devices, devices_of, visible_gpus
 from grpocli.launch.job import Job, wait_for_job
 from grpocli.launch.meanwhile import Meanwhile
 from grpocli.launch.nodes import Node, node_of
+from grpocli.launch.opening import opening_lines
 from grpocli.launch.processes import SETTLE, again_file, clean, stop_file
+from grpocli.launch.ready import check_ready
 from grpocli.launch.signals import crash_loudly, stop_signal
+from grpocli.rewards.python import PythonReward
 from grpocli.rollout.auto import chosen
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync import placement
 from grpocli.rollout.vllm.nodes import new_folder, weights_of
 from grpocli.tasks.mixture import about, key_of, tasks_of
+from grpocli.tasks.task import columns_of
+from grpocli.tracking import choices
 from grpocli.tracking.files import write_atomic
 from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.sessions import Changes, Session, add_session, shown
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.tasks.data import Data
+    from grpocli.tasks.task import Example, Task
     from grpocli.tracking.view import View
 
 logger = logging.getLogger(__name__)
 
 READY_WITHIN = 3600.0
 """Seconds in which the first machine has fetched the model and its engine answers."""
+QUICK = 2.0
+"""Seconds; an engine that takes longer to start gets a line when it is ready."""
 LOCK_WITHIN = 120.0
 """Seconds in which the lock of a machine that has died is surely free."""
 
 
-def launch(config: DictConfig, folder: Path, resuming: bool = False) -> float | None:
+def launch(
+    config: DictConfig, folder: Path, resuming: bool = False, begin: Callable[[], None] = lambda: None
+) -> float | None:
     """Run `config` in `folder`. Returns the final `eval/accuracy`, which sweepers may optimise.
 
     On several machines each calls this; the first one prepares and the others follow it.
+    begin: called as soon as the folder is this run's and nobody else's; nothing is written in it before.
     Raises ConfigError, RunError or Stopped; whatever was started is stopped first.
     """
     crash_loudly()
-    run = build_run(config)
-    node = node_of(run.hardware)
     run_dir = RunDir(folder)
+    try:
+        if not resuming:
+            run_dir.check_free()
+        run = build_run(config)
+    except ConfigError:
+        with suppress(OSError):  # Hydra has made it, unless it holds something
+            folder.rmdir()
+        raise
+    node = node_of(run.hardware)
     if node and node.rank:
         return follow(run, run_dir, node)
     ours = not resuming and run_dir.is_fresh()
-    with run_dir.locked(patience=LOCK_WITHIN if node else 0.0):
-        return _locked(config, run, run_dir, resuming, ours, node)
+    with run_dir.locked(patience=LOCK_WITHIN if node else 0.0), _ending(run_dir, ours):
+        return _locked(config, run, run_dir, resuming, node, begin)
 
 
-def _locked(
-    config: DictConfig, run: Run, run_dir: RunDir, resuming: bool, ours: bool, node: Node | None
-) -> float | None:
-    from grpocli.tracking.view import make_view
+@contextmanager
+def _ending(run_dir: RunDir, ours: bool) -> Iterator[None]:
+    """Leave the folder as the end of the run asks for: a folder of `ours` goes where the run never began."""
     from grpocli.training.worker import explained
 
-    run_dir.check_writable(resuming=resuming)
-    clean(run_dir.path)
-    view = make_view()
-    quiet_libraries()
     try:
-        devices = devices_of(run.hardware, chosen(run.engine))
-        job = prepare(run, run_dir, view, resuming, devices, node)
-        write_atomic(run_dir.config, save(config))
-        view.start(run_dir.name, plan_lines(run, devices), run.train.steps)
-        return _train(run, job, run_dir, view, devices, node)
+        yield
     except (ConfigError, KeyboardInterrupt):
         if ours:
             run_dir.forget()
@@ -89,24 +103,64 @@ def _locked(
     except Exception as error:
         logger.exception("the run failed")
         raise explained(error, run_dir) from error
+
+
+def _locked(
+    config: DictConfig, run: Run, run_dir: RunDir, resuming: bool, node: Node | None, begin: Callable[[], None]
+) -> float | None:
+    """The run, in a folder that this process holds."""
+    from grpocli.tracking.view import make_view
+
+    view = make_view()
+    quiet_libraries()
+    try:
+        run_dir.check_writable(resuming=resuming)
+        begin()
+        clean(run_dir.path)
+        check_ready(run)  # before anything heavy is imported
+        devices = devices_of(run.hardware, chosen(run.engine))
+        run = _settled(config, run, devices)
+        job = prepare(run, run_dir, view, resuming, devices, node)
+        changed = _remember(config, run_dir, job, resuming)
+        opening = opening_lines(run, job.engine, devices, choices.chosen(run_dir.path, config))
+        view.start(run_dir.name, [*opening, *plan_lines(run, devices)], run.train.steps)
+        for key, (old, new) in changed.items():
+            view.note(f"changed {key}: {shown(old)} -> {shown(new)}")
+        return _train(run, job, run_dir, view, devices, node)
     finally:
         view.stop()
 
 
+def _remember(config: DictConfig, run_dir: RunDir, job: Job, resuming: bool) -> Changes:
+    """Write the config and the session. Returns the keys that a resume changes."""
+    from grpocli.training.checkpoint import load_state
+
+    before = OmegaConf.load(run_dir.config) if resuming else config
+    changed = changes(*(OmegaConf.to_container(one, resolve=True) for one in (before, config)))  # type: ignore[arg-type]
+    step = load_state(job.checkpoint).step if job.checkpoint else 0
+    add_session(run_dir, Session.now(step, changed))  # first: changes that are not recorded would be lost
+    write_atomic(run_dir.config, save(config))
+    return changed
+
+
+def _settled(config: DictConfig, run: Run, devices: Devices) -> Run:
+    """Set `eval.problems` for this device in the run, and in the config, so that a resume elsewhere has the same."""
+    config.eval.problems = run.eval.wanted(cpu=not devices.train)
+    return replace(run, eval=replace(run.eval, problems=config.eval.problems))
+
+
 def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool, devices: Devices, node: Node | None = None) -> Job:
-    """Make ready what needs no model in memory, and find out early what cannot work."""
+    """Everything before a model is in memory: checks, data, the model's files. Raises ConfigError."""
     from grpocli.training.checkpoint import resume_point
     from grpocli.training.dtype import choose_dtype
 
-    run.tracker.check()
     _check_device(run)
-    check_installed(run)
     check_overlap(run, chosen(run.engine))
     check_nodes(run, chosen(run.engine))
     check_shares(run, devices.processes * (node.count if node else 1))
     for name, task in tasks_of(run.task).items():
         with about(key_of(run.task, name)):
-            task.examples("train")
+            _check_functions(run, name, task, task.examples("train")[0])
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
     nodes = getattr(run.hardware, "rollout_nodes", 0)
     transport = run.sync.choose(placement(run.hardware.device, run.engine, devices.shared, nodes))
@@ -129,6 +183,18 @@ def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool, devices: Devi
     return Job(engine, resume_point(run_dir.path) if resuming else None, node.session if node else "")
 
 
+def _check_functions(run: Run, name: str, task: Task, example: Example) -> None:
+    """Import the user's functions before the model is fetched. Rewards that load models are checked later."""
+    from grpocli.environments.episodes import check_environment
+    from grpocli.tasks.data import rewards_for
+
+    for reward in (run.reward[name] for name in rewards_for(task, run.reward)):
+        if isinstance(reward, PythonReward):
+            reward.check(columns_of(example))
+    if play := play_of(task):
+        check_environment(name, play, example)
+
+
 def _check_device(run: Run) -> None:
     import torch
 
@@ -139,14 +205,13 @@ def _check_device(run: Run) -> None:
 def _train(run: Run, job: Job, run_dir: RunDir, view: View, devices: Devices, node: Node | None) -> float | None:
     with stop_signal() as stop, ExitStack() as engine:
         stop.file = stop_file(run_dir.path)
-        view.stage("starting the engine")
         here = _in_this_process(devices, node)
         data = engine.enter_context(Meanwhile(partial(_load_data, run, job))) if here else None
         with stop.at_once():
             if node:
                 new_folder(run_dir.path)
                 replace(job, ready=False).save(run_dir.path)
-            engine.enter_context(run.engine.launch(job.engine))
+            engine.enter_context(_launched(run, job.engine, view))
         if data:
             from grpocli.training.worker import work
 
@@ -154,8 +219,26 @@ def _train(run: Run, job: Job, run_dir: RunDir, view: View, devices: Devices, no
         from grpocli.launch.processes import train_in_processes
 
         job.save(run_dir.path)
-        view.stop()  # the first trainer process has the terminal from here
+        view.stop(f"starting {devices.processes} trainer processes")  # the first of them has the terminal from here
         return train_in_processes(run, run_dir, stop, devices, node)
+
+
+@contextmanager
+def _launched(run: Run, job: EngineJob, view: View) -> Iterator[None]:
+    """The engine's `launch`, as a stage with progress; a line says when the engine is ready, unless that was quick."""
+    began, name, starting = time.monotonic(), choice_of("engine", chosen(run.engine)), True
+    view.stage(f"starting engine={name}")
+
+    def progress(done: float, total: float, unit: str, detail: str = "") -> None:
+        if starting:  # a server that is restarted during training has no stage
+            view.progress(done, total, unit, detail)
+
+    with run.engine.launch(replace(job, progress=progress)):
+        starting = False
+        if (seconds := time.monotonic() - began) >= QUICK:
+            logs = ", ".join(str(path) for path in sorted((job.run_dir / "logs").glob("vllm*.log")))
+            view.note(f"engine={name} is ready after {seconds:.0f} s" + (f"; its log: {logs}" if logs else ""))
+        yield
 
 
 def _load_data(run: Run, job: Job) -> Data:

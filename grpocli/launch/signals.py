@@ -42,7 +42,9 @@ class StopSignal:
         if self.received is None:
             self.received = signal.Signals(number).name
             print(
-                f"\n{self.received}: stopping after this step, or evaluation; Ctrl-C now stops at once", file=sys.stderr
+                f"\n{self.received}: stopping after this step, or at once in an evaluation, with a checkpoint; "
+                "another Ctrl-C ends the run without one",
+                file=sys.stderr,
             )
 
     def note(self, number: int, frame: FrameType | None) -> None:

@@ -11,6 +11,7 @@ from omegaconf import MISSING
 
 from grpocli.config.parts import part, require
 from grpocli.errors import ConfigError
+from grpocli.hub import why_unreachable
 from grpocli.models.common import ModelPart, Progress
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -46,19 +47,40 @@ class HuggingFace(ModelPart):
 
     def prepare(self, progress: Progress | None = None) -> str:
         """The folder, checked, or the hub id as it is."""
+        self.check_ready()
         folder = Path(self.path).expanduser()
-        if folder.is_dir():
-            _check_folder(self.path, folder)
-            return str(folder.resolve())
-        if folder.exists():
-            raise ConfigError.of("model.path", self.path, "is a file; give the folder that holds config.json")
-        if not HUB_ID.fullmatch(self.path) or self.path.startswith("."):
-            raise ConfigError.of("model.path", self.path, "there is no such folder")
-        return self.path
+        return str(folder.resolve()) if folder.is_dir() else self.path
+
+    def check_ready(self) -> None:
+        """Raise ConfigError where there is no such model. Loads no library that takes seconds."""
+        check_folder("model.path", self.path)
+        if not Path(self.path).expanduser().is_dir():
+            self._check_reachable()
+
+    def _check_reachable(self) -> None:
+        """Raise ConfigError where the hub does not answer and its cache does not hold the model."""
+        if not (problem := why_unreachable()):
+            return
+        from huggingface_hub import try_to_load_from_cache
+
+        if not isinstance(try_to_load_from_cache(self.path, "config.json", revision=self.revision), str):
+            problem = f"there is no such folder, and the hub does not answer ({problem}); give a model's folder"
+            raise ConfigError.of("model.path", self.path, problem)
 
 
-def _check_folder(path: str, folder: Path) -> None:
+def check_folder(key: str, path: str) -> None:
+    """Raise ConfigError, naming `key`, where `path` is neither a folder with a model nor a possible name on the hub."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return _check_files(key, path, folder)
+    if folder.exists():
+        raise ConfigError.of(key, path, "is a file; give the folder that holds config.json")
+    if not HUB_ID.fullmatch(path) or path.startswith("."):
+        raise ConfigError.of(key, path, "there is no such folder")
+
+
+def _check_files(key: str, path: str, folder: Path) -> None:
     needs = {"config.json": ("config.json",), "weights (*.safetensors)": WEIGHTS, "tokenizer files": TOKENIZER}
     for what, patterns in needs.items():
         if not any(True for pattern in patterns for _ in folder.glob(pattern)):
-            raise ConfigError.of("model.path", path, f"the folder has no {what}; give one that transformers saved")
+            raise ConfigError.of(key, path, f"the folder has no {what}; give one that transformers saved")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,7 +63,6 @@ def warm_start(
     digits = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")))
     generator = torch.Generator().manual_seed(seed)
     optimizers = _optimizers(model)
-    started = time.monotonic()
     with _threads(THREADS):
         for step in range(steps):
             chosen = torch.randint(len(worked.prompts_NP), (BATCH,), generator=generator)
@@ -77,8 +75,7 @@ def warm_start(
                 optimizer.step()
                 optimizer.zero_grad()
             if progress:
-                left = (time.monotonic() - started) * (steps / (step + 1) - 1)
-                progress((step + 1) / steps, f"warm start of the built-in model, {left:.0f} s left")
+                progress((step + 1) / steps, "warm start of the built-in model")
 
 
 def corrupt(answers_BT: Tensor, digits: Tensor, noise: float, generator: torch.Generator) -> Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import part, require
 from grpocli.errors import ConfigError
+from grpocli.rewards.final_answer import after_thinking
 from grpocli.rewards.pool import Pool
 from grpocli.rewards.pooled import pool_of
 from grpocli.rewards.reward import Correctness, Failure, Sample, Score
@@ -137,4 +138,4 @@ def _job(sample: Sample, column: str) -> dict[str, Any] | Failure:
         return Failure(f"the example has no tests in the column {column!r}: a text or a list of texts")
     known = {"before": "before", "setup": "setup", "reference": "answer", "entry": "entry_point"}
     texts = {name: columns[own] for name, own in known.items() if isinstance(columns.get(own), str)}
-    return {"text": sample.text, "tests": list(tests), **texts}
+    return {"text": after_thinking(sample.text), "tests": list(tests), **texts}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from grpocli.config.parts import part
+from grpocli.rewards.final_answer import after_thinking
 from grpocli.rewards.reward import Correctness, Failure, Sample, Score
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -32,7 +33,8 @@ class CountdownReward(Correctness):
         numbers, target = sample.columns.get("numbers"), sample.columns.get(self.answer_column)
         if not isinstance(numbers, list) or target is None:
             return Failure(f"the example needs `numbers` and {self.answer_column!r}")
-        found = ANSWER.findall(sample.text) or sample.text.strip().splitlines()[-1:]
+        text = after_thinking(sample.text)
+        found = ANSWER.findall(text) or text.strip().splitlines()[-1:]
         return self.value(bool(found) and reaches(found[-1], numbers, target))
 
 

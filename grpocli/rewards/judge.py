@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from omegaconf import MISSING
 
-from grpocli.config.parts import nearest, part, regular, require
+from grpocli.config.parts import Escaped, nearest, part, regular, require
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import BaseReward, Sample, Score
 
@@ -51,8 +51,8 @@ class Judge(BaseReward):
     has_processes = True
     base_url: str = MISSING
     model: str = MISSING
-    prompt: str = PROMPT
-    system: str | None = None
+    prompt: Escaped = PROMPT
+    system: Escaped | None = None
     pattern: str = r"(?i)score[^\w.]*?([-+]?(?:\d*\.\d+|\d+))"
     low: float = 0.0
     high: float = 1.0

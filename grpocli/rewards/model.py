@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from omegaconf import MISSING
 
 from grpocli.config.parts import one_of, part, require
+from grpocli.models.hf import check_folder
 from grpocli.rewards.reward import BaseReward, Sample, Score
 
 
@@ -37,6 +38,9 @@ class RewardModel(BaseReward):
     @property
     def label(self) -> str:
         return self.path
+
+    def check_ready(self) -> None:
+        check_folder("reward.model.path", self.path)
 
     def check(self, columns: Sequence[str]) -> None:
         from grpocli.rewards.classifier import classifier

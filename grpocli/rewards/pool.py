@@ -23,7 +23,7 @@ from typing import Any
 import grpocli
 from grpocli.errors import RunError
 from grpocli.rewards.pool_worker import READY
-from grpocli.rewards.reward import Failure
+from grpocli.rewards.reward import Failure, Overrun
 
 PACKAGE = Path(grpocli.__file__).parent
 START_SECONDS = 120.0
@@ -88,6 +88,8 @@ class Pool:
 
     def map(self, items: Sequence[Any]) -> list[Any]:
         """What the function returns, never None, or a Failure for each item (JSON values all), in order.
+
+        An Overrun is the failure of an item that took too long, or whose worker process died.
 
         Raises RunError if no worker starts, or if another thread closes the pool.
         """
@@ -164,7 +166,7 @@ class Pool:
         self._workers.remove(worker)
         if worker.item is None:
             raise RunError(f"a worker process for {self.function} did not start: {reason}")
-        results[worker.item] = Failure(reason)
+        results[worker.item] = Overrun(reason)
 
     def close(self) -> None:
         """End the workers. A `map` of another thread finds them dead, and ends."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from grpocli.config.parts import nearest, part, require
-from grpocli.config.user_code import load
+from grpocli.config.parts import UserCode, nearest, part, require
+from grpocli.config.user_code import find, load, short
 from grpocli.errors import ConfigError
 from grpocli.rewards.deadline import within
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
@@ -28,13 +28,11 @@ class PythonReward(BaseReward):
     `completion_ids`, and every column of the dataset as a list; of these only what its signature takes. It returns
     a list of numbers, None where it does not apply. timeout: seconds for a call.
 
-    For several, `+reward@reward.NAME=python reward.NAME.function=...` adds one called NAME; or give each a YAML of its
-    own in a folder `reward/` named by --config-dir, with `# @package reward.NAME`,
-    `_target_: grpocli.rewards.python.PythonReward` and its `function`.
+    `reward=[FILE.py:NAME,FILE.py:OTHER]` takes several, each under its own name.
     """
 
     judges_answers = True
-    function: str = MISSING
+    function: UserCode = MISSING
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
@@ -44,7 +42,10 @@ class PythonReward(BaseReward):
 
     @property
     def label(self) -> str:
-        return self.function
+        return short(self.function)
+
+    def check_ready(self) -> None:
+        find(self.function, KEY)
 
     def check(self, columns: Sequence[str]) -> None:
         function = load(self.function, KEY)

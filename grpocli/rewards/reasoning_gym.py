@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 
 from grpocli.config.parts import part, regular, require
-from grpocli.rewards.pooled import pool_of
+from grpocli.rewards.final_answer import after_thinking
+from grpocli.rewards.pooled import judged, pool_of
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 from grpocli.tasks.reasoning_gym import COLUMN
 
@@ -15,8 +16,8 @@ from grpocli.tasks.reasoning_gym import COLUMN
 class ReasoningGymReward(BaseReward):
     """Between 0 and 1, as the generator of `task=reasoning_gym` scores the answer.
 
-    pattern: the answer is what its first group found last; the whole completion where it is not found. timeout: seconds
-    for a sample. workers: 0 is one for each core.
+    pattern: the answer is what its first group found last; all that follows the thinking part where it
+    is not found. timeout: seconds for a sample; one that takes longer scores 0. workers: 0 is one for each core.
     """
 
     has_processes = True
@@ -36,7 +37,8 @@ class ReasoningGymReward(BaseReward):
         scores: list[Score] = [Failure("the example is not of task=reasoning_gym")] * len(samples)
         items = [[samples[i].columns[COLUMN], self.answer(samples[i].text)] for i in known]
         pool = pool_of("grpocli.rewards.reasoning_gym_scorer:score", self.workers, self.timeout)
-        for i, score in zip(known, pool.map(items), strict=True):
+        alone = [[samples[i].columns[COLUMN], ""] for i in known]
+        for i, score in zip(known, judged(pool, items, alone), strict=True):
             scores[i] = score
         return scores
 
@@ -45,6 +47,7 @@ class ReasoningGymReward(BaseReward):
 
     def answer(self, text: str) -> str:
         """What is scored."""
+        text = after_thinking(text)
         found = re.findall(self.pattern, text, re.DOTALL)
         last = found[-1] if found else text
         return (last if isinstance(last, str) else last[0]).strip()

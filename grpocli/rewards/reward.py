@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from grpocli.config.formula import Formula, summary
 from grpocli.config.parts import nearest, require, section
 from grpocli.data import Episode, Text
 from grpocli.errors import ConfigError
+from grpocli.rewards.final_answer import final_answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,25 @@ class Failure:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Overrun(Failure):
+    """An item that its worker process did not finish before the deadline, or that the process died of."""
+
+
+class Forfeit(float):
+    """The score of a completion that took too long to judge. It counts as wrong, not as a Failure.
+
+    Otherwise a model that does not know the answer could escape its score. `reason` is a phrase for the user.
+    """
+
+    reason: str
+
+    def __new__(cls, score: float, reason: str) -> Self:
+        self = super().__new__(cls, score)
+        self.reason = reason
+        return self
+
+
 Score = float | None | Failure  # None: does not apply to this sample
 
 
@@ -56,15 +76,17 @@ Score = float | None | Failure  # None: does not apply to this sample
 class BaseReward:
     """A choice of the config group `reward`, registered with `package="reward.NAME"`.
 
-    weight: what its scores are multiplied by in the sum of a run's rewards. has_processes: it scores in processes of
-    its own, and each sample by itself, so it is called group by group while other completions are still being sampled;
-    others are called once, with all samples. judges_answers: it says whether an answer is right, so that
-    `grpocli reward-check` can hold it against the examples' own: those in solution_column, or in its answer_column.
+    weight: the factor of its scores in the sum of a run's rewards. has_processes: it scores in worker processes, and
+    each sample by itself, so it is called group by group while other completions are still being sampled; others are
+    called once, with all samples. judges_answers: it says whether an answer is right, so that `grpocli reward-check`
+    can hold it against the examples' own: those in solution_column, or in its answer_column. answer_forms: in which
+    other forms it reads an answer, by their names in `agreement.FORMS`.
     """
 
     has_processes: ClassVar[bool] = False
     judges_answers: ClassVar[bool] = False
     solution_column: ClassVar[str] = ""
+    answer_forms: ClassVar[tuple[str, ...]] = ()
 
     weight: float = 1.0
 
@@ -76,12 +98,19 @@ class BaseReward:
         raise NotImplementedError
 
     def vote(self, sample: Sample) -> str:
-        """The answer that a sample gives, for a majority: equal texts are one answer."""
-        return sample.text.strip()
+        """The answer that a sample gives, as text."""
+        return final_answer(sample.text)
+
+    def votes(self, samples: Sequence[Sample]) -> list[str]:
+        """The answers of samples of one prompt, for a majority: equal texts are one answer."""
+        return [self.vote(sample) for sample in samples]
 
     def explain(self, sample: Sample) -> str:
         """Why it scores a sample as it does, as a phrase; empty where there is no more to say than the score."""
         return ""
+
+    def check_ready(self) -> None:
+        """Find out in no time what is missing on this machine, before anything is loaded. Raises ConfigError."""
 
     def check(self, columns: Sequence[str]) -> None:
         """Find out before training what cannot work with examples of these columns. Raises ConfigError."""
@@ -135,8 +164,15 @@ class Correctness(BaseReward):
         return self.right if correct else self.wrong
 
 
+def answer_columns(rewards: Iterable[BaseReward]) -> tuple[str, ...]:
+    """The examples' columns in which people will look for the reference answer, the likeliest first."""
+    named = ((reward.solution_column, getattr(reward, "answer_column", "")) for reward in rewards)
+    return tuple(dict.fromkeys([*(name for names in named for name in names if name), "answer"]))
+
+
 def answer_of(sample: Sample, column: str) -> str | Failure:
     """The reference answer as text."""
     if sample.columns.get(column) is None:
         return Failure(f"the example has no value in the column {column!r}")
-    return str(sample.columns[column])
+    answer = str(sample.columns[column])
+    return answer if answer.strip() else Failure(f"the example has an empty text in the column {column!r}")

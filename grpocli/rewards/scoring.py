@@ -11,12 +11,16 @@ from dataclasses import dataclass, field
 from types import EllipsisType
 
 from grpocli.data import Rollout, Text
+from grpocli.progress import Progress, unreported
 from grpocli.rewards import verdict
-from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
+from grpocli.rewards.reward import BaseReward, Failure, Forfeit, Sample, Score
 from grpocli.rewards.tally import Tally
+from grpocli.user_frames import raised
 
 logger = logging.getLogger(__name__)
 
+PIECE = 256
+"""Samples that a reward with processes of its own is given at once, so that progress can be told."""
 LARGEST = 1e12
 """Of a reward: its square is still far from what float32 can hold."""
 
@@ -47,11 +51,12 @@ class Scorer:
         max_tokens: int,
         known: Sequence[Mapping[str, Score]] | None = None,
         enter: Callable[[str], None] = lambda stage: None,
+        progress: Progress = unreported,
     ) -> tuple[list[dict[str, float]], Tally]:
         """Rewards by name for each rollout (NaN: does not apply, or failed), and what it took.
 
         max_tokens: the limit that the completions were sampled under. known: what each has of `early`. enter: is told
-        which reward is being called.
+        which reward is being called. progress: hears how many samples that one has scored.
         """
         start = time.perf_counter()
         samples = [sample_of(rollout, max_tokens) for rollout in rollouts]
@@ -60,14 +65,16 @@ class Scorer:
         scores: dict[str, list[Score]] = {}
         for name in self.rewards:
             enter(f"reward.{name}")
-            scores[name] = self._all_of(name, samples, known)
+            scores[name] = self._all_of(name, samples, known, progress)
         for name, found in scores.items():
             for result, score in zip(results, found, strict=True):
-                result[name] = math.nan if score is None or isinstance(score, Failure) else score
+                result[name] = math.nan if score is None or isinstance(score, Failure) else float(score)
         return results, self._tally(samples, scores, time.perf_counter() - start)
 
-    def _all_of(self, name: str, samples: Sequence[Sample], known: Sequence[Mapping[str, Score]]) -> list[Score]:
-        others = iter(self._of(name, [s for s, k in zip(samples, known, strict=True) if name not in k]))
+    def _all_of(
+        self, name: str, samples: Sequence[Sample], known: Sequence[Mapping[str, Score]], progress: Progress
+    ) -> list[Score]:
+        others = iter(self._of(name, [s for s, k in zip(samples, known, strict=True) if name not in k], progress))
         scores = [k[name] if name in k else next(others) for k in known]
         failed = [(s, f) for s, f in zip(samples, scores, strict=True) if isinstance(f, Failure)]
         for sample, failure in failed[:3]:
@@ -77,6 +84,7 @@ class Scorer:
     def _tally(self, samples: Sequence[Sample], scores: Mapping[str, list[Score]], seconds: float) -> Tally:
         tally = Tally(Counter(sample.task for sample in samples), seconds)
         tally.errors.update({(name, task): 0 for name in scores for task in tally.samples})
+        tally.timeouts.update({pair: 0 for pair in tally.errors if self.rewards[pair[0]].has_processes})
         for i, sample in enumerate(samples):
             given = {name: found[i] for name, found in scores.items()}
             tally.bare[sample.task] += all(score is None for score in given.values())
@@ -85,7 +93,10 @@ class Scorer:
                 tally.silent[pair] += score is None and name in self.rewards_for(sample.task)
                 if isinstance(score, Failure):
                     tally.errors[pair] += 1
-                    tally.first.setdefault(pair, _sentence(sample, score))
+                    tally.first.setdefault(pair, _sentence(sample, score.reason))
+                if isinstance(score, Forfeit):
+                    tally.timeouts[pair] += 1
+                    tally.late.setdefault(pair, _sentence(sample, score.reason))
         return tally
 
     def judge(self, tally: Tally, expected: int = 0) -> None:
@@ -103,11 +114,21 @@ class Scorer:
         """The names of those that score a task's samples."""
         return self.tasks.get(task, self.rewards)
 
-    def _of(self, name: str, samples: Sequence[Sample]) -> list[Score]:
+    def _of(self, name: str, samples: Sequence[Sample], progress: Progress = unreported) -> list[Score]:
         """Scores by one reward, which is shown only what it is for, and no episode that broke off."""
         given = [self._before(name, sample) for sample in samples]
-        scores = iter(call(self.rewards[name], [s for s, g in zip(samples, given, strict=True) if g is ...]))
+        asked = [s for s, g in zip(samples, given, strict=True) if g is ...]
+        scores = iter(self._in_pieces(name, asked, progress))
         return [next(scores) if score is ... else score for score in given]
+
+    def _in_pieces(self, name: str, samples: Sequence[Sample], progress: Progress) -> list[Score]:
+        """A reward that has processes scores each sample by itself; another one may want to see all of them."""
+        reward, scores = self.rewards[name], list[Score]()
+        step = PIECE if reward.has_processes else max(1, len(samples))
+        for begin in range(0, len(samples), step):
+            progress(begin, len(samples), f"scores of reward.{name}")
+            scores += call(reward, samples[begin : begin + step])
+        return scores
 
     def _before(self, name: str, sample: Sample) -> Score | EllipsisType:
         """What is known without asking the reward; ... where that has to be done."""
@@ -135,7 +156,7 @@ def call(reward: BaseReward, samples: Sequence[Sample]) -> list[Score]:
             return [_number(score) for score in reward(samples)]
     except (Exception, SystemExit) as error:
         logger.exception("%s raised", reward.label)
-        return [Failure(f"it raised {type(error).__name__}: {' '.join(str(error).split())}")] * len(samples)
+        return [Failure(f"it raised {raised(error)}")] * len(samples)
 
 
 def sample_of(rollout: Rollout, max_tokens: int) -> Sample:
@@ -161,14 +182,14 @@ def excerpt(text: str, length: int = 80) -> str:
     return repr(text if len(text) <= length else text[:length] + "...")
 
 
-def _sentence(sample: Sample, failure: Failure) -> str:
+def _sentence(sample: Sample, reason: str) -> str:
     task = f" (task {sample.task})" if sample.task else ""
     first = f"the first was the completion {excerpt(sample.text)} of {excerpt(str(sample.prompt))}{task}"
-    return f"{failure.reason}; {first}"
+    return f"{reason}; {first}"
 
 
 def _number(score: Score) -> Score:
-    if score is None or isinstance(score, Failure):
+    if score is None or isinstance(score, Failure | Forfeit):
         return score
     if not hasattr(score, "__float__"):
         return Failure(f"it returned {score!r}, which is no number")

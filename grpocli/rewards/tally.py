@@ -15,7 +15,8 @@ class Tally:
     """samples: of each task. bare: those of them to which no reward applies.
 
     errors: how many could not be scored; first: the first of these as a sentence; silent: for how many a reward that is
-    one of their task's gave None.
+    one of their task's gave None. timeouts: how many were wrong because judging them took too long; late: the first of
+    these as a sentence.
     """
 
     samples: Counter[str] = field(default_factory=Counter)
@@ -24,6 +25,8 @@ class Tally:
     first: dict[Pair, str] = field(default_factory=dict)
     silent: Counter[Pair] = field(default_factory=Counter)
     bare: Counter[str] = field(default_factory=Counter)
+    timeouts: Counter[Pair] = field(default_factory=Counter)
+    late: dict[Pair, str] = field(default_factory=dict)
 
     def then(self, later: Tally) -> Tally:
         """Both, one after the other."""
@@ -41,6 +44,8 @@ class Tally:
             other.first | self.first,
             _sum(self.silent, other.silent),
             _sum(self.bare, other.bare),
+            _sum(self.timeouts, other.timeouts),
+            other.late | self.late,
         )
 
     def errors_of(self, task: str) -> int:
@@ -50,9 +55,10 @@ class Tally:
     @property
     def metrics(self) -> dict[str, float]:
         found = {"time/reward": self.seconds}
-        for (reward, _), failed in self.errors.items():
-            name = f"rewards/{reward}/errors"
-            found[name] = found.get(name, 0.0) + failed
+        for what, counted in (("errors", self.errors), ("timeouts", self.timeouts)):
+            for (reward, _), number in counted.items():
+                name = f"rewards/{reward}/{what}"
+                found[name] = found.get(name, 0.0) + number
         return found
 
 

@@ -38,7 +38,7 @@ def judge(scorer: Scorer, tally: Tally, expected: int) -> None:
 
 def remarks(scorer: Scorer, tally: Tally) -> dict[str, str]:
     """See `Scorer.remarks`."""
-    return _bare(tally) | _silent(scorer, tally) | _tolerated(scorer, tally)
+    return _bare(tally) | _silent(scorer, tally) | _tolerated(scorer, tally) | _late(scorer, tally)
 
 
 def _bare(tally: Tally) -> dict[str, str]:
@@ -72,6 +72,18 @@ def _tolerated(scorer: Scorer, tally: Tally) -> dict[str, str]:
         for name in scorer.rewards
         if tally.errors[name, task] > scorer.max_errors * tally.samples[task]
     }
+
+
+def _late(scorer: Scorer, tally: Tally) -> dict[str, str]:
+    found = {}
+    for (name, task), late in tally.timeouts.items():
+        if late:
+            samples = f"{late} of {tally.samples[task]} samples" + (f" of task {task}" if task else "")
+            found[f"timeouts {name} {task}"] = (
+                f"reward.{name} ({scorer.rewards[name].label}) scored {samples} as wrong because judging them took too "
+                f"long: {tally.late[name, task]}"
+            )
+    return found
 
 
 def _failed(scorer: Scorer, tally: Tally, name: str, tasks: Collection[str], allowed: str) -> str:

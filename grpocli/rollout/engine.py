@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from grpocli.data import Completion, Request, Sampling
+from grpocli.progress import UNWATCHED, Progress, Watch, unreported
 from grpocli.rollout.sync import Sync
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class EngineJob:
     lora_rank: 0 where all weights are trained. revision, trust_remote_code: as for the trainer's model.
     gpus: of this machine's servers, as CUDA_VISIBLE_DEVICES names them; empty on a CPU.
     nodes: machines that serve, where those are not this one; 0: this one does.
+    progress: hears of the launch; it is not part of the saved job.
     """
 
     model_path: str
@@ -60,6 +62,7 @@ class EngineJob:
     most: int = 1
     gpus: tuple[str, ...] = ()
     nodes: int = 0
+    progress: Progress = field(default=unreported, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,25 @@ OnGroup = Callable[[int, list[Completion]], None]
 
 
 def ignore(k: int, completions: list[Completion]) -> None:
-    """Who samples can wait for the end."""
+    """An `OnGroup` that does nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """An `OnGroup` with a `Watch`, which hears of the progress and may cancel the rest.
+
+    An engine without progress calls it as any other `OnGroup`; others use `Listener.of`.
+    """
+
+    on_group: OnGroup = ignore
+    watch: Watch = UNWATCHED
+
+    @classmethod
+    def of(cls, on_group: OnGroup) -> Listener:
+        return on_group if isinstance(on_group, Listener) else cls(on_group)
+
+    def __call__(self, k: int, completions: list[Completion]) -> None:
+        self.on_group(k, completions)
 
 
 class Engine(Protocol):
@@ -105,7 +126,8 @@ class Engine(Protocol):
         """`n` completions for each request, in the requests' order.
 
         on_group: may be called with a request's number and its completions as soon as all of them are there, once, in
-        any thread; it returns at once.
+        any thread; it returns at once. Where it is a `Listener` whose watch is cancelled, `generate` may return early,
+        with completions that are cut off or missing; in every process it makes the same collective calls all the same.
         """
         ...
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpocli.data import Completion, Past, Request, Sampling
+from grpocli.progress import UNWATCHED, Watch
 from grpocli.rollout.distribution import draw, sampling_logits
 from grpocli.rollout.kept import goes_on, kept, resume
 from grpocli.rollout.repetition import first_seen
@@ -50,13 +51,18 @@ def sample(
     stop_ids: Sequence[int],
     version: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    watch: Watch = UNWATCHED,
 ) -> list[list[Completion]]:
     """`n` completions for each request. A row's tokens depend on its request's seed, not on the others'.
 
     The token that ends a completion is part of it. tokenizer: needed for stop strings alone. What was kept of earlier
-    turns is used if there is some for every request.
+    turns is used if there is some for every request. watch: hears of every token; where it is cancelled, completions
+    end with the token at hand.
     """
+    total = sum(r.n for r in requests)
+    watch.progress(0, total, "completions", "reading the prompts")
     rows = _prefill(model, requests, sampling, version)
+    watch.progress(0, total, "completions", "prompts read")
     texts = _texts(requests, sampling, tokenizer)
     limits = [r.under(sampling).max_tokens for r in requests for _ in range(r.n)]
     limit_B = torch.tensor(limits, device=rows.row.device)
@@ -66,7 +72,8 @@ def sample(
     pasts = [past for r in requests for past in r.pasts or (None,) * r.n]
     drawn = []
 
-    for t in range(max(limits)):
+    longest = max(limits)
+    for t in range(longest):
         token, logp = _choose(rows, sampling, uniform_BT[rows.row, t])
         ended = torch.isin(token, stops)
         if texts:
@@ -76,7 +83,10 @@ def sample(
         if any(pasts):
             _keep(rows, before & ~going, pasts, version)
         left = int(going.sum())
-        if left == 0:
+        watch.progress(
+            total - left * (1 - (t + 1) / longest), total, "completions", f"token {t + 1} of at most {longest}"
+        )
+        if left == 0 or watch.cancelled():
             break
         if left <= 0.75 * len(going):  # a smaller batch is worth the copy of the cache
             rows.keep(going.nonzero().squeeze(1))

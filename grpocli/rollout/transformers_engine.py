@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.config.parts import part, require
 from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import ConfigError
-from grpocli.rollout.engine import ignore
+from grpocli.rollout.engine import Listener, ignore
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import Engine, EngineContext, EngineJob, OnGroup
@@ -52,18 +52,27 @@ class TransformersEngine:
         from grpocli.rollout.threads import threads_for
 
         refuse_structure(sampling)
+        listener = Listener.of(on_group)
+        before, total = 0, sum(request.n for request in requests)
         results: list[list[Completion]] = [[] for _ in requests]
         chunks = self._chunks(requests)
         requests = self._within(requests, chunks)
         with self.policy.sampling_mode(), in_float32(self.policy.model):
             for chunk in chunks:
                 asked = [requests[i] for i in chunk]
-                with threads_for(self.policy.model, sum(request.n for request in asked)):
-                    done = sample(self.policy.model, asked, sampling, self.stop_ids, self.version, self.tokenizer)
+                rows = sum(request.n for request in asked)
+                watch = listener.watch.part(before, total)
+                with threads_for(self.policy.model, rows):
+                    done = sample(
+                        self.policy.model, asked, sampling, self.stop_ids, self.version, self.tokenizer, watch
+                    )
+                before += rows
+                if watch.cancelled():
+                    break
                 for i, completions in zip(chunk, done, strict=True):
                     results[i] = completions
                     if len(asked) < len(requests):  # else nothing is left to be sampled meanwhile
-                        on_group(i, completions)
+                        listener(i, completions)
         return results
 
     def _chunks(self, requests: Sequence[Request]) -> list[list[int]]:

@@ -84,9 +84,10 @@ class TaskData:
             prompts = PromptSet(examples, tokenizer, *limits, f"{label}train", name)
             train = Epochs(prompts, Order(len(prompts), *seed))
         held_out = None
-        if run.eval.problems:
+        wanted = run.eval.wanted(cpu=False)  # a run that begins has written its number down
+        if wanted:
             problems = task.examples("eval")
-            held_out = PromptSet(problems, tokenizer, *limits, f"{label}eval", name, run.eval.problems)
+            held_out = PromptSet(problems, tokenizer, *limits, f"{label}eval", name, wanted)
         columns = columns_of(examples[0])
         return cls(
             name,
@@ -161,6 +162,17 @@ def rewards_for(task: object, rewards: Mapping[str, object]) -> list[str]:
     """The names of the run's rewards that score a task's completions."""
     wanted: Sequence[str] | None = getattr(task, "rewards", None)
     return list(rewards if wanted is None else wanted)
+
+
+def judge_of(task: object, rewards: Mapping[str, object], preferred: str | None) -> str:
+    """The reward that says what is right in a task: `preferred` (`eval.reward`) if it scores it, else the first."""
+    names = rewards_for(task, rewards)
+    return preferred if preferred in names else names[0]
+
+
+def judges_of(run: Run) -> dict[str, str]:
+    """`judge_of` each task of a run."""
+    return {name: judge_of(task, run.reward, run.eval.reward) for name, task in tasks_of(run.task).items()}
 
 
 def _refuse_overlap(tasks: Sequence[TaskData], chosen: Mapping[str, Task]) -> None:

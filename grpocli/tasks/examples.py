@@ -38,8 +38,8 @@ class Maker:
         return cls(task, path)
 
     def where(self, number: int) -> str:
-        """A row in words."""
-        return f"row {number} of {self.path}"
+        """A row in words, counted from 1 as editors count lines."""
+        return f"row {number + 1} of {self.path}"
 
     def example(self, row: Row, number: int) -> Example:
         """Raises ConfigError, naming the row, where it makes none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpocli.config.parts import part
+from grpocli.config.parts import Escaped, part
 from grpocli.errors import ConfigError
 from grpocli.tasks.jsonl import Jsonl
 
@@ -24,9 +24,11 @@ class Gsm8k(Jsonl):
     path: str = "openai/gsm8k"
     name: str | None = "main"
     eval_split: str | None = "test"
-    prompt_template: str | None = "{question}\nReason step by step, and put the final answer, a number, in \\boxed{{}}."
+    prompt_template: Escaped | None = (
+        "{question}\nReason step by step, and put the final answer, a number, in \\boxed{{}}."
+    )
     format: str = "chat"
-    shot_template: str = "{solution}\nThe answer is \\boxed{{{answer}}}."
+    shot_template: Escaped = "{solution}\nThe answer is \\boxed{{{answer}}}."
 
     def source(self, split: str) -> tuple[str, str] | None:
         if split == "eval" and self.eval_path is None and Path(self.path).expanduser().is_file():

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from omegaconf import MISSING
 
-from grpocli.config.parts import follows, one_of, part, require
+from grpocli.config.parts import Escaped, UserCode, follows, one_of, part, require
+from grpocli.config.user_code import find
 from grpocli.errors import ConfigError
+from grpocli.tasks.loading import check_path
 from grpocli.tasks.task import BaseTask
 
 if TYPE_CHECKING:
@@ -36,7 +38,8 @@ class Jsonl(BaseTask):
     eval_path, eval_split: where held-out problems are. Without either, `eval_size` different prompts are held
         out, at most a fifth of them.
     prompt_column: text, or a list of messages. answer_column: what rewards get as `answer` (null: there is none).
-    prompt_template: text with {column} fields, instead of prompt_column.
+    prompt_template: text with {column} fields, instead of prompt_column. In this and other texts `\\n` on the command
+        line is a line break.
     prefix: text before every prompt, for worked examples.
     system_prompt: the system message of every prompt, which makes a text a user's message.
     processor: a function of yours, FILE.py:NAME or module:NAME, instead of the columns and templates: it gets a row and
@@ -57,13 +60,13 @@ class Jsonl(BaseTask):
     eval_size: int = 128
     prompt_column: str = "prompt"
     answer_column: str | None = "answer"
-    prompt_template: str | None = None
-    prefix: str = ""
-    system_prompt: str | None = None
+    prompt_template: Escaped | None = None
+    prefix: Escaped = ""
+    system_prompt: Escaped | None = None
     format: str = "auto"
-    processor: str | None = None
+    processor: UserCode | None = None
     shots: int = 0
-    shot_template: str = "{answer}"
+    shot_template: Escaped = "{answer}"
     shot_seed: int | None = follows("seed")
     streaming: bool = False
     shuffle_buffer: int = 10000
@@ -83,6 +86,14 @@ class Jsonl(BaseTask):
             self.system_prompt is None or self.format != "plain",
             "plain prompts have no system message; use task.prefix, or task.format=chat",
         )
+
+    def check_ready(self) -> None:
+        super().check_ready()
+        if self.processor:
+            find(self.processor, "task.processor")
+        for key, path in (("task.path", self.path), ("task.eval_path", self.eval_path)):
+            if path is not None:
+                check_path(path, key)
 
     def examples(self, split: str) -> Sequence[Example]:
         """The examples of `train` or `eval`; of those to train on with `streaming`, a few from the beginning."""

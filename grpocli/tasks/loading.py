@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
+from grpocli.hub import why_unreachable
 
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 OTHER_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
@@ -44,6 +45,12 @@ def load_table(path: str, name: str | None, split: str, key: str = "task.path") 
 def looks_local(path: str) -> bool:
     """Whether a path that does not exist was meant as one, rather than as a name on the hub."""
     return path.startswith(("/", ".", "~")) or Path(path).suffix in READERS or path.count("/") > 1
+
+
+def check_path(path: str, key: str) -> None:
+    """Raise ConfigError, naming `key`, where a local file or folder is not there. What may be on the hub passes."""
+    if looks_local(path) and not Path(path).expanduser().exists():
+        raise ConfigError.of(key, path, "there is no such file or folder")
 
 
 def files_at(path: Path, split: str, key: str) -> tuple[str, list[Path]]:
@@ -139,8 +146,8 @@ def _hub(path: str, name: str | None, split: str, key: str) -> Table:
 
 def from_hub(path: str, name: str | None, split: str, key: str, streaming: bool) -> Any:
     """A dataset of the hub. Raises ConfigError where it is not to be had."""
-    if looks_local(path):
-        raise ConfigError.of(key, path, "there is no such file or folder")
+    check_path(path, key)
+    unreachable = why_unreachable()  # before the library reads what that has found
     from datasets import disable_progress_bars, load_dataset
     from datasets.exceptions import DatasetsError
 
@@ -148,7 +155,7 @@ def from_hub(path: str, name: str | None, split: str, key: str, streaming: bool)
     try:
         return load_dataset(path, name, split=split, streaming=streaming)
     except (DatasetsError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
+        reason = unreachable or " ".join(str(error).split()).rstrip(".")
         raise ConfigError.of(
             key, path, f"is no local file, and the hub did not give it: {reason}; check the name, or give a file"
         ) from error

@@ -49,12 +49,14 @@ def with_key(sentence: str, key: str) -> str:
 
 def tasks_of(chosen: object) -> dict[str, Task]:
     """By name: those of a mixture, or the one that was chosen, called as its choice is."""
+    from grpocli.config.user_parts import is_spec, name_of
     from grpocli.explain.choices import choice_of
 
     if isinstance(chosen, Mixture):
         return dict(chosen.tasks)
     one: Task = chosen  # type: ignore[assignment]
-    return {getattr(chosen, "task_name", None) or choice_of("task", chosen): one}
+    choice = choice_of("task", chosen)
+    return {getattr(chosen, "task_name", None) or (name_of(choice) if is_spec(choice) else choice): one}
 
 
 def limits_of(chosen: object) -> dict[str, Limit]:

@@ -8,6 +8,7 @@ from typing import Any
 from grpocli.config.user_code import load
 from grpocli.errors import ConfigError
 from grpocli.tasks.loading import Row
+from grpocli.user_frames import where as at
 
 PROCESSOR = "task.processor"
 
@@ -19,7 +20,7 @@ def processed(function: str, row: Row, where: str) -> dict[str, Any]:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        what = f"raised {type(error).__name__} for {where}: {' '.join(str(error).split())}"
+        what = f"raised {type(error).__name__} for {where}: {' '.join(str(error).split())}{at(error)}"
         raise ConfigError.of(PROCESSOR, function, what) from error
     if not isinstance(example, Mapping) or not isinstance(example.get("prompt"), str | list) or not example["prompt"]:
         found = f"{example!r}"[:200]

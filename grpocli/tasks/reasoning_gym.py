@@ -6,11 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import field
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from grpocli.config.parts import nearest, part, require
+from grpocli.config.parts import Escaped, nearest, part, require
 from grpocli.errors import ConfigError
 from grpocli.tasks.split import is_held_out
 from grpocli.tasks.task import BaseTask
@@ -23,6 +24,7 @@ HELD_OUT = 1 / 10
 TRIES = 20
 """Questions made for each one that is wanted: little generators repeat themselves."""
 COLUMN = "reasoning_gym"
+MISSING_LIBRARY = "needs the library reasoning-gym: pip install reasoning-gym"
 
 
 @part("task", "reasoning_gym")
@@ -36,7 +38,7 @@ class ReasoningGym(BaseTask):
 
     name: str = MISSING
     config: dict[str, Any] = field(default_factory=dict)
-    instructions: str = ""
+    instructions: Escaped = ""
     generator_seed: int = 0
     train_size: int = 1000
     eval_size: int = 100
@@ -46,6 +48,11 @@ class ReasoningGym(BaseTask):
         require(self, "train_size", self.train_size >= 1, "must be at least 1")
         require(self, "eval_size", self.eval_size >= 1, "must be at least 1")
         require(self, "generator_seed", self.generator_seed >= 0, "must be 0 or more")
+
+    def check_ready(self) -> None:
+        super().check_ready()
+        if find_spec("reasoning_gym") is None:
+            raise ConfigError(f"task=reasoning_gym: {MISSING_LIBRARY}")
 
     def examples(self, split: str) -> Sequence[Example]:
         """`prompt`, `answer` and where the question is from, of `train` or `eval`."""
@@ -82,8 +89,7 @@ def make(name: str, config: str, seed: int, size: int) -> Any:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        problem = f"needs the library reasoning-gym ({error}): pip install 'grpocli[reasoning-gym]'"
-        raise ConfigError(f"task=reasoning_gym: {problem}") from error
+        raise ConfigError(f"task=reasoning_gym: {MISSING_LIBRARY} ({error})") from error
     if name not in DATASETS:
         raise ConfigError.of("task.name", name, f"reasoning-gym has no such generator{nearest(name, DATASETS)}")
     try:

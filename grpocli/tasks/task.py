@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from grpocli.config.parts import require, section
+from grpocli.config.user_code import find
 from grpocli.environments.environment import Play
 
 Example = dict[str, Any]
@@ -49,6 +50,11 @@ class BaseTask:
     task_name: str | None = None
     allow_overlap: bool = False
     environment: Play = Play()
+
+    def check_ready(self) -> None:
+        """Raise ConfigError where this machine lacks something that the task names. Loads nothing."""
+        if self.environment.name:
+            find(self.environment.name, "task.environment.name")
 
     def __post_init__(self) -> None:
         require(self, "weight", 0 < self.weight < math.inf, "must be above 0 and finite")

@@ -11,6 +11,7 @@ import yaml
 import grpocli
 from grpocli.tracking.choices import chosen
 from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.sessions import Stretch, read_sessions, shown, stretches
 
 CARD = """\
 ---
@@ -27,7 +28,7 @@ Trained by reinforcement learning from verifiable rewards with grpocli {version}
 | task | {task} |
 | rewards | {rewards} |
 | steps | {steps} |
-| held-out accuracy at temperature 1 | {before} before, {after} after |
+{sessions}| held-out accuracy at temperature 1 | {before} before, {after} after |
 | held-out accuracy, greedy | {greedy_before} before, {greedy_after} after |
 
 ```python
@@ -37,7 +38,7 @@ model = AutoModelForCausalLM.from_pretrained("PATH_TO_THIS_FOLDER")
 tokenizer = AutoTokenizer.from_pretrained("PATH_TO_THIS_FOLDER")
 ```
 
-The config that made it:
+{caption}
 
 ```yaml
 {config}
@@ -49,6 +50,7 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
     """The card of a run's final model. base: the folder or the hub's name of the model it started from."""
     config = yaml.safe_load(run_dir.config.read_text()) or {}
     choices = chosen(run_dir.path, config)
+    trained = stretches(read_sessions(run_dir), summary["steps"])
     return CARD.format(
         front=front_matter(base),
         name=run_dir.name,
@@ -58,12 +60,26 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
         task=_code(choices.get("task")),
         rewards=", ".join(_code(name) for name in config.get("reward") or {}) or "none",
         steps=summary["steps"],
+        sessions="".join(
+            f"| steps {one.first} to {one.last} | {_session(one, first=not i)} |\n" for i, one in enumerate(trained)
+        ),
+        caption="The config of the last steps:" if len(trained) > 1 else "The config that made it:",
         before=_share(summary, "eval/accuracy_before"),
         after=_share(summary, "eval/accuracy"),
         greedy_before=_share(summary, "eval/accuracy_greedy_before"),
         greedy_after=_share(summary, "eval/accuracy_greedy"),
         config=run_dir.config.read_text().strip(),
     )
+
+
+def _session(one: Stretch, first: bool) -> str:
+    """When and with which versions, and what had changed since the steps before."""
+    if one.session is None:
+        return "in sessions that were not recorded"
+    versions = ", ".join(f"{name} {version}" for name, version in one.session.versions.items())
+    changes = {} if first else one.session.changes
+    changed = "".join(f"; `{key}` {shown(old)} -> {shown(new)}" for key, (old, new) in changes.items())
+    return f"started {one.session.time} with {versions}{changed}".replace("|", "\\|")
 
 
 def front_matter(base: str) -> str:

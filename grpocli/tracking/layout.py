@@ -13,12 +13,14 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text as Line
 
-from grpocli.tracking.text import duration, number, one_line, sparkline, trend
+from grpocli.tracking.text import duration, number, one_line, sparkline, trend, words
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-    from grpocli.tracking.live import LiveView, Sample
+    from grpocli.tracking.live import LiveView
+    from grpocli.tracking.stage import Stage
+    from grpocli.tracking.view import Sample
 
 FIXED = 4
 """Lines of progress, stage, reward, and one to spare (a terminal scrolls when its last line is written)."""
@@ -31,7 +33,14 @@ HEADED = 16
 SECTIONS: dict[str, tuple[str, ...]] = {
     "rewards": ("reward", "reward_std", "rewards/", "eval/", "frac_reward_zero_std", "reward_"),
     "policy": ("loss", "grad_norm", "kl", "entropy", "lr", "clip_ratio/", "token_mult_prob_error"),
-    "completions": ("completions/mean_length", "completions/clipped_ratio", "completions/", "tokens/", "sampling/"),
+    "completions": (
+        "completions/mean_length",
+        "completions/clipped_ratio",
+        "completions/",
+        "num_tokens",
+        "tokens/",
+        "sampling/",
+    ),
     "time": ("time/step", "time/", "weight_version", "sync/"),
 }
 """Metrics by section, in order: names, and beginnings of names that end in `/` or `_`. Others go to `policy`."""
@@ -80,18 +89,23 @@ class Screen:
         return ", ".join(part for part in (speed, left) if part)
 
     def _stage(self, console: Console) -> RenderableType:
-        shown = self._view.shown
-        if shown.over:
-            return Line(shown.stage, style="green" if shown.stage == "done" else "yellow", no_wrap=True)
-        share = "" if shown.fraction is None else f"  {shown.fraction:.0%}"
-        text = Line(f"{shown.stage}{share}  ", no_wrap=True, overflow="ellipsis")
-        text.append(duration(time.monotonic() - shown.since), style="dim")
-        spin = self._spinner.render(console.get_time())
-        row = Table.grid(padding=(0, 1))
-        row.add_column(no_wrap=True)
-        row.add_column(no_wrap=True, overflow="ellipsis")
-        row.add_row(spin, text)
-        return row
+        stage = self._view.current.stage
+        if self._view.shown.over:
+            return Line(stage.text, style="green" if stage.text == "done" else "yellow", no_wrap=True)
+        return stage_line(stage, self._spinner, console)
+
+
+def stage_line(stage: Stage, spinner: Spinner, console: Console) -> RenderableType:
+    """What is going on, for how long, and how much of it is done; what does not fit is cut off."""
+    now = time.monotonic()
+    text = Line(f"{stage.text}  ", no_wrap=True, overflow="ellipsis")
+    text.append(duration(now - stage.since), style="dim")
+    text.append(f"  {stage.progress(now)}")
+    row = Table.grid(padding=(0, 1))
+    row.add_column(no_wrap=True)
+    row.add_column(no_wrap=True, overflow="ellipsis")
+    row.add_row(spinner.render(console.get_time()), text)
+    return row
 
 
 def reward_line(rewards: Sequence[float], width: int) -> RenderableType:
@@ -188,14 +202,18 @@ def _sample_height(sample: Sample | None, width: int, room: int) -> int:
 
 
 def sample_panel(console: Console, sample: Sample, width: int, height: int) -> RenderableType:
-    """The end of the prompt and of the completion, in exactly `height` lines or fewer."""
+    """The end of the prompt and of the completion, and the reference answer, in exactly `height` lines or fewer."""
     inner = width - 4
-    prompt = _tail(console, sample.prompt, inner, max(1, height // 3), "dim")
-    completion = _tail(console, sample.completion or "(nothing)", inner, height - len(prompt), "")
+    prompt = _tail(console, words(sample.prompt), inner, max(1, height // 3), "dim")
+    reference = [] if sample.answer is None else [Line(f"reference: {sample.answer}", "cyan", no_wrap=True)]
+    for line in reference:
+        line.truncate(inner - 2, overflow="ellipsis")
+    room = height - len(prompt) - len(reference)
+    completion = _tail(console, sample.completion or "(nothing)", inner, room, "")
     scores = "  ".join(f"{one_line(name)} {number(value)}" for name, value in sample.rewards.items())
     foot = Line(f"{scores}  advantage {number(sample.advantage)}", no_wrap=True, overflow="ellipsis")
     foot.truncate(max(1, inner - 2), overflow="ellipsis")
-    body = Line("\n").join([*prompt, *completion])
+    body = Line("\n").join([*prompt, *completion, *reference])
     return Panel(Padding(body, 0), title="a completion", subtitle=foot, border_style="dim", width=width)
 
 

@@ -1,43 +1,30 @@
-"""The live view: progress, the latest metrics, and a completion with its rewards. `layout` draws what this holds."""
+"""Views that are redrawn in a terminal: of a run, and of other commands one line. `layout` draws what they hold."""
 
 from __future__ import annotations
 
 import atexit
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.live import Live
+from rich.spinner import Spinner
 from rich.text import Text as Line
 
-from grpocli.data import Text
-from grpocli.tracking.layout import Screen
+from grpocli.tracking.layout import Screen, stage_line
+from grpocli.tracking.stage import CurrentStage
 from grpocli.tracking.text import clean, one_line, words
-from grpocli.tracking.view import Pace, View
+from grpocli.tracking.view import Pace, Sample, View
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A completion to be shown; the texts are safe to print."""
-
-    prompt: str
-    completion: str
-    rewards: Mapping[str, float]
-    advantage: float
+    from rich.console import Console, RenderableType
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What is on the screen. Replaced, never changed: another thread draws it."""
+    """What is on the screen; the sample's texts are safe to print. Replaced, never changed: another thread draws it."""
 
     title: str = ""
-    stage: str = "starting"
-    fraction: float | None = None
-    since: float = 0.0
     metrics: Mapping[str, Any] | None = None
     before: Mapping[str, Any] | None = None
     rewards: tuple[float, ...] = ()
@@ -51,7 +38,8 @@ class LiveView(View):
     def __init__(self, console: Console) -> None:
         self._console = console
         self.pace = Pace()
-        self.shown = Shown(since=time.monotonic())
+        self.current = CurrentStage()
+        self.shown = Shown()
         self._live = Live(
             Screen(self), console=console, refresh_per_second=6, transient=False, vertical_overflow="crop"
         )
@@ -70,9 +58,10 @@ class LiveView(View):
             self.note(f"going on after step {done_steps}")
 
     def stage(self, text: str, fraction: float | None = None) -> None:
-        text = one_line(text)
-        since = self.shown.since if text == self.shown.stage else time.monotonic()
-        self._show(stage=text, fraction=fraction, since=since)
+        self.current.begin(one_line(text), fraction)
+
+    def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
+        self.current.progress(done, total, unit, one_line(detail))
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.pace.step(step, metrics.get("time/step"))
@@ -81,8 +70,15 @@ class LiveView(View):
         rewards = (*self.shown.rewards, float(reward)) if known else self.shown.rewards  # type: ignore[arg-type]
         self._show(metrics=dict(metrics), before=self.shown.metrics, rewards=rewards)
 
-    def sample(self, prompt: Text, completion: str, rewards: Mapping[str, float], advantage: float) -> None:
-        self._show(sample=Sample(clean(words(prompt)), clean(completion), dict(rewards), advantage))
+    def sample(self, sample: Sample) -> None:
+        self._show(
+            sample=replace(
+                sample,
+                prompt=clean(words(sample.prompt)),
+                completion=clean(sample.completion),
+                answer=None if sample.answer is None else one_line(sample.answer),
+            )
+        )
 
     def note(self, text: str) -> None:
         self._console.print(Line(clean(text)))
@@ -90,11 +86,39 @@ class LiveView(View):
     def warn(self, text: str) -> None:
         self._console.print(Line(f"warning: {clean(text)}", style="yellow"))
 
-    def stop(self) -> None:
+    def stop(self, said: str = "") -> None:
         atexit.unregister(self.stop)
         if self._live.is_started:
-            self._show(over=True, stage="done" if self.pace.finished else "stopped", fraction=None)
+            self.current.begin(said or ("done" if self.pace.finished else "stopped"))
+            self._show(over=True)
             self._live.stop()
 
     def _show(self, **changes: Any) -> None:
         self.shown = replace(self.shown, **changes)
+
+
+class StatusView(View):
+    """One line with what is going on, gone at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._spinner = console, Spinner("dots")
+        self._current = CurrentStage()
+        self._live = Live(get_renderable=self._line, console=console, refresh_per_second=6, transient=True)
+        self._live.start()
+        atexit.register(self.stop)
+
+    def stage(self, text: str, fraction: float | None = None) -> None:
+        self._current.begin(one_line(text), fraction)
+
+    def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
+        self._current.progress(done, total, unit, one_line(detail))
+
+    def note(self, text: str) -> None:
+        self._console.print(Line(clean(text)))
+
+    def stop(self, said: str = "") -> None:
+        atexit.unregister(self.stop)
+        self._live.stop()
+
+    def _line(self) -> RenderableType:
+        return stage_line(self._current.stage, self._spinner, self._console)

@@ -32,6 +32,12 @@ class MetricsLog:
                 os.ftruncate(file.fileno(), whole)
                 raise
 
+    def amend(self, step: int, more: Mapping[str, Any]) -> None:
+        """Add metrics to the line of a step that is there."""
+        rows = read(self.path)
+        lines = [line(row["step"], row | dict(more) if row["step"] == step else row) for row in rows]
+        write_atomic(self.path, "".join(lines))
+
     def truncate_after(self, step: int) -> None:
         """Forget steps after `step`, and a last line that was torn: what follows will be done again.
 
@@ -44,7 +50,7 @@ class MetricsLog:
 
 def line(step: int, metrics: Mapping[str, Any]) -> str:
     """A row of valid JSON: what is not finite is null."""
-    row = {"step": step} | {name: finite(metrics[name]) for name in sorted(metrics)}
+    row = {"step": step} | {name: finite(metrics[name]) for name in sorted(metrics) if name != "step"}
     return json.dumps(row, allow_nan=False) + "\n"
 
 

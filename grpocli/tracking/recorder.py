@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpocli.data import Group
+    from grpocli.progress import Progress
     from grpocli.tracking.metrics import MetricsLog
+    from grpocli.tracking.rollouts import Record
     from grpocli.tracking.run_dir import RunDir
     from grpocli.tracking.trackers import LiveTracker
     from grpocli.tracking.view import View
@@ -18,8 +20,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MISMATCH = 1.02
-"""`token_mult_prob_error` above which NeMo RL's GRPO guide advises to look for a fault."""
+MISMATCH = {"float32": 1.02, "bfloat16": 1.1}
+"""`token_mult_prob_error` above which to look for a fault, by what the model computes in.
+
+1.02 is that of NeMo RL's GRPO guide. In bfloat16 rounding alone gives 1.05 to 1.07 (docs/vllm.md).
+"""
 
 STAGES = {
     "sync": "syncing weights",
@@ -27,6 +32,7 @@ STAGES = {
     "train": "training",
     "eval": "evaluating",
     "checkpoint": "saving a checkpoint",
+    "model": "saving the final model",
 }
 
 
@@ -35,6 +41,8 @@ class Recorder:
     """Files are None in the other processes. seconds_before: what earlier sessions of this run took.
 
     mismatch_expected: the sampler is held to a form (a regex, a schema) that the trainer does not know of.
+    answers: the examples' columns in which the reference answer may be.
+    dtype: what the model computes in.
     """
 
     run_dir: RunDir
@@ -46,14 +54,27 @@ class Recorder:
     step_started: float = field(default_factory=time.perf_counter)
     mismatches: int = 0
     mismatch_expected: bool = False
+    dtype: str = "float32"
     remarked: set[str] = field(default_factory=set)
+    answers: Sequence[str] = ("answer",)
+    now: str = ""
 
     def stage(self, name: str) -> None:
         """Show what is going on."""
+        self.now = name
         self.view.stage(STAGES.get(name, name))
 
-    def step(self, step: int, metrics: dict[str, Any], collected: Collected) -> None:
-        """Record a step's metrics and rollouts, and show them."""
+    def progress_of(self, name: str) -> Progress:
+        """What shows the progress of a stage while it is the present one: another thread may work for a later one."""
+
+        def report(done: float, total: float, unit: str, detail: str = "") -> None:
+            if self.now == name:
+                self.view.progress(done, total, unit, detail)
+
+        return report
+
+    def step(self, step: int, metrics: dict[str, Any], collected: Collected, records: Sequence[Record] = ()) -> None:
+        """Record a step's metrics and rollouts, and show them. records: of all that was sampled, for the file."""
         now = time.perf_counter()
         metrics["time/step"] = now - self.step_started
         self.step_started = now
@@ -61,8 +82,7 @@ class Recorder:
             return
         from grpocli.tracking.rollouts import write_rollouts
 
-        advantages = collected.advantages.tolist()
-        write_rollouts(self.run_dir.rollouts(step), collected.groups, advantages, step)
+        write_rollouts(self.run_dir.rollouts(step), records, step, self.answers)
         self.metrics.append(step, metrics)
         self.last = dict(metrics)
         if self.tracker:
@@ -80,20 +100,20 @@ class Recorder:
                 "algorithm.keep.max_rounds, none had completions of different reward"
             )
         if collected.groups:
-            self._sample(collected.groups[0], advantages[0])
+            self._sample(collected.groups[0], collected.advantages[0].tolist())
 
     def _watch_mismatch(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Warn where sampler and trainer disagree on the tokens' probabilities: every time in the log, once aloud."""
-        error = metrics.get("token_mult_prob_error", 1.0)
-        if error <= MISMATCH:
+        error, limit = metrics.get("token_mult_prob_error", 1.0), MISMATCH[self.dtype]
+        if error <= limit:
             return
         if self.mismatch_expected or metrics.get("staleness/max", 0) > 0:  # corrected for, as is what was trained since
             return
-        logger.warning("step %d: token_mult_prob_error is %.4f, above %s", step, error, MISMATCH)
+        logger.warning("step %d: token_mult_prob_error is %.4f, above %s", step, error, limit)
         self.mismatches += 1
         if self.mismatches == 1:
             self.view.warn(
-                f"step {step}: token_mult_prob_error is {error:.3f}, above {MISMATCH}: the sampler and the trainer "
+                f"step {step}: token_mult_prob_error is {error:.3f}, above {limit}: the sampler and the trainer "
                 "give the same tokens different probabilities. model.dtype=float32 shows whether it is rounding; "
                 "algorithm/correction=token_truncate corrects for it"
             )
@@ -108,9 +128,23 @@ class Recorder:
 
     def _sample(self, group: Group, advantages: list[float]) -> None:
         """Show the completion of a group that its rewards praise most."""
+        from grpocli.tracking.rollouts import reference_of
+        from grpocli.tracking.view import Sample
+
         best = max(range(len(advantages)), key=advantages.__getitem__)
         rollout = group.rollouts[best]
-        self.view.sample(rollout.prompt.text, rollout.text, rollout.rewards, advantages[best])
+        answer = reference_of(rollout.prompt.columns, self.answers)
+        self.view.sample(Sample(rollout.prompt.text, rollout.text, rollout.rewards, advantages[best], answer))
+
+    def amended(self, step: int, results: Mapping[str, float]) -> None:
+        """Add what an evaluation that was interrupted has found at last to the metrics of its step."""
+        self.step_started = time.perf_counter()
+        if self.metrics is None:
+            return
+        self.metrics.amend(step, results)
+        self.last |= results
+        if self.tracker:
+            self.tracker.log(dict(results), step)
 
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
         """Show and track an evaluation outside of a step."""

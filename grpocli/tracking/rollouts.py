@@ -1,33 +1,76 @@
-"""rollouts/step_000001.parquet: every completion that a step trained on."""
+"""rollouts/step_000001.parquet: every completion that was sampled for a step, and what became of it."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from grpocli.data import Group
+from grpocli.data import Group, Message, Prompt, Rollout, Status
 from grpocli.errors import ConfigError
 from grpocli.tracking.files import write_atomic
+from grpocli.tracking.text import words
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+LONGEST = 100_000
+"""Characters of JSON that one of an example's columns may have; longer ones are cut."""
 
 
-def write_rollouts(path: Path, groups: Sequence[Group], advantages: Sequence[Sequence[float]], step: int) -> None:
-    """A row a completion; conversations are JSON, a reward that does not apply is null.
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One completion of a step.
 
-    version: of the weights that sampled it; where they changed on the way, the oldest, and version_spans has
-    [version, number of tokens] of each piece.
+    group: number of its group in the step. sampled_step: the step that it was sampled for, whose metrics count it.
+    reward: the weighted sum of its rewards; NaN where none applies. Of an update alone are advantage (as trained with),
+    loss_mask (1 for each token in the loss; None: none is), logp and entropy (float32 [T], in nats, under the policy
+    that began the step; None where they were not computed).
+    """
+
+    rollout: Rollout
+    group: int
+    status: Status
+    sampled_step: int
+    reward: float = math.nan
+    advantage: float | None = None
+    loss_mask: Sequence[int] | None = None
+    logp: ndarray[Any, Any] | None = None
+    entropy: ndarray[Any, Any] | None = None
+
+
+def evaluated(groups: Sequence[Group]) -> list[Record]:
+    """Records of completions that nothing is trained on."""
+    return [Record(r, i, Status.EVALUATED, 0) for i, group in enumerate(groups) for r in group.rollouts]
+
+
+def reference_of(columns: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """An example's reference answer as text: the first of these columns that holds something."""
+    found = next((columns[name] for name in names if columns.get(name) is not None), None)
+    return found if found is None or isinstance(found, str) else _json(found)
+
+
+def write_rollouts(path: Path, records: Sequence[Record], step: int, answers: Sequence[str] = ("answer",)) -> None:
+    """A row a record; a value that there is none of is null. docs/rollouts.md has the columns.
+
+    answers: names of the examples' columns in which the reference answer may be.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = [
-        _row(group, i, k, advantages[i][k], step) for i, group in enumerate(groups) for k in range(len(group.rollouts))
-    ]
-    table = pa.Table.from_pylist(rows, schema=_schema(groups))
+    prompts = {id(record.rollout.prompt): record.rollout.prompt for record in records}
+    shared = {key: _of_prompt(prompt, answers) for key, prompt in prompts.items()}
+    rows = [{"step": step, **_of_record(record), **shared[id(record.rollout.prompt)]} for record in records]
+    table = pa.Table.from_pylist(rows, schema=_schema(records))
     out = pa.BufferOutputStream()
-    pq.write_table(table, out, compression="zstd")
+    # hardly two log-probs are equal: a dictionary of them makes the file half as large again
+    pq.write_table(table, out, compression="zstd", use_dictionary=False)
     path.parent.mkdir(exist_ok=True)
     write_atomic(path, out.getvalue().to_pybytes())
 
@@ -35,59 +78,98 @@ def write_rollouts(path: Path, groups: Sequence[Group], advantages: Sequence[Seq
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
     """The rows of such a file. Raises ConfigError for one that is broken."""
     import pyarrow.parquet as pq
-    from pyarrow import ArrowInvalid
 
-    try:
+    with _readable(path):
         rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
-    except ArrowInvalid as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{path}: is broken or no parquet file: {reason}; remove it, or name other steps") from error
     return rows
 
 
-def _row(group: Group, index: int, k: int, advantage: float, step: int) -> dict[str, Any]:
-    rollout = group.rollouts[k]
-    prompt, done = rollout.prompt, rollout.completion
-    rewards = {f"reward/{name}": None if math.isnan(v) else v for name, v in rollout.rewards.items()}
+def read_schema(path: Path) -> Any:
+    """Its columns and their types, as Arrow has them. Raises ConfigError as `read_rollouts` does."""
+    import pyarrow.parquet as pq
+
+    with _readable(path):
+        return pq.read_schema(path)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    from pyarrow import ArrowInvalid
+
+    try:
+        yield
+    except ArrowInvalid as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path}: is broken or no parquet file: {reason}; remove it, or name other steps") from error
+
+
+def _of_prompt(prompt: Prompt, answers: Sequence[str]) -> dict[str, Any]:
+    """What all completions of a prompt have in common."""
+    reference = reference_of(prompt.columns, answers)
     return {
-        "step": step,
         "task": prompt.task,
-        "uid": group.uid,
-        "group": index,
-        "prompt": _utf8(prompt.text if isinstance(prompt.text, str) else json.dumps(prompt.text, ensure_ascii=False)),
-        "completion": _utf8(rollout.text),
+        "uid": prompt.uid,
+        "prompt": _utf8(words(prompt.text)),
+        "messages": None if isinstance(prompt.text, str) else _messages(prompt.text),
+        "answer": None if reference is None else _utf8(reference),
+        "columns": _columns(prompt),
         "prompt_ids": prompt.token_ids,
-        "completion_ids": done.token_ids,
-        "logprobs": done.logprobs,
-        "advantage": advantage,
-        "finish_reason": done.finish_reason,
-        "version": done.version,
-        "version_spans": done.spans,
-        **rewards,
     }
 
 
-def _utf8(text: str) -> str:
-    """Data sets hold lone surrogates now and then, and Arrow refuses them."""
-    return text.encode(errors="replace").decode()
+def _of_record(record: Record) -> dict[str, Any]:
+    rollout, done = record.rollout, record.rollout.completion
+    return {
+        "sampled_step": record.sampled_step,
+        "status": str(record.status),
+        "group": record.group,
+        "completion": _utf8(rollout.text),
+        "episode": _messages(done.episode.messages) if done.episode else None,
+        "turns": done.episode.turns if done.episode else None,
+        "completion_ids": done.token_ids,
+        "length": done.written,
+        "loss_mask": record.loss_mask or [0] * len(done.token_ids),
+        "logprobs": done.logprobs,
+        "trainer_logprobs": record.logp,
+        "entropies": record.entropy,
+        "reward": _number(record.reward),
+        "advantage": record.advantage,
+        "finish_reason": done.finish_reason,
+        "version": done.version,
+        "version_spans": done.spans,
+        **{f"reward/{name}": _number(value) for name, value in rollout.rewards.items()},
+    }
 
 
-def _schema(groups: Sequence[Group]) -> Any:
+def _schema(records: Sequence[Record]) -> Any:
     import pyarrow as pa
 
-    names = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.rewards)
-    ids = pa.list_(pa.int32())
+    names = dict.fromkeys(name for record in records for name in record.rollout.rewards)
+    ids, floats = pa.list_(pa.int32()), pa.list_(pa.float32())
+    messages = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
     return pa.schema(
         [
             ("step", pa.int32()),
+            ("sampled_step", pa.int32()),
+            ("status", pa.string()),
             ("task", pa.string()),
             ("uid", pa.string()),
             ("group", pa.int32()),
             ("prompt", pa.string()),
+            ("messages", messages),
             ("completion", pa.string()),
+            ("episode", messages),
+            ("turns", pa.int32()),
+            ("answer", pa.string()),
+            ("columns", pa.string()),
             ("prompt_ids", ids),
             ("completion_ids", ids),
-            ("logprobs", pa.list_(pa.float32())),
+            ("length", pa.int32()),
+            ("loss_mask", pa.list_(pa.int8())),
+            ("logprobs", floats),
+            ("trainer_logprobs", floats),
+            ("entropies", floats),
+            ("reward", pa.float64()),
             ("advantage", pa.float32()),
             ("finish_reason", pa.string()),
             ("version", pa.int32()),
@@ -95,3 +177,67 @@ def _schema(groups: Sequence[Group]) -> Any:
             *[(f"reward/{name}", pa.float64()) for name in names],
         ]
     )
+
+
+def _number(value: float) -> float | None:
+    """A reward that does not apply is null: where it is averaged, NaN would spread."""
+    return None if math.isnan(value) else value
+
+
+def _messages(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Role and content as text; `_columns` keeps what else there is."""
+    return [{"role": _text(m.get("role")), "content": _text(m.get("content"))} for m in messages]
+
+
+def _text(value: Any) -> str:
+    return _utf8("" if value is None else value if isinstance(value, str) else _json(value))
+
+
+def _columns(prompt: Prompt) -> str:
+    """What rewards see of the example besides its prompt, as a JSON object; also the prompt's messages where they hold
+    more than roles and texts.
+    """
+    columns = {name: value for name, value in prompt.columns.items() if name != "task_name"}
+    if not isinstance(prompt.text, str) and not all(_is_plain(message) for message in prompt.text):
+        columns["prompt"] = prompt.text
+    return _utf8(
+        json.dumps({str(name): _short(_jsonable(value)) for name, value in columns.items()}, ensure_ascii=False)
+    )
+
+
+def _is_plain(message: Mapping[str, Any]) -> bool:
+    return message.keys() == {"role", "content"} and all(isinstance(value, str) for value in message.values())
+
+
+def _short(value: Any) -> Any:
+    """The value, or the beginning of its JSON where that is too long."""
+    text = json.dumps(value, ensure_ascii=False)
+    return value if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text) - LONGEST:,} more characters)"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(_jsonable(value), ensure_ascii=False)
+
+
+def _jsonable(value: Any) -> Any:
+    """A value of a data set as JSON has it. Arrays are lists, dates and decimals text, and what is no text (an image,
+    bytes, a large array) is its kind alone.
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, Decimal | date | time | timedelta):
+        return str(value)
+    if hasattr(value, "tolist") and value.nbytes <= LONGEST:  # of numpy, a single number too
+        return _jsonable(value.tolist())
+    return f"<{len(value)} bytes>" if isinstance(value, bytes) else f"<{type(value).__name__}>"
+
+
+def _utf8(text: str) -> str:
+    """Data sets hold lone surrogates now and then, and Arrow refuses them."""
+    return text.encode(errors="replace").decode()

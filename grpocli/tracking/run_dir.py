@@ -41,6 +41,7 @@ LEFT_BY_A_START = {
     "job.json",
     "logs",
     "run.log",
+    "sessions.jsonl",
     "stop",
     "summary.json",
 }
@@ -74,6 +75,11 @@ class RunDir:
         return self.path / "summary.json"
 
     @property
+    def sessions(self) -> Path:
+        """One JSON object for each start of the run."""
+        return self.path / "sessions.jsonl"
+
+    @property
     def log(self) -> Path:
         """Everything that is too much for the console."""
         return self.path / "run.log"
@@ -92,8 +98,26 @@ class RunDir:
         """What was sampled and kept in a step."""
         return self.path / "rollouts" / f"step_{step:06d}.parquet"
 
+    def check_free(self) -> None:
+        """Raise ConfigError where a run would write over a run or over somebody's files. Writes nothing."""
+        if self.metrics.exists() or self.config.exists():
+            raise ConfigError.of(
+                KEY, self.path, f"holds a run already; go on with resume={self.path}, or choose another folder"
+            )
+        taken = [
+            path.name for path in (self.model, self.checkpoints, self.path / "rollouts", self.summary) if path.exists()
+        ]
+        if taken:
+            problem = f"has a {taken[0]} already, which the run would write over; choose another folder"
+            raise ConfigError.of(KEY, self.path, problem)
+        for folder in self.path.absolute().parents:
+            if RunDir(folder).config.exists() and RunDir(folder).metrics.exists():
+                raise ConfigError.of(KEY, self.path, f"is inside of the run {folder}; choose another folder")
+
     def check_writable(self, resuming: bool) -> None:
         """Make the folder and try to write. Raises ConfigError where that fails or another run is there."""
+        if not resuming:
+            self.check_free()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self.path, prefix=".tmp-") as file:
@@ -105,10 +129,6 @@ class RunDir:
         if resuming:
             for folder in (self.path, self.checkpoints, self.path / "rollouts"):
                 clear_leftovers(folder)
-        elif self.metrics.exists() or self.config.exists():
-            raise ConfigError.of(
-                KEY, self.path, f"holds a run already; go on with resume={self.path}, or choose another folder"
-            )
 
     @contextmanager
     def locked(self, patience: float = 0.0) -> Iterator[None]:
@@ -131,7 +151,7 @@ class RunDir:
     def _holding(self, name: str, patience: float, problem: str, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            file = (self.path / name).open("w")
+            file = (self.path / name).open("a")  # not "w", which changes the file before the lock is held
         except OSError as error:
             raise ConfigError.of(KEY, self.path, f"cannot be written: {self._why(error)}") from error
         with file:
@@ -159,7 +179,7 @@ class RunDir:
 
     def is_fresh(self) -> bool:
         """Whether nothing is in the folder but what Hydra has just put there."""
-        return not self.path.is_dir() or {p.name for p in self.path.iterdir()} <= {".hydra", self.log.name}
+        return not self.path.is_dir() or {p.name for p in self.path.iterdir()} <= {self.log.name}
 
     def forget(self) -> None:
         """Remove the folder of a run that never began, which `is_fresh` before: it holds what every start leaves."""

@@ -80,7 +80,9 @@ def _settings(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError("config.yaml is broken")
     rewards = "+".join(config.get("reward") or {})
-    return dict(chosen(path, config)) | ({"reward": rewards} if rewards else {}) | leaves(config)
+    choices = chosen(path, config)
+    config.pop("overrides", None)  # they say again what the keys say
+    return choices | ({"reward": rewards} if rewards else {}) | leaves(config)
 
 
 def leaves(node: Any, prefix: str = "") -> dict[str, Any]:

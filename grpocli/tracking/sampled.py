@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from grpocli.tracking.rollouts import read_rollouts
 NAME = re.compile(r"step_(\d+)\.parquet")
 STEPS = re.compile(r"(\d*)(:?)(\d*)")
 WHERE = re.compile(r"([\w./-]+?)\s*(<=|>=|!=|=|<|>)\s*(.*)")
+COLUMNS = "columns."
 COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
     "<=": lambda a, b: a <= b,
     ">=": lambda a, b: a >= b,
@@ -29,7 +31,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """`COLUMN < VALUE` and the like; `reward/NAME` may be written NAME. What has no value fits `!=` alone."""
+    """`COLUMN < VALUE` and the like; what has no value fits `!=` alone.
+
+    `reward/NAME` may be written NAME. `columns.NAME` is a column of the examples, which not every task need have.
+    """
 
     column: str
     comparison: str
@@ -44,11 +49,7 @@ class Condition:
 
     def holds(self, row: Row) -> bool:
         """Numbers are compared as numbers, everything else as text. Raises ConfigError without such a column."""
-        name = self.column if self.column in row else f"reward/{self.column}"
-        if name not in row:
-            columns = [column.removeprefix("reward/") for column in row]
-            raise ConfigError(f"--where {self.column}: there is no such column{nearest(self.column, columns)}")
-        value = row[name]
+        value = self._value(row)
         if value is None:
             return self.comparison == "!="
         if isinstance(value, int | float):
@@ -57,6 +58,16 @@ class Condition:
             except ValueError as error:
                 raise ConfigError(f"--where {self.column}: {self.value!r} is no number") from error
         return COMPARISONS[self.comparison](str(value), self.value)
+
+    def _value(self, row: Row) -> Any:
+        if self.column in row:
+            return row[self.column]
+        if f"reward/{self.column}" in row:
+            return row[f"reward/{self.column}"]
+        if self.column.startswith(COLUMNS) and "columns" in row:
+            return json.loads(row["columns"]).get(self.column.removeprefix(COLUMNS))
+        columns = [column.removeprefix("reward/") for column in row]
+        raise ConfigError(f"--where {self.column}: there is no such column{nearest(self.column, columns)}")
 
 
 def steps_of(run: Path, wanted: str = ":") -> list[Path]:

@@ -11,6 +11,15 @@ from grpocli.tracking.files import write_atomic
 from grpocli.tracking.metrics import finite
 
 
+def finished(path: Path) -> int | None:
+    """The steps of a run that has come to its end; None where it has not, or where there is no summary to read."""
+    try:
+        summary = json.loads(path.read_text())
+        return int(summary["steps"]) if summary["exit"] == "done" else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def write_summary(
     path: Path,
     *,

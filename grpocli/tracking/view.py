@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
 
 from grpocli.data import Text
+from grpocli.tracking.stage import Clock, CurrentStage
 from grpocli.tracking.text import clean, duration, number, one_line, words
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-Clock = Callable[[], float]
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A completion to show, as the model wrote it. answer: the reference answer, where there is one."""
+
+    prompt: Text
+    completion: str
+    rewards: Mapping[str, float]
+    advantage: float
+    answer: str | None = None
 
 
 class View:
-    """Says nothing; the two that do are PlainView and LiveView. Every method works before `start`."""
+    """Shows nothing; PlainView, LiveView and StatusView do. Every method works before `start`."""
 
     def start(self, title: str, plan: Sequence[str], total_steps: int) -> None:
         """The run's name, its batch plan, and how many steps it has."""
@@ -29,10 +41,13 @@ class View:
     def stage(self, text: str, fraction: float | None = None) -> None:
         """What is going on now, and how much of it is done (0 to 1)."""
 
+    def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
+        """A `Progress` of the stage; may be called in any thread."""
+
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A step is done."""
 
-    def sample(self, prompt: Text, completion: str, rewards: Mapping[str, float], advantage: float) -> None:
+    def sample(self, sample: Sample) -> None:
         """A completion of the last step."""
 
     def note(self, text: str) -> None:
@@ -41,8 +56,8 @@ class View:
     def warn(self, text: str) -> None:
         """A sentence that stays, and that someone should act on."""
 
-    def stop(self) -> None:
-        """Leave the terminal as it was. Safe to call twice."""
+    def stop(self, said: str = "") -> None:
+        """Leave the terminal as it was. Safe to call twice. said: a last line, such as the next process's task."""
 
 
 class Pace:
@@ -82,19 +97,25 @@ class Pace:
         return 0 < self.total <= self.done
 
 
-STAGE_SECONDS = 5.0
+QUIET_SECONDS = 4.0
+LONGEST_QUIET = 60.0
+"""While a stage lasts, plain lines are a fifth of its time apart, but between these two."""
+TICK_SECONDS = 0.5
 SAMPLE_SECONDS = 30.0
 
 
 class PlainView(View):
-    """One line a step, for logs and pipes; a stage when it first begins, a sample now and then."""
+    """One line a step, for logs and pipes; a stage when it first begins and while it lasts, a sample now and then."""
 
     def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
         self._console = console
         self._clock = clock
         self._pace = Pace(clock)
         self._stages: set[str] = set()
-        self._next_stage = self._next_sample = clock()
+        self._current = CurrentStage(clock)
+        self._said = self._next_sample = clock()
+        self._saying = threading.RLock()
+        self._over = threading.Event()
 
     def start(self, title: str, plan: Sequence[str], total_steps: int) -> None:
         self._pace.total = total_steps
@@ -109,13 +130,36 @@ class PlainView(View):
             self._say(f"going on after step {done_steps}")
 
     def stage(self, text: str, fraction: float | None = None) -> None:
-        # stages of a step come back sixty times and more: the first time is enough
-        now = self._clock()
-        what = text.partition(",")[0]  # what follows counts down
-        if what not in self._stages or (fraction is not None and now >= self._next_stage):
-            self._stages.add(what)
-            self._next_stage = now + STAGE_SECONDS
-            self._say(f"{text} ..." if fraction is None else f"{text} ... {fraction:.0%}")
+        stage = self._current.begin(text, fraction)
+        if stage.kind not in self._stages:  # those of a step come back sixty times and more: the first time is enough
+            self._stages.add(stage.kind)
+            self._say(f"{stage.kind} ...")
+
+    def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
+        self._current.progress(done, total, unit, detail)
+
+    def tick(self) -> None:
+        """Print the stage and its progress, unless a line was printed lately."""
+        now, stage = self._clock(), self._current.stage
+        quiet = min(LONGEST_QUIET, max(QUIET_SECONDS, (now - stage.since) / 5))
+        if not self._stages or now - self._said < quiet:
+            return
+        so_far = stage.progress(now)
+        self._say(f"{stage.text} ... {so_far + ', ' if so_far else ''}{duration(now - stage.since)} so far")
+
+    def keep_ticking(self) -> None:
+        """Tick in a thread until `stop`."""
+
+        def work() -> None:
+            while not self._over.wait(TICK_SECONDS):
+                self.tick()
+
+        threading.Thread(target=work, name="view", daemon=True).start()
+
+    def stop(self, said: str = "") -> None:
+        self._over.set()
+        if said:
+            self._say(f"{said} ...")
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._pace.step(step, metrics.get("time/step"))
@@ -125,12 +169,14 @@ class PlainView(View):
             parts.append(f"{duration(self._pace.left)} left")
         self._say(f"{self._pace.count}  {'  '.join(parts)}")
 
-    def sample(self, prompt: Text, completion: str, rewards: Mapping[str, float], advantage: float) -> None:
+    def sample(self, sample: Sample) -> None:
         if self._clock() < self._next_sample:
             return
         self._next_sample = self._clock() + SAMPLE_SECONDS
-        scores = "  ".join(f"{name} {number(value)}" for name, value in rewards.items())
-        self._say(f"  {_quoted(words(prompt))} -> {_quoted(completion)}  {scores}  advantage {number(advantage)}")
+        scores = "  ".join(f"{name} {number(value)}" for name, value in sample.rewards.items())
+        said = f"{_quoted(words(sample.prompt))} -> {_quoted(sample.completion)}"
+        reference = "" if sample.answer is None else f"  reference {_quoted(sample.answer)}"
+        self._say(f"  {said}{reference}  {scores}  advantage {number(sample.advantage)}")
 
     def note(self, text: str) -> None:
         self._say(text)
@@ -139,8 +185,10 @@ class PlainView(View):
         self._say(f"warning: {text}")
 
     def _say(self, text: str) -> None:
-        self._console.print(clean(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
-        self._console.file.flush()
+        with self._saying:
+            self._said = self._clock()
+            self._console.print(clean(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
+            self._console.file.flush()
 
 
 LINE = {
@@ -171,7 +219,27 @@ def make_view(is_terminal: bool | None = None) -> View:
         from grpocli.tracking.live import LiveView
 
         return LiveView(console)
-    return PlainView(Console(file=sys.stdout, force_terminal=False, no_color=True, width=100_000))
+    return _plain_view(sys.stdout)
+
+
+def status_view() -> View:
+    """Of a command that does not train, on standard error: one line in a terminal, plain lines elsewhere."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if sys.stderr.isatty() and not console.is_dumb_terminal:
+        from grpocli.tracking.live import StatusView
+
+        return StatusView(console)
+    return _plain_view(sys.stderr)
+
+
+def _plain_view(file: IO[str]) -> PlainView:
+    from rich.console import Console
+
+    view = PlainView(Console(file=file, force_terminal=False, no_color=True, width=100_000))
+    view.keep_ticking()
+    return view
 
 
 def silent_view() -> View:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
+from grpocli.data import Status
 from grpocli.errors import EngineGone, GrpoError, RunError
 
 if TYPE_CHECKING:
@@ -256,16 +257,17 @@ class Ahead:
     def _fresh(self, collected: Collected, step: int) -> Collected:
         """Without groups that have become too old, and with what there is to tell about age."""
         groups = [group for group in collected.groups if version_of(group) >= step - self.max_staleness]
-        dropped = len(collected.groups) - len(groups)
+        stale = [group for group in collected.groups if version_of(group) < step - self.max_staleness]
         ages = [step - rollout.completion.version for group in groups for rollout in group.rollouts]
         metrics = collected.metrics | {
             "sampling/kept": len(groups),
-            "sampling/stale": dropped,
+            "sampling/stale": len(stale),
             "staleness/mean": float(np.mean(ages)) if ages else 0.0,
             "staleness/max": max(ages, default=0),
         }
-        advantages = self.collector.advantages(groups) if dropped else collected.advantages
-        return replace(collected, groups=groups, advantages=advantages, metrics=metrics)
+        advantages = self.collector.advantages(groups) if stale else collected.advantages
+        rest = [*((Status.STALE, group) for group in stale), *collected.rest]
+        return replace(collected, groups=groups, advantages=advantages, metrics=metrics, rest=rest)
 
     def _start(self) -> None:
         if not self._thread:

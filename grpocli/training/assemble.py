@@ -11,8 +11,10 @@ from grpocli.algorithm import Algorithm
 from grpocli.evaluation.results import Judges
 from grpocli.models.loading import load_model, load_policy
 from grpocli.models.lora import trained_share
+from grpocli.progress import Watch
 from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
+from grpocli.tasks.data import judges_of
 from grpocli.tasks.mixture import about, limits_of
 from grpocli.training import carry, checkpoint
 from grpocli.training.ahead import Ahead
@@ -54,7 +56,7 @@ def assemble(
             reference = _reference(run, job, policy, resume)
         if resume:
             checkpoint.load_optimizer(resume, policy, optimizer)
-        updater = _updater(run, world, policy, reference, optimizer, state)
+        updater = _updater(run, world, policy, reference, optimizer, state, recorder)
     if not find_head(policy, world):
         recorder.view.note("all logits of a micro-batch are kept: this model changes what its output head returns")
     longest = run.rollout.longest_row
@@ -85,7 +87,7 @@ def assemble(
     sampler = Sampler(world, engine, data.tokenizer, scorer, data.plays)
     sampler.episodes.check([task.draw(0, "") for task in data.tasks if task.play])
     recorder.seconds_before = state.seconds
-    collector = _collector(run, sampler, data, state.draws, carried)
+    collector = _collector(run, sampler, data, state.draws, carried, recorder)
     trainer = Trainer(
         run=run,
         world=world,
@@ -94,9 +96,9 @@ def assemble(
         tokenizer=data.tokenizer,
         engine=engine,
         collector=collector,
-        ahead=Ahead(collector, world, run.rollout, run.train.steps, state.step, _ready(run, data, collector, resume)),
+        ahead=Ahead(collector, world, run.rollout, run.train.steps, state.step, _ready(run, collector, resume)),
         updater=updater,
-        evaluator=_evaluator(run, sampler, data),
+        evaluator=_evaluator(run, sampler, data, Watch(recorder.progress_of("eval"), stop.asked)),
         recorder=recorder,
         saver=Saver(world),
         stop=stop,
@@ -132,20 +134,24 @@ def _reference(run: Run, job: EngineJob, policy: Policy, resume: Path | None) ->
     return Reference(load_model(run.model, path), policy)
 
 
-def _collector(run: Run, sampler: Sampler, data: Data, draws: int, carried: list[Group]) -> Collector:
+def _collector(
+    run: Run, sampler: Sampler, data: Data, draws: int, carried: list[Group], recorder: Recorder
+) -> Collector:
     algorithm: Algorithm = run.algorithm
     return Collector(
         sampler=sampler,
         algorithm=algorithm,
         draw=data.draw,
         weights={name: reward.weight for name, reward in run.reward.items()},
-        judges=_judges(run, data),
+        judges=judges_of(run),
         prompts_per_step=run.rollout.prompts_per_step,
         group_size=run.rollout.group_size,
         sampling=run.rollout.sampling,
         seed=run.seed,
         draws=draws,
         carried=carried,
+        keeps_rest=sampler.world.is_main,
+        watch=Watch(recorder.progress_of("rollout")),
     )
 
 
@@ -155,18 +161,22 @@ def _carried(run: Run, data: Data, resume: Path | None) -> list[Group]:
     return carry.load(resume, data.draw, run.rollout.group_size, run.reward, run.rollout.prompts_per_step)
 
 
-def _ready(run: Run, data: Data, collector: Collector, resume: Path | None) -> list[Collected]:
+def _ready(run: Run, collector: Collector, resume: Path | None) -> list[Collected]:
     """What had been collected for the steps after the checkpoint."""
     if resume is None:
         return []
     with checkpoint.restoring(resume):
-        overlaps = run.rollout.max_staleness > 0
-        steps = carry.load_steps(resume, data.draw, run.rollout.group_size, run.reward, overlaps)
-        return [Collected(list(groups), collector.advantages(groups), metrics) for groups, metrics in steps]
+        return carry.load_steps(resume, collector, wanted=run.rollout.max_staleness > 0)
 
 
 def _updater(
-    run: Run, world: World, policy: Policy, reference: Reference | None, optimizer: Any, state: checkpoint.State
+    run: Run,
+    world: World,
+    policy: Policy,
+    reference: Reference | None,
+    optimizer: Any,
+    state: checkpoint.State,
+    recorder: Recorder,
 ) -> Updater:
     return Updater(
         world=world,
@@ -179,22 +189,17 @@ def _updater(
         sampling=run.rollout.sampling,
         total_updates=run.train.steps * run.train.updates_per_step,
         updates=state.updates,
+        progress=recorder.progress_of("train"),
     )
 
 
-def _judges(run: Run, data: Data) -> dict[str, str]:
-    """The reward that says whether a completion of a task is right."""
-    return {
-        task: run.eval.reward if run.eval.reward in rewards else rewards[0] for task, rewards in data.rewards.items()
-    }
-
-
-def _evaluator(run: Run, sampler: Sampler, data: Data) -> Evaluator:
+def _evaluator(run: Run, sampler: Sampler, data: Data, watch: Watch) -> Evaluator:
     return Evaluator(
         sampler=sampler,
         prompts=data.problems(),
         samples=run.eval.samples,
-        judges=Judges(_judges(run, data), run.reward),
+        judges=Judges(judges_of(run), run.reward),
         sampling=run.rollout.sampling,
         seed=run.seed,
+        watch=watch,
     )

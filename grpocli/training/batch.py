@@ -19,6 +19,7 @@ class Row:
 
     group: which group of the step it belongs to. mask: 1 for tokens in the loss. old_logp: None while the policy is
     still the one whose log-probs they are. selected: tokens of the policy-gradient term (None: all).
+    logp, entropy: under the policy that begins the step; None until they are computed.
     """
 
     prompt_ids: list[int]
@@ -29,6 +30,7 @@ class Row:
     rollout_logp: list[float]
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
+    logp: Tensor | None = None
     entropy: Tensor | None = None
     selected: Tensor | None = None
 

@@ -6,18 +6,20 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpocli.data import Completion, Episode, Group, Prompt, Rollout
+from grpocli.data import Completion, Episode, Group, Prompt, Rollout, Status
+from grpocli.training.collect import Collected
+
+if TYPE_CHECKING:
+    from grpocli.training.collect import Collector
 
 logger = logging.getLogger(__name__)
 
 CARRIED = "carried.pt"
 AHEAD = "ahead.pt"
-
-Step: TypeAlias = tuple[Sequence[Group], dict[str, float]]  # what has been collected for a step, and its metrics
 
 
 def save(groups: Sequence[Group], folder: Path) -> None:
@@ -44,29 +46,58 @@ def load(
     return groups
 
 
-def save_steps(steps: Sequence[Step], folder: Path) -> None:
-    """Whole steps that have been collected ahead, in order."""
+def save_steps(steps: Sequence[Collected], folder: Path) -> None:
+    """Whole steps that have been collected ahead, in order, with what their rollout files will need."""
     if steps:
-        saved = [{"groups": [_group(group) for group in groups], "metrics": metrics} for groups, metrics in steps]
-        torch.save(saved, folder / AHEAD)
+        torch.save([_step(step) for step in steps], folder / AHEAD)
 
 
-def load_steps(
-    folder: Path, draw: Callable[[int], Prompt], group_size: int, rewards: Iterable[str], wanted: bool
-) -> list[Step]:
-    """The steps again, equal to the bit; none of them, and a word in the log, where a resume has changed the config so
+def load_steps(folder: Path, collector: Collector, wanted: bool) -> list[Collected]:
+    """The steps again, equal to the bit; none of them, and a warning, where a resume has changed the config so
     that groups do not fit (as in `load`), or so that no step is collected ahead (not `wanted`).
     """
     if not (folder / AHEAD).is_file():
         return []
     saved = torch.load(folder / AHEAD, weights_only=True)
-    names = set(rewards)
-    steps = [([_restored(one, draw, group_size, names) for one in step["groups"]], step["metrics"]) for step in saved]
-    whole = [([group for group in groups if group], metrics) for groups, metrics in steps]
-    if wanted and all(len(some) == len(groups) for (some, _), (groups, _) in zip(whole, steps, strict=True)):
-        return [(groups, metrics) for groups, metrics in whole]
+    steps = [step for one in saved if (step := _restored_step(one, collector))]
+    if wanted and len(steps) == len(saved):
+        return steps
     logger.warning("the rollouts of %d steps collected ahead do not fit the config now", len(saved))
     return []
+
+
+def _step(step: Collected) -> dict[str, Any]:
+    return {
+        "groups": [_group(group) for group in step.groups],
+        "metrics": step.metrics,
+        "rest": [(str(status), _group(group)) for status, group in step.rest],
+        "carried": sorted(step.carried),
+    }
+
+
+def _restored_step(saved: dict[str, Any], collector: Collector) -> Collected | None:
+    """The step; None where a group to train on does not fit the config now.
+
+    `rest`, which the main process alone has, decides nothing: all processes have to agree.
+    """
+
+    def restored(group: dict[str, Any]) -> Group | None:
+        return _restored(group, collector.draw, collector.group_size, set(collector.weights))
+
+    groups = [group for one in saved["groups"] if (group := restored(one))]
+    if len(groups) < len(saved["groups"]):
+        return None
+    left = saved.get("rest", []) if collector.keeps_rest else []
+    rest = [(Status(status), group) for status, one in left if (group := restored(one))]
+    if len(rest) < len(left):
+        logger.warning("%d of %d groups of a rollout file do not fit the config now", len(left) - len(rest), len(left))
+    return Collected(
+        groups,
+        collector.advantages(groups),
+        saved["metrics"],
+        rest=rest,
+        carried=frozenset(saved.get("carried", ())),
+    )
 
 
 def _restored(saved: dict[str, Any], draw: Callable[[int], Prompt], size: int, names: set[str]) -> Group | None:

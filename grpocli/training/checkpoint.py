@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.models.lora import adapter_tensors, is_adapted, save_adapter
+from grpocli.progress import Progress, unreported
 from grpocli.tracking.files import atomic_folder
 from grpocli.training import carry, optimizer_state, shards
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from grpocli.data import Group
+    from grpocli.training.collect import Collected
     from grpocli.training.policy import Policy
     from grpocli.training.reference import Reference
     from grpocli.training.world import World
@@ -40,7 +42,8 @@ class State:
     """Where a run stands. Everything random is drawn from the seed and these counters.
 
     step: steps done. draws: prompts drawn. updates: optimizer updates. seconds: time spent. before: the
-    evaluation before training.
+    evaluation before training. num_tokens: of prompts and completions, in the steps done. unevaluated: the evaluation
+    after `step` was due and has not ended.
     """
 
     step: int = 0
@@ -48,6 +51,8 @@ class State:
     updates: int = 0
     seconds: float = 0.0
     before: dict[str, float] | None = None
+    num_tokens: int = 0
+    unevaluated: bool = False
 
 
 def save(
@@ -59,12 +64,14 @@ def save(
     world: World,
     reference: Reference | None = None,
     carried: Sequence[Group] = (),
-    ahead: Sequence[carry.Step] = (),
+    ahead: Sequence[Collected] = (),
+    progress: Progress = unreported,
 ) -> None:
     """Write the checkpoint `path`; it exists only when it is whole. `reference` only if it changes in training.
     carried, ahead: groups and whole steps that have been sampled for the steps to come.
 
-    With LoRA it holds the updates alone: the base model does not change. Collective.
+    With LoRA it holds the updates alone: the base model does not change. progress: hears of the tensors of a model that
+    are written; the optimizer's state comes last. Collective.
     """
     parallel = policy.parallel
     with _folder(path, world) as folder:
@@ -73,10 +80,11 @@ def save(
             if world.is_main:
                 save_adapter(policy.model, folder, updates)
         else:
-            _save_weights(policy.model, folder, _gathered(policy, parallel.parameters(policy.model)), world)
+            _save_weights(policy.model, folder, _gathered(policy, parallel.parameters(policy.model), progress), world)
         if reference is not None:
             theirs = _gathered(policy, parallel.parameters(reference.model))
             _save_weights(reference.model, folder / REFERENCE, theirs, world)
+        progress(0, 0, "the optimizer's state")
         optimizer_state.write(folder, policy, optimizer, world)
         if world.is_main:
             tokenizer.save_pretrained(folder)
@@ -86,11 +94,17 @@ def save(
 
 
 def save_model(
-    path: Path, policy: Policy, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, card: str, world: World
+    path: Path,
+    policy: Policy,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    card: str,
+    world: World,
+    progress: Progress = unreported,
 ) -> None:
     """Write the final model, in `dtype`, with its card; with LoRA, a plain model with the updates added. Collective."""
     with _folder(path, world) as folder:
-        _save_weights(policy.model, folder, _gathered(policy, policy.weights()), world, dtype)
+        _save_weights(policy.model, folder, _gathered(policy, policy.weights(), progress), world, dtype)
         if world.is_main:
             tokenizer.save_pretrained(folder)
             (folder / "README.md").write_text(card)
@@ -104,9 +118,13 @@ def _folder(path: Path, world: World) -> Iterator[Path]:
         world.barrier()
 
 
-def _gathered(policy: Policy, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _gathered(
+    policy: Policy, tensors: Iterable[tuple[str, Tensor]], progress: Progress = unreported
+) -> Iterator[tuple[str, Tensor]]:
     """Whole, one at a time. Every process walks through them, to the end."""
-    for name, tensor in tensors:
+    total = sum(1 for _ in policy.model.parameters())
+    for i, (name, tensor) in enumerate(tensors):
+        progress(i, total, "tensors")
         yield name, policy.parallel.gather(tensor.detach())
 
 

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from grpocli.data import Completion, Group, Prompt, Request, Rollout, Sampling
+from grpocli.data import Completion, Group, Prompt, Request, Rollout, Sampling, Status
 from grpocli.environments.episodes import Episodes
 from grpocli.errors import RunError
+from grpocli.progress import UNWATCHED, Cancelled, Watch
 from grpocli.rewards.early import EarlyScorer
 from grpocli.rewards.tally import Tally
+from grpocli.rollout.engine import Listener
 from grpocli.rollout.seeds import seed_of
 
 if TYPE_CHECKING:
@@ -54,9 +56,13 @@ class Sampler:
     scoring: threading.Lock = field(default_factory=threading.Lock)  # rewards need not be safe with threads
 
     def groups(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Watch = UNWATCHED
     ) -> tuple[list[Group], Tally]:
-        """A group of `n` rollouts for each prompt, in order, the same in every process; and what scoring took."""
+        """A group of `n` rollouts for each prompt, in order, the same in every process; and what scoring took.
+
+        watch: hears of all completions, estimated from those of this process. Raises Cancelled, in every process, where
+        it was cancelled in any.
+        """
         mine = range(self.world.rank, len(prompts), self.world.size)
         requests = [Request(prompts[i].token_ids, n, seeds[i]) for i in mine]
 
@@ -64,14 +70,19 @@ class Sampler:
             return [Rollout(prompts[mine[k]], done, self._text(done.token_ids)) for done in completions]
 
         with EarlyScorer(self.scorer, sampling.max_tokens, rollouts_of, self.scoring) as early:
-            sampled = self.episodes.generate([prompts[i] for i in mine], requests, sampling, early.take)
+            whole = watch.part(0, len(prompts) * n, len(prompts) / max(1, len(mine)))
+            listener = Listener(early.take, whole)
+            sampled = self.episodes.generate([prompts[i] for i in mine], requests, sampling, listener)
+            if watch.cancellable and self.world.any(watch.cancelled()):
+                raise Cancelled
             start = time.perf_counter()
             self.world.enter("reward")
         parts = [early.group(k, completions) for k, completions in enumerate(sampled)]
         rollouts = [rollout for group, _ in parts for rollout in group]
         with self.scoring:
             known = [scores for _, group in parts for scores in group]
-            scored, tally = self.scorer.score(rollouts, sampling.max_tokens, known, self.world.enter)
+            enter, progress = self.world.enter, watch.progress
+            scored, tally = self.scorer.score(rollouts, sampling.max_tokens, known, enter, progress)
         tally = replace(tally, seconds=time.perf_counter() - start)
         self.world.enter("gather")
         done = [Rollout(r.prompt, r.completion, r.text, rewards) for r, rewards in zip(rollouts, scored, strict=True)]
@@ -94,13 +105,17 @@ class Sampler:
 class Collected:
     """What one step trains on: groups, advantages [P, G] in the same order, and what was seen on the way.
 
-    remarks: as `Scorer.remarks`.
+    metrics: of the step; its `num_tokens` counts this step alone, and the trainer adds those of earlier steps.
+    remarks: as `Scorer.remarks`. rest: groups that the step does not train on, and why; only in the main process, which
+    writes them to the rollout file. carried: uids of the groups that were sampled for the step before.
     """
 
     groups: list[Group]
     advantages: Tensor
     metrics: dict[str, float]
     remarks: Mapping[str, str] = field(default_factory=dict)
+    rest: list[tuple[Status, Group]] = field(default_factory=list)
+    carried: frozenset[str] = frozenset()
 
 
 MOST = 4
@@ -109,10 +124,10 @@ MOST = 4
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What metrics want to know of groups, kept or not: a discarded one need not stay in memory.
+    """What metrics want to know of groups, kept or not: a discarded one stays in the main process alone.
 
     rewards: {name: [P, G]}. tasks: the name of each group's. lengths, truncated: of every completion, in tokens that
-    the model wrote. turns: of those that are episodes.
+    the model wrote. turns: of those that are episodes. prompt_tokens: a prompt's count for each of its completions.
     """
 
     rewards: dict[str, Tensor]
@@ -120,6 +135,7 @@ class Seen:
     lengths: list[int]
     truncated: list[bool]
     turns: list[int]
+    prompt_tokens: int
 
     @classmethod
     def of(cls, groups: Sequence[Group], names: Sequence[str]) -> Seen:
@@ -130,6 +146,7 @@ class Seen:
             [c.written for c in done],
             [c.truncated for c in done],
             [c.episode.turns for c in done if c.episode],
+            sum(len(g.prompt.token_ids) * len(g.rollouts) for g in groups),
         )
 
     def __add__(self, other: Seen) -> Seen:
@@ -140,6 +157,7 @@ class Seen:
             self.lengths + other.lengths,
             self.truncated + other.truncated,
             self.turns + other.turns,
+            self.prompt_tokens + other.prompt_tokens,
         )
 
     @property
@@ -147,17 +165,21 @@ class Seen:
         return len(next(iter(self.rewards.values())))
 
     def metrics(self, scores_PG: Tensor) -> dict[str, float]:
-        from grpocli.algorithm.statistics import constant_P1, std_P1
+        from grpocli.algorithm.statistics import constant_P1, count_P1, std_P1
 
+        flat = {name: values.reshape(1, -1) for name, values in self.rewards.items()}
         return {
             "reward": scores_PG.nanmean().item(),
             "reward_std": std_P1(scores_PG).mean().item(),
             "frac_reward_zero_std": constant_P1(scores_PG).double().mean().item(),
-            "completions/mean_length": float(np.mean(self.lengths)),
-            "completions/max_length": float(max(self.lengths)),
+            **_lengths("length", self.lengths),
+            **_lengths(
+                "terminated_length", [n for n, cut in zip(self.lengths, self.truncated, strict=True) if not cut]
+            ),
             "completions/clipped_ratio": float(np.mean(self.truncated)),
             **({"completions/mean_turns": float(np.mean(self.turns))} if self.turns else {}),
-            **{f"rewards/{name}/mean": values.nanmean().item() for name, values in self.rewards.items()},
+            **{f"rewards/{name}/mean": values.nanmean().item() for name, values in flat.items()},
+            **{f"rewards/{name}/std": std_P1(values).item() for name, values in flat.items() if count_P1(values) > 1},
         }
 
     def by_task(self, scores_PG: Tensor, judges: Mapping[str, str]) -> dict[str, float]:
@@ -177,12 +199,21 @@ class Seen:
         return found
 
 
+def _lengths(name: str, lengths: Sequence[int]) -> dict[str, float]:
+    """Of completions, in tokens; nothing of none."""
+    if not lengths:
+        return {}
+    found = {"mean": float(np.mean(lengths)), "min": float(min(lengths)), "max": float(max(lengths))}
+    return {f"completions/{kind}_{name}": value for kind, value in found.items()}
+
+
 @dataclass(slots=True)
 class Sampled:
     """What the rounds of a step have brought so far."""
 
     seen: Seen | None = None
     kept: list[Group] = field(default_factory=list)
+    filtered: list[Group] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     rounds: int = 0
 
@@ -193,7 +224,8 @@ class Collector:
 
     draw: which prompt the n-th draw of the run is. judges: the reward that says what is right in each task. State to
     save: `draws`, how many there were, and `carried`, the groups that the last step kept beyond what it wanted: they
-    are the first of the next one.
+    are the first of the next one. keeps_rest: `Collected.rest` is wanted; it is as large as a step's groups or several
+    times that, at most MOST times `max_rounds` steps' worth. watch: hears how the sampling of a step goes on.
     """
 
     sampler: Sampler
@@ -207,6 +239,8 @@ class Collector:
     draws: int = 0
     carried: list[Group] = field(default_factory=list)
     judges: Mapping[str, str] = field(default_factory=dict)
+    keeps_rest: bool = True
+    watch: Watch = UNWATCHED
 
     def collect(self) -> Collected:
         """Sample until there are `prompts_per_step` groups that the algorithm keeps, or its rounds are used up.
@@ -239,14 +273,24 @@ class Collector:
             "sampling/carried": len(carried),
             "sampling/acceptance": len(step.kept) / seen.groups if step.seen else 1.0,
             "tokens/generated": float(sum(step.seen.lengths)) if step.seen else 0.0,
+            "num_tokens": sum(step.seen.lengths) + step.seen.prompt_tokens if step.seen else 0,
         }
         scores_PG = self.algorithm.scores(seen.rewards, self.weights)
         shown = seen.metrics(scores_PG)
         if len(self.judges) > 1:
             shown |= seen.by_task(scores_PG, self.judges)
             shown |= {f"task/{task}/errors": float(step.tally.errors_of(task)) for task in self.judges}
-        remarks = self.sampler.scorer.remarks(step.tally)
-        return Collected(wanted, self.advantages(wanted), metrics | step.tally.metrics | shown, remarks)
+        rest = [(Status.FILTERED, group) for group in step.filtered]
+        rest += [(Status.CARRIED, group) for group in self.carried]
+        rest += [(Status.SURPLUS, group) for group in surplus[len(self.carried) :]]
+        return Collected(
+            wanted,
+            self.advantages(wanted),
+            metrics | step.tally.metrics | shown,
+            remarks=self.sampler.scorer.remarks(step.tally),
+            rest=rest if self.keeps_rest else [],
+            carried=frozenset(group.uid for group in carried),
+        )
 
     def _sample(self, missing: int) -> Sampled:
         """Rounds of sampling until `missing` groups are kept."""
@@ -256,8 +300,12 @@ class Collector:
             step.tally = step.tally.then(tally)
             self.sampler.scorer.judge(step.tally, self.prompts_per_step * self.group_size)
             seen = Seen.of(groups, list(self.weights))
-            kept_P = self.algorithm.kept(seen.rewards, self.weights)
-            step.kept += [g for g, keep in zip(groups, kept_P.tolist(), strict=True) if keep]
+            kept_P = self.algorithm.kept(seen.rewards, self.weights, self._accuracy(seen.tasks))
+            for group, keep in zip(groups, kept_P.tolist(), strict=True):
+                if keep:
+                    step.kept.append(group)
+                elif self.keeps_rest:
+                    step.filtered.append(group)
             step.seen = step.seen + seen if step.seen else seen
             step.rounds += 1
         return step
@@ -274,10 +322,15 @@ class Collector:
         self.draws += n
         prompts = [self.draw(d) for d in draws]
         seeds = [seed_of(self.seed, d) for d in draws]
-        return self.sampler.groups(prompts, seeds, self.group_size, self.sampling)
+        return self.sampler.groups(prompts, seeds, self.group_size, self.sampling, self.watch)
 
     def advantages(self, groups: Sequence[Group]) -> Tensor:
         """[P, G] of what a step trains on."""
         if not groups:
             return torch.zeros(0, self.group_size, dtype=torch.float64)
-        return self.algorithm.advantages(rewards_of(groups, list(self.weights)), self.weights)
+        accuracy = self._accuracy([group.prompt.task for group in groups])
+        return self.algorithm.advantages(rewards_of(groups, list(self.weights)), self.weights, accuracy)
+
+    def _accuracy(self, tasks: Sequence[str]) -> list[str] | None:
+        """The name of the reward that is the accuracy of each of these tasks; None: the first reward."""
+        return [self.judges[task] for task in tasks] if self.judges else None

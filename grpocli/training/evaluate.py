@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from grpocli.data import Group, Prompt, Sampling
 from grpocli.evaluation.results import Judges, task_result
+from grpocli.progress import UNWATCHED, Watch
 from grpocli.rollout.seeds import seed_of
 from grpocli.training.collect import Sampler
 
@@ -22,6 +23,7 @@ class Evaluator:
 
     sampling: the run's. What decides which answer is the likeliest, and where it ends, is kept: the repetition
     penalty, stop strings, regex or schema. Temperature and truncation are not: neither changes a greedy answer.
+    watch: hears how many completions there are; it may cancel the rest.
     """
 
     sampler: Sampler
@@ -30,14 +32,15 @@ class Evaluator:
     judges: Judges
     sampling: Sampling
     seed: int
+    watch: Watch = UNWATCHED
 
     def __call__(self) -> dict[str, float]:
-        """Collective. Empty where there are no problems."""
+        """Collective. Empty where there are no problems. Raises Cancelled, in every process, where `watch` says so."""
         if not self.prompts:
             return {}
         untouched = replace(self.sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
-        sampled = self._groups(untouched, self.samples)
-        greedy = self._groups(replace(untouched, temperature=0.0), 1)
+        sampled = self._groups(untouched, self.samples, 0)
+        greedy = self._groups(replace(untouched, temperature=0.0), 1, self.samples)
         found = self._results("eval", sampled, greedy)
         for task in self.judges.names if len(self.judges.names) > 1 else ():
             found |= self._results(f"eval/{task}", *(_of_task(task, groups) for groups in (sampled, greedy)))
@@ -49,9 +52,11 @@ class Evaluator:
         scores = {f"{name}/{known.get(score, score)}": found.value for score, found in result.scores.items()}
         return {**scores, f"{name}/mean_length": result.mean_length, f"{name}/truncated": result.truncated}
 
-    def _groups(self, sampling: Sampling, n: int) -> list[Group]:
+    def _groups(self, sampling: Sampling, n: int, before: int) -> list[Group]:
+        """n completions of each problem. before: how many of each there are already."""
         seeds = eval_seeds(self.seed, self.prompts)
-        groups, tally = self.sampler.groups(self.prompts, seeds, n, sampling)
+        watch = self.watch.part(before * len(self.prompts), (self.samples + 1) * len(self.prompts))
+        groups, tally = self.sampler.groups(self.prompts, seeds, n, sampling, watch)
         self.sampler.scorer.judge(tally)
         return groups
 

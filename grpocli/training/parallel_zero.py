@@ -179,7 +179,7 @@ def _deepspeed(stage: int, device: torch.device) -> Any:
         raise ConfigError.of(
             "hardware.parallel",
             f"zero{stage}",
-            f"needs DeepSpeed ({error}): pip install 'grpocli[deepspeed]', or take hardware.parallel=fsdp2",
+            f"needs DeepSpeed ({error}): pip install deepspeed, or take hardware.parallel=fsdp2",
         ) from error
     if device.type == "cpu":  # gloo does; else it compiles a transport through shared memory
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -52,13 +55,13 @@ class Saver:
     def close(self, patience: float | None = None) -> None:
         """As `wait`, at the end of a run that has something else to tell.
 
-        patience: seconds after which the thread is left alone (None: never). Python's end may then abort the process,
-        where the thread is inside of C++.
+        patience: seconds after which the thread is left alone (None: never).
         """
         if self._thread:
             self._thread.join(patience)
             if self._thread.is_alive():
                 logger.warning("the last checkpoint was not written: it took longer than %s s", patience)
+                atexit.register(_end_at_once)
                 return
         try:
             self.wait()
@@ -72,3 +75,10 @@ class Saver:
                 write()
         except BaseException as error:  # noqa: BLE001 - `wait` raises it
             self._error = error
+
+
+def _end_at_once() -> None:
+    """End the process, interrupted, without Python's own end: that aborts where a daemon thread is inside of C++."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from grpocli.errors import EngineGone
+from grpocli.progress import Cancelled
 from grpocli.training.trainer import torch_seed
 
 if TYPE_CHECKING:
@@ -18,12 +19,16 @@ def train(trainer: Trainer) -> dict[str, float]:
     """
     try:
         trainer.before()
+        trainer.repeat()
+        trainer.raise_if_stopped()
         while not trainer.done:
             step(trainer)
             trainer.raise_if_stopped()
         return trainer.after()
     except EngineGone as gone:
         raise trainer.stopped_by(gone) from gone
+    except Cancelled:
+        raise trainer.stopped() from None
 
 
 def step(trainer: Trainer) -> None:
@@ -35,9 +40,8 @@ def step(trainer: Trainer) -> None:
     rows = trainer.credit(collected)
     trainer.update(rows, len(collected.groups))
     try:
-        if trainer.due(trainer.run.eval.every):
-            trainer.metrics |= trainer.evaluate()
+        trainer.during()
     finally:  # an evaluation that cannot be had takes no step's row with it
-        trainer.log(collected)
+        trainer.log(collected, rows)
     if trainer.due(trainer.run.checkpoint.every):
         trainer.checkpoint()

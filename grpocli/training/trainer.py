@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +18,7 @@ from grpocli.training import checkpoint
 from grpocli.training.batch import Row
 from grpocli.training.collect import Collected, Collector
 from grpocli.training.evaluate import Evaluator
+from grpocli.training.records import records_of
 from grpocli.training.saving import Saver
 from grpocli.training.update import Updater
 
@@ -90,6 +91,7 @@ class Trainer:
         with self.timed("rollout"):
             collected = self.ahead.collect(self.synced)
         self.metrics |= collected.metrics
+        self.metrics["num_tokens"] = self.state.num_tokens + collected.metrics.get("num_tokens", 0)
         if not self.ahead.max_staleness:  # else it is what the trainer has waited
             self.metrics["time/rollout"] -= collected.metrics["time/reward"]
         return collected
@@ -117,8 +119,14 @@ class Trainer:
         self.saved()
         with self.timed("train"):
             self.metrics |= self.updater.step(rows, n_groups, self.state.step)
+            self.updater.gather(rows)
         self._refuse_nan()
-        self.state = replace(self.state, step=self.state.step + 1, updates=self.updater.updates)
+        self.state = replace(
+            self.state,
+            step=self.state.step + 1,
+            updates=self.updater.updates,
+            num_tokens=self.metrics["num_tokens"],
+        )
         kl = self.run.algorithm.kl
         if self.reference and kl.sync_every and self.state.step % kl.sync_every == 0:
             self.reference.mix(kl.sync_alpha)
@@ -135,7 +143,10 @@ class Trainer:
                 )
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out accuracy under the present weights; empty where there are no problems."""
+        """Held-out accuracy under the present weights; empty where there are no problems.
+
+        Collective. Raises Cancelled, in every process, where a stop is asked for before it ends.
+        """
         if not self.evaluator.prompts:
             return {}
         self.sync()
@@ -148,6 +159,20 @@ class Trainer:
             self.state = replace(self.state, before=self.evaluate())
             self.recorder.evaluated(self.state.step, self.state.before or {})
 
+    def during(self) -> None:
+        """The evaluation of a step, where one is due; until it ends, a checkpoint says that it is missing."""
+        if self.due(self.run.eval.every):
+            self.state = replace(self.state, unevaluated=True)
+            self.metrics |= self.evaluate()
+            self.state = replace(self.state, unevaluated=False)
+
+    def repeat(self) -> None:
+        """After a resume, the evaluation of the last step, where it did not end. The step's metrics get it."""
+        if self.state.unevaluated:
+            self.metrics |= self.evaluate()
+            self.recorder.amended(self.state.step, self.metrics)
+            self.state, self.metrics = replace(self.state, unevaluated=False), {}
+
     def after(self) -> dict[str, float]:
         """Evaluate and save what the run leaves behind."""
         results = self.evaluate()
@@ -157,8 +182,11 @@ class Trainer:
         self.recorder.evaluated(self.state.step, results)
         return results
 
-    def log(self, collected: Collected) -> None:
-        self.recorder.step(self.state.step, self.metrics, collected)
+    def log(self, collected: Collected, rows: Sequence[Row]) -> None:
+        """Write the step's metrics and every completion that was sampled for it, and show them."""
+        step, weights = self.state.step, self.collector.weights
+        records = records_of(collected, rows, self.run.algorithm, weights, step) if self.world.is_main else []
+        self.recorder.step(step, self.metrics, collected, records)
         self.metrics = {}
 
     def checkpoint(self) -> None:
@@ -176,7 +204,8 @@ class Trainer:
             self.world,
             self.reference if self.run.algorithm.kl.sync_every else None,
             tuple(progress.carried),
-            [(step.groups, step.metrics) for step in progress.ready],
+            progress.ready,
+            self.recorder.progress_of("checkpoint"),
         )
         with self.timed("checkpoint"):
             self.saver.start(lambda: self._keep(write))
@@ -220,13 +249,17 @@ class Trainer:
     def raise_if_stopped(self) -> None:
         """After a signal to any process: checkpoint, then raise Stopped. Collective."""
         if self.world.any(self.stop.asked()):
-            self.ahead.end(self.state.step + 1)
-            self.checkpoint()
-            self.saved()
-            raise Stopped(
-                f"{self.stop.received or 'asked to stop'} after step {self.state.step}; "
-                f"go on with: grpocli train resume={self.recorder.run_dir.path}"
-            )
+            raise self.stopped()
+
+    def stopped(self) -> Stopped:
+        """Checkpoint after a whole step, or before the first; the error that ends the run. Collective."""
+        self.ahead.end(self.state.step + 1)
+        self.checkpoint()
+        self.saved()
+        return Stopped(
+            f"{self.stop.received or 'asked to stop'} after step {self.state.step}; "
+            f"go on with: grpocli train resume={self.recorder.run_dir.path}"
+        )
 
     def stopped_by(self, gone: EngineGone) -> Stopped:
         """Checkpoint the last whole step; the error that ends the run. Collective."""

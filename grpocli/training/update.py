@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpocli.algorithm.aggregate import Totals
-from grpocli.algorithm.metrics import OF_COMPUTED
+from grpocli.algorithm.metrics import EXTREMES, OF_COMPUTED, combined
+from grpocli.progress import Progress, unreported
 from grpocli.training.batch import MicroBatch, Row, windows
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ ROUNDING = 1e-5
 class Updater:
     """Turns rows into optimizer updates. `updates` counts them since the start of the run.
 
-    optimizer: what `Parallel.share` made with the policy.
+    optimizer: what `Parallel.share` made with the policy. progress: hears of each micro-batch when it begins,
+    without waiting for the GPU.
     """
 
     world: World
@@ -48,12 +50,13 @@ class Updater:
     updates: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
     tokens: Counter[str] = field(default_factory=Counter)
+    progress: Progress = unreported
 
     def step(self, rows: Sequence[Row], n_groups: int, step: int = 0) -> dict[str, float]:
         """Train on the rows (the same in every process) of step number `step` (from 0).
 
-        Metrics are means over the updates. The learning rate follows the step, so that a step with fewer updates,
-        or none, does not shift the schedule.
+        Metrics are means over the updates; extremes are over their micro-batches, and `lr` is the last. The learning
+        rate follows the step, so that a step with fewer updates, or none, does not shift the schedule.
         """
         self.sums, self.tokens = {}, Counter()
         self.policy.wrapped.train()
@@ -63,12 +66,29 @@ class Updater:
             self._score_before(plan, old=i > 0)
         first = step * self.train.updates_per_step
         rate = self.optim.rate(first, self.total_updates)
+        of_epoch = sum(len(plan.micro_batches) for plan in plans)
+        before = 0
         for epoch in range(self.train.epochs):
             for i, plan in enumerate(plans):
                 rate = self.optim.rate(first + epoch * self.train.minibatches + i, self.total_updates)
-                self._update(plan, rate)
+                self._update(plan, rate, before, self.train.epochs * of_epoch)
+                before += len(plan.micro_batches)
         computed = sum(plan.totals.tokens > plan.totals.skipped for plan in plans)
         return self._metrics(self.train.epochs * len(spans), self.train.epochs * computed, rows) | {"lr": rate}
+
+    def gather(self, rows: Sequence[Row]) -> None:
+        """Bring the log-probs and entropies of a step's rows to the main process, in float32 on the CPU. Collective.
+
+        Until then they are on the device that computed them; 8 bytes a completion token are copied, in one piece from
+        each device. Rows that no process has computed have none.
+        """
+        mine = [i for i, row in enumerate(rows) if row.logp is not None and row.entropy is not None]
+        computed = [torch.cat([getattr(rows[i], name) for i in mine]) for name in ("logp", "entropy")] if mine else []
+        found = [(mine, torch.stack(computed).float().cpu())] if mine else []
+        for numbers, values_2N in self.world.gather_to_main(found):
+            pieces = values_2N.split([len(rows[i].completion_ids) for i in numbers], dim=1)
+            for i, (logp, entropy) in zip(numbers, pieces, strict=True):
+                rows[i].logp, rows[i].entropy = logp, entropy
 
     def _plan(self, rows: list[Row]) -> _Plan:
         """Deal a window's rows; every process gets as many micro-batches as the busiest one."""
@@ -110,7 +130,8 @@ class Updater:
         entropy = self.algorithm.tokens.needs_entropy
         if self.reference is None and not old and not entropy:
             return
-        for rows in plan.micro_batches:
+        for i, rows in enumerate(plan.micro_batches):
+            self.progress(i, len(plan.micro_batches), "micro-batches", "log-probs before the update")
             batch = MicroBatch.build(rows, self.world.device, self.policy.layout(self.sampling))
             if self.reference:
                 _keep(rows, "ref_logp", self.reference.logp(batch, self.sampling))
@@ -118,8 +139,8 @@ class Updater:
                 logp, entropies = self.policy.logp_without_gradient(batch, self.sampling)
                 if old:
                     _keep(rows, "old_logp", logp)
-                if entropy:
-                    _keep(rows, "entropy", entropies)
+                _keep(rows, "logp", logp)
+                _keep(rows, "entropy", entropies)
         if entropy:
             self._select(plan)
 
@@ -134,9 +155,11 @@ class Updater:
             if row.entropy is not None:
                 row.selected = (row.entropy >= threshold).float()
 
-    def _update(self, plan: _Plan, rate: float) -> None:
+    def _update(self, plan: _Plan, rate: float, before: int, total: int) -> None:
+        """before: how many of the step's `total` micro-batches are done."""
         parallel = self.policy.parallel
         for i, rows in enumerate(plan.micro_batches):
+            self.progress(before + i, total, "micro-batches")
             last = i + 1 == len(plan.micro_batches)
             with parallel.accumulating(self.policy.wrapped, last):
                 self._micro_batch(rows, plan.totals)
@@ -150,6 +173,8 @@ class Updater:
         now = logp.detach()
         old_logp = now if batch.old_logp is None else now.where(batch.old_logp.isnan(), batch.old_logp)
         _keep(rows, "old_logp", now)
+        _keep(rows, "logp", now)
+        _keep(rows, "entropy", entropy.detach())
         loss, metrics = self.algorithm.loss(
             logp,
             old_logp,
@@ -169,11 +194,12 @@ class Updater:
 
     def _add(self, metrics: dict[str, Tensor]) -> None:
         for name, value in metrics.items():
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
+            self.sums[name] = combined(name, self.sums[name], value) if name in self.sums else value
 
     def _metrics(self, n_updates: int, computed: int, rows: Sequence[Row]) -> dict[str, float]:
-        """One transfer for the whole step. computed: updates in which any token of the loss was computed.
+        """The metrics of the whole step, with one transfer of sums and one of extremes.
 
+        computed: updates in which any token of the loss was computed.
         tokens/trained: in the loss. Of the tokens of all rows, prompts included, tokens/skipped: of rows without a
         gradient, and tokens/shared: of prompts that were computed once for several rows; tokens/padding: beside them.
         """
@@ -182,10 +208,19 @@ class Updater:
         tokens: dict[str, Any] = {f"tokens/{kind}": self.tokens[f"tokens/{kind}"] * self.train.epochs for kind in kinds}
         if not self.sums:
             return tokens
-        names = sorted(self.sums if computed else self.sums.keys() - set(OF_COMPUTED))
+        names = sorted(self.sums.keys() - EXTREMES.keys() - set(() if computed else OF_COMPUTED))
         sums = self.world.sum(torch.stack([self.sums[name].float() for name in names])).tolist()
         counts = [computed if name in OF_COMPUTED else n_updates for name in names]
-        return tokens | {name: total / n for name, total, n in zip(names, sums, counts, strict=True)}
+        means = {name: total / n for name, total, n in zip(names, sums, counts, strict=True)}
+        return tokens | means | self._extremes()
+
+    def _extremes(self) -> dict[str, float]:
+        """The extremes over all micro-batches of all updates and processes."""
+        signs = {name: sign for name, sign in EXTREMES.items() if name in self.sums}
+        if not signs:
+            return {}
+        largest = self.world.max(torch.stack([sign * self.sums[name].float() for name, sign in signs.items()]))
+        return {name: sign * value for (name, sign), value in zip(signs.items(), largest.tolist(), strict=True)}
 
 
 @dataclass(frozen=True, slots=True)

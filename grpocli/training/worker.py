@@ -13,6 +13,7 @@ from grpocli.errors import GrpoError, RunError, Stopped
 from grpocli.launch.job import Job
 from grpocli.launch.malloc import keep_freed
 from grpocli.tracking.run_dir import RunDir
+from grpocli.user_frames import raised, where
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -57,8 +58,9 @@ def work(
     recorder = make_recorder(run, run_dir, world, job, view)
     trainer = None
     try:
-        view.stage("loading data and model")
+        view.stage("loading the data")
         loaded = data() if data else Data.of(run, load_tokenizer(run.model, job.engine.model_path))
+        view.stage("loading the model")
         trainer = assemble(run, job.engine, world, recorder, stop, job.checkpoint, loaded)
         results = train(trainer)
         finish(trainer, job, results)
@@ -81,6 +83,7 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: Job, view: View)
     """The files, view and tracker of the main process; nothing but a silent view in the others."""
     from omegaconf import OmegaConf
 
+    from grpocli.rewards.reward import answer_columns
     from grpocli.tracking.metrics import MetricsLog
     from grpocli.tracking.recorder import Recorder
     from grpocli.training.checkpoint import load_state
@@ -93,7 +96,15 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: Job, view: View)
     view.resumed(done)
     config = OmegaConf.to_container(OmegaConf.load(run_dir.config))
     tracker = run.tracker.start(run_dir.path.name, run_dir.path, config)
-    return Recorder(run_dir, view, log, tracker, mismatch_expected=bool(run.rollout.sampling.structure))
+    return Recorder(
+        run_dir,
+        view,
+        log,
+        tracker,
+        mismatch_expected=bool(run.rollout.sampling.structure),
+        dtype=job.engine.dtype,
+        answers=answer_columns(run.reward.values()),
+    )
 
 
 def finish(trainer: Trainer, job: Job, results: dict[str, float]) -> None:
@@ -108,8 +119,10 @@ def finish(trainer: Trainer, job: Job, results: dict[str, float]) -> None:
     if main:
         summary = summarise(trainer, recorder, "done", results)
         card = model_card(recorder.run_dir, job.engine.model_path, summary)
+    recorder.stage("model")
     dtype = load_config(trainer.run.model, job.engine.model_path).dtype or torch.float32
-    save_model(recorder.run_dir.model, trainer.policy, trainer.tokenizer, dtype, card, trainer.world)
+    progress = recorder.progress_of("model")
+    save_model(recorder.run_dir.model, trainer.policy, trainer.tokenizer, dtype, card, trainer.world, progress)
     if main:
         recorder.view.note(f"the final model is in {recorder.run_dir.model}")
     trainer.world.barrier()
@@ -194,6 +207,8 @@ def explained(error: Exception, run_dir: RunDir) -> GrpoError:
         return error
     if isinstance(error, OSError):
         return run_dir.trouble(error)
+    if where(error):
+        return RunError(f"{raised(error)}; the traceback is in {run_dir.log}")
     cause = " ".join(str(error).split()) or "no message"
     return RunError(f"{type(error).__name__}: {cause[:500]} (traceback in {run_dir.log}; a bug, or a broken part)")
 

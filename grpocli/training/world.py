@@ -98,6 +98,14 @@ class World:
 
         return list(gather_object(list(items)))
 
+    def gather_to_main(self, items: Sequence[T]) -> list[T]:
+        """Every process's items, in rank order, in the main process; none in the others. Of the main thread's calls."""
+        if self.size == 1:
+            return list(items)
+        everyone: list[Any] | None = [None] * self.size if self.is_main else None
+        torch.distributed.gather_object(list(items), everyone)
+        return [item for one in everyone or [] for item in one]
+
     def broadcast_object(self, item: T) -> T:
         """The main process's item."""
         if self.size == 1:
@@ -120,6 +128,14 @@ class World:
     def sum(self, value: Tensor) -> Tensor:
         """The sum over processes, left on the device. Of the main thread's calls only."""
         return self.accelerator.reduce(value, reduction="sum") if self.size > 1 else value
+
+    def max(self, value: Tensor) -> Tensor:
+        """The largest of each element over processes, left on the device. Of the main thread's calls only."""
+        if self.size == 1:
+            return value
+        largest = value.clone()
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+        return largest
 
     def close(self) -> None:
         self.accelerator.end_training()

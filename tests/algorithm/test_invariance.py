@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpocli.algorithm.algorithm import PARTS
+from grpocli.algorithm.metrics import EXTREMES
 
 OPTIONS = {
     "sequence level": ("algorithm.objective.level=sequence",),
@@ -68,8 +69,12 @@ def test_split_order_processes_and_padding(name: str, window: Window, split: tup
         size = pieces.pieces.abs().sum() + whole.gradient.abs().sum()
         assert_close("loss", whole.loss, pieces.loss, size, tolerance)
         assert whole.metrics.keys() == pieces.metrics.keys()
-        for metric, value in whole.metrics.items():
+        for metric in whole.metrics.keys() - EXTREMES.keys():
+            value = whole.metrics[metric]
             assert_close(metric, value, pieces.metrics[metric], 1 + value.abs(), 10 * tolerance)
+        for metric, sign in EXTREMES.items():
+            if metric in whole.metrics:  # the extreme of a split's parts is at least as far as the whole's
+                assert sign * (pieces.metrics[metric] - whole.metrics[metric]) >= -tolerance, metric
 
 
 @pytest.mark.parametrize("name", [*choices("advantage", "question_weight"), "normalize_then_sum"])

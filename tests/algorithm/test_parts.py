@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -165,8 +167,51 @@ def test_scores_that_differ_by_rounding_are_equal() -> None:
     assert algorithm.advantages({"r": scores})[0].tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("infinite", [math.inf, -math.inf])
+@pytest.mark.parametrize("combine", ["sum", "normalize_then_sum"])
+def test_infinite_rewards_are_refused(combine: str, infinite: float) -> None:
+    """Of infinite scores the mean is no number; a group of them looked like any other."""
+    algorithm = build_algorithm("algorithm=grpo", f"algorithm.combine={combine}")
+    rewards = {"style": torch.zeros(2, 2), "math": torch.tensor([[0.0, 1.0], [NAN, infinite]])}
+    for method in (algorithm.advantages, algorithm.kept, algorithm.scores):
+        with pytest.raises(
+            ValueError, match=rf"reward 'math' is {infinite} for completion 1 of group 1; give a finite"
+        ):
+            method(rewards)
+    with pytest.raises(ValueError, match=r"weights\['math'\] is inf; give a finite number"):
+        algorithm.advantages({"math": torch.zeros(1, 2)}, {"math": math.inf})
+
+
+def test_k3_is_bounded_and_unchanged_below_its_bound() -> None:
+    """In float32 exp(89) is infinite. In range, value and gradient are the plain formula's to the last bit."""
+    x = torch.linspace(-10.9, 2.6, 1001)
+    for part in (K3(), K3(on_policy=True)):
+        logp, plain = torch.zeros_like(x).requires_grad_(), torch.zeros_like(x).requires_grad_()
+        old = torch.full_like(x, -0.1)
+        ours, weight = part(logp, old, x), (plain - old).exp() if part.on_policy else 1.0
+        formula = ((x - plain).exp() - (x - plain) - 1) * weight
+        assert ours.equal(formula)
+        assert torch.autograd.grad(ours.sum(), logp)[0].equal(torch.autograd.grad(formula.sum(), plain)[0])
+        assert not part.clamped(logp, x).any()
+    far = torch.tensor([2.7, 21.0, 90.0, 1e6, -11.1, -90.0, -1e6])
+    logp = torch.zeros_like(far).requires_grad_()
+    values = K3()(logp, logp.detach(), far)
+    assert values.tolist() == [10.0] * len(far)
+    assert torch.autograd.grad(values.sum(), logp)[0].tolist() == [0.0] * len(far)
+    assert K3().clamped(logp, far).all()
+
+
+@pytest.mark.parametrize("made", [K1, K2, K3])
+def test_an_on_policy_kl_of_a_far_token_is_finite(made: type[K1] | type[K2] | type[K3]) -> None:
+    logp = torch.tensor([0.0], requires_grad=True)
+    value = made(on_policy=True)(logp, torch.tensor([-120.0]), torch.tensor([-1.0]))
+    (gradient,) = torch.autograd.grad(value.sum(), logp)
+    assert value.isfinite().all()
+    assert gradient.isfinite().all()
+
+
 def test_rewards_that_cancel_are_zero() -> None:
-    algorithm = build_algorithm("algorithm=dapo", "algorithm.advantage.eps=0")
+    algorithm = build_algorithm("algorithm=dapo", "algorithm.advantage.eps=0", "algorithm.keep.reward=score")
     rewards = {
         name: torch.tensor([[value, 0.0]], dtype=torch.float64) for name, value in (("a", 0.1), ("b", 0.2), ("c", -0.3))
     }

@@ -16,6 +16,7 @@ import pytest
 import torch
 from algorithm.windows import built, choices
 
+from grpocli.config.compose import compose
 from grpocli.data import Completion, Prompt, Rollout
 from grpocli.training.batch import Row
 
@@ -541,9 +542,22 @@ def test_difficulty(temperature: float) -> None:
 def test_dynamic_sampling_keeps_what_is_neither_all_right_nor_all_wrong() -> None:
     """DAPO, equation 11: 0 < the number of right outputs < G, for every group of four right or wrong outputs."""
     rights = [[float(n >> bit & 1) for bit in range(G)] for n in range(2**G)]
-    scores = torch.tensor(rights)
-    assert built("algorithm=dapo").keep(scores).tolist() == [0 < sum(row) < G for row in rights]
-    assert built("algorithm=grpo").keep(scores).all()
+    wanted = [0 < sum(row) < G for row in rights]
+    lengths = torch.linspace(-1, 0, G).expand(len(rights), G)  # a punishment of length is no answer
+    rewards = {"accuracy": torch.tensor(rights), "overlong": lengths}
+    assert built("algorithm=dapo").kept(rewards).tolist() == wanted
+    assert built("algorithm=grpo").kept(rewards).all()
+
+
+def test_the_preset_punishes_length_as_much_as_the_paper_at_either_scale() -> None:
+    """DAPO, equations 7 and 13: R = 1 or -1, plus the punishment. Advantages are those of 1 or 0 with the preset's."""
+    right = torch.tensor([[1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 1.0]], dtype=torch.float64)
+    length = torch.tensor([[0.0, -0.3, -1.0, 0.0], [-0.9, 0.0, -0.1, 0.0]], dtype=torch.float64)
+    weight = compose(["algorithm=dapo"]).reward.overlong.weight
+    algorithm = built("algorithm=dapo", "algorithm.advantage.eps=0")
+    ours = algorithm.advantages({"accuracy": right, "overlong": length}, {"overlong": weight})
+    r = 2 * right - 1 + length
+    torch.testing.assert_close(ours, (r - r.mean(1, keepdim=True)) / r.std(1, keepdim=True))
 
 
 def test_every_choice_of_every_part_is_written_out_here() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from grpocli import build_algorithm
 from grpocli.algorithm import Algorithm
 from grpocli.algorithm.algorithm import PARTS
+from grpocli.algorithm.metrics import combined
 from grpocli.config.compose import register_parts
 
 NAN = float("nan")
@@ -133,7 +134,7 @@ def run(
             totals=None if everything else totals,
         )
         parts.append(part)
-        metrics = {k: metrics.get(k, 0.0) + v for k, v in more.items()}
+        metrics = {k: combined(k, metrics[k], v) if metrics else v for k, v in more.items()}
     losses = torch.stack(parts)
     gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
     return Result(losses.sum().detach(), torch.cat(gradients), metrics, losses.detach())

@@ -86,6 +86,8 @@ def test_staleness_1_is_one_version_old_and_a_resume_repeats_it_to_the_bit(engin
     code, out = finish(start("train", *engine[:2], f"resume={halves}", "engine.slow=0"))
     assert code == 0, out
     assert_same(whole, halves)
+    for path in sorted((whole / "rollouts").iterdir()):
+        assert read_rollouts(path) == read_rollouts(halves / "rollouts" / path.name)
 
 
 @pytest.mark.parametrize("staleness", [1, 2])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from commands.running import finish, metrics, start, without_times
 from safetensors.torch import load_file
+from training.recomputed import IN_UPDATE, recomputed
 
 from grpocli.tracking.rollouts import read_rollouts
 from grpocli.training.carry import CARRIED
@@ -35,8 +37,14 @@ def test_carried_groups_are_off_policy_by_one_version_and_survive_a_resume(tmp_p
     carrying = [row["step"] for row in rows if row["sampling/carried"]]
     assert carrying, "a run that carries nothing shows nothing"
 
+    for row in rows:
+        for name, value in recomputed(rollouts(whole, row["step"])).items():
+            assert row[name] == pytest.approx(value), name
+
     first = carrying[0]
-    trained = read_rollouts(whole / "rollouts" / f"step_{first:06d}.parquet")
+    trained = [row for row in rollouts(whole, first) if row["status"] in IN_UPDATE]
+    computed = [row for row in trained if row["status"] == "trained"]
+    assert all(len(row["trainer_logprobs"]) == len(row["entropies"]) == row["length"] for row in computed)
     versions = [row["version"] for row in trained]
     carried = int(2 * rows[first - 1]["sampling/carried"])
     assert versions == [first - 1] * carried + [first] * (len(trained) - carried)
@@ -50,8 +58,17 @@ def test_carried_groups_are_off_policy_by_one_version_and_survive_a_resume(tmp_p
     code, out = finish(start("train", f"resume={halves}", "train.steps=6"))
     assert code == 0, out
     assert without_times(metrics(halves)) == without_times(rows)
+    totals = [row["num_tokens"] for row in rows]
+    assert totals == sorted(totals), "of the whole run, not of a session"
+    assert totals[0] < totals[-1]
     one, two = (load_file(folder / "model" / "model.safetensors") for folder in (whole, halves))
     assert all(one[name].equal(two[name]) for name in one)
+    for step in range(1, 7):
+        assert rollouts(halves, step) == rollouts(whole, step)
+
+
+def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
+    return read_rollouts(run / "rollouts" / f"step_{step:06d}.parquet")
 
 
 def test_a_damaged_carried_group_is_one_sentence(tmp_path: Path) -> None:

@@ -65,10 +65,14 @@ def test_two_processes_play_the_same_episodes(tmp_path: Path) -> None:
 def test_an_environment_that_cannot_begin_is_one_sentence(tmp_path: Path) -> None:
     broken = tmp_path / "env.py"
     broken.write_text("class Env:\n    def reset(self, metadata):\n        raise KeyError('board')\n")
-    for name, said in ((f"{broken}:Env", "'board'"), (f"{broken}:Evn", 'did you mean "Env"')):
+    begins = "arithmetic: its environment could not be reset: KeyError: 'board' ("
+    for name, said in (
+        (f"{broken}:Env", begins),
+        (f"{broken}:Evn", 'has no function or class Evn; did you mean "Env"'),
+    ):
         code, out = finish(start("train", *SMALL, f"task.environment.name={name}", f"hydra.run.dir={tmp_path}/run"))
         assert code == 2, out
-        assert f"task.environment.name={name}: arithmetic: its environment could not be reset:" in out
+        assert f"task.environment.name={name}: " in out
         assert said in out
         assert "Traceback" not in out
 

@@ -51,7 +51,7 @@ def test_a_reward_that_wants_a_column_the_task_lacks(grpocli, tmp_path: Path) ->
     (tmp_path / "r.py").write_text("def score(completions, ground_truth, **kwargs):\n    return [0.0]\n")
     code, said = failed(grpocli, *SMALL_RUN, "reward=[python]", "reward.python.function=r.py:score")
     assert code == 2
-    assert "reward.python.function=r.py:score" in said
+    assert f"reward.python.function={tmp_path}/r.py:score" in said
     assert "ground_truth" in said
 
 
@@ -127,14 +127,16 @@ def test_vllm_asked_for_but_not_installed(grpocli, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("grpocli.rollout.vllm.checks.find_spec", lambda name: None)
     code, said = failed(grpocli, *SMALL_RUN, "engine=vllm")
     assert code == 2
-    assert "engine=vllm: vLLM is not installed; pip install" in said
+    assert "engine=vllm: vLLM is not installed; in a clone of grpocli, pip install '.[vllm]'" in said
 
 
 def test_deepspeed_asked_for_but_not_installed(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("grpocli.launch.ready.find_spec", lambda name: None)
     code, said = failed(grpocli, *SMALL_RUN, "hardware.parallel=zero2")
     assert code == 2
-    assert "hardware.parallel=zero2: needs DeepSpeed, which is not installed: pip install" in said
+    assert (
+        "hardware.parallel=zero2: needs DeepSpeed, which is not installed: in a clone of grpocli, pip install" in said
+    )
 
 
 def test_a_busy_port(grpocli) -> None:

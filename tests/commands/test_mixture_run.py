@@ -74,7 +74,8 @@ def test_a_task_whose_environment_breaks_lets_the_others_go_on_where_the_config_
     code, _, err = grpocli(*board, f"hydra.run.dir={tmp_path}/stops")
     assert code == 1
     assert re.search(r"reward\.exact_match \(ExactMatch\) could not score \d+ of 16 samples, more than", err)
-    assert re.search(r"allows: turn 1 of its environment: .*no board; .* \(task board\)", err)
+    broke = r"turn 1 of its environment: .*no board \(breaks\.py:7, in step: .*\); .* \(task board\)"
+    assert re.search(f"allows: {broke}", err)
 
     code, out, err = grpocli(*board, "task.board.max_reward_errors=1", f"hydra.run.dir={tmp_path}/goes_on")
     assert code == 0, err

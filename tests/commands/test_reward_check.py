@@ -12,17 +12,22 @@ LINES = '{"prompt": "1+1", "answer": "2"}\n{"prompt": "x", "answer": "%s"}\n{"pr
 def test_rewards_that_agree(grpocli) -> None:
     code, out, err = grpocli("reward-check", "task=[arithmetic,countdown]", "reward=[exact_match,countdown,format]",
                              "task.arithmetic.rewards=[exact_match]", "task.countdown.rewards=[countdown,format]",
-                             "--examples", "40", "--answer", "{answer}")  # fmt: skip
+                             "--examples", "40", "--split", "eval", "--answer", "{answer}")  # fmt: skip
     assert (code, err) == (0, "")
     rows = [line.split() for line in out.splitlines() if "40/40" in line]
-    assert [row[:2] for row in rows] == [["arithmetic", "exact_match"], ["countdown", "countdown"]]
-    assert all(row[2:7] == ["40/40", "40/40", "40/40", "0", "100.00%"] for row in rows)
+    assert [row[:3] for row in rows][:2] == [["arithmetic", "eval", "exact_match"], ["countdown", "eval", "countdown"]]
+    assert all(row[3:8] == ["40/40", "40/40", "40/40", "0", "100.00%"] for row in rows[:2])
 
 
 @pytest.mark.parametrize(
     ("answer", "options", "code", "said"),
     [
-        ("two", [], 1, "jsonl number: example 1: its own answer 'two' fails: there is no number in the answer 'two'"),
+        (
+            "two",
+            [],
+            1,
+            "jsonl train number: example 1: its own answer 'two' fails: there is no number in the answer 'two'",
+        ),
         ("two", ["--threshold", "0.6"], 0, "66.67%"),
         ("7", [], 0, "100.00%"),
     ],
@@ -54,7 +59,7 @@ def test_another_answer_that_is_right_too_is_a_disagreement(grpocli, tmp_path: P
         "reward-check", *task, "reward=[number]", "--split", "train", "--list", "0", "--threshold", "1"
     )
     assert code == 1
-    assert "jsonl number: 1 more; --list 1 shows all" in out
+    assert "jsonl train number: 1 more; --list 1 shows all" in out
 
 
 @pytest.mark.parametrize(
@@ -80,3 +85,24 @@ def test_bad_options(grpocli, options: list[str]) -> None:
     code, _, err = grpocli("reward-check", *options)
     assert code == 2
     assert f"{options[0]} " in err
+
+
+def test_both_splits_are_read_by_default_and_a_bad_reference_to_train_on_is_found(grpocli, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text(LINES % "two")
+    (tmp_path / "e.jsonl").write_text(LINES % "4")
+    task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"task.eval_path={tmp_path}/e.jsonl", "reward=[number]"]
+    code, out, _ = grpocli("reward-check", *task)
+    assert code == 1
+    assert "jsonl train number: example 1: its own answer 'two' fails" in out
+    assert [line.split()[:3] for line in out.splitlines() if "3/3" in line] == [["jsonl", "eval", "number"]] * 2
+
+
+def test_answers_are_tried_in_other_forms(grpocli, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"prompt": "?", "answer": "1"}\n')
+    (tmp_path / "e.jsonl").write_text(LINES % "0.5")
+    task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"task.eval_path={tmp_path}/e.jsonl", "--split", "eval"]
+    code, out, _ = grpocli("reward-check", *task, "reward=[number,exact_match]")
+    assert code == 0
+    rows = {tuple(line.split()[2:]) for line in out.splitlines() if "jsonl" in line}
+    assert ("number", *["3/3"] * 6) in rows
+    assert ("exact_match", *["3/3"] * 3) in rows

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
-from grpocli.data import Completion, Group, Prompt, Rollout
-from grpocli.tracking.rollouts import read_rollouts, write_rollouts
+from grpocli.data import Completion, Group, Prompt, Rollout, Status
+from grpocli.tracking.rollouts import evaluated, read_rollouts, write_rollouts
 
 
 @pytest.fixture
@@ -18,7 +20,12 @@ def run(tmp_path: Path) -> Path:
     for step in (1, 2, 3):
         groups = []
         for task in ("sums", "words"):
-            prompt = Prompt(f"{step}", [1], [{"role": "user", "content": f"{task}?"}], {"task_name": task})
+            prompt = Prompt(
+                f"{step}",
+                [1],
+                [{"role": "user", "content": f"{task}?"}],
+                {"task_name": task, "answer": f"{task[0]}\x1b[31m{step}", "level": step},
+            )
             done = [Completion([5] * (k + 1), [-1.0] * (k + 1), ("stop", "length")[k], step) for k in range(2)]
             other = None if task == "sums" else 0.5
             groups.append(
@@ -30,7 +37,12 @@ def run(tmp_path: Path) -> Path:
                     ],
                 )
             )
-        write_rollouts(tmp_path / "rollouts" / f"step_{step:06d}.parquet", groups, [[-1.0, 1.0]] * 2, step)
+        records = [
+            dataclasses.replace(record, status=Status.TRAINED, advantage=(-1.0, 1.0)[k % 2])
+            for k, record in enumerate(evaluated(groups))
+        ]
+        records[-1] = dataclasses.replace(records[-1], status=Status.FILTERED, advantage=None)
+        write_rollouts(tmp_path / "rollouts" / f"step_{step:06d}.parquet", records, step)
     return tmp_path
 
 
@@ -45,6 +57,8 @@ def shown(out: str) -> list[str]:
         (["--step", "2", "--task", "words"], ["words 2 0", "words 2 1"]),
         (["--step", "2:", "--finish", "length", "--where", "other=0.5"], ["words 2 1", "words 3 1"]),
         (["--step", ":", "--where", "right<1", "--where", "advantage < 0", "--n", "2"], ["sums 1 0", "words 1 0"]),
+        (["--step", ":", "--where", "status=filtered"], ["words 1 1", "words 2 1", "words 3 1"]),
+        (["--step", ":", "--where", "columns.level>2", "--n", "1"], ["sums 3 0"]),
         (["--step", ":2", "--where", "reward/other!=0.5", "--where", "right>=1"], ["sums 1 1", "sums 2 1"]),
     ],
 )
@@ -53,6 +67,31 @@ def test_what_is_shown(grpocli, run: Path, options: list[str], expected: list[st
     assert code == 0
     assert shown(out) == [f"{text} [b]" for text in expected]
     assert "user: sums?" in out or "user: words?" in out
+
+
+def test_the_reference_answer_and_the_status_are_shown(grpocli, run: Path) -> None:
+    _, out, _ = grpocli("rollouts", str(run), "--task", "words")
+    blocks = out.split("── ")[1:]
+    assert [block.splitlines()[-1] for block in blocks] == ["reference: w3"] * 2, "and no escape codes"
+    assert "advantage -1.000  1 tokens, stop\n" in blocks[0]
+    assert "2 tokens, length  filtered\n" in blocks[1]
+    assert "advantage" not in blocks[1]
+
+
+def test_files_of_older_versions_are_read(grpocli, tmp_path: Path) -> None:
+    """They had the completions that were trained on, and conversations as JSON."""
+    row = {"step": 1, "task": "sums", "uid": "0", "group": 0, "completion": "2 [b]", "completion_ids": [5]}
+    row |= {"prompt": '[{"role": "user", "content": "1+1="}]', "advantage": 0.5, "finish_reason": "stop"}
+    (tmp_path / "rollouts").mkdir()
+    table = pyarrow.Table.from_pylist([row | {"reward/right": 1.0}])
+    pyarrow.parquet.write_table(table, tmp_path / "rollouts" / "step_000001.parquet")
+    code, out, _ = grpocli("rollouts", str(tmp_path), "--where", "right=1")
+    assert code == 0
+    assert out.splitlines() == [
+        "── step 1  group 0  task sums  right 1  advantage 0.500  1 tokens, stop",
+        "user: 1+1=",
+        "2 [b]",
+    ]
 
 
 def test_what_is_exported(grpocli, run: Path, tmp_path: Path) -> None:
@@ -66,6 +105,10 @@ def test_what_is_exported(grpocli, run: Path, tmp_path: Path) -> None:
         row["completion"] for row in read_rollouts(tmp_path / "out.parquet")
     ]
     assert lines[0]["completion_ids"] == [5, 5]
+    assert lines[0]["messages"] == [{"role": "user", "content": "sums?"}]
+    files = [tmp_path / "out.parquet", run / "rollouts" / "step_000001.parquet"]
+    one, other = map(pyarrow.parquet.read_schema, files)
+    assert one.equals(other)
     assert not list(tmp_path.glob(".tmp-*"))
 
 
@@ -91,8 +134,9 @@ def test_what_cannot_be_shown_is_one_sentence(grpocli, run: Path, options: list[
 def test_a_folder_that_is_no_run_and_filters_that_nothing_fits(grpocli, run: Path, tmp_path: Path) -> None:
     code, _, err = grpocli("rollouts", str(tmp_path / "rollouts"))
     assert (code, "there is no folder `rollouts` in it" in err) == (2, True)
-    code, _, err = grpocli("rollouts", str(run), "--where", "right>1")
-    assert (code, err) == (1, "nothing fits\n")
+    for condition in ("right>1", "columns.nowhere>1"):
+        code, _, err = grpocli("rollouts", str(run), "--where", condition)
+        assert (code, err) == (1, "nothing fits\n")
 
 
 def test_a_hub_that_does_not_take_it(grpocli, run: Path) -> None:

@@ -11,6 +11,8 @@ from omegaconf import OmegaConf
 from grpocli.config.compose import build_run, compose, conf_dir
 from grpocli.config.plan import plan_lines
 from grpocli.launch.devices import Devices
+from grpocli.launch.opening import opening_lines
+from grpocli.rollout.engine import EngineJob
 
 PREFIX = "grpocli.algorithm."
 TABLE = {
@@ -39,7 +41,10 @@ def test_the_algorithms_are_composed_of_their_parts(algorithm: str) -> None:
 
 
 def test_dapo_punishes_length_and_the_accuracy_stays_first() -> None:
-    assert list(compose(["algorithm=dapo"]).reward) == ["exact_match", "overlong"]
+    rewards = compose(["algorithm=dapo"]).reward
+    assert {name: reward.weight for name, reward in rewards.items()} == {"exact_match": 1.0, "overlong": 0.5}
+    assert compose(["algorithm=dapo", "reward=[math]", "reward.overlong.weight=2"]).reward.overlong.weight == 2
+    assert compose(["reward=[math,overlong]"]).reward.overlong.weight == 1
     assert list(compose(["algorithm=grpo"]).reward) == ["exact_match"]
 
 
@@ -73,10 +78,29 @@ def test_the_plan_is_in_plain_words() -> None:
             ]
         )
     )
-    sample, train, total = plan_lines(run, Devices(1))
+    sample, train, evaluation, total = plan_lines(run, Devices(1))
     assert "6 prompts x 4 = 24 completions a step" in sample
     assert "2 x 4 = 8 updates a step, 1 or 2 groups each" in train
+    assert "256 problems x (4 + 1 greedy) = 1,280 completions, before and after" in evaluation
+    assert "fewer: eval.problems=64" in evaluation
     assert "10 steps, 80 updates, 240 completions" in total
+
+
+def test_the_opening_names_what_trains(tmp_path: Path) -> None:
+    run = build_run(compose(["task=[arithmetic,countdown]", "reward=[number,format]", "algorithm=dapo", "engine=vllm"]))
+    job = EngineJob("/models/m", "bfloat16", 100, tmp_path, seed=0)
+    said = "\n".join(opening_lines(run, job, Devices(1), {"model": "hf", "algorithm": "dapo"}))
+    for fact in ("hf (/models/m)", "bfloat16", "the CPU", "arithmetic, countdown", "number, format", "=dapo", "=vllm"):
+        assert fact in said
+    assert "2 GPUs" in opening_lines(run, job, Devices(2, ("0", "1")), {})[0]
+
+
+def test_an_evaluation_by_default_is_small_where_a_model_is_slow() -> None:
+    assert compose([]).eval.problems == 256, "the built-in model is fast"
+    other = build_run(compose(["model=hf", "model.path=x"]))
+    assert (other.eval.wanted(cpu=True), other.eval.wanted(cpu=False)) == (32, 256)
+    chosen = build_run(compose(["model=hf", "model.path=x", "eval.problems=7"]))
+    assert chosen.eval.wanted(cpu=True) == chosen.eval.wanted(cpu=False) == 7
 
 
 def test_a_users_own_reward_and_recipe(tmp_path: Path) -> None:

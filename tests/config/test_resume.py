@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import pytest
 from omegaconf import OmegaConf
 
 from grpocli.algorithm.correction import NoCorrection, TokenMask
+from grpocli.algorithm.keep import All
 from grpocli.config.compose import build_run, compose, save
-from grpocli.config.resume import Resume
+from grpocli.config.resume import Resume, changes
 from grpocli.config.schema import Run
+from grpocli.errors import ConfigError
 
 
 def resumed(folder: Path, began_with: list[str], now: list[str], *overrides: str) -> Run:
     """A run that began with the defaults `began_with`, of which its `overrides` say nothing."""
-    (folder / ".hydra").mkdir()
-    (folder / ".hydra" / "overrides.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(list(overrides))))
-    (folder / "config.yaml").write_text(save(compose([*overrides, *began_with])))
-    resume = Resume(folder, now)
+    config = compose([*overrides, *began_with])
+    config.overrides = list(overrides)
+    (folder / "config.yaml").write_text(save(config))
+    return again(Resume(folder, now))
+
+
+def again(resume: Resume) -> Run:
     return build_run(resume.merged(compose([o for o in resume.overrides([]) if not o.startswith(("resume", "hydra"))])))
 
 
@@ -40,8 +47,67 @@ def test_what_follows_a_key_that_is_given_now_follows_it(tmp_path: Path) -> None
     assert resumed_length(tmp_path / "b", "algorithm.aggregate.length=20") == 20
 
 
+def test_another_algorithm_leaves_out_the_keys_of_what_it_does_not_have(tmp_path: Path) -> None:
+    given = ["algorithm=dapo", "reward.overlong.buffer_tokens=2"]
+    config = compose(given)
+    config.overrides = given
+    (tmp_path / "config.yaml").write_text(save(config))
+    run = again(Resume(tmp_path, ["algorithm=grpo"]))
+    assert run.algorithm.keep == All()
+    assert run.reward["overlong"].buffer_tokens == 2, "the run keeps its rewards"
+
+
+def test_a_resume_goes_on_in_the_folder_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    said = "hydra.run.dir=/elsewhere: a resume goes on in the run's own folder"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        Resume.asked_for([f"resume={tmp_path}", "hydra.run.dir=/elsewhere"])
+    assert Resume.asked_for([f"resume={tmp_path}", f"hydra.run.dir={tmp_path}"])
+
+
 def resumed_length(folder: Path, began_with: str) -> int:
     """Of Dr. GRPO's constant, after a resume with another limit of completions."""
     folder.mkdir()
     run = resumed(folder, [], ["rollout.max_completion_tokens=30"], "algorithm=drgrpo", began_with)
     return int(run.algorithm.aggregate.length)
+
+
+HYDRA_S = {
+    "as it was written": "- algorithm=dapo\n- optim.lr=0.5\n",
+    "overwritten by a command that was refused": "- algorithm=drgrpo\n- reward=[math]\n- task=gsm8k\n",
+    "half written": "- [",
+    "missing": None,
+}
+
+
+@pytest.mark.parametrize("recorded", HYDRA_S)
+def test_a_run_of_an_earlier_version_is_what_its_config_says(tmp_path: Path, recorded: str) -> None:
+    """It has no `overrides` there, and Hydra's own record of them may be damaged."""
+    config = compose(["algorithm=dapo", "optim.lr=0.5", "train.steps=7"])
+    (tmp_path / "config.yaml").write_text(save(config).replace("overrides: []\n", ""))
+    if (text := HYDRA_S[recorded]) is not None:
+        (tmp_path / ".hydra").mkdir()
+        (tmp_path / ".hydra" / "overrides.yaml").write_text(text)
+    run = again(Resume(tmp_path, ["train.steps=9"]))
+    began = build_run(config)
+    assert (run.algorithm, run.task, run.optim, run.rollout) == (
+        began.algorithm,
+        began.task,
+        began.optim,
+        began.rollout,
+    )
+    assert list(run.reward) == list(began.reward) == ["exact_match", "overlong"]
+    assert run.train.steps == 9
+
+
+def test_only_what_differs_has_changed(tmp_path: Path) -> None:
+    before = OmegaConf.to_container(compose(["reward=[math]"]), resolve=True)
+    given = ["optim.lr=5e-7", "engine=vllm", "reward=[math,format]", "resume=/run", "rollout.stop=[a]"]
+    after = OmegaConf.to_container(compose(given), resolve=True)
+    assert changes(before, before) == {}
+    assert changes(before, after) == {
+        "optim.lr": (before["optim"]["lr"], 5e-7),
+        "engine": ("auto", "vllm"),
+        "reward.format": (None, "format"),
+        "rollout.stop": ([], ["a"]),
+    }

@@ -7,10 +7,17 @@ from pathlib import Path
 import pytest
 import yaml
 
+from grpocli.config.compose import compose, save
 from grpocli.config.resume import Resume
 
 REWARDS = ["reward=[math, format]", "reward.format.weight=0.5", "reward.math.weight=2"]
 SAVED = ["engine=vllm", "engine.base_url=http://127.0.0.1:8000", "+engine.vllm_args.x=1", "optim.lr=0.1", "resume=/old"]
+
+
+def again(folder: Path, saved: list[str], given: list[str]) -> list[str]:
+    """The overrides that compose a run again, without those that every resume has."""
+    (folder / "config.yaml").write_text(yaml.safe_dump({"overrides": saved}))
+    return Resume(folder, given).overrides([])[:-3]
 
 
 @pytest.mark.parametrize(
@@ -23,13 +30,7 @@ SAVED = ["engine=vllm", "engine.base_url=http://127.0.0.1:8000", "+engine.vllm_a
     ],
 )
 def test_overrides_of_a_part_that_is_replaced_are_forgotten(tmp_path: Path, given: list[str], left: list[str]) -> None:
-    (tmp_path / ".hydra").mkdir()
-    file = tmp_path / ".hydra" / "overrides.yaml"
-    file.write_text(yaml.safe_dump(SAVED))
-    resume = Resume(tmp_path, given)
-    assert resume.overrides([])[:-3] == [*left, *given]
-    resume.remember()
-    assert yaml.safe_load(file.read_text()) == [*left, *given]
+    assert again(tmp_path, SAVED, given) == [*left, *given]
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,14 @@ def test_overrides_of_a_part_that_is_replaced_are_forgotten(tmp_path: Path, give
     ],
 )
 def test_of_several_parts_those_that_stay_keep_theirs(tmp_path: Path, given: list[str], left: list[str]) -> None:
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(REWARDS))
-    assert Resume(tmp_path, given).overrides([])[:-3] == [*left, *given]
+    assert again(tmp_path, REWARDS, given) == [*left, *given]
+
+
+def test_the_next_resume_knows_what_this_one_was_given(tmp_path: Path) -> None:
+    config = compose(REWARDS)
+    config.overrides = REWARDS
+    (tmp_path / "config.yaml").write_text(save(config))
+    first = Resume(tmp_path, ["reward=[format]"])
+    merged = first.merged(compose([o for o in first.overrides([]) if not o.startswith(("resume", "hydra"))]))
+    assert merged.overrides == [*REWARDS[:2], "reward=[format]"]
+    assert merged.reward.format.weight == 0.5

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ from environments.test_turns import FAMILIES
 
 from grpocli.data import Completion, Prompt, Request, Sampling
 from grpocli.environments.environment import Play
-from grpocli.environments.episodes import Episodes
-from grpocli.rollout.engine import OnGroup, ignore
+from grpocli.environments.episodes import Episodes, check_environment
+from grpocli.errors import ConfigError
+from grpocli.progress import Watch
+from grpocli.rollout.engine import Listener, OnGroup, ignore
 from grpocli.training.world import World
 
 SCRIPTED = Path(__file__).with_name("scripted.py")
@@ -216,3 +220,55 @@ def test_an_environment_that_never_ends_is_ended(play) -> None:
     ((done,),) = episodes.generate([prompt], [Request(prompt.token_ids, 1, 0)], Sampling(10_000))
     assert len(engine.seen) == 4
     assert done.truncated
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_stop_in_any_turn_ends_the_episodes(play, turn: int) -> None:
+    tokenizer = FAMILIES["tiny"]()
+    prompt = prompt_of(tokenizer, turns=3)
+
+    class Stopped(Scripted):
+        def generate(self, requests, sampling, on_group=ignore):  # type: ignore[no-untyped-def]
+            found = super().generate(requests, sampling, on_group)
+            return [[] for _ in requests] if self.over() else found
+
+        def over(self) -> bool:
+            return len(self.seen) > turn
+
+    engine = Stopped(tokenizer)
+    listener = Listener(watch=Watch(cancelled=engine.over))
+    episodes = play(engine, Play(name=f"{SCRIPTED}:Counting"), tokenizer)
+    episodes.generate([prompt], [Request(prompt.token_ids, 2, 0)], Sampling(200), listener)
+    assert len(engine.seen) == turn + 1
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("reset", "game: its environment could not be reset: Runtime"), ("fine", "")]
+)
+def test_whether_an_episode_can_begin_is_known_without_a_model(how: str, said: str) -> None:
+    task = Play(name=f"{SCRIPTED}:Broken", timeout=10.0)
+    example = {"prompt": "not sent", "how": how, "board": Path("no JSON")}
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        check_environment("game", task, example)
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_cancelled_episodes_end_with_the_turns_they_have(play, turns: int) -> None:
+    """An engine that is cancelled may return nothing."""
+    tokenizer = FAMILIES["chatml"]()
+    stop = threading.Event()
+
+    class Cancelled(Scripted):
+        def generate(
+            self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+        ) -> list[list[Completion]]:
+            if len(self.seen) < turns:
+                return super().generate(requests, sampling, on_group)
+            stop.set()
+            return [[] for _ in requests]
+
+    prompt = prompt_of(tokenizer, turns=3)
+    episodes = play(Cancelled(tokenizer), Play(name=f"{SCRIPTED}:Counting"), tokenizer)
+    listener = Listener(watch=Watch(cancelled=stop.is_set))
+    (found,) = episodes.generate([prompt], [Request(prompt.token_ids, 2, 0)], Sampling(200), listener)
+    assert [done.episode.turns for done in found if done.episode] == [1, 1][: 2 * turns]

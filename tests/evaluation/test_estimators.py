@@ -7,7 +7,10 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from grpocli.commands.evaluate import _show
 from grpocli.evaluation.estimators import interval, majority, pass_at_k
+from grpocli.evaluation.evaluate import Evaluated
+from grpocli.evaluation.results import Estimate, TaskResult
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 7])
@@ -37,11 +40,71 @@ def test_the_majoritys_answer(votes: str, right: list[int], expected: float) -> 
     assert majority(list(votes), [bool(one) for one in right]) == expected
 
 
-def test_an_interval_covers_the_truth_as_often_as_it_says() -> None:
+def wilson(right: int, n: int) -> tuple[float, float]:
+    """The p at which |right / n - p| is 1.96 of its own standard errors: the roots of a quadratic equation."""
+    z2, share = 1.959963984540054**2, right / n
+    low, high = np.sort(np.roots([1 + z2 / n, -(2 * share + z2 / n), share**2]).real)
+    return float(low), float(high)
+
+
+@pytest.mark.parametrize(("right", "n"), [(0, 1), (0, 10), (1, 30), (3, 100), (15, 30), (29, 30), (10, 10)])
+def test_an_interval_of_0_and_1_is_wilsons(right: int, n: int) -> None:
+    assert interval([1.0] * right + [0.0] * (n - right)) == pytest.approx(wilson(right, n), abs=1e-7)
+
+
+def test_no_interval_is_a_point() -> None:
+    """Where no question is right, none of ten was: the share may well be a quarter."""
+    assert interval([0.0] * 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert interval([1.0] * 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+    for values in ([0.5, 0.5], [0.25] * 100, [0.5]):
+        low, high = interval(values)
+        assert low < values[0] < high
+    with pytest.raises(ValueError, match="needs a value"):
+        interval([])
+
+
+def drawn(generator: np.random.Generator, share: float, alike: float, samples: int, questions: int) -> np.ndarray:
+    """How many samples of each question are right. alike: the correlation of two samples of one question, 0 to 1."""
+    spread = (1 - alike) / alike
+    chances = generator.beta(share * spread, (1 - share) * spread, questions)
+    return generator.binomial(samples, chances)
+
+
+@pytest.mark.parametrize("share", [0.03, 0.3, 0.95])
+@pytest.mark.parametrize(
+    ("questions", "samples", "alike"), [(10, 16, 0.3), (30, 1, 0.5), (30, 4, 0.1), (30, 4, 0.8), (100, 16, 0.3)]
+)
+def test_an_interval_covers_the_truth_as_often_as_it_says(
+    questions: int, samples: int, alike: float, share: float
+) -> None:
     generator = np.random.Generator(np.random.PCG64(0))
     covered = 0
-    for trial in range(200):
-        low, high = interval(generator.random(100) < 0.3, seed=trial)
-        covered += low <= 0.3 <= high
-    assert 0.90 <= covered / 200 <= 0.99
-    assert interval([1.0] * 10) == (1.0, 1.0)
+    for _ in range(500):
+        low, high = interval((drawn(generator, share, alike, samples, questions) / samples).tolist())
+        covered += low <= share <= high
+    assert covered / 500 >= 0.9
+
+
+def test_an_interval_of_pass_at_k_covers_the_truth_as_often_as_it_says() -> None:
+    generator = np.random.Generator(np.random.PCG64(1))
+    truth = float(np.mean([pass_at_k(int(c), 4, 2) for c in drawn(generator, 0.05, 0.3, 4, 200_000)]))
+    covered = 0
+    for _ in range(500):
+        low, high = interval([pass_at_k(int(c), 4, 2) for c in drawn(generator, 0.05, 0.3, 4, 50)])
+        covered += low <= truth <= high
+    assert covered / 500 >= 0.9
+
+
+def test_several_samples_of_a_question_say_more_than_one() -> None:
+    """Where questions are alike, 16 samples of each are nearly as good as 16 questions; where all agree, as one."""
+    generator = np.random.Generator(np.random.PCG64(2))
+    low, high = interval((generator.binomial(16, 0.5, 100) / 16).tolist())
+    assert high - low < 0.35 * np.subtract(*interval([1.0, 0.0] * 50)[::-1])
+
+
+def test_the_table_says_which_interval_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    nothing_right = TaskResult("sums", 10, 0, 5.0, 0.0, {"greedy": Estimate.of([0.0] * 10)})
+    _show([Evaluated("model", [nothing_right], [], [])])
+    shown = capsys.readouterr().out
+    assert "0.000 to 0.278" in shown
+    assert "95 % confidence interval over questions (Wilson" in shown

@@ -9,7 +9,7 @@ import pytest
 
 from grpocli.data import Completion, Group, Prompt, Rollout
 from grpocli.evaluation.results import Judges, task_result
-from grpocli.rewards.pooled import Math, last_box
+from grpocli.rewards.pooled import Math
 from grpocli.rewards.scoring import sample_of
 from grpocli.rewards.text import Number
 
@@ -45,24 +45,24 @@ def test_nothing_judged_is_null_in_json() -> None:
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["scores"]["greedy"]["value"] is None
 
 
-@pytest.mark.parametrize(
-    ("text", "box"),
-    [
-        *((r"so \boxed{42}. Or {x}", "42"), (r"\boxed{\frac{1}{2}} and", r"\frac{1}{2}"), ("none", None)),
-        *((r"\boxed{1} then \boxed{ 2 }", "2"), (r"\boxed{1", None)),
-    ],
-)
-def test_the_last_box(text: str, box: str | None) -> None:
-    assert last_box(text) == box
+def test_a_majority_is_of_values_and_not_of_texts() -> None:
+    """Three halves in three forms, two of them right by the reward's score, outvote two equal wrong texts."""
+    reward = Math(workers=1, timeout=20)
+    judges = Judges({"": "right"}, {"right": reward})
+    texts = ["\\boxed{0.5}", "so $\\frac12$", "<think>9</think><answer>1/2</answer>", "\\boxed{9}", "9 (apples)"]
+    try:
+        found = task_result("sums", judges, [], [group("a", texts, [1.0, 1.0, 1.0, 0.0, 0.0])], 8)
+        samples = [sample_of(rollout, 8) for rollout in group("a", texts, [0.0] * 5).rollouts]
+        votes = reward.votes(samples)
+    finally:
+        reward.close()
+    assert found.scores["maj@5"].value == 1.0
+    assert votes[0] == votes[1] == votes[2] != votes[3] == votes[4]
 
 
-def test_what_an_answer_votes_for() -> None:
-    def vote(text: str) -> str:
-        return Math().vote(sample_of(group("a", [text], [0.0]).rollouts[0], 8))
-
-    assert [vote(text) for text in (r"\boxed{7}", "work\n#### 8", "that is 1,009 in all", "x + y ")] == [
-        "7",
-        "8",
-        "1009",
-        "x + y",
-    ]
+def test_numbers_in_digits_vote_without_a_worker_process() -> None:
+    reward = Math(workers=1, timeout=20)
+    texts = [r"\boxed{7}", "work\n#### 7.0", "that is 1,009 in all", "1009"]
+    votes = reward.votes([sample_of(rollout, 8) for rollout in group("a", texts, [0.0] * 4).rollouts])
+    assert votes[0] == votes[1] != votes[2] == votes[3]
+    assert not reward._pool()._workers

@@ -112,6 +112,31 @@ def test_what_else_changes_the_distribution() -> None:
     assert not any("ν" in line or "regex" in line for line in section(explained(), "sampling"))
 
 
+def test_explain_says_whether_the_punishment_of_length_weighs_as_in_the_paper() -> None:
+    def note(*overrides: str) -> str:
+        return next(s.note for s in explained("algorithm=dapo", *overrides).sections if s.label == "score")
+
+    assert note().endswith("Beside exact_match's scores of 1 and 0, reward.overlong.weight=0.5 is the paper's.")
+    assert note("reward=[math]", "reward.math.wrong=-1").endswith(
+        "Beside math's scores of 1 and -1, reward.overlong.weight=0.5 is not the paper's, which would be 1."
+    )
+    assert "equation 7" not in note("~reward@reward.overlong")
+
+
+def test_explain_names_the_reward_that_groups_are_kept_by() -> None:
+    def named(*overrides: str) -> str:
+        shown = explained("algorithm=dapo", *overrides)
+        return next(s.meaning for s in shown.symbols if s.key == "algorithm.keep.reward")
+
+    assert named() == "the accuracy; null is exact_match"
+    assert named("reward=[format,math]", "eval.reward=math") == "the accuracy; null is math"
+    mixture = ("task=[arithmetic,gsm8k]", "reward=[exact_match,number]", "task.gsm8k.rewards=[number]")
+    assert named(*mixture) == "the accuracy; null is exact_match (arithmetic), number (gsm8k)"
+    assert section(explained("algorithm=dapo", "algorithm.keep.reward=score"), "keep")[0] == (
+        "keep a question where min_G s < max_G s"
+    )
+
+
 def test_older_weights() -> None:
     """Corrected for where completions are sampled ahead; else the sampler is the old policy."""
     ahead = ["engine=vllm", "rollout.max_staleness=2"]

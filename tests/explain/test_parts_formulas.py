@@ -34,7 +34,7 @@ VALUES: dict[str, list[Any]] = {
     "mask_truncated": [False, True],
     "on_exhausted": ["train_partial", "error"],
     "surplus": ["discard", "carry"],
-    "reward": [None, "math"],
+    "reward": [None, "math", "score"],
 }
 
 

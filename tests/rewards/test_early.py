@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from grpocli.data import Completion, Prompt, Request, Sampling
+from grpocli.progress import Cancelled, Watch
+from grpocli.rewards import scoring
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 from grpocli.rewards.scoring import Scorer
 from grpocli.training.collect import Sampler
@@ -126,3 +128,29 @@ def test_an_engine_that_fails_does_not_wait_for_scores() -> None:
     go_on.set()
     assert over.wait(SOON)
     assert calls == [2]
+
+
+def test_processes_agree_that_something_was_cancelled() -> None:
+    """This one had all its completions when another was asked to stop: both give up, before anything is scored."""
+
+    class Two(Alone):
+        def any(self, flag: bool) -> bool:
+            return True
+
+    reward = Recording(False)
+    cancelled = Sampler(Two(), Scripted([]), Texts(), Scorer({"r": reward}, 1.0))  # type: ignore[arg-type]
+    with pytest.raises(Cancelled):
+        cancelled.groups(PROMPTS, [0, 1, 2], 2, Sampling(4), Watch(cancelled=lambda: False))
+    assert reward.calls == []  # type: ignore[attr-defined]
+
+
+def test_scores_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces where a reward scores each sample by itself; one that sees all of them is asked once."""
+    monkeypatch.setattr(scoring, "PIECE", 4)
+    told: list[tuple[float, float, str]] = []
+    watch = Watch(lambda done, total, unit, detail="": told.append((done, total, unit)))
+    alone, together = Recording(True), Recording(False)
+    sampler(Scripted([]), {"alone": alone, "all": together}).groups(PROMPTS, [0, 1, 2], 2, Sampling(4), watch)
+    assert [len(call) for call in alone.calls] == [4, 2]  # type: ignore[attr-defined]
+    assert [len(call) for call in together.calls] == [6]  # type: ignore[attr-defined]
+    assert told == [(0, 6, "scores of reward.alone"), (4, 6, "scores of reward.alone"), (0, 6, "scores of reward.all")]

@@ -41,13 +41,7 @@ class Endpoint:
                     outer.requests.append(body)
                     outer.keys.add(self.headers.get("Authorization"))
                     outer.tries[what] += 1
-                    outer.at_once += 1
-                    outer.most = max(outer.most, outer.at_once)
-                try:
-                    self.act(what, outer.tries[what])
-                finally:
-                    with outer.lock:
-                        outer.at_once -= 1
+                self.act(what, outer.tries[what])
 
             def act(self, what: str, attempt: int) -> None:
                 if what == "busy" and attempt < 3:
@@ -65,7 +59,12 @@ class Endpoint:
                 elif what == "no number":
                     self.answer("I cannot say.")
                 elif what == "slow":
+                    with outer.lock:
+                        outer.at_once += 1
+                        outer.most = max(outer.most, outer.at_once)
                     time.sleep(0.2)
+                    with outer.lock:  # before the answer, which brings the next request
+                        outer.at_once -= 1
                     self.answer("Score: 1")
                 else:
                     self.answer(f"Well, score: 0. No: Score: {what}")

@@ -15,9 +15,9 @@ import pytest
 from grpocli.errors import ConfigError, RunError
 from grpocli.rewards.pool import Pool, default_workers
 from grpocli.rewards.pooled import Format, Math
-from grpocli.rewards.reward import Failure
+from grpocli.rewards.reward import Failure, Forfeit, Overrun
 
-TOWER = r"\boxed{9^{9^{9^{9^9}}}}"
+ENDLESS = r"\boxed{\prod_{k=1}^{10^8} (k^2+1)}"
 
 
 @pytest.fixture(scope="module")
@@ -111,17 +111,59 @@ def test_workers_outlive_the_thread_that_needed_them_first(probes) -> None:
     assert pool.map(["pid"]) == first
 
 
-def test_mathematics_that_never_ends_costs_only_its_sample(sample) -> None:
-    reward = Math(workers=1, timeout=1)
+def test_a_completion_that_takes_too_long_is_wrong_and_a_reference_that_does_is_a_failure(sample) -> None:
+    """A model must not choose to have no score where it does not know the answer."""
+    reward = Math(workers=1, timeout=1, wrong=-1, require_evaluated=False)
     try:
-        start = time.monotonic()
-        one, tower, two = reward([sample(text, answer="1") for text in ("1", TOWER, "2")])
-        assert time.monotonic() - start < 60
+        given = [("1", "1"), (ENDLESS, "1"), ("2", "1"), ("1", ENDLESS)]
+        one, endless, two, reference = reward([sample(text, answer=answer) for text, answer in given])
     finally:
         reward.close()
-    assert (one, two) == (1.0, 0.0)
-    assert isinstance(tower, Failure)
-    assert "1 s" in tower.reason
+    assert (one, endless, two) == (1.0, -1.0, -1.0)
+    assert isinstance(endless, Forfeit)
+    assert "1 s" in endless.reason
+    assert isinstance(reference, Failure)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(r"\boxed{9^{9^{9^9}}}", r"\boxed{(10^7)!}", r"\boxed{\binom{99999999}{44444444}}", r"\boxed{2^{2^{100}}}"),
+        *(r"\boxed{e^{10^{30}}}", r"\boxed{1.0000001^{10000000}}", "\\boxed{\\sqrt{" + "9" * 1000 + "}}"),
+        *("\\boxed{" + "(" * 5000 + "1" + ")" * 5000 + "}", "\\boxed{1" + "0" * 10**6 + "}", "{" * 10**5, "$" * 10**5),
+    ],
+)
+def test_what_is_too_large_or_too_deep_is_wrong_at_once(math: Math, sample, text: str) -> None:
+    (score,) = math([sample(text, answer="1")])
+    assert score == 0.0
+    assert not isinstance(score, Forfeit)
+
+
+def test_completions_that_are_alike_are_asked_once(sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow answer that a whole group gives must not stall the step once for each."""
+    asked: list[list[object]] = []
+
+    def slow(pool: Pool, items: list[list[object]]) -> list[object]:
+        asked.extend(items)
+        return [Overrun("slow") if "slow" in str(item[2]) else 1.0 for item in items]
+
+    monkeypatch.setattr(Pool, "map", slow)
+    scores = Math(workers=1)([sample(text, answer="1") for text in ("slow", "slow", "1", "slow")])
+    assert scores == [0.0, 0.0, 1.0, 0.0]
+    assert len(asked) == 3, "two texts, and once the reference alone"
+
+
+def test_an_answer_that_is_too_slow_is_asked_once_for_a_majority(sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[object]] = []
+
+    def slow(pool: Pool, items: list[list[object]]) -> list[object]:
+        asked.extend(items)
+        return [Overrun("slow") if any("!" in str(one) for one in item) else 0.0 for item in items]
+
+    monkeypatch.setattr(Pool, "map", slow)
+    texts = [r"\boxed{1!}", r"\boxed{2!}", r"\boxed{3!}", r"\boxed{x}", r"\boxed{y}"]
+    assert Math(workers=1).votes([sample(text) for text in texts]) == ["1!", "2!", "3!", "x", "y"]
+    assert [sum(text in str(item) for item in asked) for text in ("1!", "2!", "3!")] == [1, 1, 1]
 
 
 def test_check_starts_the_workers_without_waiting(sample) -> None:
@@ -155,14 +197,14 @@ def test_format_wants_the_whole_text(sample) -> None:
         reward.close()
 
 
-def test_a_pattern_that_backtracks_for_ever_costs_only_its_sample(sample) -> None:
+def test_a_completion_that_makes_a_pattern_backtrack_for_ever_does_not_match(sample) -> None:
     reward = Format(pattern="(a+)+b", timeout=0.5)
     try:
         good, bad, after = reward([sample(text) for text in ("aab", "a" * 60, "b")])
     finally:
         reward.close()
     assert (good, after) == (1.0, 0.0)
-    assert isinstance(bad, Failure)
+    assert (bad, type(bad)) == (0.0, Forfeit)
 
 
 def test_a_broken_pattern_is_a_config_error() -> None:

@@ -117,8 +117,8 @@ def test_an_async_function_has_a_deadline(reward, sample) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("longr", 'has no function longr; did you mean "longer"'),
-        ("not_callable", "has no function not_callable"),
+        ("longr", 'has no function or class longr; did you mean "longer"'),
+        ("not_callable", "is of type int; give a function or a class"),
         ("equals", "it wants 'truth', but the task has no such column"),
     ],
 )

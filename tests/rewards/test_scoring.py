@@ -12,7 +12,7 @@ import pytest
 
 from grpocli.data import Completion, Prompt, Rollout
 from grpocli.errors import RewardError
-from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
+from grpocli.rewards.reward import BaseReward, Failure, Forfeit, Sample, Score
 from grpocli.rewards.scoring import Scorer, sample_of
 from grpocli.rewards.tally import Tally
 from grpocli.rewards.verdict import Limit
@@ -69,6 +69,19 @@ def test_the_run_stops_above_the_share_and_not_at_it() -> None:
     for part in ("reward.r (Scripted)", "2 of 3", "rollout.max_reward_errors=0.5", "lost", "'bad'", "'Why?'"):
         assert part in said
     scorer.judge(tally, expected=4)  # the step goes on: half of it may fail
+
+
+def test_what_takes_too_long_to_judge_is_wrong_counted_and_no_error() -> None:
+    """Or a model could choose to have no score, and many of them would stop the run."""
+    scorer = Scorer({"r": Scripted(lambda s: Forfeit(-1.0, "it took longer than 5 s"))}, 0.0)
+    object.__setattr__(scorer.rewards["r"], "has_processes", True)
+    results, tally = scorer.score(rollouts("a", "b"), 10)
+    assert results == [{"r": -1.0}, {"r": -1.0}]
+    assert {type(score) for score in results[0].values()} == {float}
+    assert (tally.metrics["rewards/r/timeouts"], tally.metrics["rewards/r/errors"]) == (2.0, 0.0)
+    scorer.judge(tally)
+    (said,) = scorer.remarks(tally.then(tally)).values()
+    assert said.startswith("reward.r (Scripted) scored 4 of 4 samples as wrong because judging them took too long")
 
 
 def test_tallies_add_up_over_rounds_and_over_processes() -> None:

@@ -16,6 +16,10 @@ def test_exact_match_ignores_surrounding_space_only(sample) -> None:
     assert ExactMatch()(given) == [1.0, 1.0, 0.0]
 
 
+def test_a_number_too_large_to_write_votes_for_nothing(sample) -> None:
+    assert Number().vote(sample("1e999 * 1e999 * 1e999 * 1e999 * 1e999")) == Number().vote(sample("no number"))
+
+
 def test_a_sample_without_the_answer_column_is_a_failure_that_names_it(sample) -> None:
     for reward in (ExactMatch(), Number()):
         (score,) = reward([sample("42", solution="42")])
@@ -43,6 +47,36 @@ def test_a_missing_answer_column_is_found_before_training() -> None:
         ("no idea", "7", 0.0),
         ("9007199254740993", "9007199254740992", 0.0),
         ("7.", "She has 3 + 4 = 7.\n#### 7", 1.0),
+        ("3/2", "2", 0.0),
+        ("3/2", "1.5", 1.0),
+        (r"\frac{3}{2}", "2", 0.0),
+        (r"-\frac{3}{2}", "-1.5", 1.0),
+        (r"1\frac{1}{2}", "1.5", 1.0),
+        ("1 1/2", "1.5", 1.0),
+        (r"\frac{-3}{2}", "-1.5", 1.0),
+        (r"\frac{-176}{3}", "-176/3", 1.0),
+        (r"\frac{10}{-2}", "-5", 1.0),
+        (r"\frac{1.5}{2}", "0.75", 1.0),
+        (r"\frac{x}{3}", "3", 0.0),
+        (r"\frac{\pi}{3}", "3", 0.0),
+        (r"\sqrt{2}/2", "2", 0.0),
+        ("1{,}128", "1128", 1.0),
+        (r"1\,128", "1128", 1.0),
+        ("2^10", "10", 0.0),
+        ("2^{10}", "1024", 1.0),
+        ("3*4", "4", 0.0),
+        (r"5 \times 10^3", "5000", 1.0),
+        ("1.5e3", "1500", 1.0),
+        (r"\sqrt{2}", "2", 0.0),
+        ("25 cm^2", "25", 1.0),
+        ("110_2", "2", 0.0),
+        ("10^99999999999", "10", 0.0),
+        ("2^400^400^400^400", "2", 0.0),
+        ("10_99999999999999999999", "2", 0.0),
+        ("1/0", "0", 0.0),
+        ("<think>8</think> 7", "7", 1.0),
+        ("<think>7</think>", "7", 0.0),
+        (r"\boxed{7} in 8 days", "7", 1.0),
     ],
 )
 def test_number_compares_the_last_numbers(sample, text: str, answer: str, score: float) -> None:

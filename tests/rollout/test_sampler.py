@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from grpocli.data import Completion, Request, Sampling
+from grpocli.progress import Watch
 from grpocli.rollout.distribution import draw, sampling_logits
 from grpocli.rollout.sampler import sample
 
@@ -130,3 +131,25 @@ def test_a_request_may_have_a_limit_of_its_own(little_model) -> None:
     assert [done.token_ids for done in short] == [done.token_ids[:3] for done in whole]
     assert {done.finish_reason for done in short} == {"length"}
     assert [len(done.token_ids) for group in others for done in group] == [8, 8, 8]
+
+
+def test_a_cancelled_watch_ends_completions_within_a_token(little_model) -> None:
+    told = [""]
+    watch = Watch(
+        lambda done, total, unit, detail="": told.append(detail), lambda: told[-1].startswith("token 3 of at most 12")
+    )
+    requests = [Request(p, 3, s) for s, p in enumerate(PROMPTS)]
+    cut = sample(little_model, requests, FREE, [1], 7, watch=watch)
+    whole = sample(little_model, requests, FREE, [1], 7)
+    for done, expected in zip((c for g in cut for c in g), (c for g in whole for c in g), strict=True):
+        assert done.token_ids == expected.token_ids[:3]
+
+
+def test_progress_ends_with_all_completions_and_changes_nothing(little_model) -> None:
+    told: list[float] = []
+    watch = Watch(lambda done, total, unit, detail="": told.append(done / total))
+    requests = [Request(p, 3, s) for s, p in enumerate(PROMPTS)]
+    watched = sample(little_model, requests, FREE, [1], 7, watch=watch)
+    assert watched == sample(little_model, requests, FREE, [1], 7)
+    assert told == sorted(told)
+    assert (told[0], told[-1]) == (0, 1)

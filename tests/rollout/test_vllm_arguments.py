@@ -73,7 +73,7 @@ def test_what_vllm_does_not_have(known: None, given: dict[str, Any], message: st
 
 
 def test_it_is_found_before_a_server_starts(known: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(vllm_server, "check_installed", lambda: None)
+    monkeypatch.setattr(vllm_server, "check_plugin", lambda: None)
     monkeypatch.setattr(vllm_server, "guarded", lambda *_, **__: pytest.fail("a server was started"))
     spec = Spec.of(EngineJob("/m", "float32", 8, tmp_path, seed=0), vllm_server.free_port(), 8)
     with (

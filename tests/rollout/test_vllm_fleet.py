@@ -15,6 +15,8 @@ from rollout.vllm_tiny import Alone
 
 from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import EngineError, EngineGone
+from grpocli.progress import Watch
+from grpocli.rollout.engine import Listener
 from grpocli.rollout.vllm import fleet
 from grpocli.rollout.vllm.client import Client
 from grpocli.rollout.vllm.comeback import Lost
@@ -420,3 +422,32 @@ def test_endpoints_are_told_in_order_and_only_to_their_owner(tmp_path: Path) -> 
         Endpoint(f"http://127.0.0.1:{index}", "key", "/nowhere").save(run_file(tmp_path, index))
     assert [path.name for path in run_files(tmp_path)] == ["endpoint_0.json", "endpoint_2.json", "endpoint_11.json"]
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in run_files(tmp_path))
+
+
+def test_a_cancelled_watch_leaves_requests_unanswered(serve: Callable[..., Vllm]) -> None:
+    """The server would never answer them."""
+    server, over, asked = serve(), threading.Event(), threading.Event()
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        asked.set()
+        over.wait(60)
+        return 200, {}
+
+    server.answer = answer
+    engine, _ = engine_of([server], Comes())
+    try:
+        cut = engine.generate(requests(3), Sampling(2), Listener(watch=Watch(cancelled=asked.is_set)))
+        assert cut == [[], [], []]
+        assert not engine.fleet.lost, "the server is well"
+    finally:
+        over.set()
+
+
+def test_answers_are_counted_as_they_come(serve: Callable[..., Vllm]) -> None:
+    told: list[tuple[float, float, str]] = []
+    watch = Watch(lambda done, total, unit, detail="": told.append((done, total, unit)))
+    engine, _ = engine_of([serve()], Comes())
+    engine.generate(requests(4, n=2), Sampling(2), Listener(watch=watch))
+    counts = [done for done, total, unit in told if (total, unit) == (8, "completions")]
+    assert sorted(set(counts) - {0}) == [2, 4, 6, 8]
+    assert len(counts) == len(told)

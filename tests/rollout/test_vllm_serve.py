@@ -22,7 +22,7 @@ from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync import Auto
 from grpocli.rollout.vllm import server as vllm_server
 from grpocli.rollout.vllm.endpoint import Endpoint, serve_file
-from grpocli.rollout.vllm.log import followed
+from grpocli.rollout.vllm.log import Start, followed, fresh
 from grpocli.rollout.vllm.options import Vllm
 from grpocli.rollout.vllm.serve import SHORT, Serve, build_serve, serve
 from grpocli.rollout.vllm.server import Spec
@@ -161,7 +161,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_folder: Path) ->
         return [sys.executable, "-c", FAKE, str(spec.port), str(tmp_path / "die")]
 
     monkeypatch.setattr(vllm_server, "command", command)
-    monkeypatch.setattr(vllm_server, "check_installed", lambda: None)
+    monkeypatch.setattr(vllm_server, "check_plugin", lambda: None)
     return Serve(model=None, engine=Vllm(start_timeout=30), sync=Auto(), port=vllm_server.free_port())
 
 
@@ -194,7 +194,8 @@ def test_a_signal_ends_it_and_nothing_is_left(
     assert serve(fake, "/m", "float32") == 0
     thread.join()
     said = capsys.readouterr().out
-    assert "starting up" in said
+    assert "starting up" not in said, "vLLM's log belongs in its file"
+    assert f"{serve_file(fake.port).with_suffix('.log')} (verbose=true prints it)" in said
     assert f"engine.base_url=http://127.0.0.1:{fake.port}" in said
     assert left[0].api_key not in said
     assert left_mode == [0o600]
@@ -213,6 +214,7 @@ def test_a_server_that_dies_says_why(fake: Serve, tmp_path: Path) -> None:
         serve(fake, "/m", "float32")
     thread.join()
     assert not serve_file(fake.port).exists()
+    assert "the engine is dead" in serve_file(fake.port).with_suffix(".log").read_text(), "the sentence names this file"
 
 
 def test_a_busy_port_is_said_and_its_server_left_alone(fake: Serve, tmp_path: Path) -> None:
@@ -242,7 +244,7 @@ def test_a_log_is_printed_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixtu
     log = tmp_path / "serve" / "1.log"
     log.parent.mkdir()
     log.write_text("of an earlier server\n")
-    with followed(log):
+    with fresh(log), followed(log):
         assert log.stat().st_mode & 0o777 == 0o600
         with log.open("a") as file:
             file.write("first\n")
@@ -252,3 +254,41 @@ def test_a_log_is_printed_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixtu
             file.write("last")
     assert capsys.readouterr().out == "last"
     assert not log.exists()
+
+
+def test_verbose_prints_the_log_too(fake: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    thread = when_it_serves(fake, lambda: (time.sleep(0.3), signal.raise_signal(signal.SIGINT)))
+    assert serve(replace(fake, verbose=True), "/m", "float32") == 0
+    thread.join()
+    assert "starting up" in capsys.readouterr().out
+
+
+def test_the_phases_of_a_start_are_read_from_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "vllm.log"
+    log.write_text("INFO 11-23 08:42:00 [weights.py:1] Loading weights took 3 s\n")
+    start = Start(log, log.stat().st_size)
+    start.look()
+    assert (start.phase, start.last) == ("loading libraries", ""), "the server before said that"
+    for line, phase in (
+        ("(APIServer pid=1) INFO 11-23 08:42:00 [api_utils.py:286] non-default args: {}", "reading the model's config"),
+        ("(APIServer pid=1) WARNING 11-23 08:42:00 [vllm.py:1703] Enforce eager set, disabling torch.compile", None),
+        (
+            "(EngineCore pid=2) INFO 11-23 08:42:00 [core.py:9] Initializing a V1 LLM engine (v0.32.0)",
+            "starting its engine",
+        ),
+        ("(EngineCore pid=2) INFO 11-23 08:42:00 [model.py:9] Starting to load model /m...", "loading weights"),
+        (
+            "(APIServer pid=1) INFO 11-23 08:42:00 [server.py:9] Starting vLLM server on http://127.0.0.1:1",
+            "opening its port",
+        ),
+    ):
+        before = start.phase
+        with log.open("a") as file:
+            file.write(line[:20])
+            file.flush()
+            start.look()
+            assert start.phase == before, "half a line is not read yet"
+            file.write(line[20:] + "\n")
+        start.look()
+        assert start.phase == (phase or before)
+        assert start.last == line.partition("] ")[2]

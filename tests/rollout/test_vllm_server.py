@@ -189,12 +189,12 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_vllm_not_installed(monkeypatch: pytest.MonkeyPatch, job: EngineJob) -> None:
     monkeypatch.setattr(vllm_checks, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'grpocli\[vllm\]'.*engine=transformers"), Vllm().launch(job):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[vllm\]'.*engine=transformers"), Vllm().launch(job):
         pass
 
 
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_server, "check_installed", lambda: None)
+    monkeypatch.setattr(vllm_server, "check_plugin", lambda: None)
     monkeypatch.setattr(vllm_server, "on_cpu", lambda: True)
 
 

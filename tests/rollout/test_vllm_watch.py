@@ -179,7 +179,9 @@ def test_a_given_server_is_waited_for_and_found_again(tmp_path: Path, monkeypatc
 
 
 @contextlib.contextmanager
-def serving_stand_in(spec: object, options: object, log: object, over: threading.Event) -> Iterator[object]:
+def serving_stand_in(
+    spec: object, options: object, log: object, over: threading.Event, **_: object
+) -> Iterator[object]:
     """The second one is refused its port; the others would take their time."""
     port = spec.port  # type: ignore[attr-defined]
     if port == 9001:
@@ -233,7 +235,7 @@ def test_a_restarted_server_has_another_port(tmp_path: Path, monkeypatch: pytest
     ports: list[int] = []
 
     @contextlib.contextmanager
-    def serve(spec: object, *_: object) -> Iterator[object]:
+    def serve(spec: object, *_: object, **__: object) -> Iterator[object]:
         ports.append(spec.port)  # type: ignore[attr-defined]
         yield SimpleNamespace(), None
 

@@ -44,5 +44,5 @@ def test_the_template_and_the_system_prompt_are_the_users(tmp_path: Path) -> Non
 
 def test_an_answer_without_a_number_names_its_row(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", ["#### 1", "#### "])
-    with pytest.raises(ConfigError, match=r"row 1 of .* has no final #### NUMBER"):
+    with pytest.raises(ConfigError, match=r"row 2 of .* has no final #### NUMBER"):
         Gsm8k(path=str(tmp_path)).examples("train")[1]

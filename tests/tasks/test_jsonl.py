@@ -80,7 +80,7 @@ def test_other_formats(name: str, text: str, tmp_path: Path) -> None:
             "task.answer_column=gold: choose one of the columns of .*: question, reply, level",
         ),
         ({"prompt_template": "{quest}", "answer_column": None}, 'no column .quest.; .* did you mean "question"'),
-        ({**NAMED, "prompt_column": "level"}, "task.prompt_column=level: row 0 .* a prompt is text"),
+        ({**NAMED, "prompt_column": "level"}, "task.prompt_column=level: row 1 .* a prompt is text"),
     ],
 )
 def test_columns_that_do_not_fit(options: dict[str, Any], sentence: str, file: str) -> None:

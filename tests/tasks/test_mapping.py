@@ -102,7 +102,7 @@ def test_rows_without_an_answer(row: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "a", "answer": 0}\n{"prompt": "b", "answer": 0}\n' + json.dumps(row))
     with pytest.raises(
-        ConfigError, match=r"task\.answer_column=answer: row 2 of .*a\.jsonl has nothing there; fill it"
+        ConfigError, match=r"task\.answer_column=answer: row 3 of .*a\.jsonl has nothing there; fill it"
     ):
         _ = [*Hub(path=str(file)).examples("train"), *Hub(path=str(file)).examples("eval")]
     assert len(Hub(path=str(file), answer_column=None).examples("train")[:]) == 2

@@ -62,9 +62,9 @@ def test_a_multiplier_reaches_the_prompt(task, chat_tokenizer) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        (7, "raised KeyError for row [01] of .*'question'"),
-        (8, "made {'answer': 1} of row [01]"),
-        (9, "raised SystemExit for row [01]"),
+        (7, "raised KeyError for row [12] of .*'question'"),
+        (8, "made {'answer': 1} of row [12]"),
+        (9, "raised SystemExit for row [12]"),
     ],
 )
 def test_what_it_cannot_process_is_one_sentence(task, row: int, said: str) -> None:
@@ -75,7 +75,7 @@ def test_what_it_cannot_process_is_one_sentence(task, row: int, said: str) -> No
 
 def test_a_function_that_is_not_there(task, tmp_path: Path) -> None:
     task({"id": 1}, {"id": 2})
-    with pytest.raises(ConfigError, match=r'mine\.py has no function proces; did you mean "process"'):
+    with pytest.raises(ConfigError, match=r'mine\.py has no function or class proces; did you mean "process"'):
         Jsonl(path=str(tmp_path / "d.jsonl"), processor=f"{tmp_path}/mine.py:proces").examples("train")
     with pytest.raises(ConfigError, match=r"task\.processor=mine: must be FILE\.py:NAME"):
         Jsonl(path="d.jsonl", processor="mine")

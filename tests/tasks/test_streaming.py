@@ -186,11 +186,11 @@ def test_a_broken_line_in_the_middle(data, file: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({"answer": "x"}, r"task: row 12 of .*d\.jsonl has nothing in the column 'prompt'"),
-        ({"prompt": "a"}, r"task\.answer_column=answer: row 12 of .*d\.jsonl has nothing there; fill it in"),
+        ({"answer": "x"}, r"task: row 13 of .*d\.jsonl has nothing in the column 'prompt'"),
+        ({"prompt": "a"}, r"task\.answer_column=answer: row 13 of .*d\.jsonl has nothing there; fill it in"),
         (
             {"prompt": [{"role": "wizard", "content": "a"}], "answer": ""},
-            r"message .*wizard.* of row 12 ",
+            r"message .*wizard.* of row 13 ",
         ),
     ],
 )

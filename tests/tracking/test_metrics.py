@@ -93,3 +93,13 @@ def test_a_full_disk_keeps_the_lines_before(small_disk: Path) -> None:
         write()
     assert steps(log.path) == list(range(1, len(steps(log.path)) + 1))
     assert log.path.read_bytes().endswith(b"\n")
+
+
+def test_an_evaluation_that_comes_later_is_added_to_its_step(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append(1, {"loss": 1.0, "eval/accuracy": 0.5})
+    log.append(2, {"loss": 2.0})
+    whole = log.path.read_text()
+    log.amend(2, {"eval/accuracy": 0.75})
+    assert read(log.path)[-1] == {"step": 2, "loss": 2.0, "eval/accuracy": 0.75}
+    assert log.path.read_text().startswith(whole.splitlines()[0] + "\n")

@@ -12,29 +12,37 @@ from grpocli.data import Completion, Group, Prompt, Rollout
 from grpocli.tracking.metrics import MetricsLog
 from grpocli.tracking.recorder import Recorder
 from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.view import silent_view
+from grpocli.tracking.view import Sample, silent_view
 from grpocli.training.collect import Collected
 
 
-def test_a_mismatch_is_told_once_and_logged_every_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("dtype", "limit", "above"), [("float32", 1.02, 1.021), ("bfloat16", 1.1, 1.101)], ids=["float32", "bfloat16"]
+)
+def test_a_mismatch_beyond_rounding_is_told_once_and_logged_every_time(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    dtype: str,
+    limit: float,
+    above: float,
 ) -> None:
     view, told = silent_view(), list[str]()
     monkeypatch.setattr(view, "warn", told.append)
-    recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None)
+    recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None, dtype=dtype)
     done = Completion([1], [-1.0], "stop", version=1)
     prompt = Prompt("0", [1], "p")
     group = Group(prompt, [Rollout(prompt, done, "t", {"r": 1.0})] * 2)
     something = Collected([group], torch.zeros(1, 2), {})
     with caplog.at_level(logging.WARNING):
-        for step, error in enumerate([1.0, 1.02, 1.021, 1.5], start=1):
+        for step, error in enumerate([1.0, limit, above, 1.5], start=1):
             recorder.step(step, {"token_mult_prob_error": error}, something)
         recorder.step(5, {}, something)
     assert len(told) == 1
-    assert "step 3: token_mult_prob_error is 1.021, above 1.02" in told[0]
+    assert f"step 3: token_mult_prob_error is {above:.3f}, above {limit}" in told[0]
     assert [r.getMessage() for r in caplog.records] == [
-        "step 3: token_mult_prob_error is 1.0210, above 1.02",
-        "step 4: token_mult_prob_error is 1.5000, above 1.02",
+        f"step 3: token_mult_prob_error is {above:.4f}, above {limit}",
+        f"step 4: token_mult_prob_error is 1.5000, above {limit}",
     ]
 
 
@@ -77,3 +85,15 @@ def test_a_step_that_trained_on_nothing_is_told(tmp_path: Path, monkeypatch: pyt
     recorder.step(2, {"sampling/rounds": 1, "sampling/stale": 4}, Collected([], torch.zeros(0, 2), {}))
     assert "step 2 trained on nothing: all 4 groups kept for it were sampled with weights older" in told[1]
     assert "reward" not in told[1]
+
+
+def test_the_sample_is_shown_with_the_reference_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    view, shown = silent_view(), list[Sample]()
+    monkeypatch.setattr(view, "sample", shown.append)
+    recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "m"), None, answers=("target", "answer"))
+    done = Completion([1], [-1.0], "stop", version=1)
+    for step, columns in enumerate([{"target": 24, "answer": "x"}, {"answer": "x"}, {}], start=1):
+        prompt = Prompt("0", [1], "p", columns)
+        group = Group(prompt, [Rollout(prompt, done, "t", {"r": 1.0})] * 2)
+        recorder.step(step, {}, Collected([group], torch.zeros(1, 2), {}))
+    assert [sample.answer for sample in shown] == ["24", "x", None]

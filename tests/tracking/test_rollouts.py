@@ -2,45 +2,82 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 import math
 import random
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
+import pyarrow.parquet
 import pytest
 
-from grpocli.data import Completion, Group, Prompt, Rollout
-from grpocli.tracking.rollouts import read_rollouts, write_rollouts
+from grpocli.data import Completion, Episode, Group, Prompt, Rollout, Status
+from grpocli.rewards.countdown import CountdownReward
+from grpocli.rewards.reward import answer_columns
+from grpocli.rewards.text import ExactMatch, Overlong
+from grpocli.tracking.rollouts import Record, evaluated, read_rollouts, write_rollouts
 
 TALK = [{"role": "user", "content": "Wie groß?"}]
 
 
-def group(uid: str, text: object, rewards: list[dict[str, float]]) -> Group:
-    prompt = Prompt(uid, [1, 2], text, {"answer": "3", "task_name": "sums"})  # type: ignore[arg-type]
+ANSWER = {"answer": "3", "task_name": "sums"}
+
+
+def group(uid: str, text: object, rewards: list[dict[str, float]], columns: dict[str, Any] = ANSWER) -> Group:
+    prompt = Prompt(uid, [1, 2], text, columns)  # type: ignore[arg-type]
     done = [Completion([7, 8 + k], [-0.5, -0.25], "stop" if k else "length", 4) for k in range(len(rewards))]
     return Group(
         prompt, [Rollout(prompt, c, f"text {k}", r) for k, (c, r) in enumerate(zip(done, rewards, strict=True))]
     )
 
 
+def written(path: Path, *groups: Group, answers: Sequence[str] = ("answer",)) -> list[dict[str, Any]]:
+    write_rollouts(path / "rollouts.parquet", evaluated(groups), 0, answers)
+    return read_rollouts(path / "rollouts.parquet")
+
+
 def test_a_row_a_completion(tmp_path: Path) -> None:
     path = tmp_path / "rollouts" / "step_000003.parquet"
-    groups = [
+    first, second = (
         group("a", "1+2=", [{"math": 1.0, "format": math.nan}, {"math": 0.0, "format": 0.5}]),
         group("b", TALK, [{"math": 1.0, "extra": 2.0}, {"math": 1.0, "extra": 3.0}]),
+    )
+    logp, entropy = np.array([-0.75, -0.125], dtype=np.float32), np.array([1.5, 0.0], dtype=np.float32)
+    trained = [
+        Record(r, 0, Status.TRAINED, 2, reward, advantage, [1, 0], logp, entropy)
+        for r, reward, advantage in zip(first.rollouts, (1.0, 0.5), (0.75, -0.75), strict=True)
     ]
-    write_rollouts(path, groups, [[0.75, -0.75], [0.0, 0.0]], step=3)
+    filtered = [Record(r, 1, Status.FILTERED, 3) for r in second.rollouts]
+    write_rollouts(path, [*trained, *filtered], step=3)
     rows = read_rollouts(path)
     assert rows[0] == {
         "step": 3,
+        "sampled_step": 2,
+        "status": "trained",
         "task": "sums",
         "uid": "a",
         "group": 0,
         "prompt": "1+2=",
+        "messages": None,
         "completion": "text 0",
+        "episode": None,
+        "turns": None,
+        "answer": "3",
+        "columns": '{"answer": "3"}',
         "prompt_ids": [1, 2],
         "completion_ids": [7, 8],
+        "length": 2,
+        "loss_mask": [1, 0],
         "logprobs": [-0.5, -0.25],
+        "trainer_logprobs": [-0.75, -0.125],
+        "entropies": [1.5, 0.0],
+        "reward": 1.0,
         "advantage": 0.75,
         "finish_reason": "length",
         "version": 4,
@@ -50,21 +87,116 @@ def test_a_row_a_completion(tmp_path: Path) -> None:
         "reward/extra": None,
     }
     assert [row["uid"] for row in rows] == ["a", "a", "b", "b"]
-    assert json.loads(rows[2]["prompt"]) == TALK
     assert rows[3]["reward/extra"] == 3.0
+    left_out = {name: rows[3][name] for name in ("status", "loss_mask", "trainer_logprobs", "advantage", "reward")}
+    assert left_out == {
+        "status": "filtered",
+        "loss_mask": [0, 0],
+        "trainer_logprobs": None,
+        "advantage": None,
+        "reward": None,
+    }
     assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_a_conversation_is_a_list_of_messages_and_a_text_to_read(tmp_path: Path) -> None:
+    (row,) = written(tmp_path, group("b", TALK, [{"math": 1.0}]))
+    assert row["messages"] == TALK
+    assert row["prompt"] == "user: Wie groß?"
+    with_tools = [*TALK, {"role": "assistant", "tool_calls": [{"name": "look"}]}]
+    (row,) = written(tmp_path, group("b", with_tools, [{"math": 1.0}]))
+    assert row["messages"] == [*TALK, {"role": "assistant", "content": ""}]
+    assert json.loads(row["columns"])["prompt"] == with_tools, "what the list has no place for"
+
+
+def test_an_episode_is_a_list_of_messages(tmp_path: Path) -> None:
+    turns = [{"role": "assistant", "content": "2*3"}, {"role": "user", "content": "6"}]
+    prompt = Prompt("a", [1], "p")
+    done = Completion([7, 8, 9], [-1.0, 0.0, -1.0], "stop", 1, [1, 0, 1], episode=Episode(turns, 2))
+    (row,) = written(tmp_path, Group(prompt, [Rollout(prompt, done, "2*3", {"math": 1.0})]))
+    assert (row["episode"], row["turns"], row["length"]) == (turns, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("columns", "answers", "reference"),
+    [
+        ({"answer": 42}, ["answer"], "42"),
+        ({"answer": None, "target": 24, "numbers": [1, 2]}, ["answer", "target"], "24"),
+        ({"tests": ["assert f(1)"], "answer": "def f"}, ["tests", "answer"], '["assert f(1)"]'),
+        ({"level": 3}, ["answer"], None),
+        ({}, ["answer"], None),
+    ],
+)
+def test_what_rewards_saw_of_the_example(
+    columns: dict[str, Any], answers: list[str], reference: str | None, tmp_path: Path
+) -> None:
+    (row,) = written(tmp_path, group("a", "p", [{"math": 1.0}], columns), answers=answers)
+    assert row["answer"] == reference
+    assert json.loads(row["columns"]) == columns
+
+
+def test_the_reference_answer_is_where_the_rewards_find_it() -> None:
+    assert answer_columns([CountdownReward(), ExactMatch()]) == ("answer", "target")
+    assert answer_columns([Overlong(max_tokens=4), ExactMatch(answer_column="solution")]) == ("solution", "answer")
+    assert answer_columns([Overlong(max_tokens=4)]) == ("answer",)
+
+
+def test_columns_of_any_kind_are_json(tmp_path: Path) -> None:
+    columns = {
+        "date": datetime.datetime(2024, 1, 2),
+        "price": decimal.Decimal("1.50"),
+        "array": np.arange(3),
+        "one": np.float32(0.5),
+        "large": np.zeros((1000, 1000)),
+        "raw": b"\x1b[2J",
+        "image": SimpleNamespace(pixels=3),
+        "none": math.nan,
+        "long": "x" * 300_000,
+        "nested": {1: [(1, None)], "half": "\ud83d"},
+    }
+    rows = written(tmp_path, group("a", "p", [{"math": 1.0}], columns), group("b", "p", [{"math": 1.0}], {"date": 3}))
+    found = json.loads(rows[0]["columns"])
+    long = found.pop("long")
+    assert found == {
+        "date": "2024-01-02 00:00:00",
+        "price": "1.50",
+        "array": [0, 1, 2],
+        "one": 0.5,
+        "large": "<ndarray>",
+        "raw": "<4 bytes>",
+        "image": "<SimpleNamespace>",
+        "none": "nan",
+        "nested": {"1": [[1, None]], "half": "?"},
+    }
+    assert long.startswith('"xxx')
+    assert long.endswith("xxx... (200,002 more characters)")
+    assert json.loads(rows[1]["columns"]) == {"date": 3}, "another task's column of the same name"
+
+
+def test_every_step_s_file_has_the_same_schema(tmp_path: Path) -> None:
+    """Files of steps with other tasks, prompts and statuses can be read as one data set."""
+    written(tmp_path / "one", group("a", "p", [{"math": 1.0}], {"answer": 3}))
+    written(tmp_path / "two", group("a", TALK, [{"math": math.nan}], {"level": {"of": ["x"]}}))
+    one, two = (pyarrow.parquet.read_schema(tmp_path / name / "rollouts.parquet") for name in ("one", "two"))
+    assert one == two
+
+
+def test_the_docs_have_every_column_and_status(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text()
+    (row,) = written(tmp_path, group("a", "p", [{"NAME": 1.0}]))
+    documented = set(re.findall(r"`([\w/]+)`", "".join(re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE))))
+    assert documented == {*row, *Status}
 
 
 def test_a_step_that_kept_nothing(tmp_path: Path) -> None:
     path = tmp_path / "rollouts" / "step_000001.parquet"
-    write_rollouts(path, [], [], step=1)
+    write_rollouts(path, [], step=1)
     assert read_rollouts(path) == []
 
 
 def test_text_that_is_no_unicode(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts" / "step_000001.parquet"
-    write_rollouts(path, [group("a", "half \ud83d of a face", [{"math": 1.0}])], [[0.0]], step=1)
-    assert read_rollouts(path)[0]["prompt"] == "half ? of a face"
+    (row,) = written(tmp_path, group("a", "half \ud83d of a face", [{"math": 1.0}]))
+    assert row["prompt"] == "half ? of a face"
 
 
 def test_a_full_disk_leaves_no_half_file(full_disk: Path) -> None:
@@ -72,5 +204,5 @@ def test_a_full_disk_leaves_no_half_file(full_disk: Path) -> None:
     noise = random.Random(0).randbytes(2_000_000).hex()  # more than a MiB can hold, however well compressed
     path = full_disk / "step_000001.parquet"
     with pytest.raises(OSError, match="No space left"):
-        write_rollouts(path, [group("a", noise, [{"math": 1.0}])], [[0.0]], step=1)
+        write_rollouts(path, evaluated([group("a", noise, [{"math": 1.0}])]), step=1)
     assert list(full_disk.iterdir()) == []

@@ -12,7 +12,8 @@ import yaml
 
 from grpocli.tracking.card import model_card
 from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.summary import write_summary
+from grpocli.tracking.sessions import Session, add_session
+from grpocli.tracking.summary import finished, write_summary
 
 CONFIG = """\
 algorithm:
@@ -64,6 +65,17 @@ def test_summary(run: RunDir) -> None:
     }
 
 
+def test_a_run_is_finished_when_its_summary_says_so(run: RunDir) -> None:
+    assert finished(run.summary) is None
+    summary(run)
+    assert finished(run.summary) == 60
+    summary(run, cause="stopped")
+    assert finished(run.summary) is None
+    for damaged in ("", "{", "[]", '{"exit": "done"}', "null"):
+        run.summary.write_text(damaged)
+        assert finished(run.summary) is None
+
+
 def test_summary_of_a_run_that_failed(run: RunDir) -> None:
     summary(run, after={}, cause="RunError: disk")
     read = json.loads(run.summary.read_text())
@@ -82,6 +94,27 @@ def test_card(run: RunDir) -> None:
     for said in ("| rewards | `math`, `format` |", "| steps | 60 |", "0.250 before, 0.750 after", "from_pretrained"):
         assert said in card
     assert yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])["seed"] == 0
+
+
+def test_card_tells_session_by_session_what_trained_it(run: RunDir) -> None:
+    for step, changes in ((0, {}), (20, {"optim.lr": (1e-6, 5e-7), "rollout.stop": ([], ["|"])})):
+        add_session(run, Session(step, f"day {step}", {"grpocli": "0.1.0", "torch": "2"}, changes))
+    card = model_card(run, "Qwen/Qwen2.5-0.5B", summary(run))
+    assert "| steps 1 to 20 | started day 0 with grpocli 0.1.0, torch 2 |" in card
+    assert "| steps 21 to 60 | started day 20 with grpocli 0.1.0, torch 2; `optim.lr` 1e-06 -> 5e-07; `rollout" in card
+    assert "['\\|']" in card
+    assert "The config of the last steps:" in card
+
+
+def test_card_names_what_a_resume_has_chosen(run: RunDir) -> None:
+    (run.path / ".hydra").mkdir()
+    choices = {"algorithm": "dapo", "task": "gsm8k", "engine": "auto"}
+    (run.path / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"runtime": {"choices": choices}}}))
+    overrides = ["algorithm=dapo", "task=gsm8k", "optim.lr=1", "algorithm=drgrpo", "+reward@reward.mine=python"]
+    run.config.write_text(CONFIG + yaml.safe_dump({"overrides": overrides}))
+    card = model_card(run, "Qwen/Qwen2.5-0.5B", summary(run))
+    assert "| algorithm | `drgrpo` |" in card
+    assert "| task | `gsm8k` |" in card
 
 
 def test_card_names_the_choices_that_hydra_saved(run: RunDir) -> None:

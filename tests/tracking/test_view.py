@@ -6,7 +6,9 @@ import io
 import math
 import re
 import sys
+import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,8 +19,9 @@ from rich.console import Console
 
 from grpocli.tracking.layout import Screen, sections
 from grpocli.tracking.live import LiveView
+from grpocli.tracking.stage import CurrentStage, Stage
 from grpocli.tracking.text import clean, duration, number, sparkline, trend, words
-from grpocli.tracking.view import Pace, PlainView, View, make_view, silent_view
+from grpocli.tracking.view import Pace, PlainView, Sample, View, make_view, silent_view
 
 METRICS: dict[str, Any] = {
     "reward": 0.4123,
@@ -68,21 +71,86 @@ def test_plain_stages_are_said_once_and_slow_ones_now_and_then() -> None:
     for _ in range(3):
         view.stage("training")
     for percent in range(0, 100, 10):
-        view.stage("warm start", percent / 100)
+        view.stage(f"warm start, step {percent} of 100", percent / 100)
+        view.tick()
         clock.now += 2
     assert out.getvalue().splitlines() == [
         "training ...",
-        *(f"warm start ... {p}%" for p in (0, 30, 60, 90)),
+        "warm start ...",
+        "warm start, step 20 of 100 ... 20%, 16 s left, 4 s so far",
+        "warm start, step 40 of 100 ... 40%, 12 s left, 8 s so far",
+        "warm start, step 60 of 100 ... 60%, 8 s left, 12 s so far",
+        "warm start, step 80 of 100 ... 80%, 4 s left, 16 s so far",
     ]
+
+
+def test_plain_lines_are_a_fifth_of_a_stage_s_time_apart_and_at_most_a_minute() -> None:
+    view, out, clock = plain()
+    view.stage("evaluating")
+    said: list[int] = []
+    for second in range(1, 1201):
+        clock.now += 1
+        view.progress(second, 1280, "completions", f"token {second}")
+        before = len(out.getvalue().splitlines())
+        view.tick()
+        said += [second] * (len(out.getvalue().splitlines()) - before)
+    assert out.getvalue().splitlines()[1] == "evaluating ... 4/1,280 completions, 0%, 21:16 left, token 4, 4 s so far"
+    assert said[:5] == [4, 8, 12, 16, 20]
+    assert all(b - a <= max(5, b / 4) and b - a <= 60 for a, b in pairwise(said))
+    assert len(said) < 40, "a log of an hour is not an hour of lines"
+
+
+def test_a_late_report_of_progress_does_not_bring_the_stage_before_back() -> None:
+    others: list[threading.Thread] = []
+
+    def clock() -> float:
+        """While a report reads it, the trainer begins the next stage."""
+        if current and not others:
+            others.append(threading.Thread(target=current[0].begin, args=("training",)))
+            others[0].start()
+            others[0].join(0.1)  # with a lock it waits for the report
+        return 0.0
+
+    current: list[CurrentStage] = []
+    current.append(CurrentStage(clock, "evaluating"))
+    current[0].progress(1, 2, "completions")
+    others[0].join()
+    assert current[0].stage == Stage("training", 0.0)
+
+
+def test_progress_of_an_unknown_whole_is_what_is_known() -> None:
+    view, out, clock = plain()
+    view.stage("starting vLLM")
+    view.progress(0, 0, "loading weights", "\x1b[31m<log line>\x1b[0m")
+    clock.now += 4
+    view.tick()
+    assert out.getvalue().splitlines() == [
+        "starting vLLM ...",
+        "starting vLLM ... loading weights, <log line>, 4 s so far",
+    ]
+
+
+def test_the_time_left_is_that_of_the_rate_since_the_count_began() -> None:
+    stage = Stage("sampling", 0.0).at(100.0, 640, 1280, "completions")  # another piece was done before
+    assert stage.left(101.0) is None
+    stage = stage.at(110.0, 740, 1280, "completions")
+    assert stage.left(110.0) == pytest.approx(54.0)
+    waited = Stage("sampling", 0.0).at(100.0, 0, 64, "completions").at(160.0, 0, 64, "completions", "prompts read")
+    assert waited.at(170.0, 32, 64, "completions").left(170.0) == pytest.approx(10.0), "prompts are read once"
+    assert stage.at(111.0, 3, 64, "micro-batches").left(120.0) is None, "another count has a rate of its own"
+    assert stage.renamed("training", 5.0) == Stage("training", 5.0)
 
 
 def test_plain_samples_come_now_and_then_on_one_line() -> None:
     view, out, clock = plain()
     for _ in range(3):
-        view.sample("1+\n1=", "2\x1b[2J" + "x" * 100, {"math": 1.0, "format": math.nan}, -0.5)
+        view.sample(Sample("1+\n1=", "2\x1b[2J" + "x" * 100, {"math": 1.0, "format": math.nan}, -0.5))
         clock.now += 20
-    (first, second) = out.getvalue().splitlines()
+    clock.now += 20
+    view.sample(Sample("1+1=", "3", {"math": 0.0}, -0.5, "2\x1b[2J\n"))
+    (first, second, third) = out.getvalue().splitlines()
     assert first == second == f'  "1+ 1=" -> "...{"x" * 60}"  math 1  format -  advantage -0.500'
+    assert third == '  "1+1=" -> "3"  reference "2"  math 0  advantage -0.500'
 
 
 def test_plain_lines_after_a_resume() -> None:
@@ -127,7 +195,7 @@ def fill(view: LiveView, steps: int = 3, completion: str = "2") -> None:
     view.stage("warm start", 0.37)
     for step in range(1, steps + 1):
         view.step(step, METRICS | {f"some/long/metric/name/{i}": 0.1 * step for i in range(30)})
-        view.sample([{"role": "user", "content": "[red]1+1[/red]=" * 50}], completion, {"math": 1.0}, 0.5)
+        view.sample(Sample([{"role": "user", "content": "[red]1+1[/red]=" * 50}], completion, {"math": 1.0}, 0.5, "2"))
 
 
 @pytest.mark.parametrize("width", [20, 40, 50, 80, 81, 120, 250])
@@ -151,7 +219,7 @@ def test_the_live_view_shows_what_matters(live: LiveView) -> None:
         "day/time",
         "step  3/12",
         "2 s/step",
-        "warm start  37%",
+        "warm start  0 s  37%",
         "0.412",
         "3 ",
         "advantage 0.500",
@@ -162,6 +230,17 @@ def test_the_live_view_shows_what_matters(live: LiveView) -> None:
     assert "\x1b[31m" not in text
     assert re.search(r"1\d s left", text)
     assert re.search(r"some/long/metric/name/2 +0\.300 ↑", text)
+
+
+def test_the_live_view_shows_the_reference_answer(live: LiveView) -> None:
+    fill(live)
+    live.sample(Sample("1+1=", "3\n" * 50, {"math": 0.0}, -0.5, "2\x1b[2J\n or " + "two " * 50))
+    text = screen(live, 80, 24)
+    (line,) = (line for line in text if "reference: 2 or two two" in line)
+    assert "…" in line
+    assert any("│ 3" in line for line in text)
+    live.sample(Sample("1+1=", "3", {"math": 0.0}, -0.5))
+    assert "reference" not in "\n".join(screen(live, 80, 24))
 
 
 def test_little_room_is_for_what_people_look_at_first(live: LiveView) -> None:
@@ -178,7 +257,7 @@ def test_whatever_comes_is_drawn(metrics: dict[str, Any], prompt: str, completio
     view = LiveView(Console(file=io.StringIO(), force_terminal=True, width=80, height=24))
     try:
         view.step(1, metrics)
-        view.sample(prompt, completion, {"r": math.nan}, math.inf)
+        view.sample(Sample(prompt, completion, {"r": math.nan}, math.inf))
         lines = screen(view, 80, 24)
     finally:
         view.stop()

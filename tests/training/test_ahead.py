@@ -12,15 +12,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from grpocli import build_algorithm
-from grpocli.data import Completion, Group, Prompt, Rollout, Sampling
+from grpocli.data import Completion, Group, Prompt, Rollout, Sampling, Status
 from grpocli.errors import EngineError, RunError
 from grpocli.rewards.tally import Tally
+from grpocli.tracking.rollouts import write_rollouts
 from grpocli.training import carry
 from grpocli.training.ahead import Ahead
 from grpocli.training.batch import Row
 from grpocli.training.collect import Collected, Collector
+from grpocli.training.records import records_of
 
 WAIT = 20.0  # seconds, far more than anything here takes
 
@@ -59,7 +62,7 @@ class Sampler:
         self.turns.release(calls)
 
     def groups(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: object = None
     ) -> tuple[list[Group], Tally]:
         first = self.version
         self.threads.add(threading.get_ident())
@@ -236,6 +239,7 @@ def test_what_is_too_old_is_dropped_with_its_group_and_counted() -> None:
     with ahead(made, done=3, ready=[mixed]) as one:
         collected = one.collect(4)
     assert uids(collected) == [3]
+    assert [(status, group.uid) for status, group in collected.rest] == [("stale", "0")]
     assert collected.advantages.equal(made.advantages([new.groups[1]]))
     assert (collected.metrics["sampling/stale"], collected.metrics["sampling/kept"]) == (1, 1)
     assert (collected.metrics["staleness/mean"], collected.metrics["staleness/max"]) == (1, 1)
@@ -395,17 +399,24 @@ def test_close_gives_up_on_a_request_that_does_not_end(
         assert "still being collected" in caplog.text
 
 
-def test_a_run_restored_in_the_middle_does_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("surplus", ["discard", "carry"])
+def test_a_run_restored_in_the_middle_does_the_same(surplus: str, tmp_path: Path) -> None:
+    """Down to the bytes of its rollout files, discarded completions included."""
+
     def steps(one: Ahead, sampler: Sampler, first: int, last: int) -> list[Any]:
         got = []
         for step in range(first, last + 1):
             sync(one, sampler, step)
             collected = one.collect(step)
-            got.append((collected.groups, collected.advantages.tolist(), without_times(collected.metrics)))
+            records = records_of(collected, [], one.collector.algorithm, one.collector.weights, step)
+            write_rollouts(tmp_path / "rollouts.parquet", records, step)
+            file = (tmp_path / "rollouts.parquet").read_bytes()
+            got.append((collected.groups, collected.advantages.tolist(), without_times(collected.metrics), file))
         return got
 
-    overrides = ("algorithm=dapo",)
-    script = [(0.0, 1.0), (1.0, 1.0), (1.0, 1.0)]
+    overrides = ("algorithm=dapo", f"algorithm.keep.surplus={surplus}")
+    mixed, flat = (0.0, 1.0), (1.0, 1.0)
+    script = [mixed, flat, mixed, mixed, flat]
     sampler = Sampler(script)
     sampler.allow(999)
     with ahead(collector(sampler, *overrides), steps=8) as one:
@@ -417,16 +428,18 @@ def test_a_run_restored_in_the_middle_does_the_same(tmp_path: Path) -> None:
     with ahead(made, steps=8) as one:
         halves = steps(one, sampler, 1, 4)
         one.drain(5)
-        carry.save_steps([(c.groups, c.metrics) for c in one.progress.ready], tmp_path)
-        drawn = made.draws
+        progress = one.progress
+        carry.save_steps(progress.ready, tmp_path)
+        carry.save(progress.carried, tmp_path)
+        assert all(step.rest for step in progress.ready), "nothing discarded shows nothing"
 
     sampler = Sampler(script)
     sampler.allow(999)
     again = collector(sampler, *overrides)
-    again.draws = drawn
-    saved = carry.load_steps(tmp_path, again.draw, 2, ["r"], wanted=True)
-    assert len(saved) == 1
-    ready = [Collected(list(groups), again.advantages(groups), metrics) for groups, metrics in saved]
+    again.draws = progress.draws
+    again.carried = carry.load(tmp_path, again.draw, 2, ["r"], most=2)
+    ready = carry.load_steps(tmp_path, again, wanted=True)
+    assert len(ready) == 1
     with ahead(again, steps=8, done=4, ready=ready) as one:
         halves += steps(one, sampler, 5, 8)
     assert repr(halves) == repr(whole)
@@ -442,15 +455,47 @@ def test_spans_survive_a_checkpoint_and_a_changed_config_does_not(
     prompt = Prompt("4", [1], "p")
     done = Completion([1, 2], [-1.0, -0.5], "stop", 3, spans=[(3, 1), (4, 1)])
     group = Group(prompt, [Rollout(prompt, done, "t", {"r": float("nan")})] * 2)
-    carry.save_steps([([group], {"reward": 0.5})], tmp_path)
+    made = collector(Sampler(), "algorithm=grpo")
+    step = Collected([group], made.advantages([group]), {"reward": 0.5}, rest=[(Status.STALE, group)])
+    carry.save_steps([step], tmp_path)
 
-    def load(size: int = 2, wanted: bool = True) -> list[carry.Step]:
-        return carry.load_steps(tmp_path, lambda n: Prompt(str(n), [1], "p"), size, ["r"], wanted)
+    def load(size: int = 2, wanted: bool = True) -> list[Collected]:
+        made.group_size = size
+        return carry.load_steps(tmp_path, made, wanted)
 
-    assert repr(load()) == repr([([group], {"reward": 0.5})])
+    assert repr(load()) == repr([step])
     assert caplog.text == ""
     assert load(size=3) == load(wanted=False) == []
     assert "1 steps collected ahead do not fit" in caplog.text
+
+
+def test_processes_agree_on_a_step_whose_discarded_groups_alone_do_not_fit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The main process alone reads those."""
+    made = collector(Sampler(), "algorithm=grpo")
+
+    def group(prompt: Prompt) -> Group:
+        return Group(prompt, [Rollout(prompt, Completion([1], [-1.0], "stop", 3), "t", {"r": 1.0})] * 2)
+
+    kept, discarded = group(made.draw(4)), group(Prompt("5", [99], "no prompt of the task now"))
+    step = Collected([kept], made.advantages([kept]), {}, rest=[(Status.FILTERED, discarded)])
+    carry.save_steps([step], tmp_path)
+    for is_main in (True, False):
+        made.keeps_rest = is_main
+        (found,) = carry.load_steps(tmp_path, made, wanted=True)
+        assert (found.groups, found.rest) == ([kept], [])
+    assert caplog.text.count("1 of 1 groups of a rollout file do not fit") == 1
+
+
+def test_steps_collected_ahead_by_an_older_version_are_read(tmp_path: Path) -> None:
+    made = collector(Sampler(), "algorithm=grpo")
+    group = Group(made.draw(4), [Rollout(made.draw(4), Completion([1], [-1.0], "stop", 3), "t", {"r": 1.0})] * 2)
+    carry.save_steps([Collected([group], made.advantages([group]), {"reward": 1.0})], tmp_path)
+    saved = torch.load(tmp_path / carry.AHEAD, weights_only=True)
+    torch.save([{name: step[name] for name in ("groups", "metrics")} for step in saved], tmp_path / carry.AHEAD)
+    (step,) = carry.load_steps(tmp_path, made, wanted=True)
+    assert (step.groups, step.rest) == ([group], [])
 
 
 def test_old_log_probs_of_a_stale_row() -> None:

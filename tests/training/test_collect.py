@@ -17,7 +17,7 @@ from grpocli.rewards.tally import Tally
 from grpocli.rewards.text import ExactMatch
 from grpocli.rollout.seeds import seed_of
 from grpocli.training import carry
-from grpocli.training.collect import Collector
+from grpocli.training.collect import Collector, Seen
 
 
 class Scripted:
@@ -29,7 +29,7 @@ class Scripted:
         self.asked: list[int] = []
         self.scorer = Scorer({"r": ExactMatch()}, max_errors=0.1)
 
-    def groups(self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling):
+    def groups(self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: object = None):
         self.asked.append(len(prompts))
         done = Completion([1, 2], [-1.0, -1.5], "stop", version=len(self.asked))
         groups = [
@@ -178,13 +178,67 @@ def test_a_damaged_carried_completion_is_refused(damage: dict[str, torch.Tensor]
 
 
 def test_a_group_can_be_kept_by_one_reward_alone() -> None:
-    """DAPO's accuracy: groups that differ in length alone teach nothing about the answer."""
+    """DAPO's accuracy, the first one: groups that differ in length alone teach nothing about the answer."""
     rewards = {"accuracy": torch.tensor([[1.0, 1.0], [0.0, 1.0]]), "overlong": torch.tensor([[0.0, -0.5], [0.0, 0.0]])}
-    assert build_algorithm("algorithm=dapo").kept(rewards).tolist() == [True, True]
-    by_accuracy = build_algorithm("algorithm=dapo", "algorithm.keep.reward=accuracy")
-    assert by_accuracy.kept(rewards).tolist() == [False, True]
+    assert build_algorithm("algorithm=dapo").kept(rewards).tolist() == [False, True]
+    for name, kept in {"accuracy": [False, True], "overlong": [True, False], "score": [True, True]}.items():
+        assert build_algorithm("algorithm=dapo", f"algorithm.keep.reward={name}").kept(rewards).tolist() == kept
     with pytest.raises(ConfigError, match=r"algorithm\.keep\.reward=style: choose one of .*accuracy, overlong"):
         build_algorithm("algorithm=dapo", "algorithm.keep.reward=style").kept(rewards)
+
+
+def test_a_reward_called_score_is_that_reward() -> None:
+    rewards = {"accuracy": torch.tensor([[0.0, 1.0]]), "score": torch.tensor([[0.5, 0.5]])}
+    assert not build_algorithm("algorithm=dapo", "algorithm.keep.reward=score").kept(rewards).any()
+
+
+NAN = float("nan")
+MIXTURE = {  # groups of the tasks: numbers, texts, texts, and one that no judge could score
+    "math": torch.tensor([[1.0, 0.0], [NAN, NAN], [NAN, NAN], [NAN, NAN]]),
+    "style": torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [NAN, NAN]]),
+    "judge": torch.tensor([[NAN, NAN], [1.0, 1.0], [0.0, 1.0], [NAN, NAN]]),
+}
+
+
+def test_each_tasks_own_reward_says_which_of_its_groups_are_kept() -> None:
+    dapo = build_algorithm("algorithm=dapo")
+    accuracy = ["math", "judge", "judge", "judge"]
+    assert dapo.kept(MIXTURE, accuracy=accuracy).tolist() == [True, False, True, False]
+    assert dapo.kept(MIXTURE).tolist() == [True, True, False, False], "the first that applies to the group"
+    with pytest.raises(ValueError, match=r"accuracy: there is no reward 'jugde'; did you mean \"judge\"\?"):
+        dapo.kept(MIXTURE, accuracy=["jugde"] * 4)
+    with pytest.raises(ValueError, match="accuracy has 1 names, and there are 4 groups"):
+        dapo.kept(MIXTURE, accuracy=["math"])
+
+
+def test_each_tasks_own_reward_says_how_hard_its_questions_are() -> None:
+    """DGPO in a mixture: the accuracy of a question is that of its own task's judge, not of the first task's."""
+    dgpo = build_algorithm("algorithm=dgpo", "algorithm/advantage=center")
+    easy, hard = [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]
+    rewards = {"math": torch.tensor([hard, [NAN] * 4]), "judge": torch.tensor([[NAN] * 4, easy])}
+    by_task = dgpo.advantages(rewards, accuracy=["math", "judge"])
+    alone = dgpo.advantages({"one": torch.tensor([hard, easy])})
+    torch.testing.assert_close(by_task, alone)
+    assert not torch.allclose(dgpo.advantages(rewards), alone)
+
+
+def test_a_collector_asks_the_judge_of_each_groups_task() -> None:
+    """Groups of the second task differ in the first task's reward alone."""
+    made, _ = collector([MIXED], "algorithm=dapo", "algorithm.keep.max_rounds=1")
+    made.judges = {"": "r"}
+    assert len(made.collect().groups) == 3
+    made, sampler = collector([MIXED], "algorithm=dapo", "algorithm.keep.max_rounds=1")
+    made.weights, made.judges = {"r": 1.0, "judge": 1.0}, {"": "judge"}
+    plain = sampler.groups
+
+    def groups(*given):
+        found, tally = plain(*given)
+        for rollout in (r for g in found for r in g.rollouts):
+            rollout.rewards["judge"] = 1.0
+        return found, tally
+
+    sampler.groups = groups  # type: ignore[method-assign]
+    assert made.collect().groups == []
 
 
 def test_reward_errors_are_judged_against_a_whole_step() -> None:
@@ -200,6 +254,62 @@ def test_nothing_kept_is_an_empty_step() -> None:
     made, _ = collector([FLAT], "algorithm=dapo", "algorithm.keep.max_rounds=1")
     got = made.collect()
     assert (got.groups, tuple(got.advantages.shape)) == ([], (0, 2))
+
+
+def trls_metrics(lengths: list[int], cut: list[bool], rewards: list[float], prompts: list[int]) -> dict[str, float]:
+    """As TRL's GRPO trainer logs them, but that it logs lengths of 0 where no completion is terminated."""
+    agg, truncated, values = torch.tensor(lengths), torch.tensor(cut), torch.tensor(rewards, dtype=torch.float64)
+    term = agg[~truncated]
+    variance = torch.nanmean((values - torch.nanmean(values)) ** 2)
+    count = torch.sum(~torch.isnan(values))
+    return {
+        "num_tokens": sum(prompts) + sum(lengths),  # the attention mask of prompts and completions
+        "completions/mean_length": agg.float().mean().item(),
+        "completions/min_length": agg.float().min().item(),
+        "completions/max_length": agg.float().max().item(),
+        "completions/clipped_ratio": 1 - len(term) / len(agg),
+        "completions/mean_terminated_length": term.float().mean().item(),
+        "completions/min_terminated_length": term.float().min().item(),
+        "completions/max_terminated_length": term.float().max().item(),
+        "rewards/r/mean": torch.nanmean(values).item(),
+        "rewards/r/std": torch.sqrt(variance * count / (count - 1)).item(),
+    }
+
+
+def test_what_was_sampled_in_trls_terms() -> None:
+    """Of all completions, also of those that are not trained on; an environment's words are none of the model's."""
+    lengths, cut, rewards = [3, 5, 2, 5, 1, 4], [False, True, False, True, False, False], [0.0, 1.0, NAN, 0.5, 1.0, 1.0]
+    prompts = [Prompt(str(i), [1] * n, "p") for i, n in enumerate((2, 7, 4))]
+
+    def completion(k: int) -> Completion:
+        n = lengths[k]
+        mask = [1] * (n - 1) + [0] if k % 2 == 0 else None
+        return Completion([1] * n, [-1.0] * n, "length" if cut[k] else "stop", version=1, mask=mask)
+
+    class Fixed(Scripted):
+        def groups(self, prompts, seeds, n, sampling, watch):
+            return [
+                Group(p, [Rollout(p, completion(k), "t", {"r": rewards[k]}) for k in (2 * i, 2 * i + 1)])
+                for i, p in enumerate(prompts)
+            ], Tally(Counter({"": 6}))
+
+    made, _ = collector([], "algorithm=grpo")
+    made.sampler = Fixed([])  # type: ignore[assignment]
+    made.draw = prompts.__getitem__
+    written = [n - (k % 2 == 0) for k, n in enumerate(lengths)]
+    expected = trls_metrics(written, cut, rewards, [2, 2, 7, 7, 4, 4])
+    found = made.collect().metrics
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+def test_a_step_without_terminated_completions_has_no_terminated_lengths() -> None:
+    """Nor has one completion a deviation: a metric without a value is absent."""
+    done = Completion([1, 2], [-1.0, -1.5], "length", version=1)
+    rewards = {"r": 1.0, "other": NAN}
+    seen = Seen.of([Group(prompt(0), [Rollout(prompt(0), done, "t", rewards)])], ["r", "other"])
+    metrics = seen.metrics(torch.ones(1, 1))
+    assert metrics["completions/min_length"] == 2
+    assert not [name for name in metrics if "terminated" in name or name.endswith("/std")]
 
 
 def test_seeds_differ_by_run_and_draw() -> None:

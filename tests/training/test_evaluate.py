@@ -10,6 +10,7 @@ import pytest
 
 from grpocli.data import Completion, Group, Prompt, Rollout, Sampling
 from grpocli.evaluation.results import Judges
+from grpocli.progress import Watch
 from grpocli.rewards.tally import Tally
 from grpocli.rewards.text import ExactMatch
 from grpocli.training.evaluate import Evaluator, eval_seeds
@@ -28,8 +29,12 @@ class Recording:
     def __init__(self) -> None:
         self.asked: list[tuple[int, Sampling]] = []
 
-    def groups(self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling) -> Any:
+    def groups(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Any = None
+    ) -> Any:
         self.asked.append((n, sampling))
+        if watch:
+            watch.progress(len(prompts) * n, len(prompts) * n, "completions")
         scores = [1.0, 0.0, math.nan, 0.5]
         done = Completion([1, 2], [0.0, 0.0], "stop", 1)
         return [Group(p, [Rollout(p, done, "", {"right": scores[i % 4]}) for i in range(n)]) for p in prompts], Tally()
@@ -60,7 +65,9 @@ def test_evaluations_keep_what_decides_the_answer_and_its_end() -> None:
 
 def test_several_tasks_have_their_own_judges_and_results() -> None:
     class OfTwo(Recording):
-        def groups(self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling) -> Any:
+        def groups(
+            self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Any = None
+        ) -> Any:
             done = Completion([1, 2], [0.0, 0.0], "stop", 1)
             scores = {"sums": {"right": 1.0, "other": math.nan}, "words": {"right": math.nan, "other": 0.5}}
             return [Group(p, [Rollout(p, done, "", scores[p.task])] * n) for p in prompts], Tally()
@@ -76,3 +83,12 @@ def test_several_tasks_have_their_own_judges_and_results() -> None:
     assert found["eval/words/accuracy_greedy"] == 0.0
     assert found["eval/sums/mean_length"] == 2.0
     assert (found["eval/maj@2"], found["eval/sums/pass@2"], found["eval/words/pass@2"]) == (0.5, 1.0, 0.0)
+
+
+def test_an_evaluation_counts_its_samples_and_its_greedy_answers_as_one() -> None:
+    told: list[tuple[float, float]] = []
+    watch = Watch(lambda done, total, unit, detail="": told.append((done, total)))
+    sampler: Any = Recording()
+    prompts = [Prompt(str(i), [1], "?") for i in range(3)]
+    Evaluator(sampler, prompts, 4, Judges({"": "right"}, {"right": ExactMatch()}), Sampling(8), seed=0, watch=watch)()
+    assert told == [(12, 15), (15, 15)]

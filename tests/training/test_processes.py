@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from training import updating
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from grpocli.algorithm.metrics import EXTREMES
 from grpocli.data import Request, Sampling
 from grpocli.launch.processes import command
 from grpocli.rollout.sampler import sample
@@ -132,12 +133,27 @@ def test_uneven_loads_make_equal_numbers_of_collective_calls(results, n: int, pa
     assert all(one == counts[0] for one in counts)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", updating.ALGORITHMS)
+def test_extremes_are_over_all_processes(results, name: str) -> None:
+    """Each process knows the same ones, and they are on either side of the mean."""
+    for (n, _, parallel), result in results.items():
+        if name not in result:
+            continue
+        metrics = result[name]["metrics"]
+        first = results[n, 0, parallel][name]["metrics"]
+        assert {m: metrics.get(m) for m in EXTREMES} == {m: first.get(m) for m in EXTREMES}
+        assert metrics.get("clip_ratio/low_min", 0.0) <= metrics.get("clip_ratio/low_mean", 0.0) + 1e-6
+        assert metrics["clip_ratio/high_max"] >= metrics["clip_ratio/high_mean"] - 1e-6
+
+
 def assert_same(one: dict[str, Any], other: dict[str, Any], tolerance: float, where: object) -> None:
     assert (one["weights"] - other["weights"]).abs().max() <= tolerance, where
     if "mixed" in one:
         assert (one["mixed"] - other["mixed"]).abs().max() <= tolerance, where
     assert one["metrics"].keys() == other["metrics"].keys()
-    for metric in other["metrics"].keys() - {"tokens/padding", "tokens/shared"}:  # those are what a split costs
+    of_split = {"tokens/padding", "tokens/shared", *EXTREMES}  # what a split costs, and extremes of its parts
+    for metric in other["metrics"].keys() - of_split:
         value = other["metrics"][metric]
         assert one["metrics"][metric] == pytest.approx(value, rel=tolerance, abs=tolerance), (where, metric)
 
@@ -154,6 +170,22 @@ def test_the_number_of_processes_changes_nothing(results, tied_model, name: str)
         if name in result:
             assert_same(result[name], alone, tolerance, process)
             assert (result[name]["weights"] - alone["weights"]).norm() <= 0.05 * change.norm(), process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", updating.ALGORITHMS)
+def test_the_main_process_is_given_every_row_s_log_probs(results, rows: list[Row], name: str) -> None:
+    """And entropies; whichever process computed them, and none where no process did."""
+    alone = results[1, 0, "ddp"][name]["scored"]
+    computed = [row.mask for row, scored in zip(rows, alone, strict=True) if scored is not None]
+    assert all(map(any, computed))
+    assert 0 < len(computed) < len(rows)
+    for (_, rank, _), result in results.items():
+        assert ("scored" in result.get(name, {})) == (rank == 0 and name in result)
+        for one, other in zip(result.get(name, {}).get("scored", []), alone, strict=False):
+            assert (one is None) == (other is None)
+            if one is not None:
+                torch.testing.assert_close(one, other, rtol=0, atol=0.1 if name == "bfloat16" else 1e-5)
 
 
 @pytest.mark.slow
@@ -212,7 +244,7 @@ def test_transformers_loads_what_any_processes_save(ended: Path, results, name: 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not ZERO, reason="no DeepSpeed: zero2 and zero3 are not tried (pip install 'grpocli[deepspeed]')")
+@pytest.mark.skipif(not ZERO, reason="no DeepSpeed: zero2 and zero3 are not tried (pip install deepspeed)")
 @pytest.mark.parametrize("parallel", ["zero2", "zero3"])
 def test_zero_goes_through_the_tests_above(results, parallel: str) -> None:
     assert "mixed" in results[3, 0, "fsdp2"]["grpo"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -112,3 +114,27 @@ def test_a_full_disk_is_told_before_another_update(grpocli, tmp_path: Path, monk
     assert code == 1
     assert "no space left on the disk" in err
     assert len(metrics(tmp_path / "run")) == 1
+
+
+def test_a_process_that_leaves_a_checkpoint_alone_ends_without_an_abort() -> None:
+    """Python's own end aborts a process whose daemon thread is inside of C++."""
+    code = """
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+import torch
+from grpocli.training.saving import Saver
+one = Saver(SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(whole=True)))
+begun = threading.Event()
+def work():
+    begun.set()
+    while True:
+        torch.ones(400, 400) @ torch.ones(400, 400)
+one.start(work)
+begun.wait()
+one.close(0.01)
+print("ended")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT)
+    assert (done.returncode, done.stdout) == (1, "ended\n"), done.stderr
+    assert "Fatal Python error" not in done.stderr

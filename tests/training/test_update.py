@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from grpocli import build_algorithm
+from grpocli.algorithm.metrics import EXTREMES
 from grpocli.config.schema import Train
 from grpocli.data import Request, Sampling
 from grpocli.launch.hardware import Single
 from grpocli.rollout.sampler import sample
-from grpocli.training.batch import Row
+from grpocli.training.batch import MicroBatch, Row
 from grpocli.training.optim import AdamW
 from grpocli.training.policy import Policy
 from grpocli.training.reference import Reference
@@ -74,7 +75,7 @@ def test_micro_batches_change_nothing(little_model, world, rows, algorithm: str,
     split = trained(little_model, world, rows, f"algorithm={algorithm}", micro_batch_tokens=20, **train)
     assert whole.updates == split.updates == train.get("epochs", 1) * train.get("minibatches", 1)
     torch.testing.assert_close(split.weights, whole.weights, rtol=0, atol=2e-5)
-    for name in whole.metrics.keys() - {"tokens/padding", "tokens/shared"}:
+    for name in whole.metrics.keys() - {"tokens/padding", "tokens/shared", *EXTREMES}:
         value = whole.metrics[name]
         assert split.metrics[name] == pytest.approx(value, rel=2e-4, abs=2e-5), name
 
@@ -86,6 +87,37 @@ def test_the_first_update_is_on_policy(little_model, world, rows) -> None:
     twice = trained(little_model, world, rows, "algorithm=dapo", epochs=4)
     assert twice.metrics["clip_ratio/region_mean"] > 0
     assert twice.metrics["token_mult_prob_error"] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("train", [{}, {"epochs": 2, "minibatches": 2}])
+def test_rows_have_the_log_probs_of_the_policy_that_begins_the_step(
+    little_model, world, rows, train: dict[str, int]
+) -> None:
+    """However many updates there were, and also where the objective's old log-probs are the sampler's."""
+    up = updater(little_model, world, "algorithm=drgrpo", micro_batch_tokens=20, **train)
+    given = [copy.copy(r) for r in rows]
+    given[1].old_logp = torch.full((len(rows[1].completion_ids),), -3.0)
+    given[2].mask = [0] * len(rows[2].mask)
+    given[3].advantage = 0.0
+    before = [up.policy.logp_without_gradient(MicroBatch.build([row], world.device), SAMPLING) for row in rows]
+    up.step(given, n_groups=2)
+    up.gather(given)
+    for k, (row, expected) in enumerate(zip(given, before, strict=True)):
+        found = row.logp, row.entropy
+        if k in (2, 3):
+            assert found == (None, None), "not computed"
+        else:
+            torch.testing.assert_close(found, tuple(values[0] for values in expected), rtol=0, atol=1e-4)
+
+
+def test_extremes_of_clipping_are_over_the_micro_batches_of_all_updates(little_model, world, rows) -> None:
+    """A row a micro-batch: the most clipped one, and the least, over four updates. The mean lies between."""
+    split = trained(little_model, world, rows, "algorithm=dapo", epochs=4, micro_batch_tokens=20).metrics
+    whole = trained(little_model, world, rows, "algorithm=dapo", epochs=4).metrics
+    assert split["clip_ratio/low_min"] == 0 <= whole["clip_ratio/low_min"] <= whole["clip_ratio/low_mean"]
+    assert split["clip_ratio/high_max"] > whole["clip_ratio/high_max"] > whole["clip_ratio/high_mean"] > 0
+    once = trained(little_model, world, rows, "algorithm=dapo")
+    assert once.metrics["clip_ratio/high_max"] == 0
 
 
 def test_an_update_makes_praised_completions_likelier(little_model, world, rows) -> None:
@@ -138,3 +170,13 @@ def test_the_reference_moves_towards_the_policy(little_model, world) -> None:
     up.reference.mix(0.25)
     for mine, start in zip(up.reference.model.parameters(), little_model.parameters(), strict=True):
         torch.testing.assert_close(mine, start + 0.25)
+
+
+def test_micro_batches_are_counted_over_all_epochs(little_model, world: World, rows: list[Row]) -> None:
+    told: list[tuple[float, float]] = []
+    up = updater(little_model, world, "algorithm=drgrpo", epochs=2, minibatches=2, micro_batch_tokens=40)
+    up.progress = lambda done, total, unit, detail="": None if detail else told.append((done, total))
+    up.step([copy.copy(row) for row in rows], 2)
+    (total,) = {total for _, total in told}
+    assert [done for done, _ in told] == list(range(int(total)))
+    assert total > 4, "each of the four updates has several"

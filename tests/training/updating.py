@@ -134,9 +134,13 @@ def descended(world: World, folder: Path, name: str) -> dict[str, object]:
     )
     if name == "bfloat16":  # of later updates, rounding in the first ones makes several per cent
         updater.train = dataclasses.replace(TRAIN, epochs=1, minibatches=1)
-    metrics = updater.step(load_rows(folder / "rows.json"), N_GROUPS)
+    rows = load_rows(folder / "rows.json")
+    metrics = updater.step(rows, N_GROUPS)
     assert updater.updates == updater.train.updates_per_step
     result = {"metrics": metrics, "weights": whole(policy)}
+    updater.gather(rows)
+    if world.is_main:
+        result["scored"] = [None if row.logp is None else torch.stack([row.logp, row.entropy]) for row in rows]
     if type(updater.reference) is Reference and not isinstance(world.parallel, Zero3):
         updater.reference.mix(0.5)
         mixed = policy.parallel.parameters(updater.reference.model)

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, open_dict
 
 from grpocli.config.compose import build_run, save
 from grpocli.errors import ConfigError
+from grpocli.launch.output_dir import write_record
 from grpocli.tracking.files import write_atomic
 from grpocli.tracking.run_dir import RunDir
 
@@ -46,6 +47,8 @@ def prepared(
 def write(context: HydraContext, jobs: Sequence[Job]) -> list[JobReturn]:
     """Make the jobs' folders. Raises ConfigError where a run is in one already."""
     for job in jobs:
+        RunDir(job.folder).check_free()
+    for job in jobs:
         RunDir(job.folder).check_writable(resuming=False)
     return [_written(context, job) for job in jobs]
 
@@ -69,9 +72,11 @@ def _composed(context: HydraContext, config: DictConfig, given: list[str], numbe
 
 
 def _written(context: HydraContext, job: Job) -> JobReturn:
-    """Hydra makes the folder, with `.hydra/` in it, as for a job that runs here."""
+    """As Hydra does it for a job that runs here."""
 
     def write(config: DictConfig) -> None:
+        config.overrides = list(job.overrides)
+        write_record(job.folder, config)
         write_atomic(RunDir(job.folder).config, save(config))
 
     done = run_job(write, job.config, "hydra.sweep.dir", "hydra.sweep.subdir", context, configure_logging=False)

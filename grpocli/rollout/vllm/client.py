@@ -18,7 +18,7 @@ import httpx
 
 from grpocli.errors import EngineError
 from grpocli.rollout.vllm.endpoint import Endpoint, is_loopback
-from grpocli.rollout.vllm.patience import Patience, Signs, health
+from grpocli.rollout.vllm.patience import GENERATED, Patience, Signs, health, tokens_computed
 from grpocli.rollout.vllm.protocol import ADAPTER, MODEL, Refused, ServerGone
 
 CONNECT_TIMEOUT = 10.0
@@ -115,6 +115,11 @@ class Client:
         for choice in choices if model != MODEL else []:
             choice["weight_versions"] = _versions(model, choice)
         return sorted(choices, key=lambda choice: int(choice["index"]))
+
+    async def generated(self) -> float:
+        """Tokens that the server has generated since its start, for whomever; 0 where it does not say."""
+        async with httpx.AsyncClient(**http_options(self.endpoint)) as http:
+            return await tokens_computed(http, GENERATED) or 0.0
 
     @contextmanager
     def _asking(self, model: str) -> Iterator[None]:

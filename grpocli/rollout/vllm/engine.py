@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import EngineError, EngineGone
-from grpocli.rollout.engine import ignore
+from grpocli.rollout.engine import Listener, ignore
 from grpocli.rollout.transformers_engine import stop_ids
 from grpocli.rollout.vllm.client import Client
 from grpocli.rollout.vllm.comeback import Given, Own, Waiting
 from grpocli.rollout.vllm.endpoint import Endpoint, run_files
-from grpocli.rollout.vllm.fleet import Choices, Fleet
+from grpocli.rollout.vllm.fleet import Choices, Count, Fleet
 from grpocli.rollout.vllm.request import body, check_temperature, completions
 from grpocli.rollout.vllm.trial import check_sampling
 
@@ -91,34 +91,46 @@ class VllmEngine:
         version, synced = self.version, self._synced  # before the requests: a sync may come meanwhile
         bodies = [body(request, sampling, self._stop) for request in requests]
         found: dict[int, list[Completion]] = {}
+        listener = Listener.of(on_group)
+        count = Count(listener.watch, sum(request.n for request in requests))
 
         def answered(k: int, choices: Choices) -> None:
             if self._failure:  # of a sync: they may come from any weights
                 return
             found[k] = completions(choices, requests[k], sampling, version, synced=synced)
-            on_group(k, found[k])
+            count.came(len(found[k]))
+            listener(k, found[k])
 
-        self._ask(bodies, found, answered)
-        return [found[k] for k in range(len(requests))]
+        self._ask(bodies, found, answered, count)
+        return [found.get(k, []) for k in range(len(requests))]  # all, unless it was cancelled
 
     def _ask(
-        self, bodies: Sequence[dict[str, object]], found: Container[int], answered: Callable[[int, Choices], None]
+        self,
+        bodies: Sequence[dict[str, object]],
+        found: Container[int],
+        answered: Callable[[int, Choices], None],
+        count: Count,
     ) -> None:
         """Rounds of requests, of those not yet `found`, until every process has answers to all of its own."""
         for _ in range(ATTEMPTS):
             left = [k for k in range(len(bodies)) if k not in found]
-            self._round(bodies, left, answered)
+            self._round(bodies, left, answered, count)
             if self._failure:
                 raise _again(self._failure)
-            if not any(self.world.gather_objects([any(k not in found for k in left)])):
+            unanswered = any(k not in found for k in left) and not count.watch.cancelled()
+            if not any(self.world.gather_objects([unanswered])):
                 return
             self.recover()
         raise EngineGone(f"vLLM servers died {ATTEMPTS} times during one batch of completions")
 
     def _round(
-        self, bodies: Sequence[dict[str, object]], left: Sequence[int], answered: Callable[[int, Choices], None]
+        self,
+        bodies: Sequence[dict[str, object]],
+        left: Sequence[int],
+        answered: Callable[[int, Choices], None],
+        count: Count,
     ) -> None:
-        self.fleet.complete([bodies[k] for k in left], lambda i, choices: answered(left[i], choices))
+        self.fleet.complete([bodies[k] for k in left], lambda i, choices: answered(left[i], choices), count)
 
     def _sync_again(self) -> None:
         assert self.version is not None

@@ -8,13 +8,33 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from grpocli.progress import UNWATCHED, Watch, unreported
 from grpocli.rollout.vllm.client import Client
 from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.protocol import ServerGone
 
 AT_ONCE = 64  # requests under way at a server; each may hold several sequences, and it queues what it cannot run
 
+LOOK = 0.5  # seconds between looks at the watch and at the counts of tokens
+
 Choices = list[dict[str, Any]]
+
+
+@dataclass(slots=True)
+class Count:
+    """Counts completions that have come, of `total`, and tokens generated meanwhile, and reports both to `watch`."""
+
+    watch: Watch = UNWATCHED
+    total: int = 0
+    done: int = 0
+    tokens: float = 0.0
+
+    def came(self, completions: int) -> None:
+        self.done += completions
+        self.report()
+
+    def report(self) -> None:
+        self.watch.progress(self.done, self.total, "completions", f"{self.tokens:,.0f} tokens" if self.tokens else "")
 
 
 @dataclass(slots=True)
@@ -68,18 +88,22 @@ class Fleet:
         return not self.clients[index].lost and index not in self._closed
 
     def complete(
-        self, bodies: Sequence[dict[str, Any]], on_answer: Callable[[int, Choices], None] | None = None
+        self,
+        bodies: Sequence[dict[str, Any]],
+        on_answer: Callable[[int, Choices], None] | None = None,
+        count: Count | None = None,
     ) -> list[Choices | None]:
         """The choices of each request, in the requests' order; None for what no server was left to answer.
 
+        count: counts the tokens that come. Where its watch is cancelled, all requests are aborted: None for them too.
         on_answer: called with a request's number and its choices as soon as they are there.
         A request, a whole group, goes to the server with the fewest outstanding completions. What a server has not
         answered when it is lost goes to the others. A refusal is an EngineError and cancels the rest.
         """
-        return asyncio.run(self._complete(bodies, on_answer)) if bodies else []
+        return asyncio.run(self._complete(bodies, on_answer, count or Count())) if bodies else []
 
     async def _complete(
-        self, bodies: Sequence[dict[str, Any]], on_answer: Callable[[int, Choices], None] | None
+        self, bodies: Sequence[dict[str, Any]], on_answer: Callable[[int, Choices], None] | None, count: Count
     ) -> list[Choices | None]:
         lanes = [Lane(client, partial(self.is_open, i)) for i, client in enumerate(self.clients)]
         turn = asyncio.Semaphore(AT_ONCE * len(lanes))  # later ones choose a server when they can run, not before
@@ -97,6 +121,23 @@ class Fleet:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(one(number, body)) for number, body in enumerate(bodies)]
+                watching = group.create_task(self._watch(tasks, count))
+                await asyncio.wait(tasks)
+                watching.cancel()
         except ExceptionGroup as errors:  # the first ends the others; also one that the caller raises at an answer
             raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
+        return [None if task.cancelled() else task.result() for task in tasks]
+
+    async def _watch(self, tasks: Sequence[asyncio.Task[Choices | None]], count: Count) -> None:
+        """Cancel `tasks` once the watch is cancelled, and report the tokens that come, until cancelled itself."""
+        first: float | None = None
+        while True:
+            await asyncio.sleep(LOOK)
+            if count.watch.cancelled():
+                for task in tasks:
+                    task.cancel()
+            if count.watch.progress is not unreported:
+                now = sum(await asyncio.gather(*(client.generated() for client in self.clients)))
+                first = now if first is None else first
+                count.tokens = max(count.tokens, now - first)
+                count.report()

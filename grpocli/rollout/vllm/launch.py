@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from grpocli.errors import GrpoError
 from grpocli.launch.guard import guarded
+from grpocli.progress import unreported
 from grpocli.rollout.vllm.checks import check_room
 from grpocli.rollout.vllm.endpoint import Endpoint, run_file, weights_dir
 from grpocli.rollout.vllm.given import given_servers
@@ -124,7 +125,8 @@ class _Starter:
         where = "" if self.host == LOOPBACK else f"{self.host}_"
         log = self.job.run_dir.absolute() / "logs" / f"vllm_{where}{self.index}.log"
         try:
-            return stack.enter_context(serving(spec, self.options, log, self.over))
+            progress = unreported if self.index else self.job.progress  # one of several is enough
+            return stack.enter_context(serving(spec, self.options, log, self.over, progress=progress))
         except GrpoError as error:
             if tries == 1 or "Address already in use" not in str(error):
                 raise

@@ -1,4 +1,4 @@
-"""What went wrong, from the log of a vLLM server, and which key to change."""
+"""The log of a vLLM server: how far its start is; what went wrong, and which key to change."""
 
 from __future__ import annotations
 
@@ -70,6 +70,41 @@ ADVICE = (
 )
 """What vLLM says, and what to do about it."""
 
+PHASES = (
+    (r"non-default args|Resolved architecture", "reading the model's config"),
+    (r"Initializing a V1 LLM engine", "starting its engine"),
+    (r"Starting to load model|Loading safetensors", "loading weights"),
+    (r"Loading weights took|Model loading took", "making room for the KV cache"),
+    (r"Compiling a graph|Start compiling|Using cache directory: .* for vLLM's torch.compile", "compiling"),
+    (r"Warming up|warming up", "warming up"),
+    (r"Capturing CUDA graph", "capturing CUDA graphs"),
+    (r"Starting vLLM (API )?server|Started server process|Application startup", "opening its port"),
+)
+"""Patterns of lines in vLLM's log, and the phase of the start that each begins."""
+
+
+class Start:
+    """The progress of a server's start, read from its log. since: the byte at which this server's output begins."""
+
+    def __init__(self, log: Path, since: int = 0) -> None:
+        self.log, self.at = log, since
+        self.phase, self.last = "loading libraries", ""
+
+    def look(self) -> None:
+        """Read what the log has got since the last look. `phase` is the present one, `last` the last line."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(self.at)
+                read = file.read()
+        except FileNotFoundError:
+            return
+        whole = read.rfind(b"\n") + 1
+        self.at += whole
+        for line in read[:whole].decode(errors="replace").splitlines():
+            if text := PREFIX.sub("", line).strip():
+                self.last = text
+            self.phase = next((said for pattern, said in PHASES if re.search(pattern, text)), self.phase)
+
 
 def failure_cause(log: Path, since: int = 0) -> str:
     """`: ADVICE: CAUSE (see LOG)`, from the last line of the log that names an error; `: see LOG` where none does.
@@ -126,11 +161,25 @@ def _key(cause: str, given: str) -> str | None:
 
 
 @contextlib.contextmanager
-def followed(log: Path) -> Iterator[None]:
-    """A new log, printed to stdout as it grows, to its end when the block ends; then it is removed."""
+def fresh(log: Path) -> Iterator[None]:
+    """A new log for a block, removed at its end unless that is an error, whose cause it may hold."""
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    log.unlink(missing_ok=True)  # of a server that was killed
+    log.unlink(missing_ok=True)  # of a server that was killed, or failed
     log.touch(mode=0o600)
+    failed = False
+    try:
+        yield
+    except Exception:
+        failed = True
+        raise
+    finally:
+        if not failed:
+            log.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def followed(log: Path) -> Iterator[None]:
+    """A log, printed to stdout as it grows, to its end when the block ends."""
     ended = threading.Event()
     with log.open(errors="replace") as file:
         thread = threading.Thread(target=_print_until, args=(file, ended), daemon=True)
@@ -140,7 +189,6 @@ def followed(log: Path) -> Iterator[None]:
         finally:
             ended.set()
             thread.join()
-            log.unlink(missing_ok=True)
 
 
 def _print_until(file: IO[str], ended: threading.Event) -> None:

@@ -11,6 +11,8 @@ LOOK_TIMEOUT = 5.0  # seconds for one look at a server
 LONGEST = 10  # times the timeout: after that one answer is given up whatever the server shows
 TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
+GENERATED = re.compile(r"^vllm:generation_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
 
 class Signs:
     """What shows that one server works, as far as this process knows; all calls to it share them.
@@ -59,10 +61,10 @@ class Patience:
         return f"within {LONGEST} times engine.request_timeout={self.timeout:g} s"
 
 
-async def tokens_computed(http: httpx.AsyncClient) -> float | None:
+async def tokens_computed(http: httpx.AsyncClient, kinds: re.Pattern[str] = TOKENS) -> float | None:
     """Since the server's start, for all of its clients; None where it does not say."""
     response = await _got(http, "/metrics")
-    counts = TOKENS.findall(response.text) if response else []
+    counts = kinds.findall(response.text) if response else []
     try:
         return sum(map(float, counts)) if counts else None
     except ValueError:

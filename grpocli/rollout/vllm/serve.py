@@ -7,14 +7,15 @@ import dataclasses
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import follows, one_of, part, require
 from grpocli.errors import ConfigError, EngineError
-from grpocli.rollout.vllm.log import failure_cause, followed
+from grpocli.progress import Progress, unreported
+from grpocli.rollout.vllm.log import failure_cause, followed, fresh
 from grpocli.rollout.vllm.options import Vllm
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ class Serve:
     """model: as for `train`. sync: how weights will come, as for `train`. engine: the keys of `engine=vllm`.
 
     host: 127.0.0.1 is this machine alone; 0.0.0.0 is everyone who reaches it and has the key. port: 0 takes a
-    free one. dtype: auto is what `train` would compute in. max_model_len: tokens of prompt plus completion
-    (null: the model's own limit). lora_rank: of the adapter that runs will send (0: they send all weights).
+    free one. verbose: print vLLM's log, too. dtype: auto is what `train` would compute in. max_model_len: tokens of
+    prompt plus completion (null: the model's own limit). lora_rank: of the adapter that runs will send (0: they send
+    all weights).
     """
 
     model: Any
@@ -52,6 +54,7 @@ class Serve:
     sync: Any = None
     host: str = "127.0.0.1"
     port: int = 8000
+    verbose: bool = False
     seed: int = 0
     dtype: str | None = follows("model.dtype")
     lora_rank: int | None = follows("model.lora.rank")
@@ -115,10 +118,17 @@ def build_serve(config: DictConfig) -> Serve:
     return made
 
 
-def serve(config: Serve, model_path: str, dtype: str) -> int:
-    """Serve until SIGINT or SIGTERM, then leave nothing behind; the exit code, 0.
+def serve(
+    config: Serve,
+    model_path: str,
+    dtype: str,
+    progress: Progress = unreported,
+    ready: Callable[[], None] = lambda: None,
+) -> int:
+    """Serve until SIGINT or SIGTERM, then leave nothing behind; the exit code, 0. After an error the log stays.
 
     model_path: a folder or hub id. dtype: "float32", "bfloat16" ...; `config.dtype` as the caller understands it.
+    progress: hears of the start. ready: called when the server answers.
     Raises ConfigError for a busy port, EngineError if the server ends by itself.
     """
     from grpocli.rollout.vllm.endpoint import serve_file
@@ -130,16 +140,18 @@ def serve(config: Serve, model_path: str, dtype: str) -> int:
     spec = Spec.of(job, port, options.max_model_len, host=config.host, port_key="port")
     record = serve_file(port)
     log = record.with_suffix(".log")
-    check_port(spec)  # before the log of another server there is touched
+    check_port(spec.host, spec.port, spec.port_key)  # before the log of another server there is touched
     with (
         contextlib.suppress(KeyboardInterrupt),
         _interrupted_by_term(),
-        followed(log),
-        serving(spec, options, log, remove=[record]) as (endpoint, process),
+        fresh(log),
+        followed(log) if config.verbose else contextlib.nullcontext(),
+        serving(spec, options, log, remove=[record], progress=progress) as (endpoint, process),
     ):
         description = served(endpoint)
         try:
             endpoint.save(record)
+            ready()
             print(how_to_use(endpoint, record, job, description), flush=True)
             _wait(process, log)
         finally:

@@ -11,18 +11,19 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.guard import Guarded, guarded
+from grpocli.progress import Progress, unreported
 from grpocli.rollout.vllm.adapter import lora_environment, lora_flags
 from grpocli.rollout.vllm.arguments import argument_words, check_arguments, further_words
 from grpocli.rollout.vllm.auth import KEY_VARIABLE
-from grpocli.rollout.vllm.checks import check_vllm
+from grpocli.rollout.vllm.checks import check_plugin
 from grpocli.rollout.vllm.endpoint import Endpoint, weights_dir
 from grpocli.rollout.vllm.heads import check_head_size
+from grpocli.rollout.vllm.log import Start
 from grpocli.rollout.vllm.transport import BACKENDS
 from grpocli.rollout.vllm.weights import FOLDER_VARIABLE
 
@@ -97,13 +98,6 @@ class Spec:
             most=job.most,
             **more,
         )
-
-
-def check_installed() -> None:
-    """Raise ConfigError unless vLLM, and this package as its plugin, are installed."""
-    check_vllm("vllm")
-    if not any(plugin.value.startswith("grpocli.") for plugin in entry_points(group="vllm.general_plugins")):
-        raise ConfigError("engine=vllm: vLLM finds its plugins among installed packages; pip install -e . once")
 
 
 def on_cpu() -> bool:
@@ -195,16 +189,17 @@ def serving(
     log: Path | None,
     give_up: threading.Event | None = None,
     remove: Sequence[Path] = (),
+    progress: Progress = unreported,
 ) -> Iterator[tuple[Endpoint, Guarded]]:
     """A healthy server for as long as the block runs; after it neither processes nor weight files are left.
 
     give_up: once set, a start that is under way ends with an EngineError. remove: what else goes with the server, also
-    where we are killed.
+    where we are killed. progress: hears of the start.
     Raises ConfigError for a busy port or an option that vLLM does not have, EngineError with the cause from its log
     where it does not come up.
     """
-    check_installed()
-    check_port(spec)
+    check_plugin()
+    check_port(spec.host, spec.port, spec.port_key)
     check_arguments(options.vllm_args)
     cpu, key = on_cpu(), secrets.token_urlsafe(32)
     if cpu:
@@ -221,7 +216,7 @@ def serving(
         log=log,
         remove=[*remove, *([] if spec.sync_folder else [shm_dir])],
     ) as process:
-        wait_healthy(process, endpoint, options.start_timeout, give_up)
+        wait_healthy(process, endpoint, options.start_timeout, give_up, progress)
         yield endpoint, process
 
 
@@ -241,7 +236,13 @@ def _given_folder(name: str) -> Path:
     return folder
 
 
-def wait_healthy(process: Guarded, endpoint: Endpoint, timeout: float, give_up: threading.Event | None = None) -> None:
+def wait_healthy(
+    process: Guarded,
+    endpoint: Endpoint,
+    timeout: float,
+    give_up: threading.Event | None = None,
+    progress: Progress = unreported,
+) -> None:
     """Until the server answers; raises EngineError after `timeout` seconds, or if the process ends first; ConfigError
     where its log then names a key to change.
 
@@ -250,6 +251,7 @@ def wait_healthy(process: Guarded, endpoint: Endpoint, timeout: float, give_up: 
     import httpx
 
     deadline = time.monotonic() + timeout
+    start = Start(Path(endpoint.log), endpoint.log_from) if endpoint.log else None
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
     with httpx.Client(base_url=endpoint.url, headers=headers, trust_env=False, verify=False, timeout=5) as http:
         while True:
@@ -260,6 +262,9 @@ def wait_healthy(process: Guarded, endpoint: Endpoint, timeout: float, give_up: 
             with contextlib.suppress(httpx.HTTPError):
                 if http.get("/health").is_success and http.get("/weight_info").is_success:
                     return
+            if start:
+                start.look()
+                progress(0, 0, f"vLLM is {start.phase}", start.last)
             if give_up and give_up.is_set():
                 raise EngineError("the vLLM server was not wanted any more while it started")
             if time.monotonic() > deadline:
@@ -287,13 +292,13 @@ def free_port() -> int:
                 return port
 
 
-def check_port(spec: Spec) -> None:
-    """Raise ConfigError if something else listens there, or the host is not one of this machine's."""
-    family = socket.AF_INET6 if ":" in spec.host else socket.AF_INET
+def check_port(host: str, port: int, key: str) -> None:
+    """Raise ConfigError, naming `key`, if something else listens there, or the host is not one of this machine's."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((spec.host, spec.port))
+            probe.bind((host, port))
         except OSError as error:
-            problem = f"cannot listen there on {spec.host} ({error.strerror}): choose another port"
-            raise ConfigError.of(spec.port_key, spec.port, problem) from error
+            problem = f"cannot listen there on {host} ({error.strerror}): choose another port"
+            raise ConfigError.of(key, port, problem) from error

@@ -34,6 +34,7 @@ def how_to_use(endpoint: Endpoint, record: Path, job: EngineJob, description: di
         "weights": f"sync={job.transport}" + (f", through {endpoint.shm_dir}" if shm else ""),
         "adapters": f"up to rank {rank} (the run's model.lora.rank)" if rank else "none: runs send all weights",
         "key": f"{record} (mode 0600; a run on this machine finds it)",
+        **({"log": f"{endpoint.log} (verbose=true prints it)"} if endpoint.log else {}),
     }
     choices = [f"model.lora.rank={rank}"] * bool(rank) + [f"sync={job.transport}"] * (not shm)
     port = urlsplit(endpoint.url).port

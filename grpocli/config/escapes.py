@@ -1,0 +1,54 @@
+"""Escapes in texts that are typed in a shell, where a line break is hard to type: `rollout.stop=["\\n\\n"]`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from grpocli.config.parts import ESCAPED, is_marked
+
+LATEX = re.compile(
+    r"nabla|natural|ncong|ne|nearrow|neg|neq|newcommand|newline|nexists|ngeq|nleq|nmid|noindent|"
+    r"nonumber|normalsize|not|notag|notin|nparallel|nsubseteq|nu|nwarrow|tag|tan|tanh|tau|tbinom|"
+    r"text|textbf|textit|textrm|textsc|textsf|textstyle|texttt|tfrac|therefore|theta|thickapprox|"
+    r"tilde|times|tiny|to|top|triangle|triangleq|tt"
+)
+"""Commands of LaTeX that begin like an escape: prompts are full of them."""
+ESCAPE = re.compile(r"\\(\\)(?=[nt])|\\([nt][A-Za-z]*)")
+CHARACTERS = {"n": "\n", "t": "\t"}
+
+
+def unescape(text: str) -> str:
+    r"""`\n` as a line break, `\t` as a tab, `\\n` as a backslash and an n; everything else as it is.
+
+    A command of LaTeX stays one (`\neq`, `\text`), and so do `\boxed`, `\frac`, `\\`, `\d` and all other backslashes.
+    """
+    return ESCAPE.sub(lambda found: found[1] or _character(found[2]) or found[0], text)
+
+
+def _character(word: str) -> str:
+    return "" if LATEX.fullmatch(word) else CHARACTERS[word[0]] + word[1:]
+
+
+def left(config: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Warnings for texts of a config with a literal backslash-n or backslash-t, as a YAML without double quotes has."""
+    for name in map(str, config):
+        key = f"{prefix}{name}"
+        if OmegaConf.is_missing(config, name) or OmegaConf.is_interpolation(config, name):
+            continue
+        value = config[name]
+        if isinstance(value, DictConfig):
+            yield from left(value, f"{key}.")
+        elif is_marked(key, ESCAPED):
+            texts = value if isinstance(value, ListConfig) else [value]
+            if found := [word for text in texts if isinstance(text, str) for word in _left(text)]:
+                yield (
+                    f"{key} has a backslash and the letter {found[0][1]} in {found[0]}, not a line break or a tab; "
+                    "a YAML wants double quotes for those"
+                )
+
+
+def _left(text: str) -> list[str]:
+    return [found[0] for found in ESCAPE.finditer(text) if found[2] and not LATEX.fullmatch(found[2])]

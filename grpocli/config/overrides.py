@@ -1,0 +1,171 @@
+"""What users type, rewritten as Hydra takes it: an ordered list of small functions over overrides.
+
+None of them touches what is right already, and a second time none of them changes anything; only escapes, which are a
+matter of the command line, are read once (`typed`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Quote, QuotedString, Transformer
+from hydra.errors import HydraException
+
+from grpocli.config.escapes import unescape
+from grpocli.config.foreign_names import KEYS, key_advice
+from grpocli.config.parts import ESCAPED, USER_CODE, is_marked
+from grpocli.config.schema import Run
+from grpocli.config.task_list import spread
+from grpocli.config.user_code import absolute
+from grpocli.config.user_parts import GROUP, is_spec, name_of
+from grpocli.errors import ConfigError
+
+
+def rewritten(overrides: Sequence[str], config_name: str = "train") -> list[str]:
+    """The overrides as Hydra takes them.
+
+    Raises ConfigError for a key of another trainer's, and for a list of tasks or rewards with one name twice.
+    """
+    _refuse_foreign(overrides)
+    overrides = [_absolute(LORA.sub(r"\1.rank=\2", override)) for override in spread(overrides)]
+    _refuse_two_of_a_name(overrides)
+    return _hf_for_path(overrides, config_name)
+
+
+LORA = re.compile(r"^(\+*model\.lora)=([\d, ]+)$")
+"""`model.lora=16` is `model.lora.rank=16`."""
+
+
+def typed(overrides: Sequence[str], config_name: str = "train") -> list[str]:
+    """`rewritten`, for a command line, where escapes stand for characters that are hard to type in a shell."""
+    return rewritten([_unescaped(override) for override in overrides], config_name)
+
+
+def _unescaped(override: str) -> str:
+    def decoded(value: Any) -> Any:
+        text = value.text if isinstance(value, QuotedString) else value
+        new = unescape(text)
+        return value if new == text else QuotedString(new, Quote.double)
+
+    return _changed(override, decoded) if "\\" in override and is_marked(_key(override), ESCAPED) else override
+
+
+def _key(override: str) -> str:
+    """The key or group, without `+` and `@PACKAGE`."""
+    return override.partition("=")[0].lstrip("+").partition("@")[0]
+
+
+def _changed(override: str, change: Callable[[Any], Any]) -> str:
+    """The override with `change` applied to every text of its value; the same string where that changes nothing."""
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException:
+        return override  # Hydra says what is wrong with it
+    before = parsed._value  # quotes and all; value() drops them
+    after = _each(before, change)
+    if after == before:
+        return override
+    several = isinstance(after, ChoiceSweep)
+    value = ",".join(map(_spelled, after.list)) if several else _spelled(after)
+    return f"{parsed.get_key_element()}={value}"
+
+
+def _spelled(value: Any) -> str:
+    """A value in Hydra's own spelling, but without a backslash before every colon of a text."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_spelled, value))}]"
+    plain = isinstance(value, str) and PLAIN.fullmatch(value)
+    return str(value if plain else Transformer.str(value))
+
+
+PLAIN = re.compile(r"[\w/.:+-]+")
+
+
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, ChoiceSweep):
+        return value if value.shuffle or value.tags else replace(value, list=[_each(one, change) for one in value.list])
+    if isinstance(value, list):
+        return [_each(one, change) for one in value]
+    return change(value) if isinstance(value, str | QuotedString) else value
+
+
+def _absolute(override: str) -> str:
+    """A file or folder in place of a choice, or a user's function, with its absolute path: a resume finds it."""
+    key = _key(override)
+    if not GROUP.fullmatch(key) and not is_marked(key, USER_CODE):
+        return override
+    return _changed(override, _absolute_model if key == "model" else _absolute_code)
+
+
+def _absolute_code(value: Any) -> Any:
+    text = value.text if isinstance(value, QuotedString) else value
+    return _text(value, absolute(text)) if is_spec(text) else value
+
+
+def _absolute_model(value: Any) -> Any:
+    text = value.text if isinstance(value, QuotedString) else value
+    if is_spec(text):
+        return _absolute_code(value)
+    folder = Path(text).expanduser()
+    here = text.startswith((".", "~")) or ("/" in text and folder.is_dir())
+    return _text(value, str(folder.resolve())) if here else value
+
+
+def _text(value: Any, new: str) -> Any:
+    return replace(value, text=new) if isinstance(value, QuotedString) else new
+
+
+def _refuse_two_of_a_name(overrides: Sequence[str]) -> None:
+    """Raise ConfigError where two rewards of a list would share their keys."""
+    for override in overrides:
+        found = REWARDS.fullmatch(override)
+        chosen = [one.strip().strip("'\"") for one in found[1].split(",")] if found else []
+        first: dict[str, str] = {}
+        for one in chosen:
+            name = name_of(one) if is_spec(one) else one
+            if name in first and (is_spec(one) or is_spec(first[name])):
+                problem = (
+                    f"{first[name]} and {one} are both called {name}; leave one out of the list and give it a name"
+                )
+                raise ConfigError(f"reward: {problem}: +reward@reward.NAME={one}")
+            first.setdefault(name, one)
+
+
+REWARDS = re.compile(r"reward=\[([^\[\]]*)\]\s*")
+"""One list, not a sweep over several."""
+
+
+def _hf_for_path(overrides: list[str], config_name: str) -> list[str]:
+    """`model.path=...` alone means `model=hf`, unless the chosen model (a recipe's, for example) has a path."""
+    from grpocli.config.complaints import known_keys
+
+    keys = {override.partition("=")[0].lstrip("+") for override in overrides}
+    if "model.path" not in keys or keys & {"model", "resume"}:
+        return overrides
+    return overrides if "model.path" in known_keys(overrides, config_name) else ["model=hf", *overrides]
+
+
+def option_advice(name: str, value: str) -> str:
+    """The override to write instead of the option `--NAME VALUE`, which no command has."""
+    key = name.replace("-", "_")
+    close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.85)
+    if close and (advice := key_advice(close[0], value)):
+        return advice
+    if "." in key or key == "recipe" or key in {field.name for field in dataclasses.fields(Run)}:
+        return f"write {key}=[{value}]" if key == "reward" else f"write {key}={value}"
+    return "settings are KEY=VALUE without dashes, such as train.steps=20"
+
+
+def _refuse_foreign(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for `+KEY=...` with a key of another trainer's: Hydra would add it, and no run reads it."""
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if override.startswith("+") and (advice := key_advice(key, value)):
+            raise ConfigError(f"there is no key {key}; {advice}")

