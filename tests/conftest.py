@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -56,6 +58,31 @@ def little_model():
             if parameter.ndim > 1:
                 parameter.mul_(8)
     return model.eval()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def users_code_is_forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A command that runs in this process imports its user's files and registers their parts; the tests of another file
+    must not find them."""
+    from hydra.core.config_store import ConfigStore
+
+    from grpocli.config.compose import register_parts
+    from grpocli.config.parts import MARKED
+
+    register_parts()
+    store = ConfigStore.instance()
+    repo, marked, path = _copied(store.repo), {kind: set(keys) for kind, keys in MARKED.items()}, list(sys.path)
+    yield
+    store.repo, sys.path[:] = repo, path
+    MARKED.update(marked)
+    made_here = str(tmp_path_factory.getbasetemp())
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(made_here):
+            del sys.modules[name]
+
+
+def _copied(repo: dict[str, Any]) -> dict[str, Any]:
+    return {name: _copied(inner) if isinstance(inner, dict) else inner for name, inner in repo.items()}
 
 
 @pytest.fixture(scope="session")
