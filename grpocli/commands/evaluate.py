@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpocli.commands.hydra_app import composed, parser_of, tell_warnings
+from grpocli.commands.hydra_app import composed, parser_of, warn_of_rewards
 from grpocli.errors import ConfigError
 from grpocli.tracking.files import write_atomic
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--checkpoints: says which of a run's; give --run RUN")
     run = _run(args)
     out = Path(args.out or time.strftime("evals/%Y-%m-%d/%H-%M-%S"))
-    tell_warnings(run.reward.values())
+    warn_of_rewards(run.reward.values())
     found = _evaluate(run, args, out)
     write_atomic(out / "results.json", json.dumps(_as_dict(run, args, found), indent=2) + "\n")
     _show(found)

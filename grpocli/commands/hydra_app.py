@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from grpocli.config.complaints import friendly
 from grpocli.config.compose import compose, conf_dir, register_parts
-from grpocli.config.escapes import left
+from grpocli.config.escapes import literal_escapes
 from grpocli.config.overrides import option_advice, typed
 from grpocli.config.resume import Resume
 from grpocli.errors import ConfigError, GrpoError, Stopped
@@ -68,19 +68,19 @@ def parser_of(command: str, usage: str, description: str | None, examples: str) 
     return parser
 
 
-def tell_escapes(config: DictConfig) -> None:
+def warn_of_escapes(config: DictConfig) -> None:
     """Warn once of each text in the config with a literal backslash-n."""
-    for sentence in left(config):
-        _tell_once(sentence)
+    for sentence in literal_escapes(config):
+        _warn_once(sentence)
 
 
 @cache
-def _tell_once(sentence: str) -> None:
+def _warn_once(sentence: str) -> None:
     print(f"warning: {sentence}", file=sys.stderr)
 
 
-def tell_warnings(rewards: Iterable[BaseReward]) -> None:
-    """What somebody should know of the rewards as they are set."""
+def warn_of_rewards(rewards: Iterable[BaseReward]) -> None:
+    """Print the warnings of rewards about their settings."""
     for reward in rewards:
         if reward.warning:
             print(f"warning: {reward.warning}", file=sys.stderr)
@@ -120,7 +120,7 @@ def composed(overrides: list[str], config_dir: str | None) -> DictConfig:
     resume = Resume.asked_for(overrides)
     config = compose([*search_path(config_dir), *(resume.overrides(overrides) if resume else overrides)])
     config = resume.merged(config) if resume else config
-    tell_escapes(config)
+    warn_of_escapes(config)
     return config
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from grpocli.commands.hydra_app import composed, parser_of, tell_warnings
+from grpocli.commands.hydra_app import composed, parser_of, warn_of_rewards
 from grpocli.config.escapes import unescape
 from grpocli.errors import ConfigError
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     quiet_libraries()
     run = build_run(composed(args.overrides, args.config_dir))
     check_data(run)
-    tell_warnings(run.reward.values())
+    warn_of_rewards(run.reward.values())
     try:
         found = list(_agreements(run, args.split, args.examples, args.answer))
         _show(found, run.reward, args.list)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from grpocli.commands.completion import main as complete
-from grpocli.commands.hydra_app import arguments, hydra_app, only_prints, options_first, search_path, tell_escapes
+from grpocli.commands.hydra_app import arguments, hydra_app, only_prints, options_first, search_path, warn_of_escapes
 from grpocli.config.resume import Resume
 from grpocli.errors import ConfigError
 from grpocli.launch.ready import check_ready
@@ -85,7 +85,7 @@ def _task(config: DictConfig, resume: Resume | None) -> float | None:
     from grpocli.launch.output_dir import write_record
     from grpocli.launch.run import launch
 
-    tell_escapes(config)
+    warn_of_escapes(config)
     folder = Path(HydraConfig.get().runtime.output_dir)
     if resume:
         return launch(resume.merged(config), folder, resuming=True)

@@ -32,7 +32,7 @@ def _character(word: str) -> str:
     return "" if LATEX.fullmatch(word) else CHARACTERS[word[0]] + word[1:]
 
 
-def left(config: DictConfig, prefix: str = "") -> Iterator[str]:
+def literal_escapes(config: DictConfig, prefix: str = "") -> Iterator[str]:
     """Warnings for texts of a config with a literal backslash-n or backslash-t, as a YAML without double quotes has."""
     for name in map(str, config):
         key = f"{prefix}{name}"
@@ -40,15 +40,15 @@ def left(config: DictConfig, prefix: str = "") -> Iterator[str]:
             continue
         value = config[name]
         if isinstance(value, DictConfig):
-            yield from left(value, f"{key}.")
+            yield from literal_escapes(value, f"{key}.")
         elif is_marked(key, ESCAPED):
             texts = value if isinstance(value, ListConfig) else [value]
-            if found := [word for text in texts if isinstance(text, str) for word in _left(text)]:
+            if found := [word for text in texts if isinstance(text, str) for word in _literal(text)]:
                 yield (
                     f"{key} has a backslash and the letter {found[0][1]} in {found[0]}, not a line break or a tab; "
                     "a YAML wants double quotes for those"
                 )
 
 
-def _left(text: str) -> list[str]:
+def _literal(text: str) -> list[str]:
     return [found[0] for found in ESCAPE.finditer(text) if found[2] and not LATEX.fullmatch(found[2])]

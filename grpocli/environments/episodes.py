@@ -104,7 +104,7 @@ class Episodes:
             _first(request, self.plays.get(prompt.task)) for prompt, request in zip(prompts, requests, strict=True)
         ]
 
-        listener = Listener.of(on_group)
+        listener = Listener.wrap(on_group)
         watch = listener.watch
 
         def over(k: int, completions: list[Completion]) -> None:

@@ -60,7 +60,7 @@ def evaluate(
 ) -> Iterator[Evaluated]:
     """Of each model, (name, path) with the weights of one architecture, in turn.
 
-    say: called with the name of each stage. watch: hears how much of a stage is done.
+    say: called with the name of each stage. watch: called with the progress of the stage.
 
     Raises ConfigError, RunError or EngineError as a run does.
     """

@@ -56,7 +56,7 @@ class Scorer:
         """Rewards by name for each rollout (NaN: does not apply, or failed), and what it took.
 
         max_tokens: the limit that the completions were sampled under. known: what each has of `early`. enter: is told
-        which reward is being called. progress: hears how many samples that one has scored.
+        which reward is being called. progress: called with the number of samples that it has scored.
         """
         start = time.perf_counter()
         samples = [sample_of(rollout, max_tokens) for rollout in rollouts]

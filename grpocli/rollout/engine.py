@@ -46,7 +46,7 @@ class EngineJob:
     lora_rank: 0 where all weights are trained. revision, trust_remote_code: as for the trainer's model.
     gpus: of this machine's servers, as CUDA_VISIBLE_DEVICES names them; empty on a CPU.
     nodes: machines that serve, where those are not this one; 0: this one does.
-    progress: hears of the launch; it is not part of the saved job.
+    progress: called during the launch; it is not part of the saved job.
     """
 
     model_path: str
@@ -96,16 +96,17 @@ def ignore(k: int, completions: list[Completion]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """An `OnGroup` with a `Watch`, which hears of the progress and may cancel the rest.
+    """An `OnGroup` with a `Watch`, which is called with the progress and may cancel the rest.
 
-    An engine without progress calls it as any other `OnGroup`; others use `Listener.of`.
+    An engine without progress calls it as any other `OnGroup`; others use `Listener.wrap`.
     """
 
     on_group: OnGroup = ignore
     watch: Watch = UNWATCHED
 
     @classmethod
-    def of(cls, on_group: OnGroup) -> Listener:
+    def wrap(cls, on_group: OnGroup) -> Listener:
+        """`on_group` itself if it is a Listener, else one without a watch."""
         return on_group if isinstance(on_group, Listener) else cls(on_group)
 
     def __call__(self, k: int, completions: list[Completion]) -> None:

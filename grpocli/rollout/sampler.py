@@ -56,8 +56,8 @@ def sample(
     """`n` completions for each request. A row's tokens depend on its request's seed, not on the others'.
 
     The token that ends a completion is part of it. tokenizer: needed for stop strings alone. What was kept of earlier
-    turns is used if there is some for every request. watch: hears of every token; where it is cancelled, completions
-    end with the token at hand.
+    turns is used if there is some for every request. watch: called for every token; once it is cancelled,
+    completions end with the present token.
     """
     total = sum(r.n for r in requests)
     watch.progress(0, total, "completions", "reading the prompts")

@@ -52,7 +52,7 @@ class TransformersEngine:
         from grpocli.rollout.threads import threads_for
 
         refuse_structure(sampling)
-        listener = Listener.of(on_group)
+        listener = Listener.wrap(on_group)
         before, total = 0, sum(request.n for request in requests)
         results: list[list[Completion]] = [[] for _ in requests]
         chunks = self._chunks(requests)

@@ -70,8 +70,8 @@ def save(
     """Write the checkpoint `path`; it exists only when it is whole. `reference` only if it changes in training.
     carried, ahead: groups and whole steps that have been sampled for the steps to come.
 
-    With LoRA it holds the updates alone: the base model does not change. progress: hears of the tensors of a model that
-    are written; the optimizer's state comes last. Collective.
+    With LoRA it holds the updates alone: the base model does not change. progress: called for each
+    tensor of the model that is written; the optimizer's state comes last. Collective.
     """
     parallel = policy.parallel
     with _folder(path, world) as folder:

@@ -60,8 +60,8 @@ class Sampler:
     ) -> tuple[list[Group], Tally]:
         """A group of `n` rollouts for each prompt, in order, the same in every process; and what scoring took.
 
-        watch: hears of all completions, estimated from those of this process. Raises Cancelled, in every process, where
-        it was cancelled in any.
+        watch: called with a count of all completions, estimated from those of this process. Raises Cancelled, in every
+        process, where it was cancelled in any.
         """
         mine = range(self.world.rank, len(prompts), self.world.size)
         requests = [Request(prompts[i].token_ids, n, seeds[i]) for i in mine]
@@ -225,7 +225,7 @@ class Collector:
     draw: which prompt the n-th draw of the run is. judges: the reward that says what is right in each task. State to
     save: `draws`, how many there were, and `carried`, the groups that the last step kept beyond what it wanted: they
     are the first of the next one. keeps_rest: `Collected.rest` is wanted; it is as large as a step's groups or several
-    times that, at most MOST times `max_rounds` steps' worth. watch: hears how the sampling of a step goes on.
+    times that, at most MOST times `max_rounds` steps' worth. watch: called with the progress of a step's sampling.
     """
 
     sampler: Sampler

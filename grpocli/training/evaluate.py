@@ -23,7 +23,7 @@ class Evaluator:
 
     sampling: the run's. What decides which answer is the likeliest, and where it ends, is kept: the repetition
     penalty, stop strings, regex or schema. Temperature and truncation are not: neither changes a greedy answer.
-    watch: hears how many completions there are; it may cancel the rest.
+    watch: called with the count of completions; it may cancel the rest.
     """
 
     sampler: Sampler

@@ -34,7 +34,7 @@ ROUNDING = 1e-5
 class Updater:
     """Turns rows into optimizer updates. `updates` counts them since the start of the run.
 
-    optimizer: what `Parallel.share` made with the policy. progress: hears of each micro-batch when it begins,
+    optimizer: what `Parallel.share` made with the policy. progress: called when each micro-batch begins,
     without waiting for the GPU.
     """
 

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from grpocli.config.compose import build_run, compose, register_parts, save
-from grpocli.config.escapes import left, unescape
+from grpocli.config.escapes import literal_escapes, unescape
 from grpocli.config.overrides import rewritten, typed
 from grpocli.config.parts import ESCAPED, is_marked
 from grpocli.config.resume import Resume
@@ -121,11 +121,11 @@ def test_a_resume_has_the_text_that_the_run_had(tmp_path: Path) -> None:
 def test_a_warning_names_a_backslash_that_no_escape_used() -> None:
     config = compose(JSONL)
     config.task.system_prompt = r"end\nwith \boxed{} \neq"  # as a YAML without double quotes has it
-    (warning,) = left(config)
+    (warning,) = literal_escapes(config)
     assert warning.startswith(
         r"task.system_prompt has a backslash and the letter n in \nwith, not a line break or a tab"
     )
-    assert list(left(compose(typed([*JSONL, r'task.system_prompt="a\nb \text{c}"'])))) == []
+    assert list(literal_escapes(compose(typed([*JSONL, r'task.system_prompt="a\nb \text{c}"'])))) == []
 
 
 QUOTED = [

@@ -91,7 +91,7 @@ class VllmEngine:
         version, synced = self.version, self._synced  # before the requests: a sync may come meanwhile
         bodies = [body(request, sampling, self._stop) for request in requests]
         found: dict[int, list[Completion]] = {}
-        listener = Listener.of(on_group)
+        listener = Listener.wrap(on_group)
         count = Count(listener.watch, sum(request.n for request in requests))
 
         def answered(k: int, choices: Choices) -> None:

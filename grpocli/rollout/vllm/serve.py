@@ -128,7 +128,7 @@ def serve(
     """Serve until SIGINT or SIGTERM, then leave nothing behind; the exit code, 0. After an error the log stays.
 
     model_path: a folder or hub id. dtype: "float32", "bfloat16" ...; `config.dtype` as the caller understands it.
-    progress: hears of the start. ready: called when the server answers.
+    progress: called during the start. ready: called when the server answers.
     Raises ConfigError for a busy port, EngineError if the server ends by itself.
     """
     from grpocli.rollout.vllm.endpoint import serve_file

@@ -194,7 +194,7 @@ def serving(
     """A healthy server for as long as the block runs; after it neither processes nor weight files are left.
 
     give_up: once set, a start that is under way ends with an EngineError. remove: what else goes with the server, also
-    where we are killed. progress: hears of the start.
+    where we are killed. progress: called during the start.
     Raises ConfigError for a busy port or an option that vLLM does not have, EngineError with the cause from its log
     where it does not come up.
     """
