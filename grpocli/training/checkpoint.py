@@ -55,24 +55,29 @@ class State:
     unevaluated: bool = False
 
 
-def save(
-    path: Path,
-    state: State,
-    policy: Policy,
-    tokenizer: PreTrainedTokenizerBase,
-    optimizer: Any,
-    world: World,
-    reference: Reference | None = None,
-    carried: Sequence[Group] = (),
-    ahead: Sequence[Collected] = (),
-    progress: Progress = unreported,
-) -> None:
-    """Write the checkpoint `path`; it exists only when it is whole. `reference` only if it changes in training.
-    carried, ahead: groups and whole steps that have been sampled for the steps to come.
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint holds beside `State`.
 
-    With LoRA it holds the updates alone: the base model does not change. progress: called for each
-    tensor of the model that is written; the optimizer's state comes last. Collective.
+    reference: only if it changes in training. carried, ahead: groups and whole steps that have been sampled for the
+    steps to come.
     """
+
+    policy: Policy
+    optimizer: Any
+    tokenizer: PreTrainedTokenizerBase
+    reference: Reference | None = None
+    carried: Sequence[Group] = ()
+    ahead: Sequence[Collected] = ()
+
+
+def save(path: Path, state: State, contents: Contents, world: World, progress: Progress = unreported) -> None:
+    """Write the checkpoint `path`; it exists only when it is whole. Collective.
+
+    With LoRA it holds the updates alone: the base model does not change. progress: called for each tensor of the model
+    that is written; the optimizer's state comes last.
+    """
+    policy, reference = contents.policy, contents.reference
     parallel = policy.parallel
     with _folder(path, world) as folder:
         if is_adapted(policy.model):
@@ -85,11 +90,11 @@ def save(
             theirs = _gathered(policy, parallel.parameters(reference.model))
             _save_weights(reference.model, folder / REFERENCE, theirs, world)
         progress(0, 0, "the optimizer's state")
-        optimizer_state.write(folder, policy, optimizer, world)
+        optimizer_state.write(folder, policy, contents.optimizer, world)
         if world.is_main:
-            tokenizer.save_pretrained(folder)
-            carry.save(carried, folder)
-            carry.save_steps(ahead, folder)
+            contents.tokenizer.save_pretrained(folder)
+            carry.save(contents.carried, folder)
+            carry.save_steps(contents.ahead, folder)
             (folder / STATE).write_text(json.dumps(asdict(state), indent=2))
 
 

@@ -194,19 +194,17 @@ class Trainer:
         self.ahead.drain(self.state.step + 1)
         progress = self.ahead.progress
         self.state = replace(self.state, draws=progress.draws, seconds=self.seconds)
-        write = partial(
-            checkpoint.save,
-            self.recorder.run_dir.checkpoints / f"step_{self.state.step:06d}",
-            self.state,
+        contents = checkpoint.Contents(
             self.policy,
-            self.tokenizer,
             self.updater.optimizer,
-            self.world,
+            self.tokenizer,
             self.reference if self.run.algorithm.kl.sync_every else None,
             tuple(progress.carried),
             progress.ready,
-            self.recorder.progress_of("checkpoint"),
         )
+        path = self.recorder.run_dir.checkpoints / f"step_{self.state.step:06d}"
+        report = self.recorder.progress_of("checkpoint")
+        write = partial(checkpoint.save, path, self.state, contents, self.world, report)
         with self.timed("checkpoint"):
             self.saver.start(lambda: self._keep(write))
 

@@ -161,12 +161,13 @@ def went_on(world: World, folder: Path, start: Path, end: Path) -> dict[str, obj
     policy, optimizer = loaded(world, start, optim.make)
     tokenizer = make_tokenizer()
     resumed = (start / checkpoint.STATE).is_file()
+    contents = checkpoint.Contents(policy, optimizer, tokenizer)
     if resumed:
         checkpoint.load_optimizer(start, policy, optimizer)
-        checkpoint.save(end.with_suffix(".again"), State(), policy, tokenizer, optimizer, world)
+        checkpoint.save(end.with_suffix(".again"), State(), contents, world)
     updater = updater_of(world, folder, policy, optimizer, ("algorithm=dapo",), optim)
     metrics = updater.step(load_rows(folder / "rows.json"), N_GROUPS)
-    checkpoint.save(end, State(), policy, tokenizer, optimizer, world)
+    checkpoint.save(end, State(), contents, world)
     checkpoint.save_model(end / "final", policy, tokenizer, torch.bfloat16, "card", world)
     return {"metrics": metrics, "weights": whole(policy)}
 
