@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+LOOK_SECONDS = 0.25
+"""Between two looks for the stop file in `StopSignal.asked_lately`."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -25,15 +29,24 @@ def crash_loudly() -> None:
 class StopSignal:
     """Whether the run was asked to stop. file: its existence asks too (for processes that get no signal).
 
-    no_step: there is no step to finish, so a signal ends whatever is being waited for.
+    no_step: there is no step to finish, so a signal ends whatever is being waited for. looked: when `asked_lately` last
+    looked for the file.
     """
 
     received: str | None = None
     file: Path | None = None
     no_step: bool = False
+    looked: float = -math.inf
+    seen: bool = False
 
     def asked(self) -> bool:
         return self.received is not None or (self.file is not None and self.file.exists())
+
+    def asked_lately(self, clock: Callable[[], float] = time.monotonic) -> bool:
+        """As `asked`, for those who ask for every token: the file, perhaps on a network, is looked for now and then."""
+        if self.received is None and not self.seen and clock() - self.looked >= LOOK_SECONDS:
+            self.looked, self.seen = clock(), self.asked()
+        return self.received is not None or self.seen
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """A scheduler may send its signal several times; only someone at a keyboard means "at once" by that."""

@@ -98,7 +98,7 @@ def assemble(
         collector=collector,
         ahead=Ahead(collector, world, run.rollout, run.train.steps, state.step, _ready(run, collector, resume)),
         updater=updater,
-        evaluator=_evaluator(run, sampler, data, Watch(recorder.progress_of("eval"), stop.asked)),
+        evaluator=_evaluator(run, sampler, data, Watch(recorder.progress_of("eval"), stop.asked_lately)),
         recorder=recorder,
         saver=Saver(world),
         stop=stop,

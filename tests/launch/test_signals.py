@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from commands.running import SMALL, finish, start
 
-from grpocli.launch.signals import stop_signal
+from grpocli.launch.signals import LOOK_SECONDS, StopSignal, stop_signal
 
 
 def test_a_signal_waits_for_the_step_and_a_second_ctrl_c_does_not(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,3 +64,19 @@ def test_a_run_that_waits_for_its_server_ends_at_once(tmp_path: Path, monkeypatc
     assert code == 1, out  # had it waited, it would complain about the server, with code 2
     assert "interrupted" in out
     assert not (tmp_path / "run").exists(), "nothing has begun"
+
+
+def test_the_stop_file_is_not_looked_for_at_every_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Path] = []
+
+    def exists(path: Path) -> bool:
+        looks.append(path)
+        return len(looks) == 3
+
+    monkeypatch.setattr(Path, "exists", exists)
+    stop, times = StopSignal(file=tmp_path / "stop"), [k * LOOK_SECONDS / 10 for k in range(100)]
+    asked = [stop.asked_lately(lambda now=now: now) for now in times]  # type: ignore[misc]
+    assert len(looks) == 3
+    assert asked == sorted(asked), "once true it stays true"
+    assert asked[-1]
+    assert StopSignal(received="SIGTERM").asked_lately()
