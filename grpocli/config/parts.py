@@ -33,6 +33,19 @@ UserCode = Annotated[str, USER_CODE]
 MARKED: dict[str, set[tuple[str, str]]] = {ESCAPED: set(), USER_CODE: set()}
 """Of each kind, the first word of the keys and their end: ("task", "prompt_template")."""
 
+BASES: dict[str, type[Any]] = {}
+"""By config group, the class that all of its parts derive from, where there is one."""
+
+
+def base(group: str) -> Callable[[type[T]], type[T]]:
+    """Declare the class that all parts of a config group derive from; those of the user's are held to it."""
+
+    def register(cls: type[T]) -> type[T]:
+        BASES[group] = cls
+        return cls
+
+    return register
+
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def part(group: str, name: str, *, package: str | None = None) -> Callable[[type[T]], type[T]]:

@@ -16,7 +16,7 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpocli.config.parts import node, schema, section
+from grpocli.config.parts import BASES, node, schema, section, stored
 from grpocli.config.user_code import load
 from grpocli.errors import ConfigError
 
@@ -34,7 +34,7 @@ NEEDS = {
     "task": ("examples",),
     "tracker": ("check", "start"),
 }
-"""Attributes that a part of a group must have; parts of an algorithm must be callable."""
+"""Attributes that a part of a group must have. Parts of an algorithm must be callable; rewards derive from a class."""
 
 
 def is_spec(choice: str) -> bool:
@@ -97,20 +97,18 @@ def composable(group: str, spec: str) -> tuple[DictConfig, str]:
     if not isinstance(found, type):
         if group != "reward":
             raise ConfigError.of(group, spec, "is not a class; only reward= takes a function")
-        from grpocli.rewards.python import PythonReward
-
-        return _structured(schema(PythonReward), group, spec, function=spec), package
+        config = OmegaConf.structured(stored("reward")["python"])
+        config.function = spec
+        return config, package
     return _structured(schema(_part(found, group, spec, package), spec), group, spec), package
 
 
-def _structured(made: type[Any], group: str, spec: str, **values: str) -> DictConfig:
+def _structured(made: type[Any], group: str, spec: str) -> DictConfig:
     try:
         config: DictConfig = OmegaConf.structured(node(made))
     except OmegaConfBaseException as error:
         problem = f"has a field that cannot be a config key: {str(error).splitlines()[0]}"
         raise ConfigError.of(group, spec, problem) from error
-    for name, value in values.items():
-        config[name] = value
     return config
 
 
@@ -132,13 +130,11 @@ def _part(cls: type[Any], group: str, spec: str, key: str) -> type[Any]:
 
 def _check(cls: type[Any], group: str, spec: str) -> None:
     """Raise ConfigError unless it has what every part of its group has."""
-    if group == "reward":
-        from grpocli.rewards.reward import BaseReward
-
-        if not issubclass(cls, BaseReward):
-            raise ConfigError.of(group, spec, "is not a reward: derive it from grpocli.rewards.reward.BaseReward")
+    base = BASES.get(group, object)
+    if not issubclass(cls, base):
+        raise ConfigError.of(group, spec, f"is not a {group}: derive it from {base.__module__}.{base.__qualname__}")
     needs = NEEDS.get(group, ("__call__",) if group.startswith("algorithm/") else ())
-    has = {f.name for f in dataclasses.fields(cls)}.union(*(vars(base) for base in cls.__mro__))
+    has = {f.name for f in dataclasses.fields(cls)}.union(*map(vars, cls.__mro__))
     lacking = [name for name in needs if name not in has]
     if lacking:
         raise ConfigError.of(group, spec, f"has no {' and no '.join(lacking)}, which every choice of {group}= has")

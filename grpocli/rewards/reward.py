@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from grpocli.config.formula import Formula, summary
-from grpocli.config.parts import nearest, require, section
+from grpocli.config.parts import base, nearest, require, section
 from grpocli.data import Episode, Text
 from grpocli.errors import ConfigError
 from grpocli.rewards.final_answer import final_answer
@@ -72,6 +72,7 @@ class Forfeit(float):
 Score = float | None | Failure  # None: does not apply to this sample
 
 
+@base("reward")
 @section("reward")
 class BaseReward:
     """A choice of the config group `reward`, registered with `package="reward.NAME"`.
