@@ -11,6 +11,7 @@ from collections.abc import MutableMapping
 from grpocli import __version__
 from grpocli.errors import GrpoError
 from grpocli.launch.malloc import large_pages
+from grpocli.user_frames import from_user_code, raised
 
 COMMANDS = {
     "train": ("grpocli.commands.train", "train a model; `-m` sweeps, `resume=RUN_DIR` goes on"),
@@ -55,18 +56,16 @@ def main(argv: list[str] | None = None) -> None:
     try:
         code = run(args)
     except GrpoError as error:
-        code = _report(str(error), error.exit_code)
+        code = _report(str(error), error.exit_code, traced=from_user_code(error))
     except KeyboardInterrupt:
         code = _report("interrupted", 1)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone; say nothing at exit
         code = 1
     except Exception as error:
-        from grpocli.user_frames import raised, where
-
-        if not where(error):
+        if not from_user_code(error):
             raise  # a bug of ours, with its traceback
-        code = _report(raised(error), 1)
+        code = _report(raised(error), 1, traced=True)
     finally:
         signal.signal(signal.SIGTERM, before)
     sys.exit(code)
@@ -115,8 +114,9 @@ def help_text() -> str:
     return HELP.format(version=__version__, commands=lines)
 
 
-def _report(message: str, code: int) -> int:
-    if os.environ.get("GRPOCLI_TRACEBACK") and "Traceback" not in message:
+def _report(message: str, code: int, traced: bool = False) -> int:
+    """Print the message. traced: it has the traceback already, where that is asked for."""
+    if os.environ.get("GRPOCLI_TRACEBACK") and not traced:
         import traceback
 
         traceback.print_exc()

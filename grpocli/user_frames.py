@@ -47,6 +47,15 @@ def where(error: BaseException) -> str:
     return place
 
 
+def from_user_code(error: BaseException | None) -> bool:
+    """Whether the user's code raised an error, or one that caused it. Its message then says where."""
+    while error is not None:
+        if where(error):
+            return True
+        error = error.__cause__
+    return False
+
+
 def _message(error: BaseException) -> str:
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     return " ".join(text.split())
