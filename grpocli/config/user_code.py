@@ -19,7 +19,7 @@ from grpocli.errors import ConfigError
 from grpocli.user_frames import raised
 
 HIDDEN = re.compile(r"import \*|__getattr__|global|exec\(|setattr\(")
-"""In a source whose names cannot be read off it."""
+"""In the source of a module that may define names in a way that cannot be seen without running it."""
 
 
 def load(function: str, key: str) -> Callable[..., Any]:
@@ -65,39 +65,33 @@ def short(spec: str) -> str:
 
 
 def _module_of(place: str, key: str) -> Any:
-    if not place.endswith(".py"):
-        return _module(place)
-    path = Path(place).expanduser().resolve()
-    if not path.is_file():
-        raise _no_file(path, key)
-    return _file(path)
+    return _file(_existing(place, key)) if place.endswith(".py") else _module(place)
 
 
-def find(function: str, key: str) -> None:
+def check_exists(function: str, key: str) -> None:
     """Raise the ConfigError of `load` where the file, the module or the name in it is missing, without importing it.
 
-    Importing may take long (a reward that uses torch), and happens later. What cannot be read off the source passes.
+    Importing may take long (a reward that uses torch), and happens later. A name that the source may define in a way
+    that cannot be seen without running it passes.
     """
     place, _, name = function.rpartition(":")
-    if not place.endswith(".py"):
-        return _find_module(function, place, name, key)
-    path = Path(place).expanduser().resolve()
-    if not path.is_file():
-        raise _no_file(path, key)
-    _find_name(path, function, place, name, key)
+    if place.endswith(".py"):
+        _check_name(_existing(place, key), function, place, name, key)
+    else:
+        _check_module(function, place, name, key)
 
 
-def _find_module(function: str, place: str, name: str, key: str) -> None:
+def _check_module(function: str, place: str, name: str, key: str) -> None:
     _reachable(Path.cwd())
     package, _, rest = place.partition(".")
     spec = importlib.util.find_spec(package)
     if spec is None:
         raise ConfigError.of(key, function, f"importing it raised ModuleNotFoundError: No module named {package!r}")
     if not rest and spec.origin and spec.origin.endswith(".py"):
-        _find_name(Path(spec.origin), function, place, name, key)
+        _check_name(Path(spec.origin), function, place, name, key)
 
 
-def _find_name(path: Path, function: str, place: str, name: str, key: str) -> None:
+def _check_name(path: Path, function: str, place: str, name: str, key: str) -> None:
     try:
         with tokenize.open(path) as file:
             source = file.read()
@@ -109,9 +103,12 @@ def _find_name(path: Path, function: str, place: str, name: str, key: str) -> No
         raise _no_name(function, place, name, names, key)
 
 
-def _no_file(path: Path, key: str) -> ConfigError:
-    beside = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
-    return ConfigError.of(key, path, f"there is no such file{nearest(path.name, beside)}")
+def _existing(place: str, key: str) -> Path:
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        beside = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise ConfigError.of(key, path, f"there is no such file{nearest(path.name, beside)}")
+    return path
 
 
 def _no_name(function: str, place: str, name: str, names: Iterable[str], key: str) -> ConfigError:

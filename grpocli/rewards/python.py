@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from grpocli.config.parts import UserCode, nearest, part, require
-from grpocli.config.user_code import find, load, short
+from grpocli.config.user_code import check_exists, load, short
 from grpocli.errors import ConfigError
 from grpocli.rewards.deadline import within
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
@@ -45,7 +45,7 @@ class PythonReward(BaseReward):
         return short(self.function)
 
     def check_ready(self) -> None:
-        find(self.function, KEY)
+        check_exists(self.function, KEY)
 
     def check(self, columns: Sequence[str]) -> None:
         function = load(self.function, KEY)

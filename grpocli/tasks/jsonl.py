@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from omegaconf import MISSING
 
 from grpocli.config.parts import Escaped, UserCode, follows, one_of, part, require
-from grpocli.config.user_code import find
+from grpocli.config.user_code import check_exists
 from grpocli.errors import ConfigError
 from grpocli.tasks.loading import check_path
 from grpocli.tasks.task import BaseTask
@@ -90,7 +90,7 @@ class Jsonl(BaseTask):
     def check_ready(self) -> None:
         super().check_ready()
         if self.processor:
-            find(self.processor, "task.processor")
+            check_exists(self.processor, "task.processor")
         for key, path in (("task.path", self.path), ("task.eval_path", self.eval_path)):
             if path is not None:
                 check_path(path, key)

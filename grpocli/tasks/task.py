@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from grpocli.config.parts import require, section
-from grpocli.config.user_code import find
+from grpocli.config.user_code import check_exists
 from grpocli.environments.environment import Play
 
 Example = dict[str, Any]
@@ -54,7 +54,7 @@ class BaseTask:
     def check_ready(self) -> None:
         """Raise ConfigError where this machine lacks something that the task names. Loads nothing."""
         if self.environment.name:
-            find(self.environment.name, "task.environment.name")
+            check_exists(self.environment.name, "task.environment.name")
 
     def __post_init__(self) -> None:
         require(self, "weight", 0 < self.weight < math.inf, "must be above 0 and finite")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpocli.config.user_code import find
+from grpocli.config.user_code import check_exists
 from grpocli.errors import ConfigError
 
 REWARDS = """\
@@ -106,8 +106,8 @@ def test_other_commands_ask_too(here: Path) -> None:
 
 @pytest.mark.parametrize("name", ["accuracy", "Board", "other", "torch"])
 def test_every_way_to_give_a_module_a_name_is_known(here: Path, name: str) -> None:
-    find(f"rewards.py:{name}", "key")
-    find(f"rewards:{name}", "key")
+    check_exists(f"rewards.py:{name}", "key")
+    check_exists(f"rewards:{name}", "key")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_every_way_to_give_a_module_a_name_is_known(here: Path, name: str) -> No
 )
 def test_a_name_that_importing_may_give_is_not_refused(here: Path, source: str) -> None:
     (here / "strange.py").write_text(source)
-    find("strange.py:hidden", "key")
+    check_exists("strange.py:hidden", "key")
     (here / "plain.py").write_text("x = 1")
     with pytest.raises(ConfigError, match=r"key=plain\.py:hidden: plain\.py has no function or class hidden"):
-        find("plain.py:hidden", "key")
+        check_exists("plain.py:hidden", "key")
