@@ -1,7 +1,7 @@
 """What users type, rewritten as Hydra takes it: an ordered list of small functions over overrides.
 
-None of them touches what is right already, and a second time none of them changes anything; only escapes, which are a
-matter of the command line, are read once (`typed`).
+None of them changes a valid override, or anything when applied again. Escapes are the exception: they are read once, on the
+command line (`typed`).
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ def typed(overrides: Sequence[str], config_name: str = "train") -> list[str]:
 
 def _unescaped(override: str) -> str:
     def decoded(value: Any) -> Any:
-        text = value.text if isinstance(value, QuotedString) else value
-        new = unescape(text)
-        return value if new == text else QuotedString(new, Quote.double)
+        new = unescape(_plain(value))
+        return value if new == _plain(value) else QuotedString(new, Quote.double)
 
     return _changed(override, decoded) if "\\" in override and is_marked(_key(override), ESCAPED) else override
 
@@ -105,20 +104,26 @@ def _absolute(override: str) -> str:
 
 
 def _absolute_code(value: Any) -> Any:
-    text = value.text if isinstance(value, QuotedString) else value
-    return _text(value, absolute(text)) if is_spec(text) else value
+    text = _plain(value)
+    return _with_text(value, absolute(text)) if is_spec(text) else value
 
 
 def _absolute_model(value: Any) -> Any:
-    text = value.text if isinstance(value, QuotedString) else value
+    text = _plain(value)
     if is_spec(text):
         return _absolute_code(value)
     folder = Path(text).expanduser()
-    here = text.startswith((".", "~")) or ("/" in text and folder.is_dir())
-    return _text(value, str(folder.resolve())) if here else value
+    is_path = text.startswith((".", "~")) or ("/" in text and folder.is_dir())
+    return _with_text(value, str(folder.resolve())) if is_path else value
 
 
-def _text(value: Any, new: str) -> Any:
+def _plain(value: Any) -> Any:
+    """A text without its quotes."""
+    return value.text if isinstance(value, QuotedString) else value
+
+
+def _with_text(value: Any, new: str) -> Any:
+    """`new` in the quotes that the value has."""
     return replace(value, text=new) if isinstance(value, QuotedString) else new
 
 
