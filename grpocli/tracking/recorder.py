@@ -41,8 +41,8 @@ class Recorder:
     """Files are None in the other processes. seconds_before: what earlier sessions of this run took.
 
     mismatch_expected: the sampler is held to a form (a regex, a schema) that the trainer does not know of.
-    answers: the examples' columns in which the reference answer may be.
-    dtype: what the model computes in.
+    answers: the examples' columns in which the reference answer may be. dtype: what the model computes in. now: the
+    present stage.
     """
 
     run_dir: RunDir
@@ -65,7 +65,7 @@ class Recorder:
         self.view.stage(STAGES.get(name, name))
 
     def progress_of(self, name: str) -> Progress:
-        """What shows the progress of a stage while it is the present one: another thread may work for a later one."""
+        """Shows the progress of a stage while it is the present one: another thread may work for a later one."""
 
         def report(done: float, total: float, unit: str, detail: str = "") -> None:
             if self.now == name:
@@ -136,8 +136,8 @@ class Recorder:
         answer = reference_of(rollout.prompt.columns, self.answers)
         self.view.sample(Sample(rollout.prompt.text, rollout.text, rollout.rewards, advantages[best], answer))
 
-    def amended(self, step: int, results: Mapping[str, float]) -> None:
-        """Add what an evaluation that was interrupted has found at last to the metrics of its step."""
+    def amend(self, step: int, results: Mapping[str, float]) -> None:
+        """Add the results of an evaluation that a resume has repeated to the metrics of its step."""
         self.step_started = time.perf_counter()
         if self.metrics is None:
             return

@@ -19,7 +19,7 @@ def train(trainer: Trainer) -> dict[str, float]:
     """
     try:
         trainer.before()
-        trainer.repeat()
+        trainer.repeat_evaluation()
         trainer.raise_if_stopped()
         while not trainer.done:
             step(trainer)
@@ -40,7 +40,7 @@ def step(trainer: Trainer) -> None:
     rows = trainer.credit(collected)
     trainer.update(rows, len(collected.groups))
     try:
-        trainer.during()
+        trainer.evaluate_if_due()
     finally:  # an evaluation that cannot be had takes no step's row with it
         trainer.log(collected, rows)
     if trainer.due(trainer.run.checkpoint.every):

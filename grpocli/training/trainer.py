@@ -159,18 +159,18 @@ class Trainer:
             self.state = replace(self.state, before=self.evaluate())
             self.recorder.evaluated(self.state.step, self.state.before or {})
 
-    def during(self) -> None:
-        """The evaluation of a step, where one is due; until it ends, a checkpoint says that it is missing."""
+    def evaluate_if_due(self) -> None:
+        """Evaluate after a step, where that is due; until it ends, checkpoints say that it is missing."""
         if self.due(self.run.eval.every):
             self.state = replace(self.state, unevaluated=True)
             self.metrics |= self.evaluate()
             self.state = replace(self.state, unevaluated=False)
 
-    def repeat(self) -> None:
-        """After a resume, the evaluation of the last step, where it did not end. The step's metrics get it."""
+    def repeat_evaluation(self) -> None:
+        """After a resume, an evaluation of the last step that did not end, added to the metrics of that step."""
         if self.state.unevaluated:
             self.metrics |= self.evaluate()
-            self.recorder.amended(self.state.step, self.metrics)
+            self.recorder.amend(self.state.step, self.metrics)
             self.state, self.metrics = replace(self.state, unevaluated=False), {}
 
     def after(self) -> dict[str, float]:

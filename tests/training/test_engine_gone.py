@@ -44,7 +44,7 @@ class Ended:
 
 
 @pytest.mark.parametrize(
-    "gone", [("before", 0), ("sync", 0), ("collect", 1), ("during", 2), ("checkpoint", 2), ("after", 3)]
+    "gone", [("before", 0), ("sync", 0), ("collect", 1), ("evaluate_if_due", 2), ("checkpoint", 2), ("after", 3)]
 )
 def test_wherever_it_goes_steps_that_are_done_are_logged_and_saved(gone: tuple[str, int]) -> None:
     trainer = Ended(gone)
