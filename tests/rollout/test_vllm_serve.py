@@ -22,7 +22,7 @@ from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync import Auto
 from grpocli.rollout.vllm import server as vllm_server
 from grpocli.rollout.vllm.endpoint import Endpoint, serve_file
-from grpocli.rollout.vllm.log import Start, followed, fresh
+from grpocli.rollout.vllm.log import StartupLog, followed, fresh
 from grpocli.rollout.vllm.options import Vllm
 from grpocli.rollout.vllm.serve import SHORT, Serve, build_serve, serve
 from grpocli.rollout.vllm.server import Spec
@@ -266,8 +266,8 @@ def test_verbose_prints_the_log_too(fake: Serve, capsys: pytest.CaptureFixture[s
 def test_the_phases_of_a_start_are_read_from_the_log(tmp_path: Path) -> None:
     log = tmp_path / "vllm.log"
     log.write_text("INFO 11-23 08:42:00 [weights.py:1] Loading weights took 3 s\n")
-    start = Start(log, log.stat().st_size)
-    start.look()
+    start = StartupLog(log, log.stat().st_size)
+    start.read()
     assert (start.phase, start.last) == ("loading libraries", ""), "the server before said that"
     for line, phase in (
         ("(APIServer pid=1) INFO 11-23 08:42:00 [api_utils.py:286] non-default args: {}", "reading the model's config"),
@@ -286,9 +286,9 @@ def test_the_phases_of_a_start_are_read_from_the_log(tmp_path: Path) -> None:
         with log.open("a") as file:
             file.write(line[:20])
             file.flush()
-            start.look()
+            start.read()
             assert start.phase == before, "half a line is not read yet"
             file.write(line[20:] + "\n")
-        start.look()
+        start.read()
         assert start.phase == (phase or before)
         assert start.last == line.partition("] ")[2]

@@ -117,7 +117,7 @@ class Client:
         return sorted(choices, key=lambda choice: int(choice["index"]))
 
     async def generated(self) -> float:
-        """Tokens that the server has generated since its start, for whomever; 0 where it does not say."""
+        """Tokens that the server has generated since its start, for all clients; 0 where it does not say."""
         async with httpx.AsyncClient(**http_options(self.endpoint)) as http:
             return await tokens_computed(http, GENERATED) or 0.0
 

@@ -98,7 +98,7 @@ class VllmEngine:
             if self._failure:  # of a sync: they may come from any weights
                 return
             found[k] = completions(choices, requests[k], sampling, version, synced=synced)
-            count.came(len(found[k]))
+            count.add(len(found[k]))
             listener(k, found[k])
 
         self._ask(bodies, found, answered, count)

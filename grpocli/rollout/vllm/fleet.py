@@ -14,7 +14,6 @@ from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.protocol import ServerGone
 
 AT_ONCE = 64  # requests under way at a server; each may hold several sequences, and it queues what it cannot run
-
 LOOK = 0.5  # seconds between looks at the watch and at the counts of tokens
 
 Choices = list[dict[str, Any]]
@@ -22,14 +21,14 @@ Choices = list[dict[str, Any]]
 
 @dataclass(slots=True)
 class Count:
-    """Counts completions that have come, of `total`, and tokens generated meanwhile, and reports both to `watch`."""
+    """Reports to `watch` how many of `total` completions are done, and how many tokens have been generated."""
 
     watch: Watch = UNWATCHED
     total: int = 0
     done: int = 0
     tokens: float = 0.0
 
-    def came(self, completions: int) -> None:
+    def add(self, completions: int) -> None:
         self.done += completions
         self.report()
 

@@ -83,24 +83,24 @@ PHASES = (
 """Patterns of lines in vLLM's log, and the phase of the start that each begins."""
 
 
-class Start:
+class StartupLog:
     """The progress of a server's start, read from its log. since: the byte at which this server's output begins."""
 
     def __init__(self, log: Path, since: int = 0) -> None:
         self.log, self.at = log, since
         self.phase, self.last = "loading libraries", ""
 
-    def look(self) -> None:
-        """Read what the log has got since the last look. `phase` is the present one, `last` the last line."""
+    def read(self) -> None:
+        """Read what was added since the last call. `phase` is the present one, `last` the last line."""
         try:
             with self.log.open("rb") as file:
                 file.seek(self.at)
-                read = file.read()
+                added = file.read()
         except FileNotFoundError:
             return
-        whole = read.rfind(b"\n") + 1
+        whole = added.rfind(b"\n") + 1
         self.at += whole
-        for line in read[:whole].decode(errors="replace").splitlines():
+        for line in added[:whole].decode(errors="replace").splitlines():
             if text := PREFIX.sub("", line).strip():
                 self.last = text
             self.phase = next((said for pattern, said in PHASES if re.search(pattern, text)), self.phase)

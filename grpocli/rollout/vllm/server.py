@@ -23,7 +23,7 @@ from grpocli.rollout.vllm.auth import KEY_VARIABLE
 from grpocli.rollout.vllm.checks import check_plugin
 from grpocli.rollout.vllm.endpoint import Endpoint, weights_dir
 from grpocli.rollout.vllm.heads import check_head_size
-from grpocli.rollout.vllm.log import Start
+from grpocli.rollout.vllm.log import StartupLog
 from grpocli.rollout.vllm.transport import BACKENDS
 from grpocli.rollout.vllm.weights import FOLDER_VARIABLE
 
@@ -251,7 +251,7 @@ def wait_healthy(
     import httpx
 
     deadline = time.monotonic() + timeout
-    start = Start(Path(endpoint.log), endpoint.log_from) if endpoint.log else None
+    start = StartupLog(Path(endpoint.log), endpoint.log_from) if endpoint.log else None
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
     with httpx.Client(base_url=endpoint.url, headers=headers, trust_env=False, verify=False, timeout=5) as http:
         while True:
@@ -263,7 +263,7 @@ def wait_healthy(
                 if http.get("/health").is_success and http.get("/weight_info").is_success:
                     return
             if start:
-                start.look()
+                start.read()
                 progress(0, 0, f"vLLM is {start.phase}", start.last)
             if give_up and give_up.is_set():
                 raise EngineError("the vLLM server was not wanted any more while it started")
