@@ -54,11 +54,9 @@ def test_a_missing_answer_column_is_found_before_training() -> None:
         (r"1\frac{1}{2}", "1.5", 1.0),
         ("1 1/2", "1.5", 1.0),
         (r"\frac{-3}{2}", "-1.5", 1.0),
-        (r"\frac{-176}{3}", "-176/3", 1.0),
         (r"\frac{10}{-2}", "-5", 1.0),
         (r"\frac{1.5}{2}", "0.75", 1.0),
         (r"\frac{x}{3}", "3", 0.0),
-        (r"\frac{\pi}{3}", "3", 0.0),
         (r"\sqrt{2}/2", "2", 0.0),
         ("1{,}128", "1128", 1.0),
         (r"1\,128", "1128", 1.0),
@@ -74,9 +72,6 @@ def test_a_missing_answer_column_is_found_before_training() -> None:
         ("2^400^400^400^400", "2", 0.0),
         ("10_99999999999999999999", "2", 0.0),
         ("1/0", "0", 0.0),
-        ("<think>8</think> 7", "7", 1.0),
-        ("<think>7</think>", "7", 0.0),
-        (r"\boxed{7} in 8 days", "7", 1.0),
     ],
 )
 def test_number_compares_the_last_numbers(sample, text: str, answer: str, score: float) -> None:
