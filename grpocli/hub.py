@@ -9,9 +9,9 @@ from functools import lru_cache
 
 CONNECT_SECONDS = 3.0
 READ_SECONDS = 0.5
-"""For an answer once there is a connection, which is answer enough."""
+"""To wait for an answer. Its absence does not matter: the connection has shown that the hub is there."""
 WITHIN_SECONDS = 4.0
-"""For all of it: no timeout of a connection covers a name server that is silent."""
+"""For all of it: a timeout of a connection does not cover a name server that is silent."""
 
 
 @lru_cache(maxsize=1)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-MOST = 10.0
+MAX_K3 = 10.0
 """The upper bound of k3 of a token, in nats."""
-BOUND = "at most 10: NeMo RL (kl_output_clamp_value), verl (low_var_kl)"
+BOUND = f"at most {MAX_K3:g}: NeMo RL (kl_output_clamp_value), verl (low_var_kl)"
 
 
 @part("algorithm/kl", "none")
@@ -117,14 +117,14 @@ class K3(KL):
     the KL term of a token has no gradient; `kl_clamped_ratio` is the share of such tokens. k1 and k2 cannot overflow.
     """
 
-    estimator = ("d_it = exp(x_it) − x_it − 1", "min(d_it, 10)")
+    estimator = ("d_it = exp(x_it) − x_it − 1", f"min(d_it, {MAX_K3:g})")
     sources = ("GRPO, DeepSeekMath (arXiv 2402.03300), equation 4", BOUND)
 
     def estimate(self, x_BT: Tensor) -> Tensor:
-        return _k3(x_BT).clamp(max=MOST)
+        return _k3(x_BT).clamp(max=MAX_K3)
 
     def clamped(self, logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
-        return _k3(ref_logp_BT - logp_BT) > MOST
+        return _k3(ref_logp_BT - logp_BT) > MAX_K3
 
 
 def _k3(x_BT: Tensor) -> Tensor:

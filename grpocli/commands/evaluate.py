@@ -104,7 +104,7 @@ def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[Evaluated]:
 
 
 def _models(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """(name, path) of the run's that are asked for; empty where there is no run."""
+    """(name, path) of each model of --run to evaluate; empty without --run."""
     from grpocli.evaluation.evaluate import checkpoints_of
 
     if args.checkpoints:
@@ -117,7 +117,7 @@ def _models(args: argparse.Namespace) -> list[tuple[str, str]]:
 def _sampled(
     run: Run, job: EngineJob, models: Sequence[tuple[str, str]], args: argparse.Namespace, out: Path, view: View
 ) -> list[Evaluated]:
-    """Evaluate, and write down what was sampled."""
+    """Evaluate each model, and write its completions to `out`."""
     from grpocli.evaluation.evaluate import Asked, evaluate
     from grpocli.progress import Watch
     from grpocli.rewards.reward import answer_columns

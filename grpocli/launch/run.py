@@ -188,9 +188,9 @@ def _check_functions(run: Run, name: str, task: Task, example: Example) -> None:
     from grpocli.environments.episodes import check_environment
     from grpocli.tasks.data import rewards_for
 
-    for reward in (run.reward[name] for name in rewards_for(task, run.reward)):
-        if isinstance(reward, PythonReward):
-            reward.check(columns_of(example))
+    for scorer in rewards_for(task, run.reward):
+        if isinstance(run.reward[scorer], PythonReward):
+            run.reward[scorer].check(columns_of(example))
     if play := play_of(task):
         check_environment(name, play, example)
 

@@ -1,4 +1,4 @@
-"""Views that are redrawn in a terminal: of a run, and of other commands one line. `layout` draws what they hold."""
+"""Views that are redrawn in a terminal: of a run, and one line for other commands. `layout` draws them."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ class LiveView(View):
     def warn(self, text: str) -> None:
         self._console.print(Line(f"warning: {clean(text)}", style="yellow"))
 
-    def stop(self, said: str = "") -> None:
+    def stop(self, last_line: str = "") -> None:
         atexit.unregister(self.stop)
         if self._live.is_started:
-            self.current.begin(said or ("done" if self.pace.finished else "stopped"))
+            self.current.begin(last_line or ("done" if self.pace.finished else "stopped"))
             self._show(over=True)
             self._live.stop()
 
@@ -98,7 +98,7 @@ class LiveView(View):
 
 
 class StatusView(View):
-    """One line with what is going on, gone at the end."""
+    """One line with the present stage, removed at the end."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._spinner = console, Spinner("dots")
@@ -116,7 +116,7 @@ class StatusView(View):
     def note(self, text: str) -> None:
         self._console.print(Line(clean(text)))
 
-    def stop(self, said: str = "") -> None:
+    def stop(self, last_line: str = "") -> None:
         atexit.unregister(self.stop)
         self._live.stop()
 

@@ -20,8 +20,8 @@ class Stage:
     """text: the name of the stage, which began at `since` (seconds of a clock). done, total, unit, detail: its
     `Progress`.
 
-    The rate is measured from `began`, the last time that no more than `first` was done: work before the first unit,
-    such as reading prompts, is not repeated for each unit.
+    The rate is measured from `began`, when `first` units were done. As long as no more are done, `began` moves on: work
+    before the first unit, such as reading prompts, is no measure of the rate.
     """
 
     text: str

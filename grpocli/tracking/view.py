@@ -56,8 +56,8 @@ class View:
     def warn(self, text: str) -> None:
         """A sentence that stays, and that someone should act on."""
 
-    def stop(self, said: str = "") -> None:
-        """Leave the terminal as it was. Safe to call twice. said: a last line, such as the next process's task."""
+    def stop(self, last_line: str = "") -> None:
+        """Leave the terminal as it was. Safe to call twice. last_line: what goes on without this view."""
 
 
 class Pace:
@@ -156,10 +156,10 @@ class PlainView(View):
 
         threading.Thread(target=work, name="view", daemon=True).start()
 
-    def stop(self, said: str = "") -> None:
+    def stop(self, last_line: str = "") -> None:
         self._over.set()
-        if said:
-            self._say(f"{said} ...")
+        if last_line:
+            self._say(f"{last_line} ...")
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._pace.step(step, metrics.get("time/step"))

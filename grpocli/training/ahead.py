@@ -256,8 +256,10 @@ class Ahead:
 
     def _fresh(self, collected: Collected, step: int) -> Collected:
         """Without groups that have become too old, and with what there is to tell about age."""
-        groups = [group for group in collected.groups if version_of(group) >= step - self.max_staleness]
-        stale = [group for group in collected.groups if version_of(group) < step - self.max_staleness]
+        groups: list[Group] = []
+        stale: list[Group] = []
+        for group in collected.groups:
+            (groups if version_of(group) >= step - self.max_staleness else stale).append(group)
         ages = [step - rollout.completion.version for group in groups for rollout in group.rollouts]
         metrics = collected.metrics | {
             "sampling/kept": len(groups),

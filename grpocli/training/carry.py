@@ -53,8 +53,10 @@ def save_steps(steps: Sequence[Collected], folder: Path) -> None:
 
 
 def load_steps(folder: Path, collector: Collector, wanted: bool) -> list[Collected]:
-    """The steps again, equal to the bit; none of them, and a warning, where a resume has changed the config so
-    that groups do not fit (as in `load`), or so that no step is collected ahead (not `wanted`).
+    """The steps of `save_steps`, equal to the bit.
+
+    None of them, and a warning, where a resume has changed the config so that groups do not fit (as in `load`), or so
+    that no step is collected ahead (not `wanted`).
     """
     if not (folder / AHEAD).is_file():
         return []

@@ -200,7 +200,7 @@ class Seen:
 
 
 def _lengths(name: str, lengths: Sequence[int]) -> dict[str, float]:
-    """Of completions, in tokens; nothing of none."""
+    """Metrics of the lengths of completions, in tokens; none without completions."""
     if not lengths:
         return {}
     found = {"mean": float(np.mean(lengths)), "min": float(min(lengths)), "max": float(max(lengths))}

@@ -82,10 +82,12 @@ class Updater:
         Until then they are on the device that computed them; 8 bytes a completion token are copied, in one piece from
         each device. Rows that no process has computed have none.
         """
-        mine = [i for i, row in enumerate(rows) if row.logp is not None and row.entropy is not None]
-        computed = [torch.cat([getattr(rows[i], name) for i in mine]) for name in ("logp", "entropy")] if mine else []
-        found = [(mine, torch.stack(computed).float().cpu())] if mine else []
-        for numbers, values_2N in self.world.gather_to_main(found):
+        computed = {i: (row.logp, row.entropy) for i, row in enumerate(rows) if row.logp is not None}
+        mine = []
+        if computed:
+            values_2N = torch.stack([torch.cat(list(values)) for values in zip(*computed.values(), strict=True)])
+            mine = [(list(computed), values_2N.float().cpu())]
+        for numbers, values_2N in self.world.gather_to_main(mine):
             pieces = values_2N.split([len(rows[i].completion_ids) for i in numbers], dim=1)
             for i, (logp, entropy) in zip(numbers, pieces, strict=True):
                 rows[i].logp, rows[i].entropy = logp, entropy
