@@ -1,7 +1,7 @@
 """What users type, rewritten as Hydra takes it: an ordered list of small functions over overrides.
 
-None of them changes a valid override, or anything when applied again. Escapes are the exception: they are read once, on the
-command line (`typed`).
+None of them changes a valid override, or anything when applied again. Escapes are the exception: they are read once,
+on the command line (`typed`).
 """
 
 from __future__ import annotations
