@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ from grpocli.models.loading import load_model, load_policy
 from grpocli.models.lora import trained_share
 from grpocli.progress import Watch
 from grpocli.rewards.scoring import Scorer
-from grpocli.rollout.engine import EngineContext, EngineJob
+from grpocli.rollout.engine import Engine, EngineContext, EngineJob
 from grpocli.tasks.data import judges_of
 from grpocli.tasks.mixture import about, limits_of
 from grpocli.training import carry, checkpoint
@@ -40,54 +42,21 @@ def assemble(
     run: Run, job: EngineJob, world: World, recorder: Recorder, stop: StopSignal, resume: Path | None, data: Data
 ) -> Trainer:
     """Load everything and put it together. Collective."""
-    for task in data.tasks:
-        with about(task.key):
-            for name in task.rewards:
-                run.reward[name].check(task.columns)
-    for warning in filter(None, (reward.warning for reward in run.reward.values())):
-        recorder.view.warn(warning)
-    for report in data.reports:
-        recorder.view.note(report)
-    with checkpoint.restoring(resume):
-        state = checkpoint.load_state(resume) if resume else checkpoint.State()
-        carried = _carried(run, data, resume)
-        with world.parallel.loading():
-            policy, optimizer = _policy(run, job, world, str(resume) if resume else job.model_path)
-            reference = _reference(run, job, policy, resume)
-        if resume:
-            checkpoint.load_optimizer(resume, policy, optimizer)
-        updater = _updater(run, world, policy, reference, optimizer, state, recorder)
-    if not find_head(policy, world):
-        recorder.view.note("all logits of a micro-batch are kept: this model changes what its output head returns")
-    longest = run.rollout.longest_row
-    if run.train.packed and not pack(policy, reference, world, longest):
-        recorder.view.note(f"micro-batches are padded: {_why_padded(run)}")
-    if run.model.lora.rank:
-        recorder.view.note(f"LoRA trains {trained_share(policy.model)}")
-    rollout = run.rollout
+    _check_rewards(run, data, recorder)
+    loaded = _load(run, job, world, data, recorder, resume)
+    policy, reference, state = loaded.policy, loaded.reference, loaded.state
+    _choose_layout(run, world, policy, reference, recorder)
 
     def recover() -> None:
         """The thread that generates must not send weights that an update is changing."""
         trainer.ahead.in_main(trainer.sync_again)
 
-    engine = run.engine.connect(
-        EngineContext(
-            job,
-            policy,
-            data.tokenizer,
-            world,
-            run.sync,
-            rollout.in_flight,
-            rollout.sampling,
-            recover if rollout.max_staleness else None,
-            stop.asked,
-        )
-    )
+    engine = _engine(run, job, policy, data, world, stop, recover)
     scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards, limits_of(run.task))
     sampler = Sampler(world, engine, data.tokenizer, scorer, data.plays)
     sampler.episodes.check([task.draw(0, "") for task in data.tasks if task.play])
     recorder.seconds_before = state.seconds
-    collector = _collector(run, sampler, data, state.draws, carried, recorder)
+    collector = _collector(run, sampler, data, state.draws, loaded.carried, recorder)
     trainer = Trainer(
         run=run,
         world=world,
@@ -97,7 +66,7 @@ def assemble(
         engine=engine,
         collector=collector,
         ahead=Ahead(collector, world, run.rollout, run.train.steps, state.step, _ready(run, collector, resume)),
-        updater=updater,
+        updater=loaded.updater,
         evaluator=_evaluator(run, sampler, data, Watch(recorder.progress_of("eval"), stop.asked_lately)),
         recorder=recorder,
         saver=Saver(world),
@@ -105,6 +74,72 @@ def assemble(
         state=state,
     )
     return trainer
+
+
+def _check_rewards(run: Run, data: Data, recorder: Recorder) -> None:
+    """Check rewards against their tasks' columns, and show what rewards and data have to say."""
+    for task in data.tasks:
+        with about(task.key):
+            for name in task.rewards:
+                run.reward[name].check(task.columns)
+    for warning in filter(None, (reward.warning for reward in run.reward.values())):
+        recorder.view.warn(warning)
+    for report in data.reports:
+        recorder.view.note(report)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What a checkpoint, or the base model, gives. carried: groups for the first step."""
+
+    state: checkpoint.State
+    carried: list[Group]
+    policy: Policy
+    reference: Reference | None
+    updater: Updater
+
+
+def _load(run: Run, job: EngineJob, world: World, data: Data, recorder: Recorder, resume: Path | None) -> _Loaded:
+    with checkpoint.restoring(resume):
+        state = checkpoint.load_state(resume) if resume else checkpoint.State()
+        carried = _carried(run, data, resume)
+        with world.parallel.loading():
+            policy, optimizer = _policy(run, job, world, str(resume) if resume else job.model_path)
+            reference = _reference(run, job, policy, resume)
+        if resume:
+            checkpoint.load_optimizer(resume, policy, optimizer)
+        updater = _updater(run, world, policy, reference, optimizer, state, recorder)
+    return _Loaded(state, carried, policy, reference, updater)
+
+
+def _choose_layout(run: Run, world: World, policy: Policy, reference: Reference | None, recorder: Recorder) -> None:
+    """Save what memory and work the model allows; a note says what it does not."""
+    if not find_head(policy, world):
+        recorder.view.note("all logits of a micro-batch are kept: this model changes what its output head returns")
+    if run.train.packed and not pack(policy, reference, world, run.rollout.longest_row):
+        recorder.view.note(f"micro-batches are padded: {_why_padded(run)}")
+    if run.model.lora.rank:
+        recorder.view.note(f"LoRA trains {trained_share(policy.model)}")
+
+
+def _engine(
+    run: Run, job: EngineJob, policy: Policy, data: Data, world: World, stop: StopSignal, recover: Callable[[], None]
+) -> Engine:
+    """recover: sends the weights again, in the main thread."""
+    rollout = run.rollout
+    context = EngineContext(
+        job,
+        policy,
+        data.tokenizer,
+        world,
+        run.sync,
+        rollout.in_flight,
+        rollout.sampling,
+        recover if rollout.max_staleness else None,
+        stop.asked,
+    )
+    engine: Engine = run.engine.connect(context)
+    return engine
 
 
 def _why_padded(run: Run) -> str:
