@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from grpocli import cli
 from grpocli.config.compose import build_run, compose
 from grpocli.config.user_code import load
 from grpocli.environments.stepping import _made, call
@@ -158,6 +159,23 @@ def test_all_of_it_where_that_is_asked_for(kind: str, monkeypatch: pytest.Monkey
 
 def test_where_no_code_of_the_user_s_takes_part_none_is_named() -> None:
     assert where(ValueError("x")) == where(thrown(json.loads, "{")) == where(thrown(compose, ["lr=1"])) == ""
+
+
+@pytest.mark.parametrize(
+    "fails", [lambda: load("absent.py:f", "key"), lambda: build_run(compose(["optim.Traceback=1"]))]
+)
+def test_the_command_prints_one_traceback(
+    fails: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The user's in the message, or ours before it, whatever words the message has."""
+    monkeypatch.setenv("GRPOCLI_TRACEBACK", "1")
+    monkeypatch.setattr(cli, "run", lambda args: fails())
+    with pytest.raises(SystemExit):
+        cli.main([])
+    said = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in said
+    assert said.count("grpocli: error: ") == 1
+    assert said.startswith("grpocli: error: ") == ("absent.py" in said)
 
 
 def test_the_slurm_launcher_is_not_the_users_code() -> None:
