@@ -193,7 +193,7 @@ def sampled_rows(needs: Needs) -> int:
 
     run, group = needs.run, needs.run.rollout.group_size
     prompts = run.rollout.prompts_per_step * (MOST if run.algorithm.keep.max_rounds > 1 else 1)
-    rows = max(math.ceil(prompts / needs.place.trainers) * group, run.eval.wanted(cpu=False) * run.eval.samples)
+    rows = max(math.ceil(prompts / needs.place.trainers) * group, run.eval.n_problems(cpu=False) * run.eval.samples)
     return int(min(rows, max(group, needs.engine.max_rows // group * group)))
 
 

@@ -72,7 +72,7 @@ def _check(args: Any, resume: Resume | None) -> Run | None:
 
 
 def _finished(run_dir: RunDir, run: Run) -> str | None:
-    """What to say of a run that has nothing left to do."""
+    """The message for a run that has nothing left to do; None for any other."""
     done = finished(run_dir.summary)
     if done is None or done < run.train.steps or not run_dir.model.is_dir():
         return None

@@ -151,7 +151,7 @@ def _hf_for_path(overrides: list[str], config_name: str) -> list[str]:
     """`model.path=...` alone means `model=hf`, unless the chosen model (a recipe's, for example) has a path."""
     from grpocli.config.complaints import known_keys
 
-    keys = {override.partition("=")[0].lstrip("+") for override in overrides}
+    keys = set(map(_key, overrides))
     if "model.path" not in keys or keys & {"model", "resume"}:
         return overrides
     return overrides if "model.path" in known_keys(overrides, config_name) else ["model=hf", *overrides]

@@ -36,7 +36,7 @@ def plan_lines(run: Run, devices: Devices) -> list[str]:
 def _evaluation(run: Run) -> list[str]:
     """How many completions each evaluation samples, and how to have fewer."""
     every = f", every {_count(run.eval.every, 'step')}" if run.eval.every else ""
-    if not (problems := run.eval.wanted(cpu=False)):
+    if not (problems := run.eval.n_problems(cpu=False)):
         return []
     each = f"{_count(problems, 'problem')} x ({run.eval.samples} + 1 greedy)"
     whole = f"{each} = {problems * (run.eval.samples + 1):,} completions, before{every} and after"

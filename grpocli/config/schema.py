@@ -162,7 +162,7 @@ class Eval:
         require(self, "problems", (self.problems or 0) >= 0, "must be 0 (no evaluation) or more")
         require(self, "samples", self.samples >= 1, "must be at least 1")
 
-    def wanted(self, cpu: bool) -> int:
+    def n_problems(self, cpu: bool) -> int:
         """How many problems are used. cpu: whether the model computes on one."""
         return self.problems if self.problems is not None else 32 if cpu else 256
 

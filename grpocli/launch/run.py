@@ -145,7 +145,7 @@ def _remember(config: DictConfig, run_dir: RunDir, job: Job, resuming: bool) -> 
 
 def _settled(config: DictConfig, run: Run, devices: Devices) -> Run:
     """Set `eval.problems` for this device in the run, and in the config, so that a resume elsewhere has the same."""
-    config.eval.problems = run.eval.wanted(cpu=not devices.train)
+    config.eval.problems = run.eval.n_problems(cpu=not devices.train)
     return replace(run, eval=replace(run.eval, problems=config.eval.problems))
 
 

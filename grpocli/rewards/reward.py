@@ -111,7 +111,7 @@ class BaseReward:
         return ""
 
     def check_ready(self) -> None:
-        """Find out in no time what is missing on this machine, before anything is loaded. Raises ConfigError."""
+        """Raise ConfigError where this machine lacks something that the reward names. Loads nothing."""
 
     def check(self, columns: Sequence[str]) -> None:
         """Find out before training what cannot work with examples of these columns. Raises ConfigError."""

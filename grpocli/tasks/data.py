@@ -84,7 +84,7 @@ class TaskData:
             prompts = PromptSet(examples, tokenizer, *limits, f"{label}train", name)
             train = Epochs(prompts, Order(len(prompts), *seed))
         held_out = None
-        wanted = run.eval.wanted(cpu=False)  # a run that begins has written its number down
+        wanted = run.eval.n_problems(cpu=False)  # a run that begins has written its number down
         if wanted:
             problems = task.examples("eval")
             held_out = PromptSet(problems, tokenizer, *limits, f"{label}eval", name, wanted)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from grpocli.config.user_parts import is_spec, name_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.verdict import Limit
 
@@ -49,7 +50,6 @@ def with_key(sentence: str, key: str) -> str:
 
 def tasks_of(chosen: object) -> dict[str, Task]:
     """By name: those of a mixture, or the one that was chosen, called as its choice is."""
-    from grpocli.config.user_parts import is_spec, name_of
     from grpocli.explain.choices import choice_of
 
     if isinstance(chosen, Mixture):

@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from grpocli.tracking.rollouts import Record, reference_of, write_rollouts
+from grpocli.tracking.view import Sample, View
+
 if TYPE_CHECKING:
     from grpocli.data import Group
     from grpocli.progress import Progress
     from grpocli.tracking.metrics import MetricsLog
-    from grpocli.tracking.rollouts import Record
     from grpocli.tracking.run_dir import RunDir
     from grpocli.tracking.trackers import LiveTracker
-    from grpocli.tracking.view import View
     from grpocli.training.collect import Collected
 
 logger = logging.getLogger(__name__)
@@ -80,8 +81,6 @@ class Recorder:
         self.step_started = now
         if self.metrics is None:
             return
-        from grpocli.tracking.rollouts import write_rollouts
-
         write_rollouts(self.run_dir.rollouts(step), records, step, self.answers)
         self.metrics.append(step, metrics)
         self.last = dict(metrics)
@@ -128,9 +127,6 @@ class Recorder:
 
     def _sample(self, group: Group, advantages: list[float]) -> None:
         """Show the completion of a group that its rewards praise most."""
-        from grpocli.tracking.rollouts import reference_of
-        from grpocli.tracking.view import Sample
-
         best = max(range(len(advantages)), key=advantages.__getitem__)
         rollout = group.rollouts[best]
         answer = reference_of(rollout.prompt.columns, self.answers)

@@ -98,9 +98,9 @@ def test_the_opening_names_what_trains(tmp_path: Path) -> None:
 def test_an_evaluation_by_default_is_small_where_a_model_is_slow() -> None:
     assert compose([]).eval.problems == 256, "the built-in model is fast"
     other = build_run(compose(["model=hf", "model.path=x"]))
-    assert (other.eval.wanted(cpu=True), other.eval.wanted(cpu=False)) == (32, 256)
+    assert (other.eval.n_problems(cpu=True), other.eval.n_problems(cpu=False)) == (32, 256)
     chosen = build_run(compose(["model=hf", "model.path=x", "eval.problems=7"]))
-    assert chosen.eval.wanted(cpu=True) == chosen.eval.wanted(cpu=False) == 7
+    assert chosen.eval.n_problems(cpu=True) == chosen.eval.n_problems(cpu=False) == 7
 
 
 def test_a_users_own_reward_and_recipe(tmp_path: Path) -> None:
