@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 
 import grpocli
+from grpocli.errors import GrpoError
 
 LONGEST = 120
 """Characters of a line of code."""
@@ -48,9 +49,12 @@ def where(error: BaseException) -> str:
 
 
 def from_user_code(error: BaseException | None) -> bool:
-    """Whether the user's code raised an error, or one that caused it. Its message then says where."""
+    """Whether the user's code raised an error, or one that caused it: the message then says where.
+
+    What the user's code says itself with a GrpoError is a sentence already.
+    """
     while error is not None:
-        if where(error):
+        if not isinstance(error, GrpoError) and where(error):
             return True
         error = error.__cause__
     return False
