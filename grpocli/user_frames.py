@@ -1,4 +1,4 @@
-"""The lines of the user's code among the frames of a traceback."""
+"""The user's own lines in the traceback of an error."""
 
 from __future__ import annotations
 

@@ -97,9 +97,9 @@ class Algorithm:
 
         weights: by reward name, 1 where none is given. A completion to which no reward applies gets 0.
         accuracy: for each of the P groups, the name of the reward that is its accuracy (None: the first reward).
-        Raises TypeError or ValueError for what is no [P, G] tensor of finite numbers and NaN, for weights that are not
-        finite or of no reward, and for `accuracy` that does not name a reward for each group; and ConfigError if
-        `algorithm.question_weight.reward` names none of the rewards.
+        Raises TypeError or ValueError for rewards that are not [P, G] tensors of finite numbers and NaN, for weights
+        that are not finite or name no reward, and for `accuracy` that does not name a reward for each group.
+        Raises ConfigError if `algorithm.question_weight.reward` names none of the rewards.
         """
         rewards = checked_rewards(rewards, weights)
         scores_PG = self.scores(rewards, weights)

@@ -1,4 +1,4 @@
-"""`grpocli -sc query=SHELL`: what a shell may complete a command line with. Hydra's script calls it at every TAB."""
+"""`grpocli -sc query=SHELL`: candidates to complete a command line. Hydra's script calls it at every TAB."""
 
 from __future__ import annotations
 

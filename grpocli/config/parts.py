@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 ESCAPED, USER_CODE = "escaped", "user code"
 Escaped = Annotated[str, ESCAPED]
-"""A field's text in which `\\n` and `\\t` of a command line are a line break and a tab. No regular expressions."""
+"""A text field where `\\n` and `\\t` on the command line are a line break and a tab; not for regular expressions."""
 UserCode = Annotated[str, USER_CODE]
 """A field with FILE.py:NAME or module:NAME."""
 MARKED: dict[str, set[tuple[str, str]]] = {ESCAPED: set(), USER_CODE: set()}
-"""Of each kind, the first word of the keys and their end: ("task", "prompt_template")."""
+"""By kind, the first word and the end of each key: ("task", "prompt_template")."""
 
 BASES: dict[str, type[Any]] = {}
 """By config group, the class that all of its parts derive from, where there is one."""

@@ -129,9 +129,9 @@ class Episodes:
             if not self.world.any(bool(live)):
                 break
             asked = [self._next(one, sampling) for one in live]
-            others = len(everyone) - len(live)
-            told = Listener(watch=watch.part(others, len(everyone)))
-            turns = [completions[0] for completions in self.engine.generate(asked, sampling, told) if completions]
+            ended = len(everyone) - len(live)
+            counted = Listener(watch=watch.part(ended, len(everyone)))
+            turns = [completions[0] for completions in self.engine.generate(asked, sampling, counted) if completions]
         for one in everyone:
             if one.spans:  # else it was cancelled before its first turn was taken
                 found[one.k][one.i] = one.completion()
@@ -208,9 +208,9 @@ class Episodes:
 
 
 def check_environment(task: str, play: Play, example: Mapping[str, Any]) -> None:
-    """That an episode of the task's example can begin, before a model is fetched. Raises ConfigError.
+    """Check, before a model is fetched, that an episode of the example can begin. Raises ConfigError.
 
-    In a worker process, as all of an environment's code: it may import what this process should not have.
+    The environment runs in a worker process, as always: it may import what this process should not have.
     """
     given = {name: value for name, value in example.items() if name != "prompt"} | {"task_name": task}
     columns = json.loads(json.dumps(given, default=str))

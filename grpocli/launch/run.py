@@ -86,7 +86,7 @@ def launch(
 
 @contextmanager
 def _ending(run_dir: RunDir, ours: bool) -> Iterator[None]:
-    """Leave the folder as the end of the run asks for: a folder of `ours` goes where the run never began."""
+    """Explain errors of the run. If it never began and the folder is `ours`, remove the folder."""
     from grpocli.training.worker import explained
 
     try:

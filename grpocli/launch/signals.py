@@ -43,7 +43,7 @@ class StopSignal:
         return self.received is not None or (self.file is not None and self.file.exists())
 
     def asked_lately(self, clock: Callable[[], float] = time.monotonic) -> bool:
-        """As `asked`, for those who ask for every token: the file, perhaps on a network, is looked for now and then."""
+        """As `asked`, for a call at every token: looks for the file, perhaps on a network, every `LOOK_SECONDS`."""
         if self.received is None and not self.seen and clock() - self.looked >= LOOK_SECONDS:
             self.looked, self.seen = clock(), self.asked()
         return self.received is not None or self.seen

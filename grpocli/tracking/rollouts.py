@@ -57,7 +57,7 @@ def reference_of(columns: Mapping[str, Any], names: Iterable[str]) -> str | None
 
 
 def write_rollouts(path: Path, records: Sequence[Record], step: int, answers: Sequence[str] = ("answer",)) -> None:
-    """A row a record; a value that there is none of is null. docs/rollouts.md has the columns.
+    """A row for each record; missing values are null. docs/rollouts.md describes the columns.
 
     answers: names of the examples' columns in which the reference answer may be.
     """
@@ -194,8 +194,9 @@ def _text(value: Any) -> str:
 
 
 def _columns(prompt: Prompt) -> str:
-    """What rewards see of the example besides its prompt, as a JSON object; also the prompt's messages where they hold
-    more than roles and texts.
+    """The example's columns that rewards see, as a JSON object.
+
+    With the prompt's messages where they hold more than roles and texts.
     """
     columns = {name: value for name, value in prompt.columns.items() if name != "task_name"}
     if not isinstance(prompt.text, str) and not all(_is_plain(message) for message in prompt.text):
@@ -220,8 +221,9 @@ def _json(value: Any) -> str:
 
 
 def _jsonable(value: Any) -> Any:
-    """A value of a data set as JSON has it. Arrays are lists, dates and decimals text, and what is no text (an image,
-    bytes, a large array) is its kind alone.
+    """A value of a data set in JSON's types.
+
+    Arrays become lists, dates and decimals text; images, bytes and large arrays become the name of their type.
     """
     if value is None or isinstance(value, str | bool | int):
         return value

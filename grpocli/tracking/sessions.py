@@ -1,4 +1,4 @@
-"""sessions.jsonl: each start of a run, from which step it went on, and what had changed since the start before."""
+"""sessions.jsonl: each start of a run, the steps done before it, and the keys changed since the previous start."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ Changes = Mapping[str, tuple[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """step: the steps done before. time: its start (UTC, ISO 8601). versions: of the libraries, by name.
+    """One start of a run.
 
-    changes: what differs from the session before.
+    step: the steps done before. time: its start (UTC, ISO 8601). versions: of the libraries, by name. changes: from the
+    previous session.
     """
 
     step: int

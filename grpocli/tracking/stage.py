@@ -1,4 +1,4 @@
-"""What a run is doing now, how much of it is done, and how long the rest will take."""
+"""The present stage of a run, how much of it is done, and how long the rest will take."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Stage:
     `Progress`.
 
     The rate is measured from `began`, when `first` units were done. As long as no more are done, `began` moves on: work
-    before the first unit, such as reading prompts, is no measure of the rate.
+    before the first unit, such as reading prompts, does not count in the rate.
     """
 
     text: str

@@ -12,7 +12,7 @@ from grpocli.tracking.metrics import finite
 
 
 def finished(path: Path) -> int | None:
-    """The steps of a run that has come to its end; None where it has not, or where there is no summary to read."""
+    """The steps of a finished run; None for a run that is not finished, or has no readable summary."""
     try:
         summary = json.loads(path.read_text())
         return int(summary["steps"]) if summary["exit"] == "done" else None

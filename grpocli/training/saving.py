@@ -78,7 +78,7 @@ class Saver:
 
 
 def _end_at_once() -> None:
-    """End the process, interrupted, without Python's own end: that aborts where a daemon thread is inside of C++."""
+    """Exit without Python's finalization, which aborts the process while a daemon thread is inside of C++."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""The log of a vLLM server: how far its start is; what went wrong, and which key to change."""
+"""The log of a vLLM server: the phase of its start, what went wrong, and which key to change."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _key(cause: str, given: str) -> str | None:
 
 @contextlib.contextmanager
 def fresh(log: Path) -> Iterator[None]:
-    """A new log for a block, removed at its end unless that is an error, whose cause it may hold."""
+    """A new log for the block. Removed at its end, but kept after an error, whose cause it may show."""
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     log.unlink(missing_ok=True)  # of a server that was killed, or failed
     log.touch(mode=0o600)
