@@ -59,10 +59,7 @@ def sample(
     turns is used if there is some for every request. watch: called for every token; once it is cancelled,
     completions end with the present token.
     """
-    total = sum(r.n for r in requests)
-    watch.progress(0, total, "completions", "reading the prompts")
-    rows = _prefill(model, requests, sampling, version)
-    watch.progress(0, total, "completions", "prompts read")
+    rows = _watched_prefill(model, requests, sampling, version, watch)
     texts = _texts(requests, sampling, tokenizer)
     limits = [r.under(sampling).max_tokens for r in requests for _ in range(r.n)]
     limit_B = torch.tensor(limits, device=rows.row.device)
@@ -72,8 +69,7 @@ def sample(
     pasts = [past for r in requests for past in r.pasts or (None,) * r.n]
     drawn = []
 
-    longest = max(limits)
-    for t in range(longest):
+    for t in range(max(limits)):
         token, logp = _choose(rows, sampling, uniform_BT[rows.row, t])
         ended = torch.isin(token, stops)
         if texts:
@@ -83,9 +79,7 @@ def sample(
         if any(pasts):
             _keep(rows, before & ~going, pasts, version)
         left = int(going.sum())
-        watch.progress(
-            total - left * (1 - (t + 1) / longest), total, "completions", f"token {t + 1} of at most {longest}"
-        )
+        _report(watch, len(limits), left, t + 1, max(limits))
         if left == 0 or watch.cancelled():
             break
         if left <= 0.75 * len(going):  # a smaller batch is worth the copy of the cache
@@ -93,6 +87,22 @@ def sample(
             token, going = token[going], going[going]
         _advance(model, rows, token)
     return _gather(requests, drawn, limits, version)
+
+
+def _watched_prefill(
+    model: PreTrainedModel, requests: Sequence[Request], sampling: Sampling, version: int, watch: Watch
+) -> _Rows:
+    total = sum(request.n for request in requests)
+    watch.progress(0, total, "completions", "reading the prompts")
+    rows = _prefill(model, requests, sampling, version)
+    watch.progress(0, total, "completions", "prompts read")
+    return rows
+
+
+def _report(watch: Watch, total: int, left: int, tokens: int, longest: int) -> None:
+    """Each of the completions that are `left` counts by its share of the longest."""
+    done = total - left * (1 - tokens / longest)
+    watch.progress(done, total, "completions", f"token {tokens} of at most {longest}")
 
 
 def _prefill(model: PreTrainedModel, requests: Sequence[Request], sampling: Sampling, version: int) -> _Rows:

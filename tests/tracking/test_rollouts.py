@@ -42,6 +42,38 @@ def written(path: Path, *groups: Group, answers: Sequence[str] = ("answer",)) ->
     return read_rollouts(path / "rollouts.parquet")
 
 
+FIRST_ROW = {
+    "step": 3,
+    "sampled_step": 2,
+    "status": "trained",
+    "task": "sums",
+    "uid": "a",
+    "group": 0,
+    "prompt": "1+2=",
+    "messages": None,
+    "completion": "text 0",
+    "episode": None,
+    "turns": None,
+    "answer": "3",
+    "columns": '{"answer": "3"}',
+    "prompt_ids": [1, 2],
+    "completion_ids": [7, 8],
+    "length": 2,
+    "loss_mask": [1, 0],
+    "logprobs": [-0.5, -0.25],
+    "trainer_logprobs": [-0.75, -0.125],
+    "entropies": [1.5, 0.0],
+    "reward": 1.0,
+    "advantage": 0.75,
+    "finish_reason": "length",
+    "version": 4,
+    "version_spans": None,
+    "reward/math": 1.0,
+    "reward/format": None,
+    "reward/extra": None,
+}
+
+
 def test_a_row_a_completion(tmp_path: Path) -> None:
     path = tmp_path / "rollouts" / "step_000003.parquet"
     first, second = (
@@ -56,36 +88,7 @@ def test_a_row_a_completion(tmp_path: Path) -> None:
     filtered = [Record(r, 1, Status.FILTERED, 3) for r in second.rollouts]
     write_rollouts(path, [*trained, *filtered], step=3)
     rows = read_rollouts(path)
-    assert rows[0] == {
-        "step": 3,
-        "sampled_step": 2,
-        "status": "trained",
-        "task": "sums",
-        "uid": "a",
-        "group": 0,
-        "prompt": "1+2=",
-        "messages": None,
-        "completion": "text 0",
-        "episode": None,
-        "turns": None,
-        "answer": "3",
-        "columns": '{"answer": "3"}',
-        "prompt_ids": [1, 2],
-        "completion_ids": [7, 8],
-        "length": 2,
-        "loss_mask": [1, 0],
-        "logprobs": [-0.5, -0.25],
-        "trainer_logprobs": [-0.75, -0.125],
-        "entropies": [1.5, 0.0],
-        "reward": 1.0,
-        "advantage": 0.75,
-        "finish_reason": "length",
-        "version": 4,
-        "version_spans": None,
-        "reward/math": 1.0,
-        "reward/format": None,
-        "reward/extra": None,
-    }
+    assert rows[0] == FIRST_ROW
     assert [row["uid"] for row in rows] == ["a", "a", "b", "b"]
     assert rows[3]["reward/extra"] == 3.0
     left_out = {name: rows[3][name] for name in ("status", "loss_mask", "trainer_logprobs", "advantage", "reward")}
