@@ -31,8 +31,10 @@ from grpocli.errors import ConfigError
 def rewritten(overrides: Sequence[str], config_name: str = "train") -> list[str]:
     """The overrides as Hydra takes them.
 
-    Raises ConfigError for a key of another trainer's, and for a list of tasks or rewards with one name twice.
+    Raises ConfigError for a choice or folder without a name, a key of another trainer's, and a list of tasks or rewards
+    with one name twice.
     """
+    _refuse_empty(overrides)
     _refuse_foreign(overrides)
     overrides = [_absolute(LORA.sub(r"\1.rank=\2", override)) for override in spread(overrides)]
     _refuse_two_of_a_name(overrides)
@@ -161,6 +163,18 @@ def option_advice(name: str, value: str) -> str:
     if "." in key or key == "recipe" or key in {field.name for field in dataclasses.fields(Run)}:
         return f"write {key}=[{value}]" if key == "reward" else f"write {key}={value}"
     return "settings are KEY=VALUE without dashes, such as train.steps=20"
+
+
+def _refuse_empty(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for a choice or a folder without a name, as `resume=$UNSET` gives: Hydra would take another."""
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if equals and not value.strip(" '\"") and NAMED.fullmatch(_key(override)):
+            raise ConfigError(f"{key}= has no value: give one, or leave {key}= out (is a variable of the shell unset?)")
+
+
+NAMED = re.compile(rf"{GROUP.pattern}|algorithm|recipe|resume|hydra/\w+|hydra\.(run|sweep)\.dir")
+"""Keys whose value names something that exists or is made."""
 
 
 def _refuse_foreign(overrides: Sequence[str]) -> None:
