@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def rewritten(overrides: Sequence[str], config_name: str = "train") -> list[str]
     with one name twice.
     """
     _refuse_empty(overrides)
-    _refuse_foreign(overrides)
+    _refuse_foreign(overrides, config_name)
     overrides = [_absolute(LORA.sub(r"\1.rank=\2", override)) for override in spread(overrides)]
     _refuse_two_of_a_name(overrides)
     return _hf_for_path(overrides, config_name)
@@ -154,14 +154,16 @@ def _hf_for_path(overrides: list[str], config_name: str) -> list[str]:
     return overrides if "model.path" in known_keys(overrides, config_name) else ["model=hf", *overrides]
 
 
-def option_advice(name: str, value: str) -> str:
-    """The override to write instead of the option `--NAME VALUE`, which no command has."""
+def option_advice(name: str, value: str, options: Iterable[str] = ()) -> str:
+    """What to write instead of `--NAME VALUE`: one of a command's `options`, or an override."""
     key = name.replace("-", "_")
     close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.85)
     if close and (advice := key_advice(close[0], value)):
         return advice
     if "." in key or key == "recipe" or key in {field.name for field in dataclasses.fields(Run)}:
         return f"write {key}=[{value}]" if key == "reward" else f"write {key}={value}"
+    if close := difflib.get_close_matches(f"--{name}", options, n=1, cutoff=0.75):
+        return f"did you mean {close[0]}?"
     return "settings are KEY=VALUE without dashes, such as train.steps=20"
 
 
@@ -177,9 +179,12 @@ NAMED = re.compile(rf"{GROUP.pattern}|algorithm|recipe|resume|hydra/\w+|hydra\.(
 """Keys whose value names something that exists or is made."""
 
 
-def _refuse_foreign(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for `+KEY=...` with a key of another trainer's: Hydra would add it, and no run reads it."""
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if override.startswith("+") and (advice := key_advice(key, value)):
-            raise ConfigError(f"there is no key {key}; {advice}")
+def _refuse_foreign(overrides: Sequence[str], config_name: str) -> None:
+    """Raise ConfigError for the keys of other trainers, all in one sentence; Hydra stops at the first."""
+    mine = ("lora_rank", "dtype") if config_name == "vllm_serve" else ()
+    given = [override.lstrip("+").partition("=") for override in overrides]
+    told = {key: advice for key, _, value in given if key not in mine and (advice := key_advice(key, value))}
+    if len(told) == 1:
+        raise ConfigError("".join(f"there is no key {key}; {advice}" for key, advice in told.items()))
+    if told:
+        raise ConfigError("there are no keys " + ", ".join(f"{key} ({advice})" for key, advice in told.items()))

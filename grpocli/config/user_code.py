@@ -109,6 +109,16 @@ def _find_name(path: Path, function: str, place: str, name: str, key: str) -> No
         raise _no_name(function, place, name, names, key)
 
 
+def names_in(path: Path) -> list[str]:
+    """The functions and classes of a file whose names do not begin with `_`; none where it cannot be read."""
+    try:
+        with tokenize.open(path) as file:
+            blocks = symtable.symtable(file.read(), str(path), "exec").get_children()
+    except (OSError, SyntaxError, ValueError):
+        return []
+    return [block.get_name() for block in blocks if not block.get_name().startswith("_")]
+
+
 def _no_file(path: Path, key: str) -> ConfigError:
     beside = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
     return ConfigError.of(key, path, f"there is no such file{nearest(path.name, beside)}")

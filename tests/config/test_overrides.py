@@ -27,6 +27,7 @@ ESCAPES = [
     (r"a literal \\n", r"a literal \n"),
     (r"in \boxed{}, \frac{1}{2}, \right, \alpha, \\ or \d", r"in \boxed{}, \frac{1}{2}, \right, \alpha, \\ or \d"),
     (r"\text{a} \times \theta \neq \nu, \tau \to \nabla", r"\text{a} \times \theta \neq \nu, \tau \to \nabla"),
+    (r"name it,\ne.g. a \ne b or \neq.", "name it,\ne.g. a \\ne b or \\neq."),
     ("a real\nline break", "a real\nline break"),
 ]
 RIGHT = [
