@@ -85,6 +85,8 @@ def _unknown_choice(text: str) -> str:
         names = names_in(Path(choice).expanduser())
         which = f"; it has {', '.join(names)}" if names else ""
         return f"{group}={choice}: name what to take from the file: {choice}:NAME{which}"
+    if group == "task" and choice.endswith((".jsonl", ".json", ".csv", ".parquet")):
+        return f"{group}={choice}: write task=jsonl task.path={choice}"
     if advice := choice_advice(group, choice):
         return f"{group}={choice}: {advice}"
     names = [name for name in _choices(group) if name not in ("parts", "base")]

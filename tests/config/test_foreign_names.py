@@ -66,6 +66,7 @@ def test_every_override_in_the_table_composes(advised: str) -> None:
         (["--nonsense"], "settings are KEY=VALUE without dashes"),
         (["model=gpt2"], "or model=hf model.path=gpt2 for a folder or a name on the hub"),
         (["model=qwen2.5-1.5"], 'did you mean "qwen2.5-1.5b"?'),
+        (["task=sums.jsonl"], "task=sums.jsonl: write task=jsonl task.path=sums.jsonl"),
         (["task=openai/gsm8k"], "task=hub task.path=openai/gsm8k for data on the hub"),
     ],
 )
