@@ -57,8 +57,8 @@ def main(argv: list[str] | None = None) -> None:
         code = run(args)
     except GrpoError as error:
         code = _report(str(error), error.exit_code, traced=from_user_code(error))
-    except KeyboardInterrupt:
-        code = _report("interrupted", 1)
+    except KeyboardInterrupt as error:
+        code = _report(str(error) or "interrupted", 1)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone; say nothing at exit
         code = 1

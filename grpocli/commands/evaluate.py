@@ -125,7 +125,7 @@ def _sampled(
 
     asked = Asked(args.problems, args.samples, not args.no_greedy)
     found: list[Evaluated] = []
-    for one in evaluate(run, job, models, asked, view.stage, Watch(view.progress)):
+    for one in evaluate(run, job, models, asked, view, Watch(view.progress)):
         name = "".join(c if c.isalnum() else "_" for c in Path(one.name).name)
         for kind, groups in (("greedy", one.greedy), ("sampled", one.sampled)):
             if groups:

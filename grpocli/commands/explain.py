@@ -12,6 +12,7 @@ from grpocli.errors import ConfigError
 if TYPE_CHECKING:
     from grpocli.explain.compose import Explanation
 
+LIKE_VS = ("vs", "versus", "against", "and", "with")
 EXAMPLES = """\
 It takes what `grpocli train` takes, and trains nothing. `vs` between two lists of overrides prints what differs.
 
@@ -41,6 +42,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _sides(overrides: Sequence[str]) -> list[list[str]]:
     """The overrides of one config, or of the two that `vs` stands between."""
+    if other := [word for word in overrides if word.strip(".").lower() in LIKE_VS and word != "vs"]:
+        raise ConfigError(f"{other[0]}: write vs between the two lists of overrides")
     sides: list[list[str]] = [[]]
     for word in overrides:
         if word == "vs":

@@ -43,14 +43,16 @@ class Parser(argparse.ArgumentParser):
 
 def refuse_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
     """Raise a ConfigError for `--learning_rate 1e-6` and other options that a command does not have."""
-    known = parser._option_string_actions
+    known, told = parser._option_string_actions, []
     for place, word in enumerate(argv):
         option, _, value = word.partition("=")
         if len(option) <= 2 or not option.startswith("--") or any(name.startswith(option) for name in known):
             continue
         after = argv[place + 1] if place + 1 < len(argv) else ""
         follows = "" if after.startswith("-") or "=" in after else after
-        raise ConfigError(f"there is no option {option}: {option_advice(option[2:], value or follows or 'VALUE')}")
+        told.append(f"there is no option {option}: {option_advice(option[2:], value or follows or 'VALUE', known)}")
+    if told:
+        raise ConfigError("; ".join(told))
 
 
 def parser_of(command: str, usage: str, description: str | None, examples: str) -> argparse.ArgumentParser:

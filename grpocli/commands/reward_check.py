@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.rewards.agreement import Agreement, Verdict
     from grpocli.rewards.reward import BaseReward
+    from grpocli.tasks.task import Example
+    from grpocli.tracking.view import View
 
 EXAMPLES = """\
 Each example is answered with its own reference answer, which has to be right (a score of 1 or more), with nothing, and
@@ -27,6 +30,10 @@ examples
   grpocli reward-check task=gsm8k reward=[math]
   grpocli reward-check task=jsonl task.path=problems.jsonl reward=[number] --split train --examples 200
   grpocli reward-check task=countdown reward=[countdown] --answer '<answer>{answer}</answer>'
+"""
+LEGEND = """\
+own: its own answer, which has to be right; empty: no answer, and other: another example's, which have to be wrong;
+errors: not scored; ms: for each answer
 """
 
 
@@ -44,18 +51,22 @@ def main(argv: Sequence[str]) -> int:
     from grpocli.config.compose import build_run
     from grpocli.launch.ready import check_data
     from grpocli.launch.run import quiet_libraries
+    from grpocli.tracking.view import status_view
 
     quiet_libraries()
     run = build_run(composed(args.overrides, args.config_dir))
     check_data(run)
     warn_of_rewards(run.reward.values())
+    view = status_view()
     try:
-        found = list(_agreements(run, args.split, args.examples, args.answer))
+        found = list(_agreements(run, args.split, args.examples, args.answer, view))
+        view.stop()
         _show(found, run.reward, args.list)
     finally:
+        view.stop()
         for reward in run.reward.values():
             reward.close()
-    return 0 if all(one.share >= args.threshold for one in found) else 1
+    return 0 if all(one.share >= args.threshold for one, _ in found) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,7 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _agreements(run: Run, split: str, most: int, template: str) -> Iterator[Agreement]:
+def _agreements(
+    run: Run, split: str, most: int, template: str, view: View
+) -> Iterator[tuple[Agreement, Sequence[Example]]]:
+    """Of each reward and split; with the task's examples, which know their rows."""
     from grpocli.rewards.agreement import agreement
     from grpocli.tasks.data import rewards_for
     from grpocli.tasks.mixture import about, key_of, tasks_of
@@ -81,11 +95,13 @@ def _agreements(run: Run, split: str, most: int, template: str) -> Iterator[Agre
         asked += len(judges)
         for one in _splits(task, split) if judges else ():
             with about(key_of(run.task, name)):
-                examples = list(islice(task.examples(one), most or None))
+                source = task.examples(one)
+                examples = list(islice(source, most or None))
                 for reward in judges.values():
                     reward.check(columns_of(examples[0]))
             for reward, judge in judges.items():
-                yield agreement(name, reward, judge, examples, template, one)
+                view.stage(f"{reward} scores {len(examples):,} examples of {name} {one}")
+                yield agreement(name, reward, judge, examples, template, one), source
     if not asked:
         names = ", ".join(run.reward)
         raise ConfigError(f"reward=[{names}]: none of them says whether an answer is right; choose one that does")
@@ -98,13 +114,14 @@ def _splits(task: Any, asked: str) -> Sequence[str]:
     return ["eval"] if getattr(task, "split", "") is None else ["train", "eval"]
 
 
-def _show(found: Sequence[Agreement], rewards: Mapping[str, BaseReward], most: int) -> None:
+def _show(checked: Sequence[tuple[Agreement, Sequence[Example]]], rewards: Mapping[str, BaseReward], most: int) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     from grpocli.tracking.text import one_line
 
+    found = [one for one, _ in checked]
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in ("task", "split", "reward"):
         table.add_column(column, no_wrap=True)
@@ -116,14 +133,18 @@ def _show(found: Sequence[Agreement], rewards: Mapping[str, BaseReward], most: i
         cells = [f"{sum(v.agrees for v in verdicts)}/{len(verdicts)}" for verdicts in kinds]
         each = 1000 * one.seconds / max(len(one.verdicts), 1)
         table.add_row(one.task, one.split, one.reward, *cells, str(errors), f"{one.share:.2%}", f"{each:.2f}")
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
+    console.print(LEGEND, markup=False, highlight=False)
     if any(one.forms for one in found):
         console.print(_forms(found))
-    for one in found:
+    for one, source in checked:
         for verdict in one.disagreements[:most]:
             console.print(
-                one_line(_line(one, verdict, rewards[one.reward])), markup=False, highlight=False, soft_wrap=True
+                one_line(_line(one, verdict, rewards[one.reward], source)),
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
             )
         if (more := len(one.disagreements) - most) > 0:
             console.print(
@@ -151,8 +172,9 @@ def _forms(found: Sequence[Agreement]) -> Table:
     return table
 
 
-def _line(one: Agreement, verdict: Verdict, reward: BaseReward) -> str:
+def _line(one: Agreement, verdict: Verdict, reward: BaseReward, source: Sequence[Example]) -> str:
     from grpocli.rewards.scoring import excerpt
+    from grpocli.tasks.examples import Examples
 
     what = {"own": "its own answer", "empty": "an empty answer", "other": "another's answer"}.get(
         verdict.kind, f"its own answer ({verdict.kind})"
@@ -163,5 +185,6 @@ def _line(one: Agreement, verdict: Verdict, reward: BaseReward) -> str:
         why = reward.explain(verdict.sample)
         score = f"scores {verdict.score:g}" + (f" ({why})" if why else "")
     answer = excerpt(str(verdict.sample.columns.get(one.column)))
-    where = f"{one.task} {one.split} {one.reward}: example {verdict.number}"
+    row = source.where(verdict.number) if isinstance(source, Examples) else f"example {verdict.number + 1}"
+    where = f"{one.task} {one.split} {one.reward}: {row}"
     return f"{where}: {what} {excerpt(verdict.sample.text)} {score} (answer {answer})"

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpocli.config.foreign_names import choice_advice, key_advice
 from grpocli.config.parts import nearest, stored
 from grpocli.config.quoting import quoted, quoted_list
+from grpocli.config.user_code import names_in
 from grpocli.errors import ConfigError
 
 
@@ -38,7 +39,7 @@ def explain(error: Exception, overrides: list[str], config_name: str) -> str:
     text = str(error)
     if isinstance(error, OverrideParseException):
         how = _quotes(error.override, overrides, config_name)
-        how = how or "write KEY=VALUE or GROUP=[A,B], with every bracket and quote closed"
+        how = how or "write KEY=VALUE or GROUP=[A,B] without spaces, with every bracket and quote closed"
         return f"cannot read the override {error.override}: {how}"
     if isinstance(error, MissingConfigException):
         return _unknown_choice(text)
@@ -80,6 +81,12 @@ def _unknown_choice(text: str) -> str:
     if not found:
         return " ".join(text.split("Config search path")[0].split())
     group, choice = found.groups()
+    if choice.endswith(".py"):
+        names = names_in(Path(choice).expanduser())
+        which = f"; it has {', '.join(names)}" if names else ""
+        return f"{group}={choice}: name what to take from the file: {choice}:NAME{which}"
+    if group == "task" and choice.endswith((".jsonl", ".json", ".csv", ".parquet")):
+        return f"{group}={choice}: write task=jsonl task.path={choice}"
     if advice := choice_advice(group, choice):
         return f"{group}={choice}: {advice}"
     names = [name for name in _choices(group) if name not in ("parts", "base")]
@@ -125,7 +132,7 @@ def _unknown_key(key: str, overrides: list[str], config_name: str) -> str:
     if elsewhere:
         return elsewhere
     given = {o.lstrip("+~").partition("=")[0]: o.partition("=")[2] for o in overrides}
-    if advice := key_advice(key, given.get(key, "VALUE")):
+    if advice := key_advice(key.rpartition(".")[2], given.get(key, "VALUE")):
         return f"there is no key {key}; {advice}"
     if (reward := re.match(r"reward\.(\w+)\.", key)) and reward[1] in stored("reward"):
         return f"there is no key {key}, since {reward[1]} is not one of the rewards; add it: reward=[...,{reward[1]}]"

@@ -106,6 +106,8 @@ def build_run(config: DictConfig) -> Run:
     from grpocli.config.checks import check_run
 
     run = cast("Run", build(config))
+    for name, reward in run.reward.items():  # errors name the keys of this run, whatever the choice is called
+        object.__setattr__(reward, "config_key", f"reward.{name}")
     check_run(run)
     return run
 

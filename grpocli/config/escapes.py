@@ -16,7 +16,8 @@ LATEX = re.compile(
     r"tilde|times|tiny|to|top|triangle|triangleq|tt"
 )
 """Commands of LaTeX that begin like an escape: prompts are full of them."""
-ESCAPE = re.compile(r"\\(\\)(?=[nt])|\\([nt][A-Za-z]*)")
+ESCAPE = re.compile(r"\\(\\)(?=[nt])|\\([nt][A-Za-z]*(?:\.[A-Za-z])?)")
+"""A letter after a full stop belongs to the word: `\\ne.g.` is a line break and `e.g.`, not LaTeX's `\\ne`."""
 CHARACTERS = {"n": "\n", "t": "\t"}
 
 

@@ -102,6 +102,9 @@ TRL = {
     "hub_model_id": HUB,
     "importance_sampling_level": Equivalent("algorithm.objective.level={}"),
     "learning_rate": Equivalent("optim.lr={}"),
+    "log_completions": Equivalent(
+        "", "nothing to set: every completion is in RUN/rollouts, and `grpocli rollouts RUN` shows them"
+    ),
     "logging_steps": Equivalent("", "nothing to set: every step is in RUN/metrics.jsonl and goes to the tracker"),
     "lora_alpha": Equivalent("model.lora.alpha={}"),
     "lora_r": Equivalent("model.lora.rank={}"),

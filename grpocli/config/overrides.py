@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,11 @@ from grpocli.errors import ConfigError
 def rewritten(overrides: Sequence[str], config_name: str = "train") -> list[str]:
     """The overrides as Hydra takes them.
 
-    Raises ConfigError for a key of another trainer's, and for a list of tasks or rewards with one name twice.
+    Raises ConfigError for a choice or folder without a name, a key of another trainer's, and a list of tasks or rewards
+    with one name twice.
     """
-    _refuse_foreign(overrides)
+    _refuse_empty(overrides)
+    _refuse_foreign(overrides, config_name)
     overrides = [_absolute(LORA.sub(r"\1.rank=\2", override)) for override in spread(overrides)]
     _refuse_two_of_a_name(overrides)
     return _hf_for_path(overrides, config_name)
@@ -157,20 +159,37 @@ def _hf_for_path(overrides: list[str], config_name: str) -> list[str]:
     return overrides if "model.path" in known_keys(overrides, config_name) else ["model=hf", *overrides]
 
 
-def option_advice(name: str, value: str) -> str:
-    """The override to write instead of the option `--NAME VALUE`, which no command has."""
+def option_advice(name: str, value: str, options: Iterable[str] = ()) -> str:
+    """What to write instead of `--NAME VALUE`: one of a command's `options`, or an override."""
     key = name.replace("-", "_")
     close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.85)
     if close and (advice := key_advice(close[0], value)):
         return advice
     if "." in key or key == "recipe" or key in {field.name for field in dataclasses.fields(Run)}:
         return f"write {key}=[{value}]" if key == "reward" else f"write {key}={value}"
+    if close := difflib.get_close_matches(f"--{name}", options, n=1, cutoff=0.75):
+        return f"did you mean {close[0]}?"
     return "settings are KEY=VALUE without dashes, such as train.steps=20"
 
 
-def _refuse_foreign(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for `+KEY=...` with a key of another trainer's: Hydra would add it, and no run reads it."""
+def _refuse_empty(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for a choice or a folder without a name, as `resume=$UNSET` gives: Hydra would take another."""
     for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if override.startswith("+") and (advice := key_advice(key, value)):
-            raise ConfigError(f"there is no key {key}; {advice}")
+        key, equals, value = override.partition("=")
+        if equals and not value.strip(" '\"") and NAMED.fullmatch(_key(override)):
+            raise ConfigError(f"{key}= has no value: give one, or leave {key}= out (is a variable of the shell unset?)")
+
+
+NAMED = re.compile(rf"{GROUP.pattern}|algorithm|recipe|resume|hydra/\w+|hydra\.(run|sweep)\.dir")
+"""Keys whose value names something that exists or is made."""
+
+
+def _refuse_foreign(overrides: Sequence[str], config_name: str) -> None:
+    """Raise ConfigError for the keys of other trainers, all in one sentence; Hydra stops at the first."""
+    mine = ("lora_rank", "dtype") if config_name == "vllm_serve" else ()
+    given = [override.lstrip("+").partition("=") for override in overrides]
+    told = {key: advice for key, _, value in given if key not in mine and (advice := key_advice(key, value))}
+    if len(told) == 1:
+        raise ConfigError("".join(f"there is no key {key}; {advice}" for key, advice in told.items()))
+    if told:
+        raise ConfigError("there are no keys " + ", ".join(f"{key} ({advice})" for key, advice in told.items()))

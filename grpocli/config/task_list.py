@@ -24,10 +24,14 @@ def _spread(override: str) -> list[str]:
     if not found:
         return [override]
     choices = [choice.strip().strip("'\"") for choice in found[1].split(",") if choice.strip()]
-    names = [name_of(choice) if is_spec(choice) else choice for choice in choices]
+    names = [_name(choice) for choice in choices]
     if not names:
         raise ConfigError("task=[]: choose at least one task")
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        problem = f"names {twice[0]} twice; give one of them a name of its own: +task@task.NAME={twice[0]}"
+    if twice := [choice for i, choice in enumerate(choices) if names[i] in names[:i]]:
+        problem = f"names {_name(twice[0])} twice; leave one out and give it a name: +task@task.NAME={twice[0]}"
         raise ConfigError(f"{override}: {problem}")
     return ["task=mixture", *(f"+task@task.{name}={choice}" for name, choice in zip(names, choices, strict=True))]
+
+
+def _name(choice: str) -> str:
+    return name_of(choice) if is_spec(choice) else choice

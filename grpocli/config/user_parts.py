@@ -8,7 +8,9 @@ last in its search path, so they work in every place a choice does: overrides, l
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from hydra.core.object_type import ObjectType
@@ -20,21 +22,32 @@ from grpocli.config.parts import BASES, node, schema, section, stored
 from grpocli.config.user_code import load
 from grpocli.errors import ConfigError
 
-SPEC = re.compile(r"[^:=\[\]{},]+:[A-Za-z_]\w*")
+SPEC = re.compile(r"(?:[^:=\[\]{},]+|[^=\[\]{},]+\.py):[A-Za-z_]\w*")
 """FILE.py:NAME or module:NAME."""
 GROUP = re.compile(r"algorithm/\w+|engine|hardware|model|optim|reward|sync|task|tracker")
 """The config groups that take a user's part."""
 CHOICE = re.compile(rf"({GROUP.pattern})/({SPEC.pattern})")
 MAKER = "grpocli.config.user_parts.made"
-NEEDS = {
-    "engine": ("launch", "connect"),
-    "model": ("prepare", "lora", "dtype"),
-    "optim": ("make", "rate"),
-    "sync": ("choose",),
-    "task": ("examples",),
-    "tracker": ("check", "start"),
+ATTRIBUTE = None
+NEEDS: Mapping[str, Mapping[str, str | None]] = {
+    "algorithm/advantage": {"__call__": "scores"},
+    "algorithm/aggregate": {"__call__": "mask group_ids totals"},
+    "algorithm/correction": {"__call__": "old_logp rollout_logp mask"},
+    "algorithm/entropy": {"__call__": "entropy"},
+    "algorithm/keep": {"__call__": "rewards"},
+    "algorithm/kl": {"__call__": "logp old_logp ref_logp"},
+    "algorithm/objective": {"__call__": "logp old_logp advantages mask"},
+    "algorithm/question_weight": {"__call__": "scores accuracy"},
+    "algorithm/tokens": {"__call__": "entropy mask"},
+    "engine": {"launch": "job", "connect": "context"},
+    "model": {"prepare": "report", "lora": ATTRIBUTE, "dtype": ATTRIBUTE},
+    "optim": {"make": "parameters", "rate": "step total"},
+    "reward": {"__call__": "samples"},
+    "sync": {"choose": "placement"},
+    "task": {"examples": "split"},
+    "tracker": {"check": "", "start": "name folder config"},
 }
-"""Attributes that a part of a group must have. Parts of an algorithm must be callable; rewards derive from a class."""
+"""What a part of a group must have: methods with the arguments that each is called with, and attributes."""
 
 
 def is_spec(choice: str) -> bool:
@@ -133,11 +146,33 @@ def _check(cls: type[Any], group: str, spec: str) -> None:
     base = BASES.get(group, object)
     if not issubclass(cls, base):
         raise ConfigError.of(group, spec, f"is not a {group}: derive it from {base.__module__}.{base.__qualname__}")
-    needs = NEEDS.get(group, ("__call__",) if group.startswith("algorithm/") else ())
+    needs = NEEDS.get(group, {})
     has = {f.name for f in dataclasses.fields(cls)}.union(*map(vars, cls.__mro__))
     lacking = [name for name in needs if name not in has]
     if lacking:
         raise ConfigError.of(group, spec, f"has no {' and no '.join(lacking)}, which every choice of {group}= has")
+    for name, arguments in needs.items():
+        if arguments is not ATTRIBUTE:
+            _check_signature(cls, name, arguments.split(), group, spec)
+
+
+def _check_signature(cls: type[Any], name: str, arguments: list[str], group: str, spec: str) -> None:
+    """Raise ConfigError where a method cannot be called with so many positional arguments."""
+    method = inspect.getattr_static(cls, name, None)
+    if not inspect.isfunction(method):
+        return  # of another kind: its first call says what is wrong
+    signature = inspect.signature(method)
+    try:
+        signature.bind("self", *arguments)
+    except TypeError as error:
+        called = f"{name}({', '.join(arguments)})"
+        raise ConfigError.of(group, spec, f"is called as {called}, and has {name}{_plain(signature)}") from error
+
+
+def _plain(signature: inspect.Signature) -> str:
+    """The names alone."""
+    bare = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
 
 
 def made(spec: str, group: str, key: str, **values: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from grpocli.data import Group, Prompt
 from grpocli.environments.environment import play_of
@@ -36,6 +36,14 @@ class Asked:
     greedy: bool = True
 
 
+class Stages(Protocol):
+    """A `View`, as far as an evaluation needs one."""
+
+    def stage(self, text: str, fraction: float | None = None) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Problems:
     """Of one task. judge: the reward that says what is right."""
@@ -56,11 +64,11 @@ class Evaluated:
 
 
 def evaluate(
-    run: Run, job: EngineJob, models: Sequence[tuple[str, str]], asked: Asked, say: Callable[[str], None], watch: Watch
+    run: Run, job: EngineJob, models: Sequence[tuple[str, str]], asked: Asked, view: Stages, watch: Watch
 ) -> Iterator[Evaluated]:
     """Of each model, (name, path) with the weights of one architecture, in turn.
 
-    say: called with the name of each stage. watch: called with the progress of the stage.
+    view: shows stages and warnings. watch: called with the progress of the stage.
 
     Raises ConfigError, RunError or EngineError as a run does.
     """
@@ -69,10 +77,12 @@ def evaluate(
 
     world = World(run.hardware)
     tokenizer = load_tokenizer(run.model, job.model_path)
-    problems = []
+    problems, say = [], view.stage
     for name, task in tasks_of(run.task).items():
         with about(key_of(run.task, name)):
             problems.append(_problems(name, task, run, tokenizer, asked))
+        if (have := len(problems[-1].prompts)) < asked.problems:
+            view.note(f"{name} has {have:,} problems to evaluate on, fewer than the {asked.problems:,} asked for")
     with ExitStack() as stack:
         stack.callback(world.close)
         for reward in run.reward.values():

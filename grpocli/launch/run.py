@@ -91,9 +91,11 @@ def _ending(run_dir: RunDir, ours: bool) -> Iterator[None]:
 
     try:
         yield
-    except (ConfigError, KeyboardInterrupt):
+    except (ConfigError, KeyboardInterrupt) as error:
         if ours:
             run_dir.forget()
+        if isinstance(error, KeyboardInterrupt) and run_dir.config.exists():
+            raise KeyboardInterrupt(f"interrupted; resume={run_dir.path} goes on from the last checkpoint") from error
         raise
     except Stopped:
         again_file(run_dir.path).touch()
@@ -126,6 +128,8 @@ def _locked(
         view.start(run_dir.name, [*opening, *plan_lines(run, devices)], run.train.steps)
         for key, (old, new) in changed.items():
             view.note(f"changed {key}: {shown(old)} -> {shown(new)}")
+        if any(key.startswith(("reward", "algorithm")) for key in changed):
+            view.note(f"rewards from now on: {', '.join(run.reward)}")
         return _train(run, job, run_dir, view, devices, node)
     finally:
         view.stop()
@@ -137,6 +141,9 @@ def _remember(config: DictConfig, run_dir: RunDir, job: Job, resuming: bool) -> 
 
     before = OmegaConf.load(run_dir.config) if resuming else config
     changed = changes(*(OmegaConf.to_container(one, resolve=True) for one in (before, config)))  # type: ignore[arg-type]
+    was, now = (choices.chosen(run_dir.path, one).get("algorithm") for one in (before, config))  # type: ignore[arg-type]
+    if was != now:
+        changed = {"algorithm": (was, now)} | changed
     step = load_state(job.checkpoint).step if job.checkpoint else 0
     add_session(run_dir, Session.now(step, changed))  # first: changes that are not recorded would be lost
     write_atomic(run_dir.config, save(config))

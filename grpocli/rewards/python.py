@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
@@ -15,7 +15,6 @@ from grpocli.errors import ConfigError
 from grpocli.rewards.deadline import within
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 
-KEY = "reward.python.function"
 TRL_ONLY = ("trainer_state", "log_extra", "log_metric", "environments")
 """What TRL gives a reward function beside columns, and grpocli does not."""
 
@@ -32,6 +31,7 @@ class PythonReward(BaseReward):
     """
 
     judges_answers = True
+    config_key: ClassVar[str]
     function: UserCode = MISSING
     timeout: float = 300.0
 
@@ -44,27 +44,39 @@ class PythonReward(BaseReward):
     def label(self) -> str:
         return short(self.function)
 
+    @property
+    def key(self) -> str:
+        """Of `function`, in this run: `reward.NAME.function`."""
+        return f"{self.config_key}.function"
+
     def check_ready(self) -> None:
-        check_exists(self.function, KEY)
+        check_exists(self.function, self.key)
 
     def check(self, columns: Sequence[str]) -> None:
-        function = load(self.function, KEY)
+        function = load(self.function, self.key)
+        if isinstance(function, type):
+            name = short(self.function)
+            problem = f"is a class; one derived from BaseReward is chosen as reward=[{name}], others need a function"
+            raise ConfigError.of(self.key, self.function, problem)
         given = {"prompts", "completions", "completion_ids", *columns}
         for name, parameter in inspect.signature(function).parameters.items():
             needed = parameter.default is inspect.Parameter.empty and parameter.kind in (
                 inspect.Parameter.POSITIONAL_OR_KEYWORD,
                 inspect.Parameter.KEYWORD_ONLY,
             )
+            if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+                problem = f"it is called with keyword arguments, which {name!r} before `/` is not"
+                raise ConfigError.of(self.key, self.function, problem)
             if needed and name in TRL_ONLY and name not in given:
                 problem = f"it wants TRL's {name!r}, which is not given here: give it a default, {name}=None"
-                raise ConfigError.of(KEY, self.function, problem)
+                raise ConfigError.of(self.key, self.function, problem)
             if needed and name not in given:
                 raise ConfigError.of(
-                    KEY, self.function, f"it wants {name!r}, but the task has no such column{nearest(name, given)}"
+                    self.key, self.function, f"it wants {name!r}, but the task has no such column{nearest(name, given)}"
                 )
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        function = load(self.function, KEY)
+        function = load(self.function, self.key)
         result = self._within_time(function, _accepted(function, arguments(samples)))
         if isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
             return [Failure(f"it returned {result!r}, no list of numbers")] * len(samples)
@@ -77,7 +89,7 @@ class PythonReward(BaseReward):
             result = function(**given)
             return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
-        return within(self.timeout, f"no answer within {self.timeout:g} s (reward.python.timeout)", call)
+        return within(self.timeout, f"no answer within {self.timeout:g} s ({self.config_key}.timeout)", call)
 
 
 async def _awaited(result: Any) -> Any:

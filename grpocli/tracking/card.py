@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -56,7 +56,7 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
         name=run_dir.name,
         version=grpocli.__version__,
         base=_base(base, choices),
-        algorithm=_code(choices.get("algorithm")),
+        algorithm=_in_turn(choices.get("algorithm"), trained),
         task=_code(choices.get("task")),
         rewards=", ".join(_code(name) for name in config.get("reward") or {}) or "none",
         steps=summary["steps"],
@@ -80,6 +80,15 @@ def _session(one: Stretch, first: bool) -> str:
     changes = {} if first else one.session.changes
     changed = "".join(f"; `{key}` {shown(old)} -> {shown(new)}" for key, (old, new) in changes.items())
     return f"started {one.session.time} with {versions}{changed}".replace("|", "\\|")
+
+
+def _in_turn(last: Any, trained: Sequence[Stretch]) -> str:
+    """The algorithms of all sessions, in order; `last`: that of the last one."""
+    names = [last]
+    for one in reversed(trained):
+        if one.session and "algorithm" in one.session.changes:
+            names.insert(0, one.session.changes["algorithm"][0])
+    return ", then ".join(map(_code, names))
 
 
 def front_matter(base: str) -> str:

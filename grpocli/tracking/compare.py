@@ -11,21 +11,27 @@ from typing import Any
 
 from grpocli.errors import ConfigError
 from grpocli.tracking.choices import GROUPS
-from grpocli.tracking.runs import RESULTS, RunRow, find
+from grpocli.tracking.runs import LAST, RESULTS, RunRow, find
 from grpocli.tracking.tables import PRINTERS, Table
 
 IGNORED = ("resume", "tracker", "hydra")
+FOOTER = (
+    "before, accuracy: held-out accuracy at temperature 1 before and after training; "
+    f"final reward: the mean over the last {LAST} steps"
+)
 AVERAGED = ("before", "accuracy", "change", "final reward", "seconds")
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the tables. Returns the exit code; raises ConfigError where there are no runs."""
-    cli = argparse.ArgumentParser(prog="grpocli compare", description=__doc__)
+    cli = argparse.ArgumentParser(prog="grpocli compare", description=__doc__, epilog=FOOTER)
     cli.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run, a sweep, or any folder of runs")
     cli.add_argument("--format", choices=sorted(PRINTERS), default="table")
     cli.add_argument("--sort", choices=["accuracy", "change", "final reward", "path"], default="accuracy")
     args = cli.parse_args(argv)
     PRINTERS[args.format](compare(args.folders, args.sort))
+    if args.format in ("table", "markdown"):
+        print(FOOTER)
     return 0
 
 

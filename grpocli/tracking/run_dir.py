@@ -188,6 +188,9 @@ class RunDir:
 
     def trouble(self, error: OSError) -> GrpoError:
         """An OSError in the middle of a run, as a sentence."""
+        if not self.config.exists():
+            problem = "the folder was removed or emptied while the run was writing in it; start again in another one"
+            return RunError(f"{KEY}={self.path}: {problem}")
         where = error.filename or self.path
         reason = error.strerror or str(error)
         if error.errno in FULL:

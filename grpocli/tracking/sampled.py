@@ -44,7 +44,8 @@ class Condition:
     def parse(cls, text: str) -> Condition:
         found = WHERE.fullmatch(text.strip())
         if not found:
-            raise ConfigError(f"--where {text!r}: write COLUMN<VALUE, with one of {' '.join(COMPARISONS)}")
+            signs = " ".join(COMPARISONS)
+            raise ConfigError(f"--where {text!r}: write COLUMN<VALUE, such as math<1, with one of {signs}")
         return cls(*found.groups())
 
     def holds(self, row: Row) -> bool:
@@ -67,7 +68,8 @@ class Condition:
         if self.column.startswith(COLUMNS) and "columns" in row:
             return json.loads(row["columns"]).get(self.column.removeprefix(COLUMNS))
         columns = [column.removeprefix("reward/") for column in row]
-        raise ConfigError(f"--where {self.column}: there is no such column{nearest(self.column, columns)}")
+        near = nearest(self.column, columns) or f"; there are {', '.join(columns)}"
+        raise ConfigError(f"--where {self.column}: there is no such column{near}")
 
 
 def steps_of(run: Path, wanted: str = ":") -> list[Path]:
@@ -78,6 +80,9 @@ def steps_of(run: Path, wanted: str = ":") -> list[Path]:
     first, colon, last = found.groups()
     low = int(first or 0)
     high = int(last) if last else (None if colon else low)
+    if not run.is_dir():
+        beside = [path.name for path in run.parent.iterdir()] if run.parent.is_dir() else []
+        raise ConfigError(f"{run}: there is no such folder{nearest(run.name, beside)}; give the folder of a run")
     if not (run / "rollouts").is_dir():
         raise ConfigError(f"{run}: there is no folder `rollouts` in it; give the folder of a run")
     files = {int(m[1]): path for path in (run / "rollouts").iterdir() if (m := NAME.fullmatch(path.name))}

@@ -98,7 +98,7 @@ class Pace:
 
 
 QUIET_SECONDS = 4.0
-LONGEST_QUIET = 60.0
+LONGEST_QUIET = 30.0
 """While a stage lasts, plain lines are a fifth of its time apart, but between these two."""
 TICK_SECONDS = 0.5
 SAMPLE_SECONDS = 30.0

@@ -296,7 +296,7 @@ class Collector:
         """Rounds of sampling until `missing` groups are kept."""
         step = Sampled()
         while len(step.kept) < missing and step.rounds < self.algorithm.keep.max_rounds:
-            groups, tally = self._groups(self._ask(missing - len(step.kept), step))
+            groups, tally = self._groups(self._ask(missing - len(step.kept), step), self._watch_of(step))
             step.tally = step.tally.then(tally)
             self.sampler.scorer.judge(step.tally, self.prompts_per_step * self.group_size)
             seen = Seen.of(groups, list(self.weights))
@@ -317,12 +317,24 @@ class Collector:
         expected = math.ceil(missing * step.seen.groups / max(len(step.kept), 1))
         return min(expected, MOST * self.prompts_per_step)
 
-    def _groups(self, n: int) -> tuple[list[Group], Tally]:
+    def _watch_of(self, step: Sampled) -> Watch:
+        """The watch of a step's next round; of a refill it hears which one, and how far the step is."""
+        if not step.rounds:
+            return self.watch
+        progress, kept = self.watch.progress, len(self.carried) + len(step.kept)
+        said = f"round {step.rounds + 1}, {kept} of {self.prompts_per_step} groups kept"
+
+        def report(done: float, total: float, unit: str, detail: str = "") -> None:
+            progress(done, total, unit, ", ".join(filter(None, [said, detail])))
+
+        return replace(self.watch, progress=report)
+
+    def _groups(self, n: int, watch: Watch) -> tuple[list[Group], Tally]:
         draws = range(self.draws, self.draws + n)
         self.draws += n
         prompts = [self.draw(d) for d in draws]
         seeds = [seed_of(self.seed, d) for d in draws]
-        return self.sampler.groups(prompts, seeds, self.group_size, self.sampling, self.watch)
+        return self.sampler.groups(prompts, seeds, self.group_size, self.sampling, watch)
 
     def advantages(self, groups: Sequence[Group]) -> Tensor:
         """[P, G] of what a step trains on."""

@@ -35,10 +35,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_checkpoints_of_a_run_have_the_accuracies_that_training_saw(grpocli, run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    code, said, _ = grpocli(
+    code, said, err = grpocli(
         "eval", "--run", str(run), "--checkpoints", "all", "--problems", "12", "--samples", "3", "--out", str(out)
     )
     assert code == 0
+    assert "fewer than" not in err
     models = results(out)
     assert [model["name"] for model in models] == ["step 1", "step 2"]
     summary = json.loads((run / "summary.json").read_text())
@@ -63,9 +64,11 @@ def test_the_final_model_and_several_tasks(grpocli, run: Path, tmp_path: Path) -
     ]
     limits = ["rollout.max_prompt_tokens=128", "rollout.max_completion_tokens=8"]
     for model, out in (([f"model.path={run}/model"], tmp_path / "a"), (["--run", str(run)], tmp_path / "b")):
-        more = [*tasks, *limits] if out.name == "a" else []
+        more = [*tasks, "task.letter_counting.eval_size=4", *limits] if out.name == "a" else []
         code, _, err = grpocli("eval", *model, *more, "--problems", "6", "--samples", "0", "--out", str(out))
         assert code == 0, err
+        few = "letter_counting has 4 problems to evaluate on, fewer than the 6 asked for"
+        assert (few in err) == (out.name == "a")
     (both,), (alone,) = results(tmp_path / "a"), results(tmp_path / "b")
     assert [task["task"] for task in both["tasks"]] == ["arithmetic", "letter_counting"]
     assert len(list((tmp_path / "a" / "samples").glob("*_greedy.parquet"))) == 1

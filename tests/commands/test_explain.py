@@ -13,6 +13,12 @@ from grpocli.config.compose import compose, save
 Command = Callable[..., tuple[int, str, str]]
 
 
+@pytest.mark.parametrize("word", ["versus", "vs.", "VS"])
+def test_another_word_for_vs_is_answered(grpocli, word: str) -> None:
+    code, out, err = grpocli("explain", "algorithm=grpo", word, "algorithm=dapo")
+    assert (code, out, err) == (2, "", f"grpocli: error: {word}: write vs between the two lists of overrides\n")
+
+
 def test_the_whole_objective(grpocli: Command) -> None:
     code, out, err = grpocli("explain", "algorithm=dgpo", "algorithm.question_weight.temperature=3")
     assert (code, err) == (0, "")

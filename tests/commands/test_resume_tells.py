@@ -39,4 +39,8 @@ def test_a_resume_tells_what_has_changed_and_that_a_run_is_finished(grpocli, tmp
     code, out, _ = grpocli("train", f"resume={run}", "train.steps=4", "algorithm=drgrpo")
     assert code == 0
     assert "changed algorithm.advantage: std -> center" in out
-    assert "| steps 4 to 4 | " in (run / "model" / "README.md").read_text()
+    assert "changed algorithm: grpo -> drgrpo" in out
+    assert "rewards from now on: exact_match" in out
+    card = (run / "model" / "README.md").read_text()
+    assert "| steps 4 to 4 | " in card
+    assert "| algorithm | `grpo`, then `drgrpo` |" in card

@@ -13,7 +13,7 @@ def test_rewards_that_agree(grpocli) -> None:
     code, out, err = grpocli("reward-check", "task=[arithmetic,countdown]", "reward=[exact_match,countdown,format]",
                              "task.arithmetic.rewards=[exact_match]", "task.countdown.rewards=[countdown,format]",
                              "--examples", "40", "--split", "eval", "--answer", "{answer}")  # fmt: skip
-    assert (code, err) == (0, "")
+    assert (code, err.splitlines()[0]) == (0, "exact_match scores 40 examples of arithmetic eval ...")
     rows = [line.split() for line in out.splitlines() if "40/40" in line]
     assert [row[:3] for row in rows][:2] == [["arithmetic", "eval", "exact_match"], ["countdown", "eval", "countdown"]]
     assert all(row[3:8] == ["40/40", "40/40", "40/40", "0", "100.00%"] for row in rows[:2])
@@ -26,7 +26,7 @@ def test_rewards_that_agree(grpocli) -> None:
             "two",
             [],
             1,
-            "jsonl train number: example 1: its own answer 'two' fails: there is no number in the answer 'two'",
+            "jsonl train number: row 2 of {path}: its own answer 'two' fails: there is no number in the answer 'two'",
         ),
         ("two", ["--threshold", "0.6"], 0, "66.67%"),
         ("7", [], 0, "100.00%"),
@@ -39,7 +39,8 @@ def test_what_disagrees_is_shown(
     (tmp_path / "e.jsonl").write_text('{"prompt": "?", "answer": "1"}\n')
     task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"task.eval_path={tmp_path}/e.jsonl"]
     found, out, _ = grpocli("reward-check", *task, "reward=[number]", "--split", "train", *options)
-    assert said in out
+    assert said.format(path=f"{tmp_path}/d.jsonl") in out
+    assert "own: its own answer, which has to be right" in out
     assert found == code
 
 
@@ -65,6 +66,7 @@ def test_another_answer_that_is_right_too_is_a_disagreement(grpocli, tmp_path: P
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (["--lst", "5"], "there is no option --lst: did you mean --list?"),
         (["reward=[format]"], "reward=[format]: none of them says whether an answer is right"),
         (
             ["reward=[number]", "reward.number.answer_column=x"],
@@ -93,7 +95,7 @@ def test_both_splits_are_read_by_default_and_a_bad_reference_to_train_on_is_foun
     task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"task.eval_path={tmp_path}/e.jsonl", "reward=[number]"]
     code, out, _ = grpocli("reward-check", *task)
     assert code == 1
-    assert "jsonl train number: example 1: its own answer 'two' fails" in out
+    assert f"jsonl train number: row 2 of {tmp_path}/d.jsonl: its own answer 'two' fails" in out
     assert [line.split()[:3] for line in out.splitlines() if "3/3" in line] == [["jsonl", "eval", "number"]] * 2
 
 

@@ -118,6 +118,8 @@ def test_what_is_exported(grpocli, run: Path, tmp_path: Path) -> None:
         (["--step", "7"], "the run has sampled nothing there; it has the steps 1 to 3"),
         (["--step", "x"], "--step 'x': write N, or FROM:TO"),
         (["--where", "rigth=1"], 'there is no such column; did you mean "right"'),
+        (["--where", "nonsense=1"], "there is no such column; there are "),
+        (["--where", "nonsense=1"], ", right, "),
         (["--where", "right=one"], "'one' is no number"),
         (["--where", "right"], "write COLUMN<VALUE"),
         (["--n", "-1"], "--n -1: must be 0 (all) or more"),
@@ -134,6 +136,8 @@ def test_what_cannot_be_shown_is_one_sentence(grpocli, run: Path, options: list[
 def test_a_folder_that_is_no_run_and_filters_that_nothing_fits(grpocli, run: Path, tmp_path: Path) -> None:
     code, _, err = grpocli("rollouts", str(tmp_path / "rollouts"))
     assert (code, "there is no folder `rollouts` in it" in err) == (2, True)
+    code, _, err = grpocli("rollouts", str(run.parent / f"{run.name}s"))
+    assert (code, f'there is no such folder; did you mean "{run.name}"?; give the folder of a run' in err) == (2, True)
     for condition in ("right>1", "columns.nowhere>1"):
         code, _, err = grpocli("rollouts", str(run), "--where", condition)
         assert (code, err) == (1, "nothing fits\n")

@@ -101,6 +101,7 @@ BAD = [
     ("task=jsonl", "task.path has no value: give task.path=..."),
     ("model=hf", "model.path has no value: give model.path=..."),
     ("reward=[python]", "reward.python.function has no value"),
+    ("reward=[math,", "write KEY=VALUE or GROUP=[A,B] without spaces"),
     ("seed=[", "write KEY=VALUE"),
     ("resume=/nonexistent", "resume=/nonexistent: holds no run of grpocli"),
 ]

@@ -41,6 +41,8 @@ def test_every_override_in_the_table_composes(advised: str) -> None:
     [
         (["learning_rate=1e-6"], "there is no key learning_rate; write optim.lr=1e-6"),
         (["+beta=0.1"], "there is no key beta; write algorithm.kl.beta=0.1"),
+        (["rollout.num_generations=8"], "there is no key rollout.num_generations; write rollout.group_size=8"),
+        (["log_completions=true"], "nothing to set: every completion is in RUN/rollouts, and `grpocli rollouts RUN`"),
         (["bf16=true"], "write model.dtype=bfloat16"),
         (["scale_rewards=false"], "write algorithm/advantage=center"),
         (["gradient_accumulation_steps=4"], "nothing to set: train.micro_batch_tokens bounds the memory"),
@@ -54,9 +56,17 @@ def test_every_override_in_the_table_composes(advised: str) -> None:
         (["--model", "Qwen/Qwen2.5-0.5B"], "there is no option --model: write model=Qwen/Qwen2.5-0.5B"),
         (["--reward", "math"], "write reward=[math]"),
         (["--train.steps=5"], "write train.steps=5"),
+        (
+            ["learning_rate=1e-6", "seed=1", "+beta=0.1", "actor_rollout_ref.rollout.n=8"],
+            "there are no keys learning_rate (write optim.lr=1e-6), beta (write algorithm.kl.beta=0.1; algorithm=dapo",
+        ),
+        (["+bf16=true", "actor_rollout_ref.rollout.n=8"], ", actor_rollout_ref.rollout.n (write rollout.group_size=8)"),
+        (["--learning_rate", "1e-6", "--max_steps=5"], "write optim.lr=1e-6; there is no option --max_steps: write tr"),
+        (["--config-dri", "x"], "did you mean --config-dir?"),
         (["--nonsense"], "settings are KEY=VALUE without dashes"),
         (["model=gpt2"], "or model=hf model.path=gpt2 for a folder or a name on the hub"),
         (["model=qwen2.5-1.5"], 'did you mean "qwen2.5-1.5b"?'),
+        (["task=sums.jsonl"], "task=sums.jsonl: write task=jsonl task.path=sums.jsonl"),
         (["task=openai/gsm8k"], "task=hub task.path=openai/gsm8k for data on the hub"),
     ],
 )

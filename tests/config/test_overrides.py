@@ -27,6 +27,7 @@ ESCAPES = [
     (r"a literal \\n", r"a literal \n"),
     (r"in \boxed{}, \frac{1}{2}, \right, \alpha, \\ or \d", r"in \boxed{}, \frac{1}{2}, \right, \alpha, \\ or \d"),
     (r"\text{a} \times \theta \neq \nu, \tau \to \nabla", r"\text{a} \times \theta \neq \nu, \tau \to \nabla"),
+    (r"name it,\ne.g. a \ne b or \neq.", "name it,\ne.g. a \\ne b or \\neq."),
     ("a real\nline break", "a real\nline break"),
 ]
 RIGHT = [
@@ -192,3 +193,12 @@ def test_a_sweep_over_models_by_name_and_by_path(grpocli: Run, tmp_path: Path) -
     assert code == 2
     assert "model.path has no value" in err  # of the first; the second has its path
     assert "train.steps=0: must be at least 1" in err
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["resume=", "resume=''", "hydra.run.dir=", "hydra.sweep.dir=", "model=", "reward= ", "algorithm/kl=", "recipe="],
+)
+def test_a_choice_or_a_folder_without_a_name_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{override.partition('=')[0]}= has no value: give one, or leave"):
+        rewritten(["train.steps=2", override])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from grpocli.config.compose import build, build_run, compose, save
+from grpocli.config.compose import build, build_run, compose, register_parts, save
 from grpocli.config.overrides import rewritten
+from grpocli.config.parts import stored
 from grpocli.config.resume import Resume
+from grpocli.config.user_parts import NEEDS, _check
 from grpocli.errors import ConfigError
 from grpocli.explain.choices import choice_of
 from grpocli.tasks.mixture import tasks_of
@@ -94,6 +97,21 @@ def fmt(completions, **rest):
 
 class Nothing:
     pass
+
+
+class Short:
+    def __call__(self, mask_BT):
+        return mask_BT
+
+
+class Alone(BaseReward):
+    def __call__(self, prompts, completions):
+        return []
+
+
+class Endless(BaseTask):
+    def examples(self):
+        return []
 
 
 class OwnInit:
@@ -211,6 +229,14 @@ def test_a_saved_config_is_built_from_another_folder(monkeypatch: pytest.MonkeyP
         ("algorithm/advantage=mine.py:Nothing", "has no __call__, which every choice of algorithm/advantage= has"),
         ("optim=mine.py:Nothing", "has no make and no rate, which every choice of optim= has"),
         ("reward=[mine.py:Nothing]", "is not a reward: derive it from grpocli.rewards.reward.BaseReward"),
+        (
+            "algorithm/aggregate=mine.py:Short",
+            "is called as __call__(mask, group_ids, totals), and has __call__(self, m",
+        ),
+        ("reward=[mine.py:Alone]", "is called as __call__(samples), and has __call__(self, prompts, completions)"),
+        ("task=mine.py:Endless", "is called as examples(split), and has examples(self)"),
+        ("task=[mine.py:Doubles,o.py:Doubles]", "names doubles twice; leave one out and give it a name: +task@task.NA"),
+        ("task=[mine.py:Doubles,o.py:Doubles]", "+task@task.NAME=o.py:Doubles"),
         ("algorithm/advantage=mine.py:OwnInit", "defines __init__; make it a dataclass"),
         ("algorithm/advantage=mine.py:ListDefault", "mutable default"),
         ("algorithm/advantage=mine.py:Wrong", "has a field that cannot be a config key"),
@@ -220,9 +246,34 @@ def test_a_saved_config_is_built_from_another_folder(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_what_cannot_be_a_part_is_one_sentence(override: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=r"^(algorithm/advantage|optim|task|reward)[=:]") as caught:
+    with pytest.raises(ConfigError, match=r"^(algorithm/\w+|optim|task|reward)[=:]") as caught:
         compose([override])
     assert said in str(caught.value)
+
+
+def test_every_part_that_ships_can_be_called_as_a_users_part_is() -> None:
+    register_parts()
+    for group in NEEDS:
+        for choice, node in stored(group).items():
+            module, _, name = str(node["_target_"]).rpartition(".")
+            if (group, choice) != ("algorithm/tokens", "all"):  # it is never called: there is nothing to choose
+                _check(getattr(importlib.import_module(module), name), group, choice)
+
+
+@pytest.mark.parametrize(("path", "had"), [("mine.py", "; it has Rank, Mine, "), ("none.py", "NAME")])
+def test_a_file_without_a_name_is_answered_with_its_names(path: str, had: str) -> None:
+    for group in ("reward=[{}]", "task={}", "algorithm/advantage={}"):
+        with pytest.raises(ConfigError, match=rf"={path}: name what to take from the file: {path}:NAME") as caught:
+            compose([group.format(path)])
+        assert had in str(caught.value)
+
+
+def test_a_path_may_have_a_colon() -> None:
+    Path("a:b").mkdir()
+    Path("a:b/mine.py").write_text(SOURCE)
+    assert compose(["algorithm/advantage=a:b/mine.py:Rank"]).algorithm.advantage.scale == 1
+    config = compose(["reward=[a:b/mine.py:accuracy]"])
+    assert build_run(config).reward["accuracy"].function == f"{Path.cwd()}/a:b/mine.py:accuracy"
 
 
 def test_files_of_one_name_in_two_folders_are_two_modules() -> None:

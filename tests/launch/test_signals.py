@@ -12,7 +12,27 @@ from pathlib import Path
 import pytest
 from commands.running import SMALL, finish, start
 
+from grpocli import cli
+from grpocli.launch.run import _ending
 from grpocli.launch.signals import LOOK_SECONDS, StopSignal, stop_signal
+from grpocli.tracking.run_dir import RunDir
+
+
+def test_a_second_interrupt_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(args: list[str]) -> int:
+        run = RunDir(tmp_path)
+        with _ending(run, ours=True):
+            run.config.touch()
+            run.metrics.touch()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run", interrupted)
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["train"])
+    said = f"grpocli: error: interrupted; resume={tmp_path} goes on from the last checkpoint\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_signal_waits_for_the_step_and_a_second_ctrl_c_does_not(capsys: pytest.CaptureFixture[str]) -> None:

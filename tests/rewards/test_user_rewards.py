@@ -19,6 +19,12 @@ from grpocli.training.collect import rewards_of
 SOURCE = """
 import asyncio
 
+class Judge:
+    pass
+
+def by_place(completions, /):
+    return [1.0] * len(completions)
+
 def brevity(completions, **rest):
     return [1 / len(text) for text in completions]
 
@@ -122,3 +128,25 @@ def test_what_only_trl_gives_is_named(scores) -> None:
     said = "it wants TRL's 'trainer_state', which is not given here: give it a default, trainer_state=None"
     with pytest.raises(ConfigError, match=said):
         scores(PLAIN, ["a"], *python("by_step"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("by_step", "^reward.by_step.function=.*mine.py:by_step: it wants TRL's"),
+        (
+            "by_place",
+            "^reward.by_place.function=.*it is called with keyword arguments, which 'completions' before `/` is",
+        ),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_found_by_its_own_key(scores, name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        scores(PLAIN, ["a"], f"reward=[mine.py:{name}]")
+
+
+def test_a_class_instead_of_a_function_is_refused(scores) -> None:
+    with pytest.raises(
+        ConfigError, match=r"is a class; one derived from BaseReward is chosen as reward=\[mine.py:Judge"
+    ):
+        scores(PLAIN, ["a"], *python("Judge"))

@@ -52,7 +52,9 @@ def test_what_differs_and_what_came_of_it(sweep: Path, capsys: pytest.CaptureFix
 
 def test_means_over_seeds(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(sweep), "--format", "markdown"])
-    assert "| grpo | 2 | 0.100 ± 0.000 | 0.400 ± 0.141 | 0.300 ± 0.141 |" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "| grpo | 2 | 0.100 ± 0.000 | 0.400 ± 0.141 | 0.300 ± 0.141 |" in out
+    assert out.endswith("final reward: the mean over the last 10 steps\n")
 
 
 @pytest.mark.parametrize("style", ["table", "csv"])

@@ -98,11 +98,18 @@ def test_a_run_that_began_is_kept(tmp_path: Path) -> None:
     ],
 )
 def test_trouble_in_the_middle_of_a_run(tmp_path: Path, code: int, inside: bool, said: str) -> None:
+    RunDir(tmp_path).config.touch()
     where = tmp_path / "metrics.jsonl" if inside else Path("/etc/shadow")
     error = RunDir(tmp_path).trouble(OSError(code, os.strerror(code), str(where)))
     assert error.exit_code == 1
     with pytest.raises(type(error), match=said):
         raise error
+
+
+def test_a_folder_that_was_removed_is_told(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    error = run.trouble(FileNotFoundError(errno.ENOENT, "No such file or directory", str(run.metrics)))
+    assert "the folder was removed or emptied while the run was writing in it" in str(error)
 
 
 @pytest.mark.parametrize(("problem", "goes_on"), [(errno.ENOSYS, True), (errno.ENOLCK, True), (errno.EIO, False)])

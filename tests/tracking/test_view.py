@@ -84,7 +84,7 @@ def test_plain_stages_are_said_once_and_slow_ones_now_and_then() -> None:
     ]
 
 
-def test_plain_lines_are_a_fifth_of_a_stage_s_time_apart_and_at_most_a_minute() -> None:
+def test_plain_lines_are_a_fifth_of_a_stage_s_time_apart_and_at_most_half_a_minute() -> None:
     view, out, clock = plain()
     view.stage("evaluating")
     said: list[int] = []
@@ -96,8 +96,8 @@ def test_plain_lines_are_a_fifth_of_a_stage_s_time_apart_and_at_most_a_minute() 
         said += [second] * (len(out.getvalue().splitlines()) - before)
     assert out.getvalue().splitlines()[1] == "evaluating ... 4/1,280 completions, 0%, 21:16 left, token 4, 4 s so far"
     assert said[:5] == [4, 8, 12, 16, 20]
-    assert all(b - a <= max(5, b / 4) and b - a <= 60 for a, b in pairwise(said))
-    assert len(said) < 40, "a log of an hour is not an hour of lines"
+    assert all(b - a <= max(5, b / 4) and b - a <= 30 for a, b in pairwise(said))
+    assert len(said) < 50, "a log of an hour is not an hour of lines"
 
 
 def test_a_late_report_of_progress_does_not_bring_the_stage_before_back() -> None:

@@ -12,6 +12,7 @@ import torch
 from grpocli import build_algorithm
 from grpocli.data import Completion, Group, Prompt, Rollout, Sampling
 from grpocli.errors import ConfigError, RewardError, RunError
+from grpocli.progress import Watch
 from grpocli.rewards.scoring import Scorer
 from grpocli.rewards.tally import Tally
 from grpocli.rewards.text import ExactMatch
@@ -29,8 +30,9 @@ class Scripted:
         self.asked: list[int] = []
         self.scorer = Scorer({"r": ExactMatch()}, max_errors=0.1)
 
-    def groups(self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: object = None):
+    def groups(self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Watch):
         self.asked.append(len(prompts))
+        watch.progress(1, 2, "completions", "token 3")
         done = Completion([1, 2], [-1.0, -1.5], "stop", version=len(self.asked))
         groups = [
             Group(p, [Rollout(p, done, "t", {"r": value}) for value in self.rewards[int(p.uid) % len(self.rewards)]])
@@ -84,6 +86,18 @@ def test_constant_groups_are_replaced_by_others() -> None:
     assert got.metrics["time/reward"] == 2
     assert got.advantages.abs().min() > 0
     assert made.carried == []
+
+
+def test_a_refill_tells_its_round_and_what_was_kept() -> None:
+    made, _ = collector([MIXED, FLAT, FLAT, FLAT, MIXED, FLAT, FLAT, FLAT, FLAT, MIXED], "algorithm=dapo")
+    told: list[str] = []
+    made.watch = Watch(lambda done, total, unit, detail="": told.append(detail))
+    made.collect()
+    assert told == [
+        "token 3",
+        "round 2, 1 of 3 groups kept, token 3",
+        "round 3, 2 of 3 groups kept, token 3",
+    ]
 
 
 def test_a_refill_is_sized_by_what_was_kept_in_the_step() -> None:
