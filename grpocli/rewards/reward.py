@@ -52,7 +52,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Overrun(Failure):
-    """An item that its worker process did not finish before the deadline, or that the process died of."""
+    """An item that its worker process did not finish before the deadline, or crashed on."""
 
 
 class Forfeit(float):
