@@ -1,4 +1,4 @@
-"""Where a completion's final answer stands: one rule for all rewards that judge answers, and for majorities.
+"""Where a completion's final answer stands: one rule for all rewards that check answers, and for majorities.
 
 A thinking part holds no answer. In the rest, the answer is what is in the last \\boxed{}; else in the last <answer>
 tag; else what follows the last "####" (GSM8K); else all of it, of which mathematics takes the last expression.

@@ -32,6 +32,7 @@ from sympy import (  # type: ignore[import-untyped]
     Pow,
     Product,
     Rational,
+    Sum,
     Symbol,
     Tuple,
     factorial,
@@ -51,7 +52,7 @@ LONGEST_ANSWER = 2000
 LARGEST_DIGITS = 10_000
 """Digits of a number that is computed."""
 MOST_TERMS = 1000
-"""Factors of a product that is computed."""
+"""Terms of a sum or product that is computed one by one."""
 DEEPEST = 12
 """Brackets within brackets that are parsed."""
 DIGITS = 50
@@ -397,8 +398,8 @@ def _guard(expression: Any) -> None:
     """Raise Unreadable where to compute the expression takes more than `LARGEST_DIGITS` digits."""
     if isinstance(expression, Basic):
         _digits(expression)
-        if any(_terms(one) > MOST_TERMS for one in expression.atoms(Product)):
-            raise Unreadable("its product has too many factors")
+        if any(_is_long(one) for one in expression.atoms(Product, Sum)):
+            raise Unreadable("its sum or product has too many terms")
 
 
 def _digits(node: Any) -> float:
@@ -418,10 +419,12 @@ def _digits(node: Any) -> float:
     return found
 
 
-def _terms(node: Any) -> float:
-    """How many terms a sum or a product has, infinitely many where its limits are no numbers."""
-    ends = [(low, high) for _, low, high in node.limits]
-    return math.prod(float(high - low) + 1 if (high - low).is_number else math.inf for low, high in ends)
+def _is_long(node: Any) -> bool:
+    """Whether a sum or product has more than `MOST_TERMS` terms, one by one: polynomials are summed by a formula."""
+    if isinstance(node, Sum) and node.function.is_polynomial():
+        return False
+    lengths = [high - low for _, low, high in node.limits]
+    return MOST_TERMS < math.prod(float(n) + 1 for n in lengths if n.is_number) < math.inf
 
 
 def _size(node: Any, digits: float) -> float:
@@ -438,7 +441,9 @@ def _evaluated(value: Value, reference: Value | None = None) -> bool:
         return False
     if any(int(above or one) >= int(below or other) for above, one, below, other in MIXED.findall(text)):
         return False  # 51 23/1 is a sum
-    if SIDE_BY_SIDE.search(EQUALS.split(text)[-1]) and any(_computes_to_rational(one) for one in _members_of(value.expression)):
+    if SIDE_BY_SIDE.search(EQUALS.split(text)[-1]) and any(
+        _computes_to_rational(one) for one in _members_of(value.expression)
+    ):
         return False
     products = bool(PRODUCT.search(text))
     expression = _last(value.expression)
