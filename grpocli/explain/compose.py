@@ -228,7 +228,8 @@ def _beside_answers(rewards: dict[str, Any]) -> str:
     compared = "is the paper's" if math.isclose(weight, given) else f"is not the paper's, which would be {weight:g}"
     return (
         "DAPO's equation 7 scores answers 1 and -1 and adds the punishment with weight 1. "
-        f"Beside {name}'s scores of {accuracy.right:g} and {accuracy.wrong:g}, reward.overlong.weight={given:g} {compared}."
+        f"Beside {name}'s scores of {accuracy.right:g} and {accuracy.wrong:g}, "
+        f"reward.overlong.weight={given:g} {compared}."
     )
 
 
