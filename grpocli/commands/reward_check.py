@@ -90,18 +90,18 @@ def _agreements(
 
     asked = 0
     for name, task in tasks_of(run.task).items():
-        judges = {reward: run.reward[reward] for reward in rewards_for(task, run.reward)}
-        judges = {reward: one for reward, one in judges.items() if one.judges_answers}
-        asked += len(judges)
-        for one in _splits(task, split) if judges else ():
+        accuracy_rewards = {reward: run.reward[reward] for reward in rewards_for(task, run.reward)}
+        accuracy_rewards = {reward: one for reward, one in accuracy_rewards.items() if one.verifiable}
+        asked += len(accuracy_rewards)
+        for one in _splits(task, split) if accuracy_rewards else ():
             with about(key_of(run.task, name)):
                 source = task.examples(one)
                 examples = list(islice(source, most or None))
-                for reward in judges.values():
+                for reward in accuracy_rewards.values():
                     reward.check(columns_of(examples[0]))
-            for reward, judge in judges.items():
+            for reward, accuracy_reward in accuracy_rewards.items():
                 view.stage(f"{reward} scores {len(examples):,} examples of {name} {one}")
-                yield agreement(name, reward, judge, examples, template, one), source
+                yield agreement(name, reward, accuracy_reward, examples, template, one), source
     if not asked:
         names = ", ".join(run.reward)
         raise ConfigError(f"reward=[{names}]: none of them says whether an answer is right; choose one that does")

@@ -60,12 +60,12 @@ def _check_rewards(run: Run) -> None:
 def _check_difficulty(run: Run) -> None:
     from grpocli.algorithm.question_weight import Difficulty
     from grpocli.rewards.reward import Correctness
-    from grpocli.tasks.data import judges_of
+    from grpocli.tasks.data import accuracy_rewards_of
 
     weight = run.algorithm.question_weight
     if not isinstance(weight, Difficulty):
         return
-    for name in [weight.reward] if weight.reward else judges_of(run).values():
+    for name in [weight.reward] if weight.reward else accuracy_rewards_of(run).values():
         reward = run.reward[name]
         if isinstance(reward, Correctness) and (reward.right, reward.wrong) != (1, 0):
             raise ConfigError.of(

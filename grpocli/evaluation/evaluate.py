@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from grpocli.data import Group, Prompt
 from grpocli.environments.environment import play_of
-from grpocli.evaluation.results import Judges, TaskResult, task_result
+from grpocli.evaluation.results import AccuracyRewards, TaskResult, task_result
 from grpocli.progress import Watch
 from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
-from grpocli.tasks.data import judge_of
+from grpocli.tasks.data import accuracy_reward_of
 from grpocli.tasks.mixture import about, key_of, limits_of, tasks_of
 from grpocli.tasks.prompts import PromptSet
 from grpocli.tasks.task import columns_of
@@ -46,10 +46,10 @@ class Stages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Problems:
-    """Of one task. judge: the reward that says what is right."""
+    """Of one task. accuracy_reward: the reward that says what is right."""
 
     task: str
-    judge: str
+    accuracy_reward: str
     prompts: list[Prompt]
 
 
@@ -126,9 +126,9 @@ def _problems(name: str, task: Any, run: Run, tokenizer: PreTrainedTokenizerBase
     examples = task.examples("eval")
     limits = run.rollout.max_prompt_tokens, run.rollout.long_prompts
     prompts = PromptSet(examples, tokenizer, *limits, f"{name} eval", name, asked.problems or None)
-    judge = judge_of(task, run.reward, run.eval.reward)
-    run.reward[judge].check(columns_of(examples[0]))
-    return Problems(name, judge, [prompts.prompt(i, uid=f"{name}-{i}") for i in range(len(prompts))])
+    accuracy_reward = accuracy_reward_of(task, run.reward, run.eval.reward)
+    run.reward[accuracy_reward].check(columns_of(examples[0]))
+    return Problems(name, accuracy_reward, [prompts.prompt(i, uid=f"{name}-{i}") for i in range(len(prompts))])
 
 
 def _sampler(
@@ -144,8 +144,8 @@ def _sampler(
     policy = Policy(model, model, getattr(torch, job.dtype))
     engine = run.engine.connect(EngineContext(job, policy, tokenizer, world, run.sync, sampling=run.rollout.sampling))
     plays = {name: play for name, task in tasks_of(run.task).items() if (play := play_of(task))}
-    judges = {one.task: [one.judge] for one in problems}
-    scorer = Scorer(run.reward, run.rollout.max_reward_errors, judges, limits_of(run.task))
+    accuracy_rewards = {one.task: [one.accuracy_reward] for one in problems}
+    scorer = Scorer(run.reward, run.rollout.max_reward_errors, accuracy_rewards, limits_of(run.task))
     return Sampler(world, engine, tokenizer, scorer, plays)
 
 
@@ -162,8 +162,8 @@ def _of_task(
     if asked.samples:
         before = problems * asked.greedy
         sampled = _groups(sampler, one, asked.samples, sampling, run.seed, watch.part(before, whole))
-    judges = Judges({one.task: one.judge}, run.reward)
-    result = task_result(one.task, judges, greedy, sampled, sampling.max_tokens)
+    accuracy_rewards = AccuracyRewards({one.task: one.accuracy_reward}, run.reward)
+    result = task_result(one.task, accuracy_rewards, greedy, sampled, sampling.max_tokens)
     return result, greedy, sampled
 
 
@@ -172,7 +172,7 @@ def _groups(sampler: Sampler, one: Problems, n: int, sampling: Any, seed: int, w
     from grpocli.training.evaluate import eval_seeds
 
     groups, tally = sampler.groups(one.prompts, eval_seeds(seed, one.prompts), n, sampling, watch)
-    sampler.scorer.judge(tally)
+    sampler.scorer.check_errors(tally)
     return groups
 
 

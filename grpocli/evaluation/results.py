@@ -33,7 +33,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """questions: with a judged sample; failed: samples that the reward could not judge, which are left out.
+    """questions: with a scored sample; failed: samples that the reward could not score, which are left out.
 
     scores: `greedy`, `mean@N`, `pass@K`, `maj@N`. mean_length: tokens the model wrote. truncated: share of samples cut
     off.
@@ -53,7 +53,7 @@ class TaskResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Judges:
+class AccuracyRewards:
     """The reward that says what is right: names, by task, and the rewards, by name."""
 
     names: Mapping[str, str]
@@ -63,7 +63,7 @@ class Judges:
         return self.names[group.prompt.task]
 
     def right(self, group: Group) -> list[float]:
-        """1 or 0 for each rollout; NaN where it was not judged."""
+        """1 or 0 for each rollout; NaN where it was not scored."""
         scores = (rollout.rewards[self.name(group)] for rollout in group.rollouts)
         return [math.nan if math.isnan(score) else float(score >= 1) for score in scores]
 
@@ -75,49 +75,51 @@ class Judges:
 
 
 def task_result(
-    task: str, judges: Judges, greedy: Sequence[Group], sampled: Sequence[Group], max_tokens: int
+    task: str, accuracy_rewards: AccuracyRewards, greedy: Sequence[Group], sampled: Sequence[Group], max_tokens: int
 ) -> TaskResult:
     """Of one task's problems, or of several tasks' together."""
     rollouts = [rollout for group in [*greedy, *sampled] for rollout in group.rollouts]
     done = [rollout.completion for rollout in rollouts]
     scores: dict[str, Estimate] = {}
     if greedy:
-        scores["greedy"] = Estimate.of([mean for group in greedy if not math.isnan(mean := _mean(judges.right(group)))])
+        scores["greedy"] = Estimate.of(
+            [mean for group in greedy if not math.isnan(mean := _mean(accuracy_rewards.right(group)))]
+        )
     if sampled:
-        scores |= _of_samples(sampled, judges, max_tokens)
+        scores |= _of_samples(sampled, accuracy_rewards, max_tokens)
     return TaskResult(
         task=task,
-        questions=len({g.uid for g in [*greedy, *sampled] if _judged(judges.right(g))}),
-        failed=sum(math.isnan(right) for group in [*greedy, *sampled] for right in judges.right(group)),
+        questions=len({g.uid for g in [*greedy, *sampled] if _scored(accuracy_rewards.right(g))}),
+        failed=sum(math.isnan(right) for group in [*greedy, *sampled] for right in accuracy_rewards.right(group)),
         mean_length=float(np.mean([completion.written for completion in done])),
         truncated=float(np.mean([completion.truncated for completion in done])),
         scores=scores,
     )
 
 
-def _of_samples(groups: Sequence[Group], judges: Judges, max_tokens: int) -> Mapping[str, Estimate]:
+def _of_samples(groups: Sequence[Group], accuracy_rewards: AccuracyRewards, max_tokens: int) -> Mapping[str, Estimate]:
     samples = len(groups[0].rollouts)
-    judged = [(group, judges.right(group)) for group in groups]
-    judged = [(group, right) for group, right in judged if _judged(right)]
-    found = {f"mean@{samples}": Estimate.of([_mean(right) for _, right in judged])}
+    scored = [(group, accuracy_rewards.right(group)) for group in groups]
+    scored = [(group, right) for group, right in scored if _scored(right)]
+    found = {f"mean@{samples}": Estimate.of([_mean(right) for _, right in scored])}
     k = 1
     while (k := min(2 * k, samples)) > 1:
-        counts = [(int(np.nansum(right)), len(_judged(right))) for _, right in judged]
+        counts = [(int(np.nansum(right)), len(_scored(right))) for _, right in scored]
         found[f"pass@{k}"] = Estimate.of([pass_at_k(c, n, k) for c, n in counts if n >= k])
         if k == samples:
             break
     if samples > 1:
-        found[f"maj@{samples}"] = Estimate.of([judges.majority(group, max_tokens) for group, _ in judged])
+        found[f"maj@{samples}"] = Estimate.of([accuracy_rewards.majority(group, max_tokens) for group, _ in scored])
     return found
 
 
-def _judged(right: Sequence[float]) -> list[float]:
+def _scored(right: Sequence[float]) -> list[float]:
     return [one for one in right if not math.isnan(one)]
 
 
 def _mean(right: Sequence[float]) -> float:
-    judged = _judged(right)
-    return float(np.mean(judged)) if judged else math.nan
+    scored = _scored(right)
+    return float(np.mean(scored)) if scored else math.nan
 
 
 def _without_nan(value: Any) -> Any:

@@ -218,14 +218,18 @@ def _reward(k: int, name: str, reward: Any) -> Section:
 
 def _beside_answers(rewards: dict[str, Any]) -> str:
     """Which weight DAPO's punishment of length has beside these answers for it to count as much as in the paper."""
-    (name, judge), punished = next(iter(rewards.items())), [r for r in rewards.values() if isinstance(r, Overlong)]
-    if not punished or not isinstance(judge, Correctness):
+    (name, accuracy), punished = (
+        next(iter(rewards.items())),
+        [r for r in rewards.values() if isinstance(r, Overlong)],
+    )
+    if not punished or not isinstance(accuracy, Correctness):
         return ""
-    weight, given = judge.weight * (judge.right - judge.wrong) / 2, punished[0].weight
+    weight, given = accuracy.weight * (accuracy.right - accuracy.wrong) / 2, punished[0].weight
     compared = "is the paper's" if math.isclose(weight, given) else f"is not the paper's, which would be {weight:g}"
     return (
         "DAPO's equation 7 scores answers 1 and -1 and adds the punishment with weight 1. "
-        f"Beside {name}'s scores of {judge.right:g} and {judge.wrong:g}, reward.overlong.weight={given:g} {compared}."
+        f"Beside {name}'s scores of {accuracy.right:g} and {accuracy.wrong:g}, "
+        f"reward.overlong.weight={given:g} {compared}."
     )
 
 
@@ -243,12 +247,12 @@ def _combine(algorithm: Algorithm) -> list[Section]:
 
 
 def _named(section: Section, run: Run) -> Section:
-    """With the name of the reward that judges each task where no reward is named as the accuracy."""
-    from grpocli.tasks.data import judges_of
+    """With the name of the accuracy reward of each task where no reward is named as the accuracy."""
+    from grpocli.tasks.data import accuracy_rewards_of
 
-    judges = judges_of(run)
-    names = dict.fromkeys(judges.values())
-    each = ", ".join(f"{judge} ({task})" for task, judge in judges.items())
+    accuracy_rewards = accuracy_rewards_of(run)
+    names = dict.fromkeys(accuracy_rewards.values())
+    each = ", ".join(f"{accuracy_reward} ({task})" for task, accuracy_reward in accuracy_rewards.items())
     meaning = f"the accuracy; null is {next(iter(names)) if len(names) == 1 else each}"
     symbols = (replace(s, meaning=meaning) if s.value == "null" else s for s in section.symbols)
     return replace(section, symbols=tuple(symbols))

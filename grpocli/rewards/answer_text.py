@@ -8,7 +8,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from grpocli.rewards.final_answer import MULTIPLIERS, NUMERALS
+from grpocli.rewards.number_words import MULTIPLIERS, NO_UNIT
 
 UNICODE = str.maketrans(
     {
@@ -20,12 +20,11 @@ UNICODE = str.maketrans(
         "\u200b": "", "\u200c": "", "\u200d": "", "\u2060": "", "\ufeff": "",
     }
 )  # fmt: skip
+FRACTION_NAMES = re.compile(r"\\(?:nice|s|x)frac(?![a-z])")
 NEGATIVE_SPACE = re.compile(r"\\!\s*")
 SPACES = re.compile(r"(?<!\\)\\[,;:> ]|\\q?quad(?![a-zA-Z])|~")
 DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\[", "\\]"), ("\\(", "\\)"), ("**", "**"), ("`", "`"))
-STYLE = re.compile(
-    r"^\\(?:text|textbf|mathbf|mathrm|mathit|textrm|mbox|boldsymbol|bm|underline|textcolor\s*\{\w+\}|color\{\w+\})\s*\{([^{}]*)\}$"
-)
+STYLE = re.compile(r"^\\(?:text|textbf|mathbf|mathrm|mathit|textrm|mbox|boldsymbol|bm|underline)\s*\{([^{}]*)\}$")
 THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?![\d,])")
 SPACED_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\s|\{,\})\d{3})+(?![\d,])")
 SEPARATOR = re.compile(r"\s|\{,\}")
@@ -41,16 +40,12 @@ TEXT = r"\\(?:text(?:rm|bf|it|sf|normal)?|mbox|math(?:rm|bf|it))"
 TEXT_UNIT = re.compile(r"(?<=[\d})\]a-z])\s*" + TEXT + r"\s*\{\s*([^{}]*?)\s*\}" + SQUARED)
 SHORT = "cm|mm|km|kg|mg|ft|mi|lb|lbs|oz|hr|hrs|ml|mL"
 LONG_UNIT = re.compile(
-    rf"(?<=[\d}}])\s+((?:[A-Za-z]{{3,}}\.?|of|in|a|an|the|per|by|[a-z]{{1,3}}/[a-z]{{1,3}}|{SHORT}|pm|am|m|g|s|h|L)"
+    rf"(?<=[\d}}])\s+((?:[A-Za-z]{{3,}}\.?|of|in|a|an|the|per|by|[a-z]{{1,3}}/[a-z]{{1,3}}|{SHORT}|[ap]\.?m|[AP]M|m|g|s|h|L)"
     r"(?:\s+[A-Za-z]{2,}\.?)*)" + SQUARED
 )
 GLUED_UNIT = re.compile(rf"(?<=\d)(m(?=\^)|{SHORT}|km/h|m/s|mph)" + SQUARED)
 REMARK = re.compile(r"(?<=[\d}])\s*\(\s*[A-Za-z]{2,}[A-Za-z ,.'/-]*\)\s*$")
 ORDINAL = re.compile(r"(?<=\d)\s*(?:\^\s*\{?\s*\\(?:text|mathrm)\s*\{(?:st|nd|rd|th)\}\s*\}?|st|nd|rd|th)\s*$")
-CONNECTIVES = re.compile(
-    rf"\b(?:and|or|to|times|plus|minus|over|squared|cubed|if|mod|not|factorial|base|than|least|most|hundreds|{NUMERALS}"
-    r"|half|halves|(?:third|quarter|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth|millionth)s?)\b"
-)
 MULTIPLIER = re.compile(
     rf"(?<!\d)(\d+(?:\.\d+)?)\s*(?:\\(?:text|mbox|mathrm)\s*\{{\s*)?\b({'|'.join(MULTIPLIERS)})s?\b\s*\}}?"
 )
@@ -65,7 +60,8 @@ UNITS = {
         "km": "km kilometer kilometers", "in": "in inch inches", "ft": "ft foot feet", "mi": "mi mile miles",
         "g": "g gram grams", "kg": "kg kilogram kilograms", "lb": "lb lbs pound pounds", "oz": "oz ounce ounces",
         "s": "s second seconds", "min": "min minute minutes", "h": "h hr hrs hour hours", "day": "day days",
-        "week": "week weeks", "month": "month months", "year": "year years", "L": "L liter liters", "mL": "mL ml",
+        "am": "am AM a.m", "pm": "pm PM p.m", "week": "week weeks", "month": "month months", "year": "year years",
+        "L": "L liter liters", "mL": "mL ml",
     }.items()
     for name in names.split()
 }  # fmt: skip
@@ -99,7 +95,8 @@ class Written:
 
 def written(text: str) -> Written:
     """Normalize the text of a final answer."""
-    text = _bare(SPACES.sub(" ", NEGATIVE_SPACE.sub("", text.translate(UNICODE))))
+    text = FRACTION_NAMES.sub(r"\\frac", NEGATIVE_SPACE.sub("", text.translate(UNICODE)))
+    text = _bare(SPACES.sub(" ", text))
     if (base := BASE.match(text)) and base[1][0].isdigit():
         return Written(base[1].upper().lstrip("0") or "0", base=int(base[2][:4]))
     text = REPEATING.sub(_repeating, text)
@@ -151,6 +148,8 @@ def _bare(text: str) -> str:
             if len(text) > len(opening + closing) and text == opening + inner + closing and opening not in inner:
                 text = inner
         text = text.removeprefix("\\displaystyle").removeprefix(":").strip()
+        if text.startswith("{") and _encloses(text):
+            text = text[1:-1]
         if found := STYLE.match(text):
             text = found[1] if any(c.isdigit() for c in found[1]) else text
     return text
@@ -168,7 +167,7 @@ def _without_unit(text: str) -> tuple[str, str]:
     """The text before a unit, an ordinal's ending or a remark in brackets, and the unit if it is one of UNITS."""
     for pattern in (REMARK, ORDINAL, TEXT_UNIT, LONG_UNIT, GLUED_UNIT):
         found = pattern.search(text[-200:])
-        if found is None or CONNECTIVES.search(found[0]):
+        if found is None or NO_UNIT.search(found[0]):
             continue
         rest = text[: len(text) - len(found[0])].strip()
         if any(c.isdigit() or c == "\\" for c in rest):

@@ -1,4 +1,4 @@
-"""Where a completion's final answer stands: one rule for all rewards that judge answers, and for majorities.
+"""Where a completion's final answer stands: one rule for all rewards that check answers, and for majorities.
 
 A thinking part holds no answer. In the rest, the answer is what is in the last \\boxed{}; else in the last <answer>
 tag; else what follows the last "####" (GSM8K); else all of it, of which mathematics takes the last expression.
@@ -10,8 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-THINK, THOUGHT = "<think>", "</think>"
-TAG, END_TAG = "<answer>", "</answer>"
+from grpocli.rewards.number_words import CHANGES, MULTIPLIERS, NEGATIVE
+
+THINK, THOUGHT = re.compile("<think>", re.I), re.compile("</think>", re.I)
+TAG, END_TAG = re.compile("<answer>", re.I), re.compile("</answer>", re.I)
 HASHES = "####"
 BRACES = re.compile(r"\\{1,2}(?:boxed|fbox)\s*(?P<open>\{)?(?P<bare>[A-Za-z0-9.]+)?|\\.|[{}]", re.DOTALL)
 GAP = re.compile(
@@ -23,21 +25,24 @@ LONGEST_GAP = 60
 LONGEST = 2000
 """Characters at the end of a text that are searched for an expression."""
 
-MULTIPLIERS = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 FORMULAS = (("$$", "$$"), ("\\[", "\\]"), ("\\(", "\\)"), ("$", "$"))
 COMMAND = re.compile(r"\\[A-Za-z]+")
 TEXT_COMMAND = re.compile(r"\\(?:text|mbox|mathrm|operatorname)\s*\{[^{}]*\}")
+COLOR = re.compile(r"\\(?:text)?color(?:box)?\s?(?:\[\w*\])?\s?\{[\w,.! ]{0,40}\}")
 DIGIT = re.compile(r"[0-9]")
 DIGIT_OR_COMMAND = re.compile(r"[0-9]|\\[A-Za-z]")
 PROSE = re.compile(r"[^\W\d_]{2,}[,;:]?\s+[^\W\d_]{2,}")
 WORD = re.compile(r"[^\W\d_]{2,}")
-NUMERALS = "one|two|three|four|five|six|seven|eight|nine|ten"
-MEANING = re.compile(
-    rf"\b(?:not|minus|plus|factorial|base|(?:at|or) (?:least|most|more|less)|(?:to|or) (?:{NUMERALS}))\b"
-    r"|\b(?:fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s\b"
-    rf"|_\s*\\text\{{\s*(?:{NUMERALS})"
+JOINED = re.compile(r"\W*(?:and\s+)?(?:(?:an?|one)\s+)?")
+STYLED = re.compile(r"\\(?:text(?:bf|rm|it)?|math(?:rm|bf)|mbox)\s*\{([^{}]*)\}|[$*_`]")
+A_LETTER = r"([B-E]|A(?!\s+(?!because|since|as|is|and|or)[a-z]))(?![\w'’+*/=^])"
+CHOSEN = re.compile(
+    r"(?i:\b(?:answer|option|choice))(?i:\s+is)?[\s:(]{0,5}(?:(?i:option|choice|is)\s)?[\s:(]{0,5}" + A_LETTER
 )
-"""Words in a box with a number that change its value, or give a second one."""
+LEADING = re.compile(r"\(?([A-E])(?=[).:]|\s*$)")
+LETTER = re.compile(r"(?<![\w'\\^.+*/=-])" + A_LETTER)
+ANOTHER = re.compile(r"[).]?\s*(?:,|/|or\b|and\b)\s*\(?[A-E](?![\w'])")
+NO_CHOICE = re.compile(r"[=+^/<>\\]|\b(?:not|no|never|wrong|incorrect|except|neither)\b|n't\b", re.I)
 MARKUP = "*_`\"'"
 ENDINGS = ".,;:?!" + MARKUP
 
@@ -47,7 +52,7 @@ def after_thinking(text: str) -> str:
 
     Chat templates may open the thinking part, so a </think> needs no <think> before it.
     """
-    return text.rpartition(THOUGHT)[2].partition(THINK)[0]
+    return THINK.split(THOUGHT.split(text)[-1], maxsplit=1)[0]
 
 
 def boxed(text: str) -> str | None:
@@ -101,8 +106,8 @@ def marked(text: str) -> str | None:
     """The answer that a box, a tag or "####" marks; None without one of them. text: without its thinking."""
     if (box := boxed(text)) is not None:
         return box
-    if TAG in text:
-        return text.rpartition(TAG)[2].partition(END_TAG)[0].strip()  # </answer> may have been the stop string
+    if len(parts := TAG.split(text)) > 1:
+        return END_TAG.split(parts[-1], maxsplit=1)[0].strip()  # </answer> may have been the stop string
     if HASHES in text:
         return text.rpartition(HASHES)[2].strip()
     return None
@@ -117,11 +122,31 @@ def final_answer(text: str) -> str:
 
 def answer_expression(text: str) -> str:
     """The final answer of a completion as mathematics reads it: an expression, or empty."""
+    rest = NEGATIVE.sub("-", COLOR.sub("", after_thinking(text)))
+    answer = marked(rest)
+    return last_expression(rest if answer is None else answer)
+
+
+def chosen_letter(text: str) -> str:
+    """The letter A to E that a completion answers a multiple-choice question with; empty where it is not one letter.
+
+    It is the last one that "answer is", "option" or the like names; else one that the answer begins with, as in
+    "(B) 42"; else the only one of the last sentence.
+    """
     rest = after_thinking(text)
     answer = marked(rest)
-    if answer and MEANING.search(answer) and DIGIT.search(answer) and answer == boxed(rest):
-        return ""
-    return last_expression(rest if answer is None else answer)
+    plain = STYLED.sub(r"\1", (rest if answer is None else answer)[-LONGEST:]).strip()
+    found = next(reversed(list(CHOSEN.finditer(plain))), None) or LEADING.match(plain)
+    if found:
+        return "" if ANOTHER.match(plain, found.end(1)) else found[1]
+    sentence = re.split(r"[.!?]\s|\n", plain.rstrip())[-1]
+    letters = set(LETTER.findall(sentence))
+    return letters.pop() if len(letters) == 1 and not NO_CHOICE.search(sentence) else ""
+
+
+def is_choice(reference: str) -> bool:
+    """Whether a reference answer is one of the letters A to E."""
+    return re.fullmatch(r"\(?[A-E]\)?\.?", STYLED.sub(r"\1", final_answer(reference)).strip()) is not None
 
 
 def last_expression(text: str) -> str:
@@ -182,22 +207,35 @@ def _last_run(text: str) -> str:
     """The last run of words that may be mathematics, on one line; empty without one."""
     for line in reversed(text.splitlines()):
         words = line.split()
-        after = ""
+        after: list[str] = []
         while words and not DIGIT_OR_COMMAND.search(words[-1]):
-            after = words.pop().rstrip(ENDINGS)
+            after.append(words.pop())
         if not words:
             continue
-        run = [words.pop().rstrip(ENDINGS)]  # from the last word to the first
-        if after in MULTIPLIERS:
-            run.insert(0, after)
+        last = words.pop()
+        run = [last.rstrip(ENDINGS)]  # from the last word to the first
+        if after and after[-1].rstrip(ENDINGS) in (*MULTIPLIERS, "percent"):
+            run.insert(0, after.pop().rstrip(ENDINGS))
+        following = " ".join(reversed(after)) if run[-1] == last else ""
         open_brackets = _closing(run[-1])
         while words and (open_brackets > 0 or (words[-1][-1] not in ",;:.?!" and not _is_word(words[-1]))):
             run.append(words.pop())
             open_brackets += _closing(run[-1])
+        preceding = " ".join(words[-3:])
         while len(run) > 1 and run[-1] in ("-", "*", "=", "+"):  # a bullet, or what follows a word
             run.pop()
-        return " ".join(reversed(run)).lstrip(MARKUP + "=")
+        found = " ".join(reversed(run)).lstrip(MARKUP + "=")
+        return "" if _changed(preceding, found, following) else found
     return ""
+
+
+def _changed(before: str, number: str, after: str) -> bool:
+    """Whether words right before or after a number change its value: "twice 5", "5 and a half"."""
+    joined = JOINED.match(after)
+    if CHANGES.match("0 " + after, 2 + (joined.end() if joined else 0)):
+        return True
+    found = CHANGES.finditer(f"{before} {number}")
+    return any(one.end() <= len(before) and before[one.end() :].strip() in ("", "of", "by") for one in found)
 
 
 def _closing(token: str) -> int:

@@ -47,7 +47,7 @@ class Judge(BaseReward):
     A completion that no judgement could be had of, or one without a score, is a failure: masked and counted, no 0.
     """
 
-    judges_answers = True
+    verifiable = True
     has_processes = True
     base_url: str = MISSING
     model: str = MISSING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,7 +30,9 @@ from sympy import (  # type: ignore[import-untyped]
     MatrixBase,
     Mul,
     Pow,
+    Product,
     Rational,
+    Sum,
     Symbol,
     Tuple,
     factorial,
@@ -41,12 +44,15 @@ from sympy import (  # type: ignore[import-untyped]
 )  # fmt: skip
 
 from grpocli.rewards.answer_text import Written, plus_minus, rounded_equal, written
-from grpocli.rewards.final_answer import answer_expression
+from grpocli.rewards.final_answer import COMMAND, DIGIT, answer_expression, chosen_letter, is_choice
+from grpocli.rewards.number_words import CHANGES
 
 LONGEST_ANSWER = 2000
 """Characters of an answer that are read, or four times the reference's, where that is longer."""
 LARGEST_DIGITS = 10_000
 """Digits of a number that is computed."""
+MOST_TERMS = 1000
+"""Terms of a sum or product that is computed one by one."""
 DEEPEST = 12
 """Brackets within brackets that are parsed."""
 DIGITS = 50
@@ -60,7 +66,7 @@ CALL = re.compile(
     r"\\(?:sum|prod|int|lim|[dt]?binom|choose|gcd|lcm|max|min|log|ln|lg|sin|cos|tan|cot|sec|csc|arc[a-z]+|exp|det"
     r"|[bp]?mod|lfloor|lceil|lvert|operatorname|circ)(?![a-z])|!|\|"
 )
-TIME = re.compile(r"^\d{1,2}:[0-5]\d$")
+TIME = re.compile(r"^\d{1,2}\s?:\s?[0-5]\d$")
 """As a reference it is no ratio: 3:30 is not 1:10."""
 HUGE = re.compile(
     r"\^\s*\{?\s*-?(?:\d{8,}|\d{2,}\s*\^\s*\{?\s*\d{2,}|\d+\s*\^\s*\{?\s*\d{3,})|\\sqrt[^{]{0,9}\{?\s*\d{60,}"
@@ -71,6 +77,11 @@ MIXED = re.compile(r"\d\s*\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+
 ORDER = re.compile(r"[<>]|\\(?:lt|gt|le|ge|leq|geq)(?![a-z])")
 NAMED = re.compile(r"^\s*(?:[A-Za-z]\w*\s*\([^()=]*\)|\|[A-Z]{1,3}\||[A-Za-z]_\{[^{}=]*\})\s*=(?=.)")
 """f(2), P(A|B), |AB| or x_{\\max} before an equals sign: the name of the answer."""
+LETTER = re.compile(r"[A-Za-z]")
+SIDE_BY_SIDE = re.compile(
+    r"[\d.)\]}]\s*(?:\\left\s*)?[(\[]|[)\]]\s*(?:\\right\s*)?\d|\d\s+\d|(?<![A-Za-z}\]^_])\{[\d.]+\}\s*\{"
+)
+"""Factors without a sign between them, in what is a number: (51)(3), which the parser reads as 51 + 3."""
 PRODUCT = re.compile(r"(?:\\times|\\cdot|\*|\\ast)(?!\s*10\s*\^)")
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs every text it cannot read
@@ -102,6 +113,8 @@ def equal(gold: str, text: str | None, require_evaluated: bool = True) -> float:
     reference = _gold(gold)
     if text is None:
         return 1.0
+    if is_choice(gold) and (letter := chosen_letter(text)):
+        return float(letter == chosen_letter(gold))
     try:
         return float(_answers(reference, answer_expression(text), require_evaluated))
     except Exception:  # noqa: BLE001 - a text that cannot be read, is too deep or too large is a wrong answer
@@ -142,7 +155,7 @@ def _answers(reference: Value, text: str, require_evaluated: bool) -> bool:
     if "=" not in reference.written.text:
         text = NAMED.sub("", text)
     strict = require_evaluated and _evaluated(reference)
-    parts = APPROXIMATELY.split(text)
+    parts = _members(text)
     if strict and not any(_calls(written(part).text) <= _calls(reference.written.text) for part in parts):
         return False  # before it is computed
     times = TIME.match(reference.written.text) is not None
@@ -154,13 +167,21 @@ def _answers(reference: Value, text: str, require_evaluated: bool) -> bool:
     return any(_equal(reference, value) and not (strict and not _evaluated(value, reference)) for value in values)
 
 
+def _members(text: str) -> list[str]:
+    """The sides of an approximation, and of equations of numbers that end in a percentage, such as 1/2 = 50\\%."""
+    if written(text).percent and not LETTER.search(COMMAND.sub("", text)):
+        return re.split(rf"{APPROXIMATELY.pattern}|{EQUALS.pattern}", text)
+    return APPROXIMATELY.split(text)
+
+
 def _rounds(value: Value, rounded: Value) -> bool:
     """Whether `rounded` is `value`, rounded or cut off at the decimal places it is written with."""
     exact, near = _last(value.expression), _last(rounded.expression)
     if not (_is_number(exact) and _is_number(near)):
         return False
     places = len(rounded.written.text.rpartition(".")[2]) if "." in rounded.written.text else 0
-    exact, near = _number(exact) * 10**places, _number(near) * 10**places
+    scale = 10 ** (places + 2 * (rounded.written.percent and not value.written.percent))
+    exact, near = _number(exact) * scale, _number(near) * 10**places
     cut = places and exact * near >= 0 and 0 <= abs(exact) - abs(near) < 1
     return bool(abs(exact - near) <= Rational(1, 2) or cut)
 
@@ -173,11 +194,13 @@ def _value(text: str, times: bool = True) -> Value:
         raise Unreadable("its brackets are too deep")  # the parser's time grows exponentially
     found = written(text)
     if TIME.match(found.text) and (times or found.text.endswith(":00")):  # a ratio with 0 is none
-        return Value(found, Symbol(found.text))
+        return Value(found, Symbol(found.text.replace(" ", "")))
     if found.base is not None:
         return Value(found, Integer(int(found.text, found.base or 1)))  # ValueError: no numeral in this base
     if (number := found.number) is not None:
         return Value(found, Rational(number.numerator, number.denominator), "." in found.text)
+    if CHANGES.search(found.text) and DIGIT.search(found.text):
+        raise Unreadable("words change its number")
     if HUGE.search(found.text):
         raise Unreadable("it is too large")
     expression = _parsed(plus_minus(found.text))
@@ -308,6 +331,19 @@ def _elements(expression: Any) -> Sequence[Any]:
     return []
 
 
+def _members_of(expression: Any) -> Sequence[Any]:
+    """The elements of a list or the like; of another expression, itself."""
+    return _elements(expression) or [_last(expression)]
+
+
+def _by_name(elements: Sequence[Any]) -> list[Any]:
+    """Values given to different letters, y=2 and x=1, in the order of the letters; other elements as they are."""
+    names = [one.lhs.name for one in elements if is_assignment_relation(one) and isinstance(one.lhs, Symbol)]
+    if len(elements) > 1 and len(set(names)) == len(elements):
+        return sorted(elements, key=lambda one: str(one.lhs.name))
+    return list(elements)
+
+
 def _all_same(reference: Any, answer: Any, decimal: bool) -> bool:
     """Element by element: in order where either is ordered, else in any order."""
     sets = isinstance(reference, FiniteSet) and isinstance(answer, FiniteSet)
@@ -315,6 +351,7 @@ def _all_same(reference: Any, answer: Any, decimal: bool) -> bool:
     if len(ours) != len(theirs):
         return False
     if not sets:
+        ours, theirs = _by_name(ours), _by_name(theirs)
         return all(_same(a, b, decimal) for a, b in zip(ours, theirs, strict=True))
     for one in ours:
         place = next((i for i, other in enumerate(theirs) if _same(one, other, decimal)), None)
@@ -361,6 +398,8 @@ def _guard(expression: Any) -> None:
     """Raise Unreadable where to compute the expression takes more than `LARGEST_DIGITS` digits."""
     if isinstance(expression, Basic):
         _digits(expression)
+        if any(_is_long(one) for one in expression.atoms(Product, Sum)):
+            raise Unreadable("its sum or product has too many terms")
 
 
 def _digits(node: Any) -> float:
@@ -380,6 +419,14 @@ def _digits(node: Any) -> float:
     return found
 
 
+def _is_long(node: Any) -> bool:
+    """Whether a sum or product has more than `MOST_TERMS` terms, one by one: polynomials are summed by a formula."""
+    if isinstance(node, Sum) and node.function.is_polynomial():
+        return False
+    lengths = [high - low for _, low, high in node.limits]
+    return MOST_TERMS < math.prod(float(n) + 1 for n in lengths if n.is_number) < math.inf
+
+
 def _size(node: Any, digits: float) -> float:
     """The absolute value of a number with `digits` digits, at least 1. Raises Unreadable above 7 digits."""
     if digits > 7:
@@ -394,6 +441,10 @@ def _evaluated(value: Value, reference: Value | None = None) -> bool:
         return False
     if any(int(above or one) >= int(below or other) for above, one, below, other in MIXED.findall(text)):
         return False  # 51 23/1 is a sum
+    if SIDE_BY_SIDE.search(EQUALS.split(text)[-1]) and any(
+        _computes_to_rational(one) for one in _members_of(value.expression)
+    ):
+        return False
     products = bool(PRODUCT.search(text))
     expression = _last(value.expression)
     if value.decimal and value.written.number is None:

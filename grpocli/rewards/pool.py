@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,14 @@ from grpocli.rewards.reward import Failure, Overrun
 
 PACKAGE = Path(grpocli.__file__).parent
 START_SECONDS = 120.0
+FULL_OVERRUNS = 8
+"""Items of one `map` that may take the whole timeout; when so many have run over it, the others have a share of it."""
+SHORT = 0.1
+"""That share."""
+REMEMBERED = 10_000
+"""Items whose overrun is remembered, so that they are not tried again."""
+OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT)
+"""Exit codes of a worker that somebody else has ended, such as the system when memory runs out."""
 
 
 class Worker:
@@ -43,7 +53,8 @@ class Worker:
         )
         self.item: int | None = None
         self.ready = False
-        self.deadline = time.monotonic() + START_SECONDS
+        self.timeout = START_SECONDS
+        self.deadline = time.monotonic() + self.timeout
         self._buffer = b""
 
     def fileno(self) -> int:
@@ -52,7 +63,7 @@ class Worker:
 
     def give(self, index: int, item: Any, timeout: float) -> None:
         assert self.process.stdin is not None
-        self.item, self.deadline = index, time.monotonic() + timeout
+        self.item, self.timeout, self.deadline = index, timeout, time.monotonic() + timeout
         self.process.stdin.write(json.dumps(item).encode() + b"\n")
         self.process.stdin.flush()
 
@@ -76,12 +87,29 @@ class Worker:
                 stream.close()
 
 
+@dataclass
+class Batch:
+    """The items of one `Pool.map`: as JSON, their results so far (None: not yet), and those not yet given to a worker.
+
+    retried: whose first worker has died. overruns: how many took too long.
+    """
+
+    keys: list[str]
+    results: list[Any]
+    retried: set[int] = field(default_factory=set)
+    overruns: int = 0
+
+    def __post_init__(self) -> None:
+        self.waiting = deque(i for i, result in enumerate(self.results) if result is None)
+
+
 class Pool:
     """Workers that live as long as the pool; started by `start` or at the first use."""
 
     def __init__(self, function: str, workers: int, timeout: float) -> None:
         self.function, self.size, self.timeout = function, workers, timeout
         self._workers: list[Worker] = []
+        self._overruns: dict[str, Overrun] = {}
         self._closed = False
         self._mapping = threading.RLock()
         self._starter = ThreadPoolExecutor(1, "pool")  # a worker ends with the thread that has started it
@@ -89,7 +117,9 @@ class Pool:
     def map(self, items: Sequence[Any]) -> list[Any]:
         """What the function returns, never None, or a Failure for each item (JSON values all), in order.
 
-        An Overrun is the failure of an item that took too long, or whose worker process died.
+        An Overrun is the failure of an item that took too long, now or in an earlier call, or that its worker process
+        crashed on. Too long is `timeout`; after FULL_OVERRUNS such items in one call it is a tenth of that. An item
+        whose worker dies is tried once more; a Failure, no Overrun, where somebody else ends the second one, too.
 
         Raises RunError if no worker starts, or if another thread closes the pool.
         """
@@ -102,19 +132,20 @@ class Pool:
                 raise
 
     def _map(self, items: Sequence[Any]) -> list[Any]:
-        results: list[Any] = [None] * len(items)
-        waiting = deque(range(len(items)))
-        while any(result is None for result in results):
+        keys = [json.dumps(item) for item in items]
+        batch = Batch(keys, [self._overruns.get(key) for key in keys])
+        while any(result is None for result in batch.results):
             if self._closed:
                 raise RunError(f"{self.function} was ended while it scored")
             self._fill(min(self.size, len(items)))
             for worker in self._workers:
-                if worker.ready and worker.item is None and waiting:
-                    index = waiting.popleft()
+                if worker.ready and worker.item is None and batch.waiting:
+                    index = batch.waiting.popleft()
+                    share = SHORT if batch.overruns >= FULL_OVERRUNS else 1.0
                     with contextlib.suppress(BrokenPipeError):  # it has died: reading from it will say so
-                        worker.give(index, items[index], self.timeout)
-            self._listen(results)
-        return [r for r in results if r is not None]
+                        worker.give(index, items[index], self.timeout * share)
+            self._listen(batch)
+        return batch.results
 
     def start(self) -> None:
         """Start the workers without waiting for them: what they import takes seconds."""
@@ -129,9 +160,11 @@ class Pool:
         while len(self._workers) < n:
             self._workers.append(self._starter.submit(Worker, self.function).result())
 
-    def _listen(self, results: list[Any]) -> None:
+    def _listen(self, batch: Batch) -> None:
         """Wait for answers until the first deadline; end the workers that have missed theirs."""
         busy = [w for w in self._workers if w.item is not None or not w.ready]
+        if not busy:
+            return
         with selectors.DefaultSelector() as selector:
             for worker in busy:
                 selector.register(worker, selectors.EVENT_READ)
@@ -139,34 +172,54 @@ class Pool:
             answered = [key.fileobj for key, _ in selector.select(patience)]
         for worker in busy:
             if worker in answered:
-                self._take(worker, results)
+                self._take(worker, batch)
             elif time.monotonic() >= worker.deadline:
-                seconds = self.timeout if worker.ready else START_SECONDS
-                self._lose(worker, f"it took longer than {seconds:g} s", results)
+                self._lose(worker, f"it took longer than {worker.timeout:g} s")
+                self._overrun(worker, batch, Overrun(f"it took longer than {worker.timeout:g} s"))
 
-    def _take(self, worker: Worker, results: list[Any]) -> None:
+    def _take(self, worker: Worker, batch: Batch) -> None:
         try:
             answer = worker.read()
         except EOFError:
-            self._lose(worker, "its worker process died", results)
+            self._lose(worker, "its worker process died")
+            self._died(worker, batch)
             return
         if answer is None:
             return
         if not worker.ready:
             if answer != READY:
-                self._lose(worker, answer[1], results)
+                self._lose(worker, answer[1])
             worker.ready = True
             return
         assert worker.item is not None
-        results[worker.item] = Failure(answer[1]) if answer[0] is None else answer[0]
+        batch.results[worker.item] = Failure(answer[1]) if answer[0] is None else answer[0]
         worker.item = None
 
-    def _lose(self, worker: Worker, reason: str, results: list[Any]) -> None:
+    def _lose(self, worker: Worker, reason: str) -> None:
+        """End a worker. Raises RunError if it has not started."""
         worker.kill()
         self._workers.remove(worker)
         if worker.item is None:
             raise RunError(f"a worker process for {self.function} did not start: {reason}")
-        results[worker.item] = Overrun(reason)
+
+    def _died(self, worker: Worker, batch: Batch) -> None:
+        """The item of a worker that has died is tried once more."""
+        assert worker.item is not None
+        if worker.item not in batch.retried:
+            batch.retried.add(worker.item)
+            batch.waiting.append(worker.item)
+        elif worker.process.returncode in OUTSIDE:
+            batch.results[worker.item] = Failure("its worker process was killed twice")
+        else:
+            self._overrun(worker, batch, Overrun("its worker process died"))
+
+    def _overrun(self, worker: Worker, batch: Batch, overrun: Overrun) -> None:
+        """Note the overrun of a worker's item; one of the whole timeout also for later calls."""
+        assert worker.item is not None
+        batch.results[worker.item] = overrun
+        batch.overruns += 1
+        if worker.timeout >= self.timeout and len(self._overruns) < REMEMBERED:
+            self._overruns[batch.keys[worker.item]] = overrun
 
     def close(self) -> None:
         """End the workers. A `map` of another thread finds them dead, and ends."""

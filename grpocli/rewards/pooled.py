@@ -20,7 +20,7 @@ def pool_of(function: str, workers: int, timeout: float) -> Pool:
     return Pool(function, workers or default_workers(), timeout)
 
 
-def judged(pool: Pool, items: Sequence[Any], alone: Sequence[Any]) -> list[Any]:
+def scored_alone(pool: Pool, items: Sequence[Any], alone: Sequence[Any]) -> list[Any]:
     """For each item what the pool returns, or a Failure; a Forfeit of 0 where the completion takes too long.
 
     alone: each item without its completion. An item that takes too long is tried again that way: if this fails too, the
@@ -74,7 +74,7 @@ class Math(Correctness):
         scores: list[Score] = [a if isinstance(a, Failure) else None for a in answers]
         items = [["equal", answers[i], samples[i].text, self.require_evaluated] for i in known]
         alone = [["equal", answers[i], None] for i in known]
-        for i, score in zip(known, judged(self._pool(), items, alone), strict=True):
+        for i, score in zip(known, scored_alone(self._pool(), items, alone), strict=True):
             match score:
                 case Failure():
                     scores[i] = score
@@ -137,7 +137,7 @@ class Format(BaseReward):
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         items = [[self.pattern, sample.text] for sample in samples]
-        return judged(self._pool(), items, [[self.pattern, ""] for _ in samples])
+        return scored_alone(self._pool(), items, [[self.pattern, ""] for _ in samples])
 
     def close(self) -> None:
         self._pool().close()

@@ -30,7 +30,7 @@ class PythonReward(BaseReward):
     `reward=[FILE.py:NAME,FILE.py:OTHER]` takes several, each under its own name.
     """
 
-    judges_answers = True
+    verifiable = True
     config_key: ClassVar[str]
     function: UserCode = MISSING
     timeout: float = 300.0

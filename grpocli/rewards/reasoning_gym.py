@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from grpocli.config.parts import part, regular, require
 from grpocli.rewards.final_answer import after_thinking
-from grpocli.rewards.pooled import judged, pool_of
+from grpocli.rewards.pooled import pool_of, scored_alone
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 from grpocli.tasks.reasoning_gym import COLUMN
 
@@ -21,7 +21,7 @@ class ReasoningGymReward(BaseReward):
     """
 
     has_processes = True
-    judges_answers = True
+    verifiable = True
     pattern: str = r"<answer>(.*?)</answer>"
     timeout: float = 20.0
     workers: int = 0
@@ -38,7 +38,7 @@ class ReasoningGymReward(BaseReward):
         items = [[samples[i].columns[COLUMN], self.answer(samples[i].text)] for i in known]
         pool = pool_of("grpocli.rewards.reasoning_gym_scorer:score", self.workers, self.timeout)
         alone = [[samples[i].columns[COLUMN], ""] for i in known]
-        for i, score in zip(known, judged(pool, items, alone), strict=True):
+        for i, score in zip(known, scored_alone(pool, items, alone), strict=True):
             scores[i] = score
         return scores
 

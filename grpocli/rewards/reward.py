@@ -52,11 +52,11 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Overrun(Failure):
-    """An item that its worker process did not finish before the deadline, or that the process died of."""
+    """An item that its worker process did not finish before the deadline, or crashed on."""
 
 
 class Forfeit(float):
-    """The score of a completion that took too long to judge. It counts as wrong, not as a Failure.
+    """The score of a completion that took too long to score. It counts as wrong, not as a Failure.
 
     Otherwise a model that does not know the answer could escape its score. `reason` is a phrase for the user.
     """
@@ -79,13 +79,13 @@ class BaseReward:
 
     weight: the factor of its scores in the sum of a run's rewards. has_processes: it scores in worker processes, and
     each sample by itself, so it is called group by group while other completions are still being sampled; others are
-    called once, with all samples. judges_answers: it says whether an answer is right, so that `grpocli reward-check`
+    called once, with all samples. verifiable: it says whether an answer is right, so that `grpocli reward-check`
     can hold it against the examples' own: those in solution_column, or in its answer_column. answer_forms: in which
     other forms it reads an answer, by their names in `agreement.FORMS`.
     """
 
     has_processes: ClassVar[bool] = False
-    judges_answers: ClassVar[bool] = False
+    verifiable: ClassVar[bool] = False
     solution_column: ClassVar[str] = ""
     answer_forms: ClassVar[tuple[str, ...]] = ()
 
@@ -138,14 +138,14 @@ class BaseReward:
 
 @section("reward")
 class Correctness(BaseReward):
-    """What a reward that judges a completion as right or wrong has in common.
+    """What a reward that says whether a completion is right has in common.
 
     answer_column: the example's column with the reference answer.
     right: the score of a right answer. wrong: that of a wrong one. Evaluations count a score of 1 or more as right, so
     only `right` may reach that.
     """
 
-    judges_answers: ClassVar[bool] = True
+    verifiable: ClassVar[bool] = True
 
     right: float = 1.0
     wrong: float = 0.0
@@ -161,7 +161,7 @@ class Correctness(BaseReward):
         return Formula((summary(type(self)),), {"right": "right", "wrong": "wrong"})
 
     def value(self, correct: bool) -> float:
-        """The score of a judged completion."""
+        """The score of a right or a wrong completion."""
         return self.right if correct else self.wrong
 
 

@@ -30,7 +30,7 @@ class Scorer:
     """The rewards by name. A run stops when a larger share than `max_errors` of a step's samples fails.
 
     tasks: which rewards score a task's samples, by its name; all of them those of a task that is not in it.
-    limits: of tasks that are judged by themselves, the share that may fail, and the key that says so.
+    limits: of tasks that have their own limit, the share that may fail, and the key that says so.
     """
 
     rewards: dict[str, BaseReward]
@@ -99,12 +99,12 @@ class Scorer:
                     tally.late.setdefault(pair, _sentence(sample, score.reason))
         return tally
 
-    def judge(self, tally: Tally, expected: int = 0) -> None:
+    def check_errors(self, tally: Tally, expected: int = 0) -> None:
         """Raise RewardError, naming the reward and a sample, where too many could not be scored.
 
-        expected: how many samples a whole step has, for a judgement before all of them are there.
+        expected: how many samples a whole step has, for a check before all of them are there.
         """
-        verdict.judge(self, tally, expected)
+        verdict.check_errors(self, tally, expected)
 
     def remarks(self, tally: Tally) -> dict[str, str]:
         """Why a step teaches less than somebody might think: a sentence each; the same reason has the same key."""

@@ -15,7 +15,7 @@ class Tally:
     """samples: of each task. bare: those of them to which no reward applies.
 
     errors: how many could not be scored; first: the first of these as a sentence; silent: for how many a reward that is
-    one of their task's gave None. timeouts: how many were wrong because judging them took too long; late: the first of
+    one of their task's gave None. timeouts: how many were wrong because scoring them took too long; late: the first of
     these as a sentence.
     """
 

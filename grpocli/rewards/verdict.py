@@ -24,8 +24,8 @@ class Limit:
         return f"{self.key}={self.share:g}"
 
 
-def judge(scorer: Scorer, tally: Tally, expected: int) -> None:
-    """See `Scorer.judge`. Tasks with a limit of their own each by itself, all others together under the run's."""
+def check_errors(scorer: Scorer, tally: Tally, expected: int) -> None:
+    """See `Scorer.check_errors`. Tasks with their own limit one by one, the others together."""
     others = [task for task in tally.samples if task not in scorer.limits]
     together = [([task], scorer.limits[task]) for task in tally.samples if task in scorer.limits]
     for tasks, limit in [*together, (others, Limit("rollout.max_reward_errors", scorer.max_errors))]:
@@ -80,7 +80,7 @@ def _late(scorer: Scorer, tally: Tally) -> dict[str, str]:
         if late:
             samples = f"{late} of {tally.samples[task]} samples" + (f" of task {task}" if task else "")
             found[f"timeouts {name} {task}"] = (
-                f"reward.{name} ({scorer.rewards[name].label}) scored {samples} as wrong because judging them took too "
+                f"reward.{name} ({scorer.rewards[name].label}) scored {samples} as wrong because scoring them took too "
                 f"long: {tally.late[name, task]}"
             )
     return found

@@ -164,15 +164,15 @@ def rewards_for(task: object, rewards: Mapping[str, object]) -> list[str]:
     return list(rewards if wanted is None else wanted)
 
 
-def judge_of(task: object, rewards: Mapping[str, object], preferred: str | None) -> str:
+def accuracy_reward_of(task: object, rewards: Mapping[str, object], preferred: str | None) -> str:
     """The reward that says what is right in a task: `preferred` (`eval.reward`) if it scores it, else the first."""
     names = rewards_for(task, rewards)
     return preferred if preferred in names else names[0]
 
 
-def judges_of(run: Run) -> dict[str, str]:
-    """`judge_of` each task of a run."""
-    return {name: judge_of(task, run.reward, run.eval.reward) for name, task in tasks_of(run.task).items()}
+def accuracy_rewards_of(run: Run) -> dict[str, str]:
+    """`accuracy_reward_of` each task of a run."""
+    return {name: accuracy_reward_of(task, run.reward, run.eval.reward) for name, task in tasks_of(run.task).items()}
 
 
 def _refuse_overlap(tasks: Sequence[TaskData], chosen: Mapping[str, Task]) -> None:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpocli.algorithm import Algorithm
-from grpocli.evaluation.results import Judges
+from grpocli.evaluation.results import AccuracyRewards
 from grpocli.models.loading import load_model, load_policy
 from grpocli.models.lora import trained_share
 from grpocli.progress import Watch
 from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import Engine, EngineContext, EngineJob
-from grpocli.tasks.data import judges_of
+from grpocli.tasks.data import accuracy_rewards_of
 from grpocli.tasks.mixture import about, limits_of
 from grpocli.training import carry, checkpoint
 from grpocli.training.ahead import Ahead
@@ -178,7 +178,7 @@ def _collector(
         algorithm=algorithm,
         draw=data.draw,
         weights={name: reward.weight for name, reward in run.reward.items()},
-        judges=judges_of(run),
+        accuracy_rewards=accuracy_rewards_of(run),
         prompts_per_step=run.rollout.prompts_per_step,
         group_size=run.rollout.group_size,
         sampling=run.rollout.sampling,
@@ -233,7 +233,7 @@ def _evaluator(run: Run, sampler: Sampler, data: Data, watch: Watch) -> Evaluato
         sampler=sampler,
         prompts=data.problems(),
         samples=run.eval.samples,
-        judges=Judges(judges_of(run), run.reward),
+        accuracy_rewards=AccuracyRewards(accuracy_rewards_of(run), run.reward),
         sampling=run.rollout.sampling,
         seed=run.seed,
         watch=watch,

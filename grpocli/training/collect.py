@@ -182,15 +182,15 @@ class Seen:
             **{f"rewards/{name}/std": std_P1(values).item() for name, values in flat.items() if count_P1(values) > 1},
         }
 
-    def by_task(self, scores_PG: Tensor, judges: Mapping[str, str]) -> dict[str, float]:
-        """Of each task's completions, the mean score and how many are right by the reward that judges them.
+    def by_task(self, scores_PG: Tensor, accuracy_rewards: Mapping[str, str]) -> dict[str, float]:
+        """Of each task's completions, the mean score and how many are right by the accuracy reward of them.
 
         NaN where a step has none.
         """
         found: dict[str, float] = {}
-        for task, judge in judges.items():
+        for task, accuracy_reward in accuracy_rewards.items():
             own_P = torch.tensor([name == task for name in self.tasks])
-            verdicts = self.rewards[judge][own_P]
+            verdicts = self.rewards[accuracy_reward][own_P]
             right = (verdicts >= 1).double().where(~verdicts.isnan(), math.nan)
             found |= {
                 f"task/{task}/reward": scores_PG[own_P].nanmean().item(),
@@ -222,7 +222,7 @@ class Sampled:
 class Collector:
     """Draws prompts and keeps the groups that the algorithm wants.
 
-    draw: which prompt the n-th draw of the run is. judges: the reward that says what is right in each task. State to
+    draw: which prompt the n-th draw of the run is. accuracy_rewards: of each task, by name. State to
     save: `draws`, how many there were, and `carried`, the groups that the last step kept beyond what it wanted: they
     are the first of the next one. keeps_rest: `Collected.rest` is wanted; it is as large as a step's groups or several
     times that, at most MOST times `max_rounds` steps' worth. watch: called with the progress of a step's sampling.
@@ -238,7 +238,7 @@ class Collector:
     seed: int
     draws: int = 0
     carried: list[Group] = field(default_factory=list)
-    judges: Mapping[str, str] = field(default_factory=dict)
+    accuracy_rewards: Mapping[str, str] = field(default_factory=dict)
     keeps_rest: bool = True
     watch: Watch = UNWATCHED
 
@@ -277,9 +277,9 @@ class Collector:
         }
         scores_PG = self.algorithm.scores(seen.rewards, self.weights)
         shown = seen.metrics(scores_PG)
-        if len(self.judges) > 1:
-            shown |= seen.by_task(scores_PG, self.judges)
-            shown |= {f"task/{task}/errors": float(step.tally.errors_of(task)) for task in self.judges}
+        if len(self.accuracy_rewards) > 1:
+            shown |= seen.by_task(scores_PG, self.accuracy_rewards)
+            shown |= {f"task/{task}/errors": float(step.tally.errors_of(task)) for task in self.accuracy_rewards}
         rest = [(Status.FILTERED, group) for group in step.filtered]
         rest += [(Status.CARRIED, group) for group in self.carried]
         rest += [(Status.SURPLUS, group) for group in surplus[len(self.carried) :]]
@@ -298,7 +298,7 @@ class Collector:
         while len(step.kept) < missing and step.rounds < self.algorithm.keep.max_rounds:
             groups, tally = self._groups(self._ask(missing - len(step.kept), step), self._watch_of(step))
             step.tally = step.tally.then(tally)
-            self.sampler.scorer.judge(step.tally, self.prompts_per_step * self.group_size)
+            self.sampler.scorer.check_errors(step.tally, self.prompts_per_step * self.group_size)
             seen = Seen.of(groups, list(self.weights))
             kept_P = self.algorithm.kept(seen.rewards, self.weights, self._accuracy(seen.tasks))
             for group, keep in zip(groups, kept_P.tolist(), strict=True):
@@ -345,4 +345,4 @@ class Collector:
 
     def _accuracy(self, tasks: Sequence[str]) -> list[str] | None:
         """The name of the reward that is the accuracy of each of these tasks; None: the first reward."""
-        return [self.judges[task] for task in tasks] if self.judges else None
+        return [self.accuracy_rewards[task] for task in tasks] if self.accuracy_rewards else None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from grpocli.data import Group, Prompt, Sampling
-from grpocli.evaluation.results import Judges, task_result
+from grpocli.evaluation.results import AccuracyRewards, task_result
 from grpocli.progress import UNWATCHED, Watch
 from grpocli.rollout.seeds import seed_of
 from grpocli.training.collect import Sampler
@@ -17,9 +17,9 @@ from grpocli.training.collect import Sampler
 class Evaluator:
     """The numbers of `grpocli eval`, at temperature 1: `eval/accuracy` is its mean@N with `samples` of each problem.
 
-    With several tasks `eval/TASK/accuracy` and so on as well. A completion is right where the reward that judges its
-    task (`judges`) scores 1 or more. Every evaluation of a run uses the same problems and seeds, so that two of them
-    differ by the weights alone.
+    With several tasks `eval/TASK/accuracy` and so on as well. A completion is right where the accuracy reward of its
+    task (`accuracy_rewards`) scores 1 or more. Every evaluation of a run uses the same problems and seeds, so that two
+    of them differ by the weights alone.
 
     sampling: the run's. What decides which answer is the likeliest, and where it ends, is kept: the repetition
     penalty, stop strings, regex or schema. Temperature and truncation are not: neither changes a greedy answer.
@@ -29,7 +29,7 @@ class Evaluator:
     sampler: Sampler
     prompts: Sequence[Prompt]
     samples: int
-    judges: Judges
+    accuracy_rewards: AccuracyRewards
     sampling: Sampling
     seed: int
     watch: Watch = UNWATCHED
@@ -42,12 +42,12 @@ class Evaluator:
         sampled = self._groups(untouched, self.samples, 0)
         greedy = self._groups(replace(untouched, temperature=0.0), 1, self.samples)
         found = self._results("eval", sampled, greedy)
-        for task in self.judges.names if len(self.judges.names) > 1 else ():
+        for task in self.accuracy_rewards.names if len(self.accuracy_rewards.names) > 1 else ():
             found |= self._results(f"eval/{task}", *(_of_task(task, groups) for groups in (sampled, greedy)))
         return found
 
     def _results(self, name: str, sampled: Sequence[Group], greedy: Sequence[Group]) -> dict[str, float]:
-        result = task_result(name, self.judges, greedy, sampled, self.sampling.max_tokens)
+        result = task_result(name, self.accuracy_rewards, greedy, sampled, self.sampling.max_tokens)
         known = {"greedy": "accuracy_greedy", f"mean@{self.samples}": "accuracy"}
         scores = {f"{name}/{known.get(score, score)}": found.value for score, found in result.scores.items()}
         return {**scores, f"{name}/mean_length": result.mean_length, f"{name}/truncated": result.truncated}
@@ -57,7 +57,7 @@ class Evaluator:
         seeds = eval_seeds(self.seed, self.prompts)
         watch = self.watch.part(before * len(self.prompts), (self.samples + 1) * len(self.prompts))
         groups, tally = self.sampler.groups(self.prompts, seeds, n, sampling, watch)
-        self.sampler.scorer.judge(tally)
+        self.sampler.scorer.check_errors(tally)
         return groups
 
 

@@ -8,13 +8,13 @@ import math
 import pytest
 
 from grpocli.data import Completion, Group, Prompt, Rollout
-from grpocli.evaluation.results import Judges, task_result
+from grpocli.evaluation.results import AccuracyRewards, task_result
 from grpocli.rewards.pooled import Math
 from grpocli.rewards.scoring import sample_of
 from grpocli.rewards.text import Number
 
 NAN = math.nan
-JUDGES = Judges({"": "right"}, {"right": Number()})
+ACCURACY = AccuracyRewards({"": "right"}, {"right": Number()})
 
 
 def group(uid: str, texts: list[str], scores: list[float], finish: str = "stop") -> Group:
@@ -30,7 +30,7 @@ def test_each_score_by_its_definition() -> None:
         group("b", ["1", "2", "2"], [2.0, 0.0, 0.0], finish="length"),
         group("c", ["?", "?", "?"], [NAN, NAN, NAN]),
     ]
-    found = task_result("sums", JUDGES, greedy, sampled, 8)
+    found = task_result("sums", ACCURACY, greedy, sampled, 8)
     assert (found.questions, found.failed, found.mean_length) == (2, 4, 2.0)
     assert found.truncated == pytest.approx(3 / 12)
     values = {name: score.value for name, score in found.scores.items()}
@@ -40,18 +40,18 @@ def test_each_score_by_its_definition() -> None:
     assert all(score.low <= score.value <= score.high for score in found.scores.values())
 
 
-def test_nothing_judged_is_null_in_json() -> None:
-    found = task_result("sums", JUDGES, [group("a", ["1"], [NAN])], [], 8)
+def test_nothing_scored_is_null_in_json() -> None:
+    found = task_result("sums", ACCURACY, [group("a", ["1"], [NAN])], [], 8)
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["scores"]["greedy"]["value"] is None
 
 
 def test_a_majority_is_of_values_and_not_of_texts() -> None:
     """Three halves in three forms, two of them right by the reward's score, outvote two equal wrong texts."""
     reward = Math(workers=1, timeout=20)
-    judges = Judges({"": "right"}, {"right": reward})
+    accuracy_rewards = AccuracyRewards({"": "right"}, {"right": reward})
     texts = ["\\boxed{0.5}", "so $\\frac12$", "<think>9</think><answer>1/2</answer>", "\\boxed{9}", "9 (apples)"]
     try:
-        found = task_result("sums", judges, [], [group("a", texts, [1.0, 1.0, 1.0, 0.0, 0.0])], 8)
+        found = task_result("sums", accuracy_rewards, [], [group("a", texts, [1.0, 1.0, 1.0, 0.0, 0.0])], 8)
         samples = [sample_of(rollout, 8) for rollout in group("a", texts, [0.0] * 5).rollouts]
         votes = reward.votes(samples)
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpocli.rewards import mathematics
-from grpocli.rewards.final_answer import answer_expression
+from grpocli.rewards.final_answer import LONGEST, answer_expression, chosen_letter
 
 PAIRS: list[dict[str, Any]] = [
     json.loads(line) for line in (Path(__file__).parent / "answer_pairs.jsonl").read_text("utf-8").splitlines()
@@ -45,3 +45,25 @@ def test_a_reference_without_mathematics_is_an_error_that_names_it(reference: st
     with pytest.raises(ValueError, match="no mathematics can be read from the reference answer") as caught:
         mathematics.equal(reference, "1")
     assert repr(reference) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [r"\prod_{k=1}^{100000} k", r"\sum_{k=1}^{100000} \frac{1}{k^3+1}"])
+@pytest.mark.parametrize("written", ["{}", "{} = 24", "24 = {}"])
+def test_long_sums_and_products_are_not_computed(text: str, written: str) -> None:
+    sides = mathematics._sides(mathematics._parsed(written.format(text)))
+    long = next(side for side in sides if not side.is_Integer)
+    with pytest.raises(mathematics.Unreadable, match="too many terms"):
+        mathematics._number(long)
+    assert mathematics.equal("24", rf"\boxed{{{written.format(text)}}}", require_evaluated=False) == 0.0
+
+
+@pytest.mark.parametrize(
+    "piece", ["\\boxed", "\\boxed{", "{", "(", "<answer>", "<think>", "\\text{", "$", "1 ", "1,", "9 and ", "\\color{", "A ", "=", ":",
+     "\\text{minus"]
+)  # fmt: skip
+def test_what_is_read_of_a_long_text_is_bounded(piece: str) -> None:
+    """The searches that are not linear see at most the last 2,000 characters."""
+    text = (piece * 20_000)[:20_000]
+    assert len(answer_expression(text)) <= LONGEST
+    assert mathematics.equal("7", text) == 0.0
+    assert len(chosen_letter(text)) <= 1

@@ -31,9 +31,14 @@ def math():
 def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A pool over a function of a light module: probes(seconds, workers) -> Pool."""
     (tmp_path / "probes.py").write_text(
-        "import os, time\n"
+        "import os, pathlib, signal, time\n"
+        "here = pathlib.Path(__file__).parent\n"
         "def run(what):\n"
-        "    if what == 'hang': time.sleep(600)\n"
+        "    if what in ('hang', 'note'): (here / 'tries').open('a').write(what + ' ')\n"
+        "    if what == 'killed' and (left := (here / 'deaths').read_text()):\n"
+        "        (here / 'deaths').write_text(left[1:])\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    if what.startswith('hang'): time.sleep(600)\n"
         "    if what == 'die': os._exit(1)\n"
         "    if what == 'raise': raise ValueError('no good')\n"
         "    if what == 'print': print('noise')\n"
@@ -308,3 +313,33 @@ def running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_many_slow_items_have_a_share_of_the_timeout_after_the_first_eight(probes) -> None:
+    found = probes(0.4, workers=2).map([[f"hang {i}"] for i in range(12)] + [["ok"]])
+    reasons = [one.reason for one in found[:12] if isinstance(one, Overrun)]
+    assert len(reasons) == 12
+    assert reasons[:8] == ["it took longer than 0.4 s"] * 8
+    assert reasons[-2:] == ["it took longer than 0.04 s"] * 2
+    assert found[12] == 1.0
+
+
+def test_an_item_that_took_too_long_is_not_tried_again(probes, tmp_path: Path) -> None:
+    pool = probes(0.4, workers=1)
+    first = pool.map([["note"], ["hang"]])
+    assert pool.map([["hang"], ["note"]]) == first[::-1]
+    assert isinstance(first[1], Overrun)
+    assert (tmp_path / "tries").read_text() == "note hang note "
+
+
+@pytest.mark.parametrize(
+    ("deaths", "score"), [(1, 1.0), (2, Failure("its worker process was killed twice"))], ids=["once", "twice"]
+)
+def test_an_item_whose_worker_is_killed_from_outside_is_tried_once_more(
+    probes, tmp_path: Path, deaths: int, score: object
+) -> None:
+    """The worker sends itself the signal that the system sends when memory runs out."""
+    (tmp_path / "deaths").write_text("x" * deaths)
+    found = probes(workers=1).map([["killed"], ["ok"]])
+    assert found == [score, 1.0]
+    assert type(found[0]) is type(score)  # no Overrun

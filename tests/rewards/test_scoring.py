@@ -61,17 +61,17 @@ def test_what_is_no_finite_number_is_an_error_and_no_zero(bad: Score, caplog: py
 
 def test_the_run_stops_above_the_share_and_not_at_it() -> None:
     scorer = Scorer({"r": Scripted(lambda s: Failure("lost") if s.text == "bad" else 0.0)}, 0.5)
-    scorer.judge(scorer.score(rollouts("good", "bad"), 10)[1])
+    scorer.check_errors(scorer.score(rollouts("good", "bad"), 10)[1])
     _, tally = scorer.score(rollouts("good", "bad", "bad"), 10)
     with pytest.raises(RewardError) as caught:
-        scorer.judge(tally)
+        scorer.check_errors(tally)
     said = str(caught.value)
     for part in ("reward.r (Scripted)", "2 of 3", "rollout.max_reward_errors=0.5", "lost", "'bad'", "'Why?'"):
         assert part in said
-    scorer.judge(tally, expected=4)  # the step goes on: half of it may fail
+    scorer.check_errors(tally, expected=4)  # the step goes on: half of it may fail
 
 
-def test_what_takes_too_long_to_judge_is_wrong_counted_and_no_error() -> None:
+def test_what_takes_too_long_to_score_is_wrong_counted_and_no_error() -> None:
     """Or a model could choose to have no score, and many of them would stop the run."""
     scorer = Scorer({"r": Scripted(lambda s: Forfeit(-1.0, "it took longer than 5 s"))}, 0.0)
     object.__setattr__(scorer.rewards["r"], "has_processes", True)
@@ -79,9 +79,9 @@ def test_what_takes_too_long_to_judge_is_wrong_counted_and_no_error() -> None:
     assert results == [{"r": -1.0}, {"r": -1.0}]
     assert {type(score) for score in results[0].values()} == {float}
     assert (tally.metrics["rewards/r/timeouts"], tally.metrics["rewards/r/errors"]) == (2.0, 0.0)
-    scorer.judge(tally)
+    scorer.check_errors(tally)
     (said,) = scorer.remarks(tally.then(tally)).values()
-    assert said.startswith("reward.r (Scripted) scored 4 of 4 samples as wrong because judging them took too long")
+    assert said.startswith("reward.r (Scripted) scored 4 of 4 samples as wrong because scoring them took too long")
 
 
 def test_tallies_add_up_over_rounds_and_over_processes() -> None:
@@ -102,14 +102,14 @@ def test_an_exception_fails_every_sample_and_names_itself() -> None:
 
     scorer = Scorer({"r": Scripted(broken)}, 0.1)
     with pytest.raises(RewardError, match=r"could not score 2 of 2 .* it raised KeyError: 'task'"):
-        scorer.judge(scorer.score(rollouts("a", "b"), 10)[1])
+        scorer.check_errors(scorer.score(rollouts("a", "b"), 10)[1])
 
 
 def test_a_process_without_a_share_scores_nothing() -> None:
     scorer = Scorer({"r": Scripted(lambda s: 1.0)}, 0.0)
     results, tally = scorer.score([], 10)
     assert results == []
-    scorer.judge(tally)
+    scorer.check_errors(tally)
 
 
 def test_a_conversation_is_answered_by_the_assistant() -> None:
@@ -135,7 +135,7 @@ def test_a_task_with_a_limit_of_its_own_does_not_stop_the_others() -> None:
     samples = [*of("good", "a", "b"), *of("odd", "bad", "bad")]
     tolerant = Scorer({"r": reward}, 0.1, limits={"odd": Limit("task.odd.max_reward_errors", 1.0)})
     _, tally = tolerant.score(samples, 10)
-    tolerant.judge(tally)
+    tolerant.check_errors(tally)
     assert (tally.errors_of("good"), tally.errors_of("odd"), tally.metrics["rewards/r/errors"]) == (0, 2, 2.0)
     (said,) = tolerant.remarks(tally).values()
     assert said == (
@@ -143,11 +143,11 @@ def test_a_task_with_a_limit_of_its_own_does_not_stop_the_others() -> None:
         "lost; the first was the completion 'bad' of 'Why?' (task odd)"
     )
     with pytest.raises(RewardError, match=r"2 of 4 samples, more than rollout\.max_reward_errors=0\.1 .* \(task odd\)"):
-        Scorer({"r": reward}, 0.1).judge(tally)
+        Scorer({"r": reward}, 0.1).check_errors(tally)
     strict = Scorer({"r": reward}, 1.0, limits={"odd": Limit("task.odd.max_reward_errors", 0.5)})
     with pytest.raises(RewardError, match=r"2 of 2 samples, more than task\.odd\.max_reward_errors=0\.5 allows"):
-        strict.judge(tally)
-    strict.judge(tally, expected=8)  # four of the task's will be there
+        strict.check_errors(tally)
+    strict.check_errors(tally, expected=8)  # four of the task's will be there
 
 
 def test_the_others_are_still_held_to_the_limit_of_the_run() -> None:
@@ -155,4 +155,4 @@ def test_the_others_are_still_held_to_the_limit_of_the_run() -> None:
     bad = [replace(one, prompt=Prompt("0", [1], "?", {"task_name": "good"})) for one in rollouts("bad")]
     scorer = Scorer({"r": Scripted(lambda s: Failure("lost"))}, 0.5, limits=limits)
     with pytest.raises(RewardError, match=r"1 of 1 samples, more than rollout\.max_reward_errors=0\.5"):
-        scorer.judge(scorer.score([*rollouts("bad", "bad"), *bad], 10)[1])
+        scorer.check_errors(scorer.score([*rollouts("bad", "bad"), *bad], 10)[1])

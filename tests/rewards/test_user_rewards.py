@@ -76,7 +76,7 @@ def scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         rollouts = [Rollout(prompt, Completion([2, 3], [0.0, 0.0], "stop", 1), text) for text in texts]
         scorer = Scorer(run.reward, 0.0)
         found, tally = scorer.score(rollouts, 8)
-        scorer.judge(tally)
+        scorer.check_errors(tally)
         group = Group(prompt, [Rollout(prompt, r.completion, r.text, f) for r, f in zip(rollouts, found, strict=True)])
         weights = {name: reward.weight for name, reward in run.reward.items()}
         summed = run.algorithm.scores(rewards_of([group], list(weights)), weights)

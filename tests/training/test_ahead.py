@@ -56,7 +56,7 @@ class Sampler:
         self.threads: set[int] = set()
         self.error: BaseException | None = None
         self.before: Callable[[], None] = lambda: None
-        self.scorer = SimpleNamespace(judge=lambda *_: None, remarks=lambda _: {})
+        self.scorer = SimpleNamespace(check_errors=lambda *_: None, remarks=lambda _: {})
 
     def allow(self, calls: int) -> None:
         self.turns.release(calls)

@@ -207,7 +207,7 @@ def test_a_reward_called_score_is_that_reward() -> None:
 
 
 NAN = float("nan")
-MIXTURE = {  # groups of the tasks: numbers, texts, texts, and one that no judge could score
+MIXTURE = {  # groups of the tasks: numbers, texts, texts, and one that no reward could score
     "math": torch.tensor([[1.0, 0.0], [NAN, NAN], [NAN, NAN], [NAN, NAN]]),
     "style": torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [NAN, NAN]]),
     "judge": torch.tensor([[NAN, NAN], [1.0, 1.0], [0.0, 1.0], [NAN, NAN]]),
@@ -226,7 +226,7 @@ def test_each_tasks_own_reward_says_which_of_its_groups_are_kept() -> None:
 
 
 def test_each_tasks_own_reward_says_how_hard_its_questions_are() -> None:
-    """DGPO in a mixture: the accuracy of a question is that of its own task's judge, not of the first task's."""
+    """DGPO in a mixture: the accuracy of a question is that of its own task, not of the first task's."""
     dgpo = build_algorithm("algorithm=dgpo", "algorithm/advantage=center")
     easy, hard = [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]
     rewards = {"math": torch.tensor([hard, [NAN] * 4]), "judge": torch.tensor([[NAN] * 4, easy])}
@@ -236,13 +236,13 @@ def test_each_tasks_own_reward_says_how_hard_its_questions_are() -> None:
     assert not torch.allclose(dgpo.advantages(rewards), alone)
 
 
-def test_a_collector_asks_the_judge_of_each_groups_task() -> None:
+def test_a_collector_asks_the_accuracy_reward_of_each_groups_task() -> None:
     """Groups of the second task differ in the first task's reward alone."""
     made, _ = collector([MIXED], "algorithm=dapo", "algorithm.keep.max_rounds=1")
-    made.judges = {"": "r"}
+    made.accuracy_rewards = {"": "r"}
     assert len(made.collect().groups) == 3
     made, sampler = collector([MIXED], "algorithm=dapo", "algorithm.keep.max_rounds=1")
-    made.weights, made.judges = {"r": 1.0, "judge": 1.0}, {"": "judge"}
+    made.weights, made.accuracy_rewards = {"r": 1.0, "judge": 1.0}, {"": "judge"}
     plain = sampler.groups
 
     def groups(*given):
@@ -255,7 +255,7 @@ def test_a_collector_asks_the_judge_of_each_groups_task() -> None:
     assert made.collect().groups == []
 
 
-def test_reward_errors_are_judged_against_a_whole_step() -> None:
+def test_reward_errors_are_held_against_a_whole_step() -> None:
     made, _ = collector([FLAT, MIXED], "algorithm=dapo", "algorithm.keep.max_rounds=1")
     made.group_size, made.sampler.errors = 4, 1  # type: ignore[attr-defined]
     made.collect()  # 1 of 12

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 
 from grpocli.data import Completion, Group, Prompt, Rollout, Sampling
-from grpocli.evaluation.results import Judges
+from grpocli.evaluation.results import AccuracyRewards
 from grpocli.progress import Watch
 from grpocli.rewards.tally import Tally
 from grpocli.rewards.text import ExactMatch
 from grpocli.training.evaluate import Evaluator, eval_seeds
 
 
-class Judge:
-    def judge(self, tally: Tally) -> None:
+class ErrorCheck:
+    def check_errors(self, tally: Tally) -> None:
         return
 
 
 class Recording:
-    """A sampler whose completions are right, wrong and not judged in turn."""
+    """A sampler whose completions are right, wrong and not scored in turn."""
 
-    scorer = Judge()
+    scorer = ErrorCheck()
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, Sampling]] = []
@@ -46,7 +46,7 @@ def test_evaluations_keep_what_decides_the_answer_and_its_end() -> None:
     )
     recording: Any = Recording()
     metrics = Evaluator(
-        recording, [Prompt("0", [1], "?")], 4, Judges({"": "right"}, {"right": ExactMatch()}), sampling, seed=0
+        recording, [Prompt("0", [1], "?")], 4, AccuracyRewards({"": "right"}, {"right": ExactMatch()}), sampling, seed=0
     )()
     assert recording.asked == [
         (4, Sampling(50, repetition_penalty=1.2, stop=("\n",), regex="a+")),
@@ -55,7 +55,7 @@ def test_evaluations_keep_what_decides_the_answer_and_its_end() -> None:
     assert metrics == {
         "eval/accuracy": 1 / 3,
         "eval/accuracy_greedy": 1.0,
-        "eval/pass@2": pytest.approx(2 / 3),  # of three that were judged one is right
+        "eval/pass@2": pytest.approx(2 / 3),  # of three that were scored one is right
         "eval/pass@4": pytest.approx(math.nan, nan_ok=True),
         "eval/maj@4": pytest.approx(1 / 3),  # all say the same, of which one is right
         "eval/mean_length": 2.0,
@@ -63,7 +63,7 @@ def test_evaluations_keep_what_decides_the_answer_and_its_end() -> None:
     }
 
 
-def test_several_tasks_have_their_own_judges_and_results() -> None:
+def test_several_tasks_have_their_own_accuracy_rewards_and_results() -> None:
     class OfTwo(Recording):
         def groups(
             self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Any = None
@@ -74,10 +74,12 @@ def test_several_tasks_have_their_own_judges_and_results() -> None:
 
     prompts = [Prompt("0", [1], "?", {"task_name": "sums"}), Prompt("1", [1], "?", {"task_name": "words"})]
     sampler: Any = OfTwo()
-    judges = Judges({"sums": "right", "words": "other"}, {"right": ExactMatch(), "other": ExactMatch()})
+    accuracy_rewards = AccuracyRewards(
+        {"sums": "right", "words": "other"}, {"right": ExactMatch(), "other": ExactMatch()}
+    )
     assert len(set(eval_seeds(0, prompts))) == 1  # each is its task's first problem
     assert len(set(eval_seeds(0, [*prompts, *prompts]))) == 2
-    found = Evaluator(sampler, prompts, 2, judges, Sampling(8), seed=0)()
+    found = Evaluator(sampler, prompts, 2, accuracy_rewards, Sampling(8), seed=0)()
     assert found["eval/accuracy"] == 0.5
     assert (found["eval/sums/accuracy"], found["eval/words/accuracy"]) == (1.0, 0.0)
     assert found["eval/words/accuracy_greedy"] == 0.0
@@ -90,5 +92,7 @@ def test_an_evaluation_counts_its_samples_and_its_greedy_answers_as_one() -> Non
     watch = Watch(lambda done, total, unit, detail="": told.append((done, total)))
     sampler: Any = Recording()
     prompts = [Prompt(str(i), [1], "?") for i in range(3)]
-    Evaluator(sampler, prompts, 4, Judges({"": "right"}, {"right": ExactMatch()}), Sampling(8), seed=0, watch=watch)()
+    Evaluator(
+        sampler, prompts, 4, AccuracyRewards({"": "right"}, {"right": ExactMatch()}), Sampling(8), seed=0, watch=watch
+    )()
     assert told == [(12, 15), (15, 15)]

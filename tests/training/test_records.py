@@ -38,7 +38,7 @@ class Scripted:
 
     def __init__(self) -> None:
         self.version = 1
-        self.scorer: Any = SimpleNamespace(judge=lambda *_: None, remarks=lambda _: {})
+        self.scorer: Any = SimpleNamespace(check_errors=lambda *_: None, remarks=lambda _: {})
 
     def groups(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Watch

@@ -1,0 +1,64 @@
+"""The table of docs/rewards.md: `math`, Math-Verify and Hendrycks' is_equiv on the pairs of answers of the tests.
+
+    python bench/graders.py math_equivalence.py
+
+The file is modeling/math_equivalence.py of github.com/hendrycks/math.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from math_verify import parse, verify
+
+from grpocli.rewards import mathematics
+from grpocli.rewards.final_answer import answer_expression
+
+PAIRS = Path(__file__).parents[1] / "tests" / "rewards" / "answer_pairs.jsonl"
+
+
+def main() -> None:
+    graders = {"math": _ours, "math_verify": _math_verify, "is_equiv": _is_equiv(sys.argv[1])}
+    counts: Counter[tuple[str, str]] = Counter()
+    families: Counter[str] = Counter()
+    pairs = [json.loads(line) for line in PAIRS.read_text("utf-8").splitlines()]
+    for pair in pairs:
+        for row in (pair["family"], "all"):
+            families[row] += 1
+        for name, grader in graders.items():
+            found = grader(pair["reference"], pair["completion"])
+            for row in (pair["family"], "all"):
+                counts[row, name] += found == pair["equal"]
+                counts[row, f"{name} accepts"] += found and not pair["equal"]
+    equal = sum(pair["equal"] for pair in pairs)
+    print(f"{len(pairs)} pairs, {equal} equal and {len(pairs) - equal} not")
+    columns = ("math", "math_verify", "math_verify accepts", "is_equiv", "is_equiv accepts")
+    for row in sorted(families, key=lambda family: family == "all"):
+        print(f"| {row} | {families[row]} | " + " | ".join(str(counts[row, column]) for column in columns) + " |")
+
+
+def _ours(reference: str, completion: str) -> bool:
+    return mathematics.equal(reference, completion) == 1.0
+
+
+def _math_verify(reference: str, completion: str) -> bool:
+    gold = parse(reference if "$" in reference else f"${reference}$")
+    return bool(verify(gold, parse(completion)))
+
+
+def _is_equiv(path: str) -> Callable[[str, str], bool]:
+    spec = importlib.util.spec_from_file_location("math_equivalence", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return lambda reference, completion: bool(module.is_equiv(reference, answer_expression(completion)))
+
+
+if __name__ == "__main__":
+    main()
