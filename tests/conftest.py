@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -15,6 +13,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when the libr
 
 import pytest
 import torch
+from isolation import isolated
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,28 +60,17 @@ def little_model():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def users_code_is_forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A command that runs in this process imports its user's files and registers their parts; the tests of another file
-    must not find them."""
-    from hydra.core.config_store import ConfigStore
-
-    from grpocli.config.compose import register_parts
-    from grpocli.config.parts import MARKED
-
-    register_parts()
-    store = ConfigStore.instance()
-    repo, marked, path = _copied(store.repo), {kind: set(keys) for kind, keys in MARKED.items()}, list(sys.path)
-    yield
-    store.repo, sys.path[:] = repo, path
-    MARKED.update(marked)
-    made_here = str(tmp_path_factory.getbasetemp())
-    for name, module in list(sys.modules.items()):
-        if (getattr(module, "__file__", None) or "").startswith(made_here):
-            del sys.modules[name]
+def each_file_is_isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Its fixtures and tests leave nothing of a user's code to the next file that this process tests."""
+    with isolated(tmp_path_factory.getbasetemp()):
+        yield
 
 
-def _copied(repo: dict[str, Any]) -> dict[str, Any]:
-    return {name: _copied(inner) if isinstance(inner, dict) else inner for name, inner in repo.items()}
+@pytest.fixture(autouse=True)
+def each_test_is_isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A test leaves nothing of a user's code to the next one, and keeps what the fixtures of its file imported."""
+    with isolated(tmp_path_factory.getbasetemp()):
+        yield
 
 
 @pytest.fixture(scope="session")

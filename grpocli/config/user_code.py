@@ -10,7 +10,6 @@ import sys
 import tokenize
 import zlib
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -136,15 +135,20 @@ def _reachable(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
-@lru_cache(maxsize=64)
 def _file(path: Path) -> Any:
     """The module, imported once: the same class wherever a config names it."""
     _reachable(path.parent)  # as if it were run as a script
     name = f"grpocli_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"  # two folders may have a file of one name
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickling look a module up by its name
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # the next one who asks gets the error again, not half a module
+        raise
     return module

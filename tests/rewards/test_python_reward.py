@@ -148,8 +148,9 @@ def test_a_function_that_is_not_there(
 def test_a_file_that_cannot_be_imported(tmp_path: Path, source: str) -> None:
     path = tmp_path / "bad.py"
     path.write_text(source)
-    with pytest.raises(ConfigError, match=r"reward\.python\.function=.*bad\.py:f: importing it raised"):
-        PythonReward(function=f"{path}:f").check([])
+    for _ in range(2):  # half of its module is not kept
+        with pytest.raises(ConfigError, match=r"reward\.python\.function=.*bad\.py:f: importing it raised"):
+            PythonReward(function=f"{path}:f").check([])
 
 
 def test_paths_and_modules_of_the_current_folder_and_their_neighbours(
@@ -159,7 +160,6 @@ def test_paths_and_modules_of_the_current_folder_and_their_neighbours(
     source = "from neighbour_of_rewards import VALUE\ndef f(completions): return [VALUE] * len(completions)\n"
     (tmp_path / "rewards_here.py").write_text(source)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", list(__import__("sys").path))
     for function in ("rewards_here.py:f", "rewards_here:f"):
         assert load(function, "key")(completions=["a"]) == [5.0]
 

@@ -1,0 +1,49 @@
+"""What a command that runs inside a test's process leaves behind there, put back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+
+from grpocli.config.compose import register_parts
+from grpocli.config.parts import MARKED
+
+PYTESTS_OWN = "PYTEST_CURRENT_TEST"
+
+
+@contextmanager
+def isolated(made_here: Path) -> Iterator[None]:
+    """Forget the parts that are registered inside, the modules of the folder `made_here` that are imported, and the
+    changes of `sys.path` and `sys.argv`, of the working directory, the environment, Hydra's own config and the root
+    logger's level."""
+    register_parts()
+    store = ConfigStore.instance()
+    repo, marked = _copied(store.repo), {kind: set(keys) for kind, keys in MARKED.items()}
+    path, argv, known, folder, environ = list(sys.path), sys.argv, set(sys.modules), Path.cwd(), dict(os.environ)
+    hydra, level = HydraConfig.instance().cfg, logging.root.level
+    try:
+        yield
+    finally:
+        store.repo, sys.path[:], sys.argv = repo, path, argv
+        HydraConfig.instance().cfg = hydra
+        logging.root.setLevel(level)
+        MARKED.update(marked)
+        for name in set(sys.modules) - known:
+            if (getattr(sys.modules[name], "__file__", None) or "").startswith(f"{made_here}{os.sep}"):
+                del sys.modules[name]
+        os.chdir(folder)
+        for name in set(os.environ) - set(environ) - {PYTESTS_OWN}:
+            del os.environ[name]
+        os.environ.update({name: value for name, value in environ.items() if name != PYTESTS_OWN})
+
+
+def _copied(repo: dict[str, Any]) -> dict[str, Any]:
+    return {name: _copied(inner) if isinstance(inner, dict) else inner for name, inner in repo.items()}

@@ -1,0 +1,72 @@
+"""No test finds in its process what another one left there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from isolation import isolated
+
+from grpocli.config.parts import ESCAPED, MARKED, stored
+from grpocli.config.user_code import find, load
+from grpocli.errors import ConfigError
+
+PART = """\
+from grpocli.config.parts import Escaped, part
+
+@part("algorithm/advantage", "left_behind")
+class LeftBehind:
+    text: Escaped = ""
+
+    def __call__(self, rewards): return rewards
+"""
+
+
+@pytest.fixture
+def left_behind(tmp_path: Path) -> Path:
+    """The folder of a user's file with a part; the working directory is another one."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "left_behind.py").write_text(PART)
+    return folder
+
+
+def imported(folder: Path) -> None:
+    load(f"{folder}/left_behind.py:LeftBehind", "algorithm/advantage")
+    find("left_behind:LeftBehind", "algorithm/advantage")
+    __import__("left_behind")
+    assert "left_behind" in stored("algorithm/advantage")
+    assert ("algorithm", "text") in MARKED[ESCAPED]
+
+
+def test_users_code_is_forgotten(left_behind: Path, tmp_path: Path) -> None:
+    path, modules = list(sys.path), set(sys.modules)
+    for _ in range(2):
+        with isolated(tmp_path):
+            imported(left_behind)
+        assert sys.path == path
+        assert not [name for name in set(sys.modules) - modules if "left_behind" in name]
+        assert "left_behind" not in stored("algorithm/advantage")
+        assert ("algorithm", "text") not in MARKED[ESCAPED]
+        with pytest.raises(ConfigError, match="No module named 'left_behind'"):
+            find("left_behind:LeftBehind", "algorithm/advantage")
+
+
+def test_what_a_command_sets_in_its_process_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REMOVED", "1")
+    monkeypatch.setenv("CHANGED", "1")
+    before, folder, argv, level = dict(os.environ), Path.cwd(), sys.argv, logging.root.level
+    with isolated(tmp_path):
+        os.environ.pop("REMOVED")
+        os.environ.update(CHANGED="2", ADDED="3")
+        os.chdir(tmp_path)
+        sys.argv = ["grpocli train"]
+        logging.root.setLevel(level + 1)
+    assert (dict(os.environ), Path.cwd(), sys.argv, logging.root.level) == (before, folder, argv, level)
+
+
+def test_every_test_and_every_file_is_isolated(request: pytest.FixtureRequest) -> None:
+    assert {"each_test_is_isolated", "each_file_is_isolated"} <= set(request.fixturenames)
