@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,6 @@ import torch
 from hydra.core.config_store import ConfigStore
 from hypothesis import strategies as st
 
-from grpocli import build_algorithm
 from grpocli.algorithm import Algorithm
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.algorithm.metrics import combined
@@ -18,7 +16,6 @@ from grpocli.config.compose import register_parts
 
 NAN = float("nan")
 WEIGHTS = {"a": 1.0, "b": 0.5}
-built = functools.cache(build_algorithm)  # composing a config takes a tenth of a second
 FOUR = ("grpo", "dapo", "drgrpo", "dgpo")
 
 
