@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ WEIGHTS = {"a": 1.0, "b": 0.5}
 FOUR = ("grpo", "dapo", "drgrpo", "dgpo")
 
 
+@functools.cache
 def choices(*kinds: str) -> dict[str, tuple[str, ...]]:
     """The overrides of every registered choice of these kinds of parts, by `kind=choice`."""
     register_parts()
