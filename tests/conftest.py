@@ -10,6 +10,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when the libraries are first imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of little models two threads are slower, and spin while others work
 
 import pytest
 import torch

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from composed import built
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpocli import build_algorithm
 from grpocli.algorithm.objective import Cispo, Clip
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Sample
@@ -117,7 +117,7 @@ def test_overlong_is_equation_13_at_every_length(limit: int, data: st.DataObject
 @pytest.mark.parametrize("objective", ["clip", "cispo", "sapo"])
 @pytest.mark.parametrize("gap", [95.0, -95.0])
 def test_ratios_that_overflow_make_no_nan(objective: str, gap: float) -> None:
-    algorithm = build_algorithm("algorithm=dapo", f"algorithm/objective={objective}")
+    algorithm = built("algorithm=dapo", f"algorithm/objective={objective}")
     logp = torch.full((3, 2), -1.0, requires_grad=True)
     loss, metrics = algorithm.loss(logp, logp.detach() - gap, torch.tensor([1.0, 0.0, -1.0]), torch.ones(3, 2))
     assert loss.isfinite()

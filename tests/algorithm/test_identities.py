@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from algorithm.windows import NAN, WEIGHTS, Window, built, choices, deal, run, splits, windows
+from algorithm.windows import NAN, WEIGHTS, Window, choices, deal, run, splits, windows
+from composed import built
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from algorithm.windows import FOUR, NAN, WEIGHTS, Window, built, choices, deal, run, splits, windows
+from algorithm.windows import FOUR, NAN, WEIGHTS, Window, choices, deal, run, splits, windows
+from composed import built
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -8,8 +8,8 @@ import math
 
 import pytest
 import torch
+from composed import built
 
-from grpocli import build_algorithm
 from grpocli.algorithm.metrics import combined
 
 
@@ -17,7 +17,7 @@ def test_metrics_of_the_gap_between_sampler_and_trainer() -> None:
     """As NeMo RL's GRPO guide defines them, over tokens in the loss: the third, far off, is not in it."""
     now, old, sampler = (torch.tensor([p]).log() for p in ([0.5, 0.2, 0.9], [0.4, 0.25, 0.9], [0.8, 0.1, 0.01]))
     mask = torch.tensor([[1, 1, 0]])
-    _, metrics = build_algorithm("algorithm=dapo").loss(now, old, torch.ones(1), mask, rollout_logp=sampler)
+    _, metrics = built("algorithm=dapo").loss(now, old, torch.ones(1), mask, rollout_logp=sampler)
     assert metrics["token_mult_prob_error"].item() == pytest.approx((0.8 / 0.4 + 0.25 / 0.1) / 2)
     assert metrics["sampling_importance_ratio"].item() == pytest.approx((0.4 / 0.8 + 0.25 / 0.1) / 2)
     entropy = -(0.5 / 0.8 * math.log(0.5) + 0.2 / 0.1 * math.log(0.2)) / 2
@@ -28,9 +28,7 @@ def test_divergences_of_sampler_and_trainer() -> None:
     """As NeMo RL's loss computes them (kl_type k3, no clamps), p the trainer's and q the sampler's probability."""
     p, q = [0.4, 0.25, 0.9], [0.8, 0.1, 0.01]
     old, sampler = torch.tensor([p]).log(), torch.tensor([q]).log()
-    _, metrics = build_algorithm("algorithm=dapo").loss(
-        old, old, torch.ones(1), torch.tensor([[1, 1, 0]]), rollout_logp=sampler
-    )
+    _, metrics = built("algorithm=dapo").loss(old, old, torch.ones(1), torch.tensor([[1, 1, 0]]), rollout_logp=sampler)
 
     def k3(logprobs: float, logprobs_reference: float) -> float:
         logr = logprobs_reference - logprobs
@@ -51,7 +49,7 @@ def test_divergences_of_sampler_and_trainer() -> None:
 
 def test_divergences_of_small_gaps_are_not_lost_in_rounding() -> None:
     old, sampler = torch.tensor([[-1.0]]), torch.tensor([[-1.0 - 2**-12]])
-    _, metrics = build_algorithm("algorithm=dapo").loss(old, old, torch.ones(1), torch.ones(1, 1), rollout_logp=sampler)
+    _, metrics = built("algorithm=dapo").loss(old, old, torch.ones(1), torch.ones(1, 1), rollout_logp=sampler)
     assert metrics["gen_kl_error"].item() == pytest.approx(2**-25, rel=1e-3)
     assert metrics["policy_kl_error"].item() == pytest.approx(2**-25, rel=1e-3)
 
@@ -61,7 +59,7 @@ def test_extremes_of_clipping_are_of_the_parts_of_an_update() -> None:
     ratios = torch.tensor([[0.7, 0.7, 1.0], [0.7, 1.0, 1.0], [1.5, 1.5, 1.0], [1.0, 1.5, 1.0], [1.0, 1.0, 1.0]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0], [1, 1, 1], [0, 0, 0]])
     advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, 0.0])
-    algorithm = build_algorithm("algorithm=dapo")
+    algorithm = built("algorithm=dapo")
     totals = algorithm.totals(advantages, mask)
     low, high, devices = [], [], [[0], [1], [2, 3], [4]]
     for rows in devices:
@@ -85,7 +83,7 @@ def test_extremes_of_clipping_are_of_the_parts_of_an_update() -> None:
 
 def test_tokens_that_are_not_computed_are_not_clipped() -> None:
     """The least share is never above the mean, which counts them."""
-    algorithm = build_algorithm("algorithm=dapo")
+    algorithm = built("algorithm=dapo")
     rows, low = torch.zeros(1, 2), torch.tensor([[0.5, 0.5]]).log()
     totals = algorithm.totals(torch.tensor([-1.0, 0.0]), torch.ones(2, 2))
     for skipped, least in ((0, 1.0), (2, 0.0)):
@@ -100,7 +98,7 @@ def test_clip_ratios() -> None:
     """Low: r < 1 - low and A < 0; high: r > 1 + high and A > 0. Five tokens, one of each kind and one masked."""
     ratios = torch.tensor([[0.7, 1.5, 1.0], [0.7, 1.5, 0.5]])
     advantages, mask = torch.tensor([1.0, -1.0]), torch.tensor([[1, 1, 1], [1, 1, 0]])
-    algorithm = build_algorithm("algorithm=dapo")
+    algorithm = built("algorithm=dapo")
     _, metrics = algorithm.loss(ratios.log(), torch.zeros(2, 3), advantages, mask)
     shares = {name: metrics[f"clip_ratio/{name}_mean"].item() for name in ("low", "high", "region")}
     assert shares == pytest.approx({"low": 1 / 5, "high": 1 / 5, "region": 2 / 5})
@@ -108,15 +106,13 @@ def test_clip_ratios() -> None:
 
 def test_clip_ratios_of_sequences_are_means_over_rows() -> None:
     ratios = torch.tensor([[2.0, 2.0], [2.0, 2.0], [0.5, 0.5], [1.0, 1.0]])
-    algorithm = build_algorithm(
-        "algorithm=drgrpo", "algorithm.objective.level=sequence", "algorithm.aggregate.length=2"
-    )
+    algorithm = built("algorithm=drgrpo", "algorithm.objective.level=sequence", "algorithm.aggregate.length=2")
     _, metrics = algorithm.loss(ratios.log(), torch.zeros(4, 2), torch.tensor([1.0, -1.0, -1.0, 1.0]), torch.ones(4, 2))
     assert metrics["clip_ratio/high_mean"].item() == metrics["clip_ratio/low_mean"].item() == 0.25
 
 
 def test_the_kl_is_a_token_mean_of_the_estimator() -> None:
-    algorithm = build_algorithm("algorithm=grpo", "algorithm/kl=k2")
+    algorithm = built("algorithm=grpo", "algorithm/kl=k2")
     logp, reference = torch.zeros(1, 3), torch.tensor([[0.5, 1.0, 9.0]])
     _, metrics = algorithm.loss(logp, logp, torch.ones(1), torch.tensor([[1, 1, 0]]), ref_logp=reference)
     assert metrics["kl"].item() == pytest.approx((0.125 + 0.5) / 2)
@@ -126,5 +122,5 @@ def test_the_kl_is_a_token_mean_of_the_estimator() -> None:
 def test_tokens_whose_kl_estimate_is_cut_off_are_counted() -> None:
     logp, reference = torch.zeros(1, 5), torch.tensor([[2.5, 2.7, -10.9, -11.1, 50.0]])
     mask = torch.tensor([[1, 1, 1, 1, 0]])
-    _, metrics = build_algorithm("algorithm=grpo").loss(logp, logp, torch.ones(1), mask, ref_logp=reference)
+    _, metrics = built("algorithm=grpo").loss(logp, logp, torch.ones(1), mask, ref_logp=reference)
     assert metrics["kl_clamped_ratio"].item() == 0.5

@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-
-from grpocli import build_algorithm
+from composed import built
 
 P, G, T = 3, 4, 6
 
@@ -36,7 +35,7 @@ def batch(request: pytest.FixtureRequest) -> dict[str, torch.Tensor]:
 
 
 def ours(batch: dict[str, torch.Tensor], *overrides: str) -> tuple[torch.Tensor, torch.Tensor]:
-    algorithm = build_algorithm(*overrides)
+    algorithm = built(*overrides)
     advantages = algorithm.advantages({"accuracy": batch["rewards"]})
     loss, _ = algorithm.loss(
         batch["logp"],
@@ -138,9 +137,7 @@ def test_dgpo(batch: dict[str, torch.Tensor]) -> None:
 
 def test_the_correction_weighs_by_the_policy_that_sampled_not_the_present_one(batch: dict[str, torch.Tensor]) -> None:
     """rho = pi_old as the trainer sees it / pi_old as the sampler saw it, cut at 2 (NeMo RL's guide)."""
-    algorithm = build_algorithm(
-        "algorithm=drgrpo", "algorithm.aggregate.length=1", "algorithm/correction=token_truncate"
-    )
+    algorithm = built("algorithm=drgrpo", "algorithm.aggregate.length=1", "algorithm/correction=token_truncate")
     sampler = batch["ref"]
     advantages = algorithm.advantages({"accuracy": batch["rewards"]}).reshape(-1)
     loss, _ = algorithm.loss(

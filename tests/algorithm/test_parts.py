@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
+from composed import built
 
-from grpocli import build_algorithm
 from grpocli.algorithm.advantage import BatchStd, Center, LeaveOneOut, Mad, Std
 from grpocli.algorithm.correction import SequenceMask, SequenceTruncate, TokenMask, TokenTruncate
 from grpocli.algorithm.keep import All, Dynamic
@@ -122,7 +122,7 @@ def test_corrections() -> None:
 
 
 def test_rewards_are_weighted_and_may_not_apply() -> None:
-    algorithm = build_algorithm("algorithm=drgrpo")
+    algorithm = built("algorithm=drgrpo")
     rewards = {
         "a": torch.tensor([[1.0, 0.0, NAN]]),
         "b": torch.tensor([[NAN, 1.0, NAN]]),
@@ -134,7 +134,7 @@ def test_rewards_are_weighted_and_may_not_apply() -> None:
 
 
 def test_normalize_then_sum_makes_rewards_of_any_scale_equal() -> None:
-    algorithm = build_algorithm("algorithm=grpo", "algorithm.combine=normalize_then_sum", "algorithm.advantage.eps=0")
+    algorithm = built("algorithm=grpo", "algorithm.combine=normalize_then_sum", "algorithm.advantage.eps=0")
     a = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]], dtype=torch.float64)
     small = algorithm.advantages({"a": a, "b": 1.0 - a})
     assert small.abs().max() < 1e-9
@@ -155,14 +155,14 @@ def test_normalize_then_sum_makes_rewards_of_any_scale_equal() -> None:
 )
 def test_bad_values_name_their_key(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        build_algorithm("algorithm=grpo", override)
+        built("algorithm=grpo", override)
     assert message in str(error.value)
 
 
 def test_scores_that_differ_by_rounding_are_equal() -> None:
     scores = torch.tensor([[0.1 + 0.2, 0.3 + 0.0], [0.3, 0.3 + 1e-6]], dtype=torch.float64)
     assert constant_P1(scores).squeeze(1).tolist() == [True, False]
-    algorithm = build_algorithm("algorithm=dapo", "algorithm.advantage.eps=0")
+    algorithm = built("algorithm=dapo", "algorithm.advantage.eps=0")
     assert algorithm.kept({"r": scores}).tolist() == [False, True]
     assert algorithm.advantages({"r": scores})[0].tolist() == [0.0, 0.0]
 
@@ -171,7 +171,7 @@ def test_scores_that_differ_by_rounding_are_equal() -> None:
 @pytest.mark.parametrize("combine", ["sum", "normalize_then_sum"])
 def test_infinite_rewards_are_refused(combine: str, infinite: float) -> None:
     """Of infinite scores the mean is no number; a group of them looked like any other."""
-    algorithm = build_algorithm("algorithm=grpo", f"algorithm.combine={combine}")
+    algorithm = built("algorithm=grpo", f"algorithm.combine={combine}")
     rewards = {"style": torch.zeros(2, 2), "math": torch.tensor([[0.0, 1.0], [NAN, infinite]])}
     for method in (algorithm.advantages, algorithm.kept, algorithm.scores):
         with pytest.raises(
@@ -211,7 +211,7 @@ def test_an_on_policy_kl_of_a_far_token_is_finite(made: type[K1] | type[K2] | ty
 
 
 def test_rewards_that_cancel_are_zero() -> None:
-    algorithm = build_algorithm("algorithm=dapo", "algorithm.advantage.eps=0", "algorithm.keep.reward=score")
+    algorithm = built("algorithm=dapo", "algorithm.advantage.eps=0", "algorithm.keep.reward=score")
     rewards = {
         name: torch.tensor([[value, 0.0]], dtype=torch.float64) for name, value in (("a", 0.1), ("b", 0.2), ("c", -0.3))
     }

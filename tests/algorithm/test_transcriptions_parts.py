@@ -14,7 +14,8 @@ from typing import TypeVar
 
 import pytest
 import torch
-from algorithm.windows import built, choices
+from algorithm.windows import choices
+from composed import built
 
 from grpocli.config.compose import compose
 from grpocli.data import Completion, Prompt, Rollout

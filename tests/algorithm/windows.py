@@ -10,7 +10,6 @@ import torch
 from hydra.core.config_store import ConfigStore
 from hypothesis import strategies as st
 
-from grpocli import build_algorithm
 from grpocli.algorithm import Algorithm
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.algorithm.metrics import combined
@@ -18,10 +17,10 @@ from grpocli.config.compose import register_parts
 
 NAN = float("nan")
 WEIGHTS = {"a": 1.0, "b": 0.5}
-built = functools.cache(build_algorithm)  # composing a config takes a tenth of a second
 FOUR = ("grpo", "dapo", "drgrpo", "dgpo")
 
 
+@functools.cache
 def choices(*kinds: str) -> dict[str, tuple[str, ...]]:
     """The overrides of every registered choice of these kinds of parts, by `kind=choice`."""
     register_parts()

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from composed import built
 
-from grpocli import build_algorithm
 from grpocli.data import Completion, Group, Prompt, Rollout, Sampling, Status
 from grpocli.errors import EngineError, RunError
 from grpocli.rewards.tally import Tally
@@ -83,7 +83,7 @@ class Sampler:
 def collector(sampler: Sampler, *overrides: str) -> Collector:
     return Collector(
         sampler=sampler,  # type: ignore[arg-type]
-        algorithm=build_algorithm(*overrides),
+        algorithm=built(*overrides),
         draw=lambda number: Prompt(str(number), [1], "p"),
         weights={"r": 1.0},
         prompts_per_step=2,

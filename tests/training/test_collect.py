@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from composed import built
 
-from grpocli import build_algorithm
 from grpocli.data import Completion, Group, Prompt, Rollout, Sampling
 from grpocli.errors import ConfigError, RewardError, RunError
 from grpocli.progress import Watch
@@ -51,7 +51,7 @@ def collector(rewards: Sequence[tuple[float, ...]], *overrides: str) -> tuple[Co
     sampler = Scripted(rewards)
     made = Collector(
         sampler=sampler,  # type: ignore[arg-type]
-        algorithm=build_algorithm(*overrides),
+        algorithm=built(*overrides),
         draw=prompt,
         weights={"r": 1.0},
         prompts_per_step=3,
@@ -194,16 +194,16 @@ def test_a_damaged_carried_completion_is_refused(damage: dict[str, torch.Tensor]
 def test_a_group_can_be_kept_by_one_reward_alone() -> None:
     """DAPO's accuracy, the first one: groups that differ in length alone teach nothing about the answer."""
     rewards = {"accuracy": torch.tensor([[1.0, 1.0], [0.0, 1.0]]), "overlong": torch.tensor([[0.0, -0.5], [0.0, 0.0]])}
-    assert build_algorithm("algorithm=dapo").kept(rewards).tolist() == [False, True]
+    assert built("algorithm=dapo").kept(rewards).tolist() == [False, True]
     for name, kept in {"accuracy": [False, True], "overlong": [True, False], "score": [True, True]}.items():
-        assert build_algorithm("algorithm=dapo", f"algorithm.keep.reward={name}").kept(rewards).tolist() == kept
+        assert built("algorithm=dapo", f"algorithm.keep.reward={name}").kept(rewards).tolist() == kept
     with pytest.raises(ConfigError, match=r"algorithm\.keep\.reward=style: choose one of .*accuracy, overlong"):
-        build_algorithm("algorithm=dapo", "algorithm.keep.reward=style").kept(rewards)
+        built("algorithm=dapo", "algorithm.keep.reward=style").kept(rewards)
 
 
 def test_a_reward_called_score_is_that_reward() -> None:
     rewards = {"accuracy": torch.tensor([[0.0, 1.0]]), "score": torch.tensor([[0.5, 0.5]])}
-    assert not build_algorithm("algorithm=dapo", "algorithm.keep.reward=score").kept(rewards).any()
+    assert not built("algorithm=dapo", "algorithm.keep.reward=score").kept(rewards).any()
 
 
 NAN = float("nan")
@@ -215,7 +215,7 @@ MIXTURE = {  # groups of the tasks: numbers, texts, texts, and one that no rewar
 
 
 def test_each_tasks_own_reward_says_which_of_its_groups_are_kept() -> None:
-    dapo = build_algorithm("algorithm=dapo")
+    dapo = built("algorithm=dapo")
     accuracy = ["math", "judge", "judge", "judge"]
     assert dapo.kept(MIXTURE, accuracy=accuracy).tolist() == [True, False, True, False]
     assert dapo.kept(MIXTURE).tolist() == [True, True, False, False], "the first that applies to the group"
@@ -227,7 +227,7 @@ def test_each_tasks_own_reward_says_which_of_its_groups_are_kept() -> None:
 
 def test_each_tasks_own_reward_says_how_hard_its_questions_are() -> None:
     """DGPO in a mixture: the accuracy of a question is that of its own task, not of the first task's."""
-    dgpo = build_algorithm("algorithm=dgpo", "algorithm/advantage=center")
+    dgpo = built("algorithm=dgpo", "algorithm/advantage=center")
     easy, hard = [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]
     rewards = {"math": torch.tensor([hard, [NAN] * 4]), "judge": torch.tensor([[NAN] * 4, easy])}
     by_task = dgpo.advantages(rewards, accuracy=["math", "judge"])

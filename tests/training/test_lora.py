@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from composed import built
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpocli import build_algorithm
 from grpocli.config.schema import Train
 from grpocli.data import Request, Sampling
 from grpocli.errors import ConfigError
@@ -61,7 +61,7 @@ def updater(policy: Policy, world: World, reference: Reference | None = None, **
         world=world,
         policy=policy,
         reference=reference,
-        algorithm=build_algorithm("algorithm=grpo" if reference else "algorithm=dapo"),
+        algorithm=built("algorithm=grpo" if reference else "algorithm=dapo"),
         optim=optim,
         optimizer=optim.make(policy.model.parameters()),
         train=Train(**train),
@@ -139,7 +139,7 @@ def test_sampling_follows_the_updates_and_keeps_the_base_frozen(little_model, wo
 
 
 def run_of(algorithm: str, lora: Lora) -> SimpleNamespace:
-    return SimpleNamespace(algorithm=build_algorithm(*algorithm.split()), model=HuggingFace(path="base", lora=lora))
+    return SimpleNamespace(algorithm=built(*algorithm.split()), model=HuggingFace(path="base", lora=lora))
 
 
 def test_a_still_reference_is_the_base_and_no_second_model(little_model, world, rows) -> None:

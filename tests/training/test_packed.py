@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from composed import built
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from training.test_update import world
@@ -29,7 +30,6 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from grpocli import build_algorithm
 from grpocli.algorithm.metrics import EXTREMES, OF_COMPUTED
 from grpocli.config.schema import Train
 from grpocli.data import Sampling
@@ -142,7 +142,7 @@ def updated(
         lambda *_: gradients.append(torch.cat([p.grad.flatten() for p in mine.parameters()]))
     )
     policy = Policy(mine, wrapped, torch.float32, world.parallel)
-    algorithm = build_algorithm(*overrides)
+    algorithm = built(*overrides)
     reference = Reference(copy.deepcopy(model), policy) if algorithm.needs_reference else None
     if packed:
         assert pack(policy, reference)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from composed import built
 from training.recomputed import recomputed
 
-from grpocli import build_algorithm
 from grpocli.data import Completion, Episode, Group, Prompt, Rollout, Sampling
 from grpocli.progress import Watch
 from grpocli.rewards.tally import Tally
@@ -61,7 +61,7 @@ class Scripted:
 def collector(*overrides: str) -> Collector:
     return Collector(
         sampler=Scripted(),  # type: ignore[arg-type]
-        algorithm=build_algorithm(*overrides),
+        algorithm=built(*overrides),
         draw=lambda number: Prompt(str(number), [1], "p", {"answer": number}),
         weights=WEIGHTS,
         prompts_per_step=3,
@@ -157,7 +157,7 @@ def row(advantage: float, mask: list[int]) -> Row:
     ],
 )
 def test_why_a_row_of_the_update_was_trained_on_or_not(overrides: list[str], given: Row, status: str) -> None:
-    assert status_of(given, build_algorithm(*overrides)) == status
+    assert status_of(given, built(*overrides)) == status
 
 
 def test_what_the_update_computed_is_in_the_file(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_what_the_update_computed_is_in_the_file(tmp_path: Path) -> None:
     collected = Collected([Group(prompt, rollouts)], torch.tensor([[-1.0, 1.0]]), {})
     rows = [row(-1.0, [1, 1]), row(2.0, [1, 0])]  # a loss_multiplier has been here
     rows[1].logp, rows[1].entropy = torch.tensor([-0.5, -0.25]), torch.tensor([1.0, 2.0])
-    records = records_of(collected, rows, build_algorithm("algorithm=grpo"), {"r": 1.0}, step=1)
+    records = records_of(collected, rows, built("algorithm=grpo"), {"r": 1.0}, step=1)
     write_rollouts(tmp_path / "rollouts.parquet", records, 1)
     first, second = read_rollouts(tmp_path / "rollouts.parquet")
     assert (first["trainer_logprobs"], first["entropies"]) == (None, None)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from composed import built
 
-from grpocli import build_algorithm
 from grpocli.algorithm.metrics import EXTREMES
 from grpocli.config.schema import Train
 from grpocli.data import Request, Sampling
@@ -47,7 +47,7 @@ def updater(little_model, world: World, *algorithm: str, **train: int) -> Update
     optim = AdamW(lr=1e-3, max_grad_norm=0.0)
     wrapped, optimizer = world.parallel.share(model, torch.float32, optim.make)
     policy = Policy(model, wrapped, torch.float32, world.parallel)
-    algo = build_algorithm(*algorithm)
+    algo = built(*algorithm)
     return Updater(
         world=world,
         policy=policy,
