@@ -67,7 +67,7 @@ class Verdict:
 class Agreement:
     """Agreement of a reward with a split of a task.
 
-    seconds: for all of `verdicts`. column: of the examples' own answers.
+    seconds: for all of `verdicts`, without what a reward does once. column: of the examples' own answers.
     forms: verdicts on the same answers in other forms; they do not count in `share`.
     """
 
@@ -101,13 +101,15 @@ def agreement(
     """
     column = reward.solution_column or getattr(reward, "answer_column", "answer")
     answers = [str(example.get(column, "")) for example in examples]
-    cases = list(chain.from_iterable(_cases(i, answers, template) for i in range(len(answers))))
+    finals = [final_answer(answer) for answer in answers]
+    cases = list(chain.from_iterable(_cases(i, answers, finals, template) for i in range(len(answers))))
+    _verdicts(task, reward, examples, cases[:1])  # imports, and workers that start
     start = time.perf_counter()
     verdicts = _verdicts(task, reward, examples, cases)
     seconds = time.perf_counter() - start
     right = [one.number for one in verdicts if one.kind == "own" and one.agrees]
     some = right[:: max(1, -(-len(right) // FORM_EXAMPLES))]
-    texts = ((kind, i, FORMS[kind](final_answer(answers[i]))) for i in some for kind in reward.answer_forms)
+    texts = ((kind, i, FORMS[kind](finals[i])) for i in some for kind in reward.answer_forms)
     forms = _verdicts(task, reward, examples, [(kind, i, text) for kind, i, text in texts if text is not None])
     return Agreement(task, name, verdicts, seconds, column, split, forms)
 
@@ -127,13 +129,13 @@ def _verdicts(
     return verdicts
 
 
-def _cases(i: int, answers: Sequence[str], template: str) -> Iterator[tuple[str, int, str]]:
+def _cases(i: int, answers: Sequence[str], finals: Sequence[str], template: str) -> Iterator[tuple[str, int, str]]:
     yield "own", i, template.replace("{answer}", answers[i])
     yield "empty", i, ""
-    others = (answers[(i + k) % len(answers)] for k in range(1, len(answers)))
-    other = next((text for text in others if text.strip() != answers[i].strip()), None)
+    others = ((i + k) % len(answers) for k in range(1, len(answers)))
+    other = next((j for j in others if finals[j].strip() != finals[i].strip()), None)
     if other is not None:
-        yield "other", i, template.replace("{answer}", other)
+        yield "other", i, template.replace("{answer}", answers[other])
 
 
 def _sample(example: Example, text: str) -> Sample:

@@ -58,9 +58,12 @@ def test_long_sums_and_products_are_not_computed(text: str, written: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "piece", ["\\boxed", "\\boxed{", "{", "(", "<answer>", "<think>", "\\text{", "$", "1 ", "1,", "9 and ", "\\color{", "A ",
-              "=", ":", "\\text{minus"]
-)  # fmt: skip
+    "piece",
+    [
+        *("\\boxed", "\\boxed{", "{", "(", "<answer>", "<think>", "\\text{", "\\text{minus", "\\color{"),
+        *("$", "1 ", "1,", "9 and ", "A ", "=", ":"),
+    ],
+)
 def test_what_is_read_of_a_long_text_is_bounded(piece: str) -> None:
     """The searches that are not linear see at most the last 2,000 characters."""
     text = (piece * 20_000)[:20_000]
