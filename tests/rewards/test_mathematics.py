@@ -58,8 +58,11 @@ def test_long_sums_and_products_are_not_computed(text: str, written: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "piece", ["\\boxed", "\\boxed{", "{", "(", "<answer>", "<think>", "\\text{", "$", "1 ", "1,", "9 and ", "\\color{", "A ", "=", ":",
-     "\\text{minus"]
+    "piece",
+    [
+        "\\boxed", "\\boxed{", "{", "(", "<answer>", "<think>", "\\text{", "$", "1 ", "1,", "9 and ", "\\color{",
+        "A ", "=", ":", "\\text{minus",
+    ],
 )  # fmt: skip
 def test_what_is_read_of_a_long_text_is_bounded(piece: str) -> None:
     """The searches that are not linear see at most the last 2,000 characters."""
