@@ -126,6 +126,8 @@ def _locked(
         changed = _remember(config, run_dir, job, resuming)
         opening = opening_lines(run, job.engine, devices, choices.chosen(run_dir.path, config))
         view.start(run_dir.name, [*opening, *plan_lines(run, devices)], run.train.steps)
+        if resuming and job.checkpoint is None:
+            view.note("the run ended before its first checkpoint: it begins again")
         for key, (old, new) in changed.items():
             view.note(f"changed {key}: {shown(old)} -> {shown(new)}")
         if any(key.startswith(("reward", "algorithm")) for key in changed):

@@ -98,6 +98,12 @@ class RunDir:
         """What was sampled and kept in a step."""
         return self.path / "rollouts" / f"step_{step:06d}.parquet"
 
+    def forget_rollouts_after(self, step: int) -> None:
+        """Delete those of later steps, which will be sampled again."""
+        for path in self.rollouts(0).parent.glob("step_*.parquet"):
+            if path.stem.removeprefix("step_").isdigit() and int(path.stem.removeprefix("step_")) > step:
+                path.unlink()
+
     def check_free(self) -> None:
         """Raise ConfigError where a run would write over a run or over somebody's files. Writes nothing."""
         if self.metrics.exists() or self.config.exists():

@@ -93,6 +93,7 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: Job, view: View)
     log = MetricsLog(run_dir.metrics)
     done = load_state(job.checkpoint).step if job.checkpoint else 0
     log.truncate_after(done)
+    run_dir.forget_rollouts_after(done)
     view.resumed(done)
     config = OmegaConf.to_container(OmegaConf.load(run_dir.config))
     tracker = run.tracker.start(run_dir.path.name, run_dir.path, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from commands.running import SMALL, metrics
@@ -34,8 +35,6 @@ def test_a_resume_tells_what_has_changed_and_that_a_run_is_finished(grpocli, tmp
     assert out.strip().endswith("is finished after 3 steps, and stays as it is; train.steps=N above 3 trains more")
     assert digest(run) == before
 
-    for path in run.glob(".hydra/*"):  # a resume needs the config alone
-        path.write_text("- [")
     code, out, _ = grpocli("train", f"resume={run}", "train.steps=4", "algorithm=drgrpo")
     assert code == 0
     assert "changed algorithm.advantage: std -> center" in out
@@ -44,3 +43,12 @@ def test_a_resume_tells_what_has_changed_and_that_a_run_is_finished(grpocli, tmp
     card = (run / "model" / "README.md").read_text()
     assert "| steps 4 to 4 | " in card
     assert "| algorithm | `grpo`, then `drgrpo` |" in card
+
+    for path in run.glob(".hydra/*"):  # a resume needs the config alone
+        path.write_text("- [")
+    shutil.rmtree(run / "checkpoints")  # as where it was killed before its first one
+    code, out, _ = grpocli("train", f"resume={run}", "train.steps=1")
+    assert code == 0
+    assert "the run ended before its first checkpoint: it begins again" in out
+    assert [row["step"] for row in metrics(run)] == [1]
+    assert [path.name for path in (run / "rollouts").iterdir()] == ["step_000001.parquet"]
