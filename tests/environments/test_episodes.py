@@ -185,6 +185,16 @@ def test_of_a_single_turn_nothing_is_kept(play) -> None:
     assert one.pasts == other.pasts == ()
 
 
+@pytest.fixture(scope="module")
+def breakable() -> Iterator[Any]:
+    """The tokenizer and the episodes of an environment that breaks in many ways; its two workers outlast each."""
+    tokenizer, world = FAMILIES["tiny"](), Alone()
+    games = {"game": Play(name=f"{SCRIPTED}:Broken", timeout=1.0, workers=2)}
+    episodes = Episodes(Scripted(tokenizer), tokenizer, games, world)  # type: ignore[arg-type]
+    yield tokenizer, episodes
+    episodes.close()
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -201,10 +211,9 @@ def test_of_a_single_turn_nothing_is_kept(play) -> None:
         ("extra", "step observed what is not made of JSON values"),
     ],
 )
-def test_an_environment_that_breaks_ends_its_own_episodes_only(play, how: str, said: str) -> None:
-    tokenizer = FAMILIES["tiny"]()
+def test_an_environment_that_breaks_ends_its_own_episodes_only(breakable, how: str, said: str) -> None:
+    tokenizer, episodes = breakable
     prompts = [prompt_of(tokenizer, how=how), prompt_of(tokenizer, how="fine")]
-    episodes = play(Scripted(tokenizer), Play(name=f"{SCRIPTED}:Broken", timeout=1.0, workers=2), tokenizer)
     (broken,), (fine,) = episodes.generate(prompts, [Request(p.token_ids, 1, 0) for p in prompts], Sampling(50))
     assert broken.episode is not None
     assert said in str(broken.episode.problem)

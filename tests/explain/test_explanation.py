@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from grpocli.config.compose import build_run, compose
 from grpocli.explain.compare import compared
@@ -20,9 +22,15 @@ CASES = [
 ]
 
 
-def explained(*overrides: str) -> Explanation:
+@functools.cache
+def explained_config(*overrides: str) -> tuple[DictConfig, Explanation]:
+    """Both are only read, so tests share them: composing a config takes a quarter of a second."""
     config = compose(list(overrides))
-    return explanation(build_run(config), config, list(overrides))
+    return config, explanation(build_run(config), config, list(overrides))
+
+
+def explained(*overrides: str) -> Explanation:
+    return explained_config(*overrides)[1]
 
 
 def section(shown: Explanation, label: str) -> list[str]:
@@ -31,8 +39,7 @@ def section(shown: Explanation, label: str) -> list[str]:
 
 @pytest.mark.parametrize("overrides", CASES, ids=str)
 def test_symbols_have_the_config_s_keys_and_values(overrides: list[str]) -> None:
-    config = compose(overrides)
-    shown = explanation(build_run(config), config, overrides)
+    config, shown = explained_config(*overrides)
     pairs = [(s.key, s.value) for s in shown.symbols] + shown.settings
     for key, value in pairs:
         assert value == spelled(OmegaConf.select(config, key, throw_on_missing=True)), key
@@ -44,8 +51,7 @@ def test_symbols_have_the_config_s_keys_and_values(overrides: list[str]) -> None
 
 @pytest.mark.parametrize("overrides", CASES, ids=str)
 def test_no_key_of_the_algorithm_is_left_out(overrides: list[str]) -> None:
-    config = compose(overrides)
-    shown = explanation(build_run(config), config, overrides)
+    shown = explained(*overrides)
     said = {s.key for s in shown.symbols} | {key for key, _ in shown.settings}
     keys = {key for key in shown.values if key.startswith("algorithm.") and key != "algorithm.combine"}
     assert keys <= said
