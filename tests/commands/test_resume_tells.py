@@ -46,7 +46,9 @@ def test_a_resume_tells_what_has_changed_and_that_a_run_is_finished(grpocli, tmp
 
     for path in run.glob(".hydra/*"):  # a resume needs the config alone
         path.write_text("- [")
-    shutil.rmtree(run / "checkpoints")  # as where it was killed before its first one
+    for left in ("checkpoints", "model"):  # as where it was killed before its first checkpoint
+        shutil.rmtree(run / left)
+    (run / "summary.json").unlink()
     code, out, _ = grpocli("train", f"resume={run}", "train.steps=1")
     assert code == 0
     assert "the run ended before its first checkpoint: it begins again" in out
