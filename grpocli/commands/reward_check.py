@@ -100,7 +100,7 @@ def _agreements(
                 for reward in accuracy_rewards.values():
                     reward.check(columns_of(examples[0]))
             for reward, accuracy_reward in accuracy_rewards.items():
-                view.stage(f"{reward} scores {len(examples):,} examples of {name} {one}")
+                view.stage(f"{reward} scores {name} {one}, {len(examples):,} examples")
                 yield agreement(name, reward, accuracy_reward, examples, template, one), source
     if not asked:
         names = ", ".join(run.reward)

@@ -16,7 +16,8 @@ NUMERALS = (
 )
 PARTS = "third|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth|millionth"
 OTHER_VALUE = (
-    r"not|negative|plus|minus|over|mod|modulo|factorial|half|halves|halved|double|doubled|triple|tripled|twice|thrice"
+    r"not|(?:is|are|was|were|does|did|ca|wo)n['\u2019]t|negative|plus|minus|over|mod|modulo|factorial"
+    r"|half|halves|halved|double|doubled|triple|tripled|twice|thrice"
     r"|root|power|inverse|reciprocal|except|infinite|divided|multiplied|permille|per mille|per thousand|basis points?"
     rf"|at (?:least|most)|or (?:more|less|fewer)|(?:more|less|fewer|greater|larger|smaller) than(?=\W{{0,9}}\d)"
     rf"|(?:to|or|about|point|times|base) (?:{NUMERALS})|(?<=\d )(?:base|{PARTS})|(?:{PARTS})s"
@@ -29,7 +30,9 @@ CHANGES = re.compile(
 """A number beside one of these is another number, or no number. Squared metres are a unit."""
 
 NO_UNIT = re.compile(
-    rf"{CHANGES.pattern}|{BEGIN}(?:and|or|to|if|than|{NUMERALS}|(?:{'|'.join(MULTIPLIERS)})s?){END}", re.I
+    rf"{CHANGES.pattern}|{BEGIN}(?:and|or|to|if|than|is|are|was|{NUMERALS}|(?:{'|'.join(MULTIPLIERS)})s?){END}"
+    rf"|{BEGIN}(?:wrong|false|incorrect)\W*$",
+    re.I,
 )
 """Of a unit or a noun after a number none of these is a part, either: they join it to a second number."""
 
