@@ -253,12 +253,15 @@ def test_between_turns_as_much_is_kept_as_is_sampled() -> None:
 
 def test_the_command_says_what_fits_and_what_does_not(grpocli: Command, config_only: list[str]) -> None:
     code, out, err = grpocli("plan", *config_only)
-    assert (code, err) == (0, "")
+    assert code == 0
+    stages = [line for line in err.splitlines() if " so far" not in line]
+    assert stages == ["loading libraries ...", "reading the model's sizes ...", "tracing a micro-batch ..."]
     assert "It fits: " in out
     assert "bottleneck" in out
     on_gpu = ["hardware.device=cuda", "engine=transformers", "engine.max_rows=8", "algorithm=drgrpo"]
-    code, out, _ = grpocli("plan", *config_only, *on_gpu, "--memory", "1.9")
+    code, out, err = grpocli("plan", *config_only, *on_gpu, "--memory", "1.9")
     assert code == 1
+    assert "trying changes that may fit ..." in err
     assert "It does not fit: " in out
     assert "\n  train.gradient_checkpointing=true: fits, " in out
 
