@@ -124,8 +124,13 @@ def _results(run: RunDir) -> Results:
         "change": None if before is None or after is None else after - before,
         "final reward": statistics.mean(rewards) if rewards else None,
         "seconds": summary.get("seconds"),
-        "exit": str(summary.get("exit", "unfinished" if run.config.is_file() else "not started")),
+        "exit": "running" if run.is_running() else _exit(run, summary),
     }
+
+
+def _exit(run: RunDir, summary: dict[str, Any]) -> str:
+    """How the last session ended."""
+    return str(summary.get("exit", "unfinished" if run.config.is_file() else "not started"))
 
 
 def _summary(path: Path) -> dict[str, Any]:

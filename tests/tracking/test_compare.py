@@ -76,6 +76,19 @@ def test_accuracies_over_different_problems_have_no_change(
     assert (f"{said}{key} " in capsys.readouterr().out) is not comparable
 
 
+def test_a_run_that_is_being_resumed_is_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "one", "grpo", 0, 0.3)
+
+    def state() -> str:
+        main([str(tmp_path), "--format", "json"])
+        return str(json.loads(capsys.readouterr().out)[0]["exit"])
+
+    assert state() == "done"
+    with RunDir(tmp_path / "one").locked():
+        assert state() == "running"
+    assert state() == "done"
+
+
 def test_a_setting_that_a_second_resume_takes_back_changes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
