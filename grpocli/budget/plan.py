@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,18 +40,27 @@ class Plan:
         return all(device.fits for device in self.devices)
 
 
-def make_plan(run: Run, asked: Asked) -> Plan:
-    """Raises ConfigError where the model's config cannot be had or torch cannot run it."""
+def load_libraries() -> None:
+    """Import torch and transformers, which takes most of a plan's time."""
+    import torch  # noqa: F401
+    from transformers import AutoModelForCausalLM  # noqa: F401
+
+
+def make_plan(run: Run, asked: Asked, stage: Callable[[str], None] = lambda text: None) -> Plan:
+    """Raises ConfigError where the model's config cannot be had or torch cannot run it. stage: called with the name of
+    each stage."""
     import torch
 
     from grpocli.budget.trace import trace
 
     engine = _engine(run)
     place = find_place(run, engine, asked)
+    stage("reading the model's sizes")
     shape = find_shape(run.model)
     dtype = _dtype(run, shape, place)
     packed = run.train.packed and run.rollout.repetition_penalty == 1 and _takes_packed(run, shape)
     rows, micro_batches = _micro_batch(run, place, packed)
+    stage("tracing a micro-batch")
     traced = trace(run, shape, rows, getattr(torch, dtype))
     needs = Needs(run, engine, shape, place, traced, packed, micro_batches, getattr(torch, dtype).itemsize)
     found = devices(needs)

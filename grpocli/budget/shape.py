@@ -144,11 +144,11 @@ def find_config(part: Any) -> tuple[Any, str]:
         if not (folder / "config.json").is_file():
             raise ConfigError.of("model.path", path, "the folder has no config.json, from which alone a plan is made")
         return _load(part, str(folder)), f"{path}/config.json"
-    return _of_the_hub(part, str(part.prepare()))
+    return _of_the_hub(part, path)
 
 
 def _of_the_hub(part: Any, name: str) -> tuple[Any, str]:
-    """What was downloaded before; else the sizes that come with grpocli; else the hub."""
+    """What was downloaded before; else the sizes that come with grpocli; else the hub, which nothing else asks."""
     from transformers import AutoConfig
 
     try:
@@ -157,6 +157,7 @@ def _of_the_hub(part: Any, name: str) -> tuple[Any, str]:
         known = json.loads(PUBLIC.read_text())
     if name in known:
         return AutoConfig.for_model(**known[name]), "the model's public sizes, which come with grpocli"
+    part.prepare()  # its ConfigError names a wrong folder, or a hub that does not answer
     try:
         return _load(part, name), "the hub"
     except ConfigError as error:

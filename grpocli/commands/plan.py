@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from grpocli.commands.hydra_app import composed, parser_of
 
 if TYPE_CHECKING:
+    from grpocli.budget.place import Asked
     from grpocli.budget.plan import Plan
     from grpocli.config.schema import Run
+    from grpocli.tracking.view import View
 
 EXAMPLES = """\
 It takes what `grpocli train` takes, loads no weights and trains nothing. Exit code 1: it does not fit.
@@ -33,20 +35,37 @@ def main(argv: Sequence[str]) -> int:
     asked = Asked(args.memory, args.devices, args.tflops, args.bandwidth)
     run = _run(args.overrides, args.config_dir)
 
-    from grpocli.budget.advice import advice
-    from grpocli.budget.plan import make_plan
+    from grpocli.tracking.view import status_view
+
+    view = status_view()
+    try:
+        plan, changes = _made(run, asked, args, view)
+    finally:
+        view.stop()
     from grpocli.budget.report import as_dict, as_text
+
+    title = " ".join(args.overrides)
+    print(json.dumps(as_dict(plan, changes), indent=2) if args.json else as_text(plan, title, changes).rstrip())
+    return 0 if plan.fits else 1
+
+
+def _made(run: Run, asked: Asked, args: argparse.Namespace, view: View) -> tuple[Plan, list[str]]:
+    """The plan, and where it does not fit the changes that help."""
+    view.stage("loading libraries")
+    from grpocli.budget.advice import advice
+    from grpocli.budget.plan import load_libraries, make_plan
     from grpocli.launch.run import quiet_libraries
 
     def again(change: list[str]) -> Plan:
         return make_plan(_run([*args.overrides, *change], args.config_dir), asked)
 
     quiet_libraries()
-    plan = make_plan(run, asked)
-    changes = [] if plan.fits else list(advice(plan, again))
-    title = " ".join(args.overrides)
-    print(json.dumps(as_dict(plan, changes), indent=2) if args.json else as_text(plan, title, changes).rstrip())
-    return 0 if plan.fits else 1
+    load_libraries()
+    plan = make_plan(run, asked, view.stage)
+    if plan.fits:
+        return plan, []
+    view.stage("trying changes that may fit")
+    return plan, list(advice(plan, again))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -81,6 +82,7 @@ def _finished(run_dir: RunDir, run: Run) -> str | None:
 
 def _task(config: DictConfig, resume: Resume | None) -> float | None:
     from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
 
     from grpocli.launch.output_dir import write_record
     from grpocli.launch.run import launch
@@ -88,9 +90,21 @@ def _task(config: DictConfig, resume: Resume | None) -> float | None:
     warn_of_escapes(config)
     folder = Path(HydraConfig.get().runtime.output_dir)
     if resume:
-        return launch(resume.merged(config), folder, resuming=True)
-    config.overrides = list(HydraConfig.get().overrides.task)
-    return launch(config, folder, begin=partial(write_record, folder, config))
+        accuracy = launch(resume.merged(config), folder, resuming=True)
+    else:
+        config.overrides = list(HydraConfig.get().overrides.task)
+        accuracy = launch(config, folder, begin=partial(write_record, folder, config))
+    if sys.stdout.isatty() and HydraConfig.get().mode != RunMode.MULTIRUN:
+        print(_what_next(folder))
+    return accuracy
+
+
+def _what_next(folder: Path) -> str:
+    """Commands that show what a finished run has sampled, and how it compares."""
+    run = shlex.quote(str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder))
+    return (
+        f"read what it sampled:       grpocli rollouts {run}\ncompare it with other runs: grpocli compare {run} RUN ..."
+    )
 
 
 def _nothing(config: DictConfig) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from grpocli.tasks.mixture import tasks_of
+
 if TYPE_CHECKING:
     from grpocli.config.schema import Rollouts, Run
     from grpocli.launch.devices import Devices
@@ -38,8 +40,10 @@ def _evaluation(run: Run) -> list[str]:
     every = f", every {_count(run.eval.every, 'step')}" if run.eval.every else ""
     if not (problems := run.eval.n_problems(cpu=False)):
         return []
-    each = f"{_count(problems, 'problem')} x ({run.eval.samples} + 1 greedy)"
-    whole = f"{each} = {problems * (run.eval.samples + 1):,} completions, before{every} and after"
+    tasks = len(tasks_of(run.task))
+    of_each = f"{_count(tasks, 'task')} x " if tasks > 1 else ""
+    each = f"{of_each}{_count(problems, 'problem')} x ({run.eval.samples} + 1 greedy)"
+    whole = f"{each} = {tasks * problems * (run.eval.samples + 1):,} completions, before{every} and after"
     return [f"eval    {whole} (fewer: eval.problems={max(1, problems // 4)})"]
 
 

@@ -30,7 +30,7 @@ Trained by reinforcement learning from verifiable rewards with grpocli {version}
 | steps | {steps} |
 {sessions}| held-out accuracy at temperature 1 | {before} before, {after} after |
 | held-out accuracy, greedy | {greedy_before} before, {greedy_after} after |
-
+{incomparable}
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -51,6 +51,7 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
     config = yaml.safe_load(run_dir.config.read_text()) or {}
     choices = chosen(run_dir.path, config)
     trained = stretches(read_sessions(run_dir), summary["steps"])
+    why = str(summary.get("eval/incomparable", ""))
     return CARD.format(
         front=front_matter(base),
         name=run_dir.name,
@@ -68,6 +69,7 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
         after=_share(summary, "eval/accuracy"),
         greedy_before=_share(summary, "eval/accuracy_greedy_before"),
         greedy_after=_share(summary, "eval/accuracy_greedy"),
+        incomparable=f"\n{why[0].upper()}{why[1:]}.\n" if why else "",
         config=run_dir.config.read_text().strip(),
     )
 

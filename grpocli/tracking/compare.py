@@ -29,9 +29,10 @@ def main(argv: Sequence[str]) -> int:
     cli.add_argument("--format", choices=sorted(PRINTERS), default="table")
     cli.add_argument("--sort", choices=["accuracy", "change", "final reward", "path"], default="accuracy")
     args = cli.parse_args(argv)
-    PRINTERS[args.format](compare(args.folders, args.sort))
+    tables = compare(args.folders, args.sort)
+    PRINTERS[args.format](tables)
     if args.format in ("table", "markdown"):
-        print(FOOTER)
+        print(*(note for table in tables for note in table.notes), FOOTER, sep="\n")
     return 0
 
 
@@ -99,7 +100,8 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 def _runs(rows: Sequence[RunRow], keys: Sequence[str], names: dict[str, str]) -> Table:
     body = [[_name(row, rows), *[row.settings.get(k) for k in keys], *row.results.values()] for row in rows]
-    return Table("runs", ["run", *(names[k] for k in keys), *RESULTS], body)
+    notes = [f"{_name(row, rows)} has no change: {row.incomparable}" for row in rows if row.incomparable]
+    return Table("runs", ["run", *(names[k] for k in keys), *RESULTS], body, notes)
 
 
 def _by(rows: Sequence[RunRow], keys: Sequence[str]) -> dict[tuple[str, ...], list[RunRow]]:

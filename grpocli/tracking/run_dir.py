@@ -143,11 +143,23 @@ class RunDir:
         Raises ConfigError while another process runs in it, after `patience` seconds: a file server takes a while to
         notice that a machine has died.
         """
+        patience = max(patience, LOCK_POLL)  # `is_running` may be asking in this moment
         with self._holding(".lock", patience, "another process is running in it; wait, or stop it"):
             problem = "trainer processes of an earlier start still run in it; wait, or kill them"
             with self._holding(".workers", max(patience, WORKERS_WITHIN), problem):
                 pass  # those that come now are this process's
             yield
+
+    def is_running(self) -> bool:
+        """Whether a process holds the folder."""
+        try:
+            with (self.path / ".lock").open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # never begun, or a file system without locks
+            return False
+        return False
 
     def worked_in(self) -> AbstractContextManager[None]:
         """Say that this trainer process runs in the folder: it may outlive the one that holds it, which was killed."""

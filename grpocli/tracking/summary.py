@@ -29,11 +29,15 @@ def write_summary(
     after: Mapping[str, float],
     metrics: Mapping[str, Any],
     cause: str,
+    incomparable: str = "",
 ) -> dict[str, Any]:
-    """Write and return it. cause: "done", or why the run ended before it was."""
+    """Write and return it. cause: "done", or why the run ended before it was. incomparable: why the change from
+    `before` to `after` is not given."""
     summary: dict[str, Any] = {"steps": steps, "seconds": round(seconds, 1), "exit": cause}
     summary |= {f"{name}_before": value for name, value in before.items()}
     summary |= after
+    if incomparable and before and after:
+        summary["eval/incomparable"] = incomparable
     summary["last"] = dict(metrics)
     write_atomic(path, json.dumps(finite(summary), indent=2) + "\n")
     return summary

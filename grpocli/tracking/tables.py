@@ -6,7 +6,7 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 LONGEST = 40
@@ -14,11 +14,12 @@ LONGEST = 40
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Cells are numbers, texts, lists, or None where there is nothing."""
+    """Cells are numbers, texts, lists, or None where there is nothing. notes: sentences about some of them."""
 
     title: str
     header: list[str]
     body: list[list[Any]]
+    notes: list[str] = field(default_factory=list)
 
 
 def cell(value: Any) -> str:

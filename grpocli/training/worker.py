@@ -131,6 +131,7 @@ def finish(trainer: Trainer, job: Job, results: dict[str, float]) -> None:
 
 def summarise(trainer: Trainer | None, recorder: Recorder, cause: str, results: dict[str, float]) -> dict[str, object]:
     """Write summary.json."""
+    from grpocli.tracking.sessions import why_incomparable
     from grpocli.tracking.summary import write_summary
 
     if recorder.metrics is None:
@@ -144,6 +145,7 @@ def summarise(trainer: Trainer | None, recorder: Recorder, cause: str, results: 
         after=results,
         metrics=recorder.last,
         cause=cause,
+        incomparable=why_incomparable(recorder.run_dir),
     )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +21,7 @@ from grpocli.budget.ledger import Ledger
 from grpocli.budget.place import GIB, Asked
 from grpocli.budget.plan import Plan, make_plan
 from grpocli.budget.shape import find_shape
+from grpocli.commands.plan import EXAMPLES, _parser
 from grpocli.config.compose import build_run, compose
 from grpocli.errors import ConfigError
 
@@ -48,6 +52,17 @@ PUBLISHED = {  # parameters of the models with these names
 }
 
 
+ROOT = Path(__file__).parents[2]
+DOCUMENTED = sorted(
+    {
+        command
+        for text in (EXAMPLES, *(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))))
+        for command in re.findall(r"(?:^|`)\s*(grpocli plan [\w.=@+-][^`\n]*?)(?=\s{2,}|`|$)", text, re.MULTILINE)
+        if "FOLDER" not in command
+    }
+)
+
+
 def planned(*overrides: str, **asked: Any) -> Plan:
     return make_plan(build_run(compose(list(overrides))), Asked(**asked))
 
@@ -73,6 +88,17 @@ def on_gpus(config_only: list[str]) -> list[str]:
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_models_of_the_config_group_have_their_published_size(model: str) -> None:
     assert find_shape(build_run(compose([f"model={model}"])).model).parameters == PUBLISHED[model]
+
+
+@pytest.mark.parametrize("command", DOCUMENTED)
+def test_documented_commands_need_no_network(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    monkeypatch.setattr("grpocli.models.hf.why_unreachable", lambda: "no network")
+    args = _parser().parse_intermixed_args(shlex.split(command)[2:])
+    assert find_shape(build_run(compose(args.overrides)).model).parameters > 0
 
 
 def test_sizes_are_those_of_the_model_in_memory(config_only: list[str]) -> None:
@@ -227,12 +253,15 @@ def test_between_turns_as_much_is_kept_as_is_sampled() -> None:
 
 def test_the_command_says_what_fits_and_what_does_not(grpocli: Command, config_only: list[str]) -> None:
     code, out, err = grpocli("plan", *config_only)
-    assert (code, err) == (0, "")
+    assert code == 0
+    stages = [line for line in err.splitlines() if " so far" not in line]
+    assert stages == ["loading libraries ...", "reading the model's sizes ...", "tracing a micro-batch ..."]
     assert "It fits: " in out
     assert "bottleneck" in out
     on_gpu = ["hardware.device=cuda", "engine=transformers", "engine.max_rows=8", "algorithm=drgrpo"]
-    code, out, _ = grpocli("plan", *config_only, *on_gpu, "--memory", "1.9")
+    code, out, err = grpocli("plan", *config_only, *on_gpu, "--memory", "1.9")
     assert code == 1
+    assert "trying changes that may fit ..." in err
     assert "It does not fit: " in out
     assert "\n  train.gradient_checkpointing=true: fits, " in out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,20 @@ def test_a_run_leaves_what_it_promises(grpocli, tmp_path: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["exit"]) == (3, "done")
     assert {"eval/accuracy_before", "eval/accuracy", "seconds"} <= summary.keys()
+
+
+@pytest.mark.parametrize(("terminal", "sweep"), [(True, False), (False, False), (True, True)])
+def test_the_end_of_a_run_says_what_to_do_next_in_a_terminal(
+    terminal: bool, sweep: bool, grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpocli.launch.run.launch", lambda *_, **__: 0.5)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.chdir(tmp_path)
+    where = ["-m", f"hydra.sweep.dir={tmp_path}/a run"] if sweep else [f"hydra.run.dir={tmp_path}/a run"]
+    code, out, err = grpocli("train", *where)
+    assert (code, err) == (0, "")
+    assert ("grpocli rollouts 'a run'\n" in out) is (terminal and not sweep)
+    assert ("grpocli compare 'a run' RUN ...\n" in out) is (terminal and not sweep)
 
 
 def test_the_final_model_is_a_hugging_face_folder(grpocli, tmp_path: Path) -> None:

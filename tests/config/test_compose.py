@@ -86,6 +86,12 @@ def test_the_plan_is_in_plain_words() -> None:
     assert "10 steps, 80 updates, 240 completions" in total
 
 
+def test_the_plan_counts_the_problems_of_every_task() -> None:
+    run = build_run(compose(["task=[arithmetic,countdown]", "reward=[number]", "eval.problems=4"]))
+    evaluation = next(line for line in plan_lines(run, Devices(1)) if line.startswith("eval"))
+    assert "2 tasks x 4 problems x (4 + 1 greedy) = 40 completions" in evaluation
+
+
 def test_the_opening_names_what_trains(tmp_path: Path) -> None:
     run = build_run(compose(["task=[arithmetic,countdown]", "reward=[number,format]", "algorithm=dapo", "engine=vllm"]))
     job = EngineJob("/models/m", "bfloat16", 100, tmp_path, seed=0)

@@ -12,6 +12,8 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.tracking.compare import main
+from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.sessions import Session, add_session
 
 
 def run(folder: Path, algorithm: str, seed: int, accuracy: float | None, lr: float = 0.1) -> None:
@@ -48,6 +50,53 @@ def test_what_differs_and_what_came_of_it(sweep: Path, capsys: pytest.CaptureFix
     assert rows[0]["final reward"] == 0.25
     assert "optim.lr" not in rows[0]
     assert "algorithm.x" not in rows[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "comparable"),
+    [
+        ("eval.problems", (256, 512), False),
+        ("task.second", (None, "countdown"), False),
+        ("task.second.weight", (1, 2), True),
+        ("optim.lr", (1, 2), True),
+    ],
+)
+def test_accuracies_over_different_problems_have_no_change(
+    key: str, values: tuple[Any, Any], comparable: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "one", "grpo", 0, 0.3)
+    for step, changes in ((0, {}), (10, {key: values})):
+        add_session(RunDir(tmp_path / "one"), Session(step, "day", {}, changes))
+    main([str(tmp_path), "--format", "json"])
+    row = json.loads(capsys.readouterr().out)[0]
+    assert row["change"] == (pytest.approx(0.2) if comparable else None)
+    assert (row["before"], row["accuracy"]) == (0.1, 0.3)
+    main([str(tmp_path)])
+    said = "one has no change: before and after are of different evaluations: "
+    assert (f"{said}{key} " in capsys.readouterr().out) is not comparable
+
+
+def test_a_run_that_is_being_resumed_is_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "one", "grpo", 0, 0.3)
+
+    def state() -> str:
+        main([str(tmp_path), "--format", "json"])
+        return str(json.loads(capsys.readouterr().out)[0]["exit"])
+
+    assert state() == "done"
+    with RunDir(tmp_path / "one").locked():
+        assert state() == "running"
+    assert state() == "done"
+
+
+def test_a_setting_that_a_second_resume_takes_back_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "one", "grpo", 0, 0.3)
+    for step, values in ((10, (256, 512)), (20, (512, 256))):
+        add_session(RunDir(tmp_path / "one"), Session(step, "day", {}, {"eval.problems": values}))
+    main([str(tmp_path), "--format", "json"])
+    assert json.loads(capsys.readouterr().out)[0]["change"] == pytest.approx(0.2)
 
 
 def test_means_over_seeds(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,6 +96,14 @@ def test_card(run: RunDir) -> None:
     assert yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])["seed"] == 0
 
 
+def test_accuracies_over_different_problems_are_called_so(run: RunDir) -> None:
+    why = "before and after are of different evaluations: eval.problems 256 -> 512"
+    made = summary(run, incomparable=why)
+    assert json.loads(run.summary.read_text())["eval/incomparable"] == why
+    assert f"\n\nB{why[1:]}.\n\n```python" in model_card(run, "Qwen/Qwen2.5-0.5B", made)
+    assert "eval/incomparable" not in summary(run, incomparable=why, after={}), "there is nothing to compare"
+
+
 def test_card_tells_session_by_session_what_trained_it(run: RunDir) -> None:
     for step, changes in ((0, {}), (20, {"optim.lr": (1e-6, 5e-7), "rollout.stop": ([], ["|"])})):
         add_session(run, Session(step, f"day {step}", {"grpocli": "0.1.0", "torch": "2"}, changes))
