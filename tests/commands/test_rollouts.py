@@ -135,9 +135,14 @@ def test_what_cannot_be_shown_is_one_sentence(grpocli, run: Path, options: list[
 
 def test_a_folder_that_is_no_run_and_filters_that_nothing_fits(grpocli, run: Path, tmp_path: Path) -> None:
     code, _, err = grpocli("rollouts", str(tmp_path / "rollouts"))
-    assert (code, "there is no folder `rollouts` in it" in err) == (2, True)
-    code, _, err = grpocli("rollouts", str(run.parent / f"{run.name}s"))
-    assert (code, f'there is no such folder; did you mean "{run.name}"?; give the folder of a run' in err) == (2, True)
+    assert (code, "holds no run of grpocli, there is no config.yaml in it" in err) == (2, True)
+    (run / "config.yaml").touch()
+    code, _, err = grpocli("rollouts", f"{run}s")
+    assert (code, f'RUN {run}s: there is no such folder; did you mean "{run}"?\n' in err) == (2, True)
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.yaml").touch()
+    code, _, err = grpocli("rollouts", str(tmp_path / "begun"))
+    assert (code, "the run has sampled nothing yet" in err) == (2, True)
     for condition in ("right>1", "columns.nowhere>1"):
         code, _, err = grpocli("rollouts", str(run), "--where", condition)
         assert (code, err) == (1, "nothing fits\n")

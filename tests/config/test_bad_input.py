@@ -103,7 +103,7 @@ BAD = [
     ("reward=[python]", "reward.python.function has no value"),
     ("reward=[math,", "write KEY=VALUE or GROUP=[A,B] without spaces"),
     ("seed=[", "write KEY=VALUE"),
-    ("resume=/nonexistent", "resume=/nonexistent: holds no run of grpocli"),
+    ("resume=/nonexistent", "resume=/nonexistent: there is no such folder; "),
 ]
 
 
