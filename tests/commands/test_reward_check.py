@@ -26,7 +26,7 @@ def test_rewards_that_agree(grpocli) -> None:
             "two",
             [],
             1,
-            "jsonl train number: fails on 3 answers, first of row 2 of {path}: there is no number in the answer 'two'\n",
+            "number: fails on 3 answers, first of row 2 of {path}: there is no number in the answer 'two'\n",
         ),
         ("two", ["--threshold", "0.6"], 0, "66.67%"),
         ("7", [], 0, "100.00%"),
