@@ -179,7 +179,8 @@ class Algorithm:
         totals: counts of the window (null: these rows are all of it).
 
         Returns a scalar, and metrics as scalars that also add up over the window's parts, but for
-        `clip_ratio/low_min` and `clip_ratio/high_max`, of which the least and the largest counts.
+        `clip_ratio/low_min` and `clip_ratio/high_max`, of which the least and the largest counts. Without
+        `rollout_logp` there are none of the gap between sampler and trainer.
         Raises ValueError for a wrong shape, and if a part needs `ref_logp`, `entropy`, `selected` or `group_ids` and
         there is none.
         """
@@ -213,7 +214,8 @@ class Algorithm:
             loss_BT = loss_BT - self.entropy(_given(entropy, "entropy", "entropy").where(inside, 0.0))
         weight_B = self.aggregate(mask, ids_B, totals).to(loss_BT.dtype)
         loss = ((loss_BT * mask).sum(1) * weight_B).sum()
-        return loss, loss_metrics(logp, old_logp, sampler, mask, totals, clipped, kl_BT, clamped_BT)
+        measured = None if rollout_logp is None else sampler
+        return loss, loss_metrics(logp, old_logp, measured, mask, totals, clipped, kl_BT, clamped_BT)
 
     def _ids(self, advantages_B: Tensor, group_ids: Tensor | None, whole: bool) -> Tensor:
         if group_ids is None and not whole:

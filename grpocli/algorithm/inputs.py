@@ -23,6 +23,8 @@ def checked_rewards(rewards: Mapping[str, Tensor], weights: Mapping[str, float] 
     """
     import torch
 
+    if not isinstance(rewards, Mapping):
+        raise TypeError(f"rewards is a {type(rewards).__name__}; give a dict {{name: tensor [P, G]}}")
     if not rewards:
         raise ValueError("an algorithm needs at least one reward: {name: tensor [P, G]}")
     shape = None

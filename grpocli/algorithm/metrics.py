@@ -36,7 +36,7 @@ def combined(name: str, one: Tensor, other: Tensor) -> Tensor:
 def loss_metrics(
     logp_BT: Tensor,
     old_logp_BT: Tensor,
-    rollout_logp_BT: Tensor,
+    rollout_logp_BT: Tensor | None,
     mask_BT: Tensor,
     totals: Totals,
     clipped: dict[str, Tensor],
@@ -46,7 +46,8 @@ def loss_metrics(
     """Metrics of the gap between sampler and trainer, of clipping, and of the KL estimate.
 
     All but those of clipping are means over the window's computed tokens (`Totals.skipped`). kl: of the estimator
-    chosen; kl_clamped_ratio: the share of tokens (`clamped_BT`) where it is cut off.
+    chosen; kl_clamped_ratio: the share of tokens (`clamped_BT`) where it is cut off. Without the sampler's log-probs
+    there are no metrics of the gap, and approx_entropy takes the trainer's own.
     """
     import torch
 
@@ -55,8 +56,9 @@ def loss_metrics(
     def token_mean(values_BT: Tensor) -> Tensor:
         return (values_BT * mask_BT).sum() / max(totals.tokens - totals.skipped, 1)
 
-    gaps = _gap_metrics(old_logp_BT, rollout_logp_BT)
-    gaps["approx_entropy"] = -(logp_BT - rollout_logp_BT).exp() * logp_BT
+    gaps = {} if rollout_logp_BT is None else _gap_metrics(old_logp_BT, rollout_logp_BT)
+    sampler_BT = old_logp_BT if rollout_logp_BT is None else rollout_logp_BT
+    gaps["approx_entropy"] = -(logp_BT - sampler_BT).exp() * logp_BT
     metrics = {name: token_mean(values_BT) for name, values_BT in gaps.items()}
     for side, flags in clipped.items():
         metrics |= _clip_metrics(side, flags.to(logp_BT.dtype), mask_BT, totals)

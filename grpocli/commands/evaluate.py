@@ -68,11 +68,13 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> Run:
     from grpocli.config.compose import build_run
     from grpocli.launch.ready import check_ready
+    from grpocli.tracking.runs import check_run
 
     overrides = list(args.overrides)
     if args.run:
         if any(one.startswith(("model=", "model.path=", "resume=")) for one in overrides):
             raise ConfigError("--run: the model is the run's own; leave out model= and model.path=")
+        check_run(args.run, f"--run {args.run}")
         overrides.insert(0, f"resume={args.run}")
     run = build_run(composed(overrides, args.config_dir))
     if (getattr(run.hardware, "processes", 1) or 1) > 1 or run.hardware.nodes > 1:
@@ -96,8 +98,9 @@ def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[Evaluated]:
     quiet_libraries()
     view = status_view()
     try:
-        job = prepare(run, RunDir(out), view, False, devices_of(run.hardware, chosen(run.engine)))
-        RunDir(out).check_writable(resuming=True)
+        out_dir = RunDir(out, "--out")
+        job = prepare(run, out_dir, view, False, devices_of(run.hardware, chosen(run.engine)))
+        out_dir.check_writable(resuming=True)
         return _sampled(run, job.engine, models or [(job.engine.model_path, job.engine.model_path)], args, out, view)
     finally:
         view.stop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from grpocli.commands.hydra_app import composed, parser_of, warn_of_rewards
@@ -139,17 +139,16 @@ def _show(checked: Sequence[tuple[Agreement, Sequence[Example]]], rewards: Mappi
     if any(one.forms for one in found):
         console.print(_forms(found))
     for one, source in checked:
-        for verdict in one.disagreements[:most]:
+        failures, wrong = one.failures, [verdict for verdict in one.disagreements if verdict.score is not None]
+        lines = chain(
+            (_failure_line(one, verdicts, source) for verdicts in failures),
+            (_line(one, verdict, rewards[one.reward], source) for verdict in wrong),
+        )
+        for line in islice(lines, most):
+            console.print(one_line(line), markup=False, highlight=False, soft_wrap=True)
+        if (total := len(failures) + len(wrong)) > most:
             console.print(
-                one_line(_line(one, verdict, rewards[one.reward], source)),
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
-        if (more := len(one.disagreements) - most) > 0:
-            console.print(
-                f"{one.task} {one.split} {one.reward}: {more} more; --list {len(one.disagreements)} shows all",
-                markup=False,
+                f"{one.task} {one.split} {one.reward}: {total - most} more; --list {total} shows all", markup=False
             )
 
 
@@ -172,19 +171,28 @@ def _forms(found: Sequence[Agreement]) -> Table:
     return table
 
 
+def _failure_line(one: Agreement, verdicts: Sequence[Verdict], source: Sequence[Example]) -> str:
+    """All answers that a reward failed on for one reason."""
+    answers = f"{len(verdicts):,} answer{'s' * (len(verdicts) > 1)}"
+    first = f"first of {_row(verdicts[0], source)}"
+    return f"{one.task} {one.split} {one.reward}: fails on {answers}, {first}: {verdicts[0].reason}"
+
+
 def _line(one: Agreement, verdict: Verdict, reward: BaseReward, source: Sequence[Example]) -> str:
+    """A wrong score."""
     from grpocli.rewards.scoring import excerpt
-    from grpocli.tasks.examples import Examples
 
     what = {"own": "its own answer", "empty": "an empty answer", "other": "another's answer"}.get(
         verdict.kind, f"its own answer ({verdict.kind})"
     )
-    if verdict.score is None:
-        score = f"fails: {verdict.reason}"
-    else:
-        why = reward.explain(verdict.sample)
-        score = f"scores {verdict.score:g}" + (f" ({why})" if why else "")
+    why = reward.explain(verdict.sample)
+    score = f"scores {verdict.score:g}" + (f" ({why})" if why else "")
     answer = excerpt(str(verdict.sample.columns.get(one.column)))
-    row = source.where(verdict.number) if isinstance(source, Examples) else f"example {verdict.number + 1}"
-    where = f"{one.task} {one.split} {one.reward}: {row}"
+    where = f"{one.task} {one.split} {one.reward}: {_row(verdict, source)}"
     return f"{where}: {what} {excerpt(verdict.sample.text)} {score} (answer {answer})"
+
+
+def _row(verdict: Verdict, source: Sequence[Example]) -> str:
+    from grpocli.tasks.examples import Examples
+
+    return source.where(verdict.number) if isinstance(source, Examples) else f"example {verdict.number + 1}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice
@@ -38,7 +40,9 @@ SHOWN = 2000
 def main(argv: Sequence[str]) -> int:
     """Show or export. Returns the exit code; raises ConfigError for what is not there."""
     parser = _parser()
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise ConfigError(_unknown(unknown[0], argv, parser))
     if args.n < 0:
         parser.error(f"--n {args.n}: must be 0 (all) or more")
     if args.export:
@@ -55,6 +59,19 @@ def main(argv: Sequence[str]) -> int:
     if args.export:
         return _export(rows, files, args.export)
     return _page(rows, args.whole)
+
+
+def _unknown(word: str, argv: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """What to write instead of an option or a folder that cannot be read: a column is filtered by --where."""
+    if not word.startswith("--"):
+        return f"{word}: give the folder of one run, then options (grpocli rollouts --help)"
+    option, _, value = word.partition("=")
+    if near := difflib.get_close_matches(option, parser._option_string_actions, n=1, cutoff=0.85):
+        return f'there is no option {option}; did you mean "{near[0]}"?'
+    after = [value, *argv[list(argv).index(word) + 1 :]]
+    value = next((one for one in after if one and not one.startswith("-")), "VALUE")
+    condition = shlex.quote(f"{option.removeprefix('--').replace('-', '_')}={value}")
+    return f"there is no option {option}; write --where {condition}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,9 +39,7 @@ def explain(error: Exception, overrides: list[str], config_name: str) -> str:
     """One sentence for an error of Hydra's or OmegaConf's."""
     text = str(error)
     if isinstance(error, OverrideParseException):
-        how = _quotes(error.override, overrides, config_name)
-        how = how or "write KEY=VALUE or GROUP=[A,B] without spaces, with every bracket and quote closed"
-        return f"cannot read the override {error.override}: {how}"
+        return f"cannot read the override {_unreadable(error.override, overrides, config_name)}"
     if isinstance(error, MissingConfigException):
         return _unknown_choice(text)
     if isinstance(error, ConfigCompositionException):
@@ -62,6 +61,48 @@ def explain(error: Exception, overrides: list[str], config_name: str) -> str:
             "or start from another config"
         )
     return " ".join(text.split("Config search path")[0].split())
+
+
+def _unreadable(override: str, overrides: list[str], config_name: str) -> str:
+    """An override that Hydra cannot parse, and how it is typed: most often the shell has divided it at a space."""
+    whole = _with_neighbours(override, overrides)
+    key, equals, value = whole.partition("=")
+    spaced, key = key != key.rstrip(), key.rstrip()
+    value = value.strip(" ") if spaced or whole != override else value
+    joined = f"{key}={value}"
+    if not (key and equals and value) or any(value.count(a) != value.count(b) for a, b in ("[]", "{}", "()")):
+        how = _quotes(whole, overrides, config_name) if equals else ""
+        return f"{override}: {how or 'write KEY=VALUE or GROUP=[A,B], with every bracket and quote closed'}"
+    form = shlex.quote(joined) if _parses(joined) else _as_text(joined, overrides, config_name) or quoted(key, value)
+    if spaced:
+        return f"{whole}: write {form}, without a space before ="
+    if whole != override:
+        part = "a space ends an override" + ("" if "=" in override else "; where this is part of the one before")
+        return f"{override}: {part}, write {form}"
+    return f"{override}: {WHY_QUOTES} {form}"
+
+
+def _with_neighbours(override: str, overrides: list[str]) -> str:
+    """The override with the words beside it that are none, as they were before the shell took the spaces."""
+    if override not in overrides:
+        return override
+    start = overrides.index(override)
+    end = start + 1
+    while end < len(overrides) and ("=" not in overrides[end] or overrides[end].startswith("=")):
+        end += 1
+    begun = "=" in override or (end > start + 1 and overrides[start + 1].startswith("="))
+    while start and not begun:
+        start -= 1
+        begun = "=" in overrides[start]
+    return " ".join(overrides[start:end])
+
+
+def _parses(override: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException:
+        return False
+    return True
 
 
 def _several(override: str, overrides: list[str], config_name: str) -> str:
@@ -98,16 +139,24 @@ def _unknown_choice(text: str) -> str:
 
 
 def _quotes(override: str, overrides: list[str], config_name: str) -> str:
+    """That a text, or a list of texts, needs quotes, and which; empty where the key is for neither."""
+    form = _as_text(override, overrides, config_name)
+    return f"{WHY_QUOTES} {form}" if form else ""
+
+
+WHY_QUOTES = "text with commas, braces or other special characters needs quotes inside the shell's:"
+
+
+def _as_text(override: str, overrides: list[str], config_name: str) -> str:
     """How a text, or a list of texts, is typed so that Hydra takes it whole; empty where the key is for neither."""
     key, _, value = override.lstrip("+").partition("=")
     composed = _composed_choices([o for o in overrides if o != override], config_name)
     section, _, name = key.rpartition(".")
     node = OmegaConf.select(composed, section) if composed and section else None
     found = node._get_node(name) if isinstance(node, DictConfig) and name in node.keys() else None  # noqa: SIM118
-    why = "text with commas, braces or other special characters needs quotes inside the shell's:"
     if isinstance(found, ListConfig):
-        return f"{why} {quoted_list(key, value)}"
-    return f"{why} {quoted(key, value)}" if isinstance(found, StringNode) else ""
+        return quoted_list(key, value)
+    return quoted(key, value) if isinstance(found, StringNode) else ""
 
 
 def _choices(group: str) -> list[str]:
@@ -210,4 +259,4 @@ def _is_group_choice(text: str) -> bool:
         override = OverridesParser.create().parse_override(text)
     except HydraException:
         return False
-    return "." not in override.key_or_group
+    return bool(override.key_or_group) and "." not in override.key_or_group

@@ -17,6 +17,7 @@ from grpocli.config.parts import stored
 from grpocli.config.task_list import spread
 from grpocli.config.user_parts import is_spec, name_of
 from grpocli.errors import ConfigError
+from grpocli.tracking.runs import check_run
 
 CONFIG = "config.yaml"
 OF_THE_START = ("resume", "overrides")
@@ -38,9 +39,9 @@ class Resume:
         named = [o.partition("=")[2] for o in overrides if o.startswith("resume=")]
         if not named or named[-1] in ("", "null"):
             return None
-        folder = Path(named[-1].strip("'\"")).resolve()
-        if not (folder / CONFIG).is_file():
-            raise ConfigError.of("resume", named[-1], f"holds no run of grpocli: {CONFIG} is missing")
+        name = named[-1].strip("'\"")
+        check_run(Path(name), f"resume={name}")
+        folder = Path(name).resolve()
         for other in (o.partition("=")[2].strip("'\"") for o in overrides if o.startswith("hydra.run.dir=")):
             if Path(other).resolve() != folder:
                 problem = "a resume goes on in the run's own folder; leave it out, or resume a copy of the folder"

@@ -67,7 +67,7 @@ def launch(
     Raises ConfigError, RunError or Stopped; whatever was started is stopped first.
     """
     crash_loudly()
-    run_dir = RunDir(folder)
+    run_dir = RunDir(folder, "resume") if resuming else RunDir(folder)
     try:
         if not resuming:
             run_dir.check_free()

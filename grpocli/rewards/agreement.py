@@ -91,6 +91,15 @@ class Agreement:
     def disagreements(self) -> list[Verdict]:
         return [one for one in [*self.verdicts, *self.forms] if not one.agrees]
 
+    @property
+    def failures(self) -> list[list[Verdict]]:
+        """The verdicts without a score, those with the same reason together."""
+        found: dict[str, list[Verdict]] = {}
+        for one in self.disagreements:
+            if one.score is None:
+                found.setdefault(one.reason, []).append(one)
+        return list(found.values())
+
 
 def agreement(
     task: str, name: str, reward: BaseReward, examples: Sequence[Example], template: str, split: str = ""

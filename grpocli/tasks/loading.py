@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import csv
 import json
 import re
 from collections.abc import Sequence
@@ -60,7 +62,33 @@ def files_at(path: Path, split: str, key: str) -> tuple[str, list[Path]]:
     if len(kinds) != 1 or None in kinds:
         found = ", ".join(sorted({f.suffix or f.name for f in files})) or "none of them"
         raise ConfigError.of(key, path, f"needs files of one kind of {', '.join(READERS)}; found {found}")
+    for file in files if kinds == {"csv"} else ():
+        _check_separator(file, key)
     return cast(str, kinds.pop()), files
+
+
+def _check_separator(file: Path, key: str) -> None:
+    """Raise ConfigError for a .csv whose header is separated by something else than commas, or cannot be read."""
+    try:
+        with file.open(encoding="utf-8-sig") as lines:
+            header = lines.readline()
+            names = {one: next(csv.reader([header], delimiter=one), []) for one in (",", ";", "\t", "|")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError.of(key, file, f"cannot be read: {why(error)}") from error
+    used = max(names, key=lambda one: len(names[one]))
+    if len(names[","]) == 1 and used != ",":
+        convert = f"import pandas; pandas.read_csv({str(file)!r}, sep={used!r}).to_csv('commas.csv', index=False)"
+        problem = f"its columns are separated by {used!r}, and have to be by commas"
+        raise ConfigError.of(key, file, f'{problem}; convert it with python -c "{convert}"')
+
+
+def why(error: BaseException) -> str:
+    """Why a file cannot be read, and of text that is not UTF-8 what to do."""
+    reason = " ".join(str(error).split()).rstrip(".")
+    if not isinstance(error, UnicodeDecodeError):
+        return reason
+    utf16 = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return f"{reason}; it must be UTF-8" + (", and is UTF-16" if utf16 else "") + ": save it as UTF-8"
 
 
 def _local(path: Path, split: str, key: str) -> Table:
@@ -68,7 +96,7 @@ def _local(path: Path, split: str, key: str) -> Table:
     try:
         return _json_table(files, key) if kind == "json" else _datasets_table(kind, files, key)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError.of(key, path, f"cannot be read: {error}") from error
+        raise ConfigError.of(key, path, f"cannot be read: {why(error)}") from error
 
 
 def _files_of(folder: Path, split: str, key: str) -> list[Path]:
@@ -134,8 +162,7 @@ def _datasets_table(kind: str, files: Sequence[Path], key: str) -> Table:
             return Table([], [])
         table = load_dataset(kind, data_files=[str(f) for f in files], split="train")
     except (DatasetGenerationError, ValueError) as error:
-        reason = str(error.__cause__ or error).splitlines()[0]
-        raise ConfigError.of(key, files[0], f"cannot be read: {reason}") from error
+        raise ConfigError.of(key, files[0], f"cannot be read: {why(error.__cause__ or error)}") from error
     return Table(list(table.column_names), table)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpocli.errors import ConfigError
-from grpocli.tasks.loading import EMPTY, Row, Table, files_at, from_hub, json_row
+from grpocli.tasks.loading import EMPTY, Row, Table, files_at, from_hub, json_row, why
 
 
 class Rows(Protocol):
@@ -110,5 +110,4 @@ def _readable(path: str | Path, key: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # those of pyarrow, pandas and the hub are such errors too
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise ConfigError.of(key, path, f"cannot be read: {reason}") from error
+        raise ConfigError.of(key, path, f"cannot be read: {why(error)}") from error

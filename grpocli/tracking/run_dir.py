@@ -50,9 +50,10 @@ LEFT_BY_A_START = {
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths below `path`. Files are made by whoever writes them."""
+    """Paths below `path`. Files are made by whoever writes them. key: what errors call the folder, as it was typed."""
 
     path: Path
+    key: str = KEY
 
     @property
     def name(self) -> str:
@@ -115,10 +116,10 @@ class RunDir:
         ]
         if taken:
             problem = f"has a {taken[0]} already, which the run would write over; choose another folder"
-            raise ConfigError.of(KEY, self.path, problem)
+            raise ConfigError.of(self.key, self.path, problem)
         for folder in self.path.absolute().parents:
             if RunDir(folder).config.exists() and RunDir(folder).metrics.exists():
-                raise ConfigError.of(KEY, self.path, f"is inside of the run {folder}; choose another folder")
+                raise ConfigError.of(self.key, self.path, f"is inside of the run {folder}; choose another folder")
 
     def check_writable(self, resuming: bool) -> None:
         """Make the folder and try to write. Raises ConfigError where that fails or another run is there."""
@@ -131,7 +132,7 @@ class RunDir:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise ConfigError.of(KEY, self.path, f"cannot be written: {self._why(error)}") from error
+            raise ConfigError.of(self.key, self.path, f"cannot be written: {self._why(error)}") from error
         if resuming:
             for folder in (self.path, self.checkpoints, self.path / "rollouts"):
                 clear_leftovers(folder)
@@ -171,7 +172,7 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
             file = (self.path / name).open("a")  # not "w", which changes the file before the lock is held
         except OSError as error:
-            raise ConfigError.of(KEY, self.path, f"cannot be written: {self._why(error)}") from error
+            raise ConfigError.of(self.key, self.path, f"cannot be written: {self._why(error)}") from error
         with file:
             try:
                 self._lock(file, kind, time.monotonic() + patience, problem)
@@ -187,13 +188,14 @@ class RunDir:
                 return fcntl.flock(file, kind | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 if time.monotonic() >= until:
-                    raise ConfigError.of(KEY, self.path, problem) from error
+                    raise ConfigError.of(self.key, self.path, problem) from error
             time.sleep(LOCK_POLL)
 
     def _why(self, error: OSError) -> str:
         where = f" ({error.filename})" if error.filename and Path(error.filename) != self.path else ""
-        advice = "free some space, or choose" if error.errno in FULL else "choose"
-        return f"{error.strerror or error}{where}; {advice} another folder"
+        advice = ["free some space"] if error.errno in FULL else []
+        advice += ["choose another folder"] if self.key != "resume" else []
+        return f"{error.strerror or error}{where}; {', or '.join(advice) or 'make it writable'}"
 
     def is_fresh(self) -> bool:
         """Whether nothing is in the folder but what Hydra has just put there."""
@@ -208,11 +210,11 @@ class RunDir:
         """An OSError in the middle of a run, as a sentence."""
         if not self.config.exists():
             problem = "the folder was removed or emptied while the run was writing in it; start again in another one"
-            return RunError(f"{KEY}={self.path}: {problem}")
+            return RunError(f"{self.key}={self.path}: {problem}")
         where = error.filename or self.path
         reason = error.strerror or str(error)
         if error.errno in FULL:
             return RunError(f"no space left on the disk while writing {where}; free some, then resume={self.path}")
         if error.errno in FORBIDDEN and self.path in (Path(where), *Path(where).parents):
-            return RunError(f"{KEY}={self.path}: {reason} ({where}); make it writable, then resume={self.path}")
+            return RunError(f"{self.key}={self.path}: {reason} ({where}); make it writable, then resume={self.path}")
         return RunError(f"{where}: {reason}; put that right, then resume={self.path}")

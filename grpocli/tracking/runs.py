@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import statistics
@@ -51,8 +52,29 @@ class RunRow:
 def find(folder: Path) -> list[RunRow]:
     """The runs in and below a folder, unfinished and broken ones too. Raises ConfigError without such a folder."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder")
+        raise ConfigError(f"{folder}: there is no such folder{offered(folder)}")
     return [read_run(path) for path in sorted(_run_folders(folder))]
+
+
+def check_run(folder: Path, typed: str) -> None:
+    """Raise ConfigError, which begins with what was `typed`, unless the folder is a run's. It offers one that is."""
+    if not folder.is_dir():
+        raise ConfigError(f"{typed}: there is no such folder{offered(folder)}")
+    if not RunDir(folder).config.is_file():
+        raise ConfigError(f"{typed}: holds no run of grpocli, there is no config.yaml in it{offered(folder)}")
+
+
+def offered(folder: Path) -> str:
+    """The run around a folder that is none, else the newest below it, one of a similar name, or the newest of runs/."""
+    near = (path.parent for at in (folder, folder.parent) for path in at.glob("*/config.yaml"))
+    runs = {*_run_folders(Path("runs")), *near}
+    names = {name: path for path in runs for name in (str(path), path.name)}
+    below = {path for path in runs if path.is_relative_to(folder)}
+    close = [] if below else [names[name] for name in difflib.get_close_matches(str(folder), names, n=1)]
+    if around := [path for path in folder.parents if RunDir(path).config.is_file()] or close:
+        return f'; did you mean "{around[0]}"?'
+    newest = max(below or runs, key=lambda path: path.stat().st_mtime, default=None)
+    return f"; the newest run is {newest}" if newest else "; give the folder of a run"
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:

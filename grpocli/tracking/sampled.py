@@ -12,6 +12,7 @@ from typing import Any
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 from grpocli.tracking.rollouts import read_rollouts
+from grpocli.tracking.runs import check_run
 
 NAME = re.compile(r"step_(\d+)\.parquet")
 STEPS = re.compile(r"(\d*)(:?)(\d*)")
@@ -80,11 +81,9 @@ def steps_of(run: Path, wanted: str = ":") -> list[Path]:
     first, colon, last = found.groups()
     low = int(first or 0)
     high = int(last) if last else (None if colon else low)
-    if not run.is_dir():
-        beside = [path.name for path in run.parent.iterdir()] if run.parent.is_dir() else []
-        raise ConfigError(f"{run}: there is no such folder{nearest(run.name, beside)}; give the folder of a run")
     if not (run / "rollouts").is_dir():
-        raise ConfigError(f"{run}: there is no folder `rollouts` in it; give the folder of a run")
+        check_run(run, f"RUN {run}")
+        raise ConfigError(f"RUN {run}: the run has sampled nothing yet, there is no folder `rollouts` in it")
     files = {int(m[1]): path for path in (run / "rollouts").iterdir() if (m := NAME.fullmatch(path.name))}
     chosen = [files[step] for step in sorted(files) if low <= step and (high is None or step <= high)]
     if not chosen:

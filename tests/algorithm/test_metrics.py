@@ -24,6 +24,16 @@ def test_metrics_of_the_gap_between_sampler_and_trainer() -> None:
     assert metrics["approx_entropy"].item() == pytest.approx(entropy)
 
 
+def test_without_the_samplers_log_probs_there_is_no_gap_to_measure() -> None:
+    now, old, mask = torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), torch.ones(1, 1)
+    loss = functools.partial(built("algorithm=dapo").loss, now, old, torch.ones(1), mask)
+    (one, metrics), (other, measured) = loss(), loss(rollout_logp=old)
+    assert one == other
+    gap = {"token_mult_prob_error", "sampling_importance_ratio"}
+    assert measured.keys() - metrics.keys() == gap | {"gen_kl_error", "policy_kl_error", "js_divergence_error"}
+    assert metrics["approx_entropy"] == measured["approx_entropy"]
+
+
 def test_divergences_of_sampler_and_trainer() -> None:
     """As NeMo RL's loss computes them (kl_type k3, no clamps), p the trainer's and q the sampler's probability."""
     p, q = [0.4, 0.25, 0.9], [0.8, 0.1, 0.01]

@@ -65,6 +65,7 @@ ROWS = torch.zeros(4, 3)
 @pytest.mark.parametrize(
     ("rewards", "weights", "sentence"),
     [
+        (torch.zeros(2, 2), None, r"rewards is a Tensor; give a dict \{name: tensor \[P, G\]\}"),
         ({}, None, "needs at least one reward"),
         ({"r": [[0.0, 1.0]]}, None, "reward 'r' is a list; give a tensor"),
         ({"r": torch.zeros(2)}, None, r"reward 'r' has the shape \[2\]; give \[P, G\]"),

@@ -81,7 +81,7 @@ def test_the_final_model_and_several_tasks(grpocli, run: Path, tmp_path: Path) -
         (["--samples", "-1"], "--samples -1: must be 0 or more"),
         (["--no-greedy", "--samples", "0"], "leaves nothing to sample"),
         (["--checkpoints", "all"], "give --run RUN"),
-        (["--run", "nowhere"], "resume=nowhere: holds no run of grpocli"),
+        (["--run", "nowhere"], "--run nowhere: there is no such folder; "),
         (["hardware.processes=2"], "hardware.processes=2: an evaluation is one process"),
         (["model.path=nowhere"], "nowhere"),
         (["task=gsm9k"], "did you mean"),

@@ -89,7 +89,7 @@ def test_neither_does_a_resume_of_a_run_that_is_alive(grpocli, run: RunDir, unto
     with run.locked():
         code, _, err = grpocli("train", f"resume={run.path}", "train.steps=4", "engine=transformers")
     assert code == 2
-    assert "another process is running in it" in err
+    assert f"resume={run.path}: another process is running in it" in err
 
 
 @pytest.mark.parametrize("argv", [["--cfg", "job"], ["--cfg", "hydra"], ["--cfg", "all"]])

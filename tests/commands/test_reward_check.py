@@ -26,7 +26,7 @@ def test_rewards_that_agree(grpocli) -> None:
             "two",
             [],
             1,
-            "jsonl train number: row 2 of {path}: its own answer 'two' fails: there is no number in the answer 'two'",
+            "number: fails on 3 answers, first of row 2 of {path}: there is no number in the answer 'two'\n",
         ),
         ("two", ["--threshold", "0.6"], 0, "66.67%"),
         ("7", [], 0, "100.00%"),
@@ -95,7 +95,8 @@ def test_both_splits_are_read_by_default_and_a_bad_reference_to_train_on_is_foun
     task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"task.eval_path={tmp_path}/e.jsonl", "reward=[number]"]
     code, out, _ = grpocli("reward-check", *task)
     assert code == 1
-    assert f"jsonl train number: row 2 of {tmp_path}/d.jsonl: its own answer 'two' fails" in out
+    assert f"jsonl train number: fails on 3 answers, first of row 2 of {tmp_path}/d.jsonl: there is no number" in out
+    assert out.count("there is no number") == 1, "a line for a failure, not for each answer"
     assert [line.split()[:3] for line in out.splitlines() if "3/3" in line] == [["jsonl", "eval", "number"]] * 2
 
 

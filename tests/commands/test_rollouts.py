@@ -122,6 +122,10 @@ def test_what_is_exported(grpocli, run: Path, tmp_path: Path) -> None:
         (["--where", "nonsense=1"], ", right, "),
         (["--where", "right=one"], "'one' is no number"),
         (["--where", "right"], "write COLUMN<VALUE"),
+        (["--status", "filtered"], "there is no option --status; write --where status=filtered"),
+        (["--right=1"], "there is no option --right; write --where right=1"),
+        (["--steps", "2"], 'there is no option --steps; did you mean "--step"?'),
+        (["another"], "another: give the folder of one run"),
         (["--n", "-1"], "--n -1: must be 0 (all) or more"),
         (["--export", "out.csv"], "must end in .jsonl or .parquet"),
         (["--export", "/nowhere/out.jsonl"], "--export /nowhere/out.jsonl: there is no folder /nowhere"),
@@ -135,9 +139,14 @@ def test_what_cannot_be_shown_is_one_sentence(grpocli, run: Path, options: list[
 
 def test_a_folder_that_is_no_run_and_filters_that_nothing_fits(grpocli, run: Path, tmp_path: Path) -> None:
     code, _, err = grpocli("rollouts", str(tmp_path / "rollouts"))
-    assert (code, "there is no folder `rollouts` in it" in err) == (2, True)
-    code, _, err = grpocli("rollouts", str(run.parent / f"{run.name}s"))
-    assert (code, f'there is no such folder; did you mean "{run.name}"?; give the folder of a run' in err) == (2, True)
+    assert (code, "holds no run of grpocli, there is no config.yaml in it" in err) == (2, True)
+    (run / "config.yaml").touch()
+    code, _, err = grpocli("rollouts", f"{run}s")
+    assert (code, f'RUN {run}s: there is no such folder; did you mean "{run}"?\n' in err) == (2, True)
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.yaml").touch()
+    code, _, err = grpocli("rollouts", str(tmp_path / "begun"))
+    assert (code, "the run has sampled nothing yet" in err) == (2, True)
     for condition in ("right>1", "columns.nowhere>1"):
         code, _, err = grpocli("rollouts", str(run), "--where", condition)
         assert (code, err) == (1, "nothing fits\n")

@@ -101,9 +101,19 @@ BAD = [
     ("task=jsonl", "task.path has no value: give task.path=..."),
     ("model=hf", "model.path has no value: give model.path=..."),
     ("reward=[python]", "reward.python.function has no value"),
-    ("reward=[math,", "write KEY=VALUE or GROUP=[A,B] without spaces"),
+    ("reward=[math,", "write KEY=VALUE or GROUP=[A,B], with every bracket"),
+    ("train.steps = 5", "train.steps = 5: write train.steps=5, without a space before ="),
+    ("train.steps =5", "train.steps =5: write train.steps=5, without a space before ="),
+    (
+        "train.steps= 5",
+        "override 5: a space ends an override; where this is part of the one before, write train.steps=5",
+    ),
+    ("reward=[exact_match, number]", "a space ends an override, write 'reward=[exact_match, number]'"),
+    ("task=jsonl task.path=my other sums.jsonl seed=1", "write 'task.path=my other sums.jsonl'"),
+    ("task=jsonl task.prompt_template=Q: {a}", "write 'task.prompt_template=\"Q: {a}\"'"),
+    ("task.prompt_template={a}", "needs quotes inside the shell's: 'task.prompt_template=\"{a}\"'"),
     ("seed=[", "write KEY=VALUE"),
-    ("resume=/nonexistent", "resume=/nonexistent: holds no run of grpocli"),
+    ("resume=/nonexistent", "resume=/nonexistent: there is no such folder; "),
 ]
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
-from grpocli.config.compose import build, build_run, compose, register_parts, save
+from grpocli.config.compose import build, build_algorithm, build_run, compose, register_parts, save
 from grpocli.config.overrides import rewritten
 from grpocli.config.parts import stored
 from grpocli.config.resume import Resume
@@ -304,3 +307,14 @@ def test_a_sweep_over_parts_and_print(
     code, out, _ = grpocli("explain", "algorithm/advantage=mine.py:Rank", "vs", "algorithm=grpo")
     assert code == 0
     assert "mine.py:Rank" in out
+
+
+def test_the_documented_class_works_as_it_stands(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "command_line.md"
+    block = re.search(r"    # mine\.py\n((?:    .*\n|\n)+)", page.read_text())
+    assert block
+    (tmp_path / "mine.py").write_text(textwrap.dedent(block[1]))
+    overrides = [f"algorithm/advantage={tmp_path}/mine.py:Rank", "algorithm.advantage.scale=2", "algorithm/keep=all"]
+    rank = build_algorithm(*overrides).advantage
+    given = torch.tensor([[0.5, 0.1, 2.0, 1.0], [0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    assert rank(given).tolist() == [[-1, -3, 3, 1], [-2, 2, 2, -2], [0, 0, 0, 0]]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.tasks.loading import load_table, looks_local
+from grpocli.tasks.rows import load_streamed
 
 
 def test_json_values_stay_as_they_were_written(tmp_path: Path) -> None:
@@ -68,6 +73,27 @@ def test_what_cannot_be_read_is_one_sentence(name: str, text: str, sentence: str
         load_table(str(tmp_path / name), None, "train", "task.eval_path")
     assert str(error.value).startswith("task.eval_path=")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_columns_that_are_not_separated_by_commas(tmp_path: Path, separator: str, cache_folder: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text(f"prompt{separator}answer\n1, or 2{separator}3\n")
+    problem = f"columns are separated by {separator!r}, and have to be by commas; convert it with python -c "
+    with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
+        load_table(str(file), None, "train")
+    subprocess.run([sys.executable, *shlex.split(str(caught.value).partition("python ")[2])], cwd=tmp_path, check=True)
+    assert list(load_table(str(tmp_path / "commas.csv"), None, "train").rows) == [{"prompt": "1, or 2", "answer": 3}]
+    file.write_text('"one; column"\n1\n')
+    assert load_table(str(file), None, "train").columns == ["one; column"]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json"])
+def test_utf16(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"a": 1}\n', encoding="utf-16")
+    for load in (load_table, load_streamed):
+        with pytest.raises(ConfigError, match="it must be UTF-8, and is UTF-16: save it as UTF-8"):
+            load(str(tmp_path / name), None, "train", "task.path")
 
 
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:

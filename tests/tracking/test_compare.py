@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from grpocli.errors import ConfigError
 from grpocli.tracking.compare import main
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import Session, add_session
+from grpocli.tracking.runs import check_run
 
 
 def run(folder: Path, algorithm: str, seed: int, accuracy: float | None, lr: float = 0.1) -> None:
@@ -117,6 +120,28 @@ def test_nothing_to_compare(tmp_path: Path) -> None:
         main([str(tmp_path)])
     with pytest.raises(ConfigError, match="there is no such folder"):
         main([str(tmp_path / "missing")])
+
+
+def test_a_folder_that_is_no_run_is_answered_with_one_that_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^--run a: there is no such folder; give the folder of a run$"):
+        check_run(Path("a"), "--run a")
+    for age, name in enumerate(["day/late", "day/early", "other/one"]):
+        folder = tmp_path / "runs" / name
+        (folder / "model").mkdir(parents=True)
+        (folder / "config.yaml").touch()
+        (folder / "metrics.jsonl").touch()
+        os.utime(folder, (0, 9 - age))
+    check_run(Path("runs/day/late"), "")
+    for given, said in {
+        "runs/day/lat": 'there is no such folder; did you mean "runs/day/late"?',
+        "late": 'there is no such folder; did you mean "runs/day/late"?',
+        "xyz": "there is no such folder; the newest run is runs/day/late",
+        "runs/other": "holds no run of grpocli, there is no config.yaml in it; the newest run is runs/other/one",
+        "runs/day/early/model": 'there is no config.yaml in it; did you mean "runs/day/early"?',
+    }.items():
+        with pytest.raises(ConfigError, match=f"{re.escape(said)}$"):
+            check_run(Path(given), "")
 
 
 def typed(folder: Path, overrides: list[str], choices: dict[str, str], config: dict[str, Any]) -> None:
