@@ -15,8 +15,8 @@ import pytest
 from grpocli.errors import ConfigError
 from grpocli.tracking.compare import main
 from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.sessions import Session, add_session
 from grpocli.tracking.runs import check_run
+from grpocli.tracking.sessions import Session, add_session
 
 
 def run(folder: Path, algorithm: str, seed: int, accuracy: float | None, lr: float = 0.1) -> None:
