@@ -11,7 +11,7 @@ import pytest
 from isolation import isolated
 
 from grpocli.config.parts import ESCAPED, MARKED, stored
-from grpocli.config.user_code import find, load
+from grpocli.config.user_code import check_exists, load
 from grpocli.errors import ConfigError
 
 PART = """\
@@ -36,7 +36,7 @@ def left_behind(tmp_path: Path) -> Path:
 
 def imported(folder: Path) -> None:
     load(f"{folder}/left_behind.py:LeftBehind", "algorithm/advantage")
-    find("left_behind:LeftBehind", "algorithm/advantage")
+    check_exists("left_behind:LeftBehind", "algorithm/advantage")
     __import__("left_behind")
     assert "left_behind" in stored("algorithm/advantage")
     assert ("algorithm", "text") in MARKED[ESCAPED]
@@ -52,7 +52,7 @@ def test_users_code_is_forgotten(left_behind: Path, tmp_path: Path) -> None:
         assert "left_behind" not in stored("algorithm/advantage")
         assert ("algorithm", "text") not in MARKED[ESCAPED]
         with pytest.raises(ConfigError, match="No module named 'left_behind'"):
-            find("left_behind:LeftBehind", "algorithm/advantage")
+            check_exists("left_behind:LeftBehind", "algorithm/advantage")
 
 
 def test_what_a_command_sets_in_its_process_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from grpocli.models.tiny_parts import make_tokenizer
 from grpocli.rollout.sampler import sample
 from grpocli.training.assemble import _reference
 from grpocli.training.batch import MicroBatch, Row
-from grpocli.training.checkpoint import State, load_optimizer, save, save_model
+from grpocli.training.checkpoint import Contents, State, load_optimizer, save, save_model
 from grpocli.training.optim import AdamW
 from grpocli.training.policy import Policy
 from grpocli.training.reference import BaseReference, Reference
@@ -224,6 +224,10 @@ def base(little_model, tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
+def contents(up: Updater, base: Path) -> Contents:
+    return Contents(up.policy, up.optimizer, AutoTokenizer.from_pretrained(base))
+
+
 def test_a_checkpoint_goes_on_bit_for_bit(world, rows, base: Path, tmp_path: Path) -> None:
     part = HuggingFace(path=str(base), lora=LORA)
     runs = []
@@ -233,7 +237,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(world, rows, base: Path, tmp_path: Pat
         if path == base:
             for _ in range(3):
                 step(up, rows)
-            save(tmp_path / "checkpoint", State(), up.policy, AutoTokenizer.from_pretrained(base), up.optimizer, world)
+            save(tmp_path / "checkpoint", State(), contents(up, base), world)
         else:
             load_optimizer(path, up.policy, up.optimizer)
         up.updates = 3
@@ -249,7 +253,7 @@ def test_a_checkpoint_holds_the_updates_and_loads_with_transformers(world, rows,
     for _ in range(3):
         step(up, rows)
     path = tmp_path / "checkpoint"
-    save(path, State(), up.policy, AutoTokenizer.from_pretrained(base), up.optimizer, world)
+    save(path, State(), contents(up, base), world)
     assert not (path / "model.safetensors").exists()
     assert logp(AutoModelForCausalLM.from_pretrained(path), rows).equal(logp(model, rows))
     saved = load_file(path / "optimizer-00001.safetensors")
