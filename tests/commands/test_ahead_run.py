@@ -132,7 +132,7 @@ def test_an_engine_that_is_gone_while_a_step_trains_ends_the_run_with_a_checkpoi
     run = tmp_path / "run"
     options = [*engine, "engine.lost=4", "engine.gone=true", "rollout.max_staleness=1", "train.steps=9"]
     options += [f"hardware.processes={processes}", "hardware.timeout=60", f"hydra.run.dir={run}"]
-    code, out = finish(start(*RUN, *options), timeout=120)
+    code, out = finish(start(*RUN, *options))
     assert code == 3, out
     assert "the engine stays away" in out
     assert "Traceback" not in out
