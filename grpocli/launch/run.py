@@ -158,6 +158,12 @@ def _settled(config: DictConfig, run: Run, devices: Devices) -> Run:
     return replace(run, eval=replace(run.eval, problems=config.eval.problems))
 
 
+def shared_folder(run: Run, run_dir: RunDir, nodes: int, transport: str) -> str | None:
+    """Where the servers of other machines read what is sent as files; None where nothing is."""
+    by_files = transport == "shm" or run.model.lora.rank > 0  # adapters are files, whatever carries weights
+    return str(weights_of(run_dir.path)) if nodes and by_files else None
+
+
 def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool, devices: Devices, node: Node | None = None) -> Job:
     """Everything before a model is in memory: checks, data, the model's files. Raises ConfigError."""
     from grpocli.training.checkpoint import resume_point
@@ -173,7 +179,6 @@ def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool, devices: Devi
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
     nodes = getattr(run.hardware, "rollout_nodes", 0)
     transport = run.sync.choose(placement(run.hardware.device, run.engine, devices.shared, nodes))
-    shared_folder = str(weights_of(run_dir.path)) if nodes and transport == "shm" else None
     engine = EngineJob(
         model_path=model_path,
         dtype=choose_dtype(run.model.dtype, run.model, model_path, run.hardware.device),
@@ -181,7 +186,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool, devices: Devi
         run_dir=run_dir.path,
         seed=run.seed,
         transport=transport,
-        sync_folder=run.sync.folder or shared_folder,
+        sync_folder=run.sync.folder or shared_folder(run, run_dir, nodes, transport),
         lora_rank=run.model.lora.rank,
         revision=getattr(run.model, "revision", None),
         trust_remote_code=getattr(run.model, "trust_remote_code", False),

@@ -40,6 +40,8 @@ class World:
             cpu=cpu,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=self.timeout)],
         )
+        # it plans anew for each length of a row, which takes it about a second, and packed rows have ever new lengths
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.rank: int = self.accelerator.process_index
         self.size: int = self.accelerator.num_processes
         self.device: torch.device = self.accelerator.device

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
 import os
 import subprocess
@@ -21,7 +23,7 @@ from grpocli.rollout.sync import Placement
 from grpocli.rollout.vllm import transport_gpu, transport_shm
 from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.options import Vllm
-from grpocli.rollout.vllm.probe import TOLERANCE, WORST, compare, sequence
+from grpocli.rollout.vllm.probe import TOLERANCE, WORST, compare, sequence, tolerance
 from grpocli.rollout.vllm.sync import OneAtATime, WeightSync
 from grpocli.rollout.vllm.transport import Weights
 from grpocli.rollout.vllm.transport_ipc import ARGUMENTS, decode_handles, encode_handles
@@ -447,6 +449,9 @@ def test_no_room_is_known_before_any_update_begins(tmp_path: Path, monkeypatch: 
 def test_every_dtype_of_a_job_has_a_tolerance() -> None:
     assert set(TOLERANCE) >= {"float32", "bfloat16"}
     assert TOLERANCE["float32"] * WORST == pytest.approx(1e-3)
+    assert tolerance("float32", gpu=False) == TOLERANCE["float32"]
+    assert tolerance("float32", gpu=True) > 10 * 1e-3  # vLLM's attention multiplies in TF32 there
+    assert tolerance("bfloat16", gpu=True) == TOLERANCE["bfloat16"]
 
 
 # Sharded policies
@@ -588,6 +593,35 @@ def test_a_transfer_goes_on_to_its_end_after_a_failure(tmp_path: Path) -> None:
     assert server.calls == ["start_update"]
     with pytest.raises(EngineError, match="start_update failed"):
         client.check()
+
+
+def test_a_broadcast_that_failed_is_aborted_once(tmp_path: Path) -> None:
+    """Its kernel would wait on the GPU for ever, and with it whoever frees memory there."""
+    done: list[str] = []
+
+    def fails() -> None:
+        done.append("send")
+        raise RuntimeError("NCCL error")
+
+    server: Any = Server(tmp_path)
+    server.prepared = True
+    transport = transport_gpu.NcclTransport(Weights(context().policy, torch.bfloat16), 64)
+    transport._engine = SimpleNamespace(send_weights=fails, shutdown=lambda: done.append("shutdown"))
+    with pytest.raises(EngineError, match="NCCL error"):
+        transport.send([server], iter(()), 1)
+    transport.close()
+    assert done == ["send", "shutdown"]
+
+
+def test_vllm_takes_what_we_tell_it_of_packing() -> None:
+    pytest.importorskip("vllm")
+    from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+
+    packing = transport_gpu.packing(1 << 27)
+    assert packing["packed_num_buffers"] == 1
+    fields = {field.name for field in dataclasses.fields(NCCLWeightTransferInitInfo)}
+    assert packing.keys() <= fields & inspect.signature(NCCLTrainerWeightTransferEngine).parameters.keys()
 
 
 def test_a_transfer_that_hangs_has_a_deadline() -> None:

