@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 FLOAT32 = 4
 LIBRARIES = {"cpu": 0.6 * GIB, "cuda": 1.5 * GIB}
 """Of a process before any model: on a CPU as measured by bench/memory.py, on a GPU CUDA's context, cuBLAS and NCCL."""
-VLLM = {"cpu": 1.5 * GIB, "cuda": 2 * GIB}
+VLLM = {"cpu": 1.5 * GIB, "cuda": 4 * GIB}
 """What a vLLM server has beside weights and cache: libraries, activations of a batch, captured graphs."""
 SAMPLED = 30
 """Bytes for each logit of a row that is sampled from: float32 and float64 copies in `grpocli.rollout.sampler`."""
@@ -119,7 +119,7 @@ def trainer_items(needs: Needs) -> list[Item]:
 
 def _state(needs: Needs) -> list[Item]:
     """What outlives a micro-batch."""
-    shape, run, n = needs.shape, needs.run, needs.place.trainers
+    shape, run = needs.shape, needs.run
     weights = FLOAT32 * shape.parameters / needs.shards
     gradients = FLOAT32 * shape.trained / needs.optimizer_shards
     moments = 2 * FLOAT32 * shape.trained / needs.optimizer_shards
@@ -128,9 +128,6 @@ def _state(needs: Needs) -> list[Item]:
         _gradients(needs, gradients),
         Item("optimizer", moments, moments, f"AdamW's two moments, float32{_shared(needs.optimizer_shards)}"),
     ]
-    if run.hardware.parallel == "ddp" and n > 1:
-        buckets = FLOAT32 * shape.trained
-        items.append(Item("gradient buckets", buckets, buckets, "DistributedDataParallel's, to sum gradients"))
     if run.algorithm.needs_reference and (not run.model.lora.rank or run.algorithm.kl.sync_every):
         reference = FLOAT32 * (shape.parameters - shape.adapter) / needs.shards
         items.append(Item("reference model", reference, reference, f"float32{_shared(needs.shards)}"))
@@ -139,6 +136,8 @@ def _state(needs: Needs) -> list[Item]:
 
 def _gradients(needs: Needs, whole: float) -> Item:
     """Of one micro-batch they come as its activations go, so that only the larger of the two counts."""
+    if needs.run.hardware.parallel == "ddp" and needs.place.trainers > 1:
+        return Item("gradients", whole, whole, "float32, in DistributedDataParallel's buckets")
     if needs.micro_batches > 1:
         return Item("gradients", whole, 0, f"float32{_shared(needs.optimizer_shards)}")
     beyond = max(0.0, whole - needs.traced.total)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grpocli.budget.memory import Needs, sampled_rows, sequence_bytes
-from grpocli.budget.place import FLOAT32_SLOWER
+from grpocli.budget.place import FLOAT32_SLOWER, GIB
 
 if TYPE_CHECKING:
     from grpocli.budget.memory import Device
+    from grpocli.budget.place import Place
 
 EFFICIENCY = 0.4
 """Share of the devices' peak that matrix products of training reach."""
@@ -18,8 +19,8 @@ READING = 0.6
 """Share of the memory's bandwidth that decoding reaches."""
 LINK = 25e9
 """Bytes a second from trainer to server: a fast network's; within a machine it is more."""
-RUNNING = 256
-"""Completions that a vLLM server runs at once unless engine.vllm_args.max_num_seqs says otherwise."""
+LARGE = 70 * GIB
+"""A GPU of this memory is large for vLLM, which then runs more completions at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def work(needs: Needs, devices: list[Device]) -> Work:
     once = generation if needs.packed else rows * of_row
     forward, backward = _passes(needs)
     head = run.train.epochs * 2 * shape.head * rows * completion  # a backward computes the logits again
-    speed = place.tflops * 1e12 * EFFICIENCY / (FLOAT32_SLOWER if needs.dtype_bytes == 4 else 1)
+    speed = place.tflops * 1e12 * EFFICIENCY / (FLOAT32_SLOWER[place.kind] if needs.dtype_bytes == 4 else 1)
     computers = place.trainers if place.gpu else 1
     generators = (place.servers * place.tensor_parallel or computers) if place.gpu else 1
     sent = 0.0 if _in_process(needs) else needs.dtype_bytes * (shape.adapter or shape.parameters)
@@ -110,10 +111,17 @@ def decoding_bytes(needs: Needs, devices: list[Device]) -> float:
 def _running(needs: Needs, devices: list[Device]) -> int:
     if _in_process(needs) and hasattr(needs.engine, "max_rows"):
         return sampled_rows(needs)
-    limit = getattr(needs.engine, "vllm_args", {}).get("max_num_seqs", RUNNING)
+    limit = getattr(needs.engine, "vllm_args", {}).get("max_num_seqs") or _at_once(needs.place)
     caches = [item for device in devices for item in device.items if item.name == "vLLM: KV cache"]
     room = caches[0].generation * needs.place.tensor_parallel / sequence_bytes(needs) if caches else limit
     return int(min(limit, max(1, room)))
+
+
+def _at_once(place: Place) -> int:
+    """Completions that vLLM 0.32's server runs at once by itself (its `engine/arg_utils.py`)."""
+    if not place.gpu:
+        return 128
+    return 1024 if place.memory >= LARGE else 256
 
 
 def _length(needs: Needs) -> int:

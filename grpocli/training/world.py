@@ -32,13 +32,17 @@ class World:
 
     def __init__(self, hardware: Hardware, board: Board | None = None) -> None:
         from accelerate import Accelerator
-        from accelerate.utils import InitProcessGroupKwargs
+        from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
         cpu = hardware.device == "cpu" or not torch.cuda.is_available()
         self.timeout = timedelta(seconds=hardware.timeout)
         self.accelerator: Accelerator = Accelerator(
             cpu=cpu,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=self.timeout)],
+            kwargs_handlers=[
+                InitProcessGroupKwargs(timeout=self.timeout),
+                # gradients are kept once, in ddp's buckets; no buffer of a model differs between processes
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            ],
         )
         # it plans anew for each length of a row, which takes it about a second, and packed rows have ever new lengths
         torch.backends.cuda.enable_cudnn_sdp(False)
