@@ -188,6 +188,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool, devices: Devi
         transport=transport,
         sync_folder=run.sync.folder or shared_folder(run, run_dir, nodes, transport),
         lora_rank=run.model.lora.rank,
+        quantized=getattr(run.engine, "quantization", None) is not None,
         revision=getattr(run.model, "revision", None),
         trust_remote_code=getattr(run.model, "trust_remote_code", False),
         most=max(run.rollout.group_size, run.eval.samples),

@@ -43,7 +43,8 @@ class EngineJob:
     run_dir: where logs and addresses go.
     transport: how weights get to a server, "shm", "nccl" or "ipc". sync_folder: where shm leaves them
         (null: a new folder).
-    lora_rank: 0 where all weights are trained. revision, trust_remote_code: as for the trainer's model.
+    lora_rank: 0 where all weights are trained. quantized: the engine rounds weights (engine.quantization).
+    revision, trust_remote_code: as for the trainer's model.
     gpus: of this machine's servers, as CUDA_VISIBLE_DEVICES names them; empty on a CPU.
     nodes: machines that serve, where those are not this one; 0: this one does.
     progress: called during the launch; it is not part of the saved job.
@@ -57,6 +58,7 @@ class EngineJob:
     transport: str = "shm"
     sync_folder: str | None = None
     lora_rank: int = 0
+    quantized: bool = False
     revision: str | None = None
     trust_remote_code: bool = False
     most: int = 1

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.processes import command
 from grpocli.rollout import sync as choices
+from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync import Placement
 from grpocli.rollout.vllm import transport_gpu, transport_shm
 from grpocli.rollout.vllm.endpoint import Endpoint
@@ -257,7 +258,7 @@ def context(world: Any = ALONE, *, transport: str = "shm", in_flight: bool = Fal
         weights=lambda: iter(WEIGHTS.items()),
         score=lambda ids: [-1.0] * 31,
     )
-    job = SimpleNamespace(dtype="float32", transport=transport)
+    job = SimpleNamespace(dtype="float32", transport=transport, quantized=False)
     sync = choices.Shm(**options)
     return SimpleNamespace(job=job, policy=policy, world=world, sync=sync, in_flight=in_flight)
 
@@ -446,12 +447,17 @@ def test_no_room_is_known_before_any_update_begins(tmp_path: Path, monkeypatch: 
     assert [path for folder in folders for path in folder.iterdir()] == []
 
 
-def test_every_dtype_of_a_job_has_a_tolerance() -> None:
+def test_every_dtype_of_a_job_has_a_tolerance(tmp_path: Path) -> None:
     assert set(TOLERANCE) >= {"float32", "bfloat16"}
     assert TOLERANCE["float32"] * WORST == pytest.approx(1e-3)
-    assert tolerance("float32", gpu=False) == TOLERANCE["float32"]
-    assert tolerance("float32", gpu=True) > 10 * 1e-3  # vLLM's attention multiplies in TF32 there
-    assert tolerance("bfloat16", gpu=True) == TOLERANCE["bfloat16"]
+
+    def job(dtype: str, **options: Any) -> EngineJob:
+        return EngineJob("model", dtype, 40, tmp_path, seed=0, **options)
+
+    assert tolerance(job("float32"), gpu=False) == TOLERANCE["float32"]
+    assert tolerance(job("float32"), gpu=True) > 10 * 1e-3  # vLLM's attention multiplies in TF32 there
+    assert tolerance(job("bfloat16"), gpu=True) == TOLERANCE["bfloat16"]
+    assert tolerance(job("bfloat16", quantized=True), gpu=True) > TOLERANCE["bfloat16"]
 
 
 # Sharded policies

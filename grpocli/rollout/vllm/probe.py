@@ -14,7 +14,7 @@ from grpocli.rollout.vllm.protocol import PROBE_TOKENS
 from grpocli.rollout.vllm.transport import each
 
 if TYPE_CHECKING:
-    from grpocli.rollout.engine import EngineContext
+    from grpocli.rollout.engine import EngineContext, EngineJob
     from grpocli.rollout.vllm.protocol import Server
 
 TOLERANCE = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.25}
@@ -26,12 +26,16 @@ in bfloat16 the check sees wrong and missing tensors that move log-probs by more
 """
 ON_GPU = {"float32": 2e-2}
 """On a GPU: vLLM's attention in float32 multiplies in TF32, to about 1e-3. Not measured yet."""
+QUANTIZED = 0.5
+"""Where the server rounds weights to 8 bits or fewer (engine.quantization). Not measured yet."""
 WORST = 10
 
 
-def tolerance(dtype: str, gpu: bool) -> float:
+def tolerance(job: EngineJob, gpu: bool) -> float:
     """Nats by which the probe's log-probs may differ on average where `sync.tolerance` is null."""
-    return ON_GPU.get(dtype, TOLERANCE[dtype]) if gpu else TOLERANCE[dtype]
+    if job.quantized:
+        return QUANTIZED
+    return ON_GPU.get(job.dtype, TOLERANCE[job.dtype]) if gpu else TOLERANCE[job.dtype]
 
 
 class Probe:
@@ -43,7 +47,7 @@ class Probe:
     def __init__(self, context: EngineContext) -> None:
         self.policy, sync = context.policy, context.sync
         self.token_ids = sequence(int(self.policy.model.config.get_text_config().vocab_size))
-        usual = tolerance(context.job.dtype, gpu=torch.cuda.is_available())
+        usual = tolerance(context.job, gpu=torch.cuda.is_available())
         self.tolerance = usual if sync.tolerance is None else sync.tolerance
         self._every, self._since = sync.verify_every, 0
 
@@ -87,8 +91,8 @@ def compare(server: Sequence[float], trainer: Sequence[float], tolerance: float,
         f"trainer; the largest difference is at token {worst + 1}, {server[worst]:.5f} against "
         f"{trainer[worst]:.5f}: {gaps[worst]:.5f}, on average {_mean(gaps):.5f} (sync.tolerance is "
         f"{tolerance:g} on average, {WORST * tolerance:g} for one). Likely causes: the server serves another model "
-        "or dtype; vLLM's loader skipped, renamed or kept a packed copy of a parameter; another run syncs to the "
-        "same server"
+        "or dtype, or quantizes it without engine.quantization; vLLM's loader skipped, renamed or kept a packed copy "
+        "of a parameter; another run syncs to the same server"
     )
 
 
