@@ -471,7 +471,7 @@ def test_sharded_weights_are_gathered_in_lockstep(tmp_path: Path) -> None:
     done = subprocess.run(
         [*launcher[: launcher.index("--module")], str(script), str(tmp_path)],
         env=env,
-        timeout=120,
+        timeout=300,
         capture_output=True,
         text=True,
         check=False,

@@ -22,7 +22,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_LOG_LEVEL": "ERROR"}
     process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == 0, output
