@@ -92,7 +92,10 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: Job, view: View)
         return Recorder(run_dir, view, None, None)
     log = MetricsLog(run_dir.metrics)
     done = load_state(job.checkpoint).step if job.checkpoint else 0
-    log.truncate_after(done)
+    if missing := log.truncate_after(done):
+        warning = f"{run_dir.metrics} has nothing of {missing} of the {done} steps done: what it held is lost"
+        logger.warning(warning)
+        view.warn(warning)
     run_dir.forget_rollouts_after(done)
     view.resumed(done)
     config = OmegaConf.to_container(OmegaConf.load(run_dir.config))
