@@ -94,12 +94,16 @@ def _ending(run_dir: RunDir, ours: bool) -> Iterator[None]:
         yield
     except (ConfigError, KeyboardInterrupt) as error:
         if ours:
-            run_dir.forget()
+            with suppress(OSError):
+                run_dir.forget()
         if isinstance(error, KeyboardInterrupt) and run_dir.config.exists():
             raise KeyboardInterrupt(f"interrupted; resume={run_dir.path} goes on from the last checkpoint") from error
         raise
     except Stopped:
-        again_file(run_dir.path).touch()
+        try:
+            again_file(run_dir.path).touch()
+        except OSError as error:
+            raise run_dir.trouble(error) from error
         raise
     except GrpoError:
         raise

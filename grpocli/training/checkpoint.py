@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.models.lora import adapter_tensors, is_adapted, save_adapter
 from grpocli.progress import Progress, unreported
-from grpocli.tracking.files import atomic_folder
+from grpocli.tracking.files import atomic_folder, full_disk_as_oserror
 from grpocli.training import carry, checksums, optimizer_state, shards
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def save_model(
 @contextmanager
 def _folder(path: Path, world: World) -> Iterator[Path]:
     """An `atomic_folder` that all processes write to; it is renamed when all are through."""
-    with atomic_folder(path, replace=True) if world.is_main else nullcontext() as made:
+    with atomic_folder(path, replace=True) if world.is_main else full_disk_as_oserror(path) as made:
         yield Path(world.broadcast_object(str(made)))
         world.barrier()
 

@@ -25,9 +25,10 @@ TRAINS = ["eval.problems=0", "reward=[format]", "reward.format.pattern='.*[02468
 def undisturbed(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps; the checkpoints of the last two are there."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPOCLI_CACHE", str(shared_cache))
-        main(["train", *SMALL, *TRAINS, "checkpoint.every=1", f"hydra.run.dir={run}"])
+        with pytest.raises(SystemExit) as ended:
+            main(["train", *SMALL, *TRAINS, "checkpoint.every=1", f"hydra.run.dir={run}"])
     assert not ended.value.code
     assert all(row["grad_norm"] > 0 for row in metrics(run))
     return run

@@ -13,7 +13,7 @@ import yaml
 from grpocli.tracking.card import model_card
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import Session, add_session
-from grpocli.tracking.summary import finished, write_summary
+from grpocli.tracking.summary import finished, summary_of, write_summary
 
 CONFIG = """\
 algorithm:
@@ -48,7 +48,9 @@ def summary(run: RunDir, **changes: Any) -> dict[str, Any]:
         "metrics": {"reward": 0.7, "kl": math.nan},
         "cause": "done",
     }
-    return write_summary(run.summary, **(values | changes))
+    made = summary_of(**(values | changes))
+    write_summary(run.summary, made)
+    return made
 
 
 def test_summary(run: RunDir) -> None:
