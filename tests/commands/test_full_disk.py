@@ -1,14 +1,17 @@
-"""A disk that fills up, or a folder that loses its permission, at any time: one sentence, and the summary says it too."""
+"""A disk that fills up, or a folder that loses its permission, at any time: one sentence, and the summary."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands.running import SMALL
+from commands.running import SMALL, metrics
 from commands.test_failures import failed
 
 REWARD = """
@@ -74,3 +77,21 @@ def test_a_disk_that_fills_up(step: int, room: int, every: int, grpocli, tmp_pat
     (disk / "filler").unlink()
     assert grpocli("train", f"resume={run}")[0] == 0
     assert json.loads((run / "summary.json").read_text())["exit"] == "done"
+
+
+def test_a_folder_that_loses_its_permission(tmp_path: Path) -> None:
+    """Root may write anywhere, but without that capability it is a user like any other."""
+    run = tmp_path / "run"
+    argv = [sys.executable, "-m", "grpocli", *options(tmp_path, run, 2, f"os.chmod({str(run)!r}, 0o555)")]
+    if os.geteuid() == 0:
+        if not shutil.which("setpriv"):
+            pytest.skip("needs setpriv to give up root's right to write anywhere")
+        argv = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search", *argv]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
+    run.chmod(0o755)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (said,) = done.stderr.splitlines()
+    assert said.startswith(f"grpocli: error: hydra.run.dir={run}: Permission denied (")
+    assert said.endswith(f"; make it writable, then resume={run}")
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3]
