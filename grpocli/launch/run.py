@@ -157,7 +157,7 @@ def _tell(point: ResumePoint, view: View) -> None:
     """What is not as usual about where the run goes on."""
     for sentence in point.fallback:
         logger.warning("%s; going on from %s", sentence, point.path)
-        view.warn(f"{sentence} and is now called damaged_step_*; going on from {point.path}")
+        view.warn(f"{sentence}; going on from {point.path}")
     if point.path is None:
         view.note("the run ended before its first checkpoint: it begins again")
     elif not point.has_checksums:

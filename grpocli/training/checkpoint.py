@@ -260,14 +260,16 @@ class ResumePoint:
     @property
     def fallback(self) -> list[str]:
         """A sentence for each damaged checkpoint."""
-        return [f"the checkpoint {path.name} was damaged ({problem})" for path, problem in self.damaged.items()]
+        return [
+            f"the checkpoint {path.name} was damaged ({problem}), and is called {_aside(path).name} now"
+            for path, problem in self.damaged.items()
+        ]
 
     def set_aside(self) -> None:
         """Rename damaged checkpoints: no later resume, and no `prune`, takes them for the newest ones."""
         for path in self.damaged:
-            aside = path.with_name(f"damaged_{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
+            shutil.rmtree(_aside(path), ignore_errors=True)
+            path.rename(_aside(path))
 
 
 def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported) -> ResumePoint:
@@ -304,6 +306,10 @@ def _check(path: Path, progress: Progress) -> bool:
     if promised or (path / checksums.INDEX).exists():
         checksums.check(path, progress)
     return promised
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"damaged_{path.name}")
 
 
 def _cause(error: Exception) -> str:
