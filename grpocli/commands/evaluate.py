@@ -99,7 +99,7 @@ def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[Evaluated]:
     view = status_view()
     try:
         out_dir = RunDir(out, "--out")
-        job = prepare(run, out_dir, view, False, devices_of(run.hardware, chosen(run.engine)))
+        job = prepare(run, out_dir, view, devices_of(run.hardware, chosen(run.engine)))
         out_dir.check_writable(resuming=True)
         return _sampled(run, job.engine, models or [(job.engine.model_path, job.engine.model_path)], args, out, view)
     finally:

@@ -171,6 +171,7 @@ class Eval:
 class Run:
     """A whole run. `algorithm` ... `tracker` are config groups; the rest are sections.
 
+    resume_fallback: where a resume finds the newest checkpoint damaged, go on from the newest one that is whole.
     overrides: the command line that composed this config; grpocli fills it in, for `resume=`.
     """
 
@@ -189,6 +190,7 @@ class Run:
     eval: Eval = Eval()
     seed: int = 0
     resume: str | None = None
+    resume_fallback: bool = False
     overrides: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from grpocli.launch.failures import failures, report_failure, verdict
 from grpocli.launch.guard import alive, guarded
 from grpocli.tracking.files import write_atomic
 from grpocli.tracking.metrics import read
-from grpocli.tracking.summary import write_summary
+from grpocli.tracking.summary import summary_of, write_summary
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -104,9 +104,8 @@ def _summarise(run_dir: RunDir, cause: str) -> None:
     rows = read(run_dir.metrics) if run_dir.metrics.exists() else []
     last = rows[-1] if rows else {}
     seconds = sum(row.get("time/step") or 0.0 for row in rows)
-    write_summary(
-        run_dir.summary, steps=last.get("step", 0), seconds=seconds, before={}, after={}, metrics=last, cause=cause
-    )
+    summary = summary_of(steps=last.get("step", 0), seconds=seconds, before={}, after={}, metrics=last, cause=cause)
+    write_summary(run_dir.summary, summary)
 
 
 def command(processes: int, run_dir: Path, node: Node | None = None) -> list[str]:

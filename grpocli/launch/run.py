@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from grpocli.tasks.data import Data
     from grpocli.tasks.task import Example, Task
     from grpocli.tracking.view import View
+    from grpocli.training.checkpoint import ResumePoint
 
 logger = logging.getLogger(__name__)
 
@@ -93,12 +94,16 @@ def _ending(run_dir: RunDir, ours: bool) -> Iterator[None]:
         yield
     except (ConfigError, KeyboardInterrupt) as error:
         if ours:
-            run_dir.forget()
+            with suppress(OSError):
+                run_dir.forget()
         if isinstance(error, KeyboardInterrupt) and run_dir.config.exists():
             raise KeyboardInterrupt(f"interrupted; resume={run_dir.path} goes on from the last checkpoint") from error
         raise
     except Stopped:
-        again_file(run_dir.path).touch()
+        try:
+            again_file(run_dir.path).touch()
+        except OSError as error:
+            raise run_dir.trouble(error) from error
         raise
     except GrpoError:
         raise
@@ -122,12 +127,14 @@ def _locked(
         check_ready(run)  # before anything heavy is imported
         devices = devices_of(run.hardware, chosen(run.engine))
         run = _settled(config, run, devices)
-        job = prepare(run, run_dir, view, resuming, devices, node)
-        changed = _remember(config, run_dir, job, resuming)
+        job = prepare(run, run_dir, view, devices, node)
+        point = _resume_point(run, run_dir, view, resuming)
+        job = replace(job, checkpoint=point.path)
+        changed = _remember(config, run_dir, point, resuming)
         opening = opening_lines(run, job.engine, devices, choices.chosen(run_dir.path, config))
         view.start(run_dir.name, [*opening, *plan_lines(run, devices)], run.train.steps)
-        if resuming and job.checkpoint is None:
-            view.note("the run ended before its first checkpoint: it begins again")
+        if resuming:
+            _tell(point, view)
         for key, (old, new) in changed.items():
             view.note(f"changed {key}: {shown(old)} -> {shown(new)}")
         if any(key.startswith(("reward", "algorithm")) for key in changed):
@@ -137,7 +144,27 @@ def _locked(
         view.stop()
 
 
-def _remember(config: DictConfig, run_dir: RunDir, job: Job, resuming: bool) -> Changes:
+def _resume_point(run: Run, run_dir: RunDir, view: View, resuming: bool) -> ResumePoint:
+    from grpocli.training.checkpoint import ResumePoint, resume_point
+
+    if not resuming:
+        return ResumePoint()
+    view.stage("checking the checkpoint")
+    return resume_point(run_dir.path, run.resume_fallback, view.progress)
+
+
+def _tell(point: ResumePoint, view: View) -> None:
+    """What is not as usual about where the run goes on."""
+    for sentence in point.fallback:
+        logger.warning("%s; going on from %s", sentence, point.path)
+        view.warn(f"{sentence}; going on from {point.path}")
+    if point.path is None:
+        view.note("the run ended before its first checkpoint: it begins again")
+    elif not point.has_checksums:
+        view.note(f"{point.path.name} is of an earlier version, without checksums: damage to it would not be noticed")
+
+
+def _remember(config: DictConfig, run_dir: RunDir, point: ResumePoint, resuming: bool) -> Changes:
     """Write the config and the session. Returns the keys that a resume changes."""
     from grpocli.training.checkpoint import load_state
 
@@ -146,8 +173,9 @@ def _remember(config: DictConfig, run_dir: RunDir, job: Job, resuming: bool) -> 
     was, now = (choices.chosen(run_dir.path, one).get("algorithm") for one in (before, config))  # type: ignore[arg-type]
     if was != now:
         changed = {"algorithm": (was, now)} | changed
-    step = load_state(job.checkpoint).step if job.checkpoint else 0
-    add_session(run_dir, Session.now(step, changed))  # first: changes that are not recorded would be lost
+    step = load_state(point.path).step if point.path else 0
+    add_session(run_dir, Session.now(step, changed, point.fallback))  # first: what is not recorded would be lost
+    point.set_aside()
     write_atomic(run_dir.config, save(config))
     return changed
 
@@ -164,9 +192,8 @@ def shared_folder(run: Run, run_dir: RunDir, nodes: int, transport: str) -> str 
     return str(weights_of(run_dir.path)) if nodes and by_files else None
 
 
-def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool, devices: Devices, node: Node | None = None) -> Job:
+def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node | None = None) -> Job:
     """Everything before a model is in memory: checks, data, the model's files. Raises ConfigError."""
-    from grpocli.training.checkpoint import resume_point
     from grpocli.training.dtype import choose_dtype
 
     _check_device(run)
@@ -195,7 +222,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, resuming: bool, devices: Devi
         gpus=devices.rollout,
         nodes=nodes,
     )
-    return Job(engine, resume_point(run_dir.path) if resuming else None, node.session if node else "")
+    return Job(engine, None, node.session if node else "")
 
 
 def _check_functions(run: Run, name: str, task: Task, example: Example) -> None:

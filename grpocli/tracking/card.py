@@ -75,13 +75,14 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
 
 
 def _session(one: Stretch, first: bool) -> str:
-    """When and with which versions, and what had changed since the steps before."""
+    """When and with which versions, which checkpoints were damaged, and what had changed since the steps before."""
     if one.session is None:
         return "in sessions that were not recorded"
     versions = ", ".join(f"{name} {version}" for name, version in one.session.versions.items())
     changes = {} if first else one.session.changes
     changed = "".join(f"; `{key}` {shown(old)} -> {shown(new)}" for key, (old, new) in changes.items())
-    return f"started {one.session.time} with {versions}{changed}".replace("|", "\\|")
+    found = "".join(f"; {sentence}" for sentence in one.session.fallback)
+    return f"started {one.session.time} with {versions}{found}{changed}".replace("|", "\\|")
 
 
 def _in_turn(last: Any, trained: Sequence[Stretch]) -> str:

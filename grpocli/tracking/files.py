@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FULL = re.compile(r"no space left|os error 28|errno 28|disk quota", re.IGNORECASE)
 ROOM = 1 << 20
 """Bytes free below which a failed write counts as a full disk, whatever the library that failed says."""
 STALE_TRIES = 9
+
+
+class QuietFileHandler(logging.FileHandler):
+    """A log that cannot be written, on a full disk for example, is silent: what fails for it says so."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # of opening the file
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
 
 def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
@@ -56,20 +80,28 @@ def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        yield temporary
+        with full_disk_as_oserror(path):
+            yield temporary
         for file in temporary.rglob("*"):
             if file.is_file():
                 sync_file(file)
         for folder in [*(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
             sync_folder(folder)
         _swap(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    sync_folder(path.parent)
+
+
+@contextmanager
+def full_disk_as_oserror(path: Path) -> Iterator[None]:
+    """Whatever a block that writes `path` raises on a full disk is an OSError."""
+    try:
+        yield
     except Exception as error:
         if not isinstance(error, OSError) and _disk_full(path.parent, error):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
         raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    sync_folder(path.parent)
 
 
 def clear_leftovers(folder: Path) -> None:

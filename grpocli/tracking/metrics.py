@@ -38,14 +38,17 @@ class MetricsLog:
         lines = [line(row["step"], row | dict(more) if row["step"] == step else row) for row in rows]
         write_atomic(self.path, "".join(lines))
 
-    def truncate_after(self, step: int) -> None:
+    def truncate_after(self, step: int) -> int:
         """Forget steps after `step`, and a last line that was torn: what follows will be done again.
 
-        Of a step that is there twice the later line counts: it belongs to the run that went on.
+        Of a step that is there twice the later line counts: it belongs to the run that went on. Returns how many of
+        the steps up to `step` are not there.
         """
-        if self.path.exists():
-            kept = {row.pop("step"): row for row in read(self.path) if row["step"] <= step}
-            write_atomic(self.path, "".join(line(n, kept[n]) for n in sorted(kept)))
+        if not self.path.exists():
+            return step
+        kept = {row.pop("step"): row for row in read(self.path) if row["step"] <= step}
+        write_atomic(self.path, "".join(line(n, kept[n]) for n in sorted(kept)))
+        return len(set(range(1, step + 1)) - kept.keys())
 
 
 def line(step: int, metrics: Mapping[str, Any]) -> str:

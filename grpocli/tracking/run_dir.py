@@ -33,6 +33,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 LEFT_BY_A_START = {
     ".hydra",
     ".lock",
+    ".reserve",
     ".workers",
     "accelerate.json",
     "again",
@@ -208,13 +209,13 @@ class RunDir:
 
     def trouble(self, error: OSError) -> GrpoError:
         """An OSError in the middle of a run, as a sentence."""
-        if not self.config.exists():
-            problem = "the folder was removed or emptied while the run was writing in it; start again in another one"
-            return RunError(f"{self.key}={self.path}: {problem}")
         where = error.filename or self.path
         reason = error.strerror or str(error)
         if error.errno in FULL:
             return RunError(f"no space left on the disk while writing {where}; free some, then resume={self.path}")
         if error.errno in FORBIDDEN and self.path in (Path(where), *Path(where).parents):
             return RunError(f"{self.key}={self.path}: {reason} ({where}); make it writable, then resume={self.path}")
+        if not self.config.exists():
+            problem = "the folder was removed or emptied while the run was writing in it; start again in another one"
+            return RunError(f"{self.key}={self.path}: {problem}")
         return RunError(f"{where}: {reason}; put that right, then resume={self.path}")

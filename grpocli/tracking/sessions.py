@@ -33,18 +33,19 @@ class Session:
     """One start of a run.
 
     step: the steps done before. time: its start (UTC, ISO 8601). versions: of the libraries, by name. changes: from the
-    previous session.
+    previous session. fallback: newer checkpoints that were damaged, in words.
     """
 
     step: int
     time: str
     versions: dict[str, str]
     changes: Changes = field(default_factory=dict)
+    fallback: Sequence[str] = ()
 
     @classmethod
-    def now(cls, step: int, changes: Changes) -> Session:
+    def now(cls, step: int, changes: Changes, fallback: Sequence[str] = ()) -> Session:
         """A session that starts now, in this process."""
-        return cls(step, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), _versions(), dict(changes))
+        return cls(step, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), _versions(), dict(changes), fallback)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +76,20 @@ def read_sessions(run_dir: RunDir) -> list[Session]:
 def stretches(sessions: Sequence[Session], steps: int) -> list[Stretch]:
     """Which session trained each of the steps 1 to `steps` of the final model.
 
-    A session whose steps were all lost (it ended before its first checkpoint) is left out; what it changed counts for
-    the next one.
+    A session whose steps were all lost (it ended before its first checkpoint) is left out; what it changed, and the
+    damaged checkpoints it found, count for the next one.
     """
     found = [] if sessions and sessions[0].step == 0 else [Stretch(1, sessions[0].step if sessions else steps, None)]
     ends = [session.step for session in sessions[1:]] + [steps]
     pending: dict[str, tuple[Any, Any]] = {}
+    fallback: list[str] = []
     for i, session in enumerate(sessions):
         pending = _merged(pending, session.changes)
+        fallback += session.fallback
         last = min(ends[i:])  # a later one may have gone back further
         if last > session.step:
-            found.append(Stretch(session.step + 1, last, replace(session, changes=pending)))
-            pending = {}
+            found.append(Stretch(session.step + 1, last, replace(session, changes=pending, fallback=fallback)))
+            pending, fallback = {}, []
     return [one for one in found if one.last >= one.first]
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from grpocli.tracking.files import write_atomic
 from grpocli.tracking.metrics import finite
+
+RESERVE = ".reserve"
+RESERVE_BYTES = 1 << 14
 
 
 def finished(path: Path) -> int | None:
@@ -20,8 +24,18 @@ def finished(path: Path) -> int | None:
         return None
 
 
-def write_summary(
-    path: Path,
+def reserve(path: Path) -> None:
+    """Take the room that the summary at `path` will need, for a disk that fills up meanwhile."""
+    write_atomic(path.with_name(RESERVE), os.urandom(RESERVE_BYTES))
+
+
+def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
+    """Write a `summary_of` a run, in the room that was reserved for it."""
+    path.with_name(RESERVE).unlink(missing_ok=True)
+    write_atomic(path, json.dumps(finite(summary), indent=2) + "\n")
+
+
+def summary_of(
     *,
     steps: int,
     seconds: float,
@@ -31,13 +45,12 @@ def write_summary(
     cause: str,
     incomparable: str = "",
 ) -> dict[str, Any]:
-    """Write and return it. cause: "done", or why the run ended before it was. incomparable: why the change from
-    `before` to `after` is not given."""
+    """How a run ended. cause: "done", or why the run ended before it was. incomparable: why the change from `before` to
+    `after` is not given."""
     summary: dict[str, Any] = {"steps": steps, "seconds": round(seconds, 1), "exit": cause}
     summary |= {f"{name}_before": value for name, value in before.items()}
     summary |= after
     if incomparable and before and after:
         summary["eval/incomparable"] = incomparable
     summary["last"] = dict(metrics)
-    write_atomic(path, json.dumps(finite(summary), indent=2) + "\n")
     return summary

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.models.lora import adapter_tensors, is_adapted, save_adapter
 from grpocli.progress import Progress, unreported
-from grpocli.tracking.files import atomic_folder
-from grpocli.training import carry, optimizer_state, shards
+from grpocli.tracking.files import atomic_folder, full_disk_as_oserror
+from grpocli.training import carry, checksums, optimizer_state, shards
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +34,12 @@ if TYPE_CHECKING:
 
 STATE = "trainer.json"
 NAME = re.compile(r"step_(\d+)")
+UNREADABLE = (GrpoError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
+"""What is raised where a file holds something else than it should."""
 REFERENCE = "reference"
 WEIGHTS = "model"
+CHECKSUMS = "checksums"
+"""In STATE: there are checksums. Earlier versions wrote none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class State:
 
     step: steps done. draws: prompts drawn. updates: optimizer updates. seconds: time spent. before: the
     evaluation before training. num_tokens: of prompts and completions, in the steps done. unevaluated: the evaluation
-    after `step` was due and has not ended.
+    after `step` was due and has not ended. Raises ValueError where one is out of range.
     """
 
     step: int = 0
@@ -53,6 +58,13 @@ class State:
     before: dict[str, float] | None = None
     num_tokens: int = 0
     unevaluated: bool = False
+
+    def __post_init__(self) -> None:
+        counts = (self.step, self.draws, self.updates, self.num_tokens)
+        fits = all(type(count) is int and count >= 0 for count in counts)
+        fits = fits and isinstance(self.seconds, float | int) and 0 <= self.seconds < math.inf
+        if not (fits and isinstance(self.before, dict | None) and isinstance(self.unevaluated, bool)):
+            raise ValueError(f"{STATE} holds a value that no run has")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +107,9 @@ def save(path: Path, state: State, contents: Contents, world: World, progress: P
             contents.tokenizer.save_pretrained(folder)
             carry.save(contents.carried, folder)
             carry.save_steps(contents.ahead, folder)
-            (folder / STATE).write_text(json.dumps(asdict(state), indent=2))
+            (folder / STATE).write_text(json.dumps(asdict(state) | {CHECKSUMS: checksums.INDEX}, indent=2))
+        progress(0, 0, "checksums")
+        checksums.write(folder, world)
 
 
 def save_model(
@@ -118,7 +132,7 @@ def save_model(
 @contextmanager
 def _folder(path: Path, world: World) -> Iterator[Path]:
     """An `atomic_folder` that all processes write to; it is renamed when all are through."""
-    with atomic_folder(path, replace=True) if world.is_main else nullcontext() as made:
+    with atomic_folder(path, replace=True) if world.is_main else full_disk_as_oserror(path) as made:
         yield Path(world.broadcast_object(str(made)))
         world.barrier()
 
@@ -174,9 +188,16 @@ def _save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None
 
 def load_state(path: Path) -> State:
     """Raises ValueError or TypeError where the file holds something else."""
-    state = State(**json.loads((path / STATE).read_text()))
+    state = State(**{key: value for key, value in _state(path).items() if key != CHECKSUMS})
     if (numbered := NAME.fullmatch(path.name)) and int(numbered[1]) != state.step:
         raise ValueError(f"{STATE} is of step {state.step}")
+    return state
+
+
+def _state(path: Path) -> dict[str, Any]:
+    state = json.loads((path / STATE).read_text())
+    if not isinstance(state, dict):
+        raise ValueError(f"{STATE} holds no state")
     return state
 
 
@@ -187,8 +208,12 @@ def load_optimizer(path: Path, policy: Policy, optimizer: Any) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Whole checkpoints, oldest first."""
-    found = [p for p in folder.glob("step_*") if NAME.fullmatch(p.name) and (p / STATE).is_file()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+    return [path for path in _numbered(folder) if (path / STATE).is_file()]
+
+
+def _numbered(folder: Path) -> list[Path]:
+    found = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def latest(folder: Path) -> Path | None:
@@ -208,27 +233,86 @@ def prune(folder: Path, keep: int) -> None:
 
 @contextmanager
 def restoring(path: Path | None) -> Iterator[None]:
-    """What a damaged checkpoint raises, as a sentence that says how to go on without it."""
+    """What a checkpoint that cannot be read raises, as a sentence that says how to go on without it."""
     try:
         yield
-    except (GrpoError, RuntimeError, ValueError, KeyError, TypeError, EOFError) as error:
+    except UNREADABLE as error:
         if path is None:
             raise
-        cause = (" ".join(str(error).split()) or type(error).__name__)[:200]
         raise ConfigError(
-            f"resume: the checkpoint {path} cannot be read ({cause}); remove that folder to go on from the one before"
+            f"resume: the checkpoint {path} cannot be read ({_cause(error)}); "
+            "remove that folder to go on from the one before"
         ) from error
 
 
-def resume_point(run_dir: Path) -> Path | None:
-    """The checkpoint to go on from; None where the run had not reached its first.
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a run goes on.
 
-    Raises ConfigError if `resume=` does not name a run.
+    path: the checkpoint; None where the run had not reached its first. damaged: newer checkpoints, and what is wrong
+    with each. has_checksums: False for a checkpoint of an earlier version, whose damage nobody would notice.
+    """
+
+    path: Path | None = None
+    damaged: dict[Path, str] = field(default_factory=dict)
+    has_checksums: bool = True
+
+    @property
+    def fallback(self) -> list[str]:
+        """A sentence for each damaged checkpoint."""
+        return [
+            f"the checkpoint {path.name} was damaged ({problem}), and is called {_aside(path).name} now"
+            for path, problem in self.damaged.items()
+        ]
+
+    def set_aside(self) -> None:
+        """Rename damaged checkpoints: no later resume, and no `prune`, takes them for the newest ones."""
+        for path in self.damaged:
+            shutil.rmtree(_aside(path), ignore_errors=True)
+            path.rename(_aside(path))
+
+
+def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported) -> ResumePoint:
+    """The newest checkpoint of a run, every file of it read.
+
+    fallback: where it is damaged, take the newest one that is whole. Raises ConfigError if `resume=` does not name a
+    run, or there is no such checkpoint.
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError.of("resume", run_dir, "holds no run: there is no config.yaml in it")
-    found = latest(run_dir / "checkpoints")
-    with restoring(found):
-        if found:
-            load_state(found)
-    return found
+    damaged: dict[Path, str] = {}
+    found = None
+    for path in reversed(_numbered(run_dir / "checkpoints")):
+        try:
+            found = ResumePoint(path, damaged, _check(path, progress))
+            break
+        except (OSError, *UNREADABLE) as error:
+            damaged[path] = _cause(error)
+    if damaged and not (found and fallback):
+        newest, problem = next(iter(damaged.items()))
+        way = (
+            f"resume_fallback=true goes on from {found.path.name}, the newest one that is whole"
+            if found and found.path
+            else f"no other one is whole: remove {newest.parent} to begin again"
+        )
+        raise ConfigError(f"resume: the checkpoint {newest} is damaged ({problem}); {way}")
+    return found or ResumePoint()
+
+
+def _check(path: Path, progress: Progress) -> bool:
+    """Whether a checkpoint has checksums. Raises OSError or one of UNREADABLE where it is damaged."""
+    load_state(path)
+    promised = CHECKSUMS in _state(path)
+    if promised or (path / checksums.INDEX).exists():
+        checksums.check(path, progress)
+    return promised
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"damaged_{path.name}")
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return f"{Path(error.filename).name} is missing"
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -65,6 +66,12 @@ def write(
     number += waiting
     flush()
     return dict(world.gather_objects(list(files.items())))
+
+
+def writer(name: str, processes: int) -> int:
+    """The process that has written a file; the main one writes what is no file of `write`."""
+    numbered = re.search(r"-(\d{5,})\.safetensors$", name)
+    return (int(numbered[1]) - 1) % processes if numbered else 0
 
 
 def write_index(files: dict[str, str], path: Path) -> None:

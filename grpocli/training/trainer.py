@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,11 +137,15 @@ class Trainer:
         for name in ("loss", "grad_norm"):
             value = self.metrics.get(name, 0.0)
             if not math.isfinite(value):
-                raise RunError(
-                    f"step {self.state.step + 1}: {name} is {value}; lower optim.lr={self.run.optim.lr}, "
-                    "or set optim.max_grad_norm, and go on from the last checkpoint with resume="
-                    f"{self.recorder.run_dir.path}"
-                )
+                raise RunError(f"step {self.state.step + 1}: {name} is {value}; {self._way_out()}")
+
+    def _way_out(self) -> str:
+        """How to go on after a failed update, without the checkpoint of the weights that it began with."""
+        change = f"lower optim.lr={self.run.optim.lr}, or set optim.max_grad_norm"
+        last = checkpoint.latest(self.recorder.run_dir.checkpoints)
+        if last == self._checkpoint_path:
+            return f"{change}, and remove {last}: it holds the weights that this step began with"
+        return f"{change}, and go on from the last checkpoint with resume={self.recorder.run_dir.path}"
 
     def evaluate(self) -> dict[str, float]:
         """Held-out accuracy under the present weights; empty where there are no problems.
@@ -202,11 +207,15 @@ class Trainer:
             tuple(progress.carried),
             progress.ready,
         )
-        path = self.recorder.run_dir.checkpoints / f"step_{self.state.step:06d}"
         report = self.recorder.progress_of("checkpoint")
-        write = partial(checkpoint.save, path, self.state, contents, self.world, report)
+        write = partial(checkpoint.save, self._checkpoint_path, self.state, contents, self.world, report)
         with self.timed("checkpoint"):
             self.saver.start(lambda: self._keep(write))
+
+    @property
+    def _checkpoint_path(self) -> Path:
+        """Of a checkpoint of the present weights."""
+        return self.recorder.run_dir.checkpoints / f"step_{self.state.step:06d}"
 
     def _keep(self, write: Callable[[], None]) -> None:
         """Write a checkpoint, then delete the oldest. Collective."""

@@ -6,13 +6,15 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.errors import GrpoError, RunError, Stopped
 from grpocli.launch.job import Job
 from grpocli.launch.malloc import keep_freed
-from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.files import QuietFileHandler
+from grpocli.tracking.run_dir import FORBIDDEN, FULL, RunDir
 from grpocli.user_frames import raised, where
 
 if TYPE_CHECKING:
@@ -69,14 +71,27 @@ def work(
         if report:
             report(error)
         cause = str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
-        if trainer or not run_dir.summary.exists():  # a resume that cannot start keeps what the run had reached
-            summarise(trainer, recorder, cause, {})
+        try:
+            if trainer or not run_dir.summary.exists():  # a resume that cannot start keeps what the run had reached
+                summarise(trainer, recorder, cause)
+        except OSError:
+            logger.exception("the summary was not written")
         raise
     finally:
-        if trainer:
-            trainer.close()
-        recorder.close()
-        world.close()
+        close_all(*([trainer.close] if trainer else []), recorder.close, world.close)
+
+
+def close_all(*closes: Callable[[], None]) -> None:
+    """Call each, whatever the others do. Raises the first error, but where one is being handled already."""
+    handled, errors = sys.exception(), []
+    for close in closes:
+        try:
+            close()
+        except Exception as error:
+            logger.exception("closing failed")
+            errors.append(error)
+    if errors and handled is None:
+        raise errors[0]
 
 
 def make_recorder(run: Run, run_dir: RunDir, world: World, job: Job, view: View) -> Recorder:
@@ -86,13 +101,18 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: Job, view: View)
     from grpocli.rewards.reward import answer_columns
     from grpocli.tracking.metrics import MetricsLog
     from grpocli.tracking.recorder import Recorder
+    from grpocli.tracking.summary import reserve
     from grpocli.training.checkpoint import load_state
 
     if not world.is_main:
         return Recorder(run_dir, view, None, None)
+    reserve(run_dir.summary)
     log = MetricsLog(run_dir.metrics)
     done = load_state(job.checkpoint).step if job.checkpoint else 0
-    log.truncate_after(done)
+    if missing := log.truncate_after(done):
+        warning = f"{run_dir.metrics} has nothing of {missing} of the {done} steps done: what it held is lost"
+        logger.warning(warning)
+        view.warn(warning)
     run_dir.forget_rollouts_after(done)
     view.resumed(done)
     config = OmegaConf.to_container(OmegaConf.load(run_dir.config))
@@ -114,31 +134,38 @@ def finish(trainer: Trainer, job: Job, results: dict[str, float]) -> None:
 
     from grpocli.models.loading import load_config
     from grpocli.tracking.card import model_card
+    from grpocli.tracking.summary import write_summary
     from grpocli.training.checkpoint import save_model
 
     main, recorder, card = trainer.world.is_main, trainer.recorder, ""
     if main:
-        summary = summarise(trainer, recorder, "done", results)
+        summary = summarised(trainer, recorder, "done", results)
         card = model_card(recorder.run_dir, job.engine.model_path, summary)
     recorder.stage("model")
     dtype = load_config(trainer.run.model, job.engine.model_path).dtype or torch.float32
     progress = recorder.progress_of("model")
     save_model(recorder.run_dir.model, trainer.policy, trainer.tokenizer, dtype, card, trainer.world, progress)
     if main:
+        write_summary(recorder.run_dir.summary, summary)  # now the run is finished
         recorder.view.note(f"the final model is in {recorder.run_dir.model}")
     trainer.world.barrier()
 
 
-def summarise(trainer: Trainer | None, recorder: Recorder, cause: str, results: dict[str, float]) -> dict[str, object]:
-    """Write summary.json."""
-    from grpocli.tracking.sessions import why_incomparable
+def summarise(trainer: Trainer | None, recorder: Recorder, cause: str) -> None:
+    """Write summary.json, in the main process."""
     from grpocli.tracking.summary import write_summary
 
-    if recorder.metrics is None:
-        return {}
+    if recorder.metrics is not None:
+        write_summary(recorder.run_dir.summary, summarised(trainer, recorder, cause, {}))
+
+
+def summarised(trainer: Trainer | None, recorder: Recorder, cause: str, results: dict[str, float]) -> dict[str, object]:
+    """What summary.json says."""
+    from grpocli.tracking.sessions import why_incomparable
+    from grpocli.tracking.summary import summary_of
+
     before = (trainer.state.before if trainer else None) or {}
-    return write_summary(
-        recorder.run_dir.summary,
+    return summary_of(
         steps=trainer.state.step if trainer else 0,
         seconds=trainer.seconds if trainer else 0.0,
         before=before,
@@ -173,11 +200,12 @@ def main() -> None:
 
     def report(error: BaseException) -> None:
         if isinstance(error, Exception):
-            report_failure(run_dir.path, rank, explained(error, run_dir), is_lost_peer(error))
+            with suppress(OSError):  # the launching process notices that this one is gone
+                report_failure(run_dir.path, rank, explained(error, run_dir), is_lost_peer(error))
 
     quiet_libraries()
-    log_to(run_dir, rank)
     try:
+        log_to(run_dir, rank)
         register_parts()
         config = OmegaConf.load(run_dir.config)
         run = build_run(config)  # type: ignore[arg-type]
@@ -200,7 +228,7 @@ def log_to(run_dir: RunDir, rank: int) -> None:
     own.parent.mkdir(exist_ok=True)
     if rank:
         redirect_output(own)
-    handlers = [logging.FileHandler(path) for path in ([own] if rank else [own, run_dir.log])]
+    handlers = [QuietFileHandler(path, delay=True) for path in ([own] if rank else [own, run_dir.log])]
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s [{rank}] %(message)s", handlers=handlers)
 
 
@@ -212,8 +240,19 @@ def explained(error: Exception, run_dir: RunDir) -> GrpoError:
         return run_dir.trouble(error)
     if where(error):
         return RunError(f"{raised(error)}; the traceback is in {run_dir.log}")
+    if below := _disk_trouble(error):
+        return run_dir.trouble(below)
     cause = " ".join(str(error).split()) or "no message"
     return RunError(f"{type(error).__name__}: {cause[:500]} (traceback in {run_dir.log}; a bug, or a broken part)")
+
+
+def _disk_trouble(error: BaseException | None) -> OSError | None:
+    """A full disk, or a folder that cannot be written, among the causes of an error that says something else."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (*FULL, *FORBIDDEN):
+            return error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
 
 
 def redirect_output(path: Path) -> None:

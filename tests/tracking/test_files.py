@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from pathlib import Path
 
 import pytest
 
-from grpocli.tracking.files import STALE_TRIES, atomic_folder, clear_leftovers, read_shared, write_atomic
+from grpocli.tracking.files import (
+    STALE_TRIES,
+    QuietFileHandler,
+    atomic_folder,
+    clear_leftovers,
+    read_shared,
+    write_atomic,
+)
 
 
 def disk_fills_up(handle: int) -> None:
@@ -38,6 +46,33 @@ def test_a_write_on_a_full_disk_leaves_nothing(full_disk: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         write_atomic(full_disk / "a.txt", "new" * 10_000)
     assert set(full_disk.iterdir()) == before
+
+
+@pytest.mark.parametrize("delay", [True, False])
+def test_a_log_on_a_full_disk_is_silent(full_disk: Path, capsys: pytest.CaptureFixture[str], delay: bool) -> None:
+    handler = QuietFileHandler(full_disk / "run.log", delay=delay)
+    logger = logging.Logger("a run's")
+    logger.addHandler(handler)
+    for _ in range(100):
+        logger.info("x" * 1000)
+    handler.close()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_log_that_cannot_be_opened_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.Logger("a run's")
+    logger.addHandler(QuietFileHandler(tmp_path / "nowhere" / "run.log", delay=True))
+    logger.info("lost")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_mistake_in_a_call_of_the_log_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.Logger("a run's")
+    handler = QuietFileHandler(tmp_path / "run.log", delay=True)
+    logger.addHandler(handler)
+    logger.info("a mistake in the %s of a call", "arguments", "!")
+    handler.close()
+    assert "Logging error" in capsys.readouterr().err
 
 
 def test_a_folder_appears_when_it_is_whole(tmp_path: Path) -> None:

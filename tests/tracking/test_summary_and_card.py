@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import yaml
 from grpocli.tracking.card import model_card
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import Session, add_session
-from grpocli.tracking.summary import finished, write_summary
+from grpocli.tracking.summary import finished, reserve, summary_of, write_summary
 
 CONFIG = """\
 algorithm:
@@ -48,7 +50,9 @@ def summary(run: RunDir, **changes: Any) -> dict[str, Any]:
         "metrics": {"reward": 0.7, "kl": math.nan},
         "cause": "done",
     }
-    return write_summary(run.summary, **(values | changes))
+    made = summary_of(**(values | changes))
+    write_summary(run.summary, made)
+    return made
 
 
 def test_summary(run: RunDir) -> None:
@@ -81,6 +85,17 @@ def test_summary_of_a_run_that_failed(run: RunDir) -> None:
     read = json.loads(run.summary.read_text())
     assert read["exit"] == "RunError: disk"
     assert "eval/accuracy" not in read
+
+
+def test_a_summary_has_room_on_a_full_disk(small_disk: Path) -> None:
+    run = RunDir(small_disk)
+    reserve(run.summary)
+    with (small_disk / "filler").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(small_disk).free)
+    summary(run, cause="no space left")
+    assert json.loads(run.summary.read_text())["exit"] == "no space left"
+    with pytest.raises(OSError, match="No space left"):
+        reserve(run.summary)
 
 
 def front(card: str) -> dict[str, Any]:

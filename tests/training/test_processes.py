@@ -24,6 +24,7 @@ from grpocli.algorithm.metrics import EXTREMES
 from grpocli.data import Request, Sampling
 from grpocli.launch.processes import command
 from grpocli.rollout.sampler import sample
+from grpocli.training import checksums
 from grpocli.training.batch import Row, windows
 from grpocli.training.layout import Packed
 
@@ -228,6 +229,12 @@ def test_a_checkpoint_is_loaded_to_the_bit(ended: Path, saved: str, resumed: str
     assert one.keys() == other.keys()
     assert any(name.endswith(".exp_avg") for name in one)
     assert all(other[name].equal(tensor) for name, tensor in one.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resumed", ["1_ddp", *(f"3_{parallel}" for parallel in PARALLEL[3])])
+def test_any_processes_write_the_checksums_of_a_checkpoint(ended: Path, resumed: str) -> None:
+    checksums.check(ended / f"saved_2_ddp_to_{resumed}.again")
 
 
 @pytest.mark.slow

@@ -45,6 +45,7 @@ def test_every_tensor_is_written_once_whoever_writes_it(tmp_path, monkeypatch, s
     names = [name for files in by_rank for name in files]
     assert sorted(names) == sorted(TENSORS)
     files = {name: file for one in by_rank for name, file in one.items()}
+    assert all(shards.writer(file, size) == rank for rank, one in enumerate(by_rank) for file in one.values())
     for name, tensor in TENSORS.items():
         assert load_file(tmp_path / files[name])[name].equal(tensor)
     per_file = -(-full // 48)

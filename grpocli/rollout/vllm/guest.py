@@ -10,7 +10,8 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+
+from grpocli.tracking.files import QuietFileHandler
 
 Environment = dict[str, str | None]  # None: not set
 
@@ -101,7 +102,7 @@ def log_to(path: Path) -> None:
     """Send vLLM's log to a file: neither to the terminal nor to the run's own log."""
     path.parent.mkdir(parents=True, exist_ok=True)
     logger = logging.getLogger("vllm")
-    handler: Any = logging.FileHandler(path)
+    handler = QuietFileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s [%(name)s:%(lineno)d] %(message)s"))
     for old in list(logger.handlers):
         logger.removeHandler(old)

@@ -1,0 +1,85 @@
+"""Checksums of a checkpoint's files: a resume trains on nothing but the bytes that were written."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from grpocli.progress import Progress, unreported
+from grpocli.training import shards
+
+if TYPE_CHECKING:
+    from grpocli.training.world import World
+
+INDEX = "checksums.json"
+"""{file: [bytes, XXH3 of 128 bits]}"""
+THREADS = 4
+BLOCK = 1 << 20
+GB = 1e9
+
+
+def write(folder: Path, world: World) -> None:
+    """Write the checksums of all files below `folder`. Collective.
+
+    A process reads the files that it has written: they are in its machine's memory still.
+    """
+    world.barrier()
+    names = world.broadcast_object(_names(folder))
+    mine = [name for name in names if shards.writer(name, world.size) == world.rank]
+    found = dict(world.gather_objects([(name, _checksum(folder / name)) for name in mine]))
+    if world.is_main:
+        (folder / INDEX).write_text(json.dumps({name: found[name] for name in names}, indent=2))
+
+
+def check(folder: Path, progress: Progress = unreported) -> None:
+    """Raise ValueError, naming a file, where `folder` does not hold the files that were written, or other ones beside.
+
+    progress: called with the gigabytes read.
+    """
+    expected = json.loads((folder / INDEX).read_text())
+    if not isinstance(expected, dict):
+        raise ValueError(f"{INDEX} is damaged")
+    names = _names(folder)
+    if differing := sorted(expected.keys() ^ names):
+        name = differing[0]
+        raise ValueError(f"{name} is missing" if name in expected else f"{name} is not one of its files")
+    total = sum((folder / name).stat().st_size for name in names)
+    done, counting = 0, threading.Lock()
+
+    def count(read: int) -> None:
+        nonlocal done
+        with counting:
+            done += read
+            progress(done / GB, total / GB, "GB")
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = pool.map(lambda name: _checksum(folder / name, count), names)
+        for name, checksum in zip(names, found, strict=True):
+            if checksum != expected[name]:
+                raise ValueError(f"{name} is not what was written")
+
+
+def _names(folder: Path) -> list[str]:
+    """Of the files below `folder`; hidden ones are the file system's."""
+    return sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.startswith(".") and path != folder / INDEX
+    )
+
+
+def _checksum(path: Path, count: Callable[[int], None] = lambda _: None) -> list[int | str]:
+    """count: called with the length of each block that is read."""
+    size, digest = 0, xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+            size += len(block)
+            count(len(block))
+    return [size, digest.hexdigest()]

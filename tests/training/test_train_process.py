@@ -1,0 +1,47 @@
+"""How a trainer process ends: its first error counts, and a full disk is found below what a library makes of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from grpocli.tracking.run_dir import RunDir
+from grpocli.training.worker import close_all, explained
+
+
+def raising(error: Exception, closed: list[str]) -> None:
+    closed.append(str(error))
+    raise error
+
+
+def test_everything_is_closed_and_the_first_error_counts() -> None:
+    closed: list[str] = []
+    closes = [lambda: raising(OSError("log"), closed), lambda: raising(ValueError("world"), closed)]
+    with pytest.raises(OSError, match="log"):
+        close_all(*closes)
+    assert closed == ["log", "world"]
+
+    def fail() -> None:
+        try:
+            raise RuntimeError("the cause")
+        finally:
+            close_all(*closes)
+
+    with pytest.raises(RuntimeError, match="the cause"):
+        fail()
+    assert closed == ["log", "world"] * 2
+
+
+@pytest.mark.parametrize("link", ["__cause__", "__context__"])
+@pytest.mark.parametrize(("code", "said"), [(errno.ENOSPC, "no space left on the disk"), (errno.EROFS, "Read-only")])
+def test_a_full_disk_below_another_error(tmp_path: Path, code: int, said: str, link: str) -> None:
+    run = RunDir(tmp_path)
+    run.config.touch()
+    error = RuntimeError("the writer failed")
+    assert "RuntimeError: the writer failed" in str(explained(error, run))
+    setattr(error, link, OSError(code, os.strerror(code), str(run.metrics)))
+    error.__suppress_context__ = False
+    assert said in str(explained(error, run))
