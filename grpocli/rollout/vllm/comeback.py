@@ -100,6 +100,7 @@ class Given:
                 base_url=url,
                 api_key_file=self.options.key_file(url),
                 request_timeout=min(left, self.options.request_timeout),
+                patience=min(left, self.options.patience),
             )
             try:
                 return given_servers(alone, self.job)[0]
