@@ -50,7 +50,7 @@ class Own:
         """A dead server is noticed when it is called: none other can be at its address."""
 
     def wait(self, lost: Lost) -> list[Endpoint]:
-        (timeout,) = self.options.waits.values()
+        timeout = max(self.options.waits.values())
         for index, (before, reason) in lost.items():
             write_atomic(lost_file(self.job.run_dir, index), f"{before.generation} {reason}")
         deadline = time.monotonic() + timeout
