@@ -28,14 +28,22 @@ class EngineError(RunError):
     """The rollout engine failed, or could not prove that it has the trainer's weights."""
 
 
-class EngineGone(EngineError):
-    """The engine is gone and does not come back: the trainer makes a checkpoint, and the run can be resumed."""
+class ServiceGone(RunError):
+    """What the run needs from elsewhere is away: the trainer makes a checkpoint, and the run can be resumed."""
 
     exit_code = 3
 
 
+class EngineGone(ServiceGone, EngineError):
+    """The engine is gone and does not come back."""
+
+
 class RewardError(RunError):
     """More samples could not be scored than the config allows."""
+
+
+class RewardGone(ServiceGone, RewardError):
+    """They could not be scored because a service that scores was away."""
 
 
 class Stopped(GrpoError):

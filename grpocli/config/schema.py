@@ -53,6 +53,8 @@ class Rollouts:
     regex, json_schema: every completion matches it, unless it is cut off at `max_completion_tokens` (engine=vllm, one
         of them). The trainer scores without that constraint, so `algorithm/correction` has to make up for it.
     max_reward_errors: the run stops when a larger share of a step's samples could not be scored.
+    max_prob_error: the run stops, without that step, when `token_mult_prob_error` is above this: the engine's tokens or
+        weights are then not what it says (null: never; not looked at with `regex` or `json_schema`).
     max_staleness: completions may be sampled with weights that are so many versions old, while a step trains.
     in_flight: weights change under running requests instead of waiting for them (with max_staleness above 0).
     """
@@ -71,6 +73,7 @@ class Rollouts:
     regex: str | None = None
     json_schema: Any = None
     max_reward_errors: float = 0.1
+    max_prob_error: float | None = 10.0
     max_staleness: int = 0
     in_flight: bool = False
 
@@ -98,6 +101,8 @@ class Rollouts:
         require(self, "stop", all(self.stop), "a stop string must not be empty")
         self._check_structure()
         require(self, "max_staleness", self.max_staleness >= 0, "must be 0 (exactly on-policy) or more")
+        bound = self.max_prob_error
+        require(self, "max_prob_error", bound is None or bound > 1, "must be above 1 (where both agree), or null")
         require(self, "max_reward_errors", 0 <= self.max_reward_errors <= 1, "must be between 0 and 1")
 
     @property

@@ -7,6 +7,7 @@ Only `grpocli train`, which has started it, decides when the trainer processes e
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 
@@ -19,6 +20,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     arguments = launch_command_parser().parse_args()
+    arguments.log_dir = os.devnull  # else torch leaves a folder in the temporary one, for logs that nothing writes
     arguments.signals_to_handle = "SIGQUIT"  # torch's launcher would stop at the others; accelerate has no flag for it
     try:
         launch_command(arguments)

@@ -79,18 +79,20 @@ def guarded(
     cwd: Path | None = None,
     grace: float = 10.0,
     remove: Sequence[Path] = (),
+    hold: Sequence[int] = (),
 ) -> Iterator[Guarded]:
     """Run `command` so that it cannot outlive this process; leaving the block stops it.
 
     name: what it is called in the process list. env: its whole environment (None: ours). log: where its output is
     appended (None: ours). grace: seconds between TERM and KILL. remove: files and folders deleted when it has
-    ended, even if we did not live to see that. Raises FileNotFoundError if the program does not exist.
+    ended, even if we did not live to see that. hold: descriptors (of locks) that the guard keeps open, the command does
+    not. Raises FileNotFoundError if the program does not exist.
     """
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(f"there is no program {command[0]}")
     read, write = os.pipe()
     try:
-        process = _start(command, read, name, env, log, cwd, grace, remove)
+        process = _start(command, read, name, env, log, cwd, grace, remove, hold)
     except BaseException:
         os.close(write)
         raise
@@ -112,12 +114,14 @@ def _start(
     cwd: Path | None,
     grace: float,
     remove: Sequence[Path],
+    hold: Sequence[int],
 ) -> subprocess.Popen[bytes]:
     orders = {
         "parent": os.getpid(),
         "line": line,
         "grace": grace,
         "remove": [str(path.absolute()) for path in remove],
+        "hold": list(hold),
     }
     arguments = [sys.executable, "-I", "-S", str(GUARD), name, json.dumps(orders), *command]
     with contextlib.ExitStack() as stack:
@@ -132,7 +136,7 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT if output else None,
-            pass_fds=(line,),
+            pass_fds=(line, *hold),
             start_new_session=True,  # a Ctrl-C in the terminal reaches us; we decide what becomes of the command
         )
 

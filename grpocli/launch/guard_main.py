@@ -25,8 +25,10 @@ KILL_WAIT = 10.0  # seconds for the kernel to end what got SIGKILL
 class Guard:
     """Runs one command, relays its exit code, and ends its process tree when told to or when the parent dies."""
 
-    def __init__(self, parent: int, line: int, grace: float, remove: list[str]) -> None:
+    def __init__(self, parent: int, line: int, grace: float, remove: list[str], hold: list[int]) -> None:
         self.parent, self.line, self.grace, self.remove = parent, line, grace, remove
+        for descriptor in hold:
+            os.set_inheritable(descriptor, False)  # ours, not the command's
         self.child = 0
         self.status: int | None = None
         self.stop_at: float | None = None  # when KILL follows TERM

@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from grpocli.errors import ConfigError
-from grpocli.rewards.reward import Failure, Sample, Score
+from grpocli.retries import BUSY, pause
+from grpocli.rewards.reward import Failure, Sample, Score, Unreachable
 
 if TYPE_CHECKING:
     from grpocli.rewards.judge import Judge
 
 logger = logging.getLogger(__name__)
 
-BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
-"""Answers after which another try may succeed."""
-LONGEST_PAUSE = 30.0
 CONNECT = 10.0
 
 
@@ -86,19 +84,18 @@ async def _one(judge: Judge, http: httpx.AsyncClient, sample: Sample) -> Score:
         "temperature": judge.temperature,
     }
     content = json.dumps(body)  # ASCII: a lone surrogate of the data's would not be UTF-8
-    problem, wanted = "", 0.0
-    for attempt in range(judge.retries + 1):
-        if attempt:
-            await asyncio.sleep(min(max(judge.backoff * 2 ** (attempt - 1), wanted), LONGEST_PAUSE))
+    problem, answered = "", None
+    for tries in range(judge.retries + 1):
+        if tries:
+            await asyncio.sleep(pause(tries, judge.backoff, answered))
         try:
             async with asyncio.timeout(judge.timeout):  # also of an answer that comes drop by drop
                 response = await http.post(f"{judge.base_url.rstrip('/')}/chat/completions", content=content)
         except (httpx.HTTPError, TimeoutError) as error:
-            problem = f"no judgement: {str(error) or type(error).__name__}"
+            problem, answered = f"no judgement: {str(error) or type(error).__name__}", None
             continue
         if response.status_code in BUSY:
-            problem = f"no judgement: {_said(response)}"
-            wanted = _wanted_pause(response)
+            problem, answered = f"no judgement: {_said(response)}", response
             continue
         if not response.is_success:
             return Failure(f"the judge refused: {_said(response)}")
@@ -108,7 +105,7 @@ async def _one(judge: Judge, http: httpx.AsyncClient, sample: Sample) -> Score:
             logger.warning("the judge gave no score: %r", (answer or response.text)[:200])
             return Failure(f"the judge gave no score: {(answer or response.text)[:80]!r}")
         return score
-    return Failure(f"{problem}, after {judge.retries + 1} tries")
+    return Unreachable(f"{problem}, after {judge.retries + 1} tries")
 
 
 def _content(response: httpx.Response) -> str | None:
@@ -121,12 +118,6 @@ def _content(response: httpx.Response) -> str | None:
 
 def _said(response: httpx.Response) -> str:
     return f"HTTP {response.status_code} {' '.join(response.text.split())[:120]}".strip()
-
-
-def _wanted_pause(response: httpx.Response) -> float:
-    """Seconds that the endpoint asks for; 0 where it does not, or asks for a date."""
-    wanted = response.headers.get("retry-after", "")
-    return float(wanted) if wanted.isascii() and wanted.isdigit() else 0.0
 
 
 def _headers(judge: Judge) -> dict[str, str]:

@@ -55,6 +55,11 @@ class Overrun(Failure):
     """An item that its worker process did not finish before the deadline, or crashed on."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unreachable(Failure):
+    """The service that scores was away or too busy, however often it was asked: later it may score this sample."""
+
+
 class Forfeit(float):
     """The score of a completion that took too long to score. It counts as wrong, not as a Failure.
 

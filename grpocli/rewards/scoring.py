@@ -13,7 +13,7 @@ from types import EllipsisType
 from grpocli.data import Rollout, Text
 from grpocli.progress import Progress, unreported
 from grpocli.rewards import verdict
-from grpocli.rewards.reward import BaseReward, Failure, Forfeit, Sample, Score
+from grpocli.rewards.reward import BaseReward, Failure, Forfeit, Sample, Score, Unreachable
 from grpocli.rewards.tally import Tally
 from grpocli.user_frames import raised
 
@@ -93,6 +93,7 @@ class Scorer:
                 tally.silent[pair] += score is None and name in self.rewards_for(sample.task)
                 if isinstance(score, Failure):
                     tally.errors[pair] += 1
+                    tally.unreachable[pair] += isinstance(score, Unreachable)
                     tally.first.setdefault(pair, _sentence(sample, score.reason))
                 if isinstance(score, Forfeit):
                     tally.timeouts[pair] += 1
@@ -100,7 +101,8 @@ class Scorer:
         return tally
 
     def check_errors(self, tally: Tally, expected: int = 0) -> None:
-        """Raise RewardError, naming the reward and a sample, where too many could not be scored.
+        """Raise RewardError, naming the reward and a sample, where too many could not be scored; RewardGone where
+        that is because of a service that was away.
 
         expected: how many samples a whole step has, for a check before all of them are there.
         """

@@ -14,9 +14,9 @@ Pair = tuple[str, str]  # a reward and a task, by their names
 class Tally:
     """samples: of each task. bare: those of them to which no reward applies.
 
-    errors: how many could not be scored; first: the first of these as a sentence; silent: for how many a reward that is
-    one of their task's gave None. timeouts: how many were wrong because scoring them took too long; late: the first of
-    these as a sentence.
+    errors: how many could not be scored; first: the first of these as a sentence; unreachable: how many of them because
+    a service was away. silent: for how many a reward that is one of their task's gave None. timeouts: how many were
+    wrong because scoring them took too long; late: the first of these as a sentence.
     """
 
     samples: Counter[str] = field(default_factory=Counter)
@@ -27,6 +27,7 @@ class Tally:
     bare: Counter[str] = field(default_factory=Counter)
     timeouts: Counter[Pair] = field(default_factory=Counter)
     late: dict[Pair, str] = field(default_factory=dict)
+    unreachable: Counter[Pair] = field(default_factory=Counter)
 
     def then(self, later: Tally) -> Tally:
         """Both, one after the other."""
@@ -46,6 +47,7 @@ class Tally:
             _sum(self.bare, other.bare),
             _sum(self.timeouts, other.timeouts),
             other.late | self.late,
+            _sum(self.unreachable, other.unreachable),
         )
 
     def errors_of(self, task: str) -> int:

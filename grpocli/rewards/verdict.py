@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from grpocli.errors import RewardError
+from grpocli.errors import RewardError, RewardGone
 
 if TYPE_CHECKING:
     from grpocli.rewards.scoring import Scorer
@@ -32,8 +32,11 @@ def check_errors(scorer: Scorer, tally: Tally, expected: int) -> None:
         samples = _total(tally, tasks)
         allowed = limit.share * samples * max(1.0, expected / max(tally.samples.total(), 1))
         for name in scorer.rewards:
-            if sum(tally.errors[name, task] for task in tasks) > allowed:
-                raise RewardError(_failed(scorer, tally, name, tasks, f", more than {limit} allows"))
+            errors = sum(tally.errors[name, task] for task in tasks)
+            if errors > allowed:
+                lasting = errors - sum(tally.unreachable[name, task] for task in tasks)
+                kind = RewardError if lasting > allowed else RewardGone
+                raise kind(_failed(scorer, tally, name, tasks, f", more than {limit} allows"))
 
 
 def remarks(scorer: Scorer, tally: Tally) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 
 from grpocli.data import Status
-from grpocli.errors import EngineGone, GrpoError, RunError
+from grpocli.errors import GrpoError, RunError, ServiceGone
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Rollouts
@@ -77,7 +77,7 @@ class News:
     @classmethod
     def of(cls, error: BaseException) -> News:
         said = str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
-        return cls("failed", said, isinstance(error, EngineGone))
+        return cls("failed", said, isinstance(error, ServiceGone))
 
 
 class Ahead:
@@ -250,9 +250,9 @@ class Ahead:
         with self._changed:
             self._changed.wait_for(lambda: self._error, GRACE_SECONDS)
             self._surfaced = True
-            if self._error and isinstance(self._error, EngineGone) == told.gone:
+            if self._error and isinstance(self._error, ServiceGone) == told.gone:
                 return self._error
-        return EngineGone(told.said) if told.gone else RunError(told.said)
+        return ServiceGone(told.said) if told.gone else RunError(told.said)
 
     def _fresh(self, collected: Collected, step: int) -> Collected:
         """Without groups that have become too old, and with what there is to tell about age."""

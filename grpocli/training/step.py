@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from grpocli.errors import EngineGone
+from grpocli.errors import ServiceGone
 from grpocli.progress import Cancelled
 from grpocli.training.trainer import torch_seed
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def train(trainer: Trainer) -> dict[str, float]:
     """Steps until there have been `train.steps`; returns the evaluation afterwards.
 
-    Raises Stopped, after a checkpoint, where a signal asked for it or the engine is gone for good.
+    Raises Stopped, after a checkpoint, where a signal asked for it, or the engine or a service that scores is gone.
     """
     try:
         trainer.before()
@@ -25,7 +25,7 @@ def train(trainer: Trainer) -> dict[str, float]:
             step(trainer)
             trainer.raise_if_stopped()
         return trainer.after()
-    except EngineGone as gone:
+    except ServiceGone as gone:
         raise trainer.stopped_by(gone) from gone
     except Cancelled:
         raise trainer.stopped() from None

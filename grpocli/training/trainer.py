@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpocli.errors import EngineGone, RunError, Stopped
+from grpocli.errors import RunError, ServiceGone, Stopped
 from grpocli.training import checkpoint
 from grpocli.training.batch import Row
 from grpocli.training.collect import Collected, Collector
@@ -122,6 +122,7 @@ class Trainer:
             self.metrics |= self.updater.step(rows, n_groups, self.state.step)
             self.updater.gather(rows)
         self._refuse_nan()
+        self._refuse_mismatch()
         self.state = replace(
             self.state,
             step=self.state.step + 1,
@@ -146,6 +147,17 @@ class Trainer:
         if last == self._checkpoint_path:
             return f"{change}, and remove {last}: it holds the weights that this step began with"
         return f"{change}, and go on from the last checkpoint with resume={self.recorder.run_dir.path}"
+
+    def _refuse_mismatch(self) -> None:
+        """Stop before a checkpoint where the tokens cannot be those that the engine says it sampled."""
+        rollout, error = self.run.rollout, self.metrics.get("token_mult_prob_error", 1.0)
+        bound = None if rollout.sampling.structure else rollout.max_prob_error  # of that the trainer does not know
+        if bound is not None and not error <= bound:
+            raise RunError(
+                f"step {self.state.step + 1}: token_mult_prob_error is {error:.4g}, above rollout.max_prob_error="
+                f"{bound:g}: the engine samples other tokens than it says, or with other weights than the trainer's; "
+                "the step is not saved"
+            )
 
     def evaluate(self) -> dict[str, float]:
         """Held-out accuracy under the present weights; empty where there are no problems.
@@ -268,10 +280,10 @@ class Trainer:
             f"go on with: grpocli train resume={self.recorder.run_dir.path}"
         )
 
-    def stopped_by(self, gone: EngineGone) -> Stopped:
+    def stopped_by(self, gone: ServiceGone) -> Stopped:
         """Checkpoint the last whole step; the error that ends the run. Collective."""
         self.ahead.end(self.state.step + 1)
-        with suppress(EngineGone):  # told already
+        with suppress(ServiceGone):  # told already
             self.ahead.drain(self.state.step + 1)
         self.checkpoint()
         self.saved()

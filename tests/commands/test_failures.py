@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import socket
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands.running import SMALL, metrics
+
+from grpocli.data import Completion
+from grpocli.rollout.transformers_engine import TransformersEngine
 
 SMALL_RUN = ["train", *SMALL, "eval.problems=0"]
 
@@ -19,6 +25,25 @@ def failed(grpocli, *argv: str) -> tuple[int, str]:
     assert len(lines) == 1, err
     assert lines[0].startswith("grpocli: error: ")
     return code, lines[0]
+
+
+def test_an_engine_that_says_other_tokens_than_it_sampled(
+    grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the right form, so that only the trainer's own probabilities tell."""
+    generate = TransformersEngine.generate
+
+    def backwards(self: TransformersEngine, *arguments: Any, **_: Any) -> list[list[Completion]]:
+        return [
+            [replace(one, token_ids=one.token_ids[::-1]) for one in group] for group in generate(self, *arguments[:2])
+        ]
+
+    monkeypatch.setattr(TransformersEngine, "generate", backwards)
+    run = tmp_path / "run"
+    code, said = failed(grpocli, *SMALL_RUN, "checkpoint.every=1", f"hydra.run.dir={run}")
+    assert code == 1
+    assert re.search(r"step 1: token_mult_prob_error is \S+, above rollout\.max_prob_error=10: ", said)
+    assert not list(run.glob("checkpoints/*"))
 
 
 def test_a_model_folder_that_does_not_exist(grpocli, tmp_path: Path) -> None:

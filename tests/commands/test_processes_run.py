@@ -49,7 +49,10 @@ def test_a_process_that_hangs_is_named_with_its_stage_at_the_deadline(tmp_path: 
     assert wait_gone([place.pid for place in places(tmp_path / "run")], 20) == []
 
 
-def test_a_process_that_is_killed_ends_the_others_and_is_named(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_ends_the_others_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     process = start(*run_with_reward(tmp_path, "pass", "hardware.processes=2"))
     wait_for(tmp_path / "run" / "metrics.jsonl")
     _, victim = places(tmp_path / "run")
@@ -61,6 +64,7 @@ def test_a_process_that_is_killed_ends_the_others_and_is_named(tmp_path: Path) -
     assert f"process 1 (pid {victim.pid}) ended without a word at" in out.splitlines()[-1]
     assert "Traceback" not in out
     assert "ChildFailedError" not in out
+    assert list(temporary.glob("torchelastic_*")) == []
 
 
 @pytest.mark.parametrize("killed", ["guard_main.py trainers", "grpocli.launch.accelerated"])

@@ -12,6 +12,9 @@ import pytest
 from commands.family import Family, wait_for_steps
 from commands.running import SMALL, finish, metrics, start
 
+from grpocli.launch.guard import wait_gone
+from grpocli.rollout.vllm.private_folder import sweep
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 RUN = ["train", *SMALL, "engine=vllm", "eval.problems=0"]
@@ -45,16 +48,20 @@ def test_a_replica_that_is_killed_in_a_step_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_given_server_that_stays_away_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
-    family, run = Family(), tmp_path / "run"
+    """It and its guard are killed, so that nobody is left who could end vLLM's processes and remove their files."""
+    family, servers, run = Family(), Family(), tmp_path / "run"
     serve = start("vllm-serve", "model.warm_start_steps=20", "port=0", "max_model_len=64")
     try:
         assert serve.stdout is not None
         url = next(line.split()[-1] for line in serve.stdout if "vLLM serves at " in line)
+        assert len(servers.engines()) == 1
         given = [f"engine.base_url=[{url}]", "engine.reconnect_timeout=3", "hardware.processes=2"]
         process = start(*RUN, *given, "train.steps=200", "checkpoint.every=0", f"hydra.run.dir={run}")
         wait_for_steps(run, 3, process)
         assert len(family.engines()) == 1
         memory = family.memory()
+        servers.kill_named(serve)
+        assert wait_gone(sorted(servers.seen), 10) == []
     finally:
         serve.kill()
         finish(serve)
@@ -70,6 +77,7 @@ def test_a_given_server_that_stays_away_ends_the_run_with_a_checkpoint(tmp_path:
     done = len(metrics(run))
     assert 3 <= done < 200
     assert json.loads((run / "checkpoints" / f"step_{done:06d}" / "trainer.json").read_text())["step"] == done
+    sweep()  # as the next start does
     family.assert_gone(memory)
     more = ["engine=transformers", "hardware.processes=1", f"train.steps={done + 2}"]
     code, out = finish(start("train", f"resume={run}", *more))

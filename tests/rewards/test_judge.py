@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from grpocli.data import Completion, Prompt, Rollout
-from grpocli.errors import ConfigError
+from grpocli.errors import ConfigError, RewardError, RewardGone, ServiceGone
 from grpocli.rewards.judge import Judge
 from grpocli.rewards.reward import Failure
-from grpocli.rewards.scoring import sample_of
+from grpocli.rewards.scoring import Scorer, sample_of
 
 
 class Endpoint:
@@ -98,9 +98,13 @@ def endpoint() -> Iterator[Endpoint]:
     made.server.server_close()
 
 
-def samples(*texts: str) -> list[Any]:
+def rollouts(*texts: str) -> list[Rollout]:
     prompt = Prompt("0", [1], [{"role": "user", "content": "2+2?"}], {"answer": "4"})
-    return [sample_of(Rollout(prompt, Completion([1], [0.0], "stop", 0), text), 9) for text in texts]
+    return [Rollout(prompt, Completion([1], [0.0], "stop", 0), text) for text in texts]
+
+
+def samples(*texts: str) -> list[Any]:
+    return [sample_of(rollout, 9) for rollout in rollouts(*texts)]
 
 
 def judge(endpoint: Endpoint, **settings: Any) -> Judge:
@@ -145,6 +149,17 @@ def test_a_failed_judgement_is_a_failure_of_its_sample_only(
     assert isinstance(bad, Failure)
     assert said in bad.reason
     assert endpoint.tries[what] == tries
+
+
+@pytest.mark.parametrize(("others", "kind"), [(["1"], RewardGone), (["refused"] * 3, RewardError)])
+def test_a_judge_that_is_away_ends_the_run_with_a_checkpoint(
+    endpoint: Endpoint, others: list[str], kind: type[RewardError]
+) -> None:
+    """One that refuses, or gives no score, would do so again."""
+    scorer = Scorer({"judge": judge(endpoint)}, 0.5)
+    with pytest.raises(kind, match=r"reward\.judge .* more than rollout\.max_reward_errors=0\.5 allows") as caught:
+        scorer.check_errors(scorer.score(rollouts("down", "down", *others), 9)[1])
+    assert (type(caught.value), isinstance(caught.value, ServiceGone)) == (kind, kind is RewardGone)
 
 
 def test_requests_run_side_by_side_but_not_too_many(endpoint: Endpoint) -> None:

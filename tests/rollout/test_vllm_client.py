@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,13 +19,13 @@ from rollout.stand_in import StandIn, choice, clients_of
 from rollout.vllm_tiny import Alone
 
 from grpocli.data import Request, Sampling
-from grpocli.errors import ConfigError, EngineError
+from grpocli.errors import ConfigError, EngineError, EngineGone
 from grpocli.rollout.vllm import client as vllm_client
 from grpocli.rollout.vllm.client import Client
 from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.engine import VllmEngine
 from grpocli.rollout.vllm.fleet import AT_ONCE, Fleet
-from grpocli.rollout.vllm.protocol import Refused, ServerGone
+from grpocli.rollout.vllm.protocol import KeepsRefusing, Refused, ServerGone
 from grpocli.rollout.vllm.request import spread
 
 
@@ -287,6 +290,14 @@ def test_an_answer_that_is_none(stand_in: StandIn, client: Client) -> None:
         Fleet([client]).complete([{}])
 
 
+@pytest.mark.parametrize("answer", [{}, [], "no", b"not JSON"])
+def test_an_answer_that_cannot_be_read(stand_in: StandIn, client: Client, answer: Any) -> None:
+    stand_in.answer = lambda path, body: (200, answer)
+    for call in (client.weight_version, client.world_size, client.adapters, lambda: client.score([1, 2])):
+        with pytest.raises(EngineError, match=rf"^what answers /.* at {stand_in.url} is no vLLM server"):
+            call()
+
+
 def test_a_server_that_shuts_down_is_gone(stand_in: StandIn, client: Client) -> None:
     """What it answers then is half a completion."""
     stand_in.answer = lambda path, body: (200, {"choices": [choice([5, 6], reason="abort")]})
@@ -340,3 +351,83 @@ def test_a_given_server_is_not_trusted_before_a_sync(client: Client) -> None:
     engine = engine_of([client], version=None)
     with pytest.raises(EngineError, match="sync before the first completion"):
         engine.generate([Request([1], 1, seed=0)], Sampling(2))
+
+
+class Troubled:
+    """A server that answers `status` to the first `times` calls of each path, then as it should."""
+
+    def __init__(self, stand_in: StandIn, status: int, times: float) -> None:
+        self.status, self.times, self.calls = status, times, Counter[str]()
+        stand_in.answer = self.answer
+
+    def answer(self, path: str, body: Any) -> tuple[int, Any]:
+        path = path.partition("?")[0]
+        if path == "/health":
+            return 200, {}
+        self.calls[path] += 1
+        if self.calls[path] <= self.times:
+            return self.status, {"error": {"message": "later"}}
+        return 200, {"choices": [choice([5])], "weight_version": ".3", "success": True}
+
+
+@pytest.fixture
+def patient(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> Client:
+    monkeypatch.setattr(vllm_client, "FIRST_PAUSE", 0.01)
+    return Client(Endpoint(stand_in.url, "key", "/nowhere"), 30, patience=20)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_given_server_in_trouble_is_asked_again(stand_in: StandIn, patient: Client, status: int) -> None:
+    troubled = Troubled(stand_in, status, times=2)
+    assert generate(patient, 1, max_tokens=1)[0][0].token_ids == [5]
+    patient.pause()
+    assert patient.weight_version() == 3
+    patient.reset_prefix_cache()
+    patient.set_version(4)
+    patient.resume()
+    assert set(troubled.calls.values()) == {3}
+    assert patient.lost is None
+
+
+def test_a_server_that_stays_in_trouble_ends_the_run_with_a_checkpoint(stand_in: StandIn, patient: Client) -> None:
+    """Not even where it seems to be back: the checks that a server fits ask little of it."""
+    patient.patience = 0.2
+    Troubled(stand_in, 429, times=math.inf)
+    waiting, sync = SimpleNamespace(look=lambda _: None), SimpleNamespace(release=lambda: None)
+    engine = VllmEngine(Fleet([patient]), sync, stop=[], version=0, world=Alone(), waiting=waiting)  # type: ignore[arg-type]
+    with pytest.raises(EngineGone, match=r"generate \(429\): later, for 0\.2 s \(engine\.patience\)$"):
+        engine.generate([Request([i], 1, seed=i) for i in range(3)], Sampling(1))
+    assert isinstance(patient.lost, KeepsRefusing)
+
+
+def test_an_update_of_weights_is_not_repeated_by_itself(stand_in: StandIn, patient: Client) -> None:
+    """The server may have taken it: the whole sync begins again, as with another server."""
+    troubled = Troubled(stand_in, 503, times=1)
+    patient.start_update()
+    calls: list[Callable[[], None]] = [
+        lambda: patient.update({}),
+        lambda: patient.finish_update(1),
+        lambda: patient.init_transfer({}),
+        lambda: patient.load_adapter("a", Path("/a")),
+    ]
+    troubled.calls.clear()
+    for call in calls:
+        with pytest.raises(ServerGone, match=r"\(503\): later$"):
+            call()
+        assert type(patient.lost) is ServerGone
+        patient.connect(patient.endpoint)
+    assert set(troubled.calls.values()) == {1}
+
+
+def test_a_sync_that_met_a_busy_server_is_tried_again(stand_in: StandIn, patient: Client) -> None:
+    troubled, tried = Troubled(stand_in, 503, times=2), list[int]()
+
+    def sync(version: int) -> dict[str, float]:
+        tried.append(version)
+        patient.update({})
+        return {}
+
+    waiting = SimpleNamespace(look=lambda _: None, wait=lambda lost: [patient.endpoint for _ in lost])
+    engine = VllmEngine(Fleet([patient]), sync, stop=[], version=0, world=Alone(), waiting=waiting)  # type: ignore[arg-type]
+    assert engine.sync(1) == {"engine/restarts": 2.0}
+    assert (tried, troubled.calls["/update_weights"]) == ([1, 1, 1], 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -45,6 +46,34 @@ def test_weights_that_the_run_has_not_sent_are_refused() -> None:
     choice = {"token_ids": [1] * 4, "logprobs": logprobs, "finish_reason": "length", "weight_versions": labels}
     with pytest.raises(EngineError, match='weights of version "default", which this run has not sent'):
         completions([choice, choice], REQUEST, Sampling(4), version=7, synced=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"token_ids": [1, 2, 3, 9]}, "9 is no token of the model, which has 9"),
+        ({"token_ids": [1, 2, 3, -1]}, "-1 is no token"),
+        ({"token_ids": [1, 2, 3, "4"]}, "'4' is no token"),
+        ({"token_ids": [1] * 5, "logprobs": {"content": [{"logprob": -1.0}] * 5}}, "5 tokens, where 4 were asked for"),
+        ({"logprobs": {"content": [{"logprob": math.nan}] * 4}}, "nan is no log-prob"),
+        ({"logprobs": {"content": [{"logprob": -math.inf}] * 4}}, "-inf is no log-prob"),
+        ({"logprobs": {"content": [{"logprob": 0.5}] * 4}}, "0.5 is no log-prob"),
+        ({"logprobs": {"content": [{"logprob": None}] * 4}}, "TypeError"),
+        ({"logprobs": None}, "TypeError"),
+        (
+            {"weight_versions": [label(3, 0, 2), label(4, 3, 4)]},
+            r"are of the tokens \[\(0, 2\), \(3, 4\)\], and it has 4",
+        ),
+        ({"weight_versions": [label(3, 0, 2)]}, r"are of the tokens \[\(0, 2\)\], and it has 4"),
+    ],
+)
+def test_what_cannot_have_been_sampled_is_refused(wrong: dict[str, Any], said: str) -> None:
+    """A server may be another program than it should be, or have a fault."""
+    logprobs = {"content": [{"logprob": -9999.0}] * 3 + [{"logprob": 1e-4}]}  # vLLM's least, and rounding
+    right = {"token_ids": [0, 8, 8, 8], "logprobs": logprobs, "finish_reason": "length", "server": "the server S"}
+    assert len(completions([right, right], REQUEST, Sampling(4), version=7, vocabulary=9)) == 2
+    with pytest.raises(EngineError, match=rf"^the server S returned a broken completion: .*{said}"):
+        completions([right, right | wrong], REQUEST, Sampling(4), version=7, vocabulary=9)
 
 
 def test_text_is_decoded_for_stop_strings_alone() -> None:

@@ -45,7 +45,7 @@ def busy_port() -> Iterator[int]:
 
 def flags(options: Vllm, cpu: bool = True, spec: Spec = SPEC) -> dict[str, str | None]:
     words = command(spec, options, cpu)
-    assert words[:4] == [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+    assert words[:4] == [sys.executable, "-P", "-m", "grpocli.rollout.vllm.api_server"]
     return {name: value if found else None for name, found, value in (word.partition("=") for word in words[4:])}
 
 
@@ -157,7 +157,7 @@ def test_nothing_unsafe_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_HOST_IP", "0.0.0.0")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "2")
-    env = environment("the-key", Path("/dev/shm/x"), Vllm())
+    env = environment("the-key", Path("/dev/shm/x"), Path("/dev/shm/own"), Vllm())
     unsafe = ("VLLM_ALLOW_INSECURE", "VLLM_USE_RUST", "VLLM_ALLOW_RUNTIME")
     assert not [name for name in env if name.startswith(unsafe)]
     assert env["VLLM_HOST_IP"] == "127.0.0.1"
@@ -168,15 +168,15 @@ def test_nothing_unsafe_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_machines_take_part_where_the_user_or_the_transport_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    assert "NCCL_SOCKET_IFNAME" not in environment("key", Path("/x"), Vllm(), transport="nccl")
+    assert "NCCL_SOCKET_IFNAME" not in environment("key", Path("/x"), Path("/own"), Vllm(), transport="nccl")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    assert environment("key", Path("/x"), Vllm())["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert environment("key", Path("/x"), Path("/own"), Vllm())["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("VLLM_PLUGINS", "mine")
-    env = environment("the-key", Path("/dev/shm/x"), Vllm(cpu_kv_cache_gb=2))
+    env = environment("the-key", Path("/dev/shm/x"), Path("/dev/shm/own"), Vllm(cpu_kv_cache_gb=2))
     assert env["VLLM_API_KEY"] == "the-key"
     assert env["GRPOCLI_SHM_DIR"] == "/dev/shm/x"
     assert env["VLLM_SERVER_DEV_MODE"] == "1"

@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 
-from grpocli.errors import EngineGone, Stopped
+from grpocli.errors import EngineGone, RewardGone, ServiceGone, Stopped
 from grpocli.training.step import train
 
 GONE = EngineGone("the server stays away")
+UNJUDGED = RewardGone("the judge stays away")
 
 
 class Ended:
     """A trainer of three steps that notes what it does, with an evaluation after each; `gone` is where it breaks."""
 
-    def __init__(self, gone: tuple[str, int]) -> None:
+    def __init__(self, gone: tuple[str, int], error: ServiceGone = GONE) -> None:
+        self.error = error
         self.gone, self.steps, self.done_calls = gone, 0, list[tuple[str, int]]()
         self.metrics: dict[str, Any] = {}
         self.groups = list[Any]()
@@ -27,7 +29,7 @@ class Ended:
     def __getattr__(self, verb: str) -> Any:
         def call(*_: Any) -> Any:
             if (verb, self.steps) == self.gone:
-                raise GONE
+                raise self.error
             self.steps += verb == "update"
             self.done_calls.append((verb, self.steps))
             return {"due": True, "after": {}}.get(verb, self)
@@ -38,9 +40,16 @@ class Ended:
     def done(self) -> bool:
         return self.steps == 3
 
-    def stopped_by(self, gone: EngineGone) -> Stopped:
+    def stopped_by(self, gone: ServiceGone) -> Stopped:
         self.done_calls.append(("saved", self.steps))
         return Stopped(str(gone))
+
+
+def test_a_service_that_scores_is_as_the_engine() -> None:
+    trainer = Ended(("collect", 1), UNJUDGED)
+    with pytest.raises(Stopped, match="the judge stays away"):
+        train(trainer)  # type: ignore[arg-type]
+    assert trainer.done_calls[-1] == ("saved", 1)
 
 
 @pytest.mark.parametrize(

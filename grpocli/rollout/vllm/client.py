@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
+import math
 import ssl
 import threading
 import time
@@ -17,15 +19,21 @@ from urllib.parse import urlsplit
 import httpx
 
 from grpocli.errors import EngineError
+from grpocli.retries import BUSY, pause
 from grpocli.rollout.vllm.endpoint import Endpoint, is_loopback
 from grpocli.rollout.vllm.patience import GENERATED, Patience, Signs, health, tokens_computed
-from grpocli.rollout.vllm.protocol import ADAPTER, MODEL, Refused, ServerGone
+from grpocli.rollout.vllm.protocol import ADAPTER, MODEL, KeepsRefusing, Refused, ServerGone
+
+logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 10.0
 HEARTBEAT = 5.0  # seconds between looks at a server that an answer is awaited from
 FIRST = -1  # priority: before every other request that waits
 UNFINISHED = "unfinished"  # the version of weights that are a mixture
 GENERATE = "/inference/v1/generate"  # token ids in, token ids out
+REPEATABLE = (GENERATE, "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version")
+"""What may be asked twice, beside all that only reads: seeds are fixed, so completions are the same ones."""
+FIRST_PAUSE = 0.5  # seconds, at most, before a server that is busy is asked again
 
 
 class Client:
@@ -34,12 +42,13 @@ class Client:
     timeout: seconds for a call in which nothing shows that the server works: it answers no call of this process and
     computes no token for anybody. So a request may queue in a busy server for longer, and a pause may wait for long
     completions; where the server is paused its requests wait too. After `LONGEST` times as long a call is given up.
+    patience: seconds for which a busy server, or one with an internal error, is asked again; 0 takes it at its word.
     run: tells this run's weights from another's at the same server.
     lost: what told that the server is gone, stuck, or replaced by another; None while it answers.
     """
 
-    def __init__(self, endpoint: Endpoint, timeout: float, run: str = "") -> None:
-        self.timeout, self.run = timeout, run
+    def __init__(self, endpoint: Endpoint, timeout: float, run: str = "", patience: float = 0.0) -> None:
+        self.timeout, self.run, self.patience = timeout, run, patience
         self.connect(endpoint)
 
     def connect(self, endpoint: Endpoint) -> None:
@@ -50,6 +59,7 @@ class Client:
         self._numbered = False  # whether its weights have had one of our versions
         self._look_at = 0.0  # when it is due to be looked at, if a call waits for it
         self._signs = Signs()
+        self._warned = -math.inf  # when somebody was told that it is busy
         self._under_way: Counter[str] = Counter()  # requests, by the model they ask for
         self._counting = threading.Lock()
 
@@ -63,7 +73,35 @@ class Client:
         return asyncio.run(self._ask(self.endpoint, method, path, body))
 
     async def _ask(self, endpoint: Endpoint, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        """The answer's JSON. While it is waited for, the server is looked at: one whose engine has died may keep us
+        """The answer's JSON, which a busy server may give at the second try or later.
+
+        Others that it serves meanwhile show that our turn will come.
+        """
+        signs, began, tries = self._signs, 0.0, 0
+        while True:
+            try:
+                return await self._once(endpoint, method, path, body)
+            except Refused as refused:
+                if not self._busy(refused) or (method != "GET" and path.partition("?")[0] not in REPEATABLE):
+                    raise
+                now, tries = time.monotonic(), tries + 1
+                began = max(began or now, signs.served)
+                left = began + self.patience - now
+                if left <= 0:
+                    problem = f"{refused}, for {self.patience:g} s (engine.patience)"
+                    raise self._gone(endpoint, problem, KeepsRefusing) from refused
+                if now > self._warned + self.patience:
+                    self._warned = now
+                    logger.warning("%s; asking it again for %g s (engine.patience)", refused, self.patience)
+                await asyncio.sleep(min(pause(tries, FIRST_PAUSE, refused.answer), left))
+            if self.lost and endpoint is self.endpoint:  # as another call has found
+                raise ServerGone(str(self.lost))
+
+    def _busy(self, refused: Refused) -> bool:
+        return self.patience > 0 and refused.status in BUSY
+
+    async def _once(self, endpoint: Endpoint, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        """One try. While it is waited for, the server is looked at: one whose engine has died may keep us
         waiting for ever, and one that has much to do must not be given up."""
         signs = self._signs
         patience = Patience(signs, self.timeout)
@@ -81,7 +119,9 @@ class Client:
             raise self._gone(endpoint, unreachable(endpoint, path, error)) from error
         signs.hear()
         if response.is_success:
-            return self._taken(response)
+            signs.served = signs.heard
+            with well_formed(endpoint, path):
+                return self._taken(response)
         raise await self._failure(endpoint, path, response)
 
     async def _look(self, endpoint: Endpoint, http: httpx.AsyncClient, path: str, patience: Patience) -> None:
@@ -107,14 +147,16 @@ class Client:
         if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
             raise EngineError(f"what answers {GENERATE} at {endpoint.url} is no vLLM server: {str(answer)[:100]}")
         choices: list[dict[str, Any]] = answer["choices"]
-        for choice in choices:
-            if choice.get("finish_reason") == "abort":
-                raise self._gone(endpoint, f"the vLLM server at {endpoint.url} is shutting down (it aborted requests)")
-            for label in choice.get("weight_versions") or []:
-                label["version"] = self._version(endpoint, str(label["version"]))
-        for choice in choices if model != MODEL else []:
-            choice["weight_versions"] = _versions(model, choice)
-        return sorted(choices, key=lambda choice: int(choice["index"]))
+        with well_formed(endpoint, GENERATE):
+            for choice in choices:
+                choice["server"] = f"the vLLM server at {endpoint.url}"
+                if choice.get("finish_reason") == "abort":
+                    raise self._gone(endpoint, f"{choice['server']} is shutting down (it aborted requests)")
+                for label in choice.get("weight_versions") or []:
+                    label["version"] = self._version(endpoint, str(label["version"]))
+            for choice in choices if model != MODEL else []:
+                choice["weight_versions"] = _versions(model, choice)
+            return sorted(choices, key=lambda choice: int(choice["index"]))
 
     async def generated(self) -> float:
         """Tokens that the server has generated since its start, for all clients; 0 where it does not say."""
@@ -140,7 +182,7 @@ class Client:
 
     async def _failure(self, endpoint: Endpoint, path: str, response: httpx.Response) -> EngineError:
         """A server whose engine has died answers too, and so does another one that took its place."""
-        refused = Refused(endpoint.url, path, response.status_code, _message(response))
+        refused = Refused(endpoint.url, path, response, _message(response))
         unknown_adapter = response.status_code == 404 and path == GENERATE and self.model != MODEL
         replaced = unknown_adapter or (response.status_code == 401 and self._accepted)
         if response.status_code >= 500:
@@ -149,8 +191,8 @@ class Client:
                     return self._gone(endpoint, f"{refused}{endpoint.cause()}")
         return self._gone(endpoint, str(refused)) if replaced else refused
 
-    def _gone(self, endpoint: Endpoint, problem: str) -> ServerGone:
-        error = ServerGone(problem)
+    def _gone(self, endpoint: Endpoint, problem: str, kind: type[ServerGone] = ServerGone) -> ServerGone:
+        error = kind(problem)
         if endpoint is self.endpoint:  # else it has been replaced meanwhile
             self.lost = error
         return error
@@ -168,8 +210,20 @@ class Client:
             raise self._gone(endpoint, f"{where} was started again by somebody")
         return label
 
+    def _post_once(self, path: str, body: dict[str, Any] | None = None) -> None:
+        """For a part of a sync that cannot be repeated by itself.
+
+        A busy server may have done it or not. So it is given up as it is: one that is found again gets a new sync.
+        """
+        try:
+            self.post(path, body)
+        except Refused as refused:
+            if not self._busy(refused):
+                raise
+            raise self._gone(self.endpoint, str(refused)) from refused
+
     def init_transfer(self, info: dict[str, Any]) -> None:
-        self.post("/init_weight_transfer_engine", {"init_info": info})
+        self._post_once("/init_weight_transfer_engine", {"init_info": info})
 
     def pause(self, mode: str = "wait") -> None:
         self.post(f"/pause?mode={mode}")
@@ -182,13 +236,13 @@ class Client:
             self.post("/start_weight_update")
         except Refused:
             self.abandon_update()
-            self.post("/start_weight_update")
+            self._post_once("/start_weight_update")
 
     def update(self, info: dict[str, Any]) -> None:
-        self.post("/update_weights", {"update_info": info})
+        self._post_once("/update_weights", {"update_info": info})
 
     def finish_update(self, version: int) -> None:
-        self.post("/finish_weight_update", {"weight_version": f"{self.run}.{version}"})
+        self._post_once("/finish_weight_update", {"weight_version": f"{self.run}.{version}"})
 
     def abandon_update(self) -> None:
         try:
@@ -198,42 +252,59 @@ class Client:
         self.post("/update_weight_version", {"new_version": UNFINISHED})
 
     def reset_prefix_cache(self, running: bool = False) -> None:
-        if not self.post(f"/reset_prefix_cache?reset_running_requests={str(running).lower()}")["success"]:
+        with well_formed(self.endpoint, "/reset_prefix_cache"):
+            dropped = self.post(f"/reset_prefix_cache?reset_running_requests={str(running).lower()}")["success"]
+        if not dropped:
             raise EngineError(f"the vLLM server at {self.endpoint.url} could not drop its prefix cache: requests run")
 
     def weight_version(self) -> int | str:
-        return self._version(self.endpoint, str(self.get("/weight_info")["weight_version"]))
+        with well_formed(self.endpoint, "/weight_info"):
+            return self._version(self.endpoint, str(self.get("/weight_info")["weight_version"]))
 
     def set_version(self, version: int) -> None:
         self.post("/update_weight_version", {"new_version": f"{self.run}.{version}"})
 
     def adapters(self) -> dict[str, Path]:
-        return {card["id"]: Path(card["root"]) for card in self.get("/v1/models")["data"] if card.get("parent")}
+        with well_formed(self.endpoint, "/v1/models"):
+            return {card["id"]: Path(card["root"]) for card in self.get("/v1/models")["data"] if card.get("parent")}
 
     def adapters_in_use(self) -> set[str]:
         with self._counting:
             return set(self._under_way) - {MODEL}
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        self._post_once("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
     def unload_adapter(self, name: str) -> None:
         self.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     def world_size(self) -> int:
-        return int(self.get("/get_world_size")["world_size"])
+        with well_formed(self.endpoint, "/get_world_size"):
+            return int(self.get("/get_world_size")["world_size"])
 
     def score(self, token_ids: Sequence[int], first: bool = False) -> list[float]:
         sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
         body = {"token_ids": list(token_ids), "sampling_params": sampling, **({"priority": FIRST} if first else {})}
-        entries = self.post(GENERATE, {"model": self.model, **body})["prompt_logprobs"][1:]
-        return [entry[str(token)]["logprob"] for entry, token in zip(entries, token_ids[1:], strict=True)]
+        with well_formed(self.endpoint, GENERATE):
+            entries = self.post(GENERATE, {"model": self.model, **body})["prompt_logprobs"][1:]
+            return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, token_ids[1:], strict=True)]
 
     def sample(self, token_ids: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
         sampling = {"max_tokens": tokens, "temperature": 1, "seed": 0, "logprobs": 0, "ignore_eos": True}
         body = {"token_ids": list(token_ids), "sampling_params": sampling, "priority": FIRST}
-        (choice,) = self.post(GENERATE, {"model": self.model, **body})["choices"]
-        return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        with well_formed(self.endpoint, GENERATE):
+            (choice,) = self.post(GENERATE, {"model": self.model, **body})["choices"]
+            return choice["token_ids"], [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
+
+
+@contextmanager
+def well_formed(endpoint: Endpoint, path: str) -> Iterator[None]:
+    """Raise EngineError where an answer cannot be read: it is of a proxy, or of a server that is none of ours."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        problem = f"what answers {path} at {endpoint.url} is no vLLM server, or answers wrongly"
+        raise EngineError(f"{problem}: {type(error).__name__}: {error}") from error
 
 
 def http_options(endpoint: Endpoint) -> dict[str, Any]:

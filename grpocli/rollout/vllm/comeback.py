@@ -50,7 +50,7 @@ class Own:
         """A dead server is noticed when it is called: none other can be at its address."""
 
     def wait(self, lost: Lost) -> list[Endpoint]:
-        (timeout,) = self.options.waits.values()
+        timeout = max(self.options.waits.values())
         for index, (before, reason) in lost.items():
             write_atomic(lost_file(self.job.run_dir, index), f"{before.generation} {reason}")
         deadline = time.monotonic() + timeout
@@ -100,6 +100,7 @@ class Given:
                 base_url=url,
                 api_key_file=self.options.key_file(url),
                 request_timeout=min(left, self.options.request_timeout),
+                patience=min(left, self.options.patience),
             )
             try:
                 return given_servers(alone, self.job)[0]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
-import shutil
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from grpocli.rollout.vllm.log import failure_cause, find_cause
 from grpocli.tracking.files import read_shared
 
 SHM = Path("/dev/shm")
-ROOM = 2**30  # a memory file system with less than this is too small for weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +80,6 @@ def serve_file(port: int) -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     own = os.environ.get("GRPOCLI_CACHE") or f"{cache}/grpocli"
     return Path(own) / "serve" / f"{port}.json"
-
-
-def weights_dir() -> Path:
-    """A new private folder for weights: in shared memory, or the temporary folder where that is small or missing."""
-    in_memory = SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free >= ROOM
-    return Path(tempfile.mkdtemp(prefix="grpocli-weights-", dir=SHM if in_memory else None))
 
 
 def is_loopback(host: str) -> bool:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import EngineError, EngineGone
+from grpocli.retries import pause
 from grpocli.rollout.engine import Listener, ignore
 from grpocli.rollout.transformers_engine import stop_ids
 from grpocli.rollout.vllm.client import Client
 from grpocli.rollout.vllm.comeback import Given, Own, Waiting
 from grpocli.rollout.vllm.endpoint import Endpoint, run_files
 from grpocli.rollout.vllm.fleet import Choices, Count, Fleet
+from grpocli.rollout.vllm.protocol import KeepsRefusing
 from grpocli.rollout.vllm.request import body, check_temperature, completions
 from grpocli.rollout.vllm.trial import check_sampling
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+AGAIN = 0.5  # seconds, at most, before the second attempt
 ATTEMPTS = 10  # at one sync or one batch of completions; a server that dies each time must end some day
 
 
@@ -64,15 +68,16 @@ class VllmEngine:
         waiting: Waiting,
         recover: Callable[[], None] | None = None,
         trial: Callable[[], None] | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         """version: of the servers' weights; None where another run may have changed them.
 
-        trial: called once, in every process, when the servers have the first weights.
+        trial: called once, in every process, when the servers have the first weights. vocabulary: tokens of the model.
         """
         self.fleet, self._sync, self._stop, self.version = fleet, sync, list(stop), version
         self.world, self._waiting = world, waiting
         self.recover: Callable[[], None] = recover or self._sync_again
-        self._trial = trial
+        self._trial, self._vocabulary = trial, vocabulary
         self.restarts = 0  # servers that came back
         self._synced = False
         self._gone: str | None = None  # why none will come back
@@ -97,7 +102,7 @@ class VllmEngine:
         def answered(k: int, choices: Choices) -> None:
             if self._failure:  # of a sync: they may come from any weights
                 return
-            found[k] = completions(choices, requests[k], sampling, version, synced=synced)
+            found[k] = completions(choices, requests[k], sampling, version, synced=synced, vocabulary=self._vocabulary)
             count.add(len(found[k]))
             listener(k, found[k])
 
@@ -156,14 +161,16 @@ class VllmEngine:
 
     def _sync_all(self, version: int) -> dict[str, float]:
         """As often as servers die meanwhile. Those that live hold their requests from one time to the next."""
-        for _ in range(ATTEMPTS):
+        for attempt in range(1, ATTEMPTS + 1):
             self._bring_back()
             try:
                 return self._sync(version)
-            except EngineError:
+            except EngineError as error:
                 if not self._lost():
                     raise
-        raise EngineGone(f"vLLM servers died {ATTEMPTS} times during one sync of weights")
+                last = error
+            time.sleep(pause(attempt, AGAIN))  # it may be busy
+        raise EngineGone(f"{ATTEMPTS} syncs of weights failed one after the other: {last}")
 
     def _lost(self) -> dict[int, str]:
         """The servers that any process has lost, by number, and how each was. Collective."""
@@ -179,6 +186,10 @@ class VllmEngine:
         lost = self._lost()
         if not lost:
             return
+        refusing = [str(client.lost) for client in self.fleet.clients if isinstance(client.lost, KeepsRefusing)]
+        if refusing := self.world.gather_objects(refusing):
+            self._gone = refusing[0]
+            raise EngineGone(self._gone)
         found = self.world.broadcast_object(self._wait(lost) if self.world.is_main else "")
         if isinstance(found, str):
             self._gone = found
@@ -214,7 +225,8 @@ def connect(options: Vllm, context: EngineContext) -> VllmEngine:
     """
     job = context.job
     run = hashlib.blake2b(str(job.run_dir.absolute()).encode(), digest_size=4).hexdigest()  # in every process the same
-    clients = [Client(Endpoint.load(path), options.request_timeout, run) for path in run_files(job.run_dir)]
+    patience = 0 if options.base_url is None else options.patience  # our own servers mean what they say
+    clients = [Client(Endpoint.load(path), options.request_timeout, run, patience) for path in run_files(job.run_dir)]
     fleet = Fleet(clients)
     waiting = Own if options.base_url is None else Given
 
@@ -234,6 +246,7 @@ def connect(options: Vllm, context: EngineContext) -> VllmEngine:
         waiting=waiting(options, job, context.stopping),
         recover=context.recover,
         trial=trial,
+        vocabulary=int(context.policy.model.config.get_text_config().vocab_size),
     )
 
 

@@ -39,7 +39,7 @@ def given_servers(options: Vllm, job: EngineJob) -> list[Endpoint]:
 def _given_server(options: Vllm, url: str, job: EngineJob) -> Endpoint:
     _check_alive(url, options.request_timeout)
     endpoint = find_endpoint(options, url, job.sync_folder)
-    _check(Client(endpoint, options.request_timeout), job)
+    _check(Client(endpoint, options.request_timeout, patience=options.patience), job)
     if (job.transport == "shm" or job.lora_rank) and not (endpoint.shm_dir and Path(endpoint.shm_dir).is_dir()):
         raise ConfigError.of(
             "sync.folder",

@@ -15,9 +15,10 @@ from grpocli.errors import GrpoError
 from grpocli.launch.guard import guarded
 from grpocli.progress import unreported
 from grpocli.rollout.vllm.checks import check_room
-from grpocli.rollout.vllm.endpoint import Endpoint, run_file, weights_dir
+from grpocli.rollout.vllm.endpoint import Endpoint, run_file
 from grpocli.rollout.vllm.given import given_servers
 from grpocli.rollout.vllm.nodes import servers_elsewhere
+from grpocli.rollout.vllm.private_folder import private_folder
 from grpocli.rollout.vllm.protocol import PROBE_ROOM
 from grpocli.rollout.vllm.server import LOOPBACK, Spec, free_port, serving
 from grpocli.rollout.vllm.watch import Watched
@@ -90,15 +91,16 @@ def _stop(watched: Sequence[Watched], over: threading.Event) -> None:
 @contextlib.contextmanager
 def _kept_folder() -> Iterator[Path]:
     """A folder for weights that outlives any one server, and not us: where we cannot remove it, a guard does."""
-    folder = weights_dir()
     # it ignores TERM, so that its guard waits before it removes what the others may still be writing to
     command = ["sh", "-c", "trap '' TERM; exec sleep 2147483647"]
-    with guarded(command, name="weights", remove=[folder], grace=OUTLIVE) as keeper:
+    with (
+        private_folder() as folder,
+        guarded(command, name="weights", remove=[folder.path], hold=[folder.lock], grace=OUTLIVE) as keeper,
+    ):
         try:
-            yield folder
+            yield folder.path
         finally:
             keeper.stop(0)
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Starter:

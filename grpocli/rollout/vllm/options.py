@@ -51,7 +51,8 @@ class Vllm:
     start_timeout: seconds until a server must answer. request_timeout: seconds after which a server that neither
         answers a request nor computes a token counts as stuck; no answer may take ten times as long.
     max_restarts: how often a server of the run's own that dies is started again. reconnect_timeout: seconds for which
-        a given server that went away is waited for.
+        a given server that went away is waited for. patience: seconds for which one that answers that it is busy (429,
+        503), or fails (500), is asked again.
     gpu_memory_utilization: share of a GPU's memory that vLLM may take. cpu_kv_cache_gb: GiB for its cache on a CPU.
     tensor_parallel: GPUs that share one model. data_parallel: copies of it in one server.
     max_model_len: null takes what the run needs.
@@ -67,6 +68,7 @@ class Vllm:
     request_timeout: int = 600
     max_restarts: int = 2
     reconnect_timeout: int = 300
+    patience: int = 120
     gpu_memory_utilization: float = 0.9
     cpu_kv_cache_gb: int = 1
     tensor_parallel: int = 1
@@ -82,7 +84,7 @@ class Vllm:
     def __post_init__(self) -> None:
         self._check_given()
         require(self, "port", 0 <= self.port < 65536, "must be 0 (any free port) to 65535")
-        at_least_1 = ("start_timeout", "request_timeout", "reconnect_timeout", "cpu_kv_cache_gb")
+        at_least_1 = ("start_timeout", "request_timeout", "reconnect_timeout", "patience", "cpu_kv_cache_gb")
         for field in (*at_least_1, "tensor_parallel", "data_parallel", "replicas"):
             require(self, field, getattr(self, field) >= 1, "must be at least 1")
         require(self, "max_restarts", self.max_restarts >= 0, "must be 0 (never) or more")
@@ -112,7 +114,7 @@ class Vllm:
     def waits(self) -> dict[str, int]:
         """Seconds for which a server that was lost is waited for at most, by the keys they come from."""
         if self.base_url is not None:
-            return {"engine.reconnect_timeout": self.reconnect_timeout}
+            return {"engine.reconnect_timeout": self.reconnect_timeout, "engine.patience": self.patience}
         return {
             "engine.start_timeout times engine.max_restarts": self.start_timeout * max(1, self.max_restarts) + STOPPING
         }

@@ -18,10 +18,11 @@ class Signs:
     """What shows that one server works, as far as this process knows; all calls to it share them.
 
     heard: when the last sign came, by the monotonic clock: an answer to any call, or a token computed for anybody.
+    served: when the last call succeeded.
     """
 
     def __init__(self) -> None:
-        self.heard = 0.0
+        self.heard = self.served = 0.0
         self._tokens: float | None = None
 
     def hear(self) -> None:

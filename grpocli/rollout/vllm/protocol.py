@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from grpocli.errors import EngineError
 from grpocli.rollout.vllm.endpoint import Endpoint
+
+if TYPE_CHECKING:
+    import httpx
 
 MODEL = "policy"
 """The name under which a server offers its model."""
@@ -103,12 +106,16 @@ class Server(Protocol):
 
 
 class Refused(EngineError):
-    """The server answered, with an error."""
+    """The server answered, with an error. answer: what it said."""
 
-    def __init__(self, url: str, path: str, status: int, message: str) -> None:
-        super().__init__(f"the vLLM server at {url} refused {path} ({status}): {message}")
-        self.status, self.path = status, path
+    def __init__(self, url: str, path: str, answer: httpx.Response, message: str) -> None:
+        super().__init__(f"the vLLM server at {url} refused {path} ({answer.status_code}): {message}")
+        self.status, self.path, self.answer = answer.status_code, path, answer
 
 
 class ServerGone(EngineError):
     """The server cannot be reached, did not answer in time, or has lost its engine: only another one can help."""
+
+
+class KeepsRefusing(ServerGone):
+    """The server is there, and has been too busy or in trouble for longer than anybody wants to wait."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import ConfigError, EngineError
 
+ROUNDING = 1e-3
+"""By so much a log-prob may be above 0."""
 COLDEST, HOTTEST = 0.01, 2.0
 """vLLM raises a temperature between 0 and the first, and refuses one above the second."""
 
@@ -59,17 +62,26 @@ def _structure(sampling: Sampling) -> dict[str, Any]:
 
 
 def completions(
-    choices: Sequence[dict[str, Any]], request: Request, sampling: Sampling, version: int, *, synced: bool = False
+    choices: Sequence[dict[str, Any]],
+    request: Request,
+    sampling: Sampling,
+    version: int,
+    *,
+    synced: bool = False,
+    vocabulary: int | None = None,
 ) -> list[Completion]:
     """The `n` completions of a request from the answer's choices, in order. Raises EngineError for a broken answer.
 
     version: of tokens that are not labelled. synced: whether every server had had a sync when it was asked, so that
-    any label must be a version of ours.
+    any label must be a version of ours. vocabulary: tokens that there are; None trusts the answer.
     """
     sampling = request.under(sampling)
     greedy = sampling.temperature == 0
     if synced:
         _check_labels(choices)
+    for choice in choices:
+        if problem := _problem(choice, sampling.max_tokens, vocabulary):
+            raise EngineError(f"{choice.get('server', 'vLLM')} returned a broken completion: {problem}")
     made = [_completion(choice, greedy, version) for choice in choices]
     for one in made:
         if one.truncated and len(one.token_ids) < sampling.max_tokens:
@@ -87,10 +99,6 @@ def completions(
 def _completion(choice: dict[str, Any], greedy: bool, version: int) -> Completion:
     ids, reason = choice["token_ids"], choice["finish_reason"]
     logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
-    if reason not in ("stop", "length") or len(ids) != len(logprobs) or not ids:
-        raise EngineError(
-            f'vLLM returned a broken completion: {len(ids)} tokens, {len(logprobs)} log-probs, finish reason "{reason}"'
-        )
     spans = _spans(choice.get("weight_versions") or [], version)
     return Completion(
         ids,
@@ -99,6 +107,30 @@ def _completion(choice: dict[str, Any], greedy: bool, version: int) -> Completio
         version=min((v for v, _ in spans), default=version),
         spans=spans if len(spans) > 1 else None,
     )
+
+
+def _problem(choice: dict[str, Any], max_tokens: int, vocabulary: int | None) -> str:
+    """What is wrong with a choice, whoever made it; empty where nothing is."""
+    try:
+        ids, reason = choice["token_ids"], choice["finish_reason"]
+        logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+        ends = [(label["start"], label["end"]) for label in choice.get("weight_versions") or []]
+        if reason not in ("stop", "length") or len(ids) != len(logprobs) or not ids:
+            return f'{len(ids)} tokens, {len(logprobs)} log-probs, finish reason "{reason}"'
+        if len(ids) > max_tokens:
+            return f"{len(ids)} tokens, where {max_tokens} were asked for"
+        for token in ids:
+            if type(token) is not int or not 0 <= token < (vocabulary or math.inf):
+                return f"{token!r} is no token of the model, which has {vocabulary}"
+        for logprob in logprobs:
+            if not -math.inf < logprob <= ROUNDING:
+                return f"{logprob!r} is no log-prob"
+        starts = [0, *(end for _, end in ends)]
+        if ends and ([start for start, _ in ends] != starts[:-1] or starts != sorted(starts) or starts[-1] != len(ids)):
+            return f"its weight versions are of the tokens {ends}, and it has {len(ids)}"
+    except (AttributeError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _check_labels(choices: Sequence[dict[str, Any]]) -> None:

@@ -18,12 +18,14 @@ from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.guard import Guarded, guarded
 from grpocli.progress import Progress, unreported
 from grpocli.rollout.vllm.adapter import lora_environment, lora_flags
+from grpocli.rollout.vllm.api_server import FOLDER_VARIABLE as OWN_FOLDER_VARIABLE
 from grpocli.rollout.vllm.arguments import argument_words, check_arguments, further_words
 from grpocli.rollout.vllm.auth import KEY_VARIABLE
 from grpocli.rollout.vllm.checks import check_plugin
-from grpocli.rollout.vllm.endpoint import Endpoint, weights_dir
+from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.heads import check_head_size
 from grpocli.rollout.vllm.log import StartupLog
+from grpocli.rollout.vllm.private_folder import private_folder
 from grpocli.rollout.vllm.transport import BACKENDS
 from grpocli.rollout.vllm.weights import FOLDER_VARIABLE
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 POLL = 0.2  # seconds between looks at a starting server
+LONGEST_SOCKETS = 107 - 37  # of the path of a folder: the kernel's limit for a socket, less what vLLM calls it
 LAUNCHER = (
     "RANK",
     "LOCAL_RANK",
@@ -140,7 +143,7 @@ def command(spec: Spec, options: Vllm, cpu: bool) -> list[str]:
         **lora_flags(spec.lora_rank, spec.dtype, cpu),
     }
     # -P: the current folder is no place to import from, as for the console script
-    start = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+    start = [sys.executable, "-P", "-m", "grpocli.rollout.vllm.api_server"]
     known = [word for name, value in flags.items() for word in argument_words(name, value)]
     return [*start, *known, *further_words(options.vllm_args)]
 
@@ -151,8 +154,8 @@ def sequences(most: int, cpu: bool) -> int | None:
     return most if most > (128 if cpu else 256) else None
 
 
-def environment(key: str, shm_dir: Path, options: Vllm, transport: str = "shm") -> dict[str, str]:
-    """The server's: ours without what would open it or confuse it."""
+def environment(key: str, shm_dir: Path, own: Path, options: Vllm, transport: str = "shm") -> dict[str, str]:
+    """The server's: ours without what would open it or confuse it. own: its private folder."""
     env = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, *UNSAFE)}
     if plugins := env.get("VLLM_PLUGINS"):
         env["VLLM_PLUGINS"] = f"{plugins},grpocli"
@@ -163,6 +166,8 @@ def environment(key: str, shm_dir: Path, options: Vllm, transport: str = "shm") 
         | {
             KEY_VARIABLE: key,
             FOLDER_VARIABLE: str(shm_dir),
+            OWN_FOLDER_VARIABLE: str(own),
+            **({"VLLM_RPC_BASE_PATH": str(own)} if len(os.fsencode(own)) <= LONGEST_SOCKETS else {}),
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_CPU_KVCACHE_SPACE": str(options.cpu_kv_cache_gb),
             "VLLM_NO_USAGE_STATS": "1",
@@ -205,17 +210,23 @@ def serving(
     if cpu:
         check_head_size(spec.model)
     words = command(spec, options, cpu)  # before there is a folder to leave behind
-    shm_dir = _given_folder(spec.sync_folder) if spec.sync_folder else weights_dir()
+    shm_dir = _given_folder(spec.sync_folder) if spec.sync_folder else None
     began = log.stat().st_size if log and log.exists() else 0
     where = address(spec.host, spec.port)
-    endpoint = Endpoint(where, key, str(shm_dir), str(log) if log else None, log_from=began)
-    with guarded(
-        words,
-        name="vllm",
-        env=environment(key, shm_dir, options, spec.transport) | lora_environment(spec.lora_rank) | _devices(spec),
-        log=log,
-        remove=[*remove, *([] if spec.sync_folder else [shm_dir])],
-    ) as process:
+    with contextlib.ExitStack() as stack:
+        own = stack.enter_context(private_folder())
+        env = environment(key, shm_dir or own.path, own.path, options, spec.transport)
+        process = stack.enter_context(
+            guarded(
+                words,
+                name="vllm",
+                env=env | lora_environment(spec.lora_rank) | _devices(spec),
+                log=log,
+                remove=[*remove, own.path],
+                hold=[own.lock],
+            )
+        )
+        endpoint = Endpoint(where, key, str(shm_dir or own.path), str(log) if log else None, log_from=began)
         wait_healthy(process, endpoint, options.start_timeout, give_up, progress)
         yield endpoint, process
 

@@ -1,0 +1,49 @@
+"""vLLM's API server, whose processes all die with the one that has started them: `python -m` this, with its options.
+
+vLLM's engine and worker processes rename themselves and watch nobody, so a server that gets SIGKILL would leave them
+behind with the model in memory. A spawned process imports this module as `__mp_main__` before anything of vLLM, and a
+forked one runs the hook. vLLM's plugin would come too late for the first and never for the second; and it also runs in
+servers that users start, which may outlive their shell.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+from multiprocessing import process, shared_memory
+from pathlib import Path
+
+from grpocli.launch.guard_main import die_with_parent
+from grpocli.rollout.vllm.private_folder import shared_memory_name
+
+FOLDER_VARIABLE = "GRPOCLI_SERVER_FOLDER"
+"""The server's private folder. Its shared memory is named after it, so that the next start can find what is left."""
+PARENT_VARIABLE = "GRPOCLI_SERVER_PROCESS"
+"""The process that starts the next ones."""
+
+
+def tie() -> None:
+    """Die with the parent, also where it has died before we could ask for that."""
+    die_with_parent()
+    if os.environ.get(PARENT_VARIABLE) != str(os.getppid()):
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+
+
+def name_shared_memory() -> None:
+    """Python has no public way to choose the names of what vLLM makes."""
+    name = shared_memory_name(Path(os.environ[FOLDER_VARIABLE]))
+    shared_memory._SHM_NAME_PREFIX = f"/{name}_"  # type: ignore[attr-defined]
+    process.current_process()._config["semprefix"] = f"/{name}"  # type: ignore[attr-defined]
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    if __name__ == "__mp_main__":
+        tie()
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    os.register_at_fork(after_in_child=tie)
+    name_shared_memory()
+    if __name__ == "__main__":
+        # not with alter_sys: spawned processes would import vLLM's module in place of this one
+        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

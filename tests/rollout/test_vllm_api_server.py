@@ -1,0 +1,112 @@
+"""The processes of a server end with it, and the next start removes what it left; a stand-in takes vLLM's place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from grpocli.launch.guard import wait_gone
+from grpocli.launch.guard_main import TRACKER, descendants
+from grpocli.rollout.vllm import private_folder as folders
+from grpocli.rollout.vllm.api_server import FOLDER_VARIABLE
+from grpocli.rollout.vllm.private_folder import private_folder, shared_memory_name, sweep
+
+SERVER = """
+import sys
+import engine
+if __name__ == "__main__":
+    engine.start(sys.argv[1], "worker")
+"""
+ENGINE = """
+import multiprocessing, os, sys, time
+from multiprocessing.shared_memory import SharedMemory
+
+def start(method, *below):
+    made = multiprocessing.get_context(method)
+    kept = SharedMemory(create=True, size=4096), made.Semaphore()
+    if below:
+        made.Process(target=start, args=(method, *below[1:])).start()
+    open(os.environ["PIDS"], "a").write(f"{os.getpid()}\\n")
+    time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_no_process_outlives_a_server_that_is_killed(method: str, tmp_path: Path) -> None:
+    package = tmp_path / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):  # else the real vLLM would come first
+        (folder / "__init__.py").touch()
+    (package / "api_server.py").write_text(SERVER)
+    (tmp_path / "engine.py").write_text(ENGINE)
+    pids = tmp_path / "pids"
+    pids.touch()
+    with private_folder() as own:
+        env = {**os.environ, "PYTHONPATH": str(tmp_path), "PIDS": str(pids), FOLDER_VARIABLE: str(own.path)}
+        server = subprocess.Popen([sys.executable, "-P", "-m", "grpocli.rollout.vllm.api_server", method], env=env)
+        try:
+            until_lines(pids, 2, server)
+            family = [int(pid) for pid in pids.read_text().split()]
+            trackers = [pid for pid in descendants() if TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            for pid in trackers:  # as `pkill -f` does where the name of the environment's folder fits
+                os.kill(pid, signal.SIGKILL)
+        finally:
+            server.kill()
+            server.wait(10)
+        left = wait_gone(family, 5)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert (len(family), left) == (2, [])
+        name = shared_memory_name(own.path)
+        assert len(list(folders.SHM.glob(f"{name}_*"))) == 2
+    assert [path for path in folders.SHM.iterdir() if name in path.name] == []
+
+
+def until_lines(file: Path, count: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while file.read_text().count("\n") < count:
+        assert process.poll() is None, "it ended"
+        assert time.monotonic() < deadline, "it did not start"
+        time.sleep(0.02)
+
+
+OWNS = """
+import time
+from grpocli.launch.guard import guarded
+from grpocli.rollout.vllm.private_folder import private_folder
+with private_folder() as folder, guarded(["sleep", "300"], name="test", hold=[folder.lock]) as process:
+    print(folder.path, process.pid, flush=True)
+    time.sleep(300)
+"""
+
+
+def test_a_folder_is_removed_once_neither_its_owner_nor_the_guard_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the next that makes one; not where its lock is held, and not where an older version has made it."""
+    older = tmp_path / f"{folders.PREFIX}older"
+    older.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", OWNS], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        path, guard = owner.stdout.readline().split()
+        sweep()
+        assert Path(path).is_dir()
+        os.kill(int(guard), signal.SIGSTOP)  # it would remove the folder of its own accord
+        owner.kill()
+    sweep()
+    assert Path(path).is_dir()
+    os.kill(int(guard), signal.SIGKILL)
+    assert wait_gone([int(guard)], 5) == []
+    with private_folder() as another:
+        assert another.path.is_dir()
+        assert not Path(path).exists()
+    assert older.is_dir()
+    assert not another.path.exists()
