@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from grpocli.commands.hydra_app import composed, parser_of, warn_of_rewards
 from grpocli.errors import ConfigError
 from grpocli.tracking.files import write_atomic
+from grpocli.tracking.text import clean
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     found = _evaluate(run, args, out)
     write_atomic(out / "results.json", json.dumps(_as_dict(run, args, found), indent=2) + "\n")
     _show(found)
-    print(f"results and samples are in {out}")
+    print(clean(f"results and samples are in {out}"))
     return 0
 
 
@@ -151,8 +152,9 @@ def _as_dict(run: Run, args: argparse.Namespace, found: Sequence[Evaluated]) -> 
 
 def _show(found: Sequence[Evaluated]) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
+
+    from grpocli.tracking.console import CleanConsole
 
     scores = dict.fromkeys(score for one in found for task in one.tasks for score in task.scores)
     table = Table(box=SIMPLE_HEAD)
@@ -165,7 +167,7 @@ def _show(found: Sequence[Evaluated]) -> None:
             cells = [_cell(task.scores[score]) if score in task.scores else "" for score in scores]
             rest = [f"{task.mean_length:.0f}", f"{task.truncated:.1%}", str(task.failed)]
             table.add_row(Path(one.name).name, task.task, str(task.questions), *cells, *rest)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = CleanConsole(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     console.print(
         "below each score: its 95 % confidence interval over questions (Wilson, several samples by design effect)"

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from grpocli.config import yaml_text
 from grpocli.config.complaints import flat_keys, known_keys
 from grpocli.config.parts import stored
 from grpocli.config.task_list import spread
@@ -206,7 +206,11 @@ def _overrides(folder: Path) -> list[str]:
 
 def _load(path: Path) -> Any:
     """A saved YAML. Raises ConfigError where it is damaged."""
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
-        return OmegaConf.load(path)
-    except (yaml.YAMLError, OSError) as error:
-        raise ConfigError.of("resume", path, f"cannot be read: {' '.join(str(error).split())[:200]}") from error
+        text = path.read_text()
+        yaml_text.check(text)
+        return OmegaConf.create(text)
+    except (*yaml_text.BROKEN, OSError, OmegaConfBaseException) as error:
+        raise ConfigError.of("resume", path, f"cannot be read: {yaml_text.reason(error)}") from error

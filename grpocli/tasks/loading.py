@@ -325,7 +325,7 @@ def from_hub(path: str, name: str | None, split: str, key: str, streaming: bool)
 
 
 def nothing_in(value: Any) -> str:
-    """What a value has instead of something that can be asked or compared with: `nothing`, `nan`, `inf`; empty if fine."""
+    """What there is in place of something to ask or to compare with: `nothing`, `nan`, `inf`; empty if all is well."""
     if value is None:
         return "nothing"
     if isinstance(value, list | dict):
