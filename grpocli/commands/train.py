@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from grpocli.commands.completion import main as complete
 from grpocli.commands.hydra_app import arguments, hydra_app, only_prints, options_first, search_path, warn_of_escapes
+from grpocli.config.environment import raw_value
 from grpocli.config.resume import Resume
 from grpocli.errors import ConfigError
 from grpocli.launch.ready import check_ready
@@ -93,7 +94,7 @@ def _task(config: DictConfig, resume: Resume | None) -> float | None:
     if resume:
         accuracy = launch(resume.merged(config), folder, resuming=True)
     else:
-        config.overrides = list(HydraConfig.get().overrides.task)
+        config.overrides = raw_value(HydraConfig.get().overrides, "task")
         accuracy = launch(config, folder, begin=partial(write_record, folder, config))
     if sys.stdout.isatty() and HydraConfig.get().mode != RunMode.MULTIRUN:
         print(clean(_what_next(folder)))
