@@ -107,7 +107,9 @@ def read_run(path: Path) -> RunRow:
 
 
 def _why_incomparable(run: RunDir) -> str:
-    with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged sessions.jsonl takes no results with it
+    with suppress(
+        OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
+    ):  # a damaged sessions.jsonl takes no results with it
         return why_incomparable(run)
     return ""
 
