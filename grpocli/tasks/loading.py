@@ -91,7 +91,7 @@ def _check_header(file: Path, key: str) -> None:
         problem = f"its columns are separated by {used!r}, and have to be by commas"
         raise ConfigError.of(key, file, f'{problem}; convert it with python -c "{convert}"')
     for name in names[","]:
-        if names[","].count(name) > 1:
+        if name and names[","].count(name) > 1:
             raise ConfigError.of(key, file, f"line 1 has two columns called {name!r}; rename or remove one")
 
 

@@ -221,3 +221,8 @@ def test_folders_without_what_is_wanted(tmp_path: Path) -> None:
 )
 def test_what_was_meant_as_a_path(path: str, local: bool) -> None:
     assert looks_local(path) is local
+
+
+def test_columns_without_a_name(tmp_path: Path, cache_folder: Path) -> None:
+    (tmp_path / "a.csv").write_text("q,a,,\n1,2,,\n")  # as spreadsheets leave them
+    assert load_table(str(tmp_path / "a.csv"), None, "train").columns[:2] == ["q", "a"]
