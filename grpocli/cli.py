@@ -98,6 +98,9 @@ def run(args: list[str]) -> int:
 
         raise_usage(f"there is no command {args[0]}{nearest(args[0], COMMANDS)}; see grpocli --help")
     module = importlib.import_module(COMMANDS[args[0]][0])
+    from grpocli.tracking.text import clean_warnings
+
+    clean_warnings()
     return int(module.main(args[1:]))
 
 

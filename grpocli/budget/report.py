@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from grpocli.budget.place import GIB
 from grpocli.budget.work import EFFICIENCY, LINK, READING
+from grpocli.tracking.console import CleanConsole
 
 if TYPE_CHECKING:
     from grpocli.budget.memory import Device
@@ -23,7 +23,7 @@ WIDTH = 120
 
 def as_text(plan: Plan, title: str, advice: Sequence[str]) -> str:
     """Facts, a table for every kind of device, the step's work, what was assumed, and what to do."""
-    out = Console(highlight=False, width=WIDTH)
+    out = CleanConsole(width=WIDTH)
     with out.capture() as captured:
         out.print(Text(f"grpocli plan {title}".rstrip(), style="bold"), soft_wrap=True)
         _pairs(out, facts(plan))
@@ -77,7 +77,7 @@ def _count(n: int, thing: str, plural: str = "s") -> str:
     return f"{n:,} {thing}{'' if n == 1 else plural}"
 
 
-def _device(out: Console, device: Device) -> None:
+def _device(out: CleanConsole, device: Device) -> None:
     many = f" (each of {device.count})" if device.count > 1 else ""
     out.print(Text(f"\n{device.name}{many}, GiB of {device.memory / GIB:,.1f}", style="bold"))
     table = _table("", "update", "generation", "")
@@ -135,7 +135,7 @@ def _article(name: str) -> str:
     return name if name.startswith(("this", "each", "vLLM")) else f"a {name}"
 
 
-def _pairs(out: Console, pairs: Sequence[tuple[str, str]]) -> None:
+def _pairs(out: CleanConsole, pairs: Sequence[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in pairs) + 2
     for name, value in pairs:
         line = Text(f"  {name:<{width}}{value}")
@@ -143,7 +143,7 @@ def _pairs(out: Console, pairs: Sequence[tuple[str, str]]) -> None:
         out.print(line, soft_wrap=True)
 
 
-def _list(out: Console, title: str, lines: Sequence[str]) -> None:
+def _list(out: CleanConsole, title: str, lines: Sequence[str]) -> None:
     if lines:
         out.print(Text(f"\n{title}", style="bold"))
         for line in lines:

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING
 from grpocli.commands.hydra_app import composed, parser_of, warn_of_rewards
 from grpocli.errors import ConfigError
 from grpocli.tracking.files import write_atomic
+from grpocli.tracking.text import clean
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from grpocli.config.schema import Run
     from grpocli.evaluation.evaluate import Evaluated
     from grpocli.evaluation.results import Estimate
@@ -44,13 +47,13 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--no-greedy --samples 0: leaves nothing to sample")
     if args.checkpoints and not args.run:
         parser.error("--checkpoints: says which of a run's; give --run RUN")
-    run = _run(args)
+    config, run = _run(args)
     out = Path(args.out or time.strftime("evals/%Y-%m-%d/%H-%M-%S"))
     warn_of_rewards(run.reward.values())
     found = _evaluate(run, args, out)
-    write_atomic(out / "results.json", json.dumps(_as_dict(run, args, found), indent=2) + "\n")
+    write_atomic(out / "results.json", json.dumps(_as_dict(config, run, args, found), indent=2) + "\n")
     _show(found)
-    print(f"results and samples are in {out}")
+    print(clean(f"results and samples are in {out}"))
     return 0
 
 
@@ -65,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(args: argparse.Namespace) -> Run:
+def _run(args: argparse.Namespace) -> tuple[DictConfig, Run]:
     from grpocli.config.compose import build_run
     from grpocli.launch.ready import check_ready
     from grpocli.tracking.runs import check_run
@@ -76,13 +79,14 @@ def _run(args: argparse.Namespace) -> Run:
             raise ConfigError("--run: the model is the run's own; leave out model= and model.path=")
         check_run(args.run, f"--run {args.run}")
         overrides.insert(0, f"resume={args.run}")
-    run = build_run(composed(overrides, args.config_dir))
+    config = composed(overrides, args.config_dir)
+    run = build_run(config)
     if (getattr(run.hardware, "processes", 1) or 1) > 1 or run.hardware.nodes > 1:
         raise ConfigError.of(
             "hardware.processes", run.hardware.processes, "an evaluation is one process; leave it null"
         )
     check_ready(run)
-    return run
+    return config, run
 
 
 def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[Evaluated]:
@@ -138,21 +142,25 @@ def _sampled(
     return found
 
 
-def _as_dict(run: Run, args: argparse.Namespace, found: Sequence[Evaluated]) -> dict[str, object]:
+def _as_dict(config: DictConfig, run: Run, args: argparse.Namespace, found: Sequence[Evaluated]) -> dict[str, object]:
     from dataclasses import asdict
 
+    from grpocli.config.environment import without_environment
+
+    rollout = without_environment(config)["rollout"]
     settings = {"samples": args.samples, "problems": args.problems, "overrides": args.overrides, "run": args.run}
     return {
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()},
-        "sampling": asdict(run.rollout.sampling),
+        "sampling": {name: rollout.get(name, value) for name, value in asdict(run.rollout.sampling).items()},
         "models": [{"name": one.name, "tasks": [task.as_dict() for task in one.tasks]} for one in found],
     }
 
 
 def _show(found: Sequence[Evaluated]) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
+
+    from grpocli.tracking.console import CleanConsole
 
     scores = dict.fromkeys(score for one in found for task in one.tasks for score in task.scores)
     table = Table(box=SIMPLE_HEAD)
@@ -165,7 +173,7 @@ def _show(found: Sequence[Evaluated]) -> None:
             cells = [_cell(task.scores[score]) if score in task.scores else "" for score in scores]
             rest = [f"{task.mean_length:.0f}", f"{task.truncated:.1%}", str(task.failed)]
             table.add_row(Path(one.name).name, task.task, str(task.questions), *cells, *rest)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = CleanConsole(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     console.print(
         "below each score: its 95 % confidence interval over questions (Wilson, several samples by design effect)"

@@ -19,6 +19,7 @@ from grpocli.config.escapes import literal_escapes
 from grpocli.config.overrides import option_advice, typed
 from grpocli.config.resume import Resume
 from grpocli.errors import ConfigError, GrpoError, Stopped
+from grpocli.tracking.text import clean
 
 if TYPE_CHECKING:
     from grpocli.rewards.reward import BaseReward
@@ -78,14 +79,14 @@ def warn_of_escapes(config: DictConfig) -> None:
 
 @cache
 def _warn_once(sentence: str) -> None:
-    print(f"warning: {sentence}", file=sys.stderr)
+    print(f"warning: {clean(sentence)}", file=sys.stderr)
 
 
 def warn_of_rewards(rewards: Iterable[BaseReward]) -> None:
     """Print the warnings of rewards about their settings."""
     for reward in rewards:
         if reward.warning:
-            print(f"warning: {reward.warning}", file=sys.stderr)
+            print(f"warning: {clean(reward.warning)}", file=sys.stderr)
 
 
 def options_first(argv: list[str], config_name: str) -> list[str]:
@@ -148,7 +149,7 @@ def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[st
             if isinstance(error, Stopped) and arguments(argv).multirun:
                 raise  # a signal ends the whole sweep
             if arguments(argv).multirun:
-                print(f"grpocli: this job failed: {error}", file=sys.stderr)
+                print(f"grpocli: this job failed: {clean(str(error))}", file=sys.stderr)
             return None
 
     app = hydra.main(version_base="1.3", config_path=conf_dir(), config_name=config_name)(job)

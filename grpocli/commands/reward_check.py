@@ -116,9 +116,9 @@ def _splits(task: Any, asked: str) -> Sequence[str]:
 
 def _show(checked: Sequence[tuple[Agreement, Sequence[Example]]], rewards: Mapping[str, BaseReward], most: int) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
+    from grpocli.tracking.console import CleanConsole
     from grpocli.tracking.text import one_line
 
     found = [one for one, _ in checked]
@@ -133,9 +133,9 @@ def _show(checked: Sequence[tuple[Agreement, Sequence[Example]]], rewards: Mappi
         cells = [f"{sum(v.agrees for v in verdicts)}/{len(verdicts)}" for verdicts in kinds]
         each = 1000 * one.seconds / max(len(one.verdicts), 1)
         table.add_row(one.task, one.split, one.reward, *cells, str(errors), f"{one.share:.2%}", f"{each:.2f}")
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = CleanConsole(width=None if sys.stdout.isatty() else 160)
     console.print(table)
-    console.print(LEGEND, markup=False, highlight=False)
+    console.print(LEGEND)
     if any(one.forms for one in found):
         console.print(_forms(found))
     for one, source in checked:
@@ -145,11 +145,9 @@ def _show(checked: Sequence[tuple[Agreement, Sequence[Example]]], rewards: Mappi
             (_line(one, verdict, rewards[one.reward], source) for verdict in wrong),
         )
         for line in islice(lines, most):
-            console.print(one_line(line), markup=False, highlight=False, soft_wrap=True)
+            console.print(one_line(line), soft_wrap=True)
         if (total := len(failures) + len(wrong)) > most:
-            console.print(
-                f"{one.task} {one.split} {one.reward}: {total - most} more; --list {total} shows all", markup=False
-            )
+            console.print(f"{one.task} {one.split} {one.reward}: {total - most} more; --list {total} shows all")
 
 
 def _forms(found: Sequence[Agreement]) -> Table:

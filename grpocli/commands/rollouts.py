@@ -113,7 +113,7 @@ def _page(rows: Iterable[Row], whole: bool) -> int:
 
 def _show(console: Console, row: Row, whole: bool) -> None:
     def say(text: str, style: str = "") -> None:
-        console.print(clean(text), style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        console.print(clean(text), style=style, soft_wrap=True)
 
     say(f"── {_title(row)}".replace("\n", " "), "dim")
     say(_cut(_prompt(row), whole), "dim")
@@ -170,7 +170,7 @@ def _export(rows: Iterable[Row], files: Sequence[Path], target: str) -> int:
         _to_hub(table, target)
     else:
         _to_file(table, Path(target))
-    print(f"{len(kept):,} completions in {target}")
+    print(clean(f"{len(kept):,} completions in {target}"))
     return 0
 
 

@@ -12,11 +12,13 @@ from omegaconf import DictConfig
 
 from grpocli.commands.completion import main as complete
 from grpocli.commands.hydra_app import arguments, hydra_app, only_prints, options_first, search_path, warn_of_escapes
+from grpocli.config.environment import raw_value
 from grpocli.config.resume import Resume
 from grpocli.errors import ConfigError
 from grpocli.launch.ready import check_ready
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.summary import finished
+from grpocli.tracking.text import clean
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -45,7 +47,7 @@ def main(argv: list[str]) -> int:
         args = arguments(argv)
     run = _check(args, resume)
     if resume and run and (said := _finished(RunDir(resume.folder), run)):
-        print(said)
+        print(clean(said))
         return 0
     if run:
         check_ready(run)
@@ -92,10 +94,10 @@ def _task(config: DictConfig, resume: Resume | None) -> float | None:
     if resume:
         accuracy = launch(resume.merged(config), folder, resuming=True)
     else:
-        config.overrides = list(HydraConfig.get().overrides.task)
+        config.overrides = raw_value(HydraConfig.get().overrides, "task")
         accuracy = launch(config, folder, begin=partial(write_record, folder, config))
     if sys.stdout.isatty() and HydraConfig.get().mode != RunMode.MULTIRUN:
-        print(_what_next(folder))
+        print(clean(_what_next(folder)))
     return accuracy
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 import grpocli
+from grpocli.config.environment import OVERRIDES, needs_environment, unresolved, without_environment
 from grpocli.config.overrides import rewritten
 from grpocli.config.sources import extend_hydra
 from grpocli.config.user_parts import callable_targets
@@ -92,19 +93,21 @@ def build(config: DictConfig) -> Any:
     from hydra.utils import instantiate
     from omegaconf.errors import OmegaConfBaseException
 
-    _refuse_missing(config)
     try:
+        _refuse_missing(config)
         return instantiate(callable_targets(config), _convert_="all")
     except InstantiationException as error:
         raise _cause(error, _task_key(config, str(error))) from error
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
+        raise ConfigError(unresolved(error)) from error
 
 
 def build_run(config: DictConfig) -> Run:
     """`build`, then the checks that look at several keys at once."""
     from grpocli.config.checks import check_run
 
+    if config.get(OVERRIDES, None) is not None:  # what was typed is a record: a variable that it names may be gone
+        config = OmegaConf.merge(config, {OVERRIDES: []})  # type: ignore[assignment]
     run = cast("Run", build(config))
     for name, reward in run.reward.items():  # errors name the keys of this run, whatever the choice is called
         object.__setattr__(reward, "config_key", f"reward.{name}")
@@ -133,8 +136,13 @@ def _warn_of_borrowed_length(config: DictConfig, overrides: Sequence[str]) -> No
 
 
 def save(config: DictConfig) -> str:
-    """The resolved config as YAML."""
-    return OmegaConf.to_yaml(config, resolve=True)
+    """The config as YAML: resolved, but for what comes from the environment."""
+    return OmegaConf.to_yaml(OmegaConf.create(without_environment(config)))
+
+
+def mode_of(text: str) -> int:
+    """The permissions of a file with a saved config: its owner's alone where its values come from the environment."""
+    return 0o600 if needs_environment(text) else 0o644
 
 
 def _refuse_missing(config: DictConfig) -> None:

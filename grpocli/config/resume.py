@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from grpocli.config import yaml_text
 from grpocli.config.complaints import flat_keys, known_keys
+from grpocli.config.environment import raw_value, unresolved
 from grpocli.config.parts import stored
 from grpocli.config.task_list import spread
 from grpocli.config.user_parts import is_spec, name_of
@@ -87,22 +88,23 @@ class Resume:
         """
         from omegaconf.errors import OmegaConfBaseException
 
-        saved = _load(self.folder / CONFIG)
+        try:
+            return self._merged(composed, _load(self.folder / CONFIG))
+        except OmegaConfBaseException as error:
+            raise ConfigError.of("resume", self.folder, f"its config does not fit: {unresolved(error)}") from error
+
+    def _merged(self, composed: DictConfig, saved: DictConfig) -> DictConfig:
         keys = [o.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for o in self.given]
         _refuse_changes(saved, composed, keys)
         for key in [*keys, *_followers(composed, saved, keys), "resume"]:
-            OmegaConf.update(saved, key, OmegaConf.select(composed, key), merge=False)
+            OmegaConf.update(saved, key, _as_composed(composed, key), merge=False)
         saved.overrides = [*self._saved(), *self.given]
         _keep_choices(composed, saved)
-        try:
-            return OmegaConf.merge(composed, saved)  # type: ignore[return-value]
-        except OmegaConfBaseException as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError.of("resume", self.folder, f"its config does not fit: {reason}") from error
+        return OmegaConf.merge(composed, saved)  # type: ignore[return-value]
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """{key: (old value, new value)} of two resolved configs; of a part that another was chosen for, the choices."""
+    """{key: (old value, new value)} of two saved configs; of a part that another was chosen for, the choices."""
     found: dict[str, tuple[Any, Any]] = {}
     for key in [*before, *(key for key in after if key not in before)]:
         if key not in OF_THE_START:
@@ -184,6 +186,14 @@ def _left(key: str, before: str, now: str) -> list[str]:
     return [f"{group}.{name_of(one) if is_spec(one) else one}" for one in sorted(chosen - still)]
 
 
+def _as_composed(composed: DictConfig, key: str) -> Any:
+    """The value of a key, or its interpolation where it has one: that is what is saved."""
+    section, _, name = key.rpartition(".")
+    node = OmegaConf.select(composed, section) if section else composed
+    is_there = isinstance(node, DictConfig) and OmegaConf.is_interpolation(node, name)
+    return raw_value(node, name) if is_there else OmegaConf.select(composed, key)
+
+
 def _refuse_changes(saved: Any, composed: DictConfig, given: list[str]) -> None:
     """Raise ConfigError where a key given now changes one of FIXED."""
     for key in FIXED:
@@ -201,12 +211,16 @@ def _overrides(folder: Path) -> list[str]:
     if kept is None:
         with suppress(ConfigError):
             kept = _load(folder / ".hydra" / "overrides.yaml")
-    return [str(o) for o in kept] if OmegaConf.is_list(kept) else []
+    return list(map(str, raw_value(kept, slice(None)))) if OmegaConf.is_list(kept) else []
 
 
 def _load(path: Path) -> Any:
     """A saved YAML. Raises ConfigError where it is damaged."""
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
-        return OmegaConf.load(path)
-    except (yaml.YAMLError, OSError) as error:
-        raise ConfigError.of("resume", path, f"cannot be read: {' '.join(str(error).split())[:200]}") from error
+        text = path.read_text()
+        yaml_text.check(text)
+        return OmegaConf.create(text)
+    except (*yaml_text.BROKEN, OSError, OmegaConfBaseException) as error:
+        raise ConfigError.of("resume", path, f"cannot be read: {yaml_text.reason(error)}") from error

@@ -1,19 +1,24 @@
-"""Sources of configs for Hydra: the parts in a user's code, and models by folder or hub name."""
+"""Sources of configs for Hydra: files, the parts in a user's code, and models by folder or hub name."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from grpocli.config import yaml_text
 from grpocli.config.parts import stored
 from grpocli.config.user_parts import UserParts, is_spec
+from grpocli.errors import ConfigError
 
 MODEL = re.compile(r"model/(.+)")
 
@@ -45,6 +50,25 @@ class Models(ConfigSource):  # type: ignore[misc]
         return []
 
 
+class CheckedFiles(FileConfigSource):  # type: ignore[misc]
+    """YAML files as Hydra reads them, but for those that are broken, or larger than memory once their aliases are."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Raises ConfigError, naming the file."""
+        file = Path(self.path, self._normalize_file_name(config_path))
+        try:
+            if file.is_file():
+                yaml_text.check(file.read_text(encoding="utf-8"))
+            return super().load_config(config_path)
+        except (*yaml_text.BROKEN, OmegaConfBaseException) as error:
+            problem = f"cannot be read: {yaml_text.reason(error)}; repair it"
+            raise ConfigError(f"{file}: {problem}") from error
+
+
+CheckedFiles.__name__ = FileConfigSource.__name__
+"""By which Hydra, where it registers its sources again, knows that it has this one."""
+
+
 def _path(config_path: str) -> str | None:
     """The folder or hub name of `model/...`; None for what can only be the name of a choice."""
     found = MODEL.fullmatch(config_path.removesuffix(".yaml"))
@@ -65,3 +89,4 @@ def extend_hydra() -> None:
     """Register the sources with Hydra. Idempotent."""
     for plugin in (UserParts, Models, OwnSources):
         Plugins.instance().register(plugin)
+    SourcesRegistry.instance().types[FileConfigSource.scheme()] = CheckedFiles

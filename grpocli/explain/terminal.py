@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 
 from rich import box
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -14,6 +13,7 @@ from rich.text import Text
 from grpocli.explain.compare import Comparison
 from grpocli.explain.compose import Explanation, Section
 from grpocli.explain.layout import LABEL, section_lines, settings_line, source_rows, symbol_rows, unused_line
+from grpocli.tracking.console import CleanConsole
 
 WIDEST = 120
 
@@ -49,24 +49,24 @@ def comparison_text(found: Comparison) -> str:
     return _trimmed(captured.get())
 
 
-def _console() -> Console:
+def _console() -> CleanConsole:
     """As wide as the terminal, within reason; neither style nor escape codes where there is none."""
-    plain = Console(highlight=False)
-    return Console(highlight=False, width=min(plain.width, WIDEST) if sys.stdout.isatty() else WIDEST)
+    plain = CleanConsole()
+    return CleanConsole(width=min(plain.width, WIDEST) if sys.stdout.isatty() else WIDEST)
 
 
 def _trimmed(text: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in text.rstrip().splitlines())
 
 
-def _section(out: Console, section: Section) -> None:
+def _section(out: CleanConsole, section: Section) -> None:
     for number, line in enumerate(section_lines(section)):
         text = Text(line)
         text.stylize("bold" if number == 0 else "dim", 0, LABEL)
         out.print(text, soft_wrap=True)
 
 
-def _table(out: Console, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _table(out: CleanConsole, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if not rows:
         return
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
@@ -78,7 +78,7 @@ def _table(out: Console, header: Sequence[str], rows: Sequence[Sequence[str]]) -
     out.print(drawn)
 
 
-def _paragraph(out: Console, label: str, text: str) -> None:
+def _paragraph(out: CleanConsole, label: str, text: str) -> None:
     if text:
         out.print()
         out.print(Text(label, style="bold"))

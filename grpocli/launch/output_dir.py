@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from grpocli.config.compose import beside_another_hydra, conf_dir, register_parts
+from grpocli.config.compose import beside_another_hydra, conf_dir, mode_of, register_parts
 from grpocli.tracking.files import write_atomic
 
 RECORD = ".hydra"
@@ -54,4 +54,5 @@ def write_record(folder: Path, config: DictConfig) -> None:
     files = {"config": config, "hydra": OmegaConf.create({"hydra": hydra}), "overrides": hydra.overrides.task}
     (folder / RECORD).mkdir(exist_ok=True)
     for name, content in files.items():
-        write_atomic(folder / RECORD / f"{name}.yaml", OmegaConf.to_yaml(content))
+        text = OmegaConf.to_yaml(content)
+        write_atomic(folder / RECORD / f"{name}.yaml", text, mode_of(text))

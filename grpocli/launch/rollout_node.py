@@ -21,6 +21,7 @@ from grpocli.launch.job import wait_for_job
 from grpocli.launch.nodes import Node
 from grpocli.launch.run import READY_WITHIN, quiet_libraries
 from grpocli.rollout.vllm.endpoint import is_loopback
+from grpocli.tracking.text import clean
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -34,7 +35,7 @@ def main() -> None:
     try:
         serve(run_dir, over)
     except GrpoError as error:
-        print(f"grpocli: error: {socket.gethostname()}: {error}", file=sys.stderr)
+        print(f"grpocli: error: {socket.gethostname()}: {clean(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 

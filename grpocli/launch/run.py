@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 
 from grpocli.config.checks import check_nodes, check_overlap, check_shares
-from grpocli.config.compose import build_run, save
+from grpocli.config.compose import build_run, mode_of, save
+from grpocli.config.environment import without_environment
 from grpocli.config.plan import plan_lines
 from grpocli.config.resume import changes
 from grpocli.environments.environment import play_of
@@ -131,7 +132,7 @@ def _locked(
         point = _resume_point(run, run_dir, view, resuming)
         job = replace(job, checkpoint=point.path)
         changed = _remember(config, run_dir, point, resuming)
-        opening = opening_lines(run, job.engine, devices, choices.chosen(run_dir.path, config))
+        opening = opening_lines(run, job.engine, devices, choices.chosen(run_dir.path, without_environment(config)))
         view.start(run_dir.name, [*opening, *plan_lines(run, devices)], run.train.steps)
         if resuming:
             _tell(point, view)
@@ -169,14 +170,16 @@ def _remember(config: DictConfig, run_dir: RunDir, point: ResumePoint, resuming:
     from grpocli.training.checkpoint import load_state
 
     before = OmegaConf.load(run_dir.config) if resuming else config
-    changed = changes(*(OmegaConf.to_container(one, resolve=True) for one in (before, config)))  # type: ignore[arg-type]
-    was, now = (choices.chosen(run_dir.path, one).get("algorithm") for one in (before, config))  # type: ignore[arg-type]
+    saved = [without_environment(one) for one in (before, config)]  # type: ignore[arg-type]
+    changed = changes(*saved)
+    was, now = (choices.chosen(run_dir.path, one).get("algorithm") for one in saved)
     if was != now:
         changed = {"algorithm": (was, now)} | changed
     step = load_state(point.path).step if point.path else 0
     add_session(run_dir, Session.now(step, changed, point.fallback))  # first: what is not recorded would be lost
     point.set_aside()
-    write_atomic(run_dir.config, save(config))
+    text = save(config)
+    write_atomic(run_dir.config, text, mode_of(text))
     return changed
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
-from grpocli.tasks.loading import Row, Table, need_columns
+from grpocli.tasks.loading import Row, Table, need_columns, nothing_in
 from grpocli.tasks.processor import PROCESSOR, processed
 from grpocli.tasks.shots import Shot, with_shots
 from grpocli.tasks.text import text_hash
@@ -51,11 +51,11 @@ class Maker:
         if task.processor is not None:
             return processed(task.processor, row, where)
         column = task.answer_column
-        if column is not None and row[column] is None:
+        if column is not None and (missing := nothing_in(row[column])):
             raise ConfigError.of(
                 "task.answer_column",
                 column,
-                f"{where} has nothing there; fill it in, remove the row, or give null where no reward needs answers",
+                f"{where} has {missing} there; fill it in, remove the row, or give null where no reward needs answers",
             )
         row = task.convert(dict(row), where)
         prompt = task.mapping.prompt(row, where)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import codecs
 import csv
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,15 @@ from grpocli.hub import why_unreachable
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 OTHER_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 EMPTY = "it is empty; give data with at least one example"
+DEEPEST = 100
+"""Lists and objects inside of each other; what is deeper overflows the stack of whatever walks through it."""
+MOST_COLUMNS = 1000
+QUOTED = 200
+"""Characters of a value that an error quotes."""
+TOO_DEEP = f"lists or objects inside of each other, more than {DEEPEST} deep"
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+BLANK = " \t\r\n"
+"""What JSON takes for space."""
 
 Row = dict[str, Any]
 
@@ -63,40 +73,57 @@ def files_at(path: Path, split: str, key: str) -> tuple[str, list[Path]]:
         found = ", ".join(sorted({f.suffix or f.name for f in files})) or "none of them"
         raise ConfigError.of(key, path, f"needs files of one kind of {', '.join(READERS)}; found {found}")
     for file in files if kinds == {"csv"} else ():
-        _check_separator(file, key)
+        _check_header(file, key)
     return cast(str, kinds.pop()), files
 
 
-def _check_separator(file: Path, key: str) -> None:
-    """Raise ConfigError for a .csv whose header is separated by something else than commas, or cannot be read."""
+def _check_header(file: Path, key: str) -> None:
+    """Raise ConfigError for a .csv whose header is not separated by commas, names a column twice, or cannot be read."""
     try:
         with file.open(encoding="utf-8-sig") as lines:
             header = lines.readline()
             names = {one: next(csv.reader([header], delimiter=one), []) for one in (",", ";", "\t", "|")}
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError.of(key, file, f"cannot be read: {why(error)}") from error
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise unreadable(key, file, error) from error
     used = max(names, key=lambda one: len(names[one]))
     if len(names[","]) == 1 and used != ",":
         convert = f"import pandas; pandas.read_csv({str(file)!r}, sep={used!r}).to_csv('commas.csv', index=False)"
         problem = f"its columns are separated by {used!r}, and have to be by commas"
         raise ConfigError.of(key, file, f'{problem}; convert it with python -c "{convert}"')
+    for name in names[","]:
+        if name and names[","].count(name) > 1:
+            raise ConfigError.of(key, file, f"line 1 has two columns called {name!r}; rename or remove one")
 
 
-def why(error: BaseException) -> str:
-    """Why a file cannot be read, and of text that is not UTF-8 what to do."""
+def unreadable(key: str, path: str | Path, error: BaseException) -> ConfigError:
+    """Why a file cannot be read, and of text that is not UTF-8 where and what to do."""
     reason = " ".join(str(error).split()).rstrip(".")
-    if not isinstance(error, UnicodeDecodeError):
-        return reason
-    utf16 = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    return f"{reason}; it must be UTF-8" + (", and is UTF-16" if utf16 else "") + ": save it as UTF-8"
+    if isinstance(error, UnicodeDecodeError):
+        file = Path(path).expanduser()
+        is_text = file.is_file() and file.suffix != ".parquet"
+        utf16 = is_text and error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        line = _not_utf8(file) if is_text and not utf16 else ""
+        reason = f"{line}{reason}; it must be UTF-8" + (", and is UTF-16" if utf16 else "") + ": save it as UTF-8"
+    return ConfigError.of(key, path, f"cannot be read: {reason}")
+
+
+def _not_utf8(file: Path) -> str:
+    """Where a file has its first bytes that are not UTF-8."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return f"line {number}: "
+    return ""
 
 
 def _local(path: Path, split: str, key: str) -> Table:
     kind, files = files_at(path, split, key)
     try:
         return _json_table(files, key) if kind == "json" else _datasets_table(kind, files, key)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError.of(key, path, f"cannot be read: {why(error)}") from error
+    except OSError as error:
+        raise unreadable(key, path, error) from error
 
 
 def _files_of(folder: Path, split: str, key: str) -> list[Path]:
@@ -118,52 +145,161 @@ def _is_named(file: Path, split: str) -> bool:
 def _json_table(files: Sequence[Path], key: str) -> Table:
     """By Python's own reader: the datasets library turns text that looks like a date into a date."""
     rows = [row for file in files for row in _json_rows(file, key)]
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+    columns = columns_of(rows, files[0], key)
     return Table(columns, [{column: row.get(column) for column in columns} for row in rows])
 
 
+def columns_of(rows: Sequence[Row], path: str | Path, key: str) -> list[str]:
+    """Those of all rows. Raises ConfigError where they are too many: every row gets all of them."""
+    columns: dict[str, None] = {}
+    for row in rows:
+        columns |= dict.fromkeys(row)
+        if len(columns) > MOST_COLUMNS:
+            problem = f"has more than {MOST_COLUMNS:,} columns; give rows that have the same ones"
+            raise ConfigError.of(key, path, problem)
+    return list(columns)
+
+
+def short(value: Any) -> str:
+    """Somebody's value, as a sentence can quote it."""
+    text = repr(value)
+    return text if len(text) <= QUOTED else f"{text[:QUOTED]} ..."
+
+
 def _json_rows(file: Path, key: str) -> list[Row]:
-    text = file.read_text(encoding="utf-8-sig")
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise unreadable(key, file, error) from error
     if text.lstrip().startswith("["):
-        rows = list(enumerate(_parse(text, file, 1, key), 1))
-        return [_object(row, file, number, key) for number, row in rows]
+        return [_object(row, file, number, key) for number, row in enumerate(_listed(text, file, key), 1)]
     lines = enumerate(text.split("\n"), 1)
     return [json_row(line, file, number, key) for number, line in lines if line.strip()]
 
 
 def json_row(text: str, file: Path, line: int, key: str) -> Row:
     """The row on a line of a file."""
-    return _object(_parse(text, file, line, key), file, line, key)
+    text = text.strip(BLANK)
+    row, end = _value(text, 0, file, key, line)
+    if end < len(text):
+        raise _not_json(file, key, line, "Extra data")
+    return _object(row, file, line, key)
+
+
+def _listed(text: str, file: Path, key: str) -> Iterator[Any]:
+    """The values of a JSON list, one after the other, so that an error knows the line."""
+    at = _after_blanks(text, text.index("[") + 1)
+    going = text[at : at + 1] != "]"
+    while going:
+        row, at = _value(text, at, file, key)
+        yield row
+        at = _after_blanks(text, at)
+        going = text[at : at + 1] == ","
+        at = _after_blanks(text, at + 1) if going else at
+    if text[at:].strip(BLANK) != "]":
+        problem = "Extra data" if text[at : at + 1] == "]" else "Expecting ',' delimiter"
+        raise _not_json(file, key, _line(text, at), problem)
+
+
+def _after_blanks(text: str, at: int) -> int:
+    while at < len(text) and text[at] in BLANK:
+        at += 1
+    return at
+
+
+def _line(text: str, at: int) -> int:
+    return 1 + text.count("\n", 0, at)
 
 
 def _object(row: Any, file: Path, number: int, key: str) -> Row:
     if not isinstance(row, dict):
-        raise ConfigError.of(key, file, f"example {number} is not an object with columns: {row!r}")
+        raise ConfigError.of(key, file, f"example {number} is not an object with columns: {short(row)}")
     return row
 
 
-def _parse(text: str, file: Path, line: int, key: str) -> Any:
+def _value(text: str, at: int, file: Path, key: str, line: int = 0) -> tuple[Any, int]:
+    """The JSON value that begins at a place of the text, and where it ends. line: of the place, unless 0.
+
+    Raises ConfigError for what is not JSON, and for JSON that means nothing certain or cannot be worked with.
+    """
     try:
-        return json.loads(text)
+        value, end = DECODER.raw_decode(text, at)
+        if SURROGATE.search(text, at, end) or text.count("[", at, end) + text.count("{", at, end) > DEEPEST:
+            _check_values(value)
     except json.JSONDecodeError as error:
-        where = line + error.lineno - 1
-        raise ConfigError.of(
-            key, file, f"cannot be read: line {where} is not JSON ({error.msg}); repair or remove it"
-        ) from error
+        raise _not_json(file, key, line or error.lineno, error.msg) from error
+    except (ValueError, RecursionError) as error:
+        problem = TOO_DEEP if isinstance(error, RecursionError) else str(error)
+        if "set_int_max_str_digits" in problem:
+            problem = "an integer with thousands of digits"
+        where = f"cannot be read: line {line or _line(text, at)} has"
+        raise ConfigError.of(key, file, f"{where} {problem}; repair or remove it") from error
+    return value, end
+
+
+def _not_json(file: Path, key: str, line: int, problem: str) -> ConfigError:
+    return ConfigError.of(key, file, f"cannot be read: line {line} is not JSON ({problem}); repair or remove it")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"two values for {next(name for name in row if names.count(name) > 1)!r}")
+    return row
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_without_duplicates)
+
+
+def _check_values(value: Any) -> None:
+    """Raise ValueError for text with half a character, and for what is nested too deep. Does not recurse itself."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        for text in level:
+            if isinstance(text, str) and not encodable(text):
+                raise ValueError(f"half a character in {text[:40]!r} (a surrogate without the other one)")
+        level = [
+            one
+            for node in level
+            for one in ([*node, *node.values()] if isinstance(node, dict) else node if isinstance(node, list) else ())
+        ]
+        if not level:
+            return
+    raise ValueError(TOO_DEEP)
+
+
+def encodable(text: str) -> bool:
+    """Whether a text has only whole characters: halves of them cannot be written to a file, or tokenised."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _datasets_table(kind: str, files: Sequence[Path], key: str) -> Table:
-    from datasets import disable_progress_bars, load_dataset
+    from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
-    disable_progress_bars()
+    quiet_datasets()
     try:
         if all(file.stat().st_size == 0 for file in files):
             return Table([], [])
         table = load_dataset(kind, data_files=[str(f) for f in files], split="train")
+        table.data.validate(full=True)  # a .parquet may have text that is not UTF-8
     except (DatasetGenerationError, ValueError) as error:
-        raise ConfigError.of(key, files[0], f"cannot be read: {why(error.__cause__ or error)}") from error
+        raise unreadable(key, files[0], error.__cause__ or error) from error
     return Table(list(table.column_names), table)
+
+
+def quiet_datasets() -> None:
+    """No progress bars; and no errors of the library's own, which become sentences: they print what is in the data."""
+    from datasets import disable_progress_bars
+    from datasets.utils.logging import CRITICAL, set_verbosity
+
+    disable_progress_bars()
+    set_verbosity(CRITICAL)
 
 
 def _hub(path: str, name: str | None, split: str, key: str) -> Table:
@@ -175,10 +311,10 @@ def from_hub(path: str, name: str | None, split: str, key: str, streaming: bool)
     """A dataset of the hub. Raises ConfigError where it is not to be had."""
     check_path(path, key)
     unreachable = why_unreachable()  # before the library reads what that has found
-    from datasets import disable_progress_bars, load_dataset
+    from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
-    disable_progress_bars()
+    quiet_datasets()
     try:
         return load_dataset(path, name, split=split, streaming=streaming)
     except (DatasetsError, OSError, ValueError) as error:
@@ -186,6 +322,16 @@ def from_hub(path: str, name: str | None, split: str, key: str, streaming: bool)
         raise ConfigError.of(
             key, path, f"is no local file, and the hub did not give it: {reason}; check the name, or give a file"
         ) from error
+
+
+def nothing_in(value: Any) -> str:
+    """What there is in place of something to ask or to compare with: `nothing`, `nan`, `inf`; empty if all is well."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, list | dict):
+        inside = value.values() if isinstance(value, dict) else value
+        return next((found for one in inside if one is not None and (found := nothing_in(one))), "")
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else ""
 
 
 def need_columns(columns: Sequence[str], wanted: dict[str, str | None], path: str, otherwise: str = "") -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from grpocli.config.parts import nearest
 from grpocli.data import Message, Text
 from grpocli.errors import ConfigError
-from grpocli.tasks.loading import Row, need_columns
+from grpocli.tasks.loading import Row, need_columns, nothing_in, short
 
 
 def template_fields(template: str, key: str = "task.prompt_template") -> list[str]:
@@ -53,8 +53,8 @@ class Mapping:
     def prompt(self, row: Row, where: str) -> Text:
         """The prompt of `row`. Raises ConfigError, with `where` it is, for a missing or unusable value."""
         for column in self.columns:
-            if row[column] is None:
-                raise ConfigError(f"task: {where} has nothing in the column {column!r}; fill it in or remove the row")
+            if missing := nothing_in(row[column]):
+                raise ConfigError(f"task: {where} has {missing} in the column {column!r}; fill it in or remove the row")
         prompt = self._fill(row, where) if self.prompt_template is not None else row[self.prompt_column]
         if isinstance(prompt, str) and prompt.strip():
             return self._from_text(prompt)
@@ -63,7 +63,7 @@ class Mapping:
         raise ConfigError.of(
             "task.prompt_column",
             self.prompt_column,
-            f"{where} has {prompt!r} there; a prompt is text or a list of messages, and not empty",
+            f"{where} has {short(prompt)} there; a prompt is text or a list of messages, and not empty",
         )
 
     def _fill(self, row: Row, where: str) -> str:

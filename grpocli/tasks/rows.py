@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpocli.errors import ConfigError
-from grpocli.tasks.loading import EMPTY, Row, Table, files_at, from_hub, json_row, why
+from grpocli.tasks.loading import (
+    EMPTY,
+    Row,
+    Table,
+    columns_of,
+    files_at,
+    from_hub,
+    json_row,
+    quiet_datasets,
+    unreadable,
+)
 
 
 class Rows(Protocol):
@@ -35,6 +45,7 @@ def open_rows(path: str, name: str | None, split: str, key: str) -> Rows:
         return JsonLines(files, key)
     from datasets import load_dataset
 
+    quiet_datasets()
     full = [str(file) for file in files if file.stat().st_size]
     with _readable(path, key):
         return DatasetRows(
@@ -47,13 +58,8 @@ def load_streamed(path: str, name: str | None, split: str, key: str) -> Table:
     rows = list(open_rows(path, name, split, key).read(0))
     if not rows:
         raise ConfigError.of(key, path, EMPTY)
-    columns = columns_of(rows)
+    columns = columns_of(rows, path, key)
     return Table(columns, [with_columns(row, columns) for row in rows])
-
-
-def columns_of(rows: Sequence[Row]) -> list[str]:
-    """Those of all of them."""
-    return list(dict.fromkeys(column for row in rows for column in row))
 
 
 def with_columns(row: Row, columns: Sequence[str]) -> Row:
@@ -110,4 +116,4 @@ def _readable(path: str | Path, key: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # those of pyarrow, pandas and the hub are such errors too
-        raise ConfigError.of(key, path, f"cannot be read: {why(error)}") from error
+        raise unreadable(key, path, error) from error

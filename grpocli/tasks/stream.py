@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from grpocli.errors import ConfigError
 from grpocli.tasks.examples import Maker
-from grpocli.tasks.loading import EMPTY, Row
+from grpocli.tasks.loading import EMPTY, Row, columns_of
 from grpocli.tasks.order import Order
-from grpocli.tasks.rows import Rows, columns_of, open_rows, with_columns
+from grpocli.tasks.rows import Rows, open_rows, with_columns
 from grpocli.tasks.shots import choose, with_shots
 from grpocli.tasks.text import text_hash, text_of
 
@@ -40,7 +40,7 @@ class ExampleStream:
     def of(cls, task: Jsonl) -> ExampleStream:
         """Raises ConfigError where there is nothing to read, or nothing to train on."""
         rows = open_rows(task.path, task.name, task.split or "", "task.path")
-        columns = columns_of(list(islice(rows.read(0), HEAD)))
+        columns = columns_of(list(islice(rows.read(0), HEAD)), task.path, "task.path")
         if not columns:
             raise ConfigError.of("task.path", task.path, EMPTY)
         made = cls(Maker.of(task, columns, task.path), rows, columns)

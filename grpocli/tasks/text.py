@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from grpocli.data import Text
 from grpocli.errors import ConfigError
+from grpocli.tasks.loading import encodable, short
 
 if TYPE_CHECKING:
     from grpocli.tasks.task import Example
@@ -21,16 +22,24 @@ def text_of(example: Example, where: str) -> Text:
     if not isinstance(multiplier, int | float) or not 0 <= multiplier < math.inf:
         raise ConfigError(f"task: {where} has the loss_multiplier {multiplier!r}; it must be a number of 0 or more")
     prompt = example["prompt"]
+    if not all(encodable(text) for text in _texts(prompt)):
+        raise ConfigError(f"task: {where} has half a character in its prompt (a surrogate without the other one)")
     if isinstance(prompt, str) and prompt:
         return prompt
     if isinstance(prompt, list) and prompt:
         for message in prompt:
             if not _is_message(message):
                 raise ConfigError(
-                    f"task: message {message} of {where} needs a `content` and a `role` of {', '.join(ROLES)}"
+                    f"task: message {short(message)} of {where} needs a `content` and a `role` of {', '.join(ROLES)}"
                 )
         return prompt
-    raise ConfigError(f"task: {where} has the prompt {prompt!r}; it must be text or messages")
+    raise ConfigError(f"task: {where} has the prompt {short(prompt)}; it must be text or messages")
+
+
+def _texts(prompt: object) -> list[str]:
+    messages = prompt if isinstance(prompt, list) else [{"content": prompt}]
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    return [content for content in contents if isinstance(content, str)]
 
 
 def _is_message(message: object) -> bool:

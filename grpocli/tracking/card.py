@@ -47,8 +47,13 @@ tokenizer = AutoTokenizer.from_pretrained("PATH_TO_THIS_FOLDER")
 
 
 def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
-    """The card of a run's final model. base: the folder or the hub's name of the model it started from."""
+    """The card of a run's final model. base: the folder or the hub's name of the model it started from.
+
+    It is meant to be published: what comes from the environment is named, and its value is not in it.
+    """
     config = yaml.safe_load(run_dir.config.read_text()) or {}
+    named = str((config.get("model") or {}).get("path"))
+    base = named if "${" in named else base
     choices = chosen(run_dir.path, config)
     trained = stretches(read_sessions(run_dir), summary["steps"])
     why = str(summary.get("eval/incomparable", ""))

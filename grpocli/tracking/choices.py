@@ -7,17 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
+from grpocli.config import yaml_text
 
 GROUPS = ("algorithm", "task", "model", "engine", "hardware", "optim", "tracker", "recipe")
 
 
 def load_yaml(path: Path) -> Any:
     """A YAML file as plain values, interpolations as text. Raises ValueError, naming the file, if it is broken."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        return yaml.load(path.read_text(), loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return yaml_text.load(path.read_text())
+    except ValueError as error:
         raise ValueError(f"{path.name} is broken") from error
 
 

@@ -13,6 +13,7 @@ from grpocli.errors import ConfigError
 from grpocli.tracking.choices import GROUPS
 from grpocli.tracking.runs import LAST, RESULTS, RunRow, find
 from grpocli.tracking.tables import PRINTERS, Table
+from grpocli.tracking.text import one_line
 
 IGNORED = ("resume", "tracker", "hydra")
 FOOTER = (
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     tables = compare(args.folders, args.sort)
     PRINTERS[args.format](tables)
     if args.format in ("table", "markdown"):
-        print(*(note for table in tables for note in table.notes), FOOTER, sep="\n")
+        print(*(one_line(note) for table in tables for note in table.notes), FOOTER, sep="\n")
     return 0
 
 

@@ -88,6 +88,6 @@ def _row(path: Path, number: int, text: str) -> dict[str, Any]:
 def _parse(text: str) -> dict[str, Any] | None:
     try:
         row = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

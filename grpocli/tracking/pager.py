@@ -48,15 +48,15 @@ def paged() -> Iterator[Console]:
     Only `less` is given colours: another pager might show their escape codes. The block ends when the user leaves the
     pager, or with Ctrl-C, after which the pager still shows what there is.
     """
-    from rich.console import Console
+    from grpocli.tracking.console import CleanConsole
 
-    plain = Console()
+    plain = CleanConsole()
     command, env = pager_of(os.environ)
     if not (sys.stdin.isatty() and sys.stdout.isatty() and command and shutil.which(command[0])):
         yield plain
         return
 
-    class Paged(Console):
+    class Paged(CleanConsole):
         def on_broken_pipe(self) -> None:
             raise  # rich would end the process
 

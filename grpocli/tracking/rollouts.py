@@ -94,11 +94,9 @@ def read_schema(path: Path) -> Any:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    from pyarrow import ArrowInvalid
-
     try:
         yield
-    except ArrowInvalid as error:
+    except (OSError, ValueError) as error:  # Arrow's own are such errors, and so is text that is not UTF-8
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path}: is broken or no parquet file: {reason}; remove it, or name other steps") from error
 

@@ -6,6 +6,7 @@ import difflib
 import json
 import os
 import statistics
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -97,6 +98,8 @@ def read_run(path: Path) -> RunRow:
         settings, typed = _settings(path), overridden(path)
     except ValueError as error:
         return RunRow(path, {}, _no_results(f"unreadable: {error}"))
+    except (TypeError, AttributeError, OSError):  # a YAML, but not one of a run
+        return RunRow(path, {}, _no_results("unreadable: config.yaml is broken"))
     results, incomparable = _results(RunDir(path)), _why_incomparable(RunDir(path))
     if results["change"] is None or not incomparable:
         return RunRow(path, settings, results, typed or None)
@@ -104,7 +107,9 @@ def read_run(path: Path) -> RunRow:
 
 
 def _why_incomparable(run: RunDir) -> str:
-    with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged sessions.jsonl takes no results with it
+    with suppress(
+        OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
+    ):  # a damaged sessions.jsonl takes no results with it
         return why_incomparable(run)
     return ""
 
@@ -135,19 +140,25 @@ def _results(run: RunDir) -> Results:
     try:
         metrics = read(run.metrics) if run.metrics.is_file() else []
         summary = _summary(run.summary)
-    except (GrpoError, ValueError) as error:
+    except (GrpoError, ValueError, OSError) as error:
         return _no_results(f"unreadable: {error}")
-    rewards = [m["reward"] for m in metrics[-LAST:] if m.get("reward") is not None]
-    before, after = summary.get("eval/accuracy_before"), summary.get("eval/accuracy")
+    rewards = [reward for m in metrics[-LAST:] if (reward := _number(m.get("reward"))) is not None]
+    before, after = (_number(summary.get(name)) for name in ("eval/accuracy_before", "eval/accuracy"))
     return {
         "steps": metrics[-1]["step"] if metrics else 0,
         "before": before,
         "accuracy": after,
         "change": None if before is None or after is None else after - before,
         "final reward": statistics.mean(rewards) if rewards else None,
-        "seconds": summary.get("seconds"),
+        "seconds": _number(summary.get("seconds")),
         "exit": "running" if run.is_running() else _exit(run, summary),
     }
+
+
+def _number(value: Any) -> float | None:
+    """None for what only a damaged file has in place of a number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and -sys.float_info.max <= value <= sys.float_info.max else None
 
 
 def _exit(run: RunDir, summary: dict[str, Any]) -> str:
@@ -160,7 +171,7 @@ def _summary(path: Path) -> dict[str, Any]:
         return {}
     try:
         summary = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError("summary.json is broken") from error
     if not isinstance(summary, dict):
         raise ValueError("summary.json is broken")

@@ -28,6 +28,15 @@ COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
 }
 
 Row = dict[str, Any]
+KINDS: dict[str, Any] = {
+    "step": int,
+    "group": int,
+    "prompt": str,
+    "completion": str,
+    "completion_ids": list,
+    "finish_reason": str,
+}
+"""Columns without which a completion cannot be shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +76,7 @@ class Condition:
         if f"reward/{self.column}" in row:
             return row[f"reward/{self.column}"]
         if self.column.startswith(COLUMNS) and "columns" in row:
-            return json.loads(row["columns"]).get(self.column.removeprefix(COLUMNS))
+            return _columns(row).get(self.column.removeprefix(COLUMNS))
         columns = [column.removeprefix("reward/") for column in row]
         near = nearest(self.column, columns) or f"; there are {', '.join(columns)}"
         raise ConfigError(f"--where {self.column}: there is no such column{near}")
@@ -95,9 +104,30 @@ def steps_of(run: Path, wanted: str = ":") -> list[Path]:
     return chosen
 
 
+def _columns(row: Row) -> dict[str, Any]:
+    try:
+        columns = json.loads(row["columns"])
+    except (ValueError, TypeError, RecursionError):
+        columns = None
+    if isinstance(columns, dict):
+        return columns
+    raise ConfigError(f"--where: the columns of an example in step {row['step']} cannot be read; name other steps")
+
+
+def _check(row: Row, path: Path) -> None:
+    """Raise ConfigError for a row of a file that is none of a run's."""
+    scores = (name for name in row if name.startswith("reward/"))
+    kinds = KINDS | dict.fromkeys(("advantage", *scores), int | float | None)
+    for name, kind in kinds.items():
+        if name not in row or not isinstance(row[name], kind):
+            found = f"has {str(row[name])[:40]!r} for {name}" if name in row else f"has no column {name}"
+            raise ConfigError(f"{path}: holds no rollouts, a row {found}; remove it, or name other steps")
+
+
 def rows_of(files: list[Path], conditions: list[Condition]) -> Iterator[Row]:
     """Of each step in turn, those that fit all conditions."""
     for path in files:
         for row in read_rollouts(path):
+            _check(row, path)
             if all(condition.holds(row) for condition in conditions):
                 yield row

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpocli.tracking.text import clean, one_line
+
 LONGEST = 40
 
 
@@ -23,28 +25,29 @@ class Table:
 
 
 def cell(value: Any) -> str:
-    """A value for people: three decimals, `-` for nothing, long texts cut."""
+    """A value for people: three decimals, `-` for nothing, long texts cut, nothing that a terminal obeys."""
     if value is None:
         return "-"
     if isinstance(value, float):
         return f"{value:.3f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:g}"
-    text = " ".join(str(value).split())
+    text = one_line(str(value))
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def print_terminal(tables: Sequence[Table]) -> None:
     """Tables as rich draws them; not wrapped where the output is a file or a pipe."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    console = Console(width=None if sys.stdout.isatty() else 1000)
+    from grpocli.tracking.console import CleanConsole
+
+    console = CleanConsole(width=None if sys.stdout.isatty() else 1000)
     for table in tables:
         drawn = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for i, column in enumerate(table.header):
             numeric = all(isinstance(row[i], int | float | None) for row in table.body)
-            drawn.add_column(Text(column), overflow="fold", justify="right" if numeric else "left")
+            drawn.add_column(Text(one_line(column)), overflow="fold", justify="right" if numeric else "left")
         for row in table.body:
             drawn.add_row(*[Text(cell(value)) for value in row])
         console.print(drawn)
@@ -53,16 +56,16 @@ def print_terminal(tables: Sequence[Table]) -> None:
 def print_markdown(tables: Sequence[Table]) -> None:
     """GitHub's tables, one below the other."""
     for table in tables:
-        body = [[cell(value).replace("|", "\\|") for value in row] for row in table.body]
-        lines = [table.header, ["---"] * len(table.header), *body]
+        header, *body = ([cell(value).replace("|", "\\|") for value in row] for row in (table.header, *table.body))
+        lines = [header, ["---"] * len(header), *body]
         print(f"**{table.title}**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
 
 
 def print_csv(tables: Sequence[Table]) -> None:
     """The first table, in full precision."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(tables[0].header)
-    writer.writerows(tables[0].body)
+    for row in (tables[0].header, *tables[0].body):
+        writer.writerow([clean(value) if isinstance(value, str) else value for value in row])
 
 
 def print_json(tables: Sequence[Table]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,19 @@ def clean(text: str) -> str:
 def one_line(text: str) -> str:
     """A cleaned text whose line breaks are spaces."""
     return " ".join(clean(text).split())
+
+
+class CleanFormatter(logging.Formatter):
+    """Log lines without what a terminal would obey."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return clean(super().format(record))
+
+
+def clean_warnings() -> None:
+    """Clean what is logged where no log file is open: Python prints it."""
+    if logging.lastResort:
+        logging.lastResort.setFormatter(CleanFormatter())
 
 
 def number(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 import pytest
@@ -156,3 +157,36 @@ def test_a_hub_that_does_not_take_it(grpocli, run: Path) -> None:
     code, _, err = grpocli("rollouts", str(run), "--step", ":", "--export", "hub:not//a name")
     assert code == 1
     assert "--export hub:not//a name: the hub did not take it: " in err
+
+
+def _not_utf8(rows: int) -> pyarrow.Array:
+    _, offsets, data = pyarrow.array([b"\xff"] * rows).buffers()
+    return pyarrow.StringArray.from_buffers(rows, offsets, data)
+
+
+@pytest.mark.parametrize(
+    ("column", "made", "said"),
+    [
+        ("completion", _not_utf8, "is broken or no parquet file: 'utf-8' codec"),
+        ("completion", lambda n: pyarrow.array([7] * n), "holds no rollouts, a row has '7' for completion"),
+        ("advantage", lambda n: pyarrow.array(["high"] * n), "holds no rollouts, a row has 'high' for advantage"),
+        ("columns", lambda n: pyarrow.array(["[" * 100_000] * n), "the columns of an example in step 1 cannot be read"),
+    ],
+)
+def test_files_of_somebody_elses(grpocli, run: Path, column: str, made: Any, said: str) -> None:
+    file = run / "rollouts" / "step_000001.parquet"
+    table = pyarrow.parquet.read_table(file)
+    place = table.column_names.index(column)
+    pyarrow.parquet.write_table(table.set_column(place, column, made(len(table))), file)
+    code, _, err = grpocli("rollouts", str(run), "--step", "1", "--where", "columns.x=1")
+    assert (code, err.count("\n")) == (2, 1)
+    assert said in err
+
+
+def test_pages_that_cannot_be_decompressed(grpocli, run: Path) -> None:
+    file = run / "rollouts" / "step_000001.parquet"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:100] + bytes(byte ^ 255 for byte in whole[100:400]) + whole[400:])
+    code, _, err = grpocli("rollouts", str(run), "--step", "1")
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"{file}: is broken or no parquet file: " in err

@@ -130,6 +130,38 @@ def test_bad_override(override: str, sentence: str, capsys: pytest.CaptureFixtur
     assert not (tmp_path / "run").exists()
 
 
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 8}]\n" for i in range(1, 12))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (BOMB, "more than 100,000 values, with what its aliases stand for"),
+        ("a: &a\n  b: *a\n", "*a stands inside of what it stands for"),
+        (f"a: {'[' * 3000}{']' * 3000}", "lists or mappings inside of each other, more than 100 deep"),
+        ("train:\n  steps: [1\n", "line 3: did not find expected ',' or ']'"),
+        ("train:\n  steps: 1\n  steps: 2\n", "line 3: found duplicate key steps"),
+        (f"seed: {'9' * 5000}", "Exceeds the limit (4300 digits)"),
+        ("seed: \udcff", "'utf-8' codec can't decode byte 0xff"),
+        ("seed: ${nope", "no viable alternative at input '${nope'"),
+        ("seed: !!timestamp x", "'NoneType' object has no attribute 'groupdict'"),
+    ],
+)
+def test_a_recipe_that_cannot_be_read(
+    text: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe").mkdir()
+    file = tmp_path / "recipe" / "mine.yaml"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", "--config-dir", str(tmp_path), "recipe=mine", f"hydra.run.dir={tmp_path}/run"])
+    said = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert said.startswith(f"grpocli: error: {file}: cannot be read: {problem}")
+    assert said.endswith("; repair it\n")
+    assert said.count("\n") == 1
+
+
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["trian"])

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,10 +97,112 @@ def test_utf16(tmp_path: Path, name: str) -> None:
             load(str(tmp_path / name), None, "train", "task.path")
 
 
-def test_text_that_is_not_utf8(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(ConfigError, match=r"cannot be read: .*utf-8"):
+DEEP = "[" * 200_000 + "]" * 200_000
+HOSTILE = [
+    (f'{{"a": {DEEP}}}', "lists or objects inside of each other, more than 100 deep"),
+    ('{"a": ' + '{"b":' * 101 + "1" + "}" * 101 + "}", "lists or objects inside of each other, more than 100 deep"),
+    (f'{{"a": {"9" * 5000}}}', "an integer with thousands of digits"),
+    ('{"a": "1", "b": {"c": 1, "d": 2, "c": 3}}', "two values for 'c'"),
+    (r'{"a": ["x", "\ud800"]}', r"half a character in '\ud800' (a surrogate without the other one)"),
+    (r'{"\udfff": 1}', r"half a character in '\udfff' (a surrogate without the other one)"),
+]
+
+
+@pytest.mark.parametrize(("row", "problem"), HOSTILE)
+@pytest.mark.parametrize("load", [load_table, load_streamed])
+def test_json_that_means_nothing_certain(load: Any, row: str, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(f'{{"a": 1}}\n\n{row}\n')
+    with pytest.raises(ConfigError) as caught:
+        load(str(file), None, "train", "task.path")
+    assert str(caught.value) == f"task.path={file}: cannot be read: line 3 has {problem}; repair or remove it"
+
+
+@pytest.mark.parametrize(("row", "problem"), HOSTILE)
+def test_so_does_a_list(row: str, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(f'[\n{{"a": 1}},\n{row}]')
+    with pytest.raises(ConfigError) as caught:
+        load_table(str(file), None, "train")
+    assert str(caught.value) == f"task.path={file}: cannot be read: line 3 has {problem}; repair or remove it"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"), [('[{"a": 1},\n]', 2), ('[{"a": 1}\n{"a": 2}]', 2), ('[{"a": 1}]\n]', 1), ("[", 1)]
+)
+def test_lists_that_are_not_json(text: str, line: int, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"line {line} is not JSON"):
+        load_table(str(tmp_path / "a.json"), None, "train")
+
+
+def test_a_whole_character_of_two_escapes(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(r'{"a": "\ud83d\ude00"}')
+    assert load_table(str(tmp_path / "a.jsonl"), None, "train").rows == [{"a": "\U0001f600"}]
+
+
+@pytest.mark.parametrize(
+    ("load", "name"),
+    [
+        (load_table, "a.jsonl"),
+        (load_table, "a.json"),
+        (load_table, "a.csv"),
+        (load_streamed, "a.jsonl"),
+        (load_streamed, "a.csv"),
+    ],
+)
+def test_text_that_is_not_utf8(load: Any, name: str, tmp_path: Path, cache_folder: Path) -> None:
+    (tmp_path / name).write_bytes({"a.json": b'[{"a": 1},\n', "a.csv": b"a,b\n"}.get(name, b"\n") + b'{"a": "\xff"}')
+    with pytest.raises(ConfigError, match=r"cannot be read: line 2: .*it must be UTF-8: save it as UTF-8"):
+        load(str(tmp_path / name), None, "train", "task.path")
+
+
+@pytest.mark.parametrize("load", [load_table, load_streamed])
+def test_a_parquet_with_text_that_is_not_utf8(load: Any, tmp_path: Path, cache_folder: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    _, offsets, data = pa.array([b"fine", b"\xff\xfe"]).buffers()
+    parquet.write_table(pa.table({"a": pa.StringArray.from_buffers(2, offsets, data)}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet: cannot be read: .*(UTF8|utf-8)"):
+        load(str(tmp_path / "a.parquet"), None, "train", "task.path")
+
+
+def test_rows_that_have_hardly_a_column_in_common(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(f'{{"{number}": 1}}\n' for number in range(20_000)))
+    for load in (load_table, load_streamed):
+        with pytest.raises(ConfigError, match=f"^task.path={file}: has more than 1,000 columns"):
+            load(str(file), None, "train", "task.path")
+
+
+def test_what_is_no_row_is_shown_in_short(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(f'"{"x" * 10_000}"')
+    with pytest.raises(ConfigError, match=r"example 1 is not an object with columns: 'xxx.*\.\.\.$") as caught:
         load_table(str(tmp_path / "a.jsonl"), None, "train")
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("header", "problem"),
+    [
+        ("q,a,a", "line 1 has two columns called 'a'; rename or remove one"),
+        ("q," + "a" * 200_000, "cannot be read: field"),
+    ],
+)
+def test_headers_that_cannot_be_used(header: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"{header}\n1,2,3\n")
+    with pytest.raises(ConfigError, match=f"^task.path={tmp_path}/a.csv: {problem}"):
+        load_table(str(tmp_path / "a.csv"), None, "train")
+
+
+def test_the_library_underneath_prints_nothing_of_what_is_in_a_file(
+    tmp_path: Path, cache_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.csv").write_text("q,a\n1,2\n1,2,3,4\n")
+    with pytest.raises(ConfigError, match="Expected 2 fields in line 3"):
+        load_table(str(tmp_path / "a.csv"), None, "train")
+    assert capfd.readouterr().err == ""
 
 
 def test_folders_without_what_is_wanted(tmp_path: Path) -> None:
@@ -118,3 +221,8 @@ def test_folders_without_what_is_wanted(tmp_path: Path) -> None:
 )
 def test_what_was_meant_as_a_path(path: str, local: bool) -> None:
     assert looks_local(path) is local
+
+
+def test_columns_without_a_name(tmp_path: Path, cache_folder: Path) -> None:
+    (tmp_path / "a.csv").write_text("q,a,,\n1,2,,\n")  # as spreadsheets leave them
+    assert load_table(str(tmp_path / "a.csv"), None, "train").columns[:2] == ["q", "a"]

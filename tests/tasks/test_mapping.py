@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def test_keys_that_only_other_messages_have_are_left_out() -> None:
         ({}, [], "row 3 has [] there"),
         ({}, ["hi"], "row 3 has ['hi'] there"),
         ({"prompt_template": "Q: {prompt}"}, None, "row 3 has nothing in the column 'prompt'"),
+        ({"prompt_template": "Q: {prompt}"}, float("nan"), "row 3 has nan in the column 'prompt'"),
         ({"prompt_template": "{prompt:.2f}"}, "hi", "cannot be filled with row 3"),
         ({"prefix": "x"}, [USER], "task.prefix='x': row 3 is a list of messages"),
     ],
@@ -97,12 +99,20 @@ def test_indexing_and_iterating_agree(tmp_path: Path) -> None:
         examples[len(examples)]
 
 
-@pytest.mark.parametrize("row", [{"prompt": "p"}, {"prompt": "p", "answer": None}])
-def test_rows_without_an_answer(row: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("row", "there"),
+    [
+        ({"prompt": "p"}, "nothing"),
+        ({"prompt": "p", "answer": None}, "nothing"),
+        ({"prompt": "p", "answer": math.nan}, "nan"),
+        ({"prompt": "p", "answer": [1, {"x": -math.inf}]}, "-inf"),
+    ],
+)
+def test_rows_without_an_answer(row: dict[str, Any], there: str, tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "a", "answer": 0}\n{"prompt": "b", "answer": 0}\n' + json.dumps(row))
     with pytest.raises(
-        ConfigError, match=r"task\.answer_column=answer: row 3 of .*a\.jsonl has nothing there; fill it"
+        ConfigError, match=rf"task\.answer_column=answer: row 3 of .*a\.jsonl has {there} there; fill it"
     ):
         _ = [*Hub(path=str(file)).examples("train"), *Hub(path=str(file)).examples("eval")]
     assert len(Hub(path=str(file), answer_column=None).examples("train")[:]) == 2

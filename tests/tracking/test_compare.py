@@ -244,3 +244,65 @@ def test_help_needs_nothing_heavy() -> None:
     code = f"import sys; from grpocli.tracking import compare; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+ESCAPE = "\x1b]0;owned\x07\x1b[2J"
+
+
+@pytest.mark.parametrize("style", ["table", "markdown", "csv", "json"])
+def test_escapes_in_somebodys_run_never_reach_the_terminal(
+    style: str, sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i in (0, 1):
+        file = sweep / str(i) / "config.yaml"
+        config = json.loads(file.read_text()) | {f"{ESCAPE}key": f"{ESCAPE}{i}", "task": {"split": i}}
+        file.write_text(json.dumps(config | {"overrides": [f"{ESCAPE}key={i}"]}))
+    (sweep / "2" / "summary.json").write_text(json.dumps({"exit": f"RunError: {ESCAPE}"}))
+    (sweep / "3").rename(sweep / f"{ESCAPE}3".replace("/", ""))
+    changes = {f"task.{ESCAPE}": (f"{ESCAPE}0", ESCAPE)}
+    add_session(RunDir(sweep / "1"), Session(0, "", {}, changes))
+    main([str(sweep), "--format", style])
+    out = capsys.readouterr().out
+    assert "key" in out
+    assert not set(out) & {"\x1b", "\x07"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 8}]\n" for i in range(1, 12)),
+        "a: " + "[" * 300_000,  # the C loader's stack ends the process
+        "a: " + "- " * 300_000,
+        "a: &a\n  b: *a\n",
+        "a: !!timestamp x",
+        "a: " + "9" * 5000,
+        "reward: 3",
+        "overrides: 3",
+        "- a list",
+    ],
+)
+def test_a_config_that_is_none_is_a_row_like_others(text: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (sweep / "0" / "config.yaml").write_text(text)
+    main([str(sweep), "--format", "json", "--sort", "path"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["exit"] for row in rows] == ["unreadable: config.yaml is broken", "done", "done", "unfinished"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "summary"),
+    [
+        ('{"step": 1, "reward": "high"}\n', '{"eval/accuracy_before": "low", "eval/accuracy": [1]}'),
+        ('{"step": 1, "reward": NaN}\n', '{"eval/accuracy": 1e999, "seconds": {"a": 1}}'),
+        (f'{{"step": 1, "reward": {"9" * 4000}}}\n', f'{{"eval/accuracy": {"9" * 4000}}}'),
+        ('{"step": 1}\n' + "[" * 100_000, "{}"),
+        ("", "[" * 100_000),
+    ],
+)
+def test_results_that_are_no_numbers(
+    metrics: str, summary: str, sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (sweep / "0" / "metrics.jsonl").write_text(metrics)
+    (sweep / "0" / "summary.json").write_text(summary)
+    main([str(sweep), "--sort", "accuracy", "--format", "json"])
+    row = next(row for row in json.loads(capsys.readouterr().out) if row["run"] == "0")
+    assert [row[name] for name in ("before", "accuracy", "change", "final reward", "seconds")] == [None] * 5

@@ -12,7 +12,7 @@ from hydra.core.utils import JobReturn, filter_overrides, run_job, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
-from grpocli.config.compose import build_run, save
+from grpocli.config.compose import build_run, mode_of, save
 from grpocli.errors import ConfigError
 from grpocli.launch.output_dir import write_record
 from grpocli.tracking.files import write_atomic
@@ -77,7 +77,8 @@ def _written(context: HydraContext, job: Job) -> JobReturn:
     def write(config: DictConfig) -> None:
         config.overrides = list(job.overrides)
         write_record(job.folder, config)
-        write_atomic(RunDir(job.folder).config, save(config))
+        text = save(config)
+        write_atomic(RunDir(job.folder).config, text, mode_of(text))
 
     done = run_job(write, job.config, "hydra.sweep.dir", "hydra.sweep.subdir", context, configure_logging=False)
     _ = done.return_value  # raises what went wrong

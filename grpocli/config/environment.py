@@ -1,0 +1,84 @@
+"""A config as it may be kept: what comes from environment variables stays an interpolation, as keys are there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+OVERRIDES = "overrides"
+"""The key that says what was typed, which is kept as it was."""
+
+
+def without_environment(config: DictConfig) -> dict[Any, Any]:
+    """The config as plain values, resolved but for what reads the environment, itself or through other keys."""
+    with _reads() as names:
+        return {key: raw_value(config, OVERRIDES) if key == OVERRIDES else _plain(config, key, names) for key in config}
+
+
+def unresolved(error: OmegaConfBaseException) -> str:
+    """What is wrong with an interpolation, as a sentence."""
+    said = str(error)
+    variable = re.search(r"Environment variable '(.*)' not found", said)
+    key = re.search(r"full_key: (\S+)", said)
+    if not variable:
+        return said.splitlines()[0]
+    return (
+        f"{key[1] if key else 'the config'} needs the environment variable {variable[1]}, which is not set: export it"
+    )
+
+
+def raw_value(node: DictConfig | ListConfig, key: Any) -> Any:
+    """What stands at a key, interpolations and all, as a plain value."""
+    return OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index]
+
+
+def needs_environment(text: str) -> bool:
+    """Whether a saved YAML has such interpolations, so that nobody else should read it."""
+    return "oc.env" in text
+
+
+def _plain(node: DictConfig | ListConfig, key: Any, names: list[str]) -> Any:
+    """The value of a key; its interpolation where that reads the environment, or could not be written as text again."""
+    if OmegaConf.is_missing(node, key):
+        return "???"
+    if not OmegaConf.is_interpolation(node, key):
+        return _contents(node[key], names)
+    raw = raw_value(node, key)
+    before = len(names)
+    try:
+        value = _contents(node[key], names)
+    except OmegaConfBaseException:
+        if len(names) == before:
+            raise
+        return raw  # of a variable that is not set here
+    return raw if len(names) > before or (isinstance(value, str) and "${" in value) else value
+
+
+def _contents(value: Any, names: list[str]) -> Any:
+    if isinstance(value, DictConfig):
+        return {key: _plain(value, key, names) for key in value}
+    if isinstance(value, ListConfig):
+        return [_plain(value, index, names) for index in range(len(value))]
+    return value
+
+
+@contextmanager
+def _reads() -> Iterator[list[str]]:
+    """The names of environment variables that interpolations read within the block, one after the other."""
+    names: list[str] = []
+
+    def env(name: str, *default: Any) -> Any:
+        names.append(name)
+        return oc.env(name, *default)
+
+    OmegaConf.register_new_resolver("oc.env", env, replace=True)
+    try:
+        yield names
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)

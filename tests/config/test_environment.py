@@ -1,0 +1,120 @@
+"""What is saved of a config names environment variables, and never holds their values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from grpocli.config.compose import build_run, compose, mode_of, save
+from grpocli.config.environment import without_environment
+from grpocli.config.resume import Resume
+from grpocli.errors import ConfigError
+from grpocli.tracking.card import model_card
+from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.view import silent_view
+
+SECRET = "hunter2"
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SECRET", SECRET)
+    monkeypatch.setenv("MY_NUMBER", "7")
+    monkeypatch.delenv("MY_NOTHING", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("value", "saved"),
+    [
+        ("${oc.env:MY_SECRET}", "${oc.env:MY_SECRET}"),
+        ("key ${oc.env:MY_SECRET}.", "key ${oc.env:MY_SECRET}."),
+        (["${oc.env:MY_SECRET}", "${seed}"], ["${oc.env:MY_SECRET}", 3]),
+        ({"b": "${..secret}", "c": "${seed}"}, {"b": "${..secret}", "c": 3}),
+        ("${secret}", "${secret}"),
+        ("${oc.select:secret}", "${oc.select:secret}"),
+        ("${both}", "${both}"),
+        ("${oc.decode:${oc.env:MY_NUMBER}}", "${oc.decode:${oc.env:MY_NUMBER}}"),
+        ("${oc.env:MY_NOTHING,x}", "${oc.env:MY_NOTHING,x}"),
+        ("${oc.env:MY_NOTHING}", "${oc.env:MY_NOTHING}"),
+        ("${seed}", 3),
+        ("\\${seed}", "\\${seed}"),
+        (None, None),
+        ("???", "???"),
+    ],
+)
+def test_what_reads_the_environment_stays_an_interpolation(value: object, saved: object) -> None:
+    others = {"seed": 3, "secret": "${oc.env:MY_SECRET}", "both": {"x": "${seed}", "y": "${secret}"}}
+    config = OmegaConf.create({**others, "a": value, "overrides": ["a=${oc.env:MY_SECRET}", "b=${seed}", "c=${..d}"]})
+    kept = without_environment(config)
+    assert kept["a"] == saved
+    assert kept["overrides"] == ["a=${oc.env:MY_SECRET}", "b=${seed}", "c=${..d}"]
+    assert SECRET not in str(kept)
+    assert OmegaConf.create({"x": "${oc.env:MY_SECRET}"}).x == SECRET  # reading goes on as before
+
+
+def test_a_saved_config_is_the_same_run(tmp_path: Path) -> None:
+    config = compose(["rollout.stop=['${oc.env:MY_SECRET}']", "seed='${oc.decode:${oc.env:MY_NUMBER}}'"])
+    text = save(config)
+    assert SECRET not in text
+    assert mode_of(text) == 0o600
+    assert build_run(OmegaConf.create(text)) == build_run(config)
+    assert build_run(config).rollout.stop == [SECRET]
+    assert mode_of(save(compose([]))) == 0o644
+
+
+def begun(folder: Path, *overrides: str) -> None:
+    config = compose(list(overrides))
+    config.overrides = list(overrides)
+    (folder / "config.yaml").write_text(save(config))
+
+
+def again(folder: Path, *given: str) -> DictConfig:
+    resume = Resume(folder, list(given))
+    return resume.merged(compose([o for o in resume.overrides([]) if not o.startswith(("resume", "hydra"))]))
+
+
+def test_a_resume_keeps_what_was_typed_then_and_now(tmp_path: Path) -> None:
+    begun(tmp_path, "rollout.stop=['${oc.env:MY_SECRET}']")
+    merged = again(tmp_path, "seed=${oc.env:MY_NUMBER}", "train.steps=7")
+    text = save(merged)
+    assert SECRET not in text
+    assert "\nseed: ${oc.env:MY_NUMBER}\n" in text
+    assert "- rollout.stop=['${oc.env:MY_SECRET}']\n- seed=${oc.env:MY_NUMBER}\n" in text
+    run = build_run(merged)
+    assert (run.rollout.stop, run.seed, run.train.steps) == ([SECRET], 7, 7)
+
+
+def test_a_variable_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun(tmp_path, "rollout.stop=['${oc.env:MY_SECRET}']")
+    monkeypatch.delenv("MY_SECRET")
+    sentence = r"^rollout\.stop\[0\] needs the environment variable MY_SECRET, which is not set: export it$"
+    with pytest.raises(ConfigError, match=sentence):
+        build_run(again(tmp_path))
+    merged = again(tmp_path, "rollout.stop=[b]")  # and now it is not needed any more
+    assert build_run(merged).rollout.stop == ["b"]
+    assert "MY_SECRET" in save(merged)  # as what was typed once
+
+
+def test_a_card_names_the_variable_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {_target_: x.Hf, path: '${oc.env:MY_SECRET}/model'}\n")
+    card = model_card(RunDir(tmp_path), f"{SECRET}/model", {"steps": 1})
+    assert SECRET not in card
+    assert "| started from | `Hf` (`${oc.env:MY_SECRET}/model`) |" in card
+
+
+def test_a_tracker_is_given_names(tmp_path: Path) -> None:
+    from grpocli.training.worker import make_recorder
+
+    begun(tmp_path, "rollout.stop=['${oc.env:MY_SECRET}']")
+    given: list[dict[str, Any]] = []
+    tracker = SimpleNamespace(start=lambda name, folder, config: given.append(config))
+    rollout = SimpleNamespace(sampling=SimpleNamespace(structure=None))
+    run = SimpleNamespace(tracker=tracker, rollout=rollout, reward={})
+    job = SimpleNamespace(checkpoint=None, engine=SimpleNamespace(dtype="float32"))
+    make_recorder(run, RunDir(tmp_path), SimpleNamespace(is_main=True), job, silent_view())  # type: ignore[arg-type]
+    assert given[0]["rollout"]["stop"] == ["${oc.env:MY_SECRET}"]
+    assert SECRET not in str(given)

@@ -1,0 +1,42 @@
+"""What a terminal would obey is left out of other people's text, and only there."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+from rich.table import Table
+from rich.text import Text
+
+from grpocli.tracking.console import CleanConsole
+from grpocli.tracking.text import clean_warnings
+
+HOSTILE = "a\x1b]0;owned\x07\x1b[2J\x9bb\u202ec[/red][red]d"
+
+
+def printed(thing: object) -> str:
+    out = io.StringIO()
+    CleanConsole(file=out, force_terminal=True, color_system="standard", width=80).print(thing)
+    return out.getvalue()
+
+
+def test_the_consoles_own_colours_stay() -> None:
+    assert printed(Text(HOSTILE, style="red")) == "\x1b[31mabc[/red][red]d\x1b[0m\n"
+
+
+def test_cells_and_headings() -> None:
+    table = Table(HOSTILE)
+    table.add_row(HOSTILE, end_section=True)
+    out = printed(table)
+    assert out.count("abc[/red][red]d") == 2
+    assert not {"\x07", "\x9b", "\u202e"} & set(out)
+    assert "\x1b]" not in out
+    assert "\x1b[2J" not in out
+
+
+def test_warnings_where_no_log_file_is_open(capsys: pytest.CaptureFixture[str]) -> None:
+    clean_warnings()
+    assert logging.lastResort is not None
+    logging.lastResort.handle(logging.makeLogRecord({"msg": "%s", "args": (HOSTILE,), "levelno": logging.WARNING}))
+    assert capsys.readouterr().err == "abc[/red][red]d\n"
