@@ -26,9 +26,14 @@ def undisturbed(name: str, samples: Sequence[Sample]) -> Iterator[None]:
     Its random numbers depend on the samples alone, so that a resumed run repeats them, and everybody else's on nothing
     that it draws.
     """
-    beginnings = [sample.token_ids[:16] for sample in samples]  # enough to differ from step to step
-    with _settings(name), _random(zlib.crc32(repr(beginnings).encode())), _no_exit():
+    with _settings(name), _random(seed_for(samples)), _no_exit():
         yield
+
+
+def seed_for(samples: Sequence[Sample]) -> int:
+    """Of the random numbers that a reward draws for these samples."""
+    beginnings = [sample.token_ids[:16] for sample in samples]  # enough to differ from step to step
+    return zlib.crc32(repr(beginnings).encode())
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from typing import Any
@@ -43,6 +44,8 @@ class Broken:
             raise RuntimeError("lost the board")
         if how == "hang":
             time.sleep(60)
+        if how == "regex":  # which keeps the interpreter's lock
+            re.match("(a+)+$", "a" * 60 + "b")
         if how == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "forever":

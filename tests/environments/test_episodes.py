@@ -201,6 +201,7 @@ def breakable() -> Iterator[Any]:
         ("reset", "could not be reset: RuntimeError: no such episode"),
         ("raise", "turn 1 of its environment: RuntimeError: lost the board"),
         ("hang", "turn 1 of its environment: it took longer than 1 s"),
+        ("regex", "turn 1 of its environment: it took longer than 1 s"),
         ("die", "turn 1 of its environment: its worker process was killed twice"),
         ("shape", "step returned 5, not (observation, reward, done, metadata)"),
         ("role", "a message of the role 'assistant'; take system, user, tool, developer"),
