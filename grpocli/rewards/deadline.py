@@ -128,11 +128,13 @@ def _ended_after(seconds: float, what: str, remedy: str) -> Iterator[None]:
     if not _ENDING.acquire(blocking=False):
         yield
         return
+    process = os.getpid()
     try:
         faulthandler.dump_traceback_later(seconds, exit=True, file=_last_words(sentence))
         yield
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        if os.getpid() == process:  # a process that the block has forked has no such thread, and would wait for it
+            faulthandler.cancel_dump_traceback_later()
         _ENDING.release()
 
 

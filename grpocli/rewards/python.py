@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import math
+import os
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -113,7 +114,7 @@ class PythonReward(BaseReward):
 
     @cached_property
     def _pool(self) -> Pool:
-        return Pool("grpocli.rewards.python:call_in_worker", 1, self.timeout)
+        return Pool("grpocli.rewards.python:call_in_worker", 1, self.timeout, variables=os.environ)
 
 
 def call_in_worker(spec: str, key: str, seed: int, given: dict[str, list[Any]]) -> Any:

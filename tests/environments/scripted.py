@@ -36,6 +36,8 @@ class Broken:
     def reset(self, metadata: dict[str, Any]) -> Any:
         if metadata["how"] == "reset":
             raise RuntimeError("no such episode")
+        if metadata["how"].endswith("_KEY"):
+            return metadata | {"key": os.environ[metadata["how"]]}
         return metadata
 
     def step(self, messages: list[dict[str, str]], metadata: dict[str, Any]) -> Any:
