@@ -10,6 +10,7 @@ from collections.abc import MutableMapping
 
 from grpocli import __version__
 from grpocli.errors import GrpoError
+from grpocli.launch.leaving import leave_threads
 from grpocli.launch.malloc import large_pages
 from grpocli.user_frames import from_user_code, raised
 
@@ -68,6 +69,8 @@ def main(argv: list[str] | None = None) -> None:
         code = _report(raised(error), 1, traced=True)
     finally:
         signal.signal(signal.SIGTERM, before)
+    if argv is None:  # Python ends with this
+        leave_threads(code)
     sys.exit(code)
 
 

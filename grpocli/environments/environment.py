@@ -55,6 +55,7 @@ class Play:
         rollout.max_completion_tokens leaves, which bounds all turns and the environment's words together.
     stop: strings that end a turn.
     timeout: seconds for a step. workers: processes that step episodes side by side; 0 is one for each core.
+    env: environment variables that the class needs, by their names; keys and tokens are not passed on otherwise.
     """
 
     name: UserCode | None = None
@@ -64,6 +65,7 @@ class Play:
     stop: list[Escaped] = field(default_factory=list)
     timeout: float = 10.0
     workers: int = 0
+    env: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         require(self, "name", self.name is None or ":" in self.name, "must be FILE.py:NAME or module:NAME")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -25,8 +26,12 @@ if TYPE_CHECKING:
 
 
 @lru_cache(maxsize=8)
-def _pool(workers: int, timeout: float) -> Pool:
-    return Pool("grpocli.environments.stepping:call", workers or default_workers(), timeout)
+def _pool(workers: int, timeout: float, variables: tuple[str, ...]) -> Pool:
+    return Pool("grpocli.environments.stepping:call", workers or default_workers(), timeout, variables)
+
+
+def _pool_of(play: Play) -> Pool:
+    return _pool(play.workers, play.timeout, tuple(play.env))
 
 
 @dataclass(slots=True, eq=False)
@@ -194,8 +199,8 @@ class Episodes:
     def _ask(self, live: Sequence[_Live], kinds: Sequence[str], given: Sequence[Sequence[Any]]) -> list[Any]:
         """All of them side by side, in the worker processes."""
         answers: list[Any] = [None] * len(live)
-        for pool in dict.fromkeys(_pool(one.play.workers, one.play.timeout) for one in live):
-            own = [i for i, one in enumerate(live) if _pool(one.play.workers, one.play.timeout) is pool]
+        for pool in dict.fromkeys(_pool_of(one.play) for one in live):
+            own = [i for i, one in enumerate(live) if _pool_of(one.play) is pool]
             items = [[kinds[i], live[i].play.name, json.dumps(live[i].play.arguments), *given[i]] for i in own]
             for i, answer in zip(own, pool.map(items), strict=True):
                 answers[i] = answer
@@ -204,7 +209,7 @@ class Episodes:
     def close(self) -> None:
         """End the worker processes."""
         for play in self.plays.values():
-            _pool(play.workers, play.timeout).close()
+            _pool_of(play).close()
 
 
 def check_environment(task: str, play: Play, example: Mapping[str, Any]) -> None:
@@ -212,9 +217,11 @@ def check_environment(task: str, play: Play, example: Mapping[str, Any]) -> None
 
     The environment runs in a worker process, as always: it may import what this process should not have.
     """
+    if missing := [name for name in play.env if name not in os.environ]:
+        raise ConfigError.of("task.environment.env", f"[{missing[0]}]", "is not set here; set it, or leave it out")
     given = {name: value for name, value in example.items() if name != "prompt"} | {"task_name": task}
     columns = json.loads(json.dumps(given, default=str))
-    pool = Pool("grpocli.environments.stepping:call", 1, play.timeout)
+    pool = Pool("grpocli.environments.stepping:call", 1, play.timeout, play.env)
     try:
         (answer,) = pool.map([["reset", play.name, json.dumps(play.arguments), columns]])
     finally:

@@ -31,8 +31,10 @@ class Code(Correctness):
     answer_column: the tests, a text or a list of texts; each passes unless it raises. Further columns that an example
     may have: `before`, code before the program; `setup`, code before the tests; `answer`, a right program, whose other
     names tests may use; `entry_point`, the name of the function that is asked for.
-    partial: score the share of the tests that pass, between `wrong` and `right`.
-    timeout: seconds for the program and its tests. memory_mb: for each process. processes: that it may start.
+    partial: score the share of the tests that pass, between `wrong` and `right`; those after a test that hangs or ends
+    the program run with a new one. timeout: seconds for the program and its tests, of the clock without those of
+    waiting for a core, and of the processor for all its processes together. memory_mb: for all its processes together
+    where there are control groups, else for each. processes: that it may start.
     disk_mb: for the files it writes. python: an interpreter whose installed packages the programs may import (null:
     ours, without packages). workers: programs at a time; 0 is one for each core.
     unsafe: run programs where they cannot be shut in: they may then do whatever you may.
@@ -82,8 +84,12 @@ class Code(Correctness):
 
     @property
     def warning(self) -> str:
-        what = "programs that the model writes run as you, with your files and your network"
-        return f"{KEY}.unsafe=true: {what}" if self.unsafe else ""
+        from grpocli.sandbox.cgroup import place
+
+        if self.unsafe:
+            return f"{KEY}.unsafe=true: programs that the model writes run as you, with your files and your network"
+        what = "bounds each process of a program and not all together, as control groups cannot be had here"
+        return "" if place() else f"{KEY}.memory_mb={self.memory_mb} {what}"
 
     def _score(self, passed: Sequence[bool]) -> float:
         if not self.partial or all(passed):
@@ -93,7 +99,7 @@ class Code(Correctness):
     def _verdicts(self, samples: Sequence[Sample]) -> list[Any]:
         way = self._way()
         jobs = [_job(sample, self.answer_column) for sample in samples]
-        items = [[job, self._limits, way, self.python] for job in jobs if not isinstance(job, Failure)]
+        items = [[job, self._limits, way, self.python, self.partial] for job in jobs if not isinstance(job, Failure)]
         found = iter(self._pool().map(items))
         return [job if isinstance(job, Failure) else next(found) for job in jobs]
 
@@ -107,8 +113,11 @@ class Code(Correctness):
         return way_for(self.python, Limits(**self._limits), self.unsafe)
 
     def _pool(self) -> Pool:
+        from grpocli.sandbox.clock import BUSY
+
         # the sandbox ends programs at their time limit; the pool is for a sandbox that hangs
-        return pool_of("grpocli.rewards.code_runner:run_job", self.workers, self.timeout + 30)
+        longest = self.timeout * BUSY * (2 if self.partial else 1)
+        return pool_of("grpocli.rewards.code_runner:run_job", self.workers, longest + 30)
 
 
 @lru_cache(maxsize=8)

@@ -9,6 +9,6 @@ from grpocli.sandbox.choice import way_of
 from grpocli.sandbox.sandbox import Job, Limits, run
 
 
-def run_job(job: dict[str, Any], limits: dict[str, Any], way: str, python: str | None) -> dict[str, Any]:
+def run_job(job: dict[str, Any], limits: dict[str, Any], way: str, python: str | None, every: bool) -> dict[str, Any]:
     """A Verdict. Raises SandboxError where the program could not be run."""
-    return asdict(run(Job(**job), Limits(**limits), way_of(way, python)))
+    return asdict(run(Job(**job), Limits(**limits), way_of(way, python), every))

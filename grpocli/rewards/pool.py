@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,18 +36,24 @@ SHORT = 0.1
 """That share."""
 REMEMBERED = 10_000
 """Items whose overrun is remembered, so that they are not tried again."""
+PASSED_ON = re.compile(
+    r"(PATH|HOME|USER|LOGNAME|LANG|LANGUAGE|TZ|TMPDIR|SSL_CERT_FILE|SSL_CERT_DIR|VIRTUAL_ENV|HF_HOME|HF_HUB_OFFLINE"
+    r"|LD_LIBRARY_PATH|LD_PRELOAD|PYTHON[A-Z]+|(LC|OMP|MKL|OPENBLAS|XDG|GRPOCLI|CUDA|NVIDIA)_\w+)"
+)
+"""What workers see of the environment: nothing in which keys and tokens are."""
 OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT)
 """Exit codes of a worker that somebody else has ended, such as the system when memory runs out."""
 
 
 class Worker:
-    """One process, with at most one item under way."""
+    """One process, with at most one item under way. variables: of the environment, besides PASSED_ON."""
 
-    def __init__(self, function: str) -> None:
+    def __init__(self, function: str, variables: Collection[str]) -> None:
         # -P and PYTHONPATH: the user's folder may hold a random.py, and may not be where this package is
         command = [sys.executable, "-P", "-m", "grpocli.rewards.pool_worker", function]
         path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        seen = {name: value for name, value in os.environ.items() if name in variables or PASSED_ON.fullmatch(name)}
+        env = {**seen, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         # what libraries say would tear the live view; errors come back as answers
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env
@@ -104,10 +111,13 @@ class Batch:
 
 
 class Pool:
-    """Workers that live as long as the pool; started by `start` or at the first use."""
+    """Workers that live as long as the pool; started by `start` or at the first use.
 
-    def __init__(self, function: str, workers: int, timeout: float) -> None:
-        self.function, self.size, self.timeout = function, workers, timeout
+    variables: names of the environment's that they need, besides those of PASSED_ON.
+    """
+
+    def __init__(self, function: str, workers: int, timeout: float, variables: Collection[str] = ()) -> None:
+        self.function, self.size, self.timeout, self.variables = function, workers, timeout, variables
         self._workers: list[Worker] = []
         self._overruns: dict[str, Overrun] = {}
         self._closed = False
@@ -158,7 +168,7 @@ class Pool:
                 worker.kill()
                 self._workers.remove(worker)
         while len(self._workers) < n:
-            self._workers.append(self._starter.submit(Worker, self.function).result())
+            self._workers.append(self._starter.submit(Worker, self.function, self.variables).result())
 
     def _listen(self, batch: Batch) -> None:
         """Wait for answers until the first deadline; end the workers that have missed theirs."""

@@ -43,11 +43,14 @@ def _limit_memory() -> None:
 
 
 def _serve(function: Callable[..., Any], out: TextIO) -> None:
+    process = os.getpid()
     for line in sys.stdin:
         try:
             answer = json.dumps([function(*json.loads(line))])
         except Exception as error:  # noqa: BLE001 - whatever it is, the parent counts it
             answer = json.dumps([None, str(error) or type(error).__name__])
+        if os.getpid() != process:  # forked by the function, and no second worker
+            os._exit(70)
         print(answer, file=out, flush=True)
 
 

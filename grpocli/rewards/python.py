@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
+import math
+import os
+import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 from omegaconf import MISSING
@@ -13,7 +19,9 @@ from grpocli.config.parts import UserCode, nearest, part, require
 from grpocli.config.user_code import check_exists, load, short
 from grpocli.errors import ConfigError
 from grpocli.rewards.deadline import within
-from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
+from grpocli.rewards.pool import Pool
+from grpocli.rewards.reward import BaseReward, Failure, Overrun, Sample, Score
+from grpocli.user_frames import raised
 
 TRL_ONLY = ("trainer_state", "log_extra", "log_metric", "environments")
 """What TRL gives a reward function beside columns, and grpocli does not."""
@@ -25,7 +33,8 @@ class PythonReward(BaseReward):
 
     It gets the keyword arguments `prompts`, `completions` (strings, or lists of messages for conversational data),
     `completion_ids`, and every column of the dataset as a list; of these only what its signature takes. It returns
-    a list of numbers, None where it does not apply. timeout: seconds for a call.
+    a list of numbers, None where it does not apply. timeout: seconds for a call. process: run it in its own
+    process, which is killed at the timeout whatever it does; it gets JSON values.
 
     `reward=[FILE.py:NAME,FILE.py:OTHER]` takes several, each under its own name.
     """
@@ -34,11 +43,12 @@ class PythonReward(BaseReward):
     config_key: ClassVar[str]
     function: UserCode = MISSING
     timeout: float = 300.0
+    process: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, "function", ":" in self.function, "must be FILE.py:NAME or module:NAME")
-        require(self, "timeout", self.timeout > 0, "must be above 0 seconds")
+        require(self, "timeout", 0 < self.timeout < math.inf, "must be above 0 seconds")
 
     @property
     def label(self) -> str:
@@ -76,20 +86,57 @@ class PythonReward(BaseReward):
                 )
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        function = load(self.function, self.key)
-        result = self._within_time(function, _accepted(function, arguments(samples)))
+        result = self._in_process(samples) if self.process else self._within_time(arguments(samples))
+        if isinstance(result, Failure):
+            return [result] * len(samples)
         if isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
             return [Failure(f"it returned {result!r}, no list of numbers")] * len(samples)
         if len(result) != len(samples):
             return [Failure(f"it returned {len(result)} values for {len(samples)} samples")] * len(samples)
         return list(result)
 
-    def _within_time(self, function: Callable[..., Any], given: dict[str, list[Any]]) -> Any:
-        def call() -> Any:
-            result = function(**given)
-            return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+    def close(self) -> None:
+        self._pool.close()
 
-        return within(self.timeout, f"no answer within {self.timeout:g} s ({self.config_key}.timeout)", call)
+    def _within_time(self, given: dict[str, list[Any]]) -> Any:
+        function = load(self.function, self.key)
+        late = f"no answer within {self.timeout:g} s ({self.config_key}.timeout)"
+        remedy = f"{self.config_key}.process=true runs it where it can be ended"
+        return within(self.timeout, late, lambda: _called(function, given), remedy)
+
+    def _in_process(self, samples: Sequence[Sample]) -> Any:
+        from grpocli.rewards.undisturbed import seed_for
+
+        given = json.loads(json.dumps(arguments(samples), default=str))
+        (result,) = self._pool.map([[self.function, self.key, seed_for(samples), given]])
+        late = isinstance(result, Overrun) and "longer" in result.reason
+        return Failure(f"{result.reason} ({self.config_key}.timeout)") if late else result
+
+    @cached_property
+    def _pool(self) -> Pool:
+        return Pool("grpocli.rewards.python:call_in_worker", 1, self.timeout, variables=os.environ)
+
+
+def call_in_worker(spec: str, key: str, seed: int, given: dict[str, list[Any]]) -> Any:
+    """What the function returns, as JSON values. Raises RuntimeError where it raises."""
+    try:
+        function = load(spec, key)
+        random.seed(seed)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(seed)
+        if torch := sys.modules.get("torch"):
+            torch.manual_seed(seed)
+        result = _called(function, given)
+    except (Exception, SystemExit) as error:
+        raise RuntimeError(f"it raised {raised(error)}") from error
+    if isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
+        return result
+    return [float(score) if hasattr(score, "__float__") else score for score in result]
+
+
+def _called(function: Callable[..., Any], given: dict[str, list[Any]]) -> Any:
+    result = function(**_accepted(function, given))
+    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
 
 async def _awaited(result: Any) -> Any:

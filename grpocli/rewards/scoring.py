@@ -147,7 +147,7 @@ class Scorer:
 
 def call(reward: BaseReward, samples: Sequence[Sample]) -> list[Score]:
     """Scores that are numbers, None, or failures; whatever a reward raises or returns."""
-    from grpocli.rewards.undisturbed import undisturbed
+    from grpocli.rewards.undisturbed import Damage, undisturbed
 
     if not samples:
         return []
@@ -156,6 +156,8 @@ def call(reward: BaseReward, samples: Sequence[Sample]) -> list[Score]:
             return [_number(score) for score in reward(samples)]
         with undisturbed(reward.label, samples):
             return [_number(score) for score in reward(samples)]
+    except Damage:
+        raise
     except (Exception, SystemExit) as error:
         logger.exception("%s raised", reward.label)
         return [Failure(f"it raised {raised(error)}")] * len(samples)

@@ -5,18 +5,30 @@ from __future__ import annotations
 import logging
 import os
 import random
+import signal
+import threading
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
+
+from grpocli.errors import RunError
 
 if TYPE_CHECKING:
     from grpocli.rewards.reward import Sample
 
 logger = logging.getLogger(__name__)
+
+LOCKS = (".lock", ".workers")
+"""Names of the files that keep other processes out of a run's folder."""
+
+
+class Damage(RunError):
+    """A reward has broken the process that trains beyond repair."""
 
 
 @contextmanager
@@ -26,25 +38,119 @@ def undisturbed(name: str, samples: Sequence[Sample]) -> Iterator[None]:
     Its random numbers depend on the samples alone, so that a resumed run repeats them, and everybody else's on nothing
     that it draws.
     """
-    beginnings = [sample.token_ids[:16] for sample in samples]  # enough to differ from step to step
-    with _settings(name), _random(zlib.crc32(repr(beginnings).encode())), _no_exit():
+    with _settings(name), _random(seed_for(samples)), _descriptors(name), _no_exit(name):
         yield
+
+
+def seed_for(samples: Sequence[Sample]) -> int:
+    """Of the random numbers that a reward draws for these samples."""
+    beginnings = [sample.token_ids[:16] for sample in samples]  # enough to differ from step to step
+    return zlib.crc32(repr(beginnings).encode())
 
 
 @contextmanager
 def _settings(name: str) -> Iterator[None]:
-    """torch's, put back only where they have changed: another thread may be computing."""
-    before = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
+    """Put back only where they have changed: another thread may be computing, or waiting for a signal."""
+    before = {what: get() for what, (get, _) in SETTINGS.items()}
     try:
         yield
     finally:
-        gradients, dtype, threads = before
-        if (torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()) != before:
-            logger.warning("%s changed torch's gradients, default dtype or threads, which were put back", name)
-            torch.set_grad_enabled(gradients)
-            torch.set_default_dtype(dtype)
-            if torch.get_num_threads() != threads:
-                torch.set_num_threads(threads)
+        changed = [what for what, value in before.items() if SETTINGS[what][0]() != value]
+        for what in changed:
+            SETTINGS[what][1](before[what])
+        if changed:
+            logger.warning("%s changed %s for the whole process, which was undone", name, ", ".join(changed))
+
+
+def _handlers() -> dict[int, Any] | None:
+    """Of signals; None where this thread cannot change them, nor can the reward."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+
+def _handle(before: dict[int, Any]) -> None:
+    for number, handler in before.items():
+        if signal.getsignal(number) != handler and handler is not None:
+            signal.signal(number, handler)
+
+
+def _alarms() -> list[bool]:
+    """Whether each timer that sends a signal is running."""
+    return [signal.getitimer(timer)[0] > 0 for timer in TIMERS]
+
+
+def _stop_alarms(before: list[bool]) -> None:
+    for timer, was_running in zip(TIMERS, before, strict=True):
+        if not was_running:
+            signal.setitimer(timer, 0)
+
+
+def _folder() -> Path:
+    """The working directory; "/" where it has been removed."""
+    try:
+        return Path.cwd()
+    except OSError:
+        return Path("/")
+
+
+TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "torch's gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch's threads": (torch.get_num_threads, torch.set_num_threads),
+    "the working directory": (_folder, os.chdir),
+    "alarms": (_alarms, _stop_alarms),  # before its handler, without which it would end the run
+    "handlers of signals": (_handlers, _handle),
+}
+"""How each is found and set."""
+
+
+@contextmanager
+def _descriptors(name: str) -> Iterator[None]:
+    """Of the terminal, the log and the lock: whoever opens a file next would get a closed one's number.
+
+    Raises Damage where they cannot be put back.
+    """
+    before = {file: _identity(file) for file in _lasting()}
+    copies = {file: os.dup(file) for file in before}
+    try:
+        yield
+    finally:
+        changed = [file for file, was in before.items() if _identity(file) != was]
+        lost = [file for file in changed if _identity(copies[file]) != before[file]]
+        for file in changed:
+            if file in lost:
+                copies[file] = os.open(os.devnull, os.O_RDWR)
+            if copies[file] != file:
+                os.dup2(copies[file], file, inheritable=file <= 2)
+        for file, copy in copies.items():
+            if copy != file and _identity(copy) == _identity(file):
+                os.close(copy)
+        if lost:
+            raise Damage(f"{name} closed files of the run (descriptors {', '.join(map(str, lost))})")
+        if changed:
+            logger.warning("%s closed or replaced descriptors %s, which was undone", name, changed)
+
+
+def _lasting() -> set[int]:
+    """Descriptors that nobody closes while a reward scores."""
+    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
+    found = {handler.stream.fileno() for handler in handlers if handler.stream and not handler.stream.closed}
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if link.readlink().name in LOCKS:
+                found.add(int(link.name))
+    return {file for file in found | {0, 1, 2} if _identity(file)}
+
+
+def _identity(file: int) -> tuple[int, int] | None:
+    """Of what a descriptor stands for; None where it is closed."""
+    try:
+        found = os.fstat(file)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 @contextmanager
@@ -62,8 +168,11 @@ def _random(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def _no_exit() -> Iterator[None]:
-    """`os._exit` would end the run without a word; processes that a reward forks may still end so."""
+def _no_exit(name: str) -> Iterator[None]:
+    """`os._exit` would end the run without a word; processes that a reward forks may still end so, and have to.
+
+    One that came back from it would be a second trainer in the same folder.
+    """
     leave, process = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:
@@ -74,5 +183,12 @@ def _no_exit() -> Iterator[None]:
     os._exit = refuse
     try:
         yield
+    except SystemExit as error:
+        if os.getpid() != process:
+            leave(error.code if isinstance(error.code, int) else error.code is not None)
+        raise
     finally:
+        if os.getpid() != process:
+            os.write(2, f"grpocli: {name} forked a process that came back from it, and was ended\n".encode())
+            leave(70)
         os._exit = leave

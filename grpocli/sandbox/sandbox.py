@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from grpocli.sandbox.cgroup import group
+from grpocli.sandbox.clock import Clock
 from grpocli.sandbox.inside.wire import encode, plain
 from grpocli.sandbox.ways import Way
 
 HERE = str(Path(__file__).parent)
 START = f"import sys; sys.path.insert(0, {HERE!r}); from inside.main import main; main()"
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+TESTS_MB = 64
+"""Of memory, for the processes that are no program's."""
+SHORTEST = 0.02
+"""Seconds between two looks at what a program has spent."""
 START_SECONDS = 10.0
 """To begin, on a busy machine; the time limit of the code begins after that."""
 SHUT_IN = "shut in"
+GONE = "Closed: "
+"""How the problem of a test begins whose program has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """timeout: seconds for the program and all tests. memory_mb: of each process. processes: that it may start.
+    """timeout: seconds for the program and all tests. processes: that it may start. memory_mb: of each process, and of
+    all together where there are control groups.
 
     disk_mb: in its folder /tmp, which is in memory, and of what it prints.
     """
@@ -56,31 +67,56 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """passed: for each test, in order. wrong: why the first one that did not pass did not. printed: by the program."""
+    """passed: for each test, in order. wrong: why the first one that did not pass did not. printed: by the program.
+
+    heard: after so many tests the program was gone, or out of time.
+    """
 
     passed: list[bool]
     wrong: str = ""
     printed: str = ""
+    heard: int = 0
 
 
 class SandboxError(Exception):
     """The program could not be run or tested; it is not known whether it is right. The text says why."""
 
 
-def run(job: Job, limits: Limits, way: Way) -> Verdict:
-    """Raises SandboxError where a process could not be shut in, or where the fault is not the program's."""
+def run(job: Job, limits: Limits, way: Way, every: bool = False) -> Verdict:
+    """Raises SandboxError where a process could not be shut in, or where the fault is not the program's.
+
+    every: tests after one that hangs or ends the program run too, with a new one, as long as twice `timeout` allows.
+    """
+    verdict, spent = _run(job, limits, way)
+    passed, done = list(verdict.passed), verdict.heard
+    while every and done < len(job.tests) and (left := 2 * limits.timeout - spent) > SHORTEST:
+        rest = replace(job, tests=job.tests[done:])
+        try:
+            more, seconds = _run(rest, replace(limits, timeout=min(left, limits.timeout)), way)
+        except SandboxError:  # too little time was left; the verdict on the first tests stands
+            break
+        passed[done:] = more.passed
+        done, spent = done + more.heard, spent + seconds
+    return replace(verdict, passed=passed)
+
+
+def _run(job: Job, limits: Limits, way: Way) -> tuple[Verdict, float]:
+    """And the seconds that it has spent."""
     ours, theirs = socket.socketpair()
     with ours, theirs, contextlib.ExitStack() as stack:
-        program = stack.enter_context(_process(way, limits, theirs, {"text": job.text, "before": job.before}))
-        tests = stack.enter_context(_process(way, limits, ours, _of_tests(job)))
+        enter = stack.enter_context(group(limits.memory_mb + limits.disk_mb + TESTS_MB))
+        program = stack.enter_context(_process(way, limits, theirs, {"text": job.text, "before": job.before}, enter))
+        tests = stack.enter_context(_process(way, limits, ours, _of_tests(job), enter))
         ours.close()
         theirs.close()
         program.wait_shut()
         tests.wait_shut()
-        in_time = tests.ended_within(limits.timeout)
+        clock = Clock([program.process.pid, tests.process.pid])
+        in_time = tests.ended_within(limits.timeout, clock)
+        spent = clock.spent()
         tests.kill()  # first, or it would still write that the program is gone
         program.kill()
-        return _verdict(job, tests.verdict().split("\n")[:-1], program.printed(), in_time, limits)
+        return _verdict(job, tests.verdict().split("\n")[:-1], program.printed(), in_time, limits), spent
 
 
 def _verdict(job: Job, lines: list[str], printed: str, in_time: bool, limits: Limits) -> Verdict:
@@ -95,7 +131,8 @@ def _verdict(job: Job, lines: list[str], printed: str, in_time: bool, limits: Li
     wrong = next(filter(None, results), "")
     if not wrong and not all(passed):
         wrong = "the tests ended early" if in_time else f"it {late}"
-    return Verdict(passed, wrong, printed)
+    ended = next((i for i, result in enumerate(results) if result.startswith(GONE)), len(results))
+    return Verdict(passed, wrong, printed, heard=min(ended + 1, len(job.tests)))
 
 
 def _of_tests(job: Job) -> dict[str, Any]:
@@ -118,13 +155,16 @@ class _Shut:
             self.kill()
             raise SandboxError(said or self.printed().strip()[-300:] or "it ended at once")
 
-    def ended_within(self, seconds: float) -> bool:
+    def ended_within(self, seconds: float, clock: Clock) -> bool:
         try:
             ended = os.pidfd_open(self.process.pid)  # waiting with a timeout would look every 50 ms
         except OSError as error:
             raise SandboxError(f"cannot wait for a process: {error.strerror}; Linux 5.3 or later is needed") from error
         try:
-            return bool(select.select([ended], [], [], seconds)[0])
+            while (left := seconds - clock.spent()) > 0:
+                if select.select([ended], [], [], max(SHORTEST, min(left, seconds / 4)))[0]:
+                    return True
+            return False
         finally:
             os.close(ended)
 
@@ -143,8 +183,10 @@ class _Shut:
 
 
 @contextlib.contextmanager
-def _process(way: Way, limits: Limits, end: socket.socket, part: dict[str, Any]) -> Iterator[_Shut]:
-    """Start one of the two; it is killed at the end."""
+def _process(
+    way: Way, limits: Limits, end: socket.socket, part: dict[str, Any], enter: Sequence[str]
+) -> Iterator[_Shut]:
+    """Start one of the two; it is killed at the end. enter: what comes before its command."""
     with contextlib.ExitStack() as stack:
         verdict, said = (stack.enter_context(os.fdopen(os.memfd_create(name), "r+b")) for name in ("verdict", "said"))
         status, told = (
@@ -154,7 +196,7 @@ def _process(way: Way, limits: Limits, end: socket.socket, part: dict[str, Any])
         order = {**asdict(limits), **way.order, **part}
         order |= {"status": told.fileno(), "wire": end.fileno(), "verdict": verdict.fileno()}
         command = [*way.command(limits.disk_mb), way.python.path, "-I", "-u", *way.python.options, "-c", START]
-        process = _started(command, said, handed)
+        process = _started(enter, command, said, handed)
         told.close()
         shut = _Shut(process, status.fileno(), verdict.fileno(), said)
         try:
@@ -166,10 +208,14 @@ def _process(way: Way, limits: Limits, end: socket.socket, part: dict[str, Any])
             shut.kill()
 
 
-def _started(command: Sequence[str], said: IO[bytes], handed: Sequence[int]) -> subprocess.Popen[bytes]:
+def _started(
+    enter: Sequence[str], command: Sequence[str], said: IO[bytes], handed: Sequence[int]
+) -> subprocess.Popen[bytes]:
     try:
+        if not shutil.which(command[0]):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=said, stderr=said, env=ENVIRONMENT, pass_fds=handed,
+            [*enter, *command], stdin=subprocess.PIPE, stdout=said, stderr=said, env=ENVIRONMENT, pass_fds=handed,
             start_new_session=True,
         )  # fmt: skip
     except OSError as error:

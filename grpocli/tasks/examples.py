@@ -49,7 +49,7 @@ class Maker:
     def _bare(self, row: Row, where: str) -> Example:
         task = self.task
         if task.processor is not None:
-            return processed(task.processor, row, where)
+            return processed(task.processor, task.processor_timeout, row, where)
         column = task.answer_column
         if column is not None and (missing := nothing_in(row[column])):
             raise ConfigError.of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -45,6 +46,7 @@ class Jsonl(BaseTask):
     processor: a function of yours, FILE.py:NAME or module:NAME, instead of the columns and templates: it gets a row and
         returns `prompt`, text or messages, and whatever rewards and environments want (`answer` ...). With
         `loss_multiplier` the advantages of that prompt's completions are multiplied (0: not trained on).
+    processor_timeout: seconds for a row.
     format: `plain` text, `chat` (a text becomes a user's message), or `auto`: as the data has it.
     shots: so many examples, chosen by `shot_seed` and then neither trained nor evaluated on, are shown before every
         prompt: as turns of a conversation, or as text. shot_template: what the model would say, of their columns.
@@ -65,6 +67,7 @@ class Jsonl(BaseTask):
     system_prompt: Escaped | None = None
     format: str = "auto"
     processor: UserCode | None = None
+    processor_timeout: float = 60.0
     shots: int = 0
     shot_template: Escaped = "{answer}"
     shot_seed: int | None = follows("seed")
@@ -76,6 +79,7 @@ class Jsonl(BaseTask):
         one_of(self, "format", ("auto", "plain", "chat"))
         named = self.processor is None or ":" in self.processor
         require(self, "processor", named, "must be FILE.py:NAME or module:NAME")
+        require(self, "processor_timeout", 0 < self.processor_timeout < math.inf, "must be above 0 seconds")
         for name, least in (("eval_size", 1), ("shuffle_buffer", 1), ("shots", 0)):
             require(self, name, getattr(self, name) >= least, f"must be at least {least}")
         known = bool(self.split or self.eval_path or self.eval_split)

@@ -7,16 +7,18 @@ from typing import Any
 
 from grpocli.config.user_code import load
 from grpocli.errors import ConfigError
+from grpocli.rewards.deadline import within
 from grpocli.tasks.loading import Row
 from grpocli.user_frames import where as at
 
 PROCESSOR = "task.processor"
 
 
-def processed(function: str, row: Row, where: str) -> dict[str, Any]:
+def processed(function: str, timeout: float, row: Row, where: str) -> dict[str, Any]:
     """The example. Raises ConfigError, with `where` the row is, for what is none."""
+    process = load(function, PROCESSOR)
     try:
-        example = load(function, PROCESSOR)(dict(row))
+        example = within(timeout, f"no example within {timeout:g} s ({PROCESSOR}_timeout)", lambda: process(dict(row)))
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:

@@ -184,6 +184,7 @@ def main() -> None:
     from grpocli.launch.board import DONE, Board
     from grpocli.launch.failures import is_lost_peer, report_failure
     from grpocli.launch.guard_main import die_with_parent
+    from grpocli.launch.leaving import leave_threads
     from grpocli.launch.processes import stop_file
     from grpocli.launch.run import quiet_libraries
     from grpocli.launch.signals import StopSignal, crash_loudly
@@ -218,8 +219,11 @@ def main() -> None:
     except Exception as error:
         logger.exception("process %d failed", rank)
         report(error)
-        sys.exit(explained(error, run_dir).exit_code)
+        code = explained(error, run_dir).exit_code
+        leave_threads(code)
+        sys.exit(code)
     board.enter(DONE)
+    leave_threads(0)
 
 
 def log_to(run_dir: RunDir, rank: int) -> None:

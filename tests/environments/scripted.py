@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from typing import Any
@@ -35,6 +36,8 @@ class Broken:
     def reset(self, metadata: dict[str, Any]) -> Any:
         if metadata["how"] == "reset":
             raise RuntimeError("no such episode")
+        if metadata["how"].endswith("_KEY"):
+            return metadata | {"key": os.environ[metadata["how"]]}
         return metadata
 
     def step(self, messages: list[dict[str, str]], metadata: dict[str, Any]) -> Any:
@@ -43,6 +46,8 @@ class Broken:
             raise RuntimeError("lost the board")
         if how == "hang":
             time.sleep(60)
+        if how == "regex":  # which keeps the interpreter's lock
+            re.match("(a+)+$", "a" * 60 + "b")
         if how == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "forever":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,7 @@ def breakable() -> Iterator[Any]:
         ("reset", "could not be reset: RuntimeError: no such episode"),
         ("raise", "turn 1 of its environment: RuntimeError: lost the board"),
         ("hang", "turn 1 of its environment: it took longer than 1 s"),
+        ("regex", "turn 1 of its environment: it took longer than 1 s"),
         ("die", "turn 1 of its environment: its worker process was killed twice"),
         ("shape", "step returned 5, not (observation, reward, done, metadata)"),
         ("role", "a message of the role 'assistant'; take system, user, tool, developer"),
@@ -259,6 +261,16 @@ def test_whether_an_episode_can_begin_is_known_without_a_model(how: str, said: s
     example = {"prompt": "not sent", "how": how, "board": Path("no JSON")}
     with pytest.raises(ConfigError, match=said) if said else nullcontext():
         check_environment("game", task, example)
+
+
+def test_variables_that_an_environment_needs_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    play = Play(name=f"{SCRIPTED}:Broken", timeout=10.0, env=["SEARCH_KEY"])
+    with pytest.raises(ConfigError, match=r"task\.environment\.env=\[SEARCH_KEY\]: is not set here"):
+        check_environment("game", play, {"how": "fine"})
+    monkeypatch.setenv("SEARCH_KEY", "secret")
+    check_environment("game", play, {"how": "SEARCH_KEY"})
+    with pytest.raises(ConfigError, match="KeyError: 'SEARCH_KEY'"):
+        check_environment("game", replace(play, env=[]), {"how": "SEARCH_KEY"})
 
 
 @pytest.mark.parametrize("turns", [0, 1])

@@ -10,7 +10,7 @@ from grpocli.errors import ConfigError
 from grpocli.rewards import code
 from grpocli.rewards.code import Code
 from grpocli.rewards.reward import Failure, Sample
-from grpocli.sandbox import choice
+from grpocli.sandbox import cgroup, choice
 from grpocli.sandbox.ways import unsafe
 
 ADD = "```python\ndef add(a, b):\n    return a + b\n```"
@@ -45,6 +45,8 @@ def test_part_of_the_tests():
     reward = Code(partial=True, right=2.0, wrong=-1.0, timeout=3)
     try:
         assert reward([sample(ADD.replace("+", "*")), sample(ADD), sample("")]) == [0.5, 2.0, -1.0]
+        ends = "import os\ndef add(a, b):\n    return a + b if a == b else os._exit(0)"
+        assert reward([sample(ends)]) == [0.5]
     finally:
         reward.close()
 
@@ -70,6 +72,13 @@ def test_another_interpreters_packages():
             assert reward([sample(program)]) == [expected], reward.explain(sample(program))
         finally:
             reward.close()
+
+
+def test_a_machine_without_control_groups_is_told_of(monkeypatch):
+    monkeypatch.setattr(cgroup, "place", lambda: None)
+    assert Code().warning.startswith("reward.code.memory_mb=512 bounds each process of a program and not all together")
+    monkeypatch.setattr(cgroup, "place", lambda: "here")
+    assert Code().warning == ""
 
 
 def test_an_interpreter_that_is_none():

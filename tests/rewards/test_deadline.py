@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -49,3 +51,38 @@ def test_a_deadline_holds_in_every_thread(run) -> None:
 
 def raises() -> None:
     raise TimeoutError("its own")
+
+
+CATASTROPHIC = "re.match('(a+)+$', 'a' * 60 + 'b')"
+"""It would take longer than anybody lives, and keeps the interpreter's lock."""
+
+
+def ended(code: str) -> tuple[int, str]:
+    """The exit code and the errors of a process in which a reward hangs."""
+    code = f"import re, threading\nfrom grpocli.rewards import deadline\ndeadline.GRACE = 0.5\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        f"def call(): {CATASTROPHIC}",
+        f"def call():\n    for _ in range(20):\n        try: {CATASTROPHIC}\n        except Exception: pass",
+        f"def call():\n    for _ in range(20):\n        try: {CATASTROPHIC}\n        except BaseException: pass",
+    ],
+)
+def test_a_regular_expression_is_interrupted_whatever_catches_that(call: str) -> None:
+    code, said = ended(f"{call}\ndeadline.GRACE = 20\ndeadline.within(0.5, 'too slow', call, 'take another')")
+    assert (code, said.splitlines()[-1]) == (1, "TimeoutError: too slow")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        f"threading.Thread(target=deadline.within, args=(0.5, 'too slow', lambda: {CATASTROPHIC}, 'ask less')).start()",
+        "deadline.within(0.5, 'too slow', lambda: sum(range(10**15)), 'ask less')",
+    ],
+)
+def test_what_cannot_be_interrupted_ends_the_process_with_a_sentence(run: str) -> None:
+    assert ended(run) == (1, "grpocli: error: too slow, and cannot be interrupted: ask less\n")

@@ -43,13 +43,16 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         "    if what == 'raise': raise ValueError('no good')\n"
         "    if what == 'print': print('noise')\n"
         "    if what == 'eat': bytearray(2**40)\n"
+        "    if what == 'environment': return list(os.environ)\n"
         "    return os.getpid() if what == 'pid' else 1.0\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     pools: list[Pool] = []
 
-    def make(seconds: float = 30.0, workers: int = 2, function: str = "probes:run") -> Pool:
-        pools.append(Pool(function, workers, seconds))
+    def make(
+        seconds: float = 30.0, workers: int = 2, function: str = "probes:run", variables: tuple[str, ...] = ()
+    ) -> Pool:
+        pools.append(Pool(function, workers, seconds, variables))
         return pools[-1]
 
     yield make
@@ -285,6 +288,14 @@ def test_workers_leave_signals_to_the_run(probes) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         os.kill(int(worker), number)
     assert pool.map([["pid"]]) == [worker]
+
+
+def test_workers_see_no_keys_of_the_environment(probes, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "SEARCH_KEY", "PYTHON_PACKAGES_TOKEN"):
+        monkeypatch.setenv(name, "secret")
+    (seen,) = probes(workers=1, variables=("SEARCH_KEY",)).map([["environment"]])
+    assert {"PATH", "PYTHONPATH", "SEARCH_KEY"} <= set(seen)
+    assert not {"HF_TOKEN", "WANDB_API_KEY", "PYTHON_PACKAGES_TOKEN"} & set(seen)
 
 
 def test_workers_die_with_a_killed_parent(probes, tmp_path: Path) -> None:

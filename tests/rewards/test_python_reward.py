@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import os
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from pathlib import Path
 
 import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.rewards.python import PythonReward, load
-from grpocli.rewards.reward import Failure
+from grpocli.rewards.reward import Failure, Score
 
 SOURCE = """
 import asyncio
+import os
+import random
+import re
 
 def longer(completions, **kwargs):
     return [float(len(c)) for c in completions]
@@ -54,6 +60,16 @@ counter = Counter()
 
 def short(completions, **kwargs):
     return [1.0]
+
+def stuck(completions, **kwargs):
+    return [float(bool(re.match("(a+)+$", c))) for c in completions]
+
+def anything(completions, how, **kwargs):
+    if how[0] == "leave":
+        raise SystemExit("enough")
+    if how[0] == "scalar":
+        return 1.0
+    return [None if d is None else random.random() if h == "draw" else os.getpid() for h, d in zip(how, kwargs["day"])]
 
 def scalar(completions, **kwargs):
     return 1.0
@@ -112,6 +128,36 @@ def test_a_result_of_the_wrong_shape_fails_every_sample(reward, sample, name: st
 def test_an_async_function_has_a_deadline(reward, sample) -> None:
     with pytest.raises(TimeoutError, match=r"0\.05 s \(reward\.python\.timeout\)"):
         reward("never", timeout=0.05)([sample("a")])
+
+
+def test_in_a_process_of_its_own_it_is_ended_whatever_it_does(reward, sample) -> None:
+    """Also in a thread, where nothing can be interrupted."""
+    made = reward("stuck", timeout=0.5, process=True)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            scores = pool.submit(made, [sample("a" * 60 + "b"), sample("b")]).result(60)
+        assert [score.reason for score in scores] == ["it took longer than 0.5 s (reward.python.timeout)"] * 2
+        assert made([sample("a")]) == [1.0]
+    finally:
+        made.close()
+
+
+def test_a_process_of_its_own_gives_what_the_function_gives(reward, sample) -> None:
+    made = reward("anything", process=True)
+
+    def asked(how: str, tokens: int = 1) -> list[Score]:
+        return made([sample("a", how=how, day=date(2026, 1, 1), tokens=tokens), sample("b", how=how, day=None)])
+
+    try:
+        first, none = asked("ask")
+        assert first != os.getpid()
+        assert none is None
+        assert asked("ask", tokens=2)[0] == first  # what it keeps is still there
+        assert asked("draw") == asked("draw") != asked("draw", tokens=2)
+        assert all("it raised SystemExit: enough (" in score.reason for score in asked("leave"))
+        assert all("1.0, no list" in score.reason for score in asked("scalar"))
+    finally:
+        made.close()
 
 
 @pytest.mark.parametrize(

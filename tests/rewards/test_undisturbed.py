@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import multiprocessing
 import os
 import random
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -49,7 +55,8 @@ def test_settings_of_torch(change: Callable[[], None], sample, caplog: pytest.Lo
     with caplog.at_level(logging.WARNING):
         assert call(reward(disturb), [sample("a")]) == [1.0]
     assert settings() == before
-    assert "Mine changed torch's gradients, default dtype or threads, which were put back" in caplog.text
+    assert "Mine changed torch's" in caplog.text
+    assert "for the whole process, which was undone" in caplog.text
 
 
 def test_also_after_an_error(sample) -> None:
@@ -98,3 +105,100 @@ def test_a_process_that_a_reward_forks_may_end_so(sample) -> None:
         return float(child.exitcode or 0)
 
     assert call(reward(forks), [sample("a")]) == [4.0]
+
+
+def test_alarms_handlers_and_the_working_directory(sample, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def disturb() -> float:
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.alarm(600)
+        os.chdir(tmp_path)
+        return 1.0
+
+    before = signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGTERM), Path.cwd()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert call(reward(disturb), [sample("a")]) == [1.0]
+        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+        assert (signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGTERM), Path.cwd()) == before
+        assert "Mine changed the working directory, alarms, handlers of signals" in caplog.text
+    finally:
+        signal.alarm(0)
+        os.chdir(before[2])
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Iterator[IO[str]]:
+    """As a run holds one."""
+    with (tmp_path / ".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
+def held(tmp_path: Path) -> bool:
+    with (tmp_path / ".lock").open() as other:
+        try:
+            fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def test_closed_descriptors_are_opened_again(sample, lock, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def disturb() -> float:
+        for file in (1, 2, lock.fileno()):
+            os.close(file)
+        os.open(tmp_path / "other", os.O_CREAT | os.O_WRONLY)  # gets the number of the first
+        return 1.0
+
+    before = [os.fstat(file).st_ino for file in (0, 1, 2, lock.fileno())]
+    with caplog.at_level(logging.WARNING):
+        assert call(reward(disturb), [sample("a")]) == [1.0]
+    assert [os.fstat(file).st_ino for file in (0, 1, 2, lock.fileno())] == before
+    assert held(tmp_path)
+    assert f"Mine closed or replaced descriptors [1, 2, {lock.fileno()}], which was undone" in caplog.text
+
+
+BREAKS = """
+import os, sys
+from grpocli.rewards.scoring import call
+from grpocli.rewards.reward import BaseReward, Sample
+from grpocli.rewards.undisturbed import Damage
+
+class Mine(BaseReward):
+    def __call__(self, samples):
+        if self.does is os.closerange:
+            return [self.does(3, 4096)]
+        child = os.fork()
+        if child == 0:
+            return [self.does()]
+        return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
+
+lock = open(sys.argv[1], "w")
+for does in (lambda: 1, lambda: 1 / 0, lambda: sys.exit(3), os.closerange):
+    Mine.does = staticmethod(does)
+    try:
+        print(call(Mine(), [Sample("", "", "", {}, [], 1, False)]), flush=True)
+    except Damage as damage:
+        print(damage, lock.fileno())
+"""
+
+
+def test_a_forked_process_does_not_train_and_lost_descriptors_end_the_run(tmp_path: Path) -> None:
+    run = [sys.executable, "-c", BREAKS, str(tmp_path / ".lock")]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    returned, failed, exited, lost = done.stdout.splitlines()
+    assert (returned, failed, exited) == ("[70.0]", "[70.0]", "[3.0]")
+    file = lost.split()[-1]
+    assert lost == f"Mine closed files of the run (descriptors {file}) {file}"
+    assert done.stderr == 2 * "grpocli: Mine forked a process that came back from it, and was ended\n"
+
+
+def test_a_thread_that_does_not_end_is_left_behind() -> None:
+    code = (
+        "import sys, threading, time\nfrom grpocli.launch import leaving\nleaving.GRACE = 0.2\n"
+        "threading.Thread(target=time.sleep, args=(600,), name='mine').start()\nleaving.leave_threads(4)\nsys.exit(4)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 4
+    assert done.stderr.startswith("grpocli: a thread (mine) that code of yours started in this process did not end")

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 
-from grpocli.sandbox.sandbox import SandboxError
+from grpocli.sandbox import cgroup
+from grpocli.sandbox.sandbox import Job, SandboxError, run
 
 ADD = "def add(a, b):\n    return a + b\n"
 
@@ -158,3 +165,91 @@ def test_programs_that_break(sandbox, program, reason):
 
 def test_what_it_printed_is_kept_for_reading(sandbox):
     assert sandbox("print('hello')\n" + ADD, "assert add(1, 2) == 3").printed == "hello\n"
+
+
+SPIN = """
+import os, time
+
+def spin(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end: pass
+    return 1
+
+def together(n, action):
+    children = []
+    for _ in range(n):
+        if (child := os.fork()) == 0:
+            action()
+            os._exit(0)
+        children.append(child)
+    return [os.waitpid(child, 0)[1] for child in children]
+
+def spin_together(n, seconds):
+    return together(n, lambda: spin(seconds))
+
+def fill_together(n, size):
+    def fill():
+        filled = b"x" * size
+        time.sleep(0.5)
+    return together(n, fill)
+"""
+
+
+@pytest.fixture
+def one_busy_core() -> Iterator[None]:
+    """Whatever this test starts has a fourth of a core."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    others = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(3)]
+    yield
+    os.sched_setaffinity(0, cores)
+    for other in others:
+        other.kill()
+        other.wait()
+
+
+def test_a_busy_machine_makes_no_right_program_wrong(sandbox, one_busy_core):
+    sandbox.limits = replace(sandbox.limits, timeout=1)
+    assert sandbox(SPIN, "assert spin(0.6) == 1").passed == [True]
+    assert sandbox(SPIN, "assert spin(1.6) == 1").wrong == "it took longer than 1 s"
+
+
+def test_processes_of_a_program_have_its_time_together(sandbox):
+    sandbox.limits = replace(sandbox.limits, timeout=1)
+    assert sandbox(SPIN, "assert spin_together(4, 0.45) == [0] * 4").wrong == "it took longer than 1 s"
+
+
+def test_processes_of_a_program_have_its_memory_together(sandbox):
+    if not cgroup.place():
+        pytest.skip("control groups cannot be had here")
+    size = sandbox.limits.memory_mb * 2**20 // 2
+    tests = [f"assert fill_together(1, {size}) == [0]", f"assert 9 in fill_together(4, {size})"]
+    assert sandbox(SPIN, *tests).passed == [True, True]
+    assert not list(cgroup.place().glob("grpocli-sandbox-*"))
+
+
+def test_where_control_groups_are_looked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(cgroup, "OWN", tmp_path / "own")
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
+    (tmp_path / "own").write_text("5:cpu:/a\n4:memory:/a/b\n0::/user/run.scope\n")
+    (tmp_path / "user").mkdir()
+    where = ["memory/a/b", "memory/a", "user/run.scope", "user"]
+    assert cgroup._candidates() == [tmp_path / path for path in where]
+    assert cgroup.place.__wrapped__() is None  # a folder that is no control group
+    assert list((tmp_path / "user").iterdir()) == []
+
+
+def test_tests_after_one_that_hangs_or_ends_the_program_count(sandbox):
+    program = """
+import os
+def f(n):
+    if n == 1: os._exit(1)
+    while n == 2: pass
+    return n
+"""
+    sandbox.limits = replace(sandbox.limits, timeout=1)
+    tests = [f"assert f({n}) == {n}" for n in (0, 1, 3, 2, 4)]
+    verdict = run(Job(program, tests), sandbox.limits, sandbox.way, every=True)
+    assert verdict.passed == [True, False, True, False, True]
+    assert verdict.wrong.startswith("Closed: the program gave no answer")
+    assert run(Job(program, tests[3:] * 9), sandbox.limits, sandbox.way, every=True).passed.count(True) == 1

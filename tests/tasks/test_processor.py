@@ -13,6 +13,8 @@ from grpocli.tasks.jsonl import Jsonl
 from grpocli.tasks.prompts import PromptSet
 
 CODE = """
+import re
+
 def process(row):
     if row["id"] == 7:
         raise KeyError("question")
@@ -20,6 +22,8 @@ def process(row):
         return {"answer": 1}
     if row["id"] == 9:
         raise SystemExit("enough")
+    if row["id"] == 10:
+        re.match("(a+)+$", "a" * 60 + "b")
     return {
         "prompt": [{"role": "user", "content": "a " * row["id"]}], "answer": row["id"],
         "loss_multiplier": row.get("multiplier") or 1.0,
@@ -65,10 +69,11 @@ def test_a_multiplier_reaches_the_prompt(task, chat_tokenizer) -> None:
         (7, "raised KeyError for row [12] of .*'question'"),
         (8, "made {'answer': 1} of row [12]"),
         (9, "raised SystemExit for row [12]"),
+        (10, r"raised TimeoutError for row [12] of .*: no example within 0\.5 s \(task\.processor_timeout\)"),
     ],
 )
 def test_what_it_cannot_process_is_one_sentence(task, row: int, said: str) -> None:
-    made = task({"id": row}, {"id": row})
+    made = task({"id": row}, {"id": row}, processor_timeout=0.5)
     with pytest.raises(ConfigError, match=rf"task\.processor=.*mine\.py:process: {said}"):
         list(made.examples("train"))
 
