@@ -131,7 +131,7 @@ def _swap(temporary: Path, path: Path) -> None:
 
 
 def _disk_full(folder: Path, error: BaseException) -> bool:
-    return bool(FULL.search(str(error))) or shutil.disk_usage(folder).free < ROOM
+    return bool(FULL.search(str(error))) or (folder.exists() and shutil.disk_usage(folder).free < ROOM)
 
 
 def sync_file(path: Path) -> None:

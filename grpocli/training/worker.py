@@ -232,7 +232,7 @@ def log_to(run_dir: RunDir, rank: int) -> None:
     own.parent.mkdir(exist_ok=True)
     if rank:
         redirect_output(own)
-    handlers = [QuietFileHandler(path, delay=True) for path in ([own] if rank else [own, run_dir.log])]
+    handlers = [QuietFileHandler(path) for path in ([own] if rank else [own, run_dir.log])]
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s [{rank}] %(message)s", handlers=handlers)
 
 

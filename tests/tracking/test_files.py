@@ -14,6 +14,7 @@ from grpocli.tracking.files import (
     QuietFileHandler,
     atomic_folder,
     clear_leftovers,
+    full_disk_as_oserror,
     read_shared,
     write_atomic,
 )
@@ -83,6 +84,12 @@ def test_a_folder_appears_when_it_is_whole(tmp_path: Path) -> None:
         assert not target.exists()
     assert (target / "inner" / "weights").read_text() == "w"
     assert list(target.parent.iterdir()) == [target]
+
+
+def test_an_error_before_the_folder_is_there_stays_what_it_is(tmp_path: Path) -> None:
+    """As in a process that has lost the one that makes the folder."""
+    with pytest.raises(RuntimeError, match="connection closed"), full_disk_as_oserror(tmp_path / "no" / "step_1"):
+        raise RuntimeError("connection closed")
 
 
 def test_a_folder_that_fails_never_was(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def log_to(path: Path) -> None:
     """Send vLLM's log to a file: neither to the terminal nor to the run's own log."""
     path.parent.mkdir(parents=True, exist_ok=True)
     logger = logging.getLogger("vllm")
-    handler = QuietFileHandler(path, delay=True)
+    handler = QuietFileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s [%(name)s:%(lineno)d] %(message)s"))
     for old in list(logger.handlers):
         logger.removeHandler(old)
