@@ -111,3 +111,19 @@ def test_only_what_differs_has_changed(tmp_path: Path) -> None:
         "reward.format": (None, "format"),
         "rollout.stop": ([], ["a"]),
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: " + "[" * 300_000, "lists or mappings inside of each other, more than 100 deep"),
+        ("a: &a [1, *a]", "*a stands inside of what it stands for"),
+        ("a: [1", "line 2: did not find expected ',' or ']'"),
+        ("seed: \udcff", "'utf-8' codec can't decode byte 0xff"),
+    ],
+)
+def test_a_config_that_is_none(text: str, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=re.escape(f"resume={file}: cannot be read: {problem}")):
+        Resume(tmp_path, []).overrides([])
