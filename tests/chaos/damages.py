@@ -1,4 +1,4 @@
-"""Files of a finished run that are damaged: never trained on, named, and an older whole checkpoint is taken if asked."""
+"""Files of a finished run that are damaged: never trained on, named, and an older whole checkpoint taken if asked."""
 
 from __future__ import annotations
 

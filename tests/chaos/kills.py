@@ -39,7 +39,7 @@ RUN, RANK, GUARD, ENGINE, ALL = "the run", "a trainer process", "a guard", "vLLM
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """run: of `RUNS`. target: who gets the signal. moment, after, delay: when: after so many steps, and seconds more."""
+    """run: of `RUNS`. target: who gets the signal. moment, after, delay: after so many steps, and seconds more."""
 
     run: str
     target: str
@@ -79,7 +79,9 @@ class Kill:
         if ended.code not in (-signal.SIGKILL, 128 + signal.SIGKILL):
             ended.check_readable()
         if self.number != signal.SIGKILL and metrics_there(run):
-            demand(ended.code in (0, 3), f"a signal ends a run after a checkpoint, with 3, not {ended.code}{ended.tail}")
+            demand(
+                ended.code in (0, 3), f"a signal ends a run after a checkpoint, with 3, not {ended.code}{ended.tail}"
+            )
         if ended.code != 0:
             place.run("train", f"resume={run}").check(0)
         check_equal(run, expected)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from chaos import damages, kills
+from chaos import attacks, damages, data, faults, keyless, kills, rewards
 
-KINDS = (kills.KIND, damages.KIND)
+KINDS = (kills.KIND, damages.KIND, faults.KIND, data.KIND, rewards.KIND, attacks.KIND, keyless.KIND)

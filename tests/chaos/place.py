@@ -25,11 +25,12 @@ from chaos.trial import LeftOut, Lost, demand
 TESTS = Path(__file__).parents[1]
 PATIENCE = 240.0  # seconds for a command on a busy machine: one that takes longer hangs
 GONE = 30.0  # seconds in which what a run has started must have ended after it
-PRELOAD = ["grpocli.cli", "grpocli.training.worker", "chaos.preload"]
-SMALL = [
+PRELOAD = ["chaos.preload", "grpocli.cli", "grpocli.training.worker"]
+TINY = [
     *("model.warm_start_steps=20", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.problems=0"),
-    *("reward=[format]", "reward.format.pattern='.*[02468]'", "train.steps=4", "checkpoint.every=1"),
+    *("train.steps=4", "checkpoint.every=1"),
 ]
+SMALL = [*TINY, "reward=[format]", "reward.format.pattern='.*[02468]'"]
 """A run of seconds in which every step has something to learn: about half of all answers are even."""
 SKIPPED = ("time/", "engine/", "sync/seconds")
 ERROR = "grpocli: error: "
@@ -187,11 +188,25 @@ class Place:
                     start_new_session=True,
                 )
             return Command(process, log)
-        forked = self.shared.context.Process(
-            target=_command, args=(list(argv), str(self.folder), variables, str(log), memory_gb)
-        )
+        return self._fork(log, variables, memory_gb, _command, list(argv))
+
+    def _fork(
+        self, log: Path, env: Mapping[str, str], memory_gb: float | None, function: Callable[..., object], *args: Any
+    ) -> Command:
+        values = (str(self.folder), dict(env), str(log), memory_gb, function, args)
+        forked = self.shared.context.Process(target=_forked, args=values)
         forked.start()
         return Command(forked, log)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What it returns, as JSON knows it, in a process of its own. Raises Lost where something of it stays."""
+        log, answer = self.folder / "call.log", self.folder / "answer.json"
+        log.touch()
+        command = self._fork(log, self.shared.environment, None, _answer, str(answer), function, args)
+        ended = command.wait()
+        command.tree.wait_gone()
+        demand(answer.exists(), f"it ended with {ended.code}{ended.tail}")
+        return json.loads(answer.read_text())
 
     def run(self, *argv: str, **more: Any) -> Ended:
         """Start it and wait for its end, and that of all it has started."""
@@ -200,9 +215,9 @@ class Place:
         command.tree.wait_gone()
         return ended
 
-    def finished(self, *options: str) -> Path:
+    def finished(self, *options: str, small: Sequence[str] = SMALL) -> Path:
         """A run with these options to which nothing happened."""
-        return self.shared.finished(options)
+        return self.shared.finished([*small, *options])
 
     def copy(self, run: Path) -> Path:
         """Of a run, in this trial's folder, that can be resumed and damaged."""
@@ -256,7 +271,7 @@ class Shared:
         def make() -> Path:
             folder = Path(tempfile.mkdtemp(prefix="finished_", dir=self.folder))
             place = Place(folder, self)
-            ended = place.run("train", *SMALL, *options, f"hydra.run.dir={folder}/run", fresh="engine=vllm" in options)
+            ended = place.run("train", *options, f"hydra.run.dir={folder}/run")
             ended.check(0)
             return folder / "run"
 
@@ -300,8 +315,15 @@ def has(module: str) -> None:
         raise LeftOut(f"{module} is not installed")
 
 
-def _command(argv: list[str], folder: str, env: dict[str, str], log: str, memory_gb: float | None) -> None:
-    """In a forked process: what `python -m grpocli` does."""
+def _forked(
+    folder: str,
+    env: dict[str, str],
+    log: str,
+    memory_gb: float | None,
+    function: Callable[..., object],
+    args: Sequence[Any],
+) -> None:
+    """In a process of its own."""
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
@@ -313,11 +335,20 @@ def _command(argv: list[str], folder: str, env: dict[str, str], log: str, memory
     os.close(descriptor)
     if memory_gb:
         resource.setrlimit(resource.RLIMIT_AS, (int(memory_gb * 2**30),) * 2)
-    sys.argv = ["grpocli", *argv]
+    function(*args)
 
+
+def _command(argv: list[str]) -> None:
+    """What `python -m grpocli` does."""
     from grpocli.cli import main
 
+    sys.argv = ["grpocli", *argv]
     main(argv)
+
+
+def _answer(path: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    answer = function(*args)
+    Path(path).write_text(json.dumps(answer))
 
 
 def _parents() -> Iterator[tuple[int, int]]:

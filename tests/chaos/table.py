@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chaos.kinds import KINDS
-from chaos.tries import HELD, LEFT_OUT, Outcome
 from chaos.trial import Kind, Numbered
+from chaos.tries import HELD, LEFT_OUT, Outcome
 
 HEAD = ["kind", "asked", "tried", "held", "lost", "left out"]
 
