@@ -10,7 +10,7 @@ from pathlib import Path
 
 from chaos.kinds import KINDS
 from chaos.place import Shared
-from chaos.table import as_markdown
+from chaos.table import as_markdown, replaced
 from chaos.tries import Outcome, chosen, tried
 
 
@@ -29,10 +29,11 @@ def main(argv: list[str]) -> int:
     finally:
         shared.close()
     took = (time.monotonic() - began) / 60
-    table = as_markdown(trials, outcomes)
-    print(f"\nseed {args.seed}, {took:.0f} minutes, {args.workers} at once\n\n{table}")
+    words = f"Seed {args.seed}, {args.workers} at once, {took:.0f} minutes."
+    table = f"{words}\n\n{as_markdown(trials, outcomes)}"
+    print(f"\n{table}")
     if args.write:
-        args.write.write_text(table)
+        args.write.write_text(replaced(args.write.read_text(), table))
     lost = [outcome for outcome in outcomes if outcome.lost]
     if lost:
         print(f"\nthe folders of the lost ones are in {folder}; one is repeated by --trial KIND:NUMBER")
@@ -49,7 +50,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--trial", nargs="+", default=[], metavar="KIND:NUMBER", help="only these")
     parser.add_argument("--workers", type=int, default=2, help="trials at once")
     parser.add_argument("--folder", type=Path, help="where to work; default: the temporary folder")
-    parser.add_argument("--write", type=Path, help="a file for the table")
+    parser.add_argument("--write", type=Path, help="a page whose table is replaced, such as docs/reliability.md")
     return parser.parse_args(argv)
 
 

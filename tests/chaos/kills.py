@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from chaos.place import Command, Place, check_equal, has, metrics
+from chaos.place import SMALL, Command, Place, check_equal, has, metrics
 from chaos.trial import Kind, dealt, demand
 from commands.copied import config_dir
 
@@ -61,9 +61,7 @@ class Kill:
         options = ["--config-dir", str(place.shared.folder / "conf"), *RUNS[self.run], f"train.steps={STEPS}"]
         expected = place.finished(*options)
         run = place.folder / "run"
-        from chaos.place import SMALL
-
-        command = place.start("train", *SMALL, *options, f"hydra.run.dir={run}", fresh=True)
+        command = place.start("train", *SMALL, *options, f"hydra.run.dir={run}", fresh=self.target == ALL)
         try:
             self.wait(command, run)
             targets, memory = self.targets(command), command.tree.memory()

@@ -255,7 +255,11 @@ class Shared:
         """A folder for one trial, which stays only where it was lost."""
         folder = self.folder / name.replace(":", "_")
         folder.mkdir(parents=True)
-        yield Place(folder, self)
+        try:
+            yield Place(folder, self)
+        except LeftOut:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         shutil.rmtree(folder, ignore_errors=True)
 
     def once(self, name: str, make: Callable[[], Path]) -> Path:

@@ -65,8 +65,8 @@ LIVES = {
     "a thread that stays": "import threading, time; threading.Thread(target=time.sleep, args=(3600,)).start()",
     "a forked child that returns": "import os; os.fork()",
     "a forked child that raises": "import os\nif os.fork() == 0: raise SystemExit(0)",
-    "a pending alarm": "import signal; signal.alarm(2)",
-    "a pending timer": "import signal; signal.setitimer(signal.ITIMER_REAL, 1.5, 0.5)",
+    "a pending alarm": "import signal; signal.alarm(1)",
+    "a pending timer": "import signal; signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)",
     "closed output": "import os; os.close(1); os.close(2)",
     "closed descriptors": "import os; os.closerange(3, 256)",
     "another folder": "import os; os.chdir('/')",
@@ -108,20 +108,22 @@ class Misbehaviour:
         more = ["--config-dir", str(shared / "conf"), "reward=[python]", "reward.python.timeout=3", "train.steps=4"]
         if self.ahead:
             more += ["engine=copied", "rollout.max_staleness=1"]
-        expected = place.finished(*more, f"reward.python.function={honest}:score", small=TINY)
         body = "\n".join(f"    {line}" for line in ALL[self.how].splitlines())
         (place.folder / "mine.py").write_text(HONEST + SCORE.format(call=self.call, body=body))
-        if self.how in IN_A_PROCESS:
-            more.append("reward.python.process=true")
         run = place.folder / "run"
-        options = [*more, f"reward.python.function={place.folder}/mine.py:score", f"hydra.run.dir={run}"]
+        options = [
+            *more,
+            *(["reward.python.process=true"] * (self.how in IN_A_PROCESS)),
+            f"reward.python.function={place.folder}/mine.py:score",
+            f"hydra.run.dir={run}",
+        ]
         ended = place.run("train", *TINY, *options, fresh="closed" in self.how)
         steps = [row["step"] for row in metrics(run)]
         demand(steps == list(range(1, len(steps) + 1)), f"its steps are {steps}")
         if ended.code == 0:
             demand(self.how in LIVES, f"it went on{ended.tail}")
             ended.check_readable()
-            check_equal(run, expected)
+            check_equal(run, place.finished(*more, f"reward.python.function={honest}:score", small=TINY))
             return
         demand(ended.code == 1, f"it ended with {ended.code}{ended.tail}")
         said = json.loads((run / "summary.json").read_text())["exit"]

@@ -8,6 +8,7 @@ from chaos.kinds import KINDS
 from chaos.trial import Kind, Numbered
 from chaos.tries import HELD, LEFT_OUT, Outcome
 
+BEGIN, END = "<!-- chaos -->", "<!-- end of chaos -->"
 HEAD = ["kind", "asked", "tried", "held", "lost", "left out"]
 
 
@@ -20,6 +21,15 @@ def as_markdown(trials: Sequence[Numbered], outcomes: Sequence[Outcome]) -> str:
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |\n"
         for line in lines
     )
+
+
+def replaced(page: str, table: str) -> str:
+    """The page with this table between its two marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"that page has no {BEGIN} and {END} for the table")
+    return f"{before}{BEGIN}\n\n{table}\n{END}{after}"
 
 
 def _row(kind: Kind, trials: Sequence[Numbered], outcomes: Sequence[Outcome]) -> list[str]:
