@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from chaos import attacks, damages, data, faults, keyless, kills, rewards
+from chaos import attacks, damages, data, disks, faults, keyless, kills, rewards
 
-KINDS = (kills.KIND, damages.KIND, faults.KIND, data.KIND, rewards.KIND, attacks.KIND, keyless.KIND)
+KINDS = (kills.KIND, damages.KIND, disks.KIND, faults.KIND, data.KIND, rewards.KIND, attacks.KIND, keyless.KIND)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -71,15 +72,26 @@ def _start(shared: Shared, kind: str) -> Server:
 
     shared.at_end(close)
     deadline = time.monotonic() + PATIENCE
-    while "serves at http" not in (said := log.read_text(errors="replace")):
+    while not _listens(said := log.read_text(errors="replace")):
         if process.poll() is not None or time.monotonic() > deadline:
             raise Lost(f"{kind} did not start: {said[-500:]}")
         time.sleep(0.1)
-    url = said.partition("serves at ")[2].split()[0]
-    record = serve_file(shared, int(url.rpartition(":")[2]))
-    while not record.exists():
-        time.sleep(0.1)
-    return Server(process, Endpoint.load(record))
+    return Server(process, Endpoint.load(serve_file(shared, _port(said))))
+
+
+def _port(said: str) -> int:
+    return int(said.partition("serves at http://127.0.0.1:")[2].split()[0])
+
+
+def _listens(said: str) -> bool:
+    """Whether the server has printed its address, and takes connections there."""
+    if "serves at http" not in said:
+        return False
+    try:
+        socket.create_connection(("127.0.0.1", _port(said)), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def serve_file(shared: Shared, port: int) -> Path:

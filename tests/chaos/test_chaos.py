@@ -24,7 +24,16 @@ from chaos.tries import chosen, tried
 
 from grpocli.rollout.vllm.client import GENERATE
 
-ASKED = {"kills": 60, "damages": 40, "faults": 40, "data": 30, "rewards": 40, "sandbox": 150, "keyless": 2000}
+ASKED = {
+    "kills": 60,
+    "damages": 40,
+    "disks": 14,
+    "faults": 40,
+    "data": 30,
+    "rewards": 40,
+    "sandbox": 150,
+    "keyless": 2000,
+}
 SHORT: list[Trial] = [
     Kill("engine=transformers", kills.RUN, signal.SIGKILL, "in a step", 2, 0.05),
     Damage("one flipped bit", WEIGHTS, fallback=False, seed=1),
