@@ -188,7 +188,7 @@ def draw(random: Random, count: int) -> Sequence[Fault]:
     ]
     trials = []
     for i, (what, path, times) in enumerate(dealt(random, cases, count)):
-        requests = PROMPTS * STEPS if path == GENERATE else STEPS
+        requests = PROMPTS * STEPS if path == GENERATE else STEPS - 1
         after = random.randrange(requests if times < ALWAYS else requests - PROMPTS)
         if what in EVERYWHERE:
             after -= after % PROMPTS  # whole steps, so that the first of them is beyond the bound

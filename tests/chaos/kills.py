@@ -58,7 +58,8 @@ class Kill:
         if "vllm" in self.run:
             has("vllm")
         config_dir(place.shared.folder / "conf")
-        options = ["--config-dir", str(place.shared.folder / "conf"), *RUNS[self.run], f"train.steps={STEPS}"]
+        choices = ["--config-dir", str(place.shared.folder / "conf")]
+        options = [*choices, *RUNS[self.run], f"train.steps={STEPS}"]
         expected = place.finished(*options)
         run = place.folder / "run"
         command = place.start("train", *SMALL, *options, f"hydra.run.dir={run}", fresh=self.target == ALL)
@@ -81,7 +82,7 @@ class Kill:
                 ended.code in (0, 3), f"a signal ends a run after a checkpoint, with 3, not {ended.code}{ended.tail}"
             )
         if ended.code != 0:
-            place.run("train", f"resume={run}").check(0)
+            place.run("train", *choices, f"resume={run}").check(0)
         check_equal(run, expected)
 
     def wait(self, command: Command, run: Path) -> None:
