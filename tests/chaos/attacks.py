@@ -175,6 +175,8 @@ class Attack:
     def hold(self, place: Place) -> None:
         if self.way == "bubblewrap" and not _bubblewrap():
             raise LeftOut("bubblewrap is not installed")
+        if self.program == TOGETHER and not os.access("/sys/fs/cgroup", os.W_OK):
+            raise LeftOut("no cgroup can be made")
         answer = place.call(run_attack, self.way, self.program, self.test, self.probe)
         if "left out" in answer:
             raise LeftOut(str(answer["left out"]))
@@ -199,8 +201,10 @@ class Right:
         if self.way == "bubblewrap" and not _bubblewrap():
             raise LeftOut("bubblewrap is not installed")
         if self.how == "beside busy loops":
-            program = "import time\ndef answer():\n    while time.process_time() < 1.5:\n        pass\n    return 42\n"
-            loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
+            program = "import time\ndef answer():\n    while time.process_time() < 0.8:\n        pass\n    return 42\n"
+            loops = [
+                subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * (os.cpu_count() or 1))
+            ]
             try:
                 answer = place.call(run_attack, self.way, program, "assert answer() == 42", False)
             finally:

@@ -134,7 +134,7 @@ class Fault:
         rows = metrics(run) if (run / "metrics.jsonl").exists() else []
         done = self.after // PROMPTS if self.path == GENERATE else STEPS
         demand(len(rows) <= done, f"it trained {len(rows)} steps, the last ones on wrong answers{ended.tail}")
-        if self.what in PASSES:
+        if self.what in PASSES or (self.what in GARBAGE and ended.code == 3):
             ended.check(3)
             demand(url in ended.text, f"it does not name the server{ended.tail}")
             last = run / "checkpoints" / f"step_{len(rows):06d}"
