@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -17,6 +18,7 @@ from chaos.tries import Outcome, chosen, tried
 def main(argv: list[str]) -> int:
     """The exit code: 0 where everything that was tried held."""
     args = _arguments(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     trials = chosen(args.only, args.seed, args.count, args.trial)
     folder = Path(tempfile.mkdtemp(prefix="grpocli-chaos-", dir=args.folder))
     deadline = time.monotonic() + 60 * args.minutes if args.minutes else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random as random_module
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -79,7 +80,9 @@ class BadRow:
     def hold(self, place: Place) -> None:
         rows = [GOOD] * ROWS
         rows[self.line - 1] = BAD_ROWS[self.row]
-        train_refuses(place, b"\n".join(rows) + b"\n", "data.jsonl", str(self.line))
+        said = train_refuses(place, b"\n".join(rows) + b"\n")
+        named = re.search(rf"\b(line|row|example|problem) {self.line}\b", said)
+        demand(named is not None, f"its sentence does not name line {self.line}: {said}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ class BadFile:
         return f"jsonl: {self.content}"
 
     def hold(self, place: Place) -> None:
-        train_refuses(place, WHOLE_FILES[self.content], "data.jsonl")
+        train_refuses(place, WHOLE_FILES[self.content])
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +158,13 @@ def _training(place: Place) -> list[str]:
     ]
 
 
-def train_refuses(place: Place, content: bytes, *words: str) -> None:
+def train_refuses(place: Place, content: bytes) -> str:
+    """The sentence in which a run does so."""
     (place.folder / "data.jsonl").write_bytes(content)
-    place.run("train", *_training(place), memory_gb=MEMORY_GB).check(2, *words)
+    ended = place.run("train", *_training(place), memory_gb=MEMORY_GB)
+    ended.check(2, "data.jsonl")
     demand(not (place.folder / "run" / "metrics.jsonl").exists(), "it trained")
+    return ended.sentence
 
 
 def draw(random: Random, count: int) -> Sequence[BadRow | BadFile | BadRecipe | Escapes]:

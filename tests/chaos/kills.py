@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from chaos.place import SMALL, Command, Place, check_equal, has, metrics
+from chaos.place import SMALL, START, Command, Place, check_equal, has, metrics
 from chaos.trial import Kind, dealt, demand
 from commands.copied import config_dir
 
@@ -69,7 +69,7 @@ class Kill:
             for pid in targets:
                 with suppress(ProcessLookupError):
                     os.kill(pid, self.number)
-            ended = command.wait()
+            ended = command.wait(START)
             demand(ended.code is not None, f"it hung after the signal{ended.tail}")
             command.tree.wait_gone()
         finally:
@@ -82,19 +82,19 @@ class Kill:
                 ended.code in (0, 3), f"a signal ends a run after a checkpoint, with 3, not {ended.code}{ended.tail}"
             )
         if ended.code != 0:
-            place.run("train", *choices, f"resume={run}").check(0)
+            place.run("train", *choices, f"resume={run}", seconds=START).check(0)
         check_equal(run, expected)
 
     def wait(self, command: Command, run: Path) -> None:
         """Until the moment has come, or the run has ended before."""
         if self.moment == "starting":
-            command.wait_until((run / "config.yaml").exists)
+            command.wait_until((run / "config.yaml").exists, START)
         elif self.moment == "in a step":
-            command.wait_until(lambda: lines(run) >= self.after)
+            command.wait_until(lambda: lines(run) >= self.after, START)
         else:
             folder = run / "checkpoints"
             command.wait_until(
-                lambda: lines(run) >= self.after and any(name.startswith(".tmp") for name in listed(folder))
+                lambda: lines(run) >= self.after and any(name.startswith(".tmp") for name in listed(folder)), START
             )
         time.sleep(self.delay)
 

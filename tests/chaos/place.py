@@ -24,6 +24,7 @@ from chaos.trial import LeftOut, Lost, demand
 
 TESTS = Path(__file__).parents[1]
 PATIENCE = 240.0  # seconds for a command on a busy machine: one that takes longer hangs
+START = 600.0  # where vLLM must start first
 GONE = 30.0  # seconds in which what a run has started must have ended after it
 PRELOAD = ["chaos.preload", "grpocli.cli", "grpocli.training.worker"]
 TINY = [
@@ -187,7 +188,7 @@ class Place:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            return Command(process, log)
+            return self.shared.known(Command(process, log))
         return self._fork(log, variables, memory_gb, _command, list(argv))
 
     def _fork(
@@ -196,7 +197,7 @@ class Place:
         values = (str(self.folder), dict(env), str(log), memory_gb, function, args)
         forked = self.shared.context.Process(target=_forked, args=values)
         forked.start()
-        return Command(forked, log)
+        return self.shared.known(Command(forked, log))
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """What it returns, as JSON knows it, in a process of its own. Raises Lost where something of it stays."""
@@ -208,10 +209,10 @@ class Place:
         demand(answer.exists(), f"it ended with {ended.code}{ended.tail}")
         return json.loads(answer.read_text())
 
-    def run(self, *argv: str, **more: Any) -> Ended:
+    def run(self, *argv: str, seconds: float = PATIENCE, **more: Any) -> Ended:
         """Start it and wait for its end, and that of all it has started."""
         command = self.start(*argv, **more)
-        ended = command.wait()
+        ended = command.wait(seconds)
         command.tree.wait_gone()
         return ended
 
@@ -235,6 +236,7 @@ class Shared:
     _runs: dict[str, Path] = field(default_factory=dict)
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _commands: list[Command] = field(default_factory=list)
     _closing: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -275,11 +277,20 @@ class Shared:
         def make() -> Path:
             folder = Path(tempfile.mkdtemp(prefix="finished_", dir=self.folder))
             place = Place(folder, self)
-            ended = place.run("train", *options, f"hydra.run.dir={folder}/run")
+            ended = place.run("train", *options, f"hydra.run.dir={folder}/run", seconds=START)
             ended.check(0)
             return folder / "run"
 
         return self.once(" ".join(options), make)
+
+    def known(self, command: Command) -> Command:
+        self._commands = [one for one in self._commands if one.code is None] + [command]
+        return command
+
+    def end(self) -> None:
+        """Break off what runs; its trials are lost."""
+        for command in self._commands:
+            command.tree.end()
 
     def at_end(self, close: Callable[[], None]) -> None:
         self._closing.append(close)

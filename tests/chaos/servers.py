@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from chaos.place import PATIENCE, Place, Shared, Tree, has
+from chaos.place import PATIENCE, START, Place, Shared, Tree, has
 from chaos.trial import Lost
 
 from grpocli.rollout.vllm.client import GENERATE
@@ -71,7 +71,7 @@ def _start(shared: Shared, kind: str) -> Server:
         _running.clear()
 
     shared.at_end(close)
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + START
     while not _listens(said := log.read_text(errors="replace")):
         if process.poll() is not None or time.monotonic() > deadline:
             raise Lost(f"{kind} did not start: {said[-500:]}")

@@ -67,5 +67,7 @@ def tried(
         try:
             for future in as_completed(futures):
                 yield future.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        except BaseException:  # such as Ctrl-C
+            pool.shutdown(wait=False, cancel_futures=True)
+            shared.end()
+            raise
