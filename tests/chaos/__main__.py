@@ -28,6 +28,8 @@ def main(argv: list[str]) -> int:
         for outcome in tried(trials, shared, args.workers, deadline):
             outcomes.append(outcome)
             _tell(outcome, len(outcomes), len(trials))
+    except KeyboardInterrupt:
+        print("\nbroken off")
     finally:
         shared.close()
     took = (time.monotonic() - began) / 60

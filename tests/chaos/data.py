@@ -152,7 +152,7 @@ class Escapes:
 
 def _training(place: Place) -> list[str]:
     return [
-        *("model.warm_start_steps=20", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.problems=0"),
+        *("model.warm_start_steps=20", f"rollout.prompts_per_step={ROWS}", "rollout.group_size=2", "eval.problems=0"),
         *("train.steps=1", "reward=[format]", "reward.format.pattern='.*[02468]'", "task=jsonl"),
         *(f"task.path={place.folder}/data.jsonl", f"hydra.run.dir={place.folder}/run"),
     ]
