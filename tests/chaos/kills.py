@@ -134,7 +134,7 @@ def draw(random: Random, count: int) -> Sequence[Kill]:
                 target,
                 number if target == RUN else signal.SIGKILL,
                 moment,
-                random.randrange(STEPS - 2),
+                random.randint(1, STEPS - 2),
                 delay,
             )
         )

@@ -126,7 +126,7 @@ class Proxy:
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length", 0)))
-                kind = "application/json"
+                kind: str | None = "application/json"
 
                 def ask() -> Answer:
                     nonlocal kind
@@ -134,7 +134,7 @@ class Proxy:
                     headers = {name: value for name, value in self.headers.items() if name.lower() != "host"}
                     connection.request(self.command, self.path, body, headers)
                     response = connection.getresponse()
-                    kind = response.headers.get("content-type", kind)
+                    kind = response.headers.get("content-type")
                     data = response.read()
                     connection.close()
                     return response.status, data
@@ -154,7 +154,8 @@ class Proxy:
                 except (OSError, HTTPException):
                     return  # as the server did
                 self.send_response(status)
-                self.send_header("content-type", kind)
+                if kind is not None:  # as vLLM's empty answers
+                    self.send_header("content-type", kind)
                 self.send_header("content-length", str(len(data)))
                 self.send_header("connection", "close")
                 self.end_headers()
