@@ -78,7 +78,7 @@ class BadRow:
         return f"jsonl, line {self.line}: {self.row}"
 
     def hold(self, place: Place) -> None:
-        rows = [GOOD] * ROWS
+        rows = [b'{"prompt": "%d+1=", "answer": "2"}' % number for number in range(ROWS)]
         rows[self.line - 1] = BAD_ROWS[self.row]
         said = train_refuses(place, b"\n".join(rows) + b"\n")
         named = re.search(rf"\b(line|row|example|problem) {self.line}\b", said)
@@ -151,10 +151,13 @@ class Escapes:
 
 
 def _training(place: Place) -> list[str]:
+    """Rows to evaluate on are given, so that none of the hostile ones is kept for that and never read."""
+    (place.folder / "eval.jsonl").write_text('{"prompt": "5+5=", "answer": "10"}\n')
     return [
         *("model.warm_start_steps=20", f"rollout.prompts_per_step={ROWS}", "rollout.group_size=2", "eval.problems=0"),
         *("train.steps=1", "reward=[format]", "reward.format.pattern='.*[02468]'", "task=jsonl"),
-        *(f"task.path={place.folder}/data.jsonl", f"hydra.run.dir={place.folder}/run"),
+        *(f"task.path={place.folder}/data.jsonl", f"task.eval_path={place.folder}/eval.jsonl"),
+        f"hydra.run.dir={place.folder}/run",
     ]
 
 
