@@ -9,7 +9,7 @@ UV := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(
       --python $(BIN)/python --override requirements/overrides.txt --constraint requirements/constraints.txt
 PINS := pyproject.toml requirements/constraints.txt requirements/overrides.txt
 
-.PHONY: help train test test-slurm test-zero setup check format constraints hooks build release-check docs parity bench bench-limit bench-savings bench-gpu clean
+.PHONY: help train test test-slurm test-zero chaos setup check format constraints hooks build release-check docs parity bench bench-limit bench-savings bench-gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -25,6 +25,9 @@ test-slurm: setup ## runs on a SLURM cluster that is installed and started here 
 
 test-zero: setup .venv-zero/.ready ## zero2 and zero3, with DeepSpeed built for the CPU in an environment beside .venv
 	.venv-zero/bin/python -m pytest tests/training/test_processes.py $(ARGS)
+
+chaos: setup ## random kills, faults, damages and attacks, and a table of what held (ARGS="--minutes 30 --seed 1 --only kills")
+	PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
 
 setup: $(VENV)/.ready-to-develop ## make the development environment, vLLM for the CPU included
 

@@ -1,0 +1,169 @@
+"""Signals at any moment, to any process of a run: a resume equals never having stopped, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from chaos.place import SMALL, START, Command, Place, check_equal, has, metrics
+from chaos.trial import Kind, dealt, demand
+from commands.copied import config_dir
+
+PROMISE = "after a kill nothing is left, and a resume equals the run that nobody killed, to the bit"
+STEPS = 8
+RUNS = {
+    "engine=transformers": [],
+    "engine=transformers, two processes": ["hardware.processes=2"],
+    "engine=transformers, two processes with FSDP2": ["hardware.processes=2", "hardware.parallel=fsdp2"],
+    "engine=copied, staleness 1": ["engine=copied", "rollout.max_staleness=1"],
+    "engine=vllm": ["engine=vllm"],
+    "engine=vllm, staleness 1": ["engine=vllm", "rollout.max_staleness=1"],
+}
+SHARES = {
+    "engine=transformers": 18,
+    "engine=transformers, two processes": 10,
+    "engine=transformers, two processes with FSDP2": 6,
+    "engine=copied, staleness 1": 14,
+    "engine=vllm": 8,
+    "engine=vllm, staleness 1": 4,
+}
+MOMENTS = ("starting", "in a step", "in a step", "saving")
+RUN, RANK, GUARD, ENGINE, ALL = "the run", "a trainer process", "a guard", "vLLM's engine", "all named grpocli"
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """run: of `RUNS`. target: who gets the signal. moment, after, delay: after so many steps, and seconds more."""
+
+    run: str
+    target: str
+    number: signal.Signals
+    moment: str
+    after: int
+    delay: float
+
+    attacks = 1
+
+    def __str__(self) -> str:
+        when = f"{self.moment} {self.after + 1}" if self.moment == "in a step" else self.moment
+        return f"{self.run}: {self.number.name} to {self.target}, {when} + {self.delay:.2f} s"
+
+    def hold(self, place: Place) -> None:
+        if "vllm" in self.run:
+            has("vllm")
+        config_dir(place.shared.folder / "conf")
+        choices = ["--config-dir", str(place.shared.folder / "conf")]
+        options = [*choices, *RUNS[self.run], f"train.steps={STEPS}"]
+        expected = place.finished(*options)
+        run = place.folder / "run"
+        command = place.start("train", *SMALL, *options, f"hydra.run.dir={run}", fresh=self.target == ALL)
+        try:
+            self.wait(command, run)
+            targets, memory = self.targets(command), command.tree.memory()
+            for pid in targets:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, self.number)
+            ended = command.wait(START)
+            demand(ended.code is not None, f"it hung after the signal{ended.tail}")
+            command.tree.wait_gone()
+        finally:
+            command.tree.end()
+        demand(not [path for path in memory if path.exists()], "it left shared memory")
+        if ended.code not in (-signal.SIGKILL, 128 + signal.SIGKILL):
+            ended.check_readable()
+        if self.number != signal.SIGKILL and metrics_there(run):
+            demand(
+                ended.code in (0, 3), f"a signal ends a run after a checkpoint, with 3, not {ended.code}{ended.tail}"
+            )
+        if ended.code != 0:
+            place.run("train", *choices, f"resume={run}", seconds=START).check(0)
+        check_equal(run, expected)
+
+    def wait(self, command: Command, run: Path) -> None:
+        """Until the moment has come, or the run has ended before."""
+        if self.moment == "starting":
+            command.wait_until((run / "config.yaml").exists, START)
+        elif self.moment == "in a step":
+            command.wait_until(lambda: lines(run) >= self.after, START)
+        else:
+            folder = run / "checkpoints"
+            command.wait_until(
+                lambda: lines(run) >= self.after and any(name.startswith(".tmp") for name in listed(folder)), START
+            )
+        time.sleep(self.delay)
+
+    def targets(self, command: Command) -> list[int]:
+        """The processes that get the signal; the run itself where there is none of those."""
+        living = command.tree.look()
+        if self.target == RUN:
+            return [command.pid]
+        wanted = {
+            RANK: lambda pid: b"RANK=" in read(pid, "environ") and b"grpocli" in read(pid, "cmdline"),
+            GUARD: lambda pid: b"guard_main" in read(pid, "cmdline"),
+            ENGINE: lambda pid: b"EngineCore" in read(pid, "cmdline"),
+            ALL: lambda pid: b"grpocli" in read(pid, "cmdline"),
+        }[self.target]
+        found = [pid for pid in living if wanted(pid)] or [command.pid]
+        return found if self.target == ALL else found[-1:]
+
+
+def draw(random: Random, count: int) -> Sequence[Kill]:
+    shares = [run for run, share in SHARES.items() for _ in range(share)]
+    trials = []
+    for run in dealt(random, shares, count):
+        targets = [RUN, RUN, ALL]
+        if "two" in run:
+            targets += [RANK, RANK, GUARD]
+        if "vllm" in run:
+            targets += [GUARD, ENGINE, ALL]
+        if run == "engine=vllm, staleness 1":  # what was sampled too late by a lost server is sampled by other weights
+            targets = [RUN, ALL, GUARD]
+        target = random.choice(targets)
+        number = random.choice([signal.SIGKILL] * 3 + [signal.SIGTERM, signal.SIGINT])
+        moment = random.choice(MOMENTS)
+        delay = random.random() * (4.0 if moment == "starting" else 0.3 if moment == "in a step" else 0.02)
+        trials.append(
+            Kill(
+                run,
+                target,
+                number if target == RUN else signal.SIGKILL,
+                moment,
+                random.randint(1, STEPS - 2),
+                delay,
+            )
+        )
+    return trials
+
+
+def metrics_there(run: Path) -> bool:
+    return lines(run) > 0 and bool(metrics(run))
+
+
+def lines(run: Path) -> int:
+    try:
+        return (run / "metrics.jsonl").read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+def listed(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)  # noqa: PTH208  asked a hundred times a second
+    except OSError:
+        return []
+
+
+def read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+KIND = Kind("kills", PROMISE, 60, draw)
