@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import secrets
+import signal
 import sys
 import tempfile
 import threading
@@ -140,6 +141,7 @@ class Model:
 
 
 def main(overrides: list[str]) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # which uvicorn raises again at its end: clean up and go
     torch.set_num_threads(1)
     path = build_serve(compose(overrides, "vllm_serve")).model.prepare(lambda fraction, text: None)
     port, key = free_port(), secrets.token_urlsafe(16)
