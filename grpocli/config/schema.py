@@ -54,7 +54,8 @@ class Rollouts:
         of them). The trainer scores without that constraint, so `algorithm/correction` has to make up for it.
     max_reward_errors: the run stops when a larger share of a step's samples could not be scored.
     max_prob_error: the run stops, without that step, when `token_mult_prob_error` is above this: the engine's tokens or
-        weights are then not what it says (null: never; not looked at with `regex` or `json_schema`).
+        weights are then not what it says (null: never; not looked at with `regex` or `json_schema`, nor in a step with
+        completions of older weights).
     max_staleness: completions may be sampled with weights that are so many versions old, while a step trains.
     in_flight: weights change under running requests instead of waiting for them (with max_staleness above 0).
     """

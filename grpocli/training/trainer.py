@@ -149,9 +149,13 @@ class Trainer:
         return f"{change}, and go on from the last checkpoint with resume={self.recorder.run_dir.path}"
 
     def _refuse_mismatch(self) -> None:
-        """Stop before a checkpoint where the tokens cannot be those that the engine says it sampled."""
+        """Stop before a checkpoint where the tokens cannot be those that the engine says it sampled.
+
+        Not where a form or older weights make the probabilities differ by right.
+        """
         rollout, error = self.run.rollout, self.metrics.get("token_mult_prob_error", 1.0)
-        bound = None if rollout.sampling.structure else rollout.max_prob_error  # of that the trainer does not know
+        off_policy = self.metrics.get("staleness/max", 0) > 0 or self.metrics.get("sampling/carried", 0) > 0
+        bound = None if rollout.sampling.structure or off_policy else rollout.max_prob_error
         if bound is not None and not error <= bound:
             raise RunError(
                 f"step {self.state.step + 1}: token_mult_prob_error is {error:.4g}, above rollout.max_prob_error="

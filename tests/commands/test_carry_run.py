@@ -78,7 +78,7 @@ def test_a_damaged_carried_group_is_one_sentence(tmp_path: Path) -> None:
     (run / "checkpoints" / "step_000001" / CARRIED).write_bytes(b"half a file")
     code, out = finish(start("train", f"resume={run}", "train.steps=2"))
     assert code == 2, out
-    assert "cannot be read" in out
+    assert f"damaged ({CARRIED} is not what was written)" in out
     assert "Traceback" not in out
 
 
