@@ -212,8 +212,11 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def _numbered(folder: Path) -> list[Path]:
+    """Folders that hold a checkpoint, or what is left of one, oldest first."""
     found = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    return sorted(
+        (path for path in found if any(path.iterdir())), key=lambda path: int(path.name.removeprefix("step_"))
+    )
 
 
 def latest(folder: Path) -> Path | None:
