@@ -65,7 +65,8 @@ class Running:
         return client, AdapterSync([client], replace(self.context, **changes))
 
     def folders(self) -> list[Path]:
-        return sorted(Path(self.endpoint.shm_dir).iterdir())
+        """Of adapters; beside them are the server's lock and sockets."""
+        return sorted(path for path in Path(self.endpoint.shm_dir).iterdir() if path.is_dir())
 
     def checksums(self) -> dict[str, str]:
         sums: dict[str, str] = Client(self.endpoint, 60).post("/weight_checker", {"action": "checksum"})["checksums"]
