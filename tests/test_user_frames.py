@@ -112,7 +112,7 @@ CASES: dict[str, tuple[Callable[[], str], str]] = {
     "async": (lambda: of_reward("framed_mine.py:later"), f"IndexError: string index out of range ({FIRST}; called at"),
     "a library that the function calls": (lambda: of_reward("framed_mine.py:below"), "(framed_mine.py:15, in "),
     "row": (
-        lambda: of(processed, "framed_mine.py:row", {"a": 1}, "line 3"),
+        lambda: of(processed, "framed_mine.py:row", 60.0, {"a": 1}, "line 3"),
         'raised KeyError for line 3: \'gone\' (framed_mine.py:18, in row: return {"prompt": row["gone"]})',
     ),
     "environment that is made": (
