@@ -249,6 +249,20 @@ def test_a_server_that_does_not_come_back(serve: Callable[..., Vllm]) -> None:
         engine.sync(4)
 
 
+def test_a_server_that_dies_at_every_attempt_is_named(serve: Callable[..., Vllm]) -> None:
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        if path == "/inference/v1/generate":
+            raise ConnectionAbortedError
+        return 200, {}
+
+    servers = [serve() for _ in range(11)]
+    for server in servers:
+        server.answer = answer
+    engine, _ = engine_of(servers[:1], Comes(*servers[1:]))
+    with pytest.raises(EngineGone, match=r"the vLLM server at http.* is gone .*; so ended 10 attempts"):
+        engine.generate(requests(1), Sampling(1))
+
+
 def test_a_server_that_hangs_is_given_up_after_the_timeout(serve: Callable[..., Vllm]) -> None:
     hangs, lives = serve(seconds=3), serve()
     engine, _ = engine_of([hangs], Comes(lives))

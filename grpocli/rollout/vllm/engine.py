@@ -123,10 +123,12 @@ class VllmEngine:
             if self._failure:
                 raise _again(self._failure)
             unanswered = any(k not in found for k in left) and not count.watch.cancelled()
-            if not any(self.world.gather_objects([unanswered])):
+            reasons = list(self.fleet.lost.values()) or ["a vLLM server died"]
+            problems = self.world.gather_objects(reasons[:1] if unanswered else [])
+            if not problems:
                 return
             self.recover()
-        raise EngineGone(f"vLLM servers died {ATTEMPTS} times during one batch of completions")
+        raise EngineGone(f"{problems[0]}; so ended {ATTEMPTS} attempts at one batch of completions")
 
     def _round(
         self,
