@@ -61,7 +61,10 @@ def from_user_code(error: BaseException | None) -> bool:
 
 
 def _message(error: BaseException) -> str:
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    try:
+        text = error.msg if isinstance(error, SyntaxError) else str(error)
+    except Exception as another:  # noqa: BLE001 - the user's `__str__` is the user's code, too
+        return f"its __str__ raises {type(another).__name__}"
     return " ".join(text.split())
 
 

@@ -45,6 +45,10 @@ OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT)
 """Exit codes of a worker that somebody else has ended, such as the system when memory runs out."""
 
 
+class PoolClosed(RunError):
+    """Another thread has closed the pool, as at the end of a run: no failure of a reward."""
+
+
 class Worker:
     """One process, with at most one item under way. variables: of the environment, besides PASSED_ON."""
 
@@ -131,7 +135,7 @@ class Pool:
         crashed on. Too long is `timeout`; after FULL_OVERRUNS such items in one call it is a tenth of that. An item
         whose worker dies is tried once more; a Failure, no Overrun, where somebody else ends the second one, too.
 
-        Raises RunError if no worker starts, or if another thread closes the pool.
+        Raises RunError if no worker starts, PoolClosed if another thread closes the pool.
         """
         with self._mapping:
             self._closed = False
@@ -146,7 +150,7 @@ class Pool:
         batch = Batch(keys, [self._overruns.get(key) for key in keys])
         while any(result is None for result in batch.results):
             if self._closed:
-                raise RunError(f"{self.function} was ended while it scored")
+                raise PoolClosed(f"{self.function} was ended while it scored")
             self._fill(min(self.size, len(items)))
             for worker in self._workers:
                 if worker.ready and worker.item is None and batch.waiting:

@@ -147,6 +147,7 @@ class Scorer:
 
 def call(reward: BaseReward, samples: Sequence[Sample]) -> list[Score]:
     """Scores that are numbers, None, or failures; whatever a reward raises or returns."""
+    from grpocli.rewards.pool import PoolClosed
     from grpocli.rewards.undisturbed import Damage, undisturbed
 
     if not samples:
@@ -156,7 +157,7 @@ def call(reward: BaseReward, samples: Sequence[Sample]) -> list[Score]:
             return [_number(score) for score in reward(samples)]
         with undisturbed(reward.label, samples):
             return [_number(score) for score in reward(samples)]
-    except Damage:
+    except (Damage, PoolClosed):
         raise
     except (Exception, SystemExit) as error:
         logger.exception("%s raised", reward.label)

@@ -70,7 +70,7 @@ def work(
     except BaseException as error:
         if report:
             report(error)
-        cause = str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
+        cause = str(error) if isinstance(error, GrpoError) else raised(error)
         try:
             if trainer or not run_dir.summary.exists():  # a resume that cannot start keeps what the run had reached
                 summarise(trainer, recorder, cause)

@@ -93,7 +93,8 @@ GARBAGE = {
     "nothing": b"",
     "escapes": b'{"error": "\\u001b]0;owned\\u0007"}',
 }
-PASSES = ("status 429", "status 500", "status 502", "status 503", "a reset", "half an answer", "no answer", "late")
+BREAKS = ("a reset", "half an answer", "no answer")
+PASSES = ("status 429", "status 500", "status 502", "status 503", *BREAKS, "late")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +124,22 @@ class Fault:
             ended = place.run("train", *SMALL, "engine=vllm", *more)
             url, reached = proxy.url, proxy.count
         demand(reached > self.after, f"the fault was never reached{ended.tail}")
-        if self.what in PASSES and self.times < ALWAYS:
+        if self.at_first_contact:
+            ended.check(2, url)
+        elif self.what in PASSES and self.times < ALWAYS:
             ended.check(0)
             check_equal(run, place.shared.once(f"with {self.kind}", lambda: undisturbed(place, self.kind)))
         else:
             self.check_stopped(ended, run, url)
 
+    @property
+    def at_first_contact(self) -> bool:
+        """A connection that breaks before the run has begun is a server that is not there."""
+        return (self.path, self.after) == ("/weight_info", 0) and self.what in BREAKS
+
     def check_stopped(self, ended: Ended, run: Path, url: str) -> None:
         """Before it trained on anything wrong, with a sentence, and a checkpoint where the server is to blame."""
-        rows = metrics(run) if (run / "metrics.jsonl").exists() else []
+        rows = metrics(run)
         done = self.after // PROMPTS if self.path == GENERATE else STEPS
         demand(len(rows) <= done, f"it trained {len(rows)} steps, the last ones on wrong answers{ended.tail}")
         if self.what in PASSES or (self.what in GARBAGE and ended.code == 3):

@@ -301,8 +301,9 @@ class Shared:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """Without what need not repeat."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """Without what need not repeat; none of a run that ended before its first step."""
+    path = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [{name: value for name, value in row.items() if not name.startswith(SKIPPED)} for row in rows]
 
 

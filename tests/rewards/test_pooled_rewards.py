@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from grpocli.errors import ConfigError, RunError
-from grpocli.rewards.pool import Pool, default_workers
+from grpocli.rewards.pool import Pool, PoolClosed, default_workers
 from grpocli.rewards.pooled import Format, Math
 from grpocli.rewards.reward import Failure, Forfeit, Overrun
 
@@ -257,7 +257,7 @@ def test_to_close_it_ends_a_call_of_another_thread(probes) -> None:
     pool, ended = probes(seconds=600, workers=1), []
 
     def score() -> None:
-        with pytest.raises(RunError, match="was ended while it scored"):
+        with pytest.raises(PoolClosed, match="was ended while it scored"):
             pool.map([["hang"], ["ok"]])
         ended.append(True)
 

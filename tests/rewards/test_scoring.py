@@ -12,6 +12,7 @@ import pytest
 
 from grpocli.data import Completion, Prompt, Rollout
 from grpocli.errors import RewardError
+from grpocli.rewards.pool import PoolClosed
 from grpocli.rewards.reward import BaseReward, Failure, Forfeit, Sample, Score
 from grpocli.rewards.scoring import Scorer, sample_of
 from grpocli.rewards.tally import Tally
@@ -103,6 +104,15 @@ def test_an_exception_fails_every_sample_and_names_itself() -> None:
     scorer = Scorer({"r": Scripted(broken)}, 0.1)
     with pytest.raises(RewardError, match=r"could not score 2 of 2 .* it raised KeyError: 'task'"):
         scorer.check_errors(scorer.score(rollouts("a", "b"), 10)[1])
+
+
+def test_a_pool_that_the_end_of_a_run_closes_is_no_failure_of_a_reward(caplog: pytest.LogCaptureFixture) -> None:
+    def closed(sample: Sample) -> Score:
+        raise PoolClosed("math was ended while it scored")
+
+    with pytest.raises(PoolClosed):
+        Scorer({"r": Scripted(closed)}, 0.1).score(rollouts("a"), 10)
+    assert not caplog.records
 
 
 def test_a_process_without_a_share_scores_nothing() -> None:

@@ -325,6 +325,7 @@ def test_a_call_to_the_server_before_does_not_lose_the_new_one(stand_in: StandIn
         ([choice([4, 5], logprobs={"content": [{"logprob": -1.0}]})], "2 tokens, 1 log-probs"),
         ([choice([4, 5], reason="error")], 'finish reason "error"'),
         ([choice([4])], "after 1 of 2 tokens"),
+        ([choice([4, 5]), choice([4, 5])], r"its completions are numbered \[0, 0\]"),
     ],
 )
 def test_broken_completions_are_errors(stand_in: StandIn, client: Client, broken: list[Any], message: str) -> None:

@@ -156,6 +156,9 @@ class Client:
                     label["version"] = self._version(endpoint, str(label["version"]))
             for choice in choices if model != MODEL else []:
                 choice["weight_versions"] = _versions(model, choice)
+            numbers = sorted(int(choice["index"]) for choice in choices)
+            if numbers != list(range(len(choices))):
+                raise ValueError(f"its completions are numbered {numbers}")
             return sorted(choices, key=lambda choice: int(choice["index"]))
 
     async def generated(self) -> float:

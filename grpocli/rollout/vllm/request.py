@@ -92,7 +92,8 @@ def completions(
     if greedy:
         made *= request.n
     if len(made) != request.n:
-        raise EngineError(f"vLLM returned {len(made)} completions of a prompt instead of {request.n}")
+        server = choices[0].get("server", "vLLM") if choices else "vLLM"
+        raise EngineError(f"{server} returned {len(made)} completions of a prompt instead of {request.n}")
     return made
 
 
