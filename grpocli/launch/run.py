@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -40,7 +41,7 @@ from grpocli.tasks.task import columns_of
 from grpocli.tracking import choices
 from grpocli.tracking.files import write_atomic
 from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.sessions import Changes, Session, add_session, shown
+from grpocli.tracking.sessions import Changes, Session, add_session, run_id, shown
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -176,7 +177,9 @@ def _remember(config: DictConfig, run_dir: RunDir, point: ResumePoint, resuming:
     if was != now:
         changed = {"algorithm": (was, now)} | changed
     step = load_state(point.path).step if point.path else 0
-    add_session(run_dir, Session.now(step, changed, point.fallback))  # first: what is not recorded would be lost
+    # first: what is not recorded would be lost
+    name = run_id(run_dir) or (secrets.token_hex(8) if point.path is None else load_state(point.path).run)
+    add_session(run_dir, Session.now(step, changed, point.fallback, name))
     point.set_aside()
     text = save(config)
     write_atomic(run_dir.config, text, mode_of(text))

@@ -20,7 +20,7 @@ from grpocli.config.user_code import check_exists, load, short
 from grpocli.errors import ConfigError
 from grpocli.rewards.deadline import within
 from grpocli.rewards.pool import Pool
-from grpocli.rewards.reward import BaseReward, Failure, Overrun, Sample, Score
+from grpocli.rewards.reward import BaseReward, Failure, Overrun, Sample, Score, as_score
 from grpocli.user_frames import raised
 
 TRL_ONLY = ("trainer_state", "log_extra", "log_metric", "environments")
@@ -86,31 +86,28 @@ class PythonReward(BaseReward):
                 )
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        result = self._in_process(samples) if self.process else self._within_time(arguments(samples))
-        if isinstance(result, Failure):
-            return [result] * len(samples)
-        if isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
-            return [Failure(f"it returned {result!r}, no list of numbers")] * len(samples)
-        if len(result) != len(samples):
-            return [Failure(f"it returned {len(result)} values for {len(samples)} samples")] * len(samples)
-        return list(result)
+        result = self._in_process(samples) if self.process else self._within_time(samples)
+        return [result] * len(samples) if isinstance(result, Failure) else result
 
     def close(self) -> None:
         self._pool.close()
 
-    def _within_time(self, given: dict[str, list[Any]]) -> Any:
-        function = load(self.function, self.key)
+    def _within_time(self, samples: Sequence[Sample]) -> list[Score] | Failure:
+        """Reading the result is part of what takes time: a lazy one is computed then."""
+        function, given = load(self.function, self.key), arguments(samples)
         late = f"no answer within {self.timeout:g} s ({self.config_key}.timeout)"
         remedy = f"{self.config_key}.process=true runs it where it can be ended"
-        return within(self.timeout, late, lambda: _called(function, given), remedy)
+        return within(self.timeout, late, lambda: _scores(_called(function, given), len(samples)), remedy)
 
-    def _in_process(self, samples: Sequence[Sample]) -> Any:
+    def _in_process(self, samples: Sequence[Sample]) -> list[Score] | Failure:
         from grpocli.rewards.undisturbed import seed_for
 
         given = json.loads(json.dumps(arguments(samples), default=str))
         (result,) = self._pool.map([[self.function, self.key, seed_for(samples), given]])
         late = isinstance(result, Overrun) and "longer" in result.reason
-        return Failure(f"{result.reason} ({self.config_key}.timeout)") if late else result
+        if isinstance(result, Failure):
+            return Failure(f"{result.reason} ({self.config_key}.timeout)") if late else result
+        return _scores(result, len(samples))
 
     @cached_property
     def _pool(self) -> Pool:
@@ -132,6 +129,15 @@ def call_in_worker(spec: str, key: str, seed: int, given: dict[str, list[Any]]) 
     if isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
         return result
     return [float(score) if hasattr(score, "__float__") else score for score in result]
+
+
+def _scores(result: Any, count: int) -> list[Score] | Failure:
+    """The `count` scores that a function returned."""
+    if isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
+        return Failure(f"it returned {result!r}, no list of numbers")
+    if len(result) != count:
+        return Failure(f"it returned {len(result)} values for {count} samples")
+    return [as_score(value) for value in result]
 
 
 def _called(function: Callable[..., Any], given: dict[str, list[Any]]) -> Any:

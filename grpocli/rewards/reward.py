@@ -75,6 +75,8 @@ class Forfeit(float):
 
 
 Score = float | None | Failure  # None: does not apply to this sample
+LARGEST = 1e12
+"""Of a score: its square is still far from what float32 can hold."""
 
 
 @base("reward")
@@ -182,3 +184,20 @@ def answer_of(sample: Sample, column: str) -> str | Failure:
         return Failure(f"the example has no value in the column {column!r}")
     answer = str(sample.columns[column])
     return answer if answer.strip() else Failure(f"the example has an empty text in the column {column!r}")
+
+
+def as_score(value: Any) -> Score:
+    """A returned value as a finite float or None; a Failure that says why where it is neither."""
+    if value is None or isinstance(value, Failure | Forfeit):
+        return value
+    if not hasattr(value, "__float__"):
+        return Failure(f"it returned {value!r}, which is no number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        return Failure(f"it returned what is no number: {error}")
+    if not math.isfinite(number):
+        return Failure(f"it returned {number}")
+    if abs(number) > LARGEST:
+        return Failure(f"it returned {number:g}, beyond {LARGEST:g}, too large to train on")
+    return number

@@ -13,7 +13,7 @@ from types import EllipsisType
 from grpocli.data import Rollout, Text
 from grpocli.progress import Progress, unreported
 from grpocli.rewards import verdict
-from grpocli.rewards.reward import BaseReward, Failure, Forfeit, Sample, Score, Unreachable
+from grpocli.rewards.reward import BaseReward, Failure, Forfeit, Sample, Score, Unreachable, as_score
 from grpocli.rewards.tally import Tally
 from grpocli.user_frames import raised
 
@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 
 PIECE = 256
 """Samples that a reward with processes of its own is given at once, so that progress can be told."""
-LARGEST = 1e12
-"""Of a reward: its square is still far from what float32 can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +152,9 @@ def call(reward: BaseReward, samples: Sequence[Sample]) -> list[Score]:
         return []
     try:
         if reward.has_processes:
-            return [_number(score) for score in reward(samples)]
+            return [as_score(score) for score in reward(samples)]
         with undisturbed(reward.label, samples):
-            return [_number(score) for score in reward(samples)]
+            return [as_score(score) for score in reward(samples)]
     except (Damage, PoolClosed):
         raise
     except (Exception, SystemExit) as error:
@@ -191,19 +189,3 @@ def _sentence(sample: Sample, reason: str) -> str:
     task = f" (task {sample.task})" if sample.task else ""
     first = f"the first was the completion {excerpt(sample.text)} of {excerpt(str(sample.prompt))}{task}"
     return f"{reason}; {first}"
-
-
-def _number(score: Score) -> Score:
-    if score is None or isinstance(score, Failure | Forfeit):
-        return score
-    if not hasattr(score, "__float__"):
-        return Failure(f"it returned {score!r}, which is no number")
-    try:
-        value = float(score)
-    except (TypeError, ValueError, OverflowError) as error:
-        return Failure(f"it returned what is no number: {error}")
-    if not math.isfinite(value):
-        return Failure(f"it returned {value}")
-    return (
-        value if abs(value) <= LARGEST else Failure(f"it returned {value:g}, beyond {LARGEST:g}, too large to train on")
-    )

@@ -94,11 +94,53 @@ def _folder() -> Path:
         return Path("/")
 
 
+def _casts() -> list[tuple[bool, torch.dtype]]:
+    """Whether autocast is on, and what it casts to, by kind of device."""
+    return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICES]
+
+
+def _cast(before: list[tuple[bool, torch.dtype]]) -> None:
+    for kind, (enabled, dtype) in zip(DEVICES, before, strict=True):
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.clear_autocast_cache()
+
+
+def _nesting() -> int:
+    """Of autocast's blocks: casts of weights are kept until the outermost one ends."""
+    torch.autocast_increment_nesting()
+    depth: int = torch.autocast_decrement_nesting()
+    return depth
+
+
+def _nest(before: int) -> None:
+    for _ in range(_nesting() - before):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+
+
+def _use_device(before: torch.device) -> None:
+    torch.set_default_device(None if before.type == "cpu" else before)
+
+
+def _determinism() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+DEVICES = ("cpu", "cuda")
 TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch's gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's threads": (torch.get_num_threads, torch.set_num_threads),
+    "torch's default device": (torch.get_default_device, _use_device),
+    "torch's autocast": (_casts, _cast),
+    "torch's blocks of autocast": (_nesting, _nest),
+    "torch's precision of products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "torch's deterministic algorithms": (
+        _determinism,
+        lambda before: torch.use_deterministic_algorithms(before[0], warn_only=before[1]),
+    ),
     "the working directory": (_folder, os.chdir),
     "alarms": (_alarms, _stop_alarms),  # before its handler, without which it would end the run
     "handlers of signals": (_handlers, _handle),

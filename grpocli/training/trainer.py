@@ -259,7 +259,7 @@ class Trainer:
     @property
     def seconds(self) -> float:
         """Time spent on this run, earlier sessions included."""
-        return self.recorder.seconds_before + time.monotonic() - self.started
+        return self.recorder.seconds_before + max(0.0, time.monotonic() - self.started)  # a reward may fake the clock
 
     @property
     def done(self) -> bool:

@@ -80,6 +80,12 @@ def counted_otherwise(at: Path) -> None:
     (at / "trainer.json").write_text(text.replace('"draws": 12', '"draws": 16'))
 
 
+def of_another_run(at: Path) -> None:
+    """Whole, and with its checksums, but not from here."""
+    state = json.loads((at / "trainer.json").read_text())
+    (at / "trainer.json").write_text(json.dumps(state | {"run": "0123456789abcdef"}))
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a bit": (lambda at: change(at / "model.safetensors", flipped), "model.safetensors is not what was written"),
     "4 KiB": (lambda at: change(at / "optimizer-00001.safetensors", zeroed), "optimizer-00001.safetensors is not what"),
@@ -98,6 +104,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda at: (at / "trainer.json").write_text(json.dumps({"step": 3})),
         "trainer.json is not what was written",
     ),
+    "of another run": (of_another_run, "it is of another run"),
     "its checksums": (lambda at: (at / "checksums.json").write_text("[]"), "checksums.json is damaged"),
 }
 

@@ -140,6 +140,28 @@ def test_leftovers_of_a_killed_process_are_cleared(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
 
 
+def test_what_somebody_else_has_named_so_stays(tmp_path: Path) -> None:
+    for name in (".old-foo", ".old-", ".tmp-notes", ".hidden-7"):
+        (tmp_path / name).mkdir()
+    clear_leftovers(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_of_a_link_what_it_points_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in (".tmp-step_000001-77", ".old-step_000002-77", "step_000002"):
+        (folder / name).symlink_to(tmp_path / "elsewhere")
+    clear_leftovers(folder)
+    assert [path.name for path in folder.iterdir()] == ["step_000002"]
+    with atomic_folder(folder / "step_000002", replace=True) as made:
+        (made / "weights").touch()
+    assert not (folder / "step_000002").is_symlink()
+    assert (tmp_path / "elsewhere").is_dir()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_a_folder_caught_in_the_swap_comes_back(tmp_path: Path) -> None:
     (tmp_path / ".old-my-model-77").mkdir()
     (tmp_path / ".old-my-model-77" / "weights").touch()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.sessions import Session, add_session, read_sessions, shown, stretches
+from grpocli.tracking.sessions import Session, add_session, read_sessions, run_id, shown, stretches
 
 LR = {"optim.lr": (1e-3, 5e-4)}
 BACK = {"optim.lr": (5e-4, 1e-3)}
@@ -34,6 +34,16 @@ def test_who_trained_what(kind: str, tmp_path: Path) -> None:
         add_session(run, Session.now(step, changes))
     found = stretches(read_sessions(run), 60)
     assert [(one.first, one.last, one.session.changes if one.session else {}) for one in found] == trained
+
+
+def test_lines_that_cannot_be_read_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = RunDir(tmp_path)
+    add_session(run, Session.now(0, {}, run="abc"))
+    whole = run.sessions.read_bytes()
+    run.sessions.write_bytes(b'\xff\x00[[[\n{"step": 3}\n[1]\n' + whole)
+    assert [one.step for one in read_sessions(run)] == [0]
+    assert run_id(run) == "abc"
+    assert "line 1, 2, 3 cannot be read" in caplog.text
 
 
 def test_a_session_names_its_versions(tmp_path: Path) -> None:
