@@ -7,6 +7,7 @@ import csv
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,9 +91,14 @@ def _check_header(file: Path, key: str) -> None:
         convert = f"import pandas; pandas.read_csv({str(file)!r}, sep={used!r}).to_csv('commas.csv', index=False)"
         problem = f"its columns are separated by {used!r}, and have to be by commas"
         raise ConfigError.of(key, file, f'{problem}; convert it with python -c "{convert}"')
-    for name in names[","]:
-        if name and names[","].count(name) > 1:
-            raise ConfigError.of(key, file, f"line 1 has two columns called {name!r}; rename or remove one")
+    if (name := _repeated([name for name in names[","] if name])) is not None:
+        raise ConfigError.of(key, file, f"line 1 has two columns called {name!r}; rename or remove one")
+
+
+def _repeated(names: Sequence[str]) -> str | None:
+    """The first name that occurs more than once."""
+    counts = Counter(names)
+    return next((name for name, count in counts.items() if count > 1), None)
 
 
 def unreadable(key: str, path: str | Path, error: BaseException) -> ConfigError:
@@ -244,8 +250,7 @@ def _not_json(file: Path, key: str, line: int, problem: str) -> ConfigError:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> Row:
     row = dict(pairs)
     if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"two values for {next(name for name in row if names.count(name) > 1)!r}")
+        raise ValueError(f"two values for {_repeated([name for name, _ in pairs])!r}")
     return row
 
 
