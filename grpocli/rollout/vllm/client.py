@@ -276,7 +276,7 @@ class Client:
         self._post_once("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
     def unload_adapter(self, name: str) -> None:
-        self.post("/v1/unload_lora_adapter", {"lora_name": name})
+        self._post_once("/v1/unload_lora_adapter", {"lora_name": name})
 
     def world_size(self) -> int:
         with well_formed(self.endpoint, "/get_world_size"):
