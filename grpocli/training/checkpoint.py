@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -36,6 +37,8 @@ STATE = "trainer.json"
 NAME = re.compile(r"step_(\d+)")
 UNREADABLE = (GrpoError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
 """What is raised where a file holds something else than it should."""
+LOST = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EIO)
+"""Error numbers of a file that is damaged. With any other, such as a missing permission, it may be whole."""
 REFERENCE = "reference"
 WEIGHTS = "model"
 CHECKSUMS = "checksums"
@@ -279,7 +282,7 @@ def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported)
     """The newest checkpoint of a run, every file of it read.
 
     fallback: where it is damaged, take the newest one that is whole. Raises ConfigError if `resume=` does not name a
-    run, or there is no such checkpoint.
+    run, or there is no such checkpoint; OSError where files cannot be read though they may be whole.
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError.of("resume", run_dir, "holds no run: there is no config.yaml in it")
@@ -290,6 +293,8 @@ def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported)
             found = ResumePoint(path, damaged, _check(path, progress))
             break
         except (OSError, *UNREADABLE) as error:
+            if isinstance(error, OSError) and error.errno not in LOST:
+                raise
             damaged[path] = _cause(error)
     if damaged and not (found and fallback):
         newest, problem = next(iter(damaged.items()))
