@@ -1,4 +1,4 @@
-"""A deadline for a call in this process, in the main thread without leaving it, so that `signal.alarm` works inside."""
+"""Deadlines for calls in this process. In the main thread the call stays there, so that `signal.alarm` works inside."""
 
 from __future__ import annotations
 
@@ -143,9 +143,9 @@ def _ended_after(seconds: float, what: str, remedy: str) -> Iterator[None]:
 
 @cache
 def _last_words(sentence: str) -> int:
-    """Of this process: a pipe to another one, which prints the sentence as soon as something comes and this one ends.
+    """A pipe to a helper process, which prints the sentence once this process has written to it and ended.
 
-    The thread that ends this process writes a traceback and nothing else: Python cannot run any more.
+    faulthandler's thread can only write a traceback, since Python cannot run any more.
     """
     heard, said = os.pipe()
     command = [sys.executable, "-I", "-S", "-c", LAST_WORDS, sentence]
