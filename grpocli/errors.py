@@ -29,7 +29,7 @@ class EngineError(RunError):
 
 
 class ServiceGone(RunError):
-    """What the run needs from elsewhere is away: the trainer makes a checkpoint, and the run can be resumed."""
+    """A service that the run needs is unavailable: the trainer saves a checkpoint, and the run can be resumed."""
 
     exit_code = 3
 
@@ -43,7 +43,7 @@ class RewardError(RunError):
 
 
 class RewardGone(ServiceGone, RewardError):
-    """They could not be scored because a service that scores was away."""
+    """Too many samples could not be scored because a scoring service was unavailable."""
 
 
 class Stopped(GrpoError):

@@ -1,4 +1,4 @@
-"""Asking a server again: after which answers that may help, and how long to wait before it."""
+"""Retries of HTTP requests: which answers are worth one, and how long to wait before it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ if TYPE_CHECKING:
     import httpx
 
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
-"""Answers after which another try may succeed."""
+"""Status codes after which a retry may succeed."""
 LONGEST_PAUSE = 30.0
 
 _jitter = random.Random()
 
 
 def pause(tries: int, first: float, answer: httpx.Response | None = None) -> float:
-    """Seconds to wait after so many tries: each pause up to twice as long as the one before, or what the answer wants.
+    """Seconds to wait before a retry: exponential backoff with jitter, or what the answer asks for, if that is longer.
 
-    first: the longest that the first one may be.
+    tries: made so far. first: the longest first pause.
     """
     doubled = first * 2.0 ** min(tries - 1, 10) * _jitter.uniform(0.5, 1.0)
-    return min(max(doubled, _wanted(answer) if answer is not None else 0.0), LONGEST_PAUSE)
+    return min(max(doubled, _retry_after(answer) if answer is not None else 0.0), LONGEST_PAUSE)
 
 
-def _wanted(answer: httpx.Response) -> float:
-    """Seconds that the server asks for; 0 where it does not, or asks for a date."""
+def _retry_after(answer: httpx.Response) -> float:
+    """Seconds of the Retry-After header; 0 where there is none, or it is a date."""
     wanted = answer.headers.get("retry-after", "")
     return float(wanted) if wanted.isascii() and wanted.isdigit() else 0.0

@@ -20,7 +20,7 @@ READING = 0.6
 LINK = 25e9
 """Bytes a second from trainer to server: a fast network's; within a machine it is more."""
 LARGE = 70 * GIB
-"""A GPU of this memory is large for vLLM, which then runs more completions at once."""
+"""The GPU memory from which vLLM's default of max_num_seqs is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +111,14 @@ def decoding_bytes(needs: Needs, devices: list[Device]) -> float:
 def _running(needs: Needs, devices: list[Device]) -> int:
     if _in_process(needs) and hasattr(needs.engine, "max_rows"):
         return sampled_rows(needs)
-    limit = getattr(needs.engine, "vllm_args", {}).get("max_num_seqs") or _at_once(needs.place)
+    limit = getattr(needs.engine, "vllm_args", {}).get("max_num_seqs") or _default_max_num_seqs(needs.place)
     caches = [item for device in devices for item in device.items if item.name == "vLLM: KV cache"]
     room = caches[0].generation * needs.place.tensor_parallel / sequence_bytes(needs) if caches else limit
     return int(min(limit, max(1, room)))
 
 
-def _at_once(place: Place) -> int:
-    """Completions that vLLM 0.32's server runs at once by itself (its `engine/arg_utils.py`)."""
+def _default_max_num_seqs(place: Place) -> int:
+    """vLLM 0.32's default of max_num_seqs for a server (its `engine/arg_utils.py`)."""
     if not place.gpu:
         return 128
     return 1024 if place.memory >= LARGE else 256

@@ -1,4 +1,4 @@
-"""A config as it may be kept: what comes from environment variables stays an interpolation, as keys are there."""
+"""Configs as they are saved: values from environment variables, which may be secrets, stay interpolations."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 OVERRIDES = "overrides"
-"""The key that says what was typed, which is kept as it was."""
+"""The key with the command line, which is kept as it was typed."""
 
 
 def without_environment(config: DictConfig) -> dict[Any, Any]:
-    """The config as plain values, resolved but for what reads the environment, itself or through other keys."""
+    """The config as plain values, resolved except what reads the environment, directly or through other keys."""
     with _reads() as names:
         return {key: raw_value(config, OVERRIDES) if key == OVERRIDES else _plain(config, key, names) for key in config}
 
 
 def unresolved(error: OmegaConfBaseException) -> str:
-    """What is wrong with an interpolation, as a sentence."""
+    """Why an interpolation cannot be resolved, as a sentence."""
     said = str(error)
     variable = re.search(r"Environment variable '(.*)' not found", said)
     key = re.search(r"full_key: (\S+)", said)
@@ -34,12 +34,12 @@ def unresolved(error: OmegaConfBaseException) -> str:
 
 
 def raw_value(node: DictConfig | ListConfig, key: Any) -> Any:
-    """What stands at a key, interpolations and all, as a plain value."""
+    """The value of a key as a plain value, with interpolations unresolved."""
     return OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index]
 
 
 def needs_environment(text: str) -> bool:
-    """Whether a saved YAML has such interpolations, so that nobody else should read it."""
+    """Whether a saved YAML reads the environment; only its owner should read it then."""
     return "oc.env" in text
 
 
@@ -70,7 +70,7 @@ def _contents(value: Any, names: list[str]) -> Any:
 
 @contextmanager
 def _reads() -> Iterator[list[str]]:
-    """The names of environment variables that interpolations read within the block, one after the other."""
+    """Record the names of environment variables that interpolations read within the block."""
     names: list[str] = []
 
     def env(name: str, *default: Any) -> Any:

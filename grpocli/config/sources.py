@@ -51,7 +51,7 @@ class Models(ConfigSource):  # type: ignore[misc]
 
 
 class CheckedFiles(FileConfigSource):  # type: ignore[misc]
-    """YAML files as Hydra reads them, but for those that are broken, or larger than memory once their aliases are."""
+    """Hydra's YAML files, refused where they are broken or their aliases expand to too many values."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Raises ConfigError, naming the file."""
@@ -66,7 +66,7 @@ class CheckedFiles(FileConfigSource):  # type: ignore[misc]
 
 
 CheckedFiles.__name__ = FileConfigSource.__name__
-"""By which Hydra, where it registers its sources again, knows that it has this one."""
+"""Hydra registers its sources again, and recognises by this name that it has this one."""
 
 
 def _path(config_path: str) -> str | None:

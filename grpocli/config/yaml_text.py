@@ -1,4 +1,4 @@
-"""YAML of other people's: read only after a look at how large and how deep it is."""
+"""YAML from untrusted files: checked for size and depth before it is loaded."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import yaml
 
-MOST = 100_000
-"""Values, with what aliases stand for each time: nine lines of aliases can stand for a thousand million."""
-DEEPEST = 100
-"""Lists and mappings inside of each other: the C loader recurses, and ends the process where its stack is full."""
+MAX_VALUES = 100_000
+"""Values, with aliases expanded: nine lines of aliases can expand to a billion."""
+MAX_DEPTH = 100
+"""Nested lists and mappings: the C loader recurses, and crashes the process when its stack is full."""
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 BROKEN = (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 """What YAML's loaders raise, for `!!timestamp abc` among others."""
@@ -34,8 +34,8 @@ def check(text: str) -> None:
             if isinstance(event, yaml.CollectionStartEvent):
                 open_nodes.append((event.anchor, size))
                 size = 1
-                if len(open_nodes) > DEEPEST:
-                    raise ValueError(f"lists or mappings inside of each other, more than {DEEPEST} deep")
+                if len(open_nodes) > MAX_DEPTH:
+                    raise ValueError(f"lists or mappings inside of each other, more than {MAX_DEPTH} deep")
             elif isinstance(event, yaml.CollectionEndEvent):
                 anchor, before = open_nodes.pop()
                 if anchor:
@@ -47,8 +47,8 @@ def check(text: str) -> None:
                 size += sizes.get(str(event.anchor), 1)
             elif isinstance(event, yaml.ScalarEvent):
                 size += 1
-            if size > MOST:
-                raise ValueError(f"more than {MOST:,} values, with what its aliases stand for")
+            if size > MAX_VALUES:
+                raise ValueError(f"more than {MAX_VALUES:,} values, with what its aliases stand for")
     except yaml.YAMLError as error:
         raise ValueError(reason(error)) from error
 

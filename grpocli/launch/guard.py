@@ -85,8 +85,8 @@ def guarded(
 
     name: what it is called in the process list. env: its whole environment (None: ours). log: where its output is
     appended (None: ours). grace: seconds between TERM and KILL. remove: files and folders deleted when it has
-    ended, even if we did not live to see that. hold: descriptors (of locks) that the guard keeps open, the command does
-    not. Raises FileNotFoundError if the program does not exist.
+    ended, even if we did not live to see that. hold: descriptors of locks that the guard keeps open and the
+    command does not inherit. Raises FileNotFoundError if the program does not exist.
     """
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(f"there is no program {command[0]}")

@@ -1,4 +1,4 @@
-"""The end of a process in which code of the user's has run."""
+"""The end of a process that has run user code."""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ import threading
 import time
 
 GRACE = 5.0
-"""Seconds that threads have to end when everything else is done."""
+"""Seconds that threads have to end after the main thread."""
 
 
 def leave_threads(code: int) -> None:
-    """Once Python ends, with exit code `code`, wait GRACE seconds for its threads and no longer."""
-    if _others():
+    """Call this right before the process ends: Python then waits at most GRACE seconds for other threads.
+
+    After that the process ends with exit code `code`, without running exit handlers.
+    """
+    if _awaited():
         threading.Thread(target=_leave, args=(code,), name="leaving", daemon=True).start()
 
 
 def _leave(code: int) -> None:
-    threading.main_thread().join()
-    time.sleep(GRACE)
-    names = ", ".join(thread.name for thread in _others())
+    time.sleep(GRACE)  # not after a join of the main thread: Python waits for executors before it ends that one
+    names = ", ".join(thread.name for thread in _awaited())
+    if not names:  # exit handlers are running
+        return
     problem = "started in this process did not end, and was left behind; make it a daemon, or join it"
     print(f"grpocli: a thread ({names}) that code of yours {problem}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(code)
 
 
-def _others() -> list[threading.Thread]:
-    """Those that Python waits for."""
+def _awaited() -> list[threading.Thread]:
+    """The threads that Python waits for when it ends."""
     return [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]

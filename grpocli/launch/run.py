@@ -136,7 +136,7 @@ def _locked(
         opening = opening_lines(run, job.engine, devices, choices.chosen(run_dir.path, without_environment(config)))
         view.start(run_dir.name, [*opening, *plan_lines(run, devices)], run.train.steps)
         if resuming:
-            _tell(point, view)
+            _report(point, view)
         for key, (old, new) in changed.items():
             view.note(f"changed {key}: {shown(old)} -> {shown(new)}")
         if any(key.startswith(("reward", "algorithm")) for key in changed):
@@ -155,8 +155,8 @@ def _resume_point(run: Run, run_dir: RunDir, view: View, resuming: bool) -> Resu
     return resume_point(run_dir.path, run.resume_fallback, view.progress)
 
 
-def _tell(point: ResumePoint, view: View) -> None:
-    """What is not as usual about where the run goes on."""
+def _report(point: ResumePoint, view: View) -> None:
+    """Report damaged checkpoints, a missing one, or one without checksums."""
     for sentence in point.fallback:
         logger.warning("%s; going on from %s", sentence, point.path)
         view.warn(f"{sentence}; going on from {point.path}")
@@ -193,7 +193,7 @@ def _settled(config: DictConfig, run: Run, devices: Devices) -> Run:
 
 
 def shared_folder(run: Run, run_dir: RunDir, nodes: int, transport: str) -> str | None:
-    """Where the servers of other machines read what is sent as files; None where nothing is."""
+    """The folder from which servers of other machines read weights; None where nothing is sent as files."""
     by_files = transport == "shm" or run.model.lora.rank > 0  # adapters are files, whatever carries weights
     return str(weights_of(run_dir.path)) if nodes and by_files else None
 

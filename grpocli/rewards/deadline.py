@@ -1,4 +1,4 @@
-"""A deadline for a call in this process, in the main thread without leaving it, so that `signal.alarm` works inside."""
+"""Deadlines for calls in this process. In the main thread the call stays there, so that `signal.alarm` works inside."""
 
 from __future__ import annotations
 
@@ -81,22 +81,24 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
         if not over and time.monotonic() >= end:
             raise _Late
 
+    timer = _new_timer()
     before = signal.signal(signal.SIGUSR2, give_up)
     try:
-        with _signals_after(seconds):
-            yield
-            if time.monotonic() >= end:
-                raise _Late
+        _start(timer, seconds)
+        yield
+        if time.monotonic() >= end:
+            raise _Late
     except _Late as late:
+        over = True  # at once: the timer still sends signals
         raise TimeoutError(what).with_traceback(late.__traceback__) from None
     finally:
         over = True
+        _timers().timer_delete(timer)
         signal.signal(signal.SIGUSR2, before)  # calls our handler first, where a signal is waiting for it
 
 
-@contextmanager
-def _signals_after(seconds: float) -> Iterator[None]:
-    """SIGUSR2 for this thread after that time and every AGAIN seconds, by a timer of the kernel.
+def _new_timer() -> ctypes.c_void_p:
+    """A timer of the kernel that sends SIGUSR2 to this thread.
 
     One of Python's would need the interpreter's lock, which a regular expression keeps until it is done.
     """
@@ -104,12 +106,13 @@ def _signals_after(seconds: float) -> Iterator[None]:
     timer = ctypes.c_void_p()
     if _timers().timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer)) != 0:
         raise OSError(ctypes.get_errno(), "the system has no timer left for a deadline")
-    try:
-        times = struct.pack("qqqq", 0, int(AGAIN * 1e9), int(seconds), max(1, int(seconds % 1 * 1e9)))
-        _timers().timer_settime(timer, 0, times, None)
-        yield
-    finally:
-        _timers().timer_delete(timer)
+    return timer
+
+
+def _start(timer: ctypes.c_void_p, seconds: float) -> None:
+    """Let the timer send its signal after `seconds`, then every AGAIN seconds."""
+    times = struct.pack("qqqq", 0, int(AGAIN * 1e9), int(seconds), max(1, int(seconds % 1 * 1e9)))
+    _timers().timer_settime(timer, 0, times, None)
 
 
 @cache
@@ -140,9 +143,9 @@ def _ended_after(seconds: float, what: str, remedy: str) -> Iterator[None]:
 
 @cache
 def _last_words(sentence: str) -> int:
-    """Of this process: a pipe to another one, which prints the sentence as soon as something comes and this one ends.
+    """A pipe to a helper process, which prints the sentence once this process has written to it and ended.
 
-    The thread that ends this process writes a traceback and nothing else: Python cannot run any more.
+    faulthandler's thread can only write a traceback, since Python cannot run any more.
     """
     heard, said = os.pipe()
     command = [sys.executable, "-I", "-S", "-c", LAST_WORDS, sentence]

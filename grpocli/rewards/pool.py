@@ -40,7 +40,7 @@ PASSED_ON = re.compile(
     r"(PATH|HOME|USER|LOGNAME|LANG|LANGUAGE|TZ|TMPDIR|SSL_CERT_FILE|SSL_CERT_DIR|VIRTUAL_ENV|HF_HOME|HF_HUB_OFFLINE"
     r"|LD_LIBRARY_PATH|LD_PRELOAD|PYTHON[A-Z]+|(LC|OMP|MKL|OPENBLAS|XDG|GRPOCLI|CUDA|NVIDIA)_\w+)"
 )
-"""What workers see of the environment: nothing in which keys and tokens are."""
+"""Names of the environment variables that workers get; none that hold keys or tokens."""
 OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT)
 """Exit codes of a worker that somebody else has ended, such as the system when memory runs out."""
 
@@ -50,7 +50,7 @@ class PoolClosed(RunError):
 
 
 class Worker:
-    """One process, with at most one item under way. variables: of the environment, besides PASSED_ON."""
+    """One process, with at most one item under way. variables: names of environment variables, besides PASSED_ON."""
 
     def __init__(self, function: str, variables: Collection[str]) -> None:
         # -P and PYTHONPATH: the user's folder may hold a random.py, and may not be where this package is
@@ -117,7 +117,7 @@ class Batch:
 class Pool:
     """Workers that live as long as the pool; started by `start` or at the first use.
 
-    variables: names of the environment's that they need, besides those of PASSED_ON.
+    variables: names of further environment variables that they need, besides PASSED_ON.
     """
 
     def __init__(self, function: str, workers: int, timeout: float, variables: Collection[str] = ()) -> None:

@@ -49,7 +49,7 @@ def _serve(function: Callable[..., Any], out: TextIO) -> None:
             answer = json.dumps([function(*json.loads(line))])
         except Exception as error:  # noqa: BLE001 - whatever it is, the parent counts it
             answer = json.dumps([None, str(error) or type(error).__name__])
-        if os.getpid() != process:  # forked by the function, and no second worker
+        if os.getpid() != process:  # forked by the function: it must not become a second worker
             os._exit(70)
         print(answer, file=out, flush=True)
 

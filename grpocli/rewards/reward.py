@@ -57,7 +57,7 @@ class Overrun(Failure):
 
 @dataclass(frozen=True, slots=True)
 class Unreachable(Failure):
-    """The service that scores was away or too busy, however often it was asked: later it may score this sample."""
+    """The scoring service was unavailable or busy at every retry; it may score this sample later."""
 
 
 class Forfeit(float):

@@ -100,7 +100,7 @@ class Scorer:
 
     def check_errors(self, tally: Tally, expected: int = 0) -> None:
         """Raise RewardError, naming the reward and a sample, where too many could not be scored; RewardGone where
-        that is because of a service that was away.
+        a scoring service was unavailable.
 
         expected: how many samples a whole step has, for a check before all of them are there.
         """

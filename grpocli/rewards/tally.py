@@ -15,8 +15,8 @@ class Tally:
     """samples: of each task. bare: those of them to which no reward applies.
 
     errors: how many could not be scored; first: the first of these as a sentence; unreachable: how many of them because
-    a service was away. silent: for how many a reward that is one of their task's gave None. timeouts: how many were
-    wrong because scoring them took too long; late: the first of these as a sentence.
+    a service was unavailable. silent: for how many a reward that is one of their task's gave None. timeouts: how many
+    were wrong because scoring them took too long; late: the first of these as a sentence.
     """
 
     samples: Counter[str] = field(default_factory=Counter)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOCKS = (".lock", ".workers")
-"""Names of the files that keep other processes out of a run's folder."""
+"""Names of the lock files of a run's folder."""
 
 
 class Damage(RunError):
@@ -43,14 +43,14 @@ def undisturbed(name: str, samples: Sequence[Sample]) -> Iterator[None]:
 
 
 def seed_for(samples: Sequence[Sample]) -> int:
-    """Of the random numbers that a reward draws for these samples."""
+    """The seed of the random numbers that a reward draws for these samples."""
     beginnings = [sample.token_ids[:16] for sample in samples]  # enough to differ from step to step
     return zlib.crc32(repr(beginnings).encode())
 
 
 @contextmanager
 def _settings(name: str) -> Iterator[None]:
-    """Put back only where they have changed: another thread may be computing, or waiting for a signal."""
+    """Restore only what has changed: another thread may be computing, or waiting for a signal."""
     before = {what: get() for what, (get, _) in SETTINGS.items()}
     try:
         yield
@@ -63,7 +63,7 @@ def _settings(name: str) -> Iterator[None]:
 
 
 def _handlers() -> dict[int, Any] | None:
-    """Of signals; None where this thread cannot change them, nor can the reward."""
+    """Signal handlers; None outside the main thread, where neither we nor the reward can change them."""
     if threading.current_thread() is not threading.main_thread():
         return None
     return {number: signal.getsignal(number) for number in signal.valid_signals()}
@@ -145,14 +145,14 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "alarms": (_alarms, _stop_alarms),  # before its handler, without which it would end the run
     "handlers of signals": (_handlers, _handle),
 }
-"""How each is found and set."""
+"""What is restored, with its getter and setter."""
 
 
 @contextmanager
 def _descriptors(name: str) -> Iterator[None]:
-    """Of the terminal, the log and the lock: whoever opens a file next would get a closed one's number.
+    """Restore those of the terminal, the log and the locks: the next file opened gets the number of a closed one.
 
-    Raises Damage where they cannot be put back.
+    Raises Damage where they cannot be restored.
     """
     before = {file: _identity(file) for file in _lasting()}
     copies = {file: os.dup(file) for file in before}
@@ -187,7 +187,7 @@ def _lasting() -> set[int]:
 
 
 def _identity(file: int) -> tuple[int, int] | None:
-    """Of what a descriptor stands for; None where it is closed."""
+    """Device and inode of an open descriptor; None where it is closed."""
     try:
         found = os.fstat(file)
     except OSError:
@@ -211,9 +211,9 @@ def _random(seed: int) -> Iterator[None]:
 
 @contextmanager
 def _no_exit(name: str) -> Iterator[None]:
-    """`os._exit` would end the run without a word; processes that a reward forks may still end so, and have to.
+    """Refuse `os._exit`, which would end the run without a message, except in processes that the reward forks.
 
-    One that came back from it would be a second trainer in the same folder.
+    A forked process that returns is ended: it would be a second trainer in the same folder.
     """
     leave, process = os._exit, os.getpid()
 

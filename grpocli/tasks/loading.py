@@ -7,6 +7,7 @@ import csv
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +20,15 @@ from grpocli.hub import why_unreachable
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 OTHER_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 EMPTY = "it is empty; give data with at least one example"
-DEEPEST = 100
-"""Lists and objects inside of each other; what is deeper overflows the stack of whatever walks through it."""
-MOST_COLUMNS = 1000
+MAX_DEPTH = 100
+"""Nested lists and objects; deeper ones overflow the stack of code that walks through them."""
+MAX_COLUMNS = 1000
 QUOTED = 200
 """Characters of a value that an error quotes."""
-TOO_DEEP = f"lists or objects inside of each other, more than {DEEPEST} deep"
+TOO_DEEP = f"lists or objects inside of each other, more than {MAX_DEPTH} deep"
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 BLANK = " \t\r\n"
-"""What JSON takes for space."""
+"""JSON's whitespace."""
 
 Row = dict[str, Any]
 
@@ -90,13 +91,18 @@ def _check_header(file: Path, key: str) -> None:
         convert = f"import pandas; pandas.read_csv({str(file)!r}, sep={used!r}).to_csv('commas.csv', index=False)"
         problem = f"its columns are separated by {used!r}, and have to be by commas"
         raise ConfigError.of(key, file, f'{problem}; convert it with python -c "{convert}"')
-    for name in names[","]:
-        if name and names[","].count(name) > 1:
-            raise ConfigError.of(key, file, f"line 1 has two columns called {name!r}; rename or remove one")
+    if (name := _repeated([name for name in names[","] if name])) is not None:
+        raise ConfigError.of(key, file, f"line 1 has two columns called {name!r}; rename or remove one")
+
+
+def _repeated(names: Sequence[str]) -> str | None:
+    """The first name that occurs more than once."""
+    counts = Counter(names)
+    return next((name for name, count in counts.items() if count > 1), None)
 
 
 def unreadable(key: str, path: str | Path, error: BaseException) -> ConfigError:
-    """Why a file cannot be read, and of text that is not UTF-8 where and what to do."""
+    """The error for a file that cannot be read. For text that is not UTF-8 it names the line and the remedy."""
     reason = " ".join(str(error).split()).rstrip(".")
     if isinstance(error, UnicodeDecodeError):
         file = Path(path).expanduser()
@@ -108,7 +114,7 @@ def unreadable(key: str, path: str | Path, error: BaseException) -> ConfigError:
 
 
 def _not_utf8(file: Path) -> str:
-    """Where a file has its first bytes that are not UTF-8."""
+    """The line of a file's first bytes that are not UTF-8."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -150,18 +156,18 @@ def _json_table(files: Sequence[Path], key: str) -> Table:
 
 
 def columns_of(rows: Sequence[Row], path: str | Path, key: str) -> list[str]:
-    """Those of all rows. Raises ConfigError where they are too many: every row gets all of them."""
+    """The columns of all rows. Raises ConfigError where there are too many: every row gets all of them."""
     columns: dict[str, None] = {}
     for row in rows:
         columns |= dict.fromkeys(row)
-        if len(columns) > MOST_COLUMNS:
-            problem = f"has more than {MOST_COLUMNS:,} columns; give rows that have the same ones"
+        if len(columns) > MAX_COLUMNS:
+            problem = f"has more than {MAX_COLUMNS:,} columns; give rows that have the same ones"
             raise ConfigError.of(key, path, problem)
     return list(columns)
 
 
 def short(value: Any) -> str:
-    """Somebody's value, as a sentence can quote it."""
+    """A value, shortened to be quoted in an error."""
     text = repr(value)
     return text if len(text) <= QUOTED else f"{text[:QUOTED]} ..."
 
@@ -220,11 +226,11 @@ def _object(row: Any, file: Path, number: int, key: str) -> Row:
 def _value(text: str, at: int, file: Path, key: str, line: int = 0) -> tuple[Any, int]:
     """The JSON value that begins at a place of the text, and where it ends. line: of the place, unless 0.
 
-    Raises ConfigError for what is not JSON, and for JSON that means nothing certain or cannot be worked with.
+    Raises ConfigError for what is not JSON, and for JSON that is ambiguous or unusable.
     """
     try:
         value, end = DECODER.raw_decode(text, at)
-        if SURROGATE.search(text, at, end) or text.count("[", at, end) + text.count("{", at, end) > DEEPEST:
+        if SURROGATE.search(text, at, end) or text.count("[", at, end) + text.count("{", at, end) > MAX_DEPTH:
             _check_values(value)
     except json.JSONDecodeError as error:
         raise _not_json(file, key, line or error.lineno, error.msg) from error
@@ -244,8 +250,7 @@ def _not_json(file: Path, key: str, line: int, problem: str) -> ConfigError:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> Row:
     row = dict(pairs)
     if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"two values for {next(name for name in row if names.count(name) > 1)!r}")
+        raise ValueError(f"two values for {_repeated([name for name, _ in pairs])!r}")
     return row
 
 
@@ -253,9 +258,9 @@ DECODER = json.JSONDecoder(object_pairs_hook=_without_duplicates)
 
 
 def _check_values(value: Any) -> None:
-    """Raise ValueError for text with half a character, and for what is nested too deep. Does not recurse itself."""
+    """Raise ValueError for text with a lone surrogate, and for values that are nested too deep. Does not recurse."""
     level = [value]
-    for _ in range(DEEPEST + 1):
+    for _ in range(MAX_DEPTH + 1):
         for text in level:
             if isinstance(text, str) and not encodable(text):
                 raise ValueError(f"half a character in {text[:40]!r} (a surrogate without the other one)")
@@ -270,7 +275,7 @@ def _check_values(value: Any) -> None:
 
 
 def encodable(text: str) -> bool:
-    """Whether a text has only whole characters: halves of them cannot be written to a file, or tokenised."""
+    """Whether a text has no lone surrogates, which can be neither written to a file nor tokenised."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -294,7 +299,7 @@ def _datasets_table(kind: str, files: Sequence[Path], key: str) -> Table:
 
 
 def quiet_datasets() -> None:
-    """No progress bars; and no errors of the library's own, which become sentences: they print what is in the data."""
+    """Turn off the library's progress bars and error messages: errors become sentences, and messages print the data."""
     from datasets import disable_progress_bars
     from datasets.utils.logging import CRITICAL, set_verbosity
 
@@ -325,7 +330,7 @@ def from_hub(path: str, name: str | None, split: str, key: str, streaming: bool)
 
 
 def nothing_in(value: Any) -> str:
-    """What there is in place of something to ask or to compare with: `nothing`, `nan`, `inf`; empty if all is well."""
+    """Why a value is no prompt or answer: it is `nothing`, `nan` or `inf`; empty if it is usable."""
     if value is None:
         return "nothing"
     if isinstance(value, list | dict):

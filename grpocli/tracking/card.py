@@ -49,7 +49,7 @@ tokenizer = AutoTokenizer.from_pretrained("PATH_TO_THIS_FOLDER")
 def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
     """The card of a run's final model. base: the folder or the hub's name of the model it started from.
 
-    It is meant to be published: what comes from the environment is named, and its value is not in it.
+    It is meant to be published: it names environment variables and never holds their values.
     """
     config = yaml.safe_load(run_dir.config.read_text()) or {}
     named = str((config.get("model") or {}).get("path"))

@@ -1,4 +1,4 @@
-"""A console on which other people's text can be printed: names and values of a config, columns, completions."""
+"""A console for untrusted text: config keys and values, columns, completions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpocli.tracking.text import clean
 
 
 class CleanConsole(Console):
-    """Without markup; escape sequences are the console's own alone, those in the text it is given are left out."""
+    """No markup; escape sequences in printed text are removed, those of the console's own styles stay."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, highlight=False, emoji=False, **options)

@@ -22,7 +22,7 @@ LEFTOVER = re.compile(r"\.(?P<kind>tmp|old)-(?P<name>.+?)-\d+(-[0-9a-f]{8})?")
 
 
 class QuietFileHandler(logging.FileHandler):
-    """A log that cannot be written, on a full disk for example, is silent: what fails for it says so."""
+    """A log file that ignores write errors, such as a full disk: whatever else fails reports them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -97,7 +97,7 @@ def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def full_disk_as_oserror(path: Path) -> Iterator[None]:
-    """Whatever a block that writes `path` raises on a full disk is an OSError."""
+    """Raise OSError for any error of a block that writes `path` to a full disk."""
     try:
         yield
     except Exception as error:

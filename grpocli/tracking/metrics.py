@@ -42,7 +42,7 @@ class MetricsLog:
         """Forget steps after `step`, and a last line that was torn: what follows will be done again.
 
         Of a step that is there twice the later line counts: it belongs to the run that went on. Returns how many of
-        the steps up to `step` are not there.
+        the steps up to `step` are missing.
         """
         if not self.path.exists():
             return step

@@ -156,7 +156,7 @@ def _results(run: RunDir) -> Results:
 
 
 def _number(value: Any) -> float | None:
-    """None for what only a damaged file has in place of a number."""
+    """A finite number; None for anything else that a damaged file may hold."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and -sys.float_info.max <= value <= sys.float_info.max else None
 

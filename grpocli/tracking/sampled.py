@@ -36,7 +36,7 @@ KINDS: dict[str, Any] = {
     "completion_ids": list,
     "finish_reason": str,
 }
-"""Columns without which a completion cannot be shown."""
+"""The columns that a completion needs to be shown, and their types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def _columns(row: Row) -> dict[str, Any]:
 
 
 def _check(row: Row, path: Path) -> None:
-    """Raise ConfigError for a row of a file that is none of a run's."""
+    """Raise ConfigError for a row that no run has written."""
     scores = (name for name in row if name.startswith("reward/"))
     kinds = KINDS | dict.fromkeys(("advantage", *scores), int | float | None)
     for name, kind in kinds.items():

@@ -25,12 +25,12 @@ def finished(path: Path) -> int | None:
 
 
 def reserve(path: Path) -> None:
-    """Take the room that the summary at `path` will need, for a disk that fills up meanwhile."""
+    """Reserve space for the summary at `path`, in case the disk fills up before the run ends."""
     write_atomic(path.with_name(RESERVE), os.urandom(RESERVE_BYTES))
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Write a `summary_of` a run, in the room that was reserved for it."""
+    """Write a `summary_of` a run, in the space that was reserved for it."""
     path.with_name(RESERVE).unlink(missing_ok=True)
     write_atomic(path, json.dumps(finite(summary), indent=2) + "\n")
 

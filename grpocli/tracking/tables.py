@@ -25,7 +25,7 @@ class Table:
 
 
 def cell(value: Any) -> str:
-    """A value for people: three decimals, `-` for nothing, long texts cut, nothing that a terminal obeys."""
+    """A value for people: three decimals, `-` for nothing, long texts cut, no escape sequences."""
     if value is None:
         return "-"
     if isinstance(value, float):

@@ -25,14 +25,14 @@ def one_line(text: str) -> str:
 
 
 class CleanFormatter(logging.Formatter):
-    """Log lines without what a terminal would obey."""
+    """Log lines without escape sequences and control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         return clean(super().format(record))
 
 
 def clean_warnings() -> None:
-    """Clean what is logged where no log file is open: Python prints it."""
+    """Clean what Python prints of the log where no log file is open."""
     if logging.lastResort:
         logging.lastResort.setFormatter(CleanFormatter())
 

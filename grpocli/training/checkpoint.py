@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -37,11 +38,13 @@ if TYPE_CHECKING:
 STATE = "trainer.json"
 NAME = re.compile(r"step_(\d+)")
 UNREADABLE = (GrpoError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
-"""What is raised where a file holds something else than it should."""
+"""What reading a file with unexpected content raises."""
+LOST = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EIO)
+"""Error numbers of a file that is damaged. With any other, such as a missing permission, it may be whole."""
 REFERENCE = "reference"
 WEIGHTS = "model"
 CHECKSUMS = "checksums"
-"""In STATE: there are checksums. Earlier versions wrote none."""
+"""The key of STATE that says that there are checksums. Earlier versions wrote none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +242,7 @@ def prune(folder: Path, keep: int) -> None:
 
 @contextmanager
 def restoring(path: Path | None) -> Iterator[None]:
-    """What a checkpoint that cannot be read raises, as a sentence that says how to go on without it."""
+    """Turn the errors of an unreadable checkpoint into a sentence that says how to go on without it."""
     try:
         yield
     except UNREADABLE as error:
@@ -256,7 +259,7 @@ class ResumePoint:
     """Where a run goes on.
 
     path: the checkpoint; None where the run had not reached its first. damaged: newer checkpoints, and what is wrong
-    with each. has_checksums: False for a checkpoint of an earlier version, whose damage nobody would notice.
+    with each. has_checksums: False for a checkpoint of an earlier version, in which damage goes unnoticed.
     """
 
     path: Path | None = None
@@ -272,17 +275,17 @@ class ResumePoint:
         ]
 
     def set_aside(self) -> None:
-        """Rename damaged checkpoints: no later resume, and no `prune`, takes them for the newest ones."""
+        """Rename damaged checkpoints, so that neither a later resume nor `prune` takes them for the newest ones."""
         for path in self.damaged:
             shutil.rmtree(_aside(path), ignore_errors=True)
             path.rename(_aside(path))
 
 
 def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported) -> ResumePoint:
-    """The newest checkpoint of a run, every file of it read.
+    """The newest checkpoint of a run, with every file checked.
 
     fallback: where it is damaged, take the newest one that is whole. Raises ConfigError if `resume=` does not name a
-    run, or there is no such checkpoint.
+    run, or there is no such checkpoint; OSError where files cannot be read though they may be whole.
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError.of("resume", run_dir, "holds no run: there is no config.yaml in it")
@@ -293,15 +296,17 @@ def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported)
             found = ResumePoint(path, damaged, _check(path, run, progress))
             break
         except (OSError, *UNREADABLE) as error:
+            if isinstance(error, OSError) and error.errno not in LOST:
+                raise
             damaged[path] = _cause(error)
     if damaged and not (found and fallback):
         newest, problem = next(iter(damaged.items()))
-        way = (
+        remedy = (
             f"resume_fallback=true goes on from {found.path.name}, the newest one that is whole"
             if found and found.path
             else f"no other one is whole: remove {newest.parent} to begin again"
         )
-        raise ConfigError(f"resume: the checkpoint {newest} is damaged ({problem}); {way}")
+        raise ConfigError(f"resume: the checkpoint {newest} is damaged ({problem}); {remedy}")
     return found or ResumePoint()
 
 

@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files: a resume trains on nothing but the bytes that were written."""
+"""Checksums of a checkpoint's files, so that a resume trains only on the bytes that were written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GB = 1e9
 def write(folder: Path, world: World) -> None:
     """Write the checksums of all files below `folder`. Collective.
 
-    A process reads the files that it has written: they are in its machine's memory still.
+    Each process reads the files it has written, which its machine still has in memory.
     """
     world.barrier()
     names = world.broadcast_object(_names(folder))
@@ -38,7 +38,7 @@ def write(folder: Path, world: World) -> None:
 
 
 def check(folder: Path, progress: Progress = unreported) -> None:
-    """Raise ValueError, naming a file, where `folder` does not hold the files that were written, or other ones beside.
+    """Raise ValueError, naming a file, unless `folder` holds exactly the files that were written.
 
     progress: called with the gigabytes read.
     """
@@ -66,7 +66,7 @@ def check(folder: Path, progress: Progress = unreported) -> None:
 
 
 def _names(folder: Path) -> list[str]:
-    """Of the files below `folder`; hidden ones are the file system's."""
+    """Paths of the files below `folder`, without hidden ones, which the file system makes."""
     return sorted(
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -75,7 +75,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _checksum(path: Path, count: Callable[[int], None] = lambda _: None) -> list[int | str]:
-    """count: called with the length of each block that is read."""
+    """Size and digest of a file. count: called with the length of each block that is read."""
     size, digest = 0, xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while block := file.read(BLOCK):

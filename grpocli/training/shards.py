@@ -69,7 +69,7 @@ def write(
 
 
 def writer(name: str, processes: int) -> int:
-    """The process that has written a file; the main one writes what is no file of `write`."""
+    """The rank that wrote a file; the main process wrote all files that `write` did not."""
     numbered = re.search(r"-(\d{5,})\.safetensors$", name)
     return (int(numbered[1]) - 1) % processes if numbered else 0
 

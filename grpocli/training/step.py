@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def train(trainer: Trainer) -> dict[str, float]:
     """Steps until there have been `train.steps`; returns the evaluation afterwards.
 
-    Raises Stopped, after a checkpoint, where a signal asked for it, or the engine or a service that scores is gone.
+    Raises Stopped, after a checkpoint, where a signal asked for it, or the engine or a scoring service is gone.
     """
     try:
         trainer.before()

@@ -138,10 +138,10 @@ class Trainer:
         for name in ("loss", "grad_norm"):
             value = self.metrics.get(name, 0.0)
             if not math.isfinite(value):
-                raise RunError(f"step {self.state.step + 1}: {name} is {value}; {self._way_out()}")
+                raise RunError(f"step {self.state.step + 1}: {name} is {value}; {self._remedy()}")
 
-    def _way_out(self) -> str:
-        """How to go on after a failed update, without the checkpoint of the weights that it began with."""
+    def _remedy(self) -> str:
+        """What to do after a failed update. From a checkpoint of the weights that it began with it would fail again."""
         change = f"lower optim.lr={self.run.optim.lr}, or set optim.max_grad_norm"
         last = checkpoint.latest(self.recorder.run_dir.checkpoints)
         if last == self._checkpoint_path:
@@ -149,9 +149,9 @@ class Trainer:
         return f"{change}, and go on from the last checkpoint with resume={self.recorder.run_dir.path}"
 
     def _refuse_mismatch(self) -> None:
-        """Stop before a checkpoint where the tokens cannot be those that the engine says it sampled.
+        """Stop before the checkpoint where log-probs show that the engine's tokens or weights are not what it reports.
 
-        Not where a form or older weights make the probabilities differ by right.
+        Skipped for constrained decoding and older weights, whose probabilities differ as they should.
         """
         rollout, error = self.run.rollout, self.metrics.get("token_mult_prob_error", 1.0)
         off_policy = self.metrics.get("staleness/max", 0) > 0 or self.metrics.get("sampling/carried", 0) > 0
@@ -230,7 +230,7 @@ class Trainer:
 
     @property
     def _checkpoint_path(self) -> Path:
-        """Of a checkpoint of the present weights."""
+        """Path of a checkpoint of the current weights."""
         return self.recorder.run_dir.checkpoints / f"step_{self.state.step:06d}"
 
     def _keep(self, write: Callable[[], None]) -> None:
@@ -287,7 +287,7 @@ class Trainer:
     def stopped_by(self, gone: ServiceGone) -> Stopped:
         """Checkpoint the last whole step; the error that ends the run. Collective."""
         self.ahead.end(self.state.step + 1)
-        with suppress(ServiceGone):  # told already
+        with suppress(ServiceGone):  # reported already
             self.ahead.drain(self.state.step + 1)
         self.checkpoint()
         self.saved()

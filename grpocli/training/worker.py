@@ -82,7 +82,7 @@ def work(
 
 
 def close_all(*closes: Callable[[], None]) -> None:
-    """Call each, whatever the others do. Raises the first error, but where one is being handled already."""
+    """Call each, even if others fail. Raises the first error unless another is being handled."""
     handled, errors = sys.exception(), []
     for close in closes:
         try:
@@ -139,7 +139,7 @@ def finish(trainer: Trainer, job: Job, results: dict[str, float]) -> None:
 
     main, recorder, card = trainer.world.is_main, trainer.recorder, ""
     if main:
-        summary = summarised(trainer, recorder, "done", results)
+        summary = summary_content(trainer, recorder, "done", results)
         card = model_card(recorder.run_dir, job.engine.model_path, summary)
     recorder.stage("model")
     dtype = load_config(trainer.run.model, job.engine.model_path).dtype or torch.float32
@@ -156,11 +156,13 @@ def summarise(trainer: Trainer | None, recorder: Recorder, cause: str) -> None:
     from grpocli.tracking.summary import write_summary
 
     if recorder.metrics is not None:
-        write_summary(recorder.run_dir.summary, summarised(trainer, recorder, cause, {}))
+        write_summary(recorder.run_dir.summary, summary_content(trainer, recorder, cause, {}))
 
 
-def summarised(trainer: Trainer | None, recorder: Recorder, cause: str, results: dict[str, float]) -> dict[str, object]:
-    """What summary.json says."""
+def summary_content(
+    trainer: Trainer | None, recorder: Recorder, cause: str, results: dict[str, float]
+) -> dict[str, object]:
+    """The content of summary.json."""
     from grpocli.tracking.sessions import why_incomparable
     from grpocli.tracking.summary import summary_of
 
@@ -251,7 +253,7 @@ def explained(error: Exception, run_dir: RunDir) -> GrpoError:
 
 
 def _disk_trouble(error: BaseException | None) -> OSError | None:
-    """A full disk, or a folder that cannot be written, among the causes of an error that says something else."""
+    """The error of a full disk or an unwritable folder among the causes of another error."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (*FULL, *FORBIDDEN):
             return error

@@ -44,7 +44,7 @@ class World:
                 DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
             ],
         )
-        # it plans anew for each length of a row, which takes it about a second, and packed rows have ever new lengths
+        # cuDNN plans each new length for about a second, and packed rows rarely repeat a length
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.rank: int = self.accelerator.process_index
         self.size: int = self.accelerator.num_processes

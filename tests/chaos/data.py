@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random as random_module
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 from chaos.place import Place
@@ -130,7 +131,7 @@ class Escapes:
         return f"terminal escapes: {self.command}"
 
     def hold(self, place: Place) -> None:
-        evil = "\x1b]0;owned\x07\x1b[2J\x9b31m"
+        evil = "\x1b]0;owned\x07\x1b[2J\x9b31mSEEN"
         if self.command == "train":
             rows = [json.dumps({"prompt": f"{evil}{i}+1=", "answer": f"{evil}2"}) for i in range(ROWS)]
             (place.folder / "data.jsonl").write_text("\n".join(rows) + "\n")
@@ -143,11 +144,23 @@ class Escapes:
             lines = (run / "metrics.jsonl").read_text().splitlines()
             name = json.dumps(f"reward{evil}")
             (run / "metrics.jsonl").write_text("".join(f"{{{name}: 1, {line[1:]}\n" for line in lines))
-            place.run("compare", str(place.finished()), str(run)).check_readable()
-            return
-        path = run / "summary.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"exit": evil}))
-        place.run("rollouts", str(run)).check_readable()
+            ended = place.run("compare", str(place.finished()), str(run))
+        else:
+            for path in (run / "rollouts").glob("*.parquet"):
+                write_texts(path, {"prompt": evil, "completion": evil})
+            ended = place.run("rollouts", str(run))
+        ended.check(0)
+        demand("SEEN" in ended.text, f"it does not print the text{ended.tail}")
+
+
+def write_texts(path: Path, texts: Mapping[str, str]) -> None:
+    """Put a text into every row of columns of a rollout file."""
+    from pyarrow import array, parquet
+
+    table = parquet.read_table(path)
+    for name, text in texts.items():
+        table = table.set_column(table.schema.get_field_index(name), name, array([text] * len(table)))
+    parquet.write_table(table, path)
 
 
 def _training(place: Place) -> list[str]:

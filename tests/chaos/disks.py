@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,24 +11,12 @@ from pathlib import Path
 from random import Random
 
 from chaos.kills import lines
-from chaos.place import SMALL, Place, metrics
+from chaos.place import SMALL, Place, is_root, metrics
 from chaos.trial import Kind, LeftOut, dealt, demand
 
 PROMISE = "one sentence and exit code 1, and the run goes on from its last checkpoint once there is room"
-SIZES_KB = (
-    40,
-    90,
-    200,
-    500,
-    1000,
-    2000,
-    3000,
-    4500,
-    6000,
-    8000,
-    10_000,
-    12_000,
-)  # a run of 4 steps and its checkpoints: 14 MB
+SIZES_KB = (40, 90, 200, 500, 1000, 2000, 3000, 4500, 6000, 8000, 10_000, 12_000)
+"""A run of 4 steps and its checkpoints take 14 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +73,9 @@ class ReadOnly:
 @contextmanager
 def disk(place: Place, size_kb: int) -> Iterator[Path]:
     """A file system in memory of that size. Raises LeftOut where none can be mounted."""
+    is_root()
     folder = place.folder / "disk"
     folder.mkdir()
-    if os.geteuid() != 0:
-        raise LeftOut("needs root")
     size = f"size={size_kb}k"
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)], capture_output=True, text=True)
     if done.returncode != 0:

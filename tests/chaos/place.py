@@ -22,6 +22,9 @@ from typing import Any
 
 from chaos.trial import LeftOut, Lost, demand
 
+from grpocli.rollout.vllm.endpoint import SHM
+from grpocli.rollout.vllm.private_folder import PREFIX, shared_memory_name
+
 TESTS = Path(__file__).parents[1]
 PATIENCE = 240.0  # seconds for a command on a busy machine: one that takes longer hangs
 START = 600.0  # where vLLM must start first
@@ -93,10 +96,12 @@ class Tree:
         return [pid for pid, start in self.seen.items() if start and pid in parents and _started(pid) == start]
 
     def memory(self) -> set[Path]:
-        """What it has in shared memory: weights, and the queues between vLLM's processes."""
-        named = re.compile(rb"/dev/shm/(?:psm_[0-9a-f]+|grpocli-weights-\w+)")
-        texts = [_read(pid, "maps") + _read(pid, "environ") for pid in self.look()]
-        return {Path(os.fsdecode(name)) for text in texts for name in named.findall(text)}
+        """What it has in shared memory: weights, and the queues and semaphores between vLLM's processes."""
+        named = re.compile(rb"/dev/shm/(?:psm_[0-9a-f]+|" + PREFIX.encode() + rb"\w+)")
+        texts = [read(pid, "maps") + read(pid, "environ") for pid in self.look()]
+        found = {Path(os.fsdecode(name)) for text in texts for name in named.findall(text)}
+        names = [shared_memory_name(path) for path in found if path.name.startswith(PREFIX)]
+        return found.union(*(SHM.glob(pattern) for name in names for pattern in (f"{name}_*", f"sem.{name}-*")))
 
     def wait_gone(self) -> None:
         """Raises Lost, and ends what is left, unless all of it ends by itself."""
@@ -320,11 +325,13 @@ def check_equal(run: Path, expected: Path) -> None:
 
 
 def is_root() -> None:
+    """Raise LeftOut for another user."""
     if os.geteuid() != 0:
         raise LeftOut("needs root")
 
 
 def has(module: str) -> None:
+    """Raise LeftOut where a module is not installed."""
     from importlib.util import find_spec
 
     if find_spec(module) is None:
@@ -370,26 +377,27 @@ def _answer(path: str, function: Callable[..., Any], args: Sequence[Any]) -> Non
 def _parents() -> Iterator[tuple[int, int]]:
     for path in os.listdir("/proc"):  # noqa: PTH208  this is done often
         if path.isdigit():
-            fields = _read(int(path), "stat").rpartition(b")")[2].split()
+            fields = read(int(path), "stat").rpartition(b")")[2].split()
             if fields and fields[0] not in (b"Z", b"X"):
                 yield int(path), int(fields[1])
 
 
 def _started(pid: int) -> str:
     """When, so that a number that is given again is not taken for the process that had it; empty if it has ended."""
-    fields = _read(pid, "stat").rpartition(b")")[2].split()
+    fields = read(pid, "stat").rpartition(b")")[2].split()
     return fields[19].decode() if fields and fields[0] not in (b"Z", b"X") else ""
 
 
 def _name(pid: int) -> str:
-    return _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace")[:60].strip() or str(pid)
+    return read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace")[:60].strip() or str(pid)
 
 
-def _read(pid: int, name: str) -> bytes:
+def read(pid: int, name: str) -> bytes:
+    """A file of /proc about a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
-        return b""  # it has ended
+        return b""
 
 
 def _kill(pid: int, number: int) -> None:

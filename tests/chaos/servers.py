@@ -110,8 +110,8 @@ class Broken(Exception):
 
 
 class Proxy:
-    """Passes requests on. spoil: given the number of a request of `path` and the server's answer, gives another, or
-    raises Broken. touched: the number of the first request that was spoilt.
+    """Passes requests on. spoil: given the number of a request to `path` and a function that asks the server, returns
+    the answer, or raises Broken. count: requests to `path` so far.
 
     Of requests for completions only those of a run are counted, not the probes of weights.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -223,3 +224,17 @@ def test_progress_of_checking_is_of_bytes(undisturbed: Path) -> None:
     checksums.check(newest(undisturbed), lambda done, total, unit, detail="": told.append((done, total, unit)))
     size = sum(path.stat().st_size for path in newest(undisturbed).rglob("*") if path.name != "checksums.json") / 1e9
     assert told[-1] == pytest.approx((size, size, "GB"))
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ESTALE])
+def test_a_checkpoint_that_may_be_whole_is_not_set_aside(
+    run: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A permission or a network file system that fails for a moment costs no steps."""
+
+    def check(folder: Path, progress: object) -> None:
+        raise OSError(number, "not now", str(folder / "model.safetensors"))
+
+    monkeypatch.setattr(checksums, "check", check)
+    with pytest.raises(OSError, match="not now"):
+        resume_point(run, fallback=True)

@@ -8,9 +8,11 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
+from grpocli.rewards import deadline as deadlines
 from grpocli.rewards.deadline import deadline, within
 
 
@@ -51,6 +53,21 @@ def test_a_deadline_holds_in_every_thread(run) -> None:
 
 def raises() -> None:
     raise TimeoutError("its own")
+
+
+def test_a_signal_at_the_very_end_leaves_no_timer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timer that stayed would end the process: nobody handles its signal any more."""
+    libc, deleted = deadlines._timers(), []
+
+    def delete(timer: object) -> None:
+        signal.raise_signal(signal.SIGUSR2)
+        deleted.append(libc.timer_delete(timer))
+
+    timers = SimpleNamespace(timer_create=libc.timer_create, timer_settime=libc.timer_settime, timer_delete=delete)
+    monkeypatch.setattr(deadlines, "_timers", lambda: timers)
+    with pytest.raises(TimeoutError, match="too slow"), deadline(0.05, "too slow"):
+        time.sleep(30)
+    assert deleted == [0]
 
 
 CATASTROPHIC = "re.match('(a+)+$', 'a' * 60 + 'b')"

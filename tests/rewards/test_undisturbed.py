@@ -194,11 +194,31 @@ def test_a_forked_process_does_not_train_and_lost_descriptors_end_the_run(tmp_pa
     assert done.stderr == 2 * "grpocli: Mine forked a process that came back from it, and was ended\n"
 
 
-def test_a_thread_that_does_not_end_is_left_behind() -> None:
-    code = (
-        "import sys, threading, time\nfrom grpocli.launch import leaving\nleaving.GRACE = 0.2\n"
-        "threading.Thread(target=time.sleep, args=(600,), name='mine').start()\nleaving.leave_threads(4)\nsys.exit(4)"
-    )
+LEAVING = """import atexit, sys, threading, time
+from concurrent import futures
+from grpocli.launch import leaving
+leaving.GRACE = 0.2
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "name"),
+    [
+        ("threading.Thread(target=time.sleep, args=(600,), name='mine').start()", "mine"),
+        ("futures.ThreadPoolExecutor(1, thread_name_prefix='mine').submit(time.sleep, 600)", "mine_0"),
+    ],
+)
+def test_a_thread_that_does_not_end_is_left_behind(start: str, name: str) -> None:
+    code = f"{LEAVING}{start}\nleaving.leave_threads(4)\nsys.exit(4)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 4
-    assert done.stderr.startswith("grpocli: a thread (mine) that code of yours started in this process did not end")
+    assert done.stderr.startswith(f"grpocli: a thread ({name}) that code of yours started in this process did not end")
+
+
+def test_exit_handlers_run_to_their_end_where_all_threads_have_ended() -> None:
+    code = (
+        f"{LEAVING}atexit.register(lambda: (time.sleep(0.6), print('handled')))\n"
+        "threading.Thread(target=time.sleep, args=(0.05,)).start()\nleaving.leave_threads(4)\nsys.exit(4)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (4, "handled\n", "")

@@ -27,3 +27,13 @@ def test_a_version_with_another_interface_for_weights_is_refused(monkeypatch: py
 def test_a_version_that_we_support_passes(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     monkeypatch.setattr(checks, "_installed", lambda: version)
     checks.check_vllm("vllm")
+
+
+def test_without_a_package_of_grpocli_the_sentence_says_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> list[str]:
+        raise checks.PackageNotFoundError(name)
+
+    monkeypatch.setattr(checks, "requires", requires)
+    monkeypatch.setattr(checks, "entry_points", lambda group: [])
+    with pytest.raises(ConfigError, match=r"vLLM finds its plugins among installed packages; pip install -e \. once"):
+        checks.check_plugin()

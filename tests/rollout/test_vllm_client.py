@@ -410,6 +410,7 @@ def test_an_update_of_weights_is_not_repeated_by_itself(stand_in: StandIn, patie
         lambda: patient.finish_update(1),
         lambda: patient.init_transfer({}),
         lambda: patient.load_adapter("a", Path("/a")),
+        lambda: patient.unload_adapter("a"),
     ]
     troubled.calls.clear()
     for call in calls:

@@ -226,3 +226,21 @@ def test_what_was_meant_as_a_path(path: str, local: bool) -> None:
 def test_columns_without_a_name(tmp_path: Path, cache_folder: Path) -> None:
     (tmp_path / "a.csv").write_text("q,a,,\n1,2,,\n")  # as spreadsheets leave them
     assert load_table(str(tmp_path / "a.csv"), None, "train").columns[:2] == ["q", "a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "repeated"),
+    [
+        (
+            "a.jsonl",
+            "{" + ",".join(f'"k{i}": 1' for i in range(200_000)) + ', "k199999": 2}',
+            "two values for 'k199999'",
+        ),
+        ("a.csv", ",".join([*(f"k{i}" for i in range(9000)), "k8999"]) + "\n", "two columns called 'k8999'"),
+    ],
+)
+def test_a_repeated_name_is_found_among_many(name: str, text: str, repeated: str, tmp_path: Path) -> None:
+    """A search that compared each name with each would take hours."""
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=repeated):
+        load_table(str(tmp_path / name), None, "train")

@@ -1,4 +1,4 @@
-"""vLLM's API server, whose processes all die with the one that has started them: `python -m` this, with its options.
+"""vLLM's API server, each of whose processes dies with its parent: `python -m` this module, with vLLM's options.
 
 vLLM's engine and worker processes rename themselves and watch nobody, so a server that gets SIGKILL would leave them
 behind with the model in memory. A spawned process imports this module as `__mp_main__` before anything of vLLM, and a
@@ -24,7 +24,7 @@ PARENT_VARIABLE = "GRPOCLI_SERVER_PROCESS"
 
 
 def tie() -> None:
-    """Die with the parent, also where it has died before we could ask for that."""
+    """Die with the parent, even if it has died before this call."""
     die_with_parent()
     if os.environ.get(PARENT_VARIABLE) != str(os.getppid()):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -32,7 +32,7 @@ def tie() -> None:
 
 
 def name_shared_memory() -> None:
-    """Python has no public way to choose the names of what vLLM makes."""
+    """Name vLLM's shared memory and semaphores after the server's folder. Python has no public way to do so."""
     name = shared_memory_name(Path(os.environ[FOLDER_VARIABLE]))
     shared_memory._SHM_NAME_PREFIX = f"/{name}_"  # type: ignore[attr-defined]
     process.current_process()._config["semprefix"] = f"/{name}"  # type: ignore[attr-defined]

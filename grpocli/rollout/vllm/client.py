@@ -32,7 +32,7 @@ FIRST = -1  # priority: before every other request that waits
 UNFINISHED = "unfinished"  # the version of weights that are a mixture
 GENERATE = "/inference/v1/generate"  # token ids in, token ids out
 REPEATABLE = (GENERATE, "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version")
-"""What may be asked twice, beside all that only reads: seeds are fixed, so completions are the same ones."""
+"""Requests besides GET that may be retried: seeds are fixed, so completions are the same."""
 FIRST_PAUSE = 0.5  # seconds, at most, before a server that is busy is asked again
 
 
@@ -42,7 +42,7 @@ class Client:
     timeout: seconds for a call in which nothing shows that the server works: it answers no call of this process and
     computes no token for anybody. So a request may queue in a busy server for longer, and a pause may wait for long
     completions; where the server is paused its requests wait too. After `LONGEST` times as long a call is given up.
-    patience: seconds for which a busy server, or one with an internal error, is asked again; 0 takes it at its word.
+    patience: seconds for which a busy server, or one with an internal error, is asked again; 0: no retries.
     run: tells this run's weights from another's at the same server.
     lost: what told that the server is gone, stuck, or replaced by another; None while it answers.
     """
@@ -59,7 +59,7 @@ class Client:
         self._numbered = False  # whether its weights have had one of our versions
         self._look_at = 0.0  # when it is due to be looked at, if a call waits for it
         self._signs = Signs()
-        self._warned = -math.inf  # when somebody was told that it is busy
+        self._warned = -math.inf  # when it was last logged that it is busy
         self._under_way: Counter[str] = Counter()  # requests, by the model they ask for
         self._counting = threading.Lock()
 
@@ -73,9 +73,9 @@ class Client:
         return asyncio.run(self._ask(self.endpoint, method, path, body))
 
     async def _ask(self, endpoint: Endpoint, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        """The answer's JSON, which a busy server may give at the second try or later.
+        """The answer's JSON, with retries while the server is busy.
 
-        Others that it serves meanwhile show that our turn will come.
+        The time for retries begins anew whenever the server answers another request: our turn will come.
         """
         signs, began, tries = self._signs, 0.0, 0
         while True:
@@ -214,9 +214,9 @@ class Client:
         return label
 
     def _post_once(self, path: str, body: dict[str, Any] | None = None) -> None:
-        """For a part of a sync that cannot be repeated by itself.
+        """Post a part of a sync that cannot be retried by itself.
 
-        A busy server may have done it or not. So it is given up as it is: one that is found again gets a new sync.
+        A busy server may have done it or not, so it counts as lost, and gets a whole sync when it is found again.
         """
         try:
             self.post(path, body)
@@ -279,7 +279,7 @@ class Client:
         self._post_once("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
     def unload_adapter(self, name: str) -> None:
-        self.post("/v1/unload_lora_adapter", {"lora_name": name})
+        self._post_once("/v1/unload_lora_adapter", {"lora_name": name})
 
     def world_size(self) -> int:
         with well_formed(self.endpoint, "/get_world_size"):
@@ -302,7 +302,7 @@ class Client:
 
 @contextmanager
 def well_formed(endpoint: Endpoint, path: str) -> Iterator[None]:
-    """Raise EngineError where an answer cannot be read: it is of a proxy, or of a server that is none of ours."""
+    """Raise EngineError for an answer of an unexpected form, from a proxy for example."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:

@@ -227,7 +227,7 @@ def connect(options: Vllm, context: EngineContext) -> VllmEngine:
     """
     job = context.job
     run = hashlib.blake2b(str(job.run_dir.absolute()).encode(), digest_size=4).hexdigest()  # in every process the same
-    patience = 0 if options.base_url is None else options.patience  # our own servers mean what they say
+    patience = 0 if options.base_url is None else options.patience  # errors of our own servers do not pass
     clients = [Client(Endpoint.load(path), options.request_timeout, run, patience) for path in run_files(job.run_dir)]
     fleet = Fleet(clients)
     waiting = Own if options.base_url is None else Given

@@ -31,12 +31,12 @@ class PrivateFolder:
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[PrivateFolder]:
-    """A new one, in shared memory, or in the temporary folder where that is small or missing; gone after the block.
+    """A new folder in shared memory, or in the temporary folder where that is small; removed after the block.
 
-    Those of dead owners are removed first.
+    Folders of dead owners are removed first.
     """
     sweep()
-    folder = _made()
+    folder = _new_folder()
     try:
         yield folder
     finally:
@@ -62,7 +62,7 @@ def shared_memory_name(folder: Path) -> str:
     return folder.name.removeprefix(PREFIX)
 
 
-def _made() -> PrivateFolder:
+def _new_folder() -> PrivateFolder:
     in_memory = SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free >= ROOM
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHM if in_memory else None))

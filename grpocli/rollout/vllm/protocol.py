@@ -106,7 +106,7 @@ class Server(Protocol):
 
 
 class Refused(EngineError):
-    """The server answered, with an error. answer: what it said."""
+    """The server answered with an error. answer: the response."""
 
     def __init__(self, url: str, path: str, answer: httpx.Response, message: str) -> None:
         super().__init__(f"the vLLM server at {url} refused {path} ({answer.status_code}): {message}")
@@ -118,4 +118,4 @@ class ServerGone(EngineError):
 
 
 class KeepsRefusing(ServerGone):
-    """The server is there, and has been too busy or in trouble for longer than anybody wants to wait."""
+    """The server answers, and has been busy or failing for longer than `engine.patience`."""

@@ -11,7 +11,7 @@ from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import ConfigError, EngineError
 
 ROUNDING = 1e-3
-"""By so much a log-prob may be above 0."""
+"""How far above 0 rounding may take a log-prob."""
 COLDEST, HOTTEST = 0.01, 2.0
 """vLLM raises a temperature between 0 and the first, and refuses one above the second."""
 
@@ -111,7 +111,7 @@ def _completion(choice: dict[str, Any], greedy: bool, version: int) -> Completio
 
 
 def _problem(choice: dict[str, Any], max_tokens: int, vocabulary: int | None) -> str:
-    """What is wrong with a choice, whoever made it; empty where nothing is."""
+    """What is wrong with a choice; empty where nothing is."""
     try:
         ids, reason = choice["token_ids"], choice["finish_reason"]
         logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 POLL = 0.2  # seconds between looks at a starting server
-LONGEST_SOCKETS = 107 - 37  # of the path of a folder: the kernel's limit for a socket, less what vLLM calls it
+LONGEST_SOCKETS = 107 - 37  # of a folder's path: the kernel's limit for a socket, less vLLM's file name
 LAUNCHER = (
     "RANK",
     "LOCAL_RANK",

@@ -103,9 +103,9 @@ def init_infos(servers: Sequence[Server], info: dict[str, Any]) -> list[dict[str
 
 
 def packing(bucket: int) -> dict[str, Any]:
-    """How trainer and servers pack tensors, `bucket` bytes at a time. Both must be told the same.
+    """How trainer and servers pack tensors, `bucket` bytes at a time. Both need the same values.
 
-    One buffer: of several, vLLM's loader may still read one that is being filled again.
+    One buffer: with several, vLLM's loader may still read one that is being refilled.
     """
     return {"packed": True, "packed_buffer_size_bytes": bucket, "packed_num_buffers": 1}
 
@@ -135,7 +135,7 @@ class NcclTransport:
         try:
             in_thread(DEADLINE, "the weights to be broadcast (sync=nccl)", self._transfer, self.client.check)
         except EngineError:
-            self.close()  # aborts the broadcast: it would keep the GPU waiting, and whoever frees memory on it
+            self.close()  # aborts the broadcast, which would block the GPU and whatever frees memory on it
             raise
         return self.weights.bytes()
 
