@@ -11,6 +11,8 @@ from grpocli.config.parts import Escaped, one_of, part, require, section
 from grpocli.data import Sampling
 from grpocli.errors import ConfigError
 
+MOST_COMPLETIONS = 10_000_000
+
 
 @section("train")
 class Train:
@@ -81,6 +83,8 @@ class Rollouts:
     def __post_init__(self) -> None:
         require(self, "prompts_per_step", self.prompts_per_step >= 1, "must be at least 1")
         require(self, "group_size", self.group_size >= 2, "a group is compared with itself: it needs at least 2")
+        problem = f"a step of more than {MOST_COMPLETIONS:,} completions fits in no memory"
+        require(self, "prompts_per_step", self.prompts_per_step * self.group_size <= MOST_COMPLETIONS, problem)
         require(self, "max_prompt_tokens", self.max_prompt_tokens >= 1, "must be at least 1")
         require(self, "max_completion_tokens", self.max_completion_tokens >= 1, "must be at least 1")
         one_of(self, "long_prompts", ("drop", "truncate"))

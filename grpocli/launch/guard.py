@@ -12,6 +12,7 @@ standard library alone, so it starts in some 20 ms.
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -78,15 +79,15 @@ def guarded(
     log: Path | None = None,
     cwd: Path | None = None,
     grace: float = 10.0,
-    remove: Sequence[Path] = (),
+    remove: Sequence[Path | str] = (),
     hold: Sequence[int] = (),
 ) -> Iterator[Guarded]:
     """Run `command` so that it cannot outlive this process; leaving the block stops it.
 
     name: what it is called in the process list. env: its whole environment (None: ours). log: where its output is
     appended (None: ours). grace: seconds between TERM and KILL. remove: files and folders deleted when it has
-    ended, even if we did not live to see that. hold: descriptors of locks that the guard keeps open and the
-    command does not inherit. Raises FileNotFoundError if the program does not exist.
+    ended, even if we did not live to see that; a text is a pattern of paths. hold: descriptors of locks that the guard
+    keeps open and the command does not inherit. Raises FileNotFoundError if the program does not exist.
     """
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(f"there is no program {command[0]}")
@@ -113,14 +114,14 @@ def _start(
     log: Path | None,
     cwd: Path | None,
     grace: float,
-    remove: Sequence[Path],
+    remove: Sequence[Path | str],
     hold: Sequence[int],
 ) -> subprocess.Popen[bytes]:
     orders = {
         "parent": os.getpid(),
         "line": line,
         "grace": grace,
-        "remove": [str(path.absolute()) for path in remove],
+        "remove": [glob.escape(str(one.absolute())) if isinstance(one, Path) else one for one in remove],
         "hold": list(hold),
     }
     arguments = [sys.executable, "-I", "-S", str(GUARD), name, json.dumps(orders), *command]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import json
 import os
 import select
@@ -73,8 +74,9 @@ class Guard:
             self.watch()
             self.reap()
         self.end_leftovers()
-        for path in self.remove:
-            delete(Path(path))
+        for pattern in self.remove:
+            for path in glob.glob(pattern):  # noqa: PTH207 - a pattern of a whole path
+                delete(Path(path))
         return os.waitstatus_to_exitcode(self.status)
 
     def watch(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -9,25 +10,30 @@ import time
 
 GRACE = 5.0
 """Seconds that threads have to end after the main thread."""
+EXIT_GRACE = 120.0
+"""Seconds more for exit handlers, which may be sending the last metrics to a dashboard."""
 
 
 def leave_threads(code: int) -> None:
-    """Call this right before the process ends: Python then waits at most GRACE seconds for other threads.
+    """Call this right before the process ends, with its exit code.
 
-    After that the process ends with exit code `code`, without running exit handlers.
+    Python then waits at most GRACE seconds for other threads, and EXIT_GRACE more for exit handlers.
     """
-    if _awaited():
-        threading.Thread(target=_leave, args=(code,), name="leaving", daemon=True).start()
+    threading.Thread(target=_leave, args=(code,), name="leaving", daemon=True).start()
 
 
 def _leave(code: int) -> None:
     time.sleep(GRACE)  # not after a join of the main thread: Python waits for executors before it ends that one
-    names = ", ".join(thread.name for thread in _awaited())
-    if not names:  # exit handlers are running
-        return
-    problem = "started in this process did not end, and was left behind; make it a daemon, or join it"
-    print(f"grpocli: a thread ({names}) that code of yours {problem}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
+    if names := ", ".join(thread.name for thread in _awaited()):
+        problem = f"a thread ({names}) that code of yours started in this process did not end, and was left behind"
+        remedy = "make it a daemon, or join it"
+    else:
+        time.sleep(EXIT_GRACE)
+        problem = f"an exit handler did not end within {GRACE + EXIT_GRACE:g} s, and was left behind"
+        remedy = "look for atexit.register in code of yours"
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # of streams that code of the user's has closed
+        print(f"grpocli: {problem}; {remedy}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
     os._exit(code)
 
 

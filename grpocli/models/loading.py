@@ -120,10 +120,8 @@ def _options(part: Any, path: str) -> dict[str, Any]:
 @contextmanager
 def _explained(path: str, what: str) -> Iterator[None]:
     """What transformers and the hub raise, as one sentence: the first line of theirs, and the key."""
-    from safetensors import SafetensorError
-
     try:
         yield
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+    except Exception as error:
         cause = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigError.of("model.path", path, f"cannot load the {what}: {cause.rstrip('.')}") from error

@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 GRACE = 30.0
 """Seconds after a deadline in which a call has to be interrupted, or the process ends."""
+FOREVER = 1e9
+"""Seconds that no timer takes for too many: thirty years."""
 AGAIN = 0.1
 """Seconds between two attempts to interrupt a call, which may catch even `_Late`."""
 SIGEV_THREAD_ID = 4
@@ -44,6 +46,7 @@ def within(seconds: float, what: str, call: Callable[[], T], remedy: str = "") -
     looks for signals, ends the process GRACE seconds later, with a sentence that ends in `remedy`; in the main thread,
     where that is rare, only if there is one.
     """
+    seconds = min(seconds, FOREVER)
     main = threading.current_thread() is threading.main_thread()
     with _ended_after(seconds + GRACE, what, remedy) if remedy or not main else nullcontext():
         if main:
@@ -75,6 +78,7 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
         yield
         return
     over = False
+    seconds = min(seconds, FOREVER)
     end = time.monotonic() + seconds
 
     def give_up(number: int, frame: FrameType | None) -> None:

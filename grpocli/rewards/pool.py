@@ -225,7 +225,7 @@ class Pool:
         elif worker.process.returncode in OUTSIDE:
             batch.results[worker.item] = Failure("its worker process was killed twice")
         else:
-            self._overrun(worker, batch, Overrun("its worker process died"))
+            self._overrun(worker, batch, Overrun("its worker process died", late=False))
 
     def _overrun(self, worker: Worker, batch: Batch, overrun: Overrun) -> None:
         """Note the overrun of a worker's item; one of the whole timeout also for later calls."""

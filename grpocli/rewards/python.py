@@ -104,9 +104,10 @@ class PythonReward(BaseReward):
 
         given = json.loads(json.dumps(arguments(samples), default=str))
         (result,) = self._pool.map([[self.function, self.key, seed_for(samples), given]])
-        late = isinstance(result, Overrun) and "longer" in result.reason
+        if isinstance(result, Overrun) and result.late:
+            return Failure(f"{result.reason} ({self.config_key}.timeout)")
         if isinstance(result, Failure):
-            return Failure(f"{result.reason} ({self.config_key}.timeout)") if late else result
+            return result
         return _scores(result, len(samples))
 
     @cached_property

@@ -52,7 +52,9 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Overrun(Failure):
-    """An item that its worker process did not finish before the deadline, or crashed on."""
+    """An item that its worker process did not finish before the deadline, or (late is False) crashed on."""
+
+    late: bool = True
 
 
 @dataclass(frozen=True, slots=True)

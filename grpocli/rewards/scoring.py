@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import EllipsisType
 
 from grpocli.data import Rollout, Text
@@ -153,8 +154,9 @@ def call(reward: BaseReward, samples: Sequence[Sample]) -> list[Score]:
     try:
         if reward.has_processes:
             return [as_score(score) for score in reward(samples)]
+        own = [independent(sample) for sample in samples]
         with undisturbed(reward.label, samples):
-            return [as_score(score) for score in reward(samples)]
+            return [as_score(score) for score in reward(own)]
     except (Damage, PoolClosed):
         raise
     except (Exception, SystemExit) as error:
@@ -177,6 +179,18 @@ def sample_of(rollout: Rollout, max_tokens: int) -> Sample:
         max_tokens=max_tokens,
         truncated=done.truncated,
         episode=done.episode,
+    )
+
+
+def independent(sample: Sample) -> Sample:
+    """A copy that a reward may change: the record, and the rewards after it, have the original."""
+    return replace(
+        sample,
+        prompt=copy.deepcopy(sample.prompt),
+        completion=copy.deepcopy(sample.completion),
+        columns=copy.deepcopy(sample.columns),
+        token_ids=list(sample.token_ids),
+        episode=copy.deepcopy(sample.episode),
     )
 
 

@@ -68,6 +68,8 @@ def check_path(path: str, key: str) -> None:
 
 def files_at(path: Path, split: str, key: str) -> tuple[str, list[Path]]:
     """What the datasets library calls their kind, and the files of a folder, or the one that `path` is."""
+    if not path.is_file() and not path.is_dir():
+        raise ConfigError.of(key, path, "is neither a file nor a folder")
     files = [path] if path.is_file() else _files_of(path, split, key)
     kinds = {READERS.get(file.suffix) for file in files}
     if len(kinds) != 1 or None in kinds:
@@ -291,11 +293,34 @@ def _datasets_table(kind: str, files: Sequence[Path], key: str) -> Table:
     try:
         if all(file.stat().st_size == 0 for file in files):
             return Table([], [])
-        table = load_dataset(kind, data_files=[str(f) for f in files], split="train")
+        table = load_dataset(kind, data_files=[str(f) for f in files], split="train", **reading(kind, files))
         table.data.validate(full=True)  # a .parquet may have text that is not UTF-8
     except (DatasetGenerationError, ValueError) as error:
         raise unreadable(key, files[0], error.__cause__ or error) from error
     return Table(list(table.column_names), table)
+
+
+def reading(kind: str, files: Sequence[Path]) -> dict[str, Any]:
+    """Options for the datasets library's reader.
+
+    A .csv has no types: its cells are texts, and empty ones None. A guess would turn the answer 007 into 7, 1.50 into
+    1.5, NA into nothing, and the last digits of large numbers into others.
+    """
+    if kind != "csv":
+        return {}
+    from datasets import Features, Value
+
+    names = [name or f"Unnamed: {i}" for i, name in enumerate(_header(files[0]))]  # as pandas calls them
+    return {
+        "features": Features({name: Value("string") for name in names}),
+        "keep_default_na": False,
+        "na_values": [""],
+    }
+
+
+def _header(file: Path) -> list[str]:
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        return next(csv.reader(lines), [])
 
 
 def quiet_datasets() -> None:

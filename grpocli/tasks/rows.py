@@ -19,6 +19,7 @@ from grpocli.tasks.loading import (
     from_hub,
     json_row,
     quiet_datasets,
+    reading,
     unreadable,
 )
 
@@ -46,11 +47,12 @@ def open_rows(path: str, name: str | None, split: str, key: str) -> Rows:
     from datasets import load_dataset
 
     quiet_datasets()
-    full = [str(file) for file in files if file.stat().st_size]
+    full = [file for file in files if file.stat().st_size]
     with _readable(path, key):
-        return DatasetRows(
-            load_dataset(kind, data_files=full, split="train", streaming=True) if full else None, path, key
-        )
+        if not full:
+            return DatasetRows(None, path, key)
+        names, options = [str(file) for file in full], reading(kind, full)
+        return DatasetRows(load_dataset(kind, data_files=names, split="train", streaming=True, **options), path, key)
 
 
 def load_streamed(path: str, name: str | None, split: str, key: str) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from grpocli.data import Text
@@ -19,6 +20,9 @@ ROLES = ("system", "user", "assistant", "tool", "developer")
 def text_of(example: Example, where: str) -> Text:
     """An example's prompt. Raises ConfigError, saying `where`, if it is none or its loss_multiplier is no number."""
     multiplier = example.get("loss_multiplier", 1.0)
+    if isinstance(multiplier, str):  # of a .csv
+        with suppress(ValueError):
+            multiplier = float(multiplier)
     if not isinstance(multiplier, int | float) or not 0 <= multiplier < math.inf:
         raise ConfigError(f"task: {where} has the loss_multiplier {multiplier!r}; it must be a number of 0 or more")
     prompt = example["prompt"]

@@ -62,6 +62,7 @@ def check(folder: Path, progress: Progress = unreported) -> None:
         found = pool.map(lambda name: _checksum(folder / name, count), names)
         for name, checksum in zip(names, found, strict=True):
             if checksum != expected[name]:
+                pool.shutdown(wait=False, cancel_futures=True)  # the others need not be read
                 raise ValueError(f"{name} is not what was written")
 
 

@@ -34,6 +34,7 @@ BAD = [
     ("optim.lr=inf", "optim.lr=inf: must be a finite number"),
     ("optim.lr=-1", "optim.lr=-1.0: must be a finite number of 0 or more"),
     ("rollout.group_size=1", "rollout.group_size=1: a group is compared with itself: it needs at least 2"),
+    ("rollout.group_size=99999999999", "rollout.prompts_per_step=32: a step of more than 10,000,000 completions fits"),
     ("rollout.temperature=0", "rollout.temperature=0.0: must be above 0"),
     ("rollout.repetition_penalty=0", "rollout.repetition_penalty=0.0: must be above 0 and finite"),
     ("rollout.repetition_penalty=inf", "rollout.repetition_penalty=inf: must be above 0 and finite"),

@@ -64,13 +64,16 @@ def test_leaving_the_block_ends_the_tree_and_deletes(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "a").write_text("x")
     file.write_text("x")
-    with guarded(family(tmp_path), name="test", remove=[folder, file, tmp_path / "missing"]) as process:
+    (tmp_path / "piece_1").touch()
+    unwanted = [folder, file, tmp_path / "missing", f"{tmp_path}/piece_*"]
+    with guarded(family(tmp_path), name="test", remove=unwanted) as process:
         started = pids(tmp_path)
         assert all(alive(pid) for pid in started)
         assert process.poll() is None
     assert wait_gone(started, 5) == []
     assert not folder.exists()
     assert not file.exists()
+    assert not (tmp_path / "piece_1").exists()
 
 
 def test_kills_what_ignores_term(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,8 +68,11 @@ def test_a_file_is_no_model(folder: Path) -> None:
         HuggingFace(path=str(folder / "config.json")).prepare()
 
 
-def test_a_broken_config_is_one_sentence(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
+@pytest.mark.parametrize("broken", ["{", "null", {"hidden_size": "x"}, {"num_attention_heads": 0}])
+def test_a_broken_config_is_one_sentence(folder: Path, broken: str | dict[str, Any]) -> None:
+    if isinstance(broken, dict):
+        broken = json.dumps(json.loads((folder / "config.json").read_text()) | broken)
+    (folder / "config.json").write_text(broken)
     part = HuggingFace(path=str(folder))
     with pytest.raises(ConfigError, match=r"model\.path=.*cannot load the model") as caught:
         load_model(part, part.prepare())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             Jsonl(path=str(tmp_path / name)).examples("train")
     with pytest.raises(ConfigError, match="there is no such file or folder"):
         Jsonl(path=str(tmp_path / "missing.jsonl")).examples("train")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ConfigError, match=r"pipe\.jsonl: is neither a file nor a folder"):
+        Jsonl(path=str(tmp_path / "pipe.jsonl")).examples("train")
 
 
 def test_a_name_the_hub_does_not_give(cache_folder: Path) -> None:

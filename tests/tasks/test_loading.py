@@ -34,7 +34,15 @@ def test_csv_and_parquet(tmp_path: Path, cache_folder: Path) -> None:
     parquet.write_table(pa.table({"q": ["a", "b"], "n": [1, 2]}), tmp_path / "a.parquet")
     (tmp_path / "a.csv").write_text('q,n\n"a, or b",1\nb,2\n')
     assert load_table(str(tmp_path / "a.parquet"), None, "train").rows[1] == {"q": "b", "n": 2}
-    assert load_table(str(tmp_path / "a.csv"), None, "train").rows[0] == {"q": "a, or b", "n": 1}
+    assert load_table(str(tmp_path / "a.csv"), None, "train").rows[0] == {"q": "a, or b", "n": "1"}
+
+
+def test_cells_of_a_csv_are_the_texts_that_they_are(tmp_path: Path, cache_folder: Path) -> None:
+    answers = ["007", "1.50", "12345678901234567890123", "NA", "None", "null", "1e3", "True", ""]
+    (tmp_path / "a.csv").write_text("q,a\n" + "".join(f"b,{answer}\n" for answer in answers))
+    for load in (load_table, load_streamed):
+        rows = load(str(tmp_path / "a.csv"), None, "train", "task.path").rows
+        assert [row["a"] for row in rows] == [*answers[:-1], None]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +92,7 @@ def test_columns_that_are_not_separated_by_commas(tmp_path: Path, separator: str
     with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
         load_table(str(file), None, "train")
     subprocess.run([sys.executable, *shlex.split(str(caught.value).partition("python ")[2])], cwd=tmp_path, check=True)
-    assert list(load_table(str(tmp_path / "commas.csv"), None, "train").rows) == [{"prompt": "1, or 2", "answer": 3}]
+    assert list(load_table(str(tmp_path / "commas.csv"), None, "train").rows) == [{"prompt": "1, or 2", "answer": "3"}]
     file.write_text('"one; column"\n1\n')
     assert load_table(str(file), None, "train").columns == ["one; column"]
 

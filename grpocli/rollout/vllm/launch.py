@@ -15,10 +15,10 @@ from grpocli.errors import GrpoError
 from grpocli.launch.guard import guarded
 from grpocli.progress import unreported
 from grpocli.rollout.vllm.checks import check_room
-from grpocli.rollout.vllm.endpoint import Endpoint, run_file
+from grpocli.rollout.vllm.endpoint import SHM, Endpoint, run_file
 from grpocli.rollout.vllm.given import given_servers
 from grpocli.rollout.vllm.nodes import servers_elsewhere
-from grpocli.rollout.vllm.private_folder import private_folder
+from grpocli.rollout.vllm.private_folder import private_folder, shared_memory_patterns
 from grpocli.rollout.vllm.protocol import PROBE_ROOM
 from grpocli.rollout.vllm.server import LOOPBACK, Spec, free_port, serving
 from grpocli.rollout.vllm.watch import Watched
@@ -93,10 +93,10 @@ def _kept_folder() -> Iterator[Path]:
     """A folder for weights that outlives any one server, and not us: where we cannot remove it, a guard does."""
     # it ignores TERM, so that its guard waits before it removes what the others may still be writing to
     command = ["sh", "-c", "trap '' TERM; exec sleep 2147483647"]
-    with (
-        private_folder() as folder,
-        guarded(command, name="weights", remove=[folder.path], hold=[folder.lock], grace=OUTLIVE) as keeper,
-    ):
+    with private_folder() as folder, contextlib.ExitStack() as stack:
+        pieces = [f"{SHM}/{pattern}" for pattern in shared_memory_patterns(folder.path)]
+        remove: list[Path | str] = [*pieces, folder.path]
+        keeper = stack.enter_context(guarded(command, name="weights", remove=remove, hold=[folder.lock], grace=OUTLIVE))
         try:
             yield folder.path
         finally:

@@ -62,6 +62,12 @@ def shared_memory_name(folder: Path) -> str:
     return folder.name.removeprefix(PREFIX)
 
 
+def shared_memory_patterns(folder: Path) -> list[str]:
+    """Of the files in SHM that belong to a server's folder."""
+    name = shared_memory_name(folder)
+    return [f"{name}_*", f"sem.{name}-*"]
+
+
 def _new_folder() -> PrivateFolder:
     in_memory = SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free >= ROOM
     while True:
@@ -75,7 +81,7 @@ def _new_folder() -> PrivateFolder:
 
 
 def _remove(folder: Path) -> None:
-    name = shared_memory_name(folder)
-    for piece in [*SHM.glob(f"{name}_*"), *SHM.glob(f"sem.{name}-*")]:
-        piece.unlink(missing_ok=True)
+    for pattern in shared_memory_patterns(folder):
+        for piece in SHM.glob(pattern):
+            piece.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import torch
-
 from grpocli.errors import EngineError
 from grpocli.rollout.vllm.protocol import PROBE_TOKENS
 from grpocli.rollout.vllm.transport import each
@@ -47,7 +45,8 @@ class Probe:
     def __init__(self, context: EngineContext) -> None:
         self.policy, sync = context.policy, context.sync
         self.token_ids = sequence(int(self.policy.model.config.get_text_config().vocab_size))
-        usual = tolerance(context.job, gpu=torch.cuda.is_available())
+        trains_on_gpu = next(self.policy.model.parameters()).device.type == "cuda"
+        usual = tolerance(context.job, gpu=trains_on_gpu or bool(context.job.gpus))
         self.tolerance = usual if sync.tolerance is None else sync.tolerance
         self._every, self._since = sync.verify_every, 0
 
