@@ -150,7 +150,7 @@ class Pool:
         batch = Batch(keys, [self._overruns.get(key) for key in keys])
         while any(result is None for result in batch.results):
             if self._closed:
-                raise PoolClosed(f"{self.function} was ended while it scored")
+                raise self._ended()
             self._fill(min(self.size, len(items)))
             for worker in self._workers:
                 if worker.ready and worker.item is None and batch.waiting:
@@ -209,10 +209,15 @@ class Pool:
         batch.results[worker.item] = Failure(answer[1]) if answer[0] is None else answer[0]
         worker.item = None
 
+    def _ended(self) -> PoolClosed:
+        return PoolClosed(f"{self.function} was ended while it scored")
+
     def _lose(self, worker: Worker, reason: str) -> None:
-        """End a worker. Raises RunError if it has not started."""
+        """End a worker. Raises RunError if it has not started, PoolClosed if another thread has ended it."""
         worker.kill()
         self._workers.remove(worker)
+        if self._closed:
+            raise self._ended()
         if worker.item is None:
             raise RunError(f"a worker process for {self.function} did not start: {reason}")
 

@@ -6,12 +6,13 @@ import logging
 import os
 import random
 import signal
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import numpy as np
 import torch
@@ -127,6 +128,10 @@ def _determinism() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
+def _print_to(before: tuple[TextIO, TextIO]) -> None:
+    sys.stdout, sys.stderr = before
+
+
 DEVICES = ("cpu", "cuda")
 TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
@@ -141,6 +146,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         _determinism,
         lambda before: torch.use_deterministic_algorithms(before[0], warn_only=before[1]),
     ),
+    "sys.stdout or sys.stderr": (lambda: (sys.stdout, sys.stderr), _print_to),
     "the working directory": (_folder, os.chdir),
     "alarms": (_alarms, _stop_alarms),  # before its handler, without which it would end the run
     "handlers of signals": (_handlers, _handle),
