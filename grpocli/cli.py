@@ -7,11 +7,13 @@ import os
 import signal
 import sys
 from collections.abc import MutableMapping
+from pathlib import Path
 
 from grpocli import __version__
 from grpocli.errors import GrpoError
 from grpocli.launch.leaving import leave_threads
 from grpocli.launch.malloc import large_pages
+from grpocli.masking import masked
 from grpocli.user_frames import from_user_code, raised
 
 COMMANDS = {
@@ -53,6 +55,9 @@ def main(argv: list[str] | None = None) -> None:
     args = sys.argv[1:] if argv is None else argv
     wait_briefly(os.environ)
     large_pages()
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed by whoever has started us
+            setattr(sys, stream, Path(os.devnull).open("w"))  # noqa: SIM115 - for as long as we live
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # until training handles it: clean up and go
     try:
         code = run(args)
@@ -63,6 +68,8 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone; say nothing at exit
         code = 1
+    except OSError as error:
+        code = _report(f"{error.filename or 'input and output'}: {error.strerror or error}", 1)
     except Exception as error:
         if not from_user_code(error):
             raise  # a bug of ours, with its traceback
@@ -128,5 +135,5 @@ def _report(message: str, code: int, traced: bool = False) -> int:
         traceback.print_exc()
     from grpocli.tracking.text import clean
 
-    print(f"grpocli: {'stopped' if code == 3 else 'error'}: {clean(message)}", file=sys.stderr)
+    print(f"grpocli: {'stopped' if code == 3 else 'error'}: {clean(masked(message))}", file=sys.stderr)
     return code

@@ -1,9 +1,9 @@
-"""Retries of HTTP requests: which answers are worth one, and how long to wait before it."""
+"""HTTP to servers that may fail or lie: which answers are worth a retry, how long to wait, how much to read."""
 
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import httpx
@@ -13,6 +13,24 @@ BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
 LONGEST_PAUSE = 30.0
 
 _jitter = random.Random()
+
+
+class TooLong(Exception):
+    """An answer of more bytes than it may have."""
+
+
+async def bounded(http: httpx.AsyncClient, method: str, url: str, limit: int, **more: Any) -> httpx.Response:
+    """The whole response. Raises TooLong where it has more than `limit` bytes, unpacked, without reading the rest."""
+    import httpx
+
+    async with http.stream(method, url, **more) as response:
+        content = bytearray()
+        async for piece in response.aiter_bytes():
+            content += piece
+            if len(content) > limit:
+                raise TooLong(f"its answer is longer than {limit:,} bytes")
+    headers = [(name, value) for name, value in response.headers.items() if name.lower() != "content-encoding"]
+    return httpx.Response(response.status_code, headers=headers, content=bytes(content), request=response.request)
 
 
 def pause(tries: int, first: float, answer: httpx.Response | None = None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
+
+from grpocli.masking import mask
 
 OVERRIDES = "overrides"
 """The key with the command line, which is kept as it was typed."""
@@ -75,10 +78,20 @@ def _reads() -> Iterator[list[str]]:
 
     def env(name: str, *default: Any) -> Any:
         names.append(name)
-        return oc.env(name, *default)
+        return _env(name, *default)
 
     OmegaConf.register_new_resolver("oc.env", env, replace=True)
     try:
         yield names
     finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+        OmegaConf.register_new_resolver("oc.env", _env, replace=True)
+
+
+def _env(name: str, *default: Any) -> Any:
+    """OmegaConf's own resolver. What it has read is masked from then on."""
+    if name in os.environ:
+        mask(os.environ[name], f"${{oc.env:{name}}}")
+    return oc.env(name, *default)
+
+
+OmegaConf.register_new_resolver("oc.env", _env, replace=True)

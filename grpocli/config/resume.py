@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpocli.config import yaml_text
@@ -51,13 +52,14 @@ class Resume:
 
     def overrides(self, given: list[str]) -> list[str]:
         """The overrides that compose the run again, in its own folder."""
+        folder = QuotedString(str(self.folder), Quote.single).with_quotes()
         hydra = [o for o in given if o.startswith("hydra.") and not o.startswith("hydra.run.dir=")]
         return [
             *self._saved(),
             *self.given,
             *hydra,
-            f"resume='{self.folder}'",
-            f"hydra.run.dir='{self.folder}'",
+            f"resume={folder}",
+            f"hydra.run.dir={folder}",
             "hydra.output_subdir=null",
         ]
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
+import os
 import re
 import symtable
 import sys
+import threading
 import tokenize
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,10 @@ from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError
 from grpocli.user_frames import raised
 
+logger = logging.getLogger(__name__)
+
+SLOW = 10.0
+"""Seconds of an import after which it is named: without a word, one that hangs could not be told from anything else."""
 HIDDEN = re.compile(r"import \*|__getattr__|global|exec\(|setattr\(")
 """In the source of a module that may define names in a way that cannot be seen without running it."""
 
@@ -126,7 +134,10 @@ def _no_name(function: str, place: str, name: str, names: Iterable[str], key: st
 
 def _module(name: str) -> Any:
     _reachable(Path.cwd())
-    return importlib.import_module(name)
+    if name in sys.modules:
+        return sys.modules[name]
+    with _importing(name):
+        return importlib.import_module(name)
 
 
 def _reachable(folder: Path) -> None:
@@ -147,8 +158,60 @@ def _file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickling look a module up by its name
     try:
-        spec.loader.exec_module(module)
+        with _importing(str(path)):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]  # the next one who asks gets the error again, not half a module
         raise
     return module
+
+
+@contextmanager
+def _importing(place: str) -> Iterator[None]:
+    slow = threading.Timer(SLOW, logger.warning, (f"importing {place} takes more than {SLOW:g} s",))
+    slow.daemon = True
+    slow.start()
+    try:
+        with staying(f"importing {place}"):
+            yield
+    finally:
+        slow.cancel()
+
+
+LEAVE = ("_exit", "execv", "execve")
+"""Functions of `os` after which this process runs no code of ours; those of `os.exec*` end in the last two."""
+
+
+@contextmanager
+def staying(name: str) -> Iterator[None]:
+    """While code of the user's called `name` runs, it cannot end this process without a word, nor come back twice.
+
+    `os._exit` and `os.exec*` raise SystemExit; processes that the code forks may use them, and have to: one that came
+    back from the code would be a second trainer in the same folder, and is ended.
+    """
+    process = os.getpid()
+    before = {function: getattr(os, function) for function in LEAVE}
+
+    def refusing(function: str) -> Callable[..., Any]:
+        def refuse(*arguments: Any) -> None:
+            if os.getpid() != process:
+                before[function](*arguments)
+            shown = ", ".join(map(repr, arguments))
+            raise SystemExit(f"os.{function}({shown}), which would have ended the run without a word")
+
+        return refuse
+
+    for function in LEAVE:
+        setattr(os, function, refusing(function))
+    try:
+        yield
+    except SystemExit as error:
+        if os.getpid() != process:
+            before["_exit"](error.code if isinstance(error.code, int) else error.code is not None)
+        raise
+    finally:
+        if os.getpid() != process:
+            os.write(2, f"grpocli: {name} forked a process that came back from it, and was ended\n".encode())
+            before["_exit"](70)
+        for function, original in before.items():
+            setattr(os, function, original)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from grpocli.errors import ConfigError
-from grpocli.retries import BUSY, pause
+from grpocli.retries import BUSY, TooLong, bounded, pause
 from grpocli.rewards.reward import Failure, Sample, Score, Unreachable
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONNECT = 10.0
+LARGEST_ANSWER = 4_000_000
+"""Bytes."""
 
 
 class Asking:
@@ -90,7 +92,10 @@ async def _one(judge: Judge, http: httpx.AsyncClient, sample: Sample) -> Score:
             await asyncio.sleep(pause(tries, judge.backoff, answered))
         try:
             async with asyncio.timeout(judge.timeout):  # also of an answer that comes drop by drop
-                response = await http.post(f"{judge.base_url.rstrip('/')}/chat/completions", content=content)
+                url = f"{judge.base_url.rstrip('/')}/chat/completions"
+                response = await bounded(http, "POST", url, LARGEST_ANSWER, content=content)
+        except TooLong as error:
+            return Failure(f"the judge gave no score: {error}")
         except (httpx.HTTPError, TimeoutError) as error:
             problem, answered = f"no judgement: {str(error) or type(error).__name__}", None
             continue

@@ -12,11 +12,12 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 import torch
 
+from grpocli.config.user_code import staying
 from grpocli.errors import RunError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def undisturbed(name: str, samples: Sequence[Sample]) -> Iterator[None]:
     Its random numbers depend on the samples alone, so that a resumed run repeats them, and everybody else's on nothing
     that it draws.
     """
-    with _settings(name), _random(seed_for(samples)), _descriptors(name), _no_exit(name):
+    with _settings(name), _random(seed_for(samples)), _descriptors(name), staying(name):
         yield
 
 
@@ -213,30 +214,3 @@ def _random(seed: int) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(arrays)
-
-
-@contextmanager
-def _no_exit(name: str) -> Iterator[None]:
-    """Refuse `os._exit`, which would end the run without a message, except in processes that the reward forks.
-
-    A forked process that returns is ended: it would be a second trainer in the same folder.
-    """
-    leave, process = os._exit, os.getpid()
-
-    def refuse(status: int) -> NoReturn:
-        if os.getpid() != process:
-            leave(status)
-        raise SystemExit(f"os._exit({status}), which would have ended the run without a word")
-
-    os._exit = refuse
-    try:
-        yield
-    except SystemExit as error:
-        if os.getpid() != process:
-            leave(error.code if isinstance(error.code, int) else error.code is not None)
-        raise
-    finally:
-        if os.getpid() != process:
-            os.write(2, f"grpocli: {name} forked a process that came back from it, and was ended\n".encode())
-            leave(70)
-        os._exit = leave

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.data import Prompt, Text
 from grpocli.errors import ConfigError
+from grpocli.rewards.deadline import within
 from grpocli.tasks.text import text_hash, text_of
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
     from grpocli.tasks.task import Example
 
+TEMPLATE_SECONDS = 30.0
+"""For the text of one conversation: a model's chat template is somebody else's code."""
 QUIET: dict[str, Any] = {"return_attention_mask": False, "verbose": False}  # lengths are checked here
 
 
@@ -148,9 +151,12 @@ def _chat_ids(
 def _written(chat: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> str:
     from jinja2 import TemplateError
 
-    try:
+    def write() -> str:
         return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:
+
+    try:
+        return within(TEMPLATE_SECONDS, f"no text within {TEMPLATE_SECONDS:g} s", write)
+    except (TemplateError, TimeoutError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
             f"model: its chat template refuses {where}: {reason}; change the example, or give model.chat_template=FILE"

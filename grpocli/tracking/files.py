@@ -13,7 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from grpocli.masking import masked
+
 FULL = re.compile(r"no space left|os error 28|errno 28|disk quota", re.IGNORECASE)
+OS_ERROR = re.compile(r"os error (\d+)")
+"""In the messages of libraries written in Rust."""
 ROOM = 1 << 20
 """Bytes free below which a failed write counts as a full disk, whatever the library that failed says."""
 STALE_TRIES = 9
@@ -22,7 +26,10 @@ LEFTOVER = re.compile(r"\.(?P<kind>tmp|old)-(?P<name>.+?)-\d+(-[0-9a-f]{8})?")
 
 
 class QuietFileHandler(logging.FileHandler):
-    """A log file that ignores write errors, such as a full disk: whatever else fails reports them."""
+    """A log file without secrets, which ignores write errors, such as a full disk: whatever else fails reports them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return masked(super().format(record))
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -79,7 +86,8 @@ def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     if path.exists() and not replace:
         raise FileExistsError(f"{path} exists")
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    if os.path.lexists(temporary):
+        remove(temporary)
     temporary.mkdir(parents=True)
     try:
         with full_disk_as_oserror(path):
@@ -101,8 +109,13 @@ def full_disk_as_oserror(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not isinstance(error, OSError) and _disk_full(path.parent, error):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        if isinstance(error, OSError):
+            raise
+        number = errno.ENOSPC if _disk_full(path.parent, error) else 0
+        if not number and (found := OS_ERROR.search(str(error))):
+            number = int(found[1])
+        if number:
+            raise OSError(number, os.strerror(number), str(path)) from error
         raise
 
 

@@ -174,7 +174,7 @@ class RunDir:
             file = (self.path / name).open("a")  # not "w", which changes the file before the lock is held
         except OSError as error:
             raise ConfigError.of(self.key, self.path, f"cannot be written: {self._why(error)}") from error
-        with file:
+        with file, _own(file):
             try:
                 self._lock(file, kind, time.monotonic() + patience, problem)
             except OSError as error:
@@ -219,3 +219,22 @@ class RunDir:
             problem = "the folder was removed or emptied while the run was writing in it; start again in another one"
             return RunError(f"{self.key}={self.path}: {problem}")
         return RunError(f"{where}: {reason}; put that right, then resume={self.path}")
+
+
+@contextmanager
+def _own(file: IO[str]) -> Iterator[None]:
+    """A lock that forked processes do not share: one that code of the user's leaves behind would keep it."""
+    _locks.add(file)
+    try:
+        yield
+    finally:
+        _locks.discard(file)
+
+
+def _let_go() -> None:
+    for file in _locks:
+        file.close()
+
+
+_locks: set[IO[str]] = set()
+os.register_at_fork(after_in_child=_let_go)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from grpocli.data import Text
@@ -32,9 +33,21 @@ class CleanFormatter(logging.Formatter):
 
 
 def clean_warnings() -> None:
-    """Clean what Python prints of the log where no log file is open."""
+    """Clean what Python prints of the log where no log file is open, and what libraries print themselves.
+
+    transformers quotes a model's files, with a handler that it adds when it is imported.
+    """
     if logging.lastResort:
         logging.lastResort.setFormatter(CleanFormatter())
+    logging.setLogRecordFactory(_clean_record)
+
+
+def _clean_record(*args: Any, **more: Any) -> logging.LogRecord:
+    record = logging.LogRecord(*args, **more)
+    if (record.name or "").partition(".")[0] != "grpocli":  # whose handlers clean
+        with suppress(TypeError, ValueError):  # of wrong arguments: the handler tells
+            record.msg, record.args = clean(record.getMessage()), None
+    return record
 
 
 def number(value: Any) -> str:

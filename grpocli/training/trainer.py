@@ -144,9 +144,22 @@ class Trainer:
         """What to do after a failed update. From a checkpoint of the weights that it began with it would fail again."""
         change = f"lower optim.lr={self.run.optim.lr}, or set optim.max_grad_norm"
         last = checkpoint.latest(self.recorder.run_dir.checkpoints)
+        if last is None:
+            return f"{change}, and begin again: there is no checkpoint yet"
         if last == self._checkpoint_path:
             return f"{change}, and remove {last}: it holds the weights that this step began with"
         return f"{change}, and go on from the last checkpoint with resume={self.recorder.run_dir.path}"
+
+    def _refuse_broken_weights(self) -> None:
+        """Stop before an update that made weights infinite or NaN reaches a checkpoint or the model. Collective.
+
+        The loss would show it in the next step, if there is one.
+        """
+        tensors = [p.detach() for p in self.policy.model.parameters() if p.requires_grad]
+        shards = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+        finite = bool(torch.stack([torch.isfinite(shard).all() for shard in shards]).all())
+        if self.world.any(not finite):
+            raise RunError(f"step {self.state.step}: its update left weights that are not finite; {self._remedy()}")
 
     def _refuse_mismatch(self) -> None:
         """Stop before the checkpoint where log-probs show that the engine's tokens or weights are not what it reports.
@@ -212,6 +225,7 @@ class Trainer:
 
     def checkpoint(self) -> None:
         """Have everything saved that a resume needs. It is there once `saved` returns."""
+        self._refuse_broken_weights()
         self.ahead.drain(self.state.step + 1)
         progress = self.ahead.progress
         self.state = replace(self.state, draws=progress.draws, seconds=self.seconds)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from grpocli.errors import GrpoError, RunError, Stopped
 from grpocli.launch.job import Job
 from grpocli.launch.malloc import keep_freed
+from grpocli.masking import masked
 from grpocli.tracking.files import QuietFileHandler
 from grpocli.tracking.run_dir import FORBIDDEN, FULL, RunDir
 from grpocli.user_frames import raised, where
@@ -71,6 +72,7 @@ def work(
         if report:
             report(error)
         cause = str(error) if isinstance(error, GrpoError) else raised(error)
+        cause = masked(cause)
         try:
             if trainer or not run_dir.summary.exists():  # a resume that cannot start keeps what the run had reached
                 summarise(trainer, recorder, cause)

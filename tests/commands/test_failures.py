@@ -177,14 +177,24 @@ def test_a_tracker_that_is_not_installed(grpocli, tmp_path: Path) -> None:
 
 
 def test_a_policy_that_is_no_number_is_not_saved(grpocli, tmp_path: Path) -> None:
-    options = ["optim.lr=1e38", "optim.max_grad_norm=0", "reward=[format]", "reward.format.pattern='.*[02468]'"]
+    options = ["optim.lr=1e30", "optim.max_grad_norm=0", "reward=[format]", "reward.format.pattern='.*[02468]'"]
     code, said = failed(grpocli, *SMALL_RUN, *options, "checkpoint.every=1", f"hydra.run.dir={tmp_path}/run")
     assert code == 1
-    assert "lower optim.lr=1e+38" in said
+    assert "lower optim.lr=1e+30" in said
     last = max((tmp_path / "run" / "checkpoints").iterdir())
     assert f"and remove {last}: it holds the weights that this step began with" in said
     assert "resume=" not in said
     assert not (tmp_path / "run" / "model").exists()
+
+
+def test_weights_that_the_last_update_broke_are_not_saved(grpocli, tmp_path: Path) -> None:
+    options = ["optim.lr=1e308", "train.steps=1", "reward=[format]", "reward.format.pattern='.*[02468]'"]
+    code, said = failed(grpocli, *SMALL_RUN, *options, f"hydra.run.dir={tmp_path}/run")
+    assert code == 1
+    assert "step 1: its update left weights that are not finite; lower optim.lr=1e+308" in said
+    assert "begin again: there is no checkpoint yet" in said
+    assert not (tmp_path / "run" / "model").exists()
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_two_runs_in_one_folder(grpocli, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,9 @@ from grpocli.config.compose import build_run, compose, mode_of, save
 from grpocli.config.environment import without_environment
 from grpocli.config.resume import Resume
 from grpocli.errors import ConfigError
+from grpocli.masking import masked
 from grpocli.tracking.card import model_card
+from grpocli.tracking.files import QuietFileHandler
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.view import silent_view
 
@@ -54,6 +57,15 @@ def test_what_reads_the_environment_stays_an_interpolation(value: object, saved:
     assert kept["overrides"] == ["a=${oc.env:MY_SECRET}", "b=${seed}", "c=${..d}"]
     assert SECRET not in str(kept)
     assert OmegaConf.create({"x": "${oc.env:MY_SECRET}"}).x == SECRET  # reading goes on as before
+
+
+def test_what_was_read_from_the_environment_is_masked(tmp_path: Path) -> None:
+    assert OmegaConf.create({"x": "http://${oc.env:MY_SECRET}/v1"}).x == f"http://{SECRET}/v1"
+    assert masked(f"no answer at http://{SECRET}/v1") == "no answer at http://${oc.env:MY_SECRET}/v1"
+    handler = QuietFileHandler(tmp_path / "run.log")
+    handler.handle(logging.LogRecord("grpocli", logging.WARNING, "", 0, "refused: %s", (SECRET,), None))
+    handler.close()
+    assert (tmp_path / "run.log").read_text() == "refused: ${oc.env:MY_SECRET}\n"
 
 
 def test_a_saved_config_is_the_same_run(tmp_path: Path) -> None:

@@ -28,6 +28,15 @@ def again(resume: Resume) -> Run:
     return build_run(resume.merged(compose([o for o in resume.overrides([]) if not o.startswith(("resume", "hydra"))])))
 
 
+def test_a_folder_with_quotes_in_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / """it's a "run" \\"""
+    folder.mkdir()
+    run = resumed(folder, [], ["train.steps=7"])
+    assert run.train.steps == 7
+    composed = compose([one for one in Resume(folder, []).overrides([]) if one.startswith("resume=")])
+    assert composed.resume == str(folder)
+
+
 def test_a_default_choice_that_has_changed_since_stays_what_it_was(tmp_path: Path) -> None:
     run = resumed(tmp_path, ["algorithm/correction=none", "algorithm/advantage=center"], ["train.steps=7"])
     assert run.algorithm.correction == NoCorrection()

@@ -96,6 +96,12 @@ def test_an_exit_fails_its_samples(sample) -> None:
     assert os._exit is leave
 
 
+def test_a_program_in_place_of_the_run_fails_its_samples(sample) -> None:
+    (failure,) = call(reward(lambda: os.execlp("true", "true")), [sample("a")])  # type: ignore[arg-type,return-value]
+    assert isinstance(failure, Failure)
+    assert "which would have ended the run without a word" in failure.reason
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_process_that_a_reward_forks_may_end_so(sample) -> None:
     def forks() -> float:

@@ -334,6 +334,15 @@ def test_broken_completions_are_errors(stand_in: StandIn, client: Client, broken
         generate(client, 1)
 
 
+def test_an_answer_without_end_is_not_read_to_its_end(
+    stand_in: StandIn, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_client, "LARGEST_ANSWER", 1000)
+    stand_in.answer = lambda path, body: (200, b"x" * 1001)
+    with pytest.raises(EngineError, match=r"http://127.* its answer is longer than 1,000 bytes"):
+        client.get("/weight_info")
+
+
 def test_temperature_that_vllm_would_change(client: Client) -> None:
     engine = engine_of([client])
     with pytest.raises(ConfigError, match=r"rollout\.temperature=0\.001"):

@@ -36,7 +36,23 @@ def test_cells_and_headings() -> None:
 
 
 def test_warnings_where_no_log_file_is_open(capsys: pytest.CaptureFixture[str]) -> None:
+    before = logging.getLogRecordFactory()
     clean_warnings()
+    logging.setLogRecordFactory(before)
     assert logging.lastResort is not None
     logging.lastResort.handle(logging.makeLogRecord({"msg": "%s", "args": (HOSTILE,), "levelno": logging.WARNING}))
     assert capsys.readouterr().err == "abc[/red][red]d\n"
+
+
+def test_what_a_library_prints_of_a_models_files() -> None:
+    """By a handler of its own."""
+    before, said = logging.getLogRecordFactory(), io.StringIO()
+    library, handler = logging.getLogger("transformers.of_a_test"), logging.StreamHandler(said)
+    library.addHandler(handler)
+    try:
+        clean_warnings()
+        library.warning("%s", HOSTILE)
+    finally:
+        library.removeHandler(handler)
+        logging.setLogRecordFactory(before)
+    assert said.getvalue() == "abc[/red][red]d\n"

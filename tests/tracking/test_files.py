@@ -130,6 +130,12 @@ def test_a_full_disk_is_told_by_its_message_too(tmp_path: Path, message: str) ->
         raise RuntimeError(message)
 
 
+def test_an_error_of_the_system_in_a_library_s_words(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="File too large") as caught, atomic_folder(tmp_path / "a"):
+        raise RuntimeError("I/O error: File too large (os error 27)")
+    assert caught.value.errno == errno.EFBIG
+
+
 def test_leftovers_of_a_killed_process_are_cleared(tmp_path: Path) -> None:
     (tmp_path / ".tmp-step_000002-77").mkdir()
     (tmp_path / ".tmp-step_000002-77" / "half").touch()

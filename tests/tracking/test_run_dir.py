@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import threading
 import time
@@ -86,6 +87,21 @@ def test_a_run_that_began_is_kept(tmp_path: Path) -> None:
     run.metrics.touch()
     run.forget()
     assert run.metrics.exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_does_not_keep_the_folder_locked(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    with run.locked():
+        stays = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        stays.start()
+        assert run.is_running()
+    try:
+        assert stays.is_alive()
+        assert not run.is_running()
+    finally:
+        stays.kill()
+        stays.join()
 
 
 @pytest.mark.parametrize(

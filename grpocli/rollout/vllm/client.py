@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from grpocli.errors import EngineError
-from grpocli.retries import BUSY, pause
+from grpocli.retries import BUSY, TooLong, bounded, pause
 from grpocli.rollout.vllm.endpoint import Endpoint, is_loopback
 from grpocli.rollout.vllm.patience import GENERATED, Patience, Signs, health, tokens_computed
 from grpocli.rollout.vllm.protocol import ADAPTER, MODEL, KeepsRefusing, Refused, ServerGone
@@ -33,6 +33,8 @@ UNFINISHED = "unfinished"  # the version of weights that are a mixture
 GENERATE = "/inference/v1/generate"  # token ids in, token ids out
 REPEATABLE = (GENERATE, "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version")
 """Requests besides GET that may be retried: seeds are fixed, so completions are the same."""
+LARGEST_ANSWER = 2**30
+"""Bytes: several times what a group of the longest completions takes."""
 FIRST_PAUSE = 0.5  # seconds, at most, before a server that is busy is asked again
 
 
@@ -107,7 +109,7 @@ class Client:
         patience = Patience(signs, self.timeout)
         try:
             async with httpx.AsyncClient(**http_options(endpoint)) as http:
-                call = asyncio.ensure_future(http.request(method, path, json=body))
+                call = asyncio.ensure_future(bounded(http, method, path, LARGEST_ANSWER, json=body))
                 try:
                     while not (await asyncio.wait({call}, timeout=min(HEARTBEAT, patience.left)))[0]:
                         await self._look(endpoint, http, path, patience)
@@ -115,6 +117,8 @@ class Client:
                     call.cancel()
                     await asyncio.gather(call, return_exceptions=True)
                 response = call.result()
+        except TooLong as error:
+            raise EngineError(f"the vLLM server at {endpoint.url}, asked for {path}: {error}") from error
         except httpx.HTTPError as error:
             raise self._gone(endpoint, unreachable(endpoint, path, error)) from error
         signs.hear()

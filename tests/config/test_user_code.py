@@ -1,0 +1,39 @@
+"""Importing code of the user's: it can neither end the process nor come back twice."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpocli.config import user_code
+from grpocli.config.user_code import load
+from grpocli.errors import ConfigError
+
+
+@pytest.mark.parametrize("leave", ["os._exit(0)", "os.execlp('true', 'true')"])
+def test_an_import_does_not_end_the_process(tmp_path: Path, leave: str) -> None:
+    (tmp_path / "mine.py").write_text(f"import os\n{leave}\n")
+    with pytest.raises(ConfigError, match=r"importing it raised SystemExit: .* would have ended the run"):
+        load(f"{tmp_path}/mine.py:score", "reward.python.function")
+
+
+def test_a_fork_at_import_comes_back_once(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import os\nos.fork()\ndef score(): ...\n")
+    code = f"from grpocli.config.user_code import load\nload('{tmp_path}/mine.py:score', 'key')\nprint('here')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "here\n"
+    assert "mine.py forked a process that came back from it, and was ended" in done.stderr
+
+
+def test_a_slow_import_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(user_code, "SLOW", 0.05)
+    (tmp_path / "mine.py").write_text("import time\ntime.sleep(0.5)\ndef score(): ...\n")
+    with caplog.at_level(logging.WARNING):
+        load(f"{tmp_path}/mine.py:score", "key")
+    assert f"importing {tmp_path}/mine.py takes more than 0.05 s" in caplog.text
