@@ -93,8 +93,11 @@ def test_a_run_that_began_is_kept(tmp_path: Path) -> None:
 def test_a_forked_process_does_not_keep_the_folder_locked(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     with run.locked():
-        stays = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        context = multiprocessing.get_context("fork")
+        begun = context.Event()
+        stays = context.Process(target=lambda: (begun.set(), time.sleep(600)))
         stays.start()
+        assert begun.wait(60)
         assert run.is_running()
     try:
         assert stays.is_alive()
