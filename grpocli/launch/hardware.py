@@ -26,7 +26,7 @@ class Hardware:
     def _check(self) -> None:
         one_of(self, "device", ("auto", "cpu", "cuda"))
         one_of(self, "parallel", PARALLEL)
-        require(self, "timeout", self.timeout >= 1, "must be at least 1 second")
+        require(self, "timeout", 1 <= self.timeout <= 10**9, "must be at least 1 second, and no more than 1e9")
 
 
 @part("hardware", "single")

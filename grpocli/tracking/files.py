@@ -15,7 +15,8 @@ from pathlib import Path
 
 from grpocli.masking import masked
 
-FULL = re.compile(r"no space left|os error 28|errno 28|disk quota", re.IGNORECASE)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+SAYS_FULL = re.compile(r"no space left|os error 28|errno 28|disk quota", re.IGNORECASE)
 OS_ERROR = re.compile(r"os error (\d+)")
 """In the messages of libraries written in Rust."""
 ROOM = 1 << 20
@@ -153,7 +154,7 @@ def _swap(temporary: Path, path: Path) -> None:
 
 
 def _disk_full(folder: Path, error: BaseException) -> bool:
-    return bool(FULL.search(str(error))) or (folder.exists() and shutil.disk_usage(folder).free < ROOM)
+    return bool(SAYS_FULL.search(str(error))) or (folder.exists() and shutil.disk_usage(folder).free < ROOM)
 
 
 def sync_file(path: Path) -> None:

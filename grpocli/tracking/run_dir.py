@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from grpocli.errors import ConfigError, GrpoError, RunError
-from grpocli.tracking.files import clear_leftovers
+from grpocli.tracking.files import FULL, clear_leftovers
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,6 @@ KEY = "hydra.run.dir"
 LOCK_POLL = 0.5  # seconds between two tries
 WORKERS_WITHIN = 15.0
 """Seconds in which trainer processes notice that the one that had started them was killed, and end."""
-FULL = (errno.ENOSPC, errno.EDQUOT)
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Of a network file system that is mounted without locks."""

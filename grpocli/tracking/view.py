@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import threading
 import time
@@ -11,11 +13,15 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from grpocli.data import Text
+from grpocli.tracking.files import FULL
 from grpocli.tracking.stage import Clock, CurrentStage
 from grpocli.tracking.text import clean, duration, number, one_line, words
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +193,20 @@ class PlainView(View):
     def _say(self, text: str) -> None:
         with self._saying:
             self._said = self._clock()
-            self._console.print(clean(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
-            self._console.file.flush()
+            try:
+                self._console.print(clean(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
+                self._console.file.flush()
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """A full disk below the terminal's file ends no run: nothing is written there any more."""
+        logger.warning("standard output cannot be written (%s): the run goes on without it", error.strerror)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._console.file.fileno())
+        os.close(null)
 
 
 LINE = {

@@ -14,8 +14,8 @@ from grpocli.errors import GrpoError, RunError, Stopped
 from grpocli.launch.job import Job
 from grpocli.launch.malloc import keep_freed
 from grpocli.masking import masked
-from grpocli.tracking.files import QuietFileHandler
-from grpocli.tracking.run_dir import FORBIDDEN, FULL, RunDir
+from grpocli.tracking.files import FULL, QuietFileHandler
+from grpocli.tracking.run_dir import FORBIDDEN, RunDir
 from grpocli.user_frames import raised, where
 
 if TYPE_CHECKING:
