@@ -14,6 +14,7 @@ from grpocli.errors import GrpoError, RunError, Stopped
 from grpocli.launch.board import DONE, Place, places
 from grpocli.launch.failures import failures, report_failure, verdict
 from grpocli.launch.guard import alive, guarded
+from grpocli.masking import masked
 from grpocli.tracking.files import write_atomic
 from grpocli.tracking.metrics import read
 from grpocli.tracking.summary import summary_of, write_summary
@@ -104,7 +105,9 @@ def _summarise(run_dir: RunDir, cause: str) -> None:
     rows = read(run_dir.metrics) if run_dir.metrics.exists() else []
     last = rows[-1] if rows else {}
     seconds = sum(row.get("time/step") or 0.0 for row in rows)
-    summary = summary_of(steps=last.get("step", 0), seconds=seconds, before={}, after={}, metrics=last, cause=cause)
+    summary = summary_of(
+        steps=last.get("step", 0), seconds=seconds, before={}, after={}, metrics=last, cause=masked(cause)
+    )
     write_summary(run_dir.summary, summary)
 
 
