@@ -40,6 +40,7 @@ from grpocli.tasks.mixture import about, key_of, tasks_of
 from grpocli.tasks.task import columns_of
 from grpocli.tracking import choices
 from grpocli.tracking.files import write_atomic
+from grpocli.tracking.metrics import read
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import Changes, Session, add_session, run_id, shown
 
@@ -152,6 +153,8 @@ def _resume_point(run: Run, run_dir: RunDir, view: View, resuming: bool) -> Resu
     if not resuming:
         return ResumePoint()
     view.stage("checking the checkpoint")
+    if run_dir.metrics.exists():
+        read(run_dir.metrics)  # a damaged line is found before anything is started
     return resume_point(run_dir.path, run.resume_fallback, view.progress)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpocli.errors import RunError
+from grpocli.errors import ConfigError
 from grpocli.tracking.files import write_atomic
 
 
@@ -60,7 +60,7 @@ def line(step: int, metrics: Mapping[str, Any]) -> str:
 def read(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl; a last line that was torn is left out.
 
-    Raises RunError, with the line's number, where a line before the last is broken.
+    Raises ConfigError, with the line's number, where a line before the last is broken.
     """
     *lines, torn = path.read_text(errors="replace").split("\n")
     rows = [_row(path, number, text) for number, text in enumerate(lines, start=1)]
@@ -81,7 +81,7 @@ def finite(value: Any) -> Any:
 def _row(path: Path, number: int, text: str) -> dict[str, Any]:
     row = _parse(text)
     if row is None:
-        raise RunError(f"{path}: line {number} is not a JSON object with a step; delete that line")
+        raise ConfigError(f"{path}: line {number} is not a JSON object with a step; delete that line")
     return row
 
 

@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
     fully_shard(model, mesh=mesh)
     policy = Policy(model, model, torch.bfloat16)
     server: Any = Server(folder)
-    job = SimpleNamespace(dtype="bfloat16", transport="shm", quantized=False)
+    job = SimpleNamespace(dtype="bfloat16", transport="shm", quantized=False, gpus=())
     context: Any = SimpleNamespace(job=job, policy=policy, world=world, sync=Shm(tolerance=1e9), in_flight=False)
     sync = WeightSync([server], context)
     assert sync.weights.sharded

@@ -262,8 +262,8 @@ def test_the_first_failure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(adapter, "adapter_tensors", lambda model: [])
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=50))
-    policy = SimpleNamespace(model=SimpleNamespace(config=config))
-    job = SimpleNamespace(dtype="float32", quantized=False)
+    policy = SimpleNamespace(model=SimpleNamespace(config=config, parameters=lambda: iter([torch.zeros(1)])))
+    job = SimpleNamespace(dtype="float32", quantized=False, gpus=())
     context: Any = SimpleNamespace(job=job, policy=policy, world=Alone(), sync=Sync(), in_flight=False)
     with pytest.raises(ServerGone, match="it died during /pause"):
         AdapterSync([Dies()], context)._send(1, set())  # type: ignore[list-item]

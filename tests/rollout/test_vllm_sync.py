@@ -258,7 +258,7 @@ def context(world: Any = ALONE, *, transport: str = "shm", in_flight: bool = Fal
         weights=lambda: iter(WEIGHTS.items()),
         score=lambda ids: [-1.0] * 31,
     )
-    job = SimpleNamespace(dtype="float32", transport=transport, quantized=False)
+    job = SimpleNamespace(dtype="float32", transport=transport, quantized=False, gpus=())
     sync = choices.Shm(**options)
     return SimpleNamespace(job=job, policy=policy, world=world, sync=sync, in_flight=in_flight)
 

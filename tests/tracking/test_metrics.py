@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpocli.errors import RunError
+from grpocli.errors import ConfigError
 from grpocli.tracking.metrics import MetricsLog, finite, line, read
 
 
@@ -64,7 +64,7 @@ def test_cut_anywhere_a_resume_goes_on(tmp_path_factory: pytest.TempPathFactory,
 def test_a_broken_line_in_the_middle_is_not_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(line(1, {}) + "oops\n" + line(2, {}))
-    with pytest.raises(RunError, match=r"metrics\.jsonl: line 2 is not a JSON object"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: line 2 is not a JSON object"):
         read(path)
 
 
