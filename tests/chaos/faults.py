@@ -58,6 +58,12 @@ def longer(choices: Choices) -> None:
     choices[0]["logprobs"]["content"].append({"logprob": -0.5})
 
 
+def cut_off(choices: Choices) -> None:
+    """By the limit, as it says; of one that says that it ended by itself nobody could tell."""
+    tokens(lambda ids: ids[:1])(choices)
+    choices[-1]["finish_reason"] = "length"
+
+
 def misdated(choices: Choices) -> None:
     for label in choices[0].get("weight_versions") or []:
         label["end"] += 5
@@ -78,7 +84,7 @@ NONSENSE: dict[str, Callable[[Choices], None]] = {
     "the same completion twice": lambda choices: choices[0].update(choices[1]),
     "more log-probs than tokens": longer,
     "an unknown reason": first(finish_reason="tired"),
-    "cut off before its end": tokens(lambda ids: ids[:1] if len(ids) > 1 else [ids[0] ^ 1]),
+    "cut off before its end": cut_off,
     "spans that do not add up": misdated,
     "no log-probs": first(logprobs=None),
 }

@@ -366,7 +366,7 @@ def _command(argv: list[str]) -> None:
     from grpocli.cli import main
 
     sys.argv = ["grpocli", *argv]
-    main(argv)
+    main()
 
 
 def _answer(path: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
