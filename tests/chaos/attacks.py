@@ -236,7 +236,8 @@ def run_attack(way: str, program: str, test: str, probe: bool) -> dict[str, obje
         tests = filled[1].split("\0")
         program = filled[0] + "\ndef control(): return 1\n" * probe
         try:
-            verdict = run(Job(program, (*tests, *(["assert control() == 1"] * probe))), limits, made)
+            job = Job(program, (*tests, *(["assert control() == 1"] * probe)))
+            verdict = run(job, limits, made, every=len(tests) > 1)
         except SandboxError as error:
             return {"passed": None, "printed": "", "wrong": f"SandboxError: {error}"}
     return {"passed": verdict.passed, "printed": verdict.printed, "wrong": verdict.wrong[:300]}

@@ -83,16 +83,16 @@ def completions(
         if problem := _problem(choice, sampling.max_tokens, vocabulary):
             raise EngineError(f"{choice.get('server', 'vLLM')} returned a broken completion: {problem}")
     made = [_completion(choice, greedy, version) for choice in choices]
+    server = choices[0].get("server", "vLLM") if choices else "vLLM"
     for one in made:
         if one.truncated and len(one.token_ids) < sampling.max_tokens:
             raise EngineError(
-                f"vLLM stopped after {len(one.token_ids)} of {sampling.max_tokens} tokens, because with the prompt "
+                f"{server} stopped after {len(one.token_ids)} of {sampling.max_tokens} tokens, because with the prompt "
                 "that is all its context holds: raise engine.max_model_len"
             )
     if greedy:
         made *= request.n
     if len(made) != request.n:
-        server = choices[0].get("server", "vLLM") if choices else "vLLM"
         raise EngineError(f"{server} returned {len(made)} completions of a prompt instead of {request.n}")
     return made
 
