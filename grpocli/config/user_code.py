@@ -178,8 +178,10 @@ def _importing(place: str) -> Iterator[None]:
         slow.cancel()
 
 
-LEAVE = ("_exit", "execv", "execve")
+LEAVE = {name: getattr(os, name) for name in ("_exit", "execv", "execve")}
 """Functions of `os` after which this process runs no code of ours; those of `os.exec*` end in the last two."""
+_staying = 0
+_counting = threading.Lock()
 
 
 @contextmanager
@@ -187,31 +189,42 @@ def staying(name: str) -> Iterator[None]:
     """While code of the user's called `name` runs, it cannot end this process without a word, nor come back twice.
 
     `os._exit` and `os.exec*` raise SystemExit; processes that the code forks may use them, and have to: one that came
-    back from the code would be a second trainer in the same folder, and is ended.
+    back from the code would be a second trainer in the same folder, and is ended. Several threads may be in such a
+    block at once.
     """
     process = os.getpid()
-    before = {function: getattr(os, function) for function in LEAVE}
-
-    def refusing(function: str) -> Callable[..., Any]:
-        def refuse(*arguments: Any) -> None:
-            if os.getpid() != process:
-                before[function](*arguments)
-            shown = ", ".join(map(repr, arguments))
-            raise SystemExit(f"os.{function}({shown}), which would have ended the run without a word")
-
-        return refuse
-
-    for function in LEAVE:
-        setattr(os, function, refusing(function))
+    _count(1)
     try:
         yield
     except SystemExit as error:
         if os.getpid() != process:
-            before["_exit"](error.code if isinstance(error.code, int) else error.code is not None)
+            LEAVE["_exit"](error.code if isinstance(error.code, int) else error.code is not None)
         raise
     finally:
         if os.getpid() != process:
             os.write(2, f"grpocli: {name} forked a process that came back from it, and was ended\n".encode())
-            before["_exit"](70)
-        for function, original in before.items():
-            setattr(os, function, original)
+            LEAVE["_exit"](70)
+        _count(-1)
+
+
+def _count(more: int) -> None:
+    """The first block replaces the functions, the last one puts them back."""
+    global _staying
+    with _counting:
+        before, _staying = _staying, _staying + more
+        if before == 0:
+            for name in LEAVE:
+                setattr(os, name, _refusing(name, os.getpid()))
+        elif _staying == 0:
+            for name, leave in LEAVE.items():
+                setattr(os, name, leave)
+
+
+def _refusing(name: str, process: int) -> Callable[..., Any]:
+    def refuse(*arguments: Any) -> None:
+        if os.getpid() != process:
+            LEAVE[name](*arguments)
+        shown = ", ".join(map(repr, arguments))
+        raise SystemExit(f"os.{name}({shown}), which would have ended the run without a word")
+
+    return refuse

@@ -192,6 +192,7 @@ def main() -> None:
     from grpocli.launch.processes import stop_file
     from grpocli.launch.run import quiet_libraries
     from grpocli.launch.signals import StopSignal, crash_loudly
+    from grpocli.tracking.text import clean_warnings
     from grpocli.tracking.view import make_view, silent_view
 
     crash_loudly()
@@ -209,6 +210,7 @@ def main() -> None:
                 report_failure(run_dir.path, rank, explained(error, run_dir), is_lost_peer(error))
 
     quiet_libraries()
+    clean_warnings()
     try:
         log_to(run_dir, rank)
         register_parts()
