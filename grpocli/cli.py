@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import MutableMapping
-from pathlib import Path
 
 from grpocli import __version__
 from grpocli.errors import GrpoError
@@ -55,9 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     args = sys.argv[1:] if argv is None else argv
     wait_briefly(os.environ)
     large_pages()
-    for stream in ("stdout", "stderr"):
-        if getattr(sys, stream) is None:  # closed by whoever has started us
-            setattr(sys, stream, Path(os.devnull).open("w"))  # noqa: SIM115 - for as long as we live
+    open_closed()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # until training handles it: clean up and go
     try:
         code = run(args)
@@ -68,17 +65,32 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone; say nothing at exit
         code = 1
-    except OSError as error:
-        code = _report(f"{error.filename or 'input and output'}: {error.strerror or error}", 1)
     except Exception as error:
-        if not from_user_code(error):
+        if from_user_code(error):
+            code = _report(raised(error), 1, traced=True)
+        elif isinstance(error, OSError):  # such as of a name that is too long
+            parts = (error.filename, error.strerror or str(error) or type(error).__name__)
+            code = _report(": ".join(str(part) for part in parts if part), 1)
+        else:
             raise  # a bug of ours, with its traceback
-        code = _report(raised(error), 1, traced=True)
     finally:
         signal.signal(signal.SIGTERM, before)
     if argv is None:  # Python ends with this
         leave_threads(code)
     sys.exit(code)
+
+
+def open_closed() -> None:
+    """Standard streams that whoever started us has closed lead nowhere, and no file of ours gets their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number
+            os.dup2(null, number)
+            if null != number:
+                os.close(null)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 def wait_briefly(env: MutableMapping[str, str]) -> None:

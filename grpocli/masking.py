@@ -8,8 +8,8 @@ _shown: dict[str, str] = {}
 
 
 def mask(value: str, shown: str) -> None:
-    """From now on `masked` replaces a value. Paths are not secret: a sentence without them would help nobody."""
-    if len(value) >= SHORTEST and not value.startswith("/"):
+    """From now on `masked` replaces a value."""
+    if len(value) >= SHORTEST:
         _shown[value] = shown
 
 

@@ -20,17 +20,21 @@ class TooLong(Exception):
 
 
 async def bounded(http: httpx.AsyncClient, method: str, url: str, limit: int, **more: Any) -> httpx.Response:
-    """The whole response. Raises TooLong where it has more than `limit` bytes, unpacked, without reading the rest."""
+    """The whole response. Raises TooLong where it has more than `limit` bytes, without reading the rest, or is
+    compressed, which was not asked for: a few bytes of it may become gigabytes."""
     import httpx
 
-    async with http.stream(method, url, **more) as response:
+    async with http.stream(method, url, headers={"Accept-Encoding": "identity"}, **more) as response:
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise TooLong("its answer is compressed, which was not asked for")
         content = bytearray()
-        async for piece in response.aiter_bytes():
+        async for piece in response.aiter_raw():
             content += piece
             if len(content) > limit:
                 raise TooLong(f"its answer is longer than {limit:,} bytes")
-    headers = [(name, value) for name, value in response.headers.items() if name.lower() != "content-encoding"]
-    return httpx.Response(response.status_code, headers=headers, content=bytes(content), request=response.request)
+    return httpx.Response(
+        response.status_code, headers=response.headers, content=bytes(content), request=response.request
+    )
 
 
 def pause(tries: int, first: float, answer: httpx.Response | None = None) -> float:

@@ -14,6 +14,8 @@ from omegaconf.resolvers import oc
 
 from grpocli.masking import mask
 
+SECRET = re.compile(r"key|token|secret|pass|cred|auth", re.IGNORECASE)
+"""In the names of variables whose values are secret. Others, such as a job's number, have to be read in errors."""
 OVERRIDES = "overrides"
 """The key with the command line, which is kept as it was typed."""
 
@@ -88,8 +90,8 @@ def _reads() -> Iterator[list[str]]:
 
 
 def _env(name: str, *default: Any) -> Any:
-    """OmegaConf's own resolver. What it has read is masked from then on."""
-    if name in os.environ:
+    """OmegaConf's own resolver. A secret that it has read is masked from then on."""
+    if name in os.environ and SECRET.search(name):
         mask(os.environ[name], f"${{oc.env:{name}}}")
     return oc.env(name, *default)
 

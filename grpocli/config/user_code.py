@@ -221,10 +221,10 @@ def _count(more: int) -> None:
 
 
 def _refusing(name: str, process: int) -> Callable[..., Any]:
-    def refuse(*arguments: Any) -> None:
+    def refuse(*arguments: Any, **named: Any) -> None:
         if os.getpid() != process:
-            LEAVE[name](*arguments)
-        shown = ", ".join(map(repr, arguments))
+            LEAVE[name](*arguments, **named)
+        shown = ", ".join(map(repr, [*arguments, *named.values()]))
         raise SystemExit(f"os.{name}({shown}), which would have ended the run without a word")
 
     return refuse

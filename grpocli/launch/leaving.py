@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import time
+from os import _exit as leave  # before code of the user's runs, during which the other name refuses
 
 GRACE = 5.0
 """Seconds that threads have to end after the main thread."""
@@ -34,7 +34,7 @@ def _leave(code: int) -> None:
     with contextlib.suppress(AttributeError, OSError, ValueError):  # of streams that code of the user's has closed
         print(f"grpocli: {problem}; {remedy}", file=sys.stderr, flush=True)
         sys.stdout.flush()
-    os._exit(code)
+    leave(code)
 
 
 def _awaited() -> list[threading.Thread]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from grpocli.errors import ConfigError
+from grpocli.masking import mask
 from grpocli.retries import BUSY, TooLong, bounded, pause
 from grpocli.rewards.reward import Failure, Sample, Score, Unreachable
 
@@ -126,5 +127,7 @@ def _said(response: httpx.Response) -> str:
 
 
 def _headers(judge: Judge) -> dict[str, str]:
+    if judge.key:
+        mask(judge.key, "(the judge's key)")
     key = {"Authorization": f"Bearer {judge.key}"} if judge.key else {}
     return {"Content-Type": "application/json", **key}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import time
@@ -10,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import EllipsisType
+from typing import Any
 
 from grpocli.data import Rollout, Text
 from grpocli.progress import Progress, unreported
@@ -186,12 +186,18 @@ def independent(sample: Sample) -> Sample:
     """A copy that a reward may change: the record, and the rewards after it, have the original."""
     return replace(
         sample,
-        prompt=copy.deepcopy(sample.prompt),
-        completion=copy.deepcopy(sample.completion),
-        columns=copy.deepcopy(sample.columns),
+        prompt=_copied(sample.prompt),
+        completion=_copied(sample.completion),
+        columns=_copied(sample.columns),
         token_ids=list(sample.token_ids),
-        episode=copy.deepcopy(sample.episode),
     )
+
+
+def _copied(value: Any) -> Any:
+    """Lists and dicts anew; what is in them besides stays the same."""
+    if isinstance(value, dict):
+        return {name: _copied(one) for name, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list) else value
 
 
 def excerpt(text: str, length: int = 80) -> str:

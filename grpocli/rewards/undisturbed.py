@@ -53,15 +53,24 @@ def seed_for(samples: Sequence[Sample]) -> int:
 @contextmanager
 def _settings(name: str) -> Iterator[None]:
     """Restore only what has changed: another thread may be computing, or waiting for a signal."""
-    before = {what: get() for what, (get, _) in SETTINGS.items()}
+    before = {what: _value(what) for what in SETTINGS}
     try:
         yield
     finally:
-        changed = [what for what, value in before.items() if SETTINGS[what][0]() != value]
+        changed = [what for what, value in before.items() if value is not UNKNOWN and _value(what) != value]
         for what in changed:
-            SETTINGS[what][1](before[what])
+            with suppress(RuntimeError):
+                SETTINGS[what][1](before[what])
         if changed:
             logger.warning("%s changed %s for the whole process, which was undone", name, ", ".join(changed))
+
+
+def _value(what: str) -> Any:
+    """Of a setting. torch refuses to tell some of them where its older and newer names for one were mixed."""
+    try:
+        return SETTINGS[what][0]()
+    except RuntimeError:
+        return UNKNOWN
 
 
 def _handlers() -> dict[int, Any] | None:
@@ -116,8 +125,11 @@ def _nesting() -> int:
 
 
 def _nest(before: int) -> None:
-    for _ in range(_nesting() - before):
+    depth = _nesting()
+    for _ in range(depth - before):
         torch.autocast_decrement_nesting()
+    for _ in range(before - depth):
+        torch.autocast_increment_nesting()
     torch.clear_autocast_cache()
 
 
@@ -133,6 +145,7 @@ def _print_to(before: tuple[TextIO, TextIO]) -> None:
     sys.stdout, sys.stderr = before
 
 
+UNKNOWN = object()
 DEVICES = ("cpu", "cuda")
 TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {

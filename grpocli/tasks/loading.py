@@ -75,9 +75,25 @@ def files_at(path: Path, split: str, key: str) -> tuple[str, list[Path]]:
     if len(kinds) != 1 or None in kinds:
         found = ", ".join(sorted({f.suffix or f.name for f in files})) or "none of them"
         raise ConfigError.of(key, path, f"needs files of one kind of {', '.join(READERS)}; found {found}")
-    for file in files if kinds == {"csv"} else ():
-        _check_header(file, key)
+    if kinds == {"csv"}:
+        _check_headers(files, key)
     return cast(str, kinds.pop()), files
+
+
+def _check_headers(files: Sequence[Path], key: str) -> None:
+    """Raise ConfigError for a .csv whose header is wrong, or has other columns than those of the files before it."""
+    first: set[str] = set()
+    for file in files:
+        _check_header(file, key)
+        try:
+            found = set(_header(file))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise unreadable(key, file, error) from error
+        if found and first and found != first:
+            differing = ", ".join(sorted(map(repr, found ^ first))[:5])
+            problem = f"its columns are not those of {files[0].name}: they differ in {differing}"
+            raise ConfigError.of(key, file, problem)
+        first = first or found
 
 
 def _check_header(file: Path, key: str) -> None:
@@ -319,8 +335,9 @@ def reading(kind: str, files: Sequence[Path]) -> dict[str, Any]:
 
 
 def _header(file: Path) -> list[str]:
+    """The names of a .csv's columns; blank lines before them do not count."""
     with file.open(encoding="utf-8-sig", newline="") as lines:
-        return next(csv.reader(lines), [])
+        return next((row for row in csv.reader(lines) if row), [])
 
 
 def quiet_datasets() -> None:

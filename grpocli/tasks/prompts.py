@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from grpocli.tasks.task import Example
 
 TEMPLATE_SECONDS = 30.0
-"""For the text of one conversation: a model's chat template is somebody else's code."""
+"""For conversations, and a hundredth more for each: a model's chat template is somebody else's code."""
 QUIET: dict[str, Any] = {"return_attention_mask": False, "verbose": False}  # lengths are checked here
 
 
@@ -142,7 +142,14 @@ def _chat_ids(
             f"model: its tokenizer has no chat template, but {where(next(iter(chats)))} is a conversation; choose a "
             "chat model, give model.chat_template=FILE, or make the prompts plain (format=plain of task=jsonl)"
         )
-    texts = [_written(chat, tokenizer, where(i)) for i, chat in chats.items()]
+    seconds = TEMPLATE_SECONDS + len(chats) / 100
+    try:
+        texts = within(
+            seconds, "", lambda: [_written(chat, tokenizer, where(i)) for i, chat in chats.items()]
+        )  # of all together: a deadline for each would take longer than most templates do
+    except TimeoutError as error:
+        problem = f"writes no {len(chats):,} conversations within {seconds:.0f} s; give model.chat_template=FILE"
+        raise ConfigError(f"model: its chat template {problem}") from error
     # the template writes the special tokens itself: adding them again would double the first
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, **QUIET).input_ids
     return ids
@@ -151,12 +158,9 @@ def _chat_ids(
 def _written(chat: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> str:
     from jinja2 import TemplateError
 
-    def write() -> str:
-        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-
     try:
-        return within(TEMPLATE_SECONDS, f"no text within {TEMPLATE_SECONDS:g} s", write)
-    except (TemplateError, TimeoutError) as error:
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    except TemplateError as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
             f"model: its chat template refuses {where}: {reason}; change the example, or give model.chat_template=FILE"

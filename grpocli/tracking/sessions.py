@@ -64,9 +64,10 @@ class Stretch:
 
 
 def add_session(run_dir: RunDir, session: Session) -> None:
-    """Append a session to the run's file, which is replaced as a whole."""
-    lines = [json.dumps(asdict(one), default=str) for one in [*read_sessions(run_dir), session]]
-    write_atomic(run_dir.sessions, "".join(f"{line}\n" for line in lines))
+    """Append a session to the run's file, which is replaced as a whole; lines that cannot be read stay."""
+    before = run_dir.sessions.read_bytes().splitlines() if run_dir.sessions.is_file() else []
+    line = json.dumps(asdict(session), default=str).encode()
+    write_atomic(run_dir.sessions, b"".join(one + b"\n" for one in [*before, line]))
 
 
 def read_sessions(run_dir: RunDir) -> list[Session]:

@@ -45,8 +45,10 @@ def clean_warnings() -> None:
 def _clean_record(*args: Any, **more: Any) -> logging.LogRecord:
     record = logging.LogRecord(*args, **more)
     if (record.name or "").partition(".")[0] != "grpocli":  # whose handlers clean
-        with suppress(TypeError, ValueError):  # of wrong arguments: the handler tells
-            record.msg, record.args = clean(record.getMessage()), None
+        with suppress(Exception):  # of wrong arguments, or an argument's `__str__`: the handler tells
+            message = record.getMessage()
+            if (cleaned := clean(message)) != message:
+                record.msg, record.args = cleaned, ()
     return record
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable
+from os import _exit as leave  # before code of the user's runs, during which the other name refuses
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -81,4 +81,4 @@ def _end_at_once() -> None:
     """Exit without Python's finalization, which aborts the process while a daemon thread is inside of C++."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    leave(1)

@@ -123,6 +123,7 @@ class Trainer:
             self.updater.gather(rows)
         self._refuse_nan()
         self._refuse_mismatch()
+        self._refuse_broken_weights()
         self.state = replace(
             self.state,
             step=self.state.step + 1,
@@ -151,15 +152,20 @@ class Trainer:
         return f"{change}, and go on from the last checkpoint with resume={self.recorder.run_dir.path}"
 
     def _refuse_broken_weights(self) -> None:
-        """Stop before an update that made weights infinite or NaN reaches a checkpoint or the model. Collective.
+        """Stop after an update that made weights infinite or NaN, before anybody samples with them. Collective.
 
         The loss would show it in the next step, if there is one.
         """
-        tensors = [p.detach() for p in self.policy.model.parameters() if p.requires_grad]
+        tensors = (getattr(p, "ds_tensor", p.detach()) for p in self.policy.model.parameters() if p.requires_grad)
         shards = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
-        finite = bool(torch.stack([torch.isfinite(shard).all() for shard in shards]).all())
+        largest = [torch.linalg.vector_norm(shard, torch.inf) for shard in shards if shard.numel()]
+        finite = not largest or bool(torch.stack(largest).isfinite().all())
         if self.world.any(not finite):
-            raise RunError(f"step {self.state.step}: its update left weights that are not finite; {self._remedy()}")
+            change = f"lower optim.lr={self.run.optim.lr}, or set optim.max_grad_norm"
+            last = checkpoint.latest(self.recorder.run_dir.checkpoints)
+            way = f"go on from {last.name} with resume={self.recorder.run_dir.path}" if last else "begin again"
+            step = self.state.step + 1
+            raise RunError(f"step {step}: its update left weights that are not finite; {change}, and {way}")
 
     def _refuse_mismatch(self) -> None:
         """Stop before the checkpoint where log-probs show that the engine's tokens or weights are not what it reports.
@@ -225,7 +231,6 @@ class Trainer:
 
     def checkpoint(self) -> None:
         """Have everything saved that a resume needs. It is there once `saved` returns."""
-        self._refuse_broken_weights()
         self.ahead.drain(self.state.step + 1)
         progress = self.ahead.progress
         self.state = replace(self.state, draws=progress.draws, seconds=self.seconds)

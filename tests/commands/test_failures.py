@@ -192,7 +192,7 @@ def test_weights_that_the_last_update_broke_are_not_saved(grpocli, tmp_path: Pat
     code, said = failed(grpocli, *SMALL_RUN, *options, f"hydra.run.dir={tmp_path}/run")
     assert code == 1
     assert "step 1: its update left weights that are not finite; lower optim.lr=1e+308" in said
-    assert "begin again: there is no checkpoint yet" in said
+    assert "and begin again" in said
     assert not (tmp_path / "run" / "model").exists()
     assert not (tmp_path / "run" / "checkpoints").exists()
 

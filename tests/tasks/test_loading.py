@@ -252,3 +252,27 @@ def test_a_repeated_name_is_found_among_many(name: str, text: str, repeated: str
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=repeated):
         load_table(str(tmp_path / name), None, "train")
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ("q,b\n1,2\n", "they differ in 'a', 'b'"),
+        ("q,a,b\n1,2,3\n", "they differ in 'b'"),
+        ('"q\n', "they differ in 'a', 'q'"),
+    ],
+)
+def test_csv_files_with_other_columns(tmp_path: Path, second: str, said: str) -> None:
+    (tmp_path / "train-1.csv").write_text("\nq,a\n1,2\n")
+    (tmp_path / "train-2.csv").write_text(second)
+    for load in (load_table, load_streamed):
+        with pytest.raises(ConfigError, match=rf"task\.path=.*{said}"):
+            load(str(tmp_path), None, "train", "task.path")
+
+
+def test_csv_files_with_columns_in_another_order(tmp_path: Path, cache_folder: Path) -> None:
+    (tmp_path / "train-1.csv").write_text("\nq,a\n1,2\n")
+    (tmp_path / "train-2.csv").write_text("a,q\n4,3\n")
+    for load in (load_table, load_streamed):
+        rows = load(str(tmp_path), None, "train", "task.path").rows
+        assert list(rows) == [{"q": "1", "a": "2"}, {"q": "3", "a": "4"}]

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from grpocli.errors import EngineError
+from grpocli.masking import mask
 from grpocli.retries import BUSY, TooLong, bounded, pause
 from grpocli.rollout.vllm.endpoint import Endpoint, is_loopback
 from grpocli.rollout.vllm.patience import GENERATED, Patience, Signs, health, tokens_computed
@@ -320,6 +321,7 @@ def http_options(endpoint: Endpoint) -> dict[str, Any]:
     Only connecting has a deadline of httpx: for the rest `Patience` has one.
     """
     host = urlsplit(endpoint.url).hostname or ""
+    mask(endpoint.api_key, "(the server's key)")
     return {
         "base_url": endpoint.url,
         "headers": {"Authorization": f"Bearer {endpoint.api_key}"},

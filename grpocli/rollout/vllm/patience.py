@@ -7,7 +7,10 @@ import time
 
 import httpx
 
+from grpocli.retries import TooLong, bounded
+
 LOOK_TIMEOUT = 5.0  # seconds for one look at a server
+LARGEST = 16_000_000  # bytes of its answer
 LONGEST = 10  # times the timeout: after that one answer is given up whatever the server shows
 TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
@@ -84,7 +87,9 @@ async def is_paused(http: httpx.AsyncClient) -> bool:
 async def health(http: httpx.AsyncClient) -> bool | None:
     """Whether the server is there and its engine lives; None where it does not say: it may be busy."""
     try:
-        response = await http.get("/health", timeout=LOOK_TIMEOUT)
+        response = await bounded(http, "GET", "/health", LARGEST, timeout=LOOK_TIMEOUT)
+    except TooLong:
+        return None
     except httpx.HTTPError as error:
         return False if isinstance(error, httpx.ConnectError) else None
     return True if response.is_success else False if response.status_code == 503 else None
@@ -93,7 +98,7 @@ async def health(http: httpx.AsyncClient) -> bool | None:
 async def _got(http: httpx.AsyncClient, path: str) -> httpx.Response | None:
     """The answer if there is one: what is wrong with the server is for the call that waits, and for `health`."""
     try:
-        response = await http.get(path, timeout=LOOK_TIMEOUT)
-    except httpx.HTTPError:
+        response = await bounded(http, "GET", path, LARGEST, timeout=LOOK_TIMEOUT)
+    except (TooLong, httpx.HTTPError):
         return None
     return response if response.is_success else None
