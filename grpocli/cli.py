@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def open_closed() -> None:
-    """Standard streams that whoever started us has closed lead nowhere, and no file of ours gets their numbers."""
+    """Open /dev/null for closed standard streams, so that no other file gets descriptors 0 to 2."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

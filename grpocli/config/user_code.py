@@ -13,7 +13,7 @@ import threading
 import tokenize
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from grpocli.user_frames import raised
 logger = logging.getLogger(__name__)
 
 SLOW = 10.0
-"""Seconds of an import after which it is named: without a word, one that hangs could not be told from anything else."""
+"""Seconds after which an import that is still running is named in a warning."""
 HIDDEN = re.compile(r"import \*|__getattr__|global|exec\(|setattr\(")
 """In the source of a module that may define names in a way that cannot be seen without running it."""
 
@@ -134,10 +134,8 @@ def _no_name(function: str, place: str, name: str, names: Iterable[str], key: st
 
 def _module(name: str) -> Any:
     _reachable(Path.cwd())
-    if name in sys.modules:
-        return sys.modules[name]
-    with _importing(name):
-        return importlib.import_module(name)
+    with nullcontext() if name in sys.modules else _importing(name):
+        return importlib.import_module(name)  # also waits where another thread is importing it
 
 
 def _reachable(folder: Path) -> None:
@@ -179,18 +177,18 @@ def _importing(place: str) -> Iterator[None]:
 
 
 LEAVE = {name: getattr(os, name) for name in ("_exit", "execv", "execve")}
-"""Functions of `os` after which this process runs no code of ours; those of `os.exec*` end in the last two."""
+"""The functions of `os` that end this process's program at once; every `os.exec*` calls one of the last two."""
 _staying = 0
 _counting = threading.Lock()
 
 
 @contextmanager
 def staying(name: str) -> Iterator[None]:
-    """While code of the user's called `name` runs, it cannot end this process without a word, nor come back twice.
+    """Keep user code, called `name` in messages, from ending this process silently or returning in a forked copy of it.
 
-    `os._exit` and `os.exec*` raise SystemExit; processes that the code forks may use them, and have to: one that came
-    back from the code would be a second trainer in the same folder, and is ended. Several threads may be in such a
-    block at once.
+    Within the block `os._exit` and `os.exec*` raise SystemExit, except in processes that the code forks. A forked
+    process that reaches the end of the block would be a second trainer in the same folder, so it is ended. Several
+    threads may be in such a block at once.
     """
     process = os.getpid()
     _count(1)

@@ -22,7 +22,7 @@ T = TypeVar("T")
 GRACE = 30.0
 """Seconds after a deadline in which a call has to be interrupted, or the process ends."""
 FOREVER = 1e9
-"""Seconds that no timer takes for too many: thirty years."""
+"""The longest deadline, in seconds: thirty years. Timers overflow above it."""
 AGAIN = 0.1
 """Seconds between two attempts to interrupt a call, which may catch even `_Late`."""
 SIGEV_THREAD_ID = 4

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 CONNECT = 10.0
 LARGEST_ANSWER = 4_000_000
-"""Bytes."""
+"""Bytes; a judgement has a few thousand."""
 
 
 class Asking:

@@ -141,13 +141,16 @@ class Trainer:
             if not math.isfinite(value):
                 raise RunError(f"step {self.state.step + 1}: {name} is {value}; {self._remedy()}")
 
-    def _remedy(self) -> str:
-        """What to do after a failed update. From a checkpoint of the weights that it began with it would fail again."""
+    def _remedy(self, began_finite: bool = False) -> str:
+        """What to do after a failed update.
+
+        began_finite: the weights before it were good; else a resume from a checkpoint of them would fail again.
+        """
         change = f"lower optim.lr={self.run.optim.lr}, or set optim.max_grad_norm"
         last = checkpoint.latest(self.recorder.run_dir.checkpoints)
         if last is None:
             return f"{change}, and begin again: there is no checkpoint yet"
-        if last == self._checkpoint_path:
+        if last == self._checkpoint_path and not began_finite:
             return f"{change}, and remove {last}: it holds the weights that this step began with"
         return f"{change}, and go on from the last checkpoint with resume={self.recorder.run_dir.path}"
 
@@ -161,11 +164,8 @@ class Trainer:
         largest = [torch.linalg.vector_norm(shard, torch.inf) for shard in shards if shard.numel()]
         finite = not largest or bool(torch.stack(largest).isfinite().all())
         if self.world.any(not finite):
-            change = f"lower optim.lr={self.run.optim.lr}, or set optim.max_grad_norm"
-            last = checkpoint.latest(self.recorder.run_dir.checkpoints)
-            way = f"go on from {last.name} with resume={self.recorder.run_dir.path}" if last else "begin again"
-            step = self.state.step + 1
-            raise RunError(f"step {step}: its update left weights that are not finite; {change}, and {way}")
+            remedy = self._remedy(began_finite=True)
+            raise RunError(f"step {self.state.step + 1}: its update left weights that are not finite; {remedy}")
 
     def _refuse_mismatch(self) -> None:
         """Stop before the checkpoint where log-probs show that the engine's tokens or weights are not what it reports.
