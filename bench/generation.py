@@ -24,14 +24,14 @@ LINE = "answer: "
 
 
 def requests(prompts: int, group: int, prompt_tokens: int) -> list[Any]:
-    from grpocli.data import Request
+    from grpocli.types import Request
 
     return [Request([(37 * i + 11 * j) % 1000 + 100 for j in range(prompt_tokens)], group, i) for i in range(prompts)]
 
 
 def bodies(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from grpocli.data import Sampling
     from grpocli.rollout.vllm.request import body
+    from grpocli.types import Sampling
 
     wanted = requests(args.prompts, args.group, args.prompt_tokens)
     return [body(request, Sampling(args.tokens), ()) for request in wanted]
@@ -63,7 +63,7 @@ def answer(child: subprocess.Popen[str]) -> str:
 
 
 def through_engine(engine: Any, args: argparse.Namespace) -> tuple[int, float]:
-    from grpocli.data import Sampling
+    from grpocli.types import Sampling
 
     start = time.perf_counter()
     groups = engine.generate(requests(args.prompts, args.group, args.prompt_tokens), Sampling(args.tokens))

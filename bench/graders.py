@@ -16,7 +16,7 @@ from pathlib import Path
 
 from math_verify import parse, verify
 
-from grpocli.rewards import mathematics
+from grpocli.rewards import math_worker as mathematics
 from grpocli.rewards.final_answer import answer_expression
 
 PAIRS = Path(__file__).parents[1] / "tests" / "rewards" / "answer_pairs.jsonl"

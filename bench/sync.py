@@ -174,8 +174,8 @@ def timings(engine: Any, policy: Any, times: int, processes: dict[str, int]) -> 
 
 def alone() -> Any:
     """A world of one process."""
-    from grpocli.launch.hardware import Single
-    from grpocli.training.world import World
+    from grpocli.distributed.world import World
+    from grpocli.hardware.hardware import Single
 
     return World(Single())
 

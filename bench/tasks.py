@@ -16,15 +16,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpocli.data import Completion, Prompt, Request, Rollout, Sampling
 from grpocli.environments.environment import Play
 from grpocli.environments.episodes import Episodes
-from grpocli.rewards.pooled import Math
+from grpocli.rewards.math_format import Math
 from grpocli.rewards.scoring import sample_of
 from grpocli.rollout.engine import OnGroup, ignore
-from grpocli.sandbox.choice import best, way_of
+from grpocli.sandbox.backends import python_of, unsafe
 from grpocli.sandbox.sandbox import Job, Limits, run
-from grpocli.sandbox.ways import python_of, unsafe
+from grpocli.sandbox.select_backend import best, way_of
+from grpocli.types import Completion, Prompt, Request, Rollout, Sampling
 
 COMPLETIONS, EPISODES, TURNS, TOKENS = 1024, 64, 4, 32
 ENVIRONMENT = """

@@ -19,6 +19,6 @@ def build_algorithm(*overrides: str) -> Algorithm:
     The overrides are those of the command line. See `Algorithm.advantages` and `Algorithm.loss`.
     Raises ConfigError, naming the key, for an unknown key, choice or value.
     """
-    from grpocli.config.compose import build_algorithm as build
+    from grpocli.launch.compose import build_algorithm as build
 
     return build(*overrides)

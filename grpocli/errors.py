@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+NOTHING = object()
+"""The value of a key that has none to show."""
+
 
 class GrpoError(Exception):
     """Anything grpocli reports without a traceback."""
@@ -10,14 +13,27 @@ class GrpoError(Exception):
 
 
 class ConfigError(GrpoError):
-    """The config cannot work: a key, its value, and what to do about it."""
+    """The config cannot work. Its text is `KEY=VALUE: PROBLEM; HINT`, without the parts that are not given.
+
+    problem: what is wrong, without the key.
+    key: the config key, as a user types it, or the command's option; value: what it was given.
+    hint: what to do about it.
+    """
 
     exit_code = 2
 
-    @classmethod
-    def of(cls, key: str, value: object, problem: str) -> ConfigError:
-        """`rollout.group_size=1: must be at least 2`."""
-        return cls(f"{key}={value}: {problem}")
+    def __init__(self, problem: str, *, key: str = "", value: object = NOTHING, hint: str = "") -> None:
+        self.problem, self.key, self.value, self.hint = problem, key, value, hint
+        super().__init__(problem)
+
+    def __str__(self) -> str:
+        subject = self.key if self.value is NOTHING else f"{self.key}={self.value}"
+        sentence = f"{subject}: {self.problem}" if subject else self.problem
+        return f"{sentence}; {self.hint}" if self.hint else sentence
+
+    def with_key(self, key: str) -> ConfigError:
+        """The same error for another key."""
+        return ConfigError(self.problem, key=key, value=self.value, hint=self.hint)
 
 
 class RunError(GrpoError):

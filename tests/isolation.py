@@ -13,8 +13,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 
-from grpocli.config.compose import register_parts
 from grpocli.config.parts import MARKED
+from grpocli.launch.compose import register_parts
 
 PYTESTS_OWN = "PYTEST_CURRENT_TEST"
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from workloads import ALL
 
-from grpocli.launch.malloc import keep_freed, large_pages
+from grpocli.processes.malloc import keep_freed, large_pages
 from grpocli.training.layout import rounded
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from workloads import ALL, FIRST_WORD, Workload, own_tokenizer, peak, write_prom
 
 from grpocli.cli import main as grpocli
 from grpocli.config.parts import part
-from grpocli.data import Completion, Request, Sampling
 from grpocli.rollout.engine import OnGroup, ignore
+from grpocli.types import Completion, Request, Sampling
 
 TRL = [  # the loss that TRL's defaults stand for, so that both compute the same gradient
     *("algorithm=grpo", "algorithm.kl.beta=0", "algorithm/aggregate=token_mean"),

@@ -32,7 +32,7 @@ def no_skipping() -> None:
 
 
 def whole_logits() -> None:
-    import grpocli.training.assemble as assemble
+    import grpocli.training.build as assemble
 
     def none(policy: Any, world: Any) -> bool:
         policy.at_head = False
@@ -61,13 +61,13 @@ def any_size() -> None:
 
 
 def freed_memory_given_back() -> None:
-    import grpocli.training.worker as worker
+    import grpocli.training.train_process as worker
 
     worker.keep_freed = lambda: False
 
 
 def growing_cache() -> None:
-    import grpocli.rollout.cache as cache
+    import grpocli.rollout.kv_cache as cache
 
     cache.make_room = lambda cache, tokens, dtype: None
 

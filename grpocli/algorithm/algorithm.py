@@ -246,7 +246,7 @@ def _known(kind: str, name: str, rewards: dict[str, Tensor]) -> str:
     """The name of a reward that part `kind` reads."""
     if name not in rewards:
         choices = ", ".join(rewards)
-        raise ConfigError.of(f"algorithm.{kind}.reward", name, f"choose one of this run's rewards: {choices}")
+        raise ConfigError(f"choose one of this run's rewards: {choices}", key=f"algorithm.{kind}.reward", value=name)
     return name
 
 

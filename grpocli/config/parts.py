@@ -183,15 +183,15 @@ def key_of(owner: object, field: str) -> str:
 def require(owner: object, field: str, ok: bool, problem: str) -> None:
     """Raise a ConfigError that names the key and its value unless `ok`."""
     if not ok:
-        raise ConfigError.of(key_of(owner, field), getattr(owner, field), problem)
+        raise ConfigError(problem, key=key_of(owner, field), value=getattr(owner, field))
 
 
 def one_of(owner: object, field: str, choices: Iterable[str]) -> None:
     """Raise a ConfigError with the nearest valid name unless the field is one of `choices`."""
     value, choices = getattr(owner, field), list(choices)
     if value not in choices:
-        raise ConfigError.of(
-            key_of(owner, field), value, f"choose one of {', '.join(choices)}{nearest(str(value), choices)}"
+        raise ConfigError(
+            f"choose one of {', '.join(choices)}{nearest(str(value), choices)}", key=key_of(owner, field), value=value
         )
 
 
@@ -201,7 +201,7 @@ def regular(owner: object, field: str, group: str = "") -> None:
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
-        raise ConfigError.of(key_of(owner, field), pattern, f"is no regular expression: {error}") from error
+        raise ConfigError(f"is no regular expression: {error}", key=key_of(owner, field), value=pattern) from error
     require(owner, field, not group or groups > 0, f"needs a group: {group}")
 
 

@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 from grpocli.config.parts import Escaped, one_of, part, require, section
-from grpocli.data import Sampling
 from grpocli.errors import ConfigError
+from grpocli.types import Sampling
 
 MOST_COMPLETIONS = 10_000_000
 
@@ -138,7 +138,7 @@ class Rollouts:
             try:
                 re.compile(self.regex)
             except re.error as error:
-                raise ConfigError.of("rollout.regex", self.regex, f"does not compile: {error}") from error
+                raise ConfigError(f"does not compile: {error}", key="rollout.regex", value=self.regex) from error
 
 
 @section("checkpoint")

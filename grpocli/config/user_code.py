@@ -40,12 +40,12 @@ def load(function: str, key: str) -> Callable[..., Any]:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError.of(key, function, f"importing it raised {raised(error)}") from error
+        raise ConfigError(f"importing it raised {raised(error)}", key=key, value=function) from error
     found = getattr(module, name, None)
     if not callable(found):
         if hasattr(module, name):
             problem = f"{name} in {place} is of type {type(found).__name__}; give a function or a class"
-            raise ConfigError.of(key, function, problem)
+            raise ConfigError(problem, key=key, value=function)
         raise _no_name(function, place, name, vars(module), key)
     result: Callable[..., Any] = found
     return result
@@ -93,7 +93,9 @@ def _check_module(function: str, place: str, name: str, key: str) -> None:
     package, _, rest = place.partition(".")
     spec = importlib.util.find_spec(package)
     if spec is None:
-        raise ConfigError.of(key, function, f"importing it raised ModuleNotFoundError: No module named {package!r}")
+        raise ConfigError(
+            f"importing it raised ModuleNotFoundError: No module named {package!r}", key=key, value=function
+        )
     if not rest and spec.origin and spec.origin.endswith(".py"):
         _check_name(Path(spec.origin), function, place, name, key)
 
@@ -104,7 +106,7 @@ def _check_name(path: Path, function: str, place: str, name: str, key: str) -> N
             source = file.read()
         symbols = symtable.symtable(source, str(path), "exec").get_symbols()
     except (SyntaxError, ValueError) as error:
-        raise ConfigError.of(key, function, f"importing it raised {raised(error)}") from error
+        raise ConfigError(f"importing it raised {raised(error)}", key=key, value=function) from error
     names = [symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()]
     if name not in names and not HIDDEN.search(source):
         raise _no_name(function, place, name, names, key)
@@ -124,12 +126,12 @@ def _existing(place: str, key: str) -> Path:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
         beside = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise ConfigError.of(key, path, f"there is no such file{nearest(path.name, beside)}")
+        raise ConfigError(f"there is no such file{nearest(path.name, beside)}", key=key, value=path)
     return path
 
 
 def _no_name(function: str, place: str, name: str, names: Iterable[str], key: str) -> ConfigError:
-    return ConfigError.of(key, function, f"{place} has no function or class {name}{nearest(name, names)}")
+    return ConfigError(f"{place} has no function or class {name}{nearest(name, names)}", key=key, value=function)
 
 
 def _module(name: str) -> Any:

@@ -109,7 +109,7 @@ def composable(group: str, spec: str) -> tuple[DictConfig, str]:
     found = load(spec, group)
     if not isinstance(found, type):
         if group != "reward":
-            raise ConfigError.of(group, spec, "is not a class; only reward= takes a function")
+            raise ConfigError("is not a class; only reward= takes a function", key=group, value=spec)
         config = OmegaConf.structured(stored("reward")["python"])
         config.function = spec
         return config, package
@@ -121,19 +121,19 @@ def _structured(made: type[Any], group: str, spec: str) -> DictConfig:
         config: DictConfig = OmegaConf.structured(node(made))
     except OmegaConfBaseException as error:
         problem = f"has a field that cannot be a config key: {str(error).splitlines()[0]}"
-        raise ConfigError.of(group, spec, problem) from error
+        raise ConfigError(problem, key=group, value=spec) from error
     return config
 
 
 def _part(cls: type[Any], group: str, spec: str, key: str) -> type[Any]:
     """The class as a part; a plain one becomes a frozen dataclass. Raises ConfigError where it cannot be one."""
     if "__init__" in cls.__dict__ and "__dataclass_params__" not in cls.__dict__:
-        raise ConfigError.of(group, spec, "defines __init__; make it a dataclass, whose fields are its keys")
+        raise ConfigError("defines __init__; make it a dataclass, whose fields are its keys", key=group, value=spec)
     if "__dataclass_params__" not in cls.__dict__:
         try:
             section(key)(cls)
         except (TypeError, ValueError) as error:  # a base that is not frozen; a default that is a list
-            raise ConfigError.of(group, spec, f"cannot be made a frozen dataclass: {error}") from error
+            raise ConfigError(f"cannot be made a frozen dataclass: {error}", key=group, value=spec) from error
     if "config_key" not in cls.__dict__:
         cls.config_key = key
     cls.config_target = spec
@@ -145,12 +145,16 @@ def _check(cls: type[Any], group: str, spec: str) -> None:
     """Raise ConfigError unless it has what every part of its group has."""
     base = BASES.get(group, object)
     if not issubclass(cls, base):
-        raise ConfigError.of(group, spec, f"is not a {group}: derive it from {base.__module__}.{base.__qualname__}")
+        raise ConfigError(
+            f"is not a {group}: derive it from {base.__module__}.{base.__qualname__}", key=group, value=spec
+        )
     needs = NEEDS.get(group, {})
     has = {f.name for f in dataclasses.fields(cls)}.union(*map(vars, cls.__mro__))
     lacking = [name for name in needs if name not in has]
     if lacking:
-        raise ConfigError.of(group, spec, f"has no {' and no '.join(lacking)}, which every choice of {group}= has")
+        raise ConfigError(
+            f"has no {' and no '.join(lacking)}, which every choice of {group}= has", key=group, value=spec
+        )
     for name, arguments in needs.items():
         if arguments is not ATTRIBUTE:
             _check_signature(cls, name, arguments.split(), group, spec)
@@ -166,7 +170,7 @@ def _check_signature(cls: type[Any], name: str, arguments: list[str], group: str
         signature.bind("self", *arguments)
     except TypeError as error:
         called = f"{name}({', '.join(arguments)})"
-        raise ConfigError.of(group, spec, f"is called as {called}, and has {name}{_plain(signature)}") from error
+        raise ConfigError(f"is called as {called}, and has {name}{_plain(signature)}", key=group, value=spec) from error
 
 
 def _plain(signature: inspect.Signature) -> str:

@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from grpocli.data import Message
 from grpocli.environments.environment import Step
 from grpocli.rewards.final_answer import final_answer
 from grpocli.rewards.text import last_number
+from grpocli.types import Message
 
 CALL = re.compile(r"<<([^<>]*)>>")
 LONGEST = 200

@@ -8,7 +8,7 @@ from dataclasses import field
 from typing import Any, NamedTuple, Protocol
 
 from grpocli.config.parts import Escaped, UserCode, require, section
-from grpocli.data import Message
+from grpocli.types import Message
 
 ROLES = ("system", "user", "tool", "developer")
 """Of what an environment says: never the model's own."""

@@ -9,20 +9,20 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from grpocli.data import Completion, Episode, Message, Past, Prompt, Request, Sampling
 from grpocli.environments.turns import Turns
 from grpocli.errors import ConfigError
 from grpocli.rewards.pool import Pool, default_workers
 from grpocli.rewards.reward import Failure
 from grpocli.rollout.engine import Listener, OnGroup, ignore
 from grpocli.rollout.seeds import seed_of
+from grpocli.types import Completion, Episode, Message, Past, Prompt, Request, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from grpocli.distributed.world import World
     from grpocli.environments.environment import Play
     from grpocli.rollout.engine import Engine
-    from grpocli.training.world import World
 
 
 @lru_cache(maxsize=8)
@@ -148,7 +148,7 @@ class Episodes:
         self._reset(live)
         for one in live:
             if one.problem:
-                raise ConfigError.of("task.environment.name", one.play.name, f"{one.prompt.task}: {one.problem}")
+                raise ConfigError(f"{one.prompt.task}: {one.problem}", key="task.environment.name", value=one.play.name)
 
     def _reset(self, live: Sequence[_Live]) -> None:
         answers = self._ask(live, ["reset"] * len(live), [[_columns(one.prompt)] for one in live])
@@ -218,7 +218,9 @@ def check_environment(task: str, play: Play, example: Mapping[str, Any]) -> None
     The environment runs in a worker process, as always: it may import what this process should not have.
     """
     if missing := [name for name in play.env if name not in os.environ]:
-        raise ConfigError.of("task.environment.env", f"[{missing[0]}]", "is not set here; set it, or leave it out")
+        raise ConfigError(
+            "is not set here; set it, or leave it out", key="task.environment.env", value=f"[{missing[0]}]"
+        )
     given = {name: value for name, value in example.items() if name != "prompt"} | {"task_name": task}
     columns = json.loads(json.dumps(given, default=str))
     pool = Pool("grpocli.environments.stepping:call", 1, play.timeout, play.env)
@@ -228,7 +230,7 @@ def check_environment(task: str, play: Play, example: Mapping[str, Any]) -> None
         pool.close()
     if isinstance(answer, Failure):
         problem = f"{task}: its environment could not be reset: {answer.reason}"
-        raise ConfigError.of("task.environment.name", play.name, problem)
+        raise ConfigError(problem, key="task.environment.name", value=play.name)
 
 
 def _first(request: Request, play: Play | None) -> Request:

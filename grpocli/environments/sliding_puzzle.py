@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, TypeAlias
 
-from grpocli.data import Message
 from grpocli.environments.environment import Step
+from grpocli.types import Message
 
 Board: TypeAlias = list[list[int]]  # 0 is the hole
 

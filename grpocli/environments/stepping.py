@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import Any
 
 from grpocli.config.user_code import load
-from grpocli.data import Message
 from grpocli.environments.environment import ROLES
+from grpocli.types import Message
 from grpocli.user_frames import raised
 
 KEY = "task.environment.name"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpocli.data import Message
 from grpocli.errors import ConfigError
+from grpocli.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

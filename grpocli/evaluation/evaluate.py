@@ -8,23 +8,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from grpocli.data import Group, Prompt
 from grpocli.environments.environment import play_of
 from grpocli.evaluation.results import AccuracyRewards, TaskResult, task_result
 from grpocli.progress import Watch
 from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
-from grpocli.tasks.data import accuracy_reward_of
 from grpocli.tasks.mixture import about, key_of, limits_of, tasks_of
+from grpocli.tasks.prompt_source import accuracy_reward_of
 from grpocli.tasks.prompts import PromptSet
 from grpocli.tasks.task import columns_of
+from grpocli.types import Group, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from grpocli.config.schema import Run
+    from grpocli.distributed.world import World
     from grpocli.training.collect import Sampler
-    from grpocli.training.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ def evaluate(
 
     Raises ConfigError, RunError or EngineError as a run does.
     """
+    from grpocli.distributed.world import World
     from grpocli.models.loading import load_tokenizer
-    from grpocli.training.world import World
 
     world = World(run.hardware)
     tokenizer = load_tokenizer(run.model, job.model_path)

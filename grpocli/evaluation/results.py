@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from grpocli.data import Group, Rollout
 from grpocli.evaluation.estimators import interval, majority, pass_at_k
 from grpocli.rewards.reward import BaseReward
 from grpocli.rewards.scoring import sample_of
+from grpocli.types import Group, Rollout
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpocli.algorithm import Algorithm
 from grpocli.algorithm.algorithm import PARTS
-from grpocli.config.complaints import flat_keys
 from grpocli.config.formula import Formula, formula_of, meanings, settings
 from grpocli.config.schema import Rollouts, Run
 from grpocli.explain.choices import choice_of
+from grpocli.launch.hydra_errors import flat_keys
 from grpocli.rewards.reward import Correctness
 from grpocli.rewards.text import Overlong
 
@@ -248,7 +248,7 @@ def _combine(algorithm: Algorithm) -> list[Section]:
 
 def _named(section: Section, run: Run) -> Section:
     """With the name of the accuracy reward of each task where no reward is named as the accuracy."""
-    from grpocli.tasks.data import accuracy_rewards_of
+    from grpocli.tasks.prompt_source import accuracy_rewards_of
 
     accuracy_rewards = accuracy_rewards_of(run)
     names = dict.fromkeys(accuracy_rewards.values())

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.algorithm.algorithm import PARTS
-from grpocli.config.compose import build_run, compose, conf_dir
 from grpocli.config.formula import meanings, summary
 from grpocli.explain.choices import registered
 from grpocli.explain.compare import compared
 from grpocli.explain.compose import Explanation, explanation, part_section, spelled
 from grpocli.explain.layout import right_lines
 from grpocli.explain.markdown import code, comparison_markdown, explanation_markdown, table
+from grpocli.launch.compose import build_run, compose, conf_dir
 
 ALGORITHMS = ("grpo", "dapo", "drgrpo", "dgpo")
 EXAMPLE = "docs/examples/own_trainer.py"
@@ -126,7 +126,7 @@ def _default(f: dataclasses.Field[Any]) -> str:
 
 def main(argv: list[str]) -> int:
     """Write the page to a file."""
-    from grpocli.tracking.files import write_atomic
+    from grpocli.files import write_atomic
 
     write_atomic(Path(argv[0]), document())
     return 0

@@ -11,7 +11,7 @@ from grpocli.tasks.mixture import tasks_of
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
-    from grpocli.launch.devices import Devices
+    from grpocli.hardware.devices import Devices
     from grpocli.rollout.engine import EngineJob
 
 

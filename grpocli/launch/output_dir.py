@@ -7,8 +7,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from grpocli.config.compose import beside_another_hydra, conf_dir, mode_of, register_parts
-from grpocli.tracking.files import write_atomic
+from grpocli.files import write_atomic
+from grpocli.launch.compose import beside_another_hydra, conf_dir, mode_of, register_parts
 
 RECORD = ".hydra"
 

@@ -50,10 +50,10 @@ def _check_packages(run: Run) -> None:
         problem = (
             "needs DeepSpeed, which is not installed: in a clone of grpocli, pip install '.[deepspeed]', or take fsdp2"
         )
-        raise ConfigError.of("hardware.parallel", run.hardware.parallel, problem)
+        raise ConfigError(problem, key="hardware.parallel", value=run.hardware.parallel)
     if run.model.lora.rank and find_spec("peft") is None:
-        raise ConfigError.of(
-            "model.lora.rank", run.model.lora.rank, "needs peft, which is not installed: pip install peft"
+        raise ConfigError(
+            "needs peft, which is not installed: pip install peft", key="model.lora.rank", value=run.model.lora.rank
         )
 
 
@@ -81,8 +81,8 @@ def _check_listens(engine: Vllm) -> None:
             continue  # it may be slow: the engine's own deadline decides
         except OSError as error:
             problem = f"no vLLM server answers there ({error.strerror or error})"
-            raise ConfigError.of(
-                "engine.base_url",
-                url,
+            raise ConfigError(
                 f"{problem}: start one with `grpocli vllm-serve`, or unset it to have one started",
+                key="engine.base_url",
+                value=url,
             ) from error

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.errors import ConfigError, GrpoError
-from grpocli.launch.job import wait_for_job
-from grpocli.launch.nodes import Node
+from grpocli.hardware.nodes import Node
 from grpocli.launch.run import READY_WITHIN, quiet_libraries
 from grpocli.rollout.vllm.endpoint import is_loopback
 from grpocli.tracking.text import clean
+from grpocli.training.job import wait_for_job
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -83,7 +83,7 @@ def _reachable_name() -> str:
 def _run(run_dir: Path) -> Run:
     from omegaconf import OmegaConf
 
-    from grpocli.config.compose import build_run, register_parts
+    from grpocli.launch.compose import build_run, register_parts
 
     register_parts()
     return build_run(OmegaConf.load(run_dir / "config.yaml"))  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def _run(run_dir: Path) -> Run:
 
 def _gpus(run: Run) -> tuple[str, ...]:
     """All that the job has here."""
-    from grpocli.launch.devices import devices_of
+    from grpocli.hardware.devices import devices_of
 
     return devices_of(run.hardware, run.engine).train
 

@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from grpocli.config.checks import check_nodes, check_overlap, check_shares
-from grpocli.config.compose import build_run, mode_of, save
 from grpocli.config.environment import without_environment
-from grpocli.config.plan import plan_lines
-from grpocli.config.resume import changes
 from grpocli.environments.environment import play_of
 from grpocli.errors import ConfigError, GrpoError, Stopped
 from grpocli.explain.choices import choice_of
-from grpocli.launch.devices import Devices, devices_of, visible_gpus
-from grpocli.launch.job import Job, wait_for_job
-from grpocli.launch.meanwhile import Meanwhile
-from grpocli.launch.nodes import Node, node_of
+from grpocli.files import write_atomic
+from grpocli.hardware.devices import Devices, devices_of, visible_gpus
+from grpocli.hardware.nodes import Node, node_of
+from grpocli.launch.compose import build_run, mode_of, save
 from grpocli.launch.opening import opening_lines
-from grpocli.launch.processes import SETTLE, again_file, clean, stop_file
+from grpocli.launch.overview import plan_lines
 from grpocli.launch.ready import check_ready
-from grpocli.launch.signals import crash_loudly, stop_signal
+from grpocli.launch.resume import changes
+from grpocli.launch.trainers import SETTLE, again_file, clean, stop_file
+from grpocli.launch.validate import check_nodes, check_overlap, check_shares
+from grpocli.processes.background_task import Meanwhile
+from grpocli.processes.signals import crash_loudly, stop_signal
 from grpocli.rewards.python import PythonReward
 from grpocli.rollout.auto import chosen
 from grpocli.rollout.engine import EngineJob
@@ -39,14 +39,14 @@ from grpocli.rollout.vllm.nodes import new_folder, weights_of
 from grpocli.tasks.mixture import about, key_of, tasks_of
 from grpocli.tasks.task import columns_of
 from grpocli.tracking import choices
-from grpocli.tracking.files import write_atomic
 from grpocli.tracking.metrics import read
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import Changes, Session, add_session, run_id, shown
+from grpocli.training.job import Job, wait_for_job
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
-    from grpocli.tasks.data import Data
+    from grpocli.tasks.prompt_source import Data
     from grpocli.tasks.task import Example, Task
     from grpocli.tracking.view import View
     from grpocli.training.checkpoint import ResumePoint
@@ -91,7 +91,7 @@ def launch(
 @contextmanager
 def _ending(run_dir: RunDir, ours: bool) -> Iterator[None]:
     """Explain errors of the run. If it never began and the folder is `ours`, remove the folder."""
-    from grpocli.training.worker import explained
+    from grpocli.training.train_process import explained
 
     try:
         yield
@@ -237,7 +237,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
 def _check_functions(run: Run, name: str, task: Task, example: Example) -> None:
     """Import the user's functions before the model is fetched. Rewards that load models are checked later."""
     from grpocli.environments.episodes import check_environment
-    from grpocli.tasks.data import rewards_for
+    from grpocli.tasks.prompt_source import rewards_for
 
     for scorer in rewards_for(task, run.reward):
         if isinstance(run.reward[scorer], PythonReward):
@@ -250,7 +250,7 @@ def _check_device(run: Run) -> None:
     import torch
 
     if run.hardware.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError.of("hardware.device", "cuda", "torch finds no GPU here; take cpu or auto")
+        raise ConfigError("torch finds no GPU here; take cpu or auto", key="hardware.device", value="cuda")
 
 
 def _train(run: Run, job: Job, run_dir: RunDir, view: View, devices: Devices, node: Node | None) -> float | None:
@@ -264,10 +264,10 @@ def _train(run: Run, job: Job, run_dir: RunDir, view: View, devices: Devices, no
                 replace(job, ready=False).save(run_dir.path)
             engine.enter_context(_launched(run, job.engine, view))
         if data:
-            from grpocli.training.worker import work
+            from grpocli.training.train_process import work
 
             return work(run, job, run_dir, stop, view, data=data.result)
-        from grpocli.launch.processes import train_in_processes
+        from grpocli.launch.trainers import train_in_processes
 
         job.save(run_dir.path)
         view.stop(f"starting {devices.processes} trainer processes")  # the first of them has the terminal from here
@@ -294,7 +294,7 @@ def _launched(run: Run, job: EngineJob, view: View) -> Iterator[None]:
 
 def _load_data(run: Run, job: Job) -> Data:
     from grpocli.models.loading import load_tokenizer
-    from grpocli.tasks.data import Data
+    from grpocli.tasks.prompt_source import Data
 
     return Data.of(run, load_tokenizer(run.model, job.engine.model_path))
 
@@ -310,7 +310,7 @@ def follow(run: Run, run_dir: RunDir, node: Node) -> float | None:
     To have been stopped is no failure here: SLURM would kill the first machine for it (`srun --kill-on-bad-exit`),
     perhaps before that one has said that the run wants to go on.
     """
-    from grpocli.launch.processes import train_in_processes
+    from grpocli.launch.trainers import train_in_processes
 
     quiet_libraries()
     devices = devices_of(run.hardware, chosen(run.engine))

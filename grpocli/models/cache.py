@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from grpocli.errors import ConfigError, RunError
-from grpocli.tracking.files import atomic_folder
+from grpocli.files import atomic_folder
 
 DEADLINE = 600.0
 """Seconds to wait for another process that is making the same folder."""

@@ -65,7 +65,7 @@ class HuggingFace(ModelPart):
 
         if not isinstance(try_to_load_from_cache(self.path, "config.json", revision=self.revision), str):
             problem = f"there is no such folder, and the hub does not answer ({problem}); give a model's folder"
-            raise ConfigError.of("model.path", self.path, problem)
+            raise ConfigError(problem, key="model.path", value=self.path)
 
 
 def check_folder(key: str, path: str) -> None:
@@ -74,13 +74,13 @@ def check_folder(key: str, path: str) -> None:
     if folder.is_dir():
         return _check_files(key, path, folder)
     if folder.exists():
-        raise ConfigError.of(key, path, "is a file; give the folder that holds config.json")
+        raise ConfigError("is a file; give the folder that holds config.json", key=key, value=path)
     if not HUB_ID.fullmatch(path) or path.startswith("."):
-        raise ConfigError.of(key, path, "there is no such folder")
+        raise ConfigError("there is no such folder", key=key, value=path)
 
 
 def _check_files(key: str, path: str, folder: Path) -> None:
     needs = {"config.json": ("config.json",), "weights (*.safetensors)": WEIGHTS, "tokenizer files": TOKENIZER}
     for what, patterns in needs.items():
         if not any(True for pattern in patterns for _ in folder.glob(pattern)):
-            raise ConfigError.of(key, path, f"the folder has no {what}; give one that transformers saved")
+            raise ConfigError(f"the folder has no {what}; give one that transformers saved", key=key, value=path)

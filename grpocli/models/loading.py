@@ -39,7 +39,9 @@ def load_model(part: Any, path: str) -> PreTrainedModel:
 def _refuse_random(path: str, what: str, names: list[str]) -> None:
     if names:
         more = f" and {len(names) - 1} others" if len(names) > 1 else ""
-        raise ConfigError.of("model.path", path, f"has {what} for {names[0]}{more}, which its config.json asks for")
+        raise ConfigError(
+            f"has {what} for {names[0]}{more}, which its config.json asks for", key="model.path", value=path
+        )
 
 
 def load_policy(part: Any, base: str, path: str, seed: int) -> PreTrainedModel:
@@ -98,7 +100,7 @@ def load_tokenizer(part: Any, path: str) -> PreTrainedTokenizerBase:
     with _explained(path, "tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, **_options(part, path))
     if tokenizer.eos_token_id is None:
-        raise ConfigError.of("model.path", path, "its tokenizer has no end token, so no completion could end")
+        raise ConfigError("its tokenizer has no end token, so no completion could end", key="model.path", value=path)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     template = getattr(part, "chat_template", None)
@@ -124,4 +126,4 @@ def _explained(path: str, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         cause = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ConfigError.of("model.path", path, f"cannot load the {what}: {cause.rstrip('.')}") from error
+        raise ConfigError(f"cannot load the {what}: {cause.rstrip('.')}", key="model.path", value=path) from error

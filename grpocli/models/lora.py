@@ -52,8 +52,8 @@ class Lora:
             try:
                 re.compile(self.target_modules)
             except re.error as error:
-                raise ConfigError.of(
-                    "model.lora.target_modules", self.target_modules, f"is no regular expression: {error}"
+                raise ConfigError(
+                    f"is no regular expression: {error}", key="model.lora.target_modules", value=self.target_modules
                 ) from error
 
 
@@ -89,8 +89,8 @@ def inject(model: PreTrainedModel, lora: Lora) -> PreTrainedModel:
             inject_adapter_in_model(config, model, ADAPTER)
     except ValueError as error:
         cause = " ".join(str(error).split())[:200]
-        raise ConfigError.of(
-            "model.lora.target_modules", lora.target_modules, f"does not fit the model: {cause}"
+        raise ConfigError(
+            f"does not fit the model: {cause}", key="model.lora.target_modules", value=lora.target_modules
         ) from error
     return model
 
@@ -103,11 +103,11 @@ def _refuse_tied(model: PreTrainedModel, lora: Lora) -> None:
     for name, layer in _layers(model):
         shared = names[layer.base_layer.weight.data_ptr()]
         if len(shared) > 1:
-            raise ConfigError.of(
-                "model.lora.target_modules",
-                lora.target_modules,
+            raise ConfigError(
                 f"{name} shares its weight ({' and '.join(shared)}), so that it cannot have an update of its own; "
                 "leave it out",
+                key="model.lora.target_modules",
+                value=lora.target_modules,
             )
 
 
@@ -210,10 +210,10 @@ def load_adapter(model: PreTrainedModel, lora: Lora, folder: Path) -> None:
     saved = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
     if own.keys() != saved.keys():
         name = min(own.keys() ^ saved.keys())
-        raise ConfigError.of(
-            "model.lora.target_modules",
-            lora.target_modules,
+        raise ConfigError(
             f"does not fit the checkpoint {folder}: {name} is in one of them only; leave it as it was",
+            key="model.lora.target_modules",
+            value=lora.target_modules,
         )
     with torch.no_grad():
         for name, tensor in own.items():
@@ -225,10 +225,12 @@ def check_same(lora: Lora, folder: Path) -> None:
     path = folder / CONFIG
     saved = json.loads(path.read_text()) if path.is_file() else {"r": 0, "lora_alpha": lora.alpha}
     if saved["r"] != lora.rank:
-        raise ConfigError.of("model.lora.rank", lora.rank, f"the run so far has {saved['r']} ({folder}); keep that")
+        raise ConfigError(
+            f"the run so far has {saved['r']} ({folder}); keep that", key="model.lora.rank", value=lora.rank
+        )
     if lora.rank and saved["lora_alpha"] != lora.alpha:
-        raise ConfigError.of(
-            "model.lora.alpha", lora.alpha, f"the run so far has {saved['lora_alpha']} ({folder}); keep that"
+        raise ConfigError(
+            f"the run so far has {saved['lora_alpha']} ({folder}); keep that", key="model.lora.alpha", value=lora.alpha
         )
 
 

@@ -32,11 +32,13 @@ class Classifier:
             )
         except (OSError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())[:300]
-            raise ConfigError.of(KEY, part.path, f"is no sequence classification model: {reason}") from error
+            raise ConfigError(f"is no sequence classification model: {reason}", key=KEY, value=part.path) from error
         if model.config.num_labels != 1:
-            raise ConfigError.of(KEY, part.path, f"has {model.config.num_labels} outputs; a reward model has one")
+            raise ConfigError(
+                f"has {model.config.num_labels} outputs; a reward model has one", key=KEY, value=part.path
+            )
         if missing := sorted(found["missing_keys"]):
-            raise ConfigError.of(KEY, part.path, f"has no weights for {missing[0]}: it is no reward model")
+            raise ConfigError(f"has no weights for {missing[0]}: it is no reward model", key=KEY, value=part.path)
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
@@ -63,7 +65,9 @@ class Classifier:
             ids: list[int] = self.tokenizer(f"{sample.prompt}{sample.completion}", verbose=False).input_ids
         else:
             if not self.tokenizer.chat_template:
-                raise ConfigError.of(KEY, self.part.path, "has no chat template, but the prompts are conversations")
+                raise ConfigError(
+                    "has no chat template, but the prompts are conversations", key=KEY, value=self.part.path
+                )
             messages = [*sample.prompt, *sample.completion]
             text = self.tokenizer.apply_chat_template(messages, tokenize=False)
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
@@ -86,5 +90,5 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name != "cpu" and not torch.cuda.is_available():
-        raise ConfigError.of("reward.model.device", name, "torch finds no GPU here; take cpu or auto")
+        raise ConfigError("torch finds no GPU here; take cpu or auto", key="reward.model.device", value=name)
     return torch.device(name)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from grpocli.config.parts import part, require
 from grpocli.errors import ConfigError
 from grpocli.rewards.final_answer import after_thinking
+from grpocli.rewards.math_format import pool_of
 from grpocli.rewards.pool import Pool
-from grpocli.rewards.pooled import pool_of
 from grpocli.rewards.reward import Correctness, Failure, Sample, Score
 
 if TYPE_CHECKING:
@@ -123,15 +123,15 @@ class Code(Correctness):
 @lru_cache(maxsize=8)
 def way_for(python: str | None, limits: Limits, unsafe: bool) -> str:
     """How programs are shut in. Raises ConfigError, where they cannot be, unless `unsafe`."""
-    from grpocli.sandbox.choice import best
     from grpocli.sandbox.sandbox import SandboxError
+    from grpocli.sandbox.select_backend import best
 
     if unsafe:
         return "none"
     try:
         return best(python, limits)
     except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError.of(f"{KEY}.python", python, f"does not start: {error}") from error
+        raise ConfigError(f"does not start: {error}", key=f"{KEY}.python", value=python) from error
     except SandboxError as error:
         raise ConfigError(
             f"reward=[code]: programs that a model writes cannot be shut in on this machine ({error}); install "

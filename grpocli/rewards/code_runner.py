@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from grpocli.sandbox.choice import way_of
 from grpocli.sandbox.sandbox import Job, Limits, run
+from grpocli.sandbox.select_backend import way_of
 
 
 def run_job(job: dict[str, Any], limits: dict[str, Any], way: str, python: str | None, every: bool) -> dict[str, Any]:

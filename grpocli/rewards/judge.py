@@ -17,7 +17,7 @@ from grpocli.errors import ConfigError
 from grpocli.rewards.reward import BaseReward, Sample, Score
 
 if TYPE_CHECKING:
-    from grpocli.rewards.judging import Asking
+    from grpocli.rewards.llm_judge import Asking
 
 PROMPT = """\
 You judge answers. Compare the answer with the reference, and end with "Score: 1" where it is right, "Score: 0" where it
@@ -93,13 +93,13 @@ class Judge(BaseReward):
         return template_fields(self.prompt, "reward.judge.prompt")
 
     def check(self, columns: Sequence[str]) -> None:
-        from grpocli.rewards.judging import refuse_unreachable
+        from grpocli.rewards.llm_judge import refuse_unreachable
 
         given = {"prompt", "completion", *columns}
         for name in self.fields:
             if name not in given:
                 problem = f"wants {{{name}}}, but the task has no such column{nearest(name, given)}"
-                raise ConfigError.of("reward.judge.prompt", repr(self.prompt[:60]), problem)
+                raise ConfigError(problem, key="reward.judge.prompt", value=repr(self.prompt[:60]))
         refuse_unreachable(self)
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
@@ -110,7 +110,7 @@ class Judge(BaseReward):
 
     @cached_property
     def _asking(self) -> Asking:
-        from grpocli.rewards.judging import Asking
+        from grpocli.rewards.llm_judge import Asking
 
         return Asking()
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from grpocli.launch.guard_main import die_with_parent
+from grpocli.processes.reaper import die_with_parent
 
 MAX_BYTES = 4 * 2**30
 READY = "ready"

@@ -67,7 +67,7 @@ class PythonReward(BaseReward):
         if isinstance(function, type):
             name = short(self.function)
             problem = f"is a class; one derived from BaseReward is chosen as reward=[{name}], others need a function"
-            raise ConfigError.of(self.key, self.function, problem)
+            raise ConfigError(problem, key=self.key, value=self.function)
         given = {"prompts", "completions", "completion_ids", *columns}
         for name, parameter in inspect.signature(function).parameters.items():
             needed = parameter.default is inspect.Parameter.empty and parameter.kind in (
@@ -76,13 +76,15 @@ class PythonReward(BaseReward):
             )
             if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
                 problem = f"it is called with keyword arguments, which {name!r} before `/` is not"
-                raise ConfigError.of(self.key, self.function, problem)
+                raise ConfigError(problem, key=self.key, value=self.function)
             if needed and name in TRL_ONLY and name not in given:
                 problem = f"it wants TRL's {name!r}, which is not given here: give it a default, {name}=None"
-                raise ConfigError.of(self.key, self.function, problem)
+                raise ConfigError(problem, key=self.key, value=self.function)
             if needed and name not in given:
-                raise ConfigError.of(
-                    self.key, self.function, f"it wants {name!r}, but the task has no such column{nearest(name, given)}"
+                raise ConfigError(
+                    f"it wants {name!r}, but the task has no such column{nearest(name, given)}",
+                    key=self.key,
+                    value=self.function,
                 )
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
@@ -100,7 +102,7 @@ class PythonReward(BaseReward):
         return within(self.timeout, late, lambda: _scores(_called(function, given), len(samples)), remedy)
 
     def _in_process(self, samples: Sequence[Sample]) -> list[Score] | Failure:
-        from grpocli.rewards.undisturbed import seed_for
+        from grpocli.rewards.isolate_state import seed_for
 
         given = json.loads(json.dumps(arguments(samples), default=str))
         (result,) = self._pool.map([[self.function, self.key, seed_for(samples), given]])

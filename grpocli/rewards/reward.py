@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Self
 
 from grpocli.config.formula import Formula, summary
 from grpocli.config.parts import base, nearest, require, section
-from grpocli.data import Episode, Text
 from grpocli.errors import ConfigError
 from grpocli.rewards.final_answer import final_answer
+from grpocli.types import Episode, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +127,10 @@ class BaseReward:
         wanted = getattr(self, "answer_column", None)
         if wanted is not None and wanted not in columns:
             key = f"{getattr(self, 'config_key', 'reward')}.answer_column"
-            raise ConfigError.of(
-                key, wanted, f"the task's examples have the columns {', '.join(columns)}{nearest(wanted, columns)}"
+            raise ConfigError(
+                f"the task's examples have the columns {', '.join(columns)}{nearest(wanted, columns)}",
+                key=key,
+                value=wanted,
             )
 
     def close(self) -> None:

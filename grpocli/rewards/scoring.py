@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from types import EllipsisType
 from typing import Any
 
-from grpocli.data import Rollout, Text
 from grpocli.progress import Progress, unreported
-from grpocli.rewards import verdict
+from grpocli.rewards import error_limits as verdict
 from grpocli.rewards.reward import BaseReward, Failure, Forfeit, Sample, Score, Unreachable, as_score
-from grpocli.rewards.tally import Tally
+from grpocli.rewards.score_stats import Tally
+from grpocli.types import Rollout, Text
 from grpocli.user_frames import raised
 
 logger = logging.getLogger(__name__)
@@ -146,8 +146,8 @@ class Scorer:
 
 def call(reward: BaseReward, samples: Sequence[Sample]) -> list[Score]:
     """Scores that are numbers, None, or failures; whatever a reward raises or returns."""
+    from grpocli.rewards.isolate_state import Damage, undisturbed
     from grpocli.rewards.pool import PoolClosed
-    from grpocli.rewards.undisturbed import Damage, undisturbed
 
     if not samples:
         return []

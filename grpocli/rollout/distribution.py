@@ -11,7 +11,7 @@ from grpocli.rollout.repetition import penalised
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from grpocli.data import Sampling
+    from grpocli.types import Sampling
 
 BLOCK = 64
 """Tokens whose probabilities are added up in float32."""

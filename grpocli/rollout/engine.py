@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from grpocli.data import Completion, Request, Sampling
 from grpocli.progress import UNWATCHED, Progress, Watch, unreported
 from grpocli.rollout.sync import Sync
+from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from grpocli.training.world import World
+    from grpocli.distributed.world import World
 
 
 class Policy(Protocol):

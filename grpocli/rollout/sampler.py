@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpocli.data import Completion, Past, Request, Sampling
 from grpocli.progress import UNWATCHED, Watch
 from grpocli.rollout.distribution import draw, sampling_logits
-from grpocli.rollout.kept import goes_on, kept, resume
+from grpocli.rollout.kv_reuse import goes_on, kept, resume
 from grpocli.rollout.repetition import first_seen
 from grpocli.rollout.stop_strings import StopStrings
+from grpocli.types import Completion, Past, Request, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,7 +110,7 @@ def _prefill(model: PreTrainedModel, requests: Sequence[Request], sampling: Samp
     from transformers import DynamicCache
 
     from grpocli.rollout.attention import cache_dtype
-    from grpocli.rollout.cache import make_room
+    from grpocli.rollout.kv_cache import make_room
 
     device, cache = model.device, DynamicCache(config=model.config)
     ids_PL, mask_PL = whole = _side_by_side([r.token_ids for r in requests], device)

@@ -98,13 +98,13 @@ class Nccl(Sync):
 
     def choose(self, place: Placement) -> str:
         if not place.gpu:
-            raise ConfigError.of("sync", "nccl", "needs GPUs, and the trainer computes on a CPU: take sync=shm")
+            raise ConfigError("needs GPUs, and the trainer computes on a CPU: take sync=shm", key="sync", value="nccl")
         if place.shared is not False:
-            raise ConfigError.of(
-                "sync",
-                "nccl",
+            raise ConfigError(
                 "the run's own server shares the trainer's GPUs, and NCCL joins no GPU with itself: take sync=ipc or "
                 "sync=shm, or start the server on other GPUs with `grpocli vllm-serve` and give engine.base_url",
+                key="sync",
+                value="nccl",
             )
         return "nccl"
 
@@ -115,15 +115,17 @@ class Ipc(Sync):
 
     def choose(self, place: Placement) -> str:
         if not place.gpu:
-            raise ConfigError.of("sync", "ipc", "needs GPUs, and the trainer computes on a CPU: take sync=shm")
+            raise ConfigError("needs GPUs, and the trainer computes on a CPU: take sync=shm", key="sync", value="ipc")
         if not place.local:
-            raise ConfigError.of(
-                "sync", "ipc", "the server is not on this machine (engine.base_url): take sync=nccl or sync=shm"
+            raise ConfigError(
+                "the server is not on this machine (engine.base_url): take sync=nccl or sync=shm",
+                key="sync",
+                value="ipc",
             )
         if place.shared is None:
-            raise ConfigError.of(
-                "sync",
-                "ipc",
+            raise ConfigError(
                 "the server has GPUs without a trainer process: raise hardware.processes or take sync=shm",
+                key="sync",
+                value="ipc",
             )
         return "ipc"

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import part, require
-from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import ConfigError
 from grpocli.rollout.engine import Listener, ignore
+from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import Engine, EngineContext, EngineJob, OnGroup
@@ -80,7 +80,7 @@ class TransformersEngine:
 
         First those of which something was kept: a chunk computes all of its prompts or only what is new of each.
         """
-        from grpocli.rollout.kept import goes_on
+        from grpocli.rollout.kv_reuse import goes_on
 
         anew = [not goes_on(request, self.version) for request in requests]
         chunks: list[list[int]] = []
@@ -114,7 +114,7 @@ def refuse_structure(sampling: Sampling) -> None:
     """Raise a ConfigError if completions are to match a regex or a JSON schema."""
     if sampling.structure:
         problem = "engine=transformers cannot hold completions to it: choose engine=vllm, or set it to null"
-        raise ConfigError.of(f"rollout.{sampling.structure}", getattr(sampling, sampling.structure), problem)
+        raise ConfigError(problem, key=f"rollout.{sampling.structure}", value=getattr(sampling, sampling.structure))
 
 
 def stop_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
+from grpocli.sandbox.backends import Way
 from grpocli.sandbox.sandbox import Job, Limits, SandboxError, run
-from grpocli.sandbox.ways import Way
 
 PATIENCE = 60.0
 """Seconds, on a busy machine."""

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from grpocli.sandbox.backends import Way
 from grpocli.sandbox.cgroup import group
 from grpocli.sandbox.clock import Clock
-from grpocli.sandbox.inside.wire import encode, plain
-from grpocli.sandbox.ways import Way
+from grpocli.sandbox.inside.protocol import encode, plain
 
 HERE = str(Path(__file__).parent)
 START = f"import sys; sys.path.insert(0, {HERE!r}); from inside.main import main; main()"

@@ -52,10 +52,10 @@ class Maker:
             return processed(task.processor, task.processor_timeout, row, where)
         column = task.answer_column
         if column is not None and (missing := nothing_in(row[column])):
-            raise ConfigError.of(
-                "task.answer_column",
-                column,
+            raise ConfigError(
                 f"{where} has {missing} there; fill it in, remove the row, or give null where no reward needs answers",
+                key="task.answer_column",
+                value=column,
             )
         row = task.convert(dict(row), where)
         prompt = task.mapping.prompt(row, where)

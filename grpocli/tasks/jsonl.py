@@ -102,7 +102,9 @@ class Jsonl(BaseTask):
     def examples(self, split: str) -> Sequence[Example]:
         """The examples of `train` or `eval`; of those to train on with `streaming`, a few from the beginning."""
         if split == "train" and self.split is None:
-            raise ConfigError.of("task.split", "null", "the task is for `grpocli eval`; name a split to train on")
+            raise ConfigError(
+                "the task is for `grpocli eval`; name a split to train on", key="task.split", value="null"
+            )
         if split not in self._loaded:
             self._loaded[split] = _examples(self, split)
         return self._loaded[split]
@@ -172,7 +174,9 @@ def _examples(task: Jsonl, split: str) -> Sequence[Example]:
         return task.bare(split)
     found = task.bare(split).without(task.taught)
     if not found:
-        raise ConfigError.of("task.shots", task.shots, f"no example is left for {split}; take fewer, or other data")
+        raise ConfigError(
+            f"no example is left for {split}; take fewer, or other data", key="task.shots", value=task.shots
+        )
     return found
 
 
@@ -203,10 +207,10 @@ def _refuse_overlap(task: Jsonl, path: str, table_split: str) -> None:
     if task.split is None:
         return
     if path == task.path and (table_split == task.split or Path(path).expanduser().is_file()):
-        raise ConfigError.of(
-            "task.eval_split",
-            task.eval_split,
+        raise ConfigError(
             f"{path} would give the examples to train on; give another split or task.eval_path, or leave both null",
+            key="task.eval_split",
+            value=task.eval_split,
         )
 
 
@@ -218,8 +222,10 @@ def _held_out(task: Jsonl) -> tuple[Examples, Examples]:
     everything = _all(task, *source)
     table = everything.table
     if len(table.rows) < 2:
-        raise ConfigError.of(
-            "task.path", task.path, "has one example; give two, so that one is held out, or give task.eval_path"
+        raise ConfigError(
+            "has one example; give two, so that one is held out, or give task.eval_path",
+            key="task.path",
+            value=task.path,
         )
     columns = table.columns if task.processor else task.mapping.columns
     train, evaluate = hold_out(table.rows, columns, task.eval_size)

@@ -51,7 +51,7 @@ def load_table(path: str, name: str | None, split: str, key: str = "task.path") 
     local = Path(path).expanduser()
     table = _local(local, split, key) if local.exists() else _hub(path, name, split, key)
     if len(table.rows) == 0:
-        raise ConfigError.of(key, path, EMPTY)
+        raise ConfigError(EMPTY, key=key, value=path)
     return table
 
 
@@ -63,18 +63,18 @@ def looks_local(path: str) -> bool:
 def check_path(path: str, key: str) -> None:
     """Raise ConfigError, naming `key`, where a local file or folder is not there. What may be on the hub passes."""
     if looks_local(path) and not Path(path).expanduser().exists():
-        raise ConfigError.of(key, path, "there is no such file or folder")
+        raise ConfigError("there is no such file or folder", key=key, value=path)
 
 
 def files_at(path: Path, split: str, key: str) -> tuple[str, list[Path]]:
     """What the datasets library calls their kind, and the files of a folder, or the one that `path` is."""
     if not path.is_file() and not path.is_dir():
-        raise ConfigError.of(key, path, "is neither a file nor a folder")
+        raise ConfigError("is neither a file nor a folder", key=key, value=path)
     files = [path] if path.is_file() else _files_of(path, split, key)
     kinds = {READERS.get(file.suffix) for file in files}
     if len(kinds) != 1 or None in kinds:
         found = ", ".join(sorted({f.suffix or f.name for f in files})) or "none of them"
-        raise ConfigError.of(key, path, f"needs files of one kind of {', '.join(READERS)}; found {found}")
+        raise ConfigError(f"needs files of one kind of {', '.join(READERS)}; found {found}", key=key, value=path)
     if kinds == {"csv"}:
         _check_headers(files, key)
     return cast(str, kinds.pop()), files
@@ -92,7 +92,7 @@ def _check_headers(files: Sequence[Path], key: str) -> None:
         if found and first and found != first:
             differing = ", ".join(sorted(map(repr, found ^ first))[:5])
             problem = f"its columns are not those of {files[0].name}: they differ in {differing}"
-            raise ConfigError.of(key, file, problem)
+            raise ConfigError(problem, key=key, value=file)
         first = first or found
 
 
@@ -108,9 +108,9 @@ def _check_header(file: Path, key: str) -> None:
     if len(names[","]) == 1 and used != ",":
         convert = f"import pandas; pandas.read_csv({str(file)!r}, sep={used!r}).to_csv('commas.csv', index=False)"
         problem = f"its columns are separated by {used!r}, and have to be by commas"
-        raise ConfigError.of(key, file, f'{problem}; convert it with python -c "{convert}"')
+        raise ConfigError(f'{problem}; convert it with python -c "{convert}"', key=key, value=file)
     if (name := _repeated([name for name in names[","] if name])) is not None:
-        raise ConfigError.of(key, file, f"line 1 has two columns called {name!r}; rename or remove one")
+        raise ConfigError(f"line 1 has two columns called {name!r}; rename or remove one", key=key, value=file)
 
 
 def _repeated(names: Sequence[str]) -> str | None:
@@ -128,7 +128,7 @@ def unreadable(key: str, path: str | Path, error: BaseException) -> ConfigError:
         utf16 = is_text and error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         line = _not_utf8(file) if is_text and not utf16 else ""
         reason = f"{line}{reason}; it must be UTF-8" + (", and is UTF-16" if utf16 else "") + ": save it as UTF-8"
-    return ConfigError.of(key, path, f"cannot be read: {reason}")
+    return ConfigError(f"cannot be read: {reason}", key=key, value=path)
 
 
 def _not_utf8(file: Path) -> str:
@@ -156,8 +156,10 @@ def _files_of(folder: Path, split: str, key: str) -> list[Path]:
     if not named and split == "train":
         named = [file for file in files if not any(_is_named(file, other) for other in OTHER_SPLITS)]
     if files and not named:
-        raise ConfigError.of(
-            key, folder, f"has no {split}.jsonl or other file of that name; found {', '.join(f.name for f in files)}"
+        raise ConfigError(
+            f"has no {split}.jsonl or other file of that name; found {', '.join(f.name for f in files)}",
+            key=key,
+            value=folder,
         )
     return named
 
@@ -180,7 +182,7 @@ def columns_of(rows: Sequence[Row], path: str | Path, key: str) -> list[str]:
         columns |= dict.fromkeys(row)
         if len(columns) > MAX_COLUMNS:
             problem = f"has more than {MAX_COLUMNS:,} columns; give rows that have the same ones"
-            raise ConfigError.of(key, path, problem)
+            raise ConfigError(problem, key=key, value=path)
     return list(columns)
 
 
@@ -237,7 +239,7 @@ def _line(text: str, at: int) -> int:
 
 def _object(row: Any, file: Path, number: int, key: str) -> Row:
     if not isinstance(row, dict):
-        raise ConfigError.of(key, file, f"example {number} is not an object with columns: {short(row)}")
+        raise ConfigError(f"example {number} is not an object with columns: {short(row)}", key=key, value=file)
     return row
 
 
@@ -257,12 +259,12 @@ def _value(text: str, at: int, file: Path, key: str, line: int = 0) -> tuple[Any
         if "set_int_max_str_digits" in problem:
             problem = "an integer with thousands of digits"
         where = f"cannot be read: line {line or _line(text, at)} has"
-        raise ConfigError.of(key, file, f"{where} {problem}; repair or remove it") from error
+        raise ConfigError(f"{where} {problem}; repair or remove it", key=key, value=file) from error
     return value, end
 
 
 def _not_json(file: Path, key: str, line: int, problem: str) -> ConfigError:
-    return ConfigError.of(key, file, f"cannot be read: line {line} is not JSON ({problem}); repair or remove it")
+    return ConfigError(f"cannot be read: line {line} is not JSON ({problem}); repair or remove it", key=key, value=file)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> Row:
@@ -366,8 +368,10 @@ def from_hub(path: str, name: str | None, split: str, key: str, streaming: bool)
         return load_dataset(path, name, split=split, streaming=streaming)
     except (DatasetsError, OSError, ValueError) as error:
         reason = unreachable or " ".join(str(error).split()).rstrip(".")
-        raise ConfigError.of(
-            key, path, f"is no local file, and the hub did not give it: {reason}; check the name, or give a file"
+        raise ConfigError(
+            f"is no local file, and the hub did not give it: {reason}; check the name, or give a file",
+            key=key,
+            value=path,
         ) from error
 
 
@@ -386,4 +390,4 @@ def need_columns(columns: Sequence[str], wanted: dict[str, str | None], path: st
     for key, column in wanted.items():
         if column is not None and column not in columns:
             choices = f"{', '.join(columns)}{otherwise}{nearest(column, columns)}"
-            raise ConfigError.of(key, column, f"choose one of the columns of {path}: {choices}")
+            raise ConfigError(f"choose one of the columns of {path}: {choices}", key=key, value=column)

@@ -8,9 +8,9 @@ from string import Formatter
 from typing import Any
 
 from grpocli.config.parts import nearest
-from grpocli.data import Message, Text
 from grpocli.errors import ConfigError
 from grpocli.tasks.loading import Row, need_columns, nothing_in, short
+from grpocli.types import Message, Text
 
 
 def template_fields(template: str, key: str = "task.prompt_template") -> list[str]:
@@ -18,7 +18,9 @@ def template_fields(template: str, key: str = "task.prompt_template") -> list[st
     try:
         return [field for _, field, _, _ in Formatter().parse(template) if field is not None]
     except ValueError as error:
-        raise ConfigError.of(key, repr(template), f"{error}; write a brace that is meant as one twice") from error
+        raise ConfigError(
+            f"{error}; write a brace that is meant as one twice", key=key, value=repr(template)
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,10 @@ class Mapping:
             need_columns(columns, {"task.prompt_column": self.prompt_column}, path)
         for column in self.columns:
             if column not in columns:
-                raise ConfigError.of(
-                    "task.prompt_template",
-                    repr(self.prompt_template),
+                raise ConfigError(
                     f"there is no column {column!r}; {path} has {', '.join(columns)}{nearest(column, columns)}",
+                    key="task.prompt_template",
+                    value=repr(self.prompt_template),
                 )
 
     def prompt(self, row: Row, where: str) -> Text:
@@ -60,10 +62,10 @@ class Mapping:
             return self._from_text(prompt)
         if isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt):
             return self._from_messages(prompt, where)
-        raise ConfigError.of(
-            "task.prompt_column",
-            self.prompt_column,
+        raise ConfigError(
             f"{where} has {short(prompt)} there; a prompt is text or a list of messages, and not empty",
+            key="task.prompt_column",
+            value=self.prompt_column,
         )
 
     def _fill(self, row: Row, where: str) -> str:
@@ -71,8 +73,8 @@ class Mapping:
         try:
             return self.prompt_template.format(**{column: row[column] for column in self.columns})
         except ValueError as error:
-            raise ConfigError.of(
-                "task.prompt_template", repr(self.prompt_template), f"cannot be filled with {where}: {error}"
+            raise ConfigError(
+                f"cannot be filled with {where}: {error}", key="task.prompt_template", value=repr(self.prompt_template)
             ) from error
 
     def _from_text(self, text: str) -> Text:
@@ -87,10 +89,10 @@ class Mapping:
         if self.format == "plain":
             return self.prefix + "\n".join(str(message.get("content", "")) for message in messages)
         if self.prefix:
-            raise ConfigError.of(
-                "task.prefix",
-                repr(self.prefix),
+            raise ConfigError(
                 f"{where} is a list of messages; put worked examples into them, or choose task.format=plain",
+                key="task.prefix",
+                value=repr(self.prefix),
             )
         if self.system_prompt is not None and messages[0].get("role") == "system":
             messages = messages[1:]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from grpocli.config.user_parts import is_spec, name_of
 from grpocli.errors import ConfigError
-from grpocli.rewards.verdict import Limit
+from grpocli.rewards.error_limits import Limit
 
 if TYPE_CHECKING:
     from grpocli.tasks.task import Task

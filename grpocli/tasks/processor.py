@@ -23,10 +23,10 @@ def processed(function: str, timeout: float, row: Row, where: str) -> dict[str, 
         raise
     except (Exception, SystemExit) as error:
         what = f"raised {type(error).__name__} for {where}: {' '.join(str(error).split())}{at(error)}"
-        raise ConfigError.of(PROCESSOR, function, what) from error
+        raise ConfigError(what, key=PROCESSOR, value=function) from error
     if not isinstance(example, Mapping) or not isinstance(example.get("prompt"), str | list) or not example["prompt"]:
         found = f"{example!r}"[:200]
-        raise ConfigError.of(
-            PROCESSOR, function, f"made {found} of {where}; return a dict with `prompt`, text or messages"
+        raise ConfigError(
+            f"made {found} of {where}; return a dict with `prompt`, text or messages", key=PROCESSOR, value=function
         )
     return dict(example)

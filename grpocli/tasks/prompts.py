@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from grpocli.data import Prompt, Text
 from grpocli.errors import ConfigError
 from grpocli.rewards.deadline import within
 from grpocli.tasks.text import text_hash, text_of
+from grpocli.types import Prompt, Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,10 +53,10 @@ class PromptSet:
         self.hashes = [text_hash(texts[i]) for i in self._kept]
         self.n_dropped, self.n_truncated = (len(long), 0) if drop else (0, len(long))
         if not self._kept:
-            raise ConfigError.of(
-                "rollout.max_prompt_tokens",
-                max_tokens,
+            raise ConfigError(
                 f"all {len(lengths)} {name} prompts are longer, the shortest has {min(lengths)} tokens; raise it",
+                key="rollout.max_prompt_tokens",
+                value=max_tokens,
             )
 
     @property

@@ -60,7 +60,9 @@ class ReasoningGym(BaseTask):
         total = TRIES * (self.train_size + self.eval_size)
         found = _examples(self.name, json.dumps(self.config, sort_keys=True), self.generator_seed, total, split, most)
         if not found:
-            raise ConfigError.of("task.name", self.name, f"made no question for {split}: choose other task.config")
+            raise ConfigError(
+                f"made no question for {split}: choose other task.config", key="task.name", value=self.name
+            )
         return [
             {**one, "prompt": [{"role": "user", "content": f"{one['question']}{self.instructions}"}]} for one in found
         ]
@@ -91,11 +93,11 @@ def make(name: str, config: str, seed: int, size: int) -> Any:
     except ImportError as error:
         raise ConfigError(f"task=reasoning_gym: {MISSING_LIBRARY} ({error})") from error
     if name not in DATASETS:
-        raise ConfigError.of("task.name", name, f"reasoning-gym has no such generator{nearest(name, DATASETS)}")
+        raise ConfigError(f"reasoning-gym has no such generator{nearest(name, DATASETS)}", key="task.name", value=name)
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(config))
     except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError.of("task.config", config, f"{name} refuses it: {error}") from error
+        raise ConfigError(f"{name} refuses it: {error}", key="task.config", value=config) from error
 
 
 def split_of(question: str) -> str:

@@ -59,7 +59,7 @@ def load_streamed(path: str, name: str | None, split: str, key: str) -> Table:
     """All rows of one split: the hub would be asked for the files of every split otherwise."""
     rows = list(open_rows(path, name, split, key).read(0))
     if not rows:
-        raise ConfigError.of(key, path, EMPTY)
+        raise ConfigError(EMPTY, key=key, value=path)
     columns = columns_of(rows, path, key)
     return Table(columns, [with_columns(row, columns) for row in rows])
 
@@ -89,7 +89,7 @@ class JsonLines:
                 for number, line in enumerate(lines, 1):
                     if number == 1 and line.lstrip().startswith("["):
                         problem = "is a JSON list, which has to be read whole; give an object a line, or "
-                        raise ConfigError.of(self.key, file, problem + "task.streaming=false")
+                        raise ConfigError(problem + "task.streaming=false", key=self.key, value=file)
                     if line.strip():
                         yield file, number, line
 

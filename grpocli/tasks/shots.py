@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpocli.config.parts import nearest
-from grpocli.data import Message, Text
 from grpocli.errors import ConfigError
 from grpocli.tasks.task import Example
 from grpocli.tasks.text import text_hash, text_of
+from grpocli.types import Message, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class Shot:
             if example.get(column) is None:
                 columns = [name for name, value in example.items() if value is not None]
                 problem = f"{where} has nothing in the column {column!r}; it has {', '.join(columns)}"
-                raise ConfigError.of("task.shot_template", repr(template), problem + nearest(column, columns))
+                raise ConfigError(problem + nearest(column, columns), key="task.shot_template", value=repr(template))
         values: dict[str, Any] = {column: example[column] for column in fields}
         try:
             return cls(text_of(example, where), template.format(**values))
         except ValueError as error:
-            raise ConfigError.of(
-                "task.shot_template", repr(template), f"cannot be filled with {where}: {error}"
+            raise ConfigError(
+                f"cannot be filled with {where}: {error}", key="task.shot_template", value=repr(template)
             ) from error
 
 
@@ -80,6 +80,6 @@ def choose(candidates: Iterable[tuple[Example, str]], n: int, template: str, pat
             return list(shots.values())
         shots[question] = Shot.of(example, template, where)
     found = len(shots)
-    raise ConfigError.of(
-        "task.shots", n, f"{path} has {found} different examples to train on; take {found - 1} or less"
+    raise ConfigError(
+        f"{path} has {found} different examples to train on; take {found - 1} or less", key="task.shots", value=n
     )

@@ -42,7 +42,7 @@ class ExampleStream:
         rows = open_rows(task.path, task.name, task.split or "", "task.path")
         columns = columns_of(list(islice(rows.read(0), HEAD)), task.path, "task.path")
         if not columns:
-            raise ConfigError.of("task.path", task.path, EMPTY)
+            raise ConfigError(EMPTY, key="task.path", value=task.path)
         made = cls(Maker.of(task, columns, task.path), rows, columns)
         if task.source("eval") is None:
             made._hold_out(task.eval_size)
@@ -90,7 +90,7 @@ class ExampleStream:
                 return
             found.setdefault(question, example)
         problem = f"{self.maker.path} has {len(found)} different examples; lower it, so that some are left to train on"
-        raise ConfigError.of("task.eval_size", size, problem)
+        raise ConfigError(problem, key="task.eval_size", value=size)
 
     def _take_shots(self, task: Jsonl) -> None:
         rows = self.take(0, task.shuffle_buffer)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from grpocli.data import Prompt
 from grpocli.errors import ConfigError
 from grpocli.tasks.order import permutation
 from grpocli.tasks.prompts import prompt_of, tokenize
 from grpocli.tasks.text import text_hash, text_of
+from grpocli.types import Prompt
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,10 +66,10 @@ class StreamedPrompts:
                 break
             if prompt := self._prompt(number, uid):
                 return prompt
-        raise ConfigError.of(
-            "rollout.max_prompt_tokens",
-            self._max_tokens,
+        raise ConfigError(
             f"{TRIES} rows of {self._task} were read, and all are longer or held out; raise it, or give other data",
+            key="rollout.max_prompt_tokens",
+            value=self._max_tokens,
         )
 
     def _candidates(self, nth: int) -> Iterator[int]:

@@ -7,9 +7,9 @@ import math
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from grpocli.data import Text
 from grpocli.errors import ConfigError
 from grpocli.tasks.loading import encodable, short
+from grpocli.types import Text
 
 if TYPE_CHECKING:
     from grpocli.tasks.task import Example

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.errors import ConfigError
-from grpocli.tracking.files import write_atomic
+from grpocli.files import write_atomic
 
 
 class MetricsLog:

@@ -12,12 +12,12 @@ from grpocli.tracking.rollouts import Record, reference_of, write_rollouts
 from grpocli.tracking.view import Sample, View
 
 if TYPE_CHECKING:
-    from grpocli.data import Group
     from grpocli.progress import Progress
     from grpocli.tracking.metrics import MetricsLog
     from grpocli.tracking.run_dir import RunDir
     from grpocli.tracking.trackers import LiveTracker
     from grpocli.training.collect import Collected
+    from grpocli.types import Group
 
 logger = logging.getLogger(__name__)
 

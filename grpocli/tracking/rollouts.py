@@ -12,10 +12,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpocli.data import Group, Message, Prompt, Rollout, Status
 from grpocli.errors import ConfigError
-from grpocli.tracking.files import write_atomic
+from grpocli.files import write_atomic
 from grpocli.tracking.text import words
+from grpocli.types import Group, Message, Prompt, Rollout, Status
 
 if TYPE_CHECKING:
     from numpy import ndarray

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from grpocli.errors import ConfigError, GrpoError, RunError
-from grpocli.tracking.files import FULL, clear_leftovers
+from grpocli.files import FULL, clear_leftovers
 
 logger = logging.getLogger(__name__)
 
@@ -108,18 +108,22 @@ class RunDir:
     def check_free(self) -> None:
         """Raise ConfigError where a run would write over a run or over somebody's files. Writes nothing."""
         if self.metrics.exists() or self.config.exists():
-            raise ConfigError.of(
-                KEY, self.path, f"holds a run already; go on with resume={self.path}, or choose another folder"
+            raise ConfigError(
+                f"holds a run already; go on with resume={self.path}, or choose another folder",
+                key=KEY,
+                value=self.path,
             )
         taken = [
             path.name for path in (self.model, self.checkpoints, self.path / "rollouts", self.summary) if path.exists()
         ]
         if taken:
             problem = f"has a {taken[0]} already, which the run would write over; choose another folder"
-            raise ConfigError.of(self.key, self.path, problem)
+            raise ConfigError(problem, key=self.key, value=self.path)
         for folder in self.path.absolute().parents:
             if RunDir(folder).config.exists() and RunDir(folder).metrics.exists():
-                raise ConfigError.of(self.key, self.path, f"is inside of the run {folder}; choose another folder")
+                raise ConfigError(
+                    f"is inside of the run {folder}; choose another folder", key=self.key, value=self.path
+                )
 
     def check_writable(self, resuming: bool) -> None:
         """Make the folder and try to write. Raises ConfigError where that fails or another run is there."""
@@ -132,7 +136,7 @@ class RunDir:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise ConfigError.of(self.key, self.path, f"cannot be written: {self._why(error)}") from error
+            raise ConfigError(f"cannot be written: {self._why(error)}", key=self.key, value=self.path) from error
         if resuming:
             for folder in (self.path, self.checkpoints, self.path / "rollouts"):
                 clear_leftovers(folder)
@@ -172,7 +176,7 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
             file = (self.path / name).open("a")  # not "w", which changes the file before the lock is held
         except OSError as error:
-            raise ConfigError.of(self.key, self.path, f"cannot be written: {self._why(error)}") from error
+            raise ConfigError(f"cannot be written: {self._why(error)}", key=self.key, value=self.path) from error
         with file, _own(file):
             try:
                 self._lock(file, kind, time.monotonic() + patience, problem)
@@ -188,7 +192,7 @@ class RunDir:
                 return fcntl.flock(file, kind | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 if time.monotonic() >= until:
-                    raise ConfigError.of(self.key, self.path, problem) from error
+                    raise ConfigError(problem, key=self.key, value=self.path) from error
             time.sleep(LOCK_POLL)
 
     def _why(self, error: OSError) -> str:

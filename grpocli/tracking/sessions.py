@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import grpocli
-from grpocli.tracking.files import write_atomic
+from grpocli.files import write_atomic
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.text import one_line
 

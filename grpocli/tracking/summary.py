@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpocli.tracking.files import write_atomic
+from grpocli.files import write_atomic
 from grpocli.tracking.metrics import finite
 
 RESERVE = ".reserve"

@@ -80,7 +80,7 @@ class Accelerate:
         """Raises ConfigError where its package is not installed; costs nothing, so ask before a run begins."""
         backend = BACKENDS[self.kind]
         if find_spec(backend.module) is None:
-            raise ConfigError.of("tracker", self.kind, f"it is not installed: pip install {backend.pip}")
+            raise ConfigError(f"it is not installed: pip install {backend.pip}", key="tracker", value=self.kind)
 
     def start(self, name: str, folder: Path, config: Any) -> LiveTracker | None:
         """Raises ConfigError where the tracker does not start (not installed, no account, wrong options ...)."""
@@ -91,7 +91,7 @@ class Accelerate:
             tracker.store_init_configuration(flat(config))
         except Exception as error:
             reason = " ".join(str(error).split())[:300] or "no message"
-            raise ConfigError.of("tracker", self.kind, f"{type(error).__name__}: {reason}") from error
+            raise ConfigError(f"{type(error).__name__}: {reason}", key="tracker", value=self.kind) from error
         return AccelerateTracker(tracker, self.kind)
 
     def _make(self, name: str, folder: Path) -> Any:

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from grpocli.data import Text
-from grpocli.tracking.files import FULL
+from grpocli.files import FULL
 from grpocli.tracking.stage import Clock, CurrentStage
 from grpocli.tracking.text import clean, duration, number, one_line, words
+from grpocli.types import Text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,8 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from grpocli.data import Rollout
 from grpocli.training.layout import Layout, Padded, pad
+from grpocli.types import Rollout
 
 
 @dataclass(slots=True)

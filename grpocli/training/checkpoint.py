@@ -16,24 +16,26 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpocli.distributed import sharded_safetensors as shards
 from grpocli.errors import ConfigError, GrpoError
+from grpocli.files import atomic_folder, full_disk_as_oserror, remove
 from grpocli.models.lora import adapter_tensors, is_adapted, save_adapter
 from grpocli.progress import Progress, unreported
-from grpocli.tracking.files import atomic_folder, full_disk_as_oserror, remove
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import run_id
-from grpocli.training import carry, checksums, optimizer_state, shards
+from grpocli.training import checksums, optimizer_state
+from grpocli.training import leftover_groups as carry
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from grpocli.data import Group
+    from grpocli.distributed.world import World
     from grpocli.training.collect import Collected
     from grpocli.training.policy import Policy
     from grpocli.training.reference import Reference
-    from grpocli.training.world import World
+    from grpocli.types import Group
 
 STATE = "trainer.json"
 NAME = re.compile(r"step_(\d+)")
@@ -288,7 +290,7 @@ def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported)
     run, or there is no such checkpoint; OSError where files cannot be read though they may be whole.
     """
     if not (run_dir / "config.yaml").is_file():
-        raise ConfigError.of("resume", run_dir, "holds no run: there is no config.yaml in it")
+        raise ConfigError("holds no run: there is no config.yaml in it", key="resume", value=run_dir)
     damaged: dict[Path, str] = {}
     found, run = None, run_id(RunDir(run_dir))
     for path in reversed(_numbered(run_dir / "checkpoints")):

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from grpocli.distributed import sharded_safetensors as shards
 from grpocli.progress import Progress, unreported
-from grpocli.training import shards
 
 if TYPE_CHECKING:
-    from grpocli.training.world import World
+    from grpocli.distributed.world import World
 
 INDEX = "checksums.json"
 """{file: [bytes, XXH3 of 128 bits]}"""

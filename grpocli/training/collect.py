@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from grpocli.data import Completion, Group, Prompt, Request, Rollout, Sampling, Status
 from grpocli.environments.episodes import Episodes
 from grpocli.errors import RunError
 from grpocli.progress import UNWATCHED, Cancelled, Watch
-from grpocli.rewards.early import EarlyScorer
-from grpocli.rewards.tally import Tally
+from grpocli.rewards.score_stats import Tally
+from grpocli.rewards.streaming_scorer import EarlyScorer
 from grpocli.rollout.engine import Listener
 from grpocli.rollout.seeds import seed_of
+from grpocli.types import Completion, Group, Prompt, Request, Rollout, Sampling, Status
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from grpocli.algorithm import Algorithm
+    from grpocli.distributed.world import World
     from grpocli.environments.environment import Play
     from grpocli.rewards.scoring import Scorer
     from grpocli.rollout.engine import Engine
-    from grpocli.training.world import World
 
 
 def rewards_of(groups: Sequence[Group], names: Sequence[str]) -> dict[str, Tensor]:

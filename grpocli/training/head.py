@@ -20,7 +20,7 @@ from grpocli.rollout.distribution import sampling_logits
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from grpocli.data import Sampling
+    from grpocli.types import Sampling
 
 LOGITS_AT_ONCE = 2**24
 """64 MiB in float32, and a few copies."""

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpocli.training import shards
+from grpocli.distributed import sharded_safetensors as shards
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from grpocli.distributed.world import World
     from grpocli.training.policy import Policy
-    from grpocli.training.world import World
 
 STEM = "optimizer"
 INDEX = f"{STEM}.safetensors.index.json"

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grpocli.data import Sampling
 from grpocli.training import attention
 from grpocli.training.batch import MicroBatch, Row
 from grpocli.training.head import marked
 from grpocli.training.layout import Layout, Packed, Padded
 from grpocli.training.policy import completion_logp, output_head
+from grpocli.types import Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from grpocli.distributed.world import World
     from grpocli.training.policy import Policy
     from grpocli.training.reference import Reference
-    from grpocli.training.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grpocli.distributed.parallel import Alone, Parallel
 from grpocli.models.lora import is_adapted, merged
 from grpocli.rollout.repetition import first_seen
 from grpocli.training.batch import MicroBatch
 from grpocli.training.head import Seen, Targets, of_logits, repeating, scoring
 from grpocli.training.layout import Layout, Packed, Padded
-from grpocli.training.parallel import Alone, Parallel
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from grpocli.data import Sampling
+    from grpocli.types import Sampling
 
 
 class Policy:

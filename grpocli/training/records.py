@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from grpocli.data import Status
 from grpocli.tracking.rollouts import Record
 from grpocli.training.collect import rewards_of
+from grpocli.types import Status
 
 if TYPE_CHECKING:
     from grpocli.algorithm import Algorithm

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from grpocli.data import Sampling
+    from grpocli.types import Sampling
 
 
 class Reference:

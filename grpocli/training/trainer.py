@@ -16,22 +16,22 @@ import torch
 
 from grpocli.errors import RunError, ServiceGone, Stopped
 from grpocli.training import checkpoint
+from grpocli.training.async_checkpoint import Saver
 from grpocli.training.batch import Row
 from grpocli.training.collect import Collected, Collector
 from grpocli.training.evaluate import Evaluator
 from grpocli.training.records import records_of
-from grpocli.training.saving import Saver
 from grpocli.training.update import Updater
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
-    from grpocli.launch.signals import StopSignal
+    from grpocli.distributed.world import World
+    from grpocli.processes.signals import StopSignal
     from grpocli.rollout.engine import Engine
     from grpocli.tracking.recorder import Recorder
-    from grpocli.training.ahead import Ahead
     from grpocli.training.policy import Policy
+    from grpocli.training.prefetch import Ahead
     from grpocli.training.reference import Reference
-    from grpocli.training.world import World
 
 
 PATIENCE = 2.0

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from grpocli.algorithm import Algorithm
     from grpocli.config.schema import Train
-    from grpocli.data import Sampling
+    from grpocli.distributed.world import World
     from grpocli.training.layout import Layout
     from grpocli.training.optim import AdamW
     from grpocli.training.policy import Policy
     from grpocli.training.reference import Reference
-    from grpocli.training.world import World
+    from grpocli.types import Sampling
 
 ROUNDING = 1e-5
 """Relative. Equal tokens whose entropies were rounded in two micro-batches fall on the same side of a threshold."""

@@ -15,7 +15,7 @@ from grpocli.errors import ConfigError
 
 ALONE = """
 import sys
-for name in ("vllm", "transformers", "accelerate", "datasets", "grpocli.cli", "grpocli.commands"):
+for name in ("vllm", "transformers", "accelerate", "datasets", "grpocli.cli", "grpocli.cli"):
     sys.modules[name] = None  # importing it raises
 import torch, grpocli
 algo = grpocli.build_algorithm("algorithm=dapo", "algorithm.objective.high=0.3")

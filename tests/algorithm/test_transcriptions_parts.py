@@ -17,9 +17,9 @@ import torch
 from algorithm.windows import choices
 from composed import built
 
-from grpocli.config.compose import compose
-from grpocli.data import Completion, Prompt, Rollout
+from grpocli.launch.compose import compose
 from grpocli.training.batch import Row
+from grpocli.types import Completion, Prompt, Rollout
 
 Test = TypeVar("Test", bound=Callable[..., None])
 P, G, T = 3, 4, 6

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from grpocli.algorithm import Algorithm
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.algorithm.metrics import combined
-from grpocli.config.compose import register_parts
+from grpocli.launch.compose import register_parts
 
 NAN = float("nan")
 WEIGHTS = {"a": 1.0, "b": 0.5}

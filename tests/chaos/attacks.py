@@ -220,8 +220,8 @@ class Right:
 
 def run_attack(way: str, program: str, test: str, probe: bool) -> dict[str, object]:
     """The verdict, as JSON knows it; called in a process of its own."""
-    from grpocli.sandbox.choice import way_of
     from grpocli.sandbox.sandbox import Job, Limits, SandboxError, run
+    from grpocli.sandbox.select_backend import way_of
 
     limits = Limits(timeout=TIMEOUT, memory_mb=MEMORY_MB, processes=PROCESSES, disk_mb=DISK_MB)
     try:

@@ -13,7 +13,7 @@ from random import Random
 
 from chaos.place import SMALL, START, Command, Place, check_equal, has, metrics, read
 from chaos.trial import Kind, dealt, demand
-from commands.copied import config_dir
+from cli.copied import config_dir
 
 PROMISE = "after a kill nothing is left, and a resume equals the run that nobody killed, to the bit"
 STEPS = 8

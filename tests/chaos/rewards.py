@@ -9,7 +9,7 @@ from random import Random
 
 from chaos.place import TINY, Place, check_equal, metrics
 from chaos.trial import Kind, dealt, demand
-from commands.copied import config_dir
+from cli.copied import config_dir
 
 PROMISE = "the run ends with one sentence that names the reward, or equals that of an honest one; it never hangs"
 HONEST = """

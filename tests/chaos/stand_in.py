@@ -21,8 +21,7 @@ import torch
 import uvicorn
 from transformers import AutoModelForCausalLM
 
-from grpocli.config.compose import compose
-from grpocli.data import Request, Sampling
+from grpocli.launch.compose import compose
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.vllm.auth import RequireKey
 from grpocli.rollout.vllm.client import GENERATE
@@ -30,6 +29,7 @@ from grpocli.rollout.vllm.endpoint import Endpoint, serve_file
 from grpocli.rollout.vllm.serve import build_serve
 from grpocli.rollout.vllm.server import free_port
 from grpocli.rollout.vllm.weights import MappedFiles
+from grpocli.types import Request, Sampling
 
 LONGEST = 64  # tokens of a prompt and its completion
 FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")

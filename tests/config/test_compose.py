@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from grpocli.config.compose import build_run, compose, conf_dir
-from grpocli.config.plan import plan_lines
-from grpocli.launch.devices import Devices
+from grpocli.hardware.devices import Devices
+from grpocli.launch.compose import build_run, compose, conf_dir
 from grpocli.launch.opening import opening_lines
+from grpocli.launch.overview import plan_lines
 from grpocli.rollout.engine import EngineJob
 
 PREFIX = "grpocli.algorithm."

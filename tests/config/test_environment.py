@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from grpocli.config.compose import build_run, compose, mode_of, save
 from grpocli.config.environment import without_environment
-from grpocli.config.resume import Resume
 from grpocli.errors import ConfigError
+from grpocli.files import QuietFileHandler
+from grpocli.launch.compose import build_run, compose, mode_of, save
+from grpocli.launch.resume import Resume
 from grpocli.masking import masked
 from grpocli.tracking.card import model_card
-from grpocli.tracking.files import QuietFileHandler
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.view import silent_view
 
@@ -119,7 +119,7 @@ def test_a_card_names_the_variable_of_a_model(tmp_path: Path) -> None:
 
 
 def test_a_tracker_is_given_names(tmp_path: Path) -> None:
-    from grpocli.training.worker import make_recorder
+    from grpocli.training.train_process import make_recorder
 
     begun(tmp_path, "rollout.stop=['${oc.env:MY_SECRET}']")
     given: list[dict[str, Any]] = []

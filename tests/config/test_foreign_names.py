@@ -9,8 +9,8 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from grpocli.config.compose import compose
 from grpocli.config.foreign_names import CHOICES, KEYS
+from grpocli.launch.compose import compose
 
 VALUES = {"model": "tiny", "algorithm": "dapo", "engine": "vllm", "tracker": "wandb", "rollout.stop": "[a]"}
 ADVISED = sorted({example for here in [*KEYS.values(), *CHOICES.values()] for example in here.examples()})

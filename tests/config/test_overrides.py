@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from grpocli.config.compose import build_run, compose, register_parts, save
 from grpocli.config.escapes import literal_escapes, unescape
-from grpocli.config.overrides import rewritten, typed
 from grpocli.config.parts import ESCAPED, is_marked
-from grpocli.config.resume import Resume
 from grpocli.errors import ConfigError
+from grpocli.launch.compose import build_run, compose, register_parts, save
+from grpocli.launch.overrides import rewritten, typed
+from grpocli.launch.resume import Resume
 
 Run = Callable[..., tuple[int, str, str]]
 JSONL = ["task=jsonl", "task.path=x.jsonl"]

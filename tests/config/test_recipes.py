@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from grpocli.config.compose import build_run, compose, conf_dir
+from grpocli.launch.compose import build_run, compose, conf_dir
 
 RECIPES = Path(conf_dir()) / "recipe"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
@@ -18,7 +18,7 @@ COMMON = {
     "optim._target_": "grpocli.training.optim.AdamW",
     "optim.max_grad_norm": 1.0,
     "optim.schedule": "constant",
-    "reward.math._target_": "grpocli.rewards.pooled.Math",
+    "reward.math._target_": "grpocli.rewards.math_format.Math",
     "reward.math.right": 1.0,
     "rollout.temperature": 1.0,
     "rollout.top_p": 1.0,

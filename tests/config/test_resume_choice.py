@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpocli.config.compose import compose, save
-from grpocli.config.resume import Resume
+from grpocli.launch.compose import compose, save
+from grpocli.launch.resume import Resume
 
 REWARDS = ["reward=[math, format]", "reward.format.weight=0.5", "reward.math.weight=2"]
 SAVED = ["engine=vllm", "engine.base_url=http://127.0.0.1:8000", "+engine.vllm_args.x=1", "optim.lr=0.1", "resume=/old"]

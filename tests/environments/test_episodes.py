@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from environments.test_turns import FAMILIES
 
-from grpocli.data import Completion, Prompt, Request, Sampling
+from grpocli.distributed.world import World
 from grpocli.environments.environment import Play
 from grpocli.environments.episodes import Episodes, check_environment
 from grpocli.errors import ConfigError
 from grpocli.progress import Watch
 from grpocli.rollout.engine import Listener, OnGroup, ignore
-from grpocli.training.world import World
+from grpocli.types import Completion, Prompt, Request, Sampling
 
 SCRIPTED = Path(__file__).with_name("scripted.py")
 

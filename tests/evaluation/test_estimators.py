@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from grpocli.commands.evaluate import _show
+from grpocli.cli.evaluate import _show
 from grpocli.evaluation.estimators import interval, majority, pass_at_k
 from grpocli.evaluation.evaluate import Evaluated
 from grpocli.evaluation.results import Estimate, TaskResult

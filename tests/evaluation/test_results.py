@@ -7,11 +7,11 @@ import math
 
 import pytest
 
-from grpocli.data import Completion, Group, Prompt, Rollout
 from grpocli.evaluation.results import AccuracyRewards, task_result
-from grpocli.rewards.pooled import Math
+from grpocli.rewards.math_format import Math
 from grpocli.rewards.scoring import sample_of
 from grpocli.rewards.text import Number
+from grpocli.types import Completion, Group, Prompt, Rollout
 
 NAN = math.nan
 ACCURACY = AccuracyRewards({"": "right"}, {"right": Number()})

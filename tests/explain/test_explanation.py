@@ -7,11 +7,11 @@ import functools
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from grpocli.config.compose import build_run, compose
 from grpocli.explain.compare import compared
 from grpocli.explain.compose import ORDER, Explanation, explanation, spelled
 from grpocli.explain.markdown import comparison_markdown, explanation_markdown
 from grpocli.explain.terminal import comparison_text, explanation_text
+from grpocli.launch.compose import build_run, compose
 
 CASES = [
     [],

@@ -16,9 +16,9 @@ from grpocli.algorithm.correction import Correction, SequenceMask, SequenceTrunc
 from grpocli.algorithm.kl import K1, K2, K3
 from grpocli.algorithm.objective import Cispo, Clip, Sapo
 from grpocli.algorithm.question_weight import Difficulty
-from grpocli.config.compose import build_run, compose
 from grpocli.config.formula import Formula
 from grpocli.explain.compose import explanation
+from grpocli.launch.compose import build_run, compose
 
 T = 3
 CLIPS = [

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from grpocli.config.checks import check_nodes, check_shares
-from grpocli.config.compose import build_run, compose
-from grpocli.config.plan import plan_lines
 from grpocli.errors import ConfigError, Stopped
-from grpocli.launch import devices, processes
+from grpocli.hardware import devices
+from grpocli.hardware.devices import Devices, devices_of, split
+from grpocli.hardware.hardware import Multinode, Single
+from grpocli.hardware.nodes import Node, node_of
 from grpocli.launch import run as launch_run
-from grpocli.launch.devices import Devices, devices_of, split
-from grpocli.launch.hardware import Multinode, Single
-from grpocli.launch.nodes import Node, node_of
+from grpocli.launch import trainers as processes
+from grpocli.launch.compose import build_run, compose
+from grpocli.launch.overview import plan_lines
+from grpocli.launch.validate import check_nodes, check_shares
 from grpocli.rollout.transformers_engine import Transformers
 from grpocli.rollout.vllm.nodes import new_folder
 from grpocli.rollout.vllm.options import Vllm

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed
 
 from grpocli.errors import ConfigError, RunError, Stopped
-from grpocli.launch.board import DONE, Board, Place, places
-from grpocli.launch.failures import Failure, failures, is_lost_peer, report_failure, verdict
+from grpocli.processes.exit_reports import Failure, failures, is_lost_peer, report_failure, verdict
+from grpocli.processes.heartbeat import DONE, Board, Place, places
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:38475"
 TIMEOUT = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 20000ms for recv operation"

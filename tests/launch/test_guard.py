@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grpocli.launch.guard import alive, guarded, wait_gone
+from grpocli.processes.guard import alive, guarded, wait_gone
 
 # A command that starts a child in a session of its own (as launchers do), tells both pids, and stays.
 FAMILY = """
@@ -101,7 +101,7 @@ def test_parent_killed(tmp_path: Path, how: signal.Signals) -> None:
     script = textwrap.dedent(f"""
         import os, sys, time
         from pathlib import Path
-        from grpocli.launch.guard import guarded
+        from grpocli.processes.guard import guarded
         with guarded({family(tmp_path)!r}, name="test", grace=1, remove=[Path({str(folder)!r})]):
             if os.fork() == 0:
                 time.sleep(15)

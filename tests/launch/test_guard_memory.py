@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from grpocli.launch.guard import guarded
+from grpocli.processes.guard import guarded
 
 HOLDS = """
 import signal, time

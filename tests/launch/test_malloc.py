@@ -10,7 +10,7 @@ import pytest
 
 FAULTS = """
 import ctypes, resource, sys
-from grpocli.launch.malloc import keep_freed
+from grpocli.processes.malloc import keep_freed
 kept = keep_freed()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]

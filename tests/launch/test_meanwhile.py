@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from grpocli.launch import meanwhile
-from grpocli.launch.meanwhile import Meanwhile
+from grpocli.processes import background_task as meanwhile
+from grpocli.processes.background_task import Meanwhile
 
 
 def test_it_is_done_meanwhile_and_its_result_waited_for() -> None:

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands.running import SMALL, finish, start
+from cli.running import SMALL, finish, start
 
 from grpocli import cli
 from grpocli.launch.run import _ending
-from grpocli.launch.signals import LOOK_SECONDS, StopSignal, stop_signal
+from grpocli.processes.signals import LOOK_SECONDS, StopSignal, stop_signal
 from grpocli.tracking.run_dir import RunDir
 
 
@@ -45,7 +45,7 @@ def test_a_signal_waits_for_the_step_and_a_second_ctrl_c_does_not(capsys: pytest
 
 
 def test_a_crash_of_a_library_names_the_function_that_called_it() -> None:
-    source = "from grpocli.launch.signals import crash_loudly\ncrash_loudly()\nimport ctypes\n"
+    source = "from grpocli.processes.signals import crash_loudly\ncrash_loudly()\nimport ctypes\n"
     source += "def my_reward():\n    ctypes.string_at(0)\nmy_reward()"
     crashed = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
     assert crashed.returncode == -signal.SIGSEGV

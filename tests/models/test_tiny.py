@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpocli.config.compose import build, compose
 from grpocli.errors import ConfigError
+from grpocli.launch.compose import build, compose
 from grpocli.models.loading import load_model, load_tokenizer
 from grpocli.models.muon import orthogonalise
 from grpocli.models.tiny import Tiny

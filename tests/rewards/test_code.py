@@ -10,8 +10,9 @@ from grpocli.errors import ConfigError
 from grpocli.rewards import code
 from grpocli.rewards.code import Code
 from grpocli.rewards.reward import Failure, Sample
-from grpocli.sandbox import cgroup, choice
-from grpocli.sandbox.ways import unsafe
+from grpocli.sandbox import cgroup
+from grpocli.sandbox import select_backend as choice
+from grpocli.sandbox.backends import unsafe
 
 ADD = "```python\ndef add(a, b):\n    return a + b\n```"
 TESTS = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from grpocli.data import Completion, Prompt, Request, Sampling
 from grpocli.progress import Cancelled, Watch
 from grpocli.rewards import scoring
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 from grpocli.rewards.scoring import Scorer
 from grpocli.training.collect import Sampler
+from grpocli.types import Completion, Prompt, Request, Sampling
 
 SOON = 30.0
 

@@ -6,7 +6,7 @@ import pytest
 
 from grpocli.rewards.countdown import CountdownReward
 from grpocli.rewards.final_answer import answer_expression, final_answer
-from grpocli.rewards.pooled import Math
+from grpocli.rewards.math_format import Math
 from grpocli.rewards.reasoning_gym import ReasoningGymReward
 from grpocli.rewards.text import ExactMatch, Number
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from grpocli.data import Completion, Prompt, Rollout
 from grpocli.errors import ConfigError, RewardError, RewardGone, ServiceGone
 from grpocli.rewards.judge import Judge
 from grpocli.rewards.reward import Failure
 from grpocli.rewards.scoring import Scorer, sample_of
+from grpocli.types import Completion, Prompt, Rollout
 
 
 class Endpoint:

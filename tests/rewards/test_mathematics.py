@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpocli.rewards import mathematics
+from grpocli.rewards import math_worker as mathematics
 from grpocli.rewards.final_answer import LONGEST, answer_expression, chosen_letter
 
 PAIRS: list[dict[str, Any]] = [

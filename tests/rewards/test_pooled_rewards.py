@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from grpocli.errors import ConfigError, RunError
+from grpocli.rewards.math_format import Format, Math
 from grpocli.rewards.pool import Pool, PoolClosed, default_workers
-from grpocli.rewards.pooled import Format, Math
 from grpocli.rewards.reward import Failure, Forfeit, Overrun
 
 ENDLESS = r"\boxed{\binom{10^7}{5 \cdot 10^6}}"

@@ -10,8 +10,8 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from grpocli.config.compose import register_parts
-from grpocli.rewards.pooled import Format
+from grpocli.launch.compose import register_parts
+from grpocli.rewards.math_format import Format
 from grpocli.rewards.python import PythonReward
 from grpocli.rewards.text import Overlong
 

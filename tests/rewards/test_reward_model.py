@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from grpocli.data import Completion, Prompt, Rollout
 from grpocli.errors import ConfigError
 from grpocli.models.tiny_parts import make_tokenizer
 from grpocli.rewards.model import RewardModel
 from grpocli.rewards.scoring import sample_of
+from grpocli.types import Completion, Prompt, Rollout
 
 
 def save(folder: Path, labels: int, template: bool = True) -> Path:

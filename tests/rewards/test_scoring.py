@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from grpocli.data import Completion, Prompt, Rollout
 from grpocli.errors import RewardError
+from grpocli.rewards.error_limits import Limit
 from grpocli.rewards.pool import PoolClosed
 from grpocli.rewards.reward import BaseReward, Failure, Forfeit, Sample, Score
+from grpocli.rewards.score_stats import Tally
 from grpocli.rewards.scoring import Scorer, sample_of
-from grpocli.rewards.tally import Tally
-from grpocli.rewards.verdict import Limit
+from grpocli.types import Completion, Prompt, Rollout
 
 
 class Scripted(BaseReward):

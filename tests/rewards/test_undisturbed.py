@@ -169,7 +169,7 @@ BREAKS = """
 import os, sys
 from grpocli.rewards.scoring import call
 from grpocli.rewards.reward import BaseReward, Sample
-from grpocli.rewards.undisturbed import Damage
+from grpocli.rewards.isolate_state import Damage
 
 class Mine(BaseReward):
     def __call__(self, samples):

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from grpocli.config.compose import build_run, compose
-from grpocli.data import Completion, Group, Prompt, Rollout
 from grpocli.errors import ConfigError
+from grpocli.launch.compose import build_run, compose
 from grpocli.rewards.scoring import Scorer
 from grpocli.training.collect import rewards_of
+from grpocli.types import Completion, Group, Prompt, Rollout
 
 SOURCE = """
 import asyncio

@@ -19,12 +19,12 @@ import torch
 from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy, expected_logprobs
 from transformers.utils.logging import disable_progress_bar
 
-from grpocli.data import Request, Sampling
 from grpocli.errors import EngineError
 from grpocli.launch.run import quiet_libraries
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.vllm.colocate_options import VllmColocate
-from grpocli.rollout.vllm.inside import _parameters
+from grpocli.rollout.vllm.llm import _parameters
+from grpocli.types import Request, Sampling
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [5, 6, 7, 8], [11] * 40]
 SAMPLINGS = {"plain": Sampling(24), "truncated": Sampling(24, temperature=0.7, top_p=0.9, top_k=20, min_p=0.02)}

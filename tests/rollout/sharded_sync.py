@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from grpocli.distributed.world import World
 from grpocli.errors import EngineError
-from grpocli.launch.hardware import Single
+from grpocli.hardware.hardware import Single
 from grpocli.rollout.sync import Shm
 from grpocli.rollout.vllm.sync import WeightSync
 from grpocli.training.policy import Policy
-from grpocli.training.world import World
 
 
 def main(folder: Path) -> None:

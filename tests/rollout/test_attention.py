@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpocli.data import Completion, Request, Sampling
 from grpocli.rollout import attention
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.transformers_engine import TransformersEngine
 from grpocli.training.policy import Policy
+from grpocli.types import Completion, Request, Sampling
 
 REQUESTS = [Request([2, 5, 6], 2, 1), Request([2, 7, 8, 9, 10, 11], 3, 2)]
 SAMPLING = Sampling(max_tokens=9)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from grpocli.rollout.cache import RoomyLayer, make_room
+from grpocli.rollout.kv_cache import RoomyLayer, make_room
 
 
 def states(rows: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpocli.data import Completion, Past, Request, Sampling
 from grpocli.rollout.transformers_engine import TransformersEngine
+from grpocli.types import Completion, Past, Request, Sampling
 
 PROMPTS = [[2, 5, 6], [2, 7, 8, 9, 10, 11], [2, 12]]
 HEARD = [[20, 21], [22], [23, 24, 25, 26]]

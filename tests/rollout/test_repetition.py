@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from grpocli.data import Completion, Request, Sampling
 from grpocli.rollout.distribution import sampling_logits
 from grpocli.rollout.sampler import sample
 from grpocli.training import head, policy
 from grpocli.training.batch import MicroBatch, Row
 from grpocli.training.policy import completion_logp
+from grpocli.types import Completion, Request, Sampling
 
 PROMPTS = [[2, 5, 6], [2, 7, 8, 9, 10, 11], [12, 12]]  # shared by their completions; none holds the padding token 0
 PENALISED = Sampling(12, temperature=0.9, repetition_penalty=1.8)

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 import torch
 
-from grpocli.data import Completion, Request, Sampling
 from grpocli.progress import Watch
 from grpocli.rollout.distribution import draw, sampling_logits
 from grpocli.rollout.sampler import sample
+from grpocli.types import Completion, Request, Sampling
 
 PROMPTS = [[2, 5, 6], [2, 7, 8, 9, 10, 11], [2, 12]]
 FREE = Sampling(max_tokens=12)

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from grpocli.data import Request, Sampling
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.stop_strings import StopStrings
+from grpocli.types import Request, Sampling
 
 TOKENIZER = letters(40)
 REQUESTS = [Request([5, 6, 7], 8, 1), Request([9], 8, 2), Request([4, 4, 4, 4, 4, 4, 4, 4], 8, 3)]

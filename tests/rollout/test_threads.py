@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpocli.data import Request, Sampling
 from grpocli.rollout import sampler, threads
 from grpocli.rollout.transformers_engine import TransformersEngine
+from grpocli.types import Request, Sampling
 
 
 @pytest.fixture(autouse=True)

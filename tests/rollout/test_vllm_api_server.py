@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from grpocli.launch.guard import wait_gone
-from grpocli.launch.guard_main import TRACKER, descendants
+from grpocli.processes.guard import wait_gone
+from grpocli.processes.reaper import TRACKER, descendants
 from grpocli.rollout.vllm import private_folder as folders
 from grpocli.rollout.vllm.api_server import FOLDER_VARIABLE
 from grpocli.rollout.vllm.private_folder import private_folder, shared_memory_name, sweep
@@ -79,7 +79,7 @@ def until_lines(file: Path, count: int, process: subprocess.Popen[bytes]) -> Non
 
 OWNS = """
 import time
-from grpocli.launch.guard import guarded
+from grpocli.processes.guard import guarded
 from grpocli.rollout.vllm.private_folder import private_folder
 with private_folder() as folder, guarded(["sleep", "300"], name="test", hold=[folder.lock]) as process:
     print(folder.path, process.pid, flush=True)

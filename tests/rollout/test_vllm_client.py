@@ -18,15 +18,15 @@ import pytest
 from rollout.stand_in import StandIn, choice, clients_of
 from rollout.vllm_tiny import Alone
 
-from grpocli.data import Request, Sampling
 from grpocli.errors import ConfigError, EngineError, EngineGone
 from grpocli.rollout.vllm import client as vllm_client
 from grpocli.rollout.vllm.client import Client
 from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.engine import VllmEngine
-from grpocli.rollout.vllm.fleet import AT_ONCE, Fleet
 from grpocli.rollout.vllm.protocol import KeepsRefusing, Refused, ServerGone
 from grpocli.rollout.vllm.request import spread
+from grpocli.rollout.vllm.server_pool import AT_ONCE, Fleet
+from grpocli.types import Request, Sampling
 
 
 @pytest.fixture

@@ -16,13 +16,13 @@ import pytest
 import torch
 from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy, build_model
 
-from grpocli.data import Request, Sampling
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.vllm.colocate import ColocateEngine
 from grpocli.rollout.vllm.colocate_options import VllmColocate
-from grpocli.rollout.vllm.guest import Guest
-from grpocli.rollout.vllm.inside import Inside, arguments
+from grpocli.rollout.vllm.env_isolation import Guest
+from grpocli.rollout.vllm.llm import Inside, arguments
+from grpocli.types import Request, Sampling
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 

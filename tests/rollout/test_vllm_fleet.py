@@ -13,17 +13,17 @@ import pytest
 from rollout.stand_in import StandIn, choice, clients_of
 from rollout.vllm_tiny import Alone
 
-from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import EngineError, EngineGone
 from grpocli.progress import Watch
 from grpocli.rollout.engine import Listener
-from grpocli.rollout.vllm import fleet
+from grpocli.rollout.vllm import server_pool as fleet
 from grpocli.rollout.vllm.client import Client
-from grpocli.rollout.vllm.comeback import Lost
 from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.engine import VllmEngine
-from grpocli.rollout.vllm.fleet import Fleet
 from grpocli.rollout.vllm.protocol import Refused
+from grpocli.rollout.vllm.reconnect import Lost
+from grpocli.rollout.vllm.server_pool import Fleet
+from grpocli.types import Completion, Request, Sampling
 
 
 class Vllm(StandIn):

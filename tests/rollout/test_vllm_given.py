@@ -15,7 +15,7 @@ import pytest
 from grpocli.errors import ConfigError
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.vllm.endpoint import Endpoint, serve_file
-from grpocli.rollout.vllm.given import find_endpoint, given_servers, misfit
+from grpocli.rollout.vllm.external_server import find_endpoint, given_servers, misfit
 from grpocli.rollout.vllm.options import Vllm
 
 KEY = "the-key"

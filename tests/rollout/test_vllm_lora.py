@@ -16,7 +16,6 @@ import pytest
 import torch
 from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy, build_model, expected_logprobs
 
-from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import ConfigError, EngineError
 from grpocli.models.lora import Lora, adapter_tensors, attach, switched_off
 from grpocli.rollout.engine import EngineContext, EngineJob
@@ -25,11 +24,12 @@ from grpocli.rollout.vllm import adapter
 from grpocli.rollout.vllm.adapter import AdapterSync, lora_environment, lora_flags, lora_misfit
 from grpocli.rollout.vllm.client import Client
 from grpocli.rollout.vllm.endpoint import Endpoint
-from grpocli.rollout.vllm.fleet import Fleet
 from grpocli.rollout.vllm.options import Vllm
 from grpocli.rollout.vllm.protocol import MODEL, ServerGone
 from grpocli.rollout.vllm.request import body, completions
 from grpocli.rollout.vllm.server import Spec, free_port, serving
+from grpocli.rollout.vllm.server_pool import Fleet
+from grpocli.types import Completion, Request, Sampling
 
 real = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 RANK = 3  # alpha / rank is no power of two, and vLLM pads the rank

@@ -17,16 +17,16 @@ import pytest
 import torch
 from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy, build_model, expected_logprobs
 
-from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import ConfigError, EngineError
-from grpocli.launch.guard import wait_gone
-from grpocli.launch.guard_main import descendants
+from grpocli.processes.guard import wait_gone
+from grpocli.processes.reaper import descendants
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.vllm.endpoint import Endpoint, run_file
 from grpocli.rollout.vllm.engine import VllmEngine
 from grpocli.rollout.vllm.options import Vllm
 from grpocli.rollout.vllm.private_folder import LOCK
 from grpocli.rollout.vllm.protocol import Refused
+from grpocli.types import Completion, Request, Sampling
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 

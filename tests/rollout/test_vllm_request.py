@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from grpocli.data import Request, Sampling
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.vllm.request import check_temperature, completions, sampling_params
+from grpocli.types import Request, Sampling
 
 REQUEST = Request([5], 2, seed=0)
 

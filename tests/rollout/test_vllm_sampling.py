@@ -14,13 +14,13 @@ import torch
 from rollout.letters import cut, letters
 from rollout.vllm_tiny import VOCABULARY, Alone, TinyPolicy, build_model
 
-from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import ConfigError
 from grpocli.rollout.distribution import sampling_logits
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.repetition import first_seen
 from grpocli.rollout.transformers_engine import Transformers
 from grpocli.rollout.vllm.options import Vllm
+from grpocli.types import Completion, Request, Sampling
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 

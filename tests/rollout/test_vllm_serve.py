@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from grpocli.config.compose import compose
 from grpocli.errors import ConfigError, EngineError
+from grpocli.launch.compose import compose
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync import Auto
 from grpocli.rollout.vllm import server as vllm_server

@@ -16,14 +16,15 @@ from types import SimpleNamespace
 import pytest
 
 from grpocli.errors import ConfigError, EngineError, EngineGone
-from grpocli.launch.guard import Guarded, guarded
+from grpocli.processes.guard import Guarded, guarded
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.vllm import given, launch
+from grpocli.rollout.vllm import external_server as given
+from grpocli.rollout.vllm import launch
 from grpocli.rollout.vllm import options as vllm_options
-from grpocli.rollout.vllm.comeback import Given, Own
 from grpocli.rollout.vllm.endpoint import Endpoint, lost_file, run_file, run_files
 from grpocli.rollout.vllm.options import Vllm
-from grpocli.rollout.vllm.watch import Watched
+from grpocli.rollout.vllm.reconnect import Given, Own
+from grpocli.rollout.vllm.supervisor import Watched
 
 NAP = [sys.executable, "-c", "import time; time.sleep(60)"]
 

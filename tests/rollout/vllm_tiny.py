@@ -13,8 +13,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from grpocli.data import Sampling
 from grpocli.rollout.distribution import sampling_logits
+from grpocli.types import Sampling
 
 VOCABULARY = 96
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from grpocli.sandbox.choice import best, way_of
+from grpocli.sandbox.backends import Way
 from grpocli.sandbox.sandbox import Job, Limits, SandboxError, Verdict, run
-from grpocli.sandbox.ways import Way
+from grpocli.sandbox.select_backend import best, way_of
 
 LIMITS = Limits(timeout=3, memory_mb=256, processes=4, disk_mb=4)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from grpocli.sandbox import choice
+from grpocli.sandbox import select_backend as choice
+from grpocli.sandbox.backends import python_of, unsafe
 from grpocli.sandbox.sandbox import SandboxError
-from grpocli.sandbox.ways import python_of, unsafe
 
 TEST = "assert answer() == 42"
 RIGHT = "def answer():\n    return 42\n"
@@ -283,7 +283,7 @@ def test_the_tests_builtins_are_not_sent_over(sandbox):
     program = """
 import os, sys
 for module in list(sys.modules.values()):
-    if module.__name__ == "inside.wire":
+    if module.__name__ == "inside.protocol":
         def keep(one):
             return (0, "x")
         def lie(*_):

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands.running import metrics
+from cli.running import metrics
 from slurm.cluster import Cluster
 from slurm.submitting import detached, until_learning
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands.running import metrics, without_times
+from cli.running import metrics, without_times
 from safetensors.torch import load_file
 from slurm.cluster import Cluster
 from slurm.submitting import GRPOCLI, MULTIRUN, detached, until_learning

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from grpocli.commands.reward_check import main
-from grpocli.config.compose import build_run, compose
+from grpocli.cli.reward_check import main
 from grpocli.errors import ConfigError
+from grpocli.launch.compose import build_run, compose
 from grpocli.tasks.code import Code
 
 MBPP = [

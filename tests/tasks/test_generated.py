@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from grpocli.data import Completion, Prompt, Rollout
 from grpocli.errors import ConfigError
 from grpocli.rewards.countdown import CountdownReward, reaches
 from grpocli.rewards.reward import Failure
@@ -17,6 +16,7 @@ from grpocli.tasks.generated import HELD_OUT, Generated
 from grpocli.tasks.letter_counting import LetterCounting
 from grpocli.tasks.sliding_puzzle import SlidingPuzzles
 from grpocli.tasks.split import is_held_out
+from grpocli.types import Completion, Prompt, Rollout
 
 
 def sample(columns: dict[str, Any], text: str) -> Any:

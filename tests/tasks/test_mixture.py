@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from grpocli.config.compose import build_run, compose, conf_dir
-from grpocli.config.task_list import spread
 from grpocli.errors import ConfigError
-from grpocli.rewards.verdict import Limit
-from grpocli.tasks.data import Data
+from grpocli.launch.compose import build_run, compose, conf_dir
+from grpocli.launch.task_override import spread
+from grpocli.rewards.error_limits import Limit
 from grpocli.tasks.mixture import limits_of, tasks_of, with_key
+from grpocli.tasks.prompt_source import Data
 
 
 def write(path: Path, texts: list[str]) -> Path:

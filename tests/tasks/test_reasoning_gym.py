@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from grpocli.data import Completion, Prompt, Rollout
 from grpocli.errors import ConfigError
 from grpocli.rewards.reasoning_gym import ReasoningGymReward
 from grpocli.rewards.reward import Failure
 from grpocli.rewards.scoring import sample_of
 from grpocli.tasks.reasoning_gym import ReasoningGym
+from grpocli.types import Completion, Prompt, Rollout
 
 TWENTY = [
     *("chain_sum", "basic_arithmetic", "gcd", "lcm", "prime_factorization", "leg_counting", "letter_counting"),

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from grpocli.config.compose import build_run, compose
 from grpocli.errors import ConfigError
+from grpocli.launch.compose import build_run, compose
 from grpocli.tasks import rows, stream, streamed
-from grpocli.tasks.data import Data
 from grpocli.tasks.jsonl import Jsonl
+from grpocli.tasks.prompt_source import Data
 from grpocli.tasks.streamed import StreamedPrompts
 
 N = 30
@@ -92,8 +92,8 @@ def test_every_process_draws_the_same(data, file: Path) -> None:
     code = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
 from conftest import words
-from grpocli.config.compose import build_run, compose
-from grpocli.tasks.data import Data
+from grpocli.launch.compose import build_run, compose
+from grpocli.tasks.prompt_source import Data
 data = Data.of(build_run(compose({["task=jsonl", "task.shuffle_buffer=8", *config]!r})), words(None))
 print([data.draw(number).text for number in range({2 * N})])
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpocli.tracking.files import (
+from grpocli.files import (
     STALE_TRIES,
     QuietFileHandler,
     atomic_folder,

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpocli.data import Completion, Group, Prompt, Rollout
 from grpocli.tracking.metrics import MetricsLog
 from grpocli.tracking.recorder import Recorder
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.view import Sample, silent_view
 from grpocli.training.collect import Collected
+from grpocli.types import Completion, Group, Prompt, Rollout
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from grpocli.data import Completion, Episode, Group, Prompt, Rollout, Status
 from grpocli.rewards.countdown import CountdownReward
 from grpocli.rewards.reward import answer_columns
 from grpocli.rewards.text import ExactMatch, Overlong
 from grpocli.tracking.rollouts import Record, evaluated, read_rollouts, write_rollouts
+from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Status
 
 TALK = [{"role": "user", "content": "Wie groß?"}]
 

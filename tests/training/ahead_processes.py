@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from grpocli.distributed.world import World
 from grpocli.errors import EngineError, EngineGone, RunError
-from grpocli.launch.hardware import Single
-from grpocli.training.ahead import Ahead
+from grpocli.hardware.hardware import Single
 from grpocli.training.collect import Collected
-from grpocli.training.world import World
+from grpocli.training.prefetch import Ahead
 
 STEPS = 4
 LATE = 1.0  # seconds

@@ -15,15 +15,15 @@ import pytest
 import torch
 from composed import built
 
-from grpocli.data import Completion, Group, Prompt, Rollout, Sampling, Status
 from grpocli.errors import EngineError, RunError
-from grpocli.rewards.tally import Tally
+from grpocli.rewards.score_stats import Tally
 from grpocli.tracking.rollouts import write_rollouts
-from grpocli.training import carry
-from grpocli.training.ahead import Ahead
+from grpocli.training import leftover_groups as carry
 from grpocli.training.batch import Row
 from grpocli.training.collect import Collected, Collector
+from grpocli.training.prefetch import Ahead
 from grpocli.training.records import records_of
+from grpocli.types import Completion, Group, Prompt, Rollout, Sampling, Status
 
 WAIT = 20.0  # seconds, far more than anything here takes
 
@@ -387,7 +387,7 @@ def test_close_ends_a_thread_that_waits_for_the_trainer() -> None:
 def test_close_gives_up_on_a_request_that_does_not_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("grpocli.training.ahead.CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("grpocli.training.prefetch.CLOSE_SECONDS", 0.1)
     sampler = Sampler()
     with ahead(collector(sampler)) as one:
         sync(one, sampler, 1)

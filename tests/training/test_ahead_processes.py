@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from training import ahead_processes
 
-from grpocli.launch.processes import command
+from grpocli.launch.trainers import command
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,15 @@ import pytest
 import torch
 from composed import built
 
-from grpocli.data import Completion, Group, Prompt, Rollout, Sampling
 from grpocli.errors import ConfigError, RewardError, RunError
 from grpocli.progress import Watch
+from grpocli.rewards.score_stats import Tally
 from grpocli.rewards.scoring import Scorer
-from grpocli.rewards.tally import Tally
 from grpocli.rewards.text import ExactMatch
 from grpocli.rollout.seeds import seed_of
-from grpocli.training import carry
+from grpocli.training import leftover_groups as carry
 from grpocli.training.collect import Collector, Seen
+from grpocli.types import Completion, Group, Prompt, Rollout, Sampling
 
 
 class Scripted:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from grpocli.data import Completion, Group, Prompt, Rollout, Sampling
 from grpocli.evaluation.results import AccuracyRewards
 from grpocli.progress import Watch
-from grpocli.rewards.tally import Tally
+from grpocli.rewards.score_stats import Tally
 from grpocli.rewards.text import ExactMatch
 from grpocli.training.evaluate import Evaluator, eval_seeds
+from grpocli.types import Completion, Group, Prompt, Rollout, Sampling
 
 
 class ErrorCheck:

@@ -13,22 +13,22 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpocli.config.schema import Train
-from grpocli.data import Request, Sampling
+from grpocli.distributed.world import World
 from grpocli.errors import ConfigError
-from grpocli.launch.hardware import Single
+from grpocli.hardware.hardware import Single
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import load_policy
 from grpocli.models.lora import Lora, attach
 from grpocli.models.tiny_parts import make_tokenizer
 from grpocli.rollout.sampler import sample
-from grpocli.training.assemble import _reference
 from grpocli.training.batch import MicroBatch, Row
+from grpocli.training.build import _reference
 from grpocli.training.checkpoint import Contents, State, load_optimizer, save, save_model
 from grpocli.training.optim import AdamW
 from grpocli.training.policy import Policy
 from grpocli.training.reference import BaseReference, Reference
 from grpocli.training.update import Updater
-from grpocli.training.world import World
+from grpocli.types import Request, Sampling
 
 SAMPLING = Sampling(10, temperature=0.9)
 LORA = Lora(rank=4, alpha=8.0)

@@ -32,7 +32,7 @@ from transformers import (
 
 from grpocli.algorithm.metrics import EXTREMES, OF_COMPUTED
 from grpocli.config.schema import Train
-from grpocli.data import Sampling
+from grpocli.distributed.world import World
 from grpocli.tasks.prompts import PromptSet
 from grpocli.training import attention, head, sdpa
 from grpocli.training.batch import MicroBatch, Row
@@ -42,7 +42,7 @@ from grpocli.training.packing import find_head, pack
 from grpocli.training.policy import Policy
 from grpocli.training.reference import Reference
 from grpocli.training.update import Updater
-from grpocli.training.world import World
+from grpocli.types import Sampling
 
 __all__ = ["world"]
 

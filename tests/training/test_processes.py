@@ -21,12 +21,12 @@ from training import updating
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from grpocli.algorithm.metrics import EXTREMES
-from grpocli.data import Request, Sampling
-from grpocli.launch.processes import command
+from grpocli.launch.trainers import command
 from grpocli.rollout.sampler import sample
 from grpocli.training import checksums
 from grpocli.training.batch import Row, windows
 from grpocli.training.layout import Packed
+from grpocli.types import Request, Sampling
 
 ZERO = ("zero2", "zero3") if find_spec("deepspeed") else ()
 PARALLEL = {1: ("ddp",), 2: ("ddp", "fsdp2"), 3: ("ddp", "fsdp2", *ZERO)}
@@ -99,7 +99,7 @@ def results(ended: Path) -> dict[tuple[int, int, str], dict[str, Any]]:
 
 
 def start(folder: Path, n: int) -> subprocess.Popen[str]:
-    """As `grpocli.launch.processes` starts its workers, but for what they run; one needs no launcher."""
+    """As `grpocli.launch.trainers` starts its workers, but for what they run; one needs no launcher."""
     script = [updating.__file__, str(folder), *PARALLEL[n]]
     (folder / str(n)).mkdir()
     launcher = command(n, folder / str(n))

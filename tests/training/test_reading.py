@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpocli.training.reading import LOADING, read_once
+from grpocli.training.rank0_loading import LOADING, read_once
 
 
 def resident() -> int:

@@ -14,13 +14,13 @@ import torch
 from composed import built
 from training.recomputed import recomputed
 
-from grpocli.data import Completion, Episode, Group, Prompt, Rollout, Sampling
 from grpocli.progress import Watch
-from grpocli.rewards.tally import Tally
+from grpocli.rewards.score_stats import Tally
 from grpocli.tracking.rollouts import read_rollouts, write_rollouts
 from grpocli.training.batch import Row
 from grpocli.training.collect import Collected, Collector
 from grpocli.training.records import records_of, status_of
+from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Sampling
 
 WEIGHTS = {"accuracy": 1.0, "overlong": 0.5}
 SCRIPT = [  # pairs of (accuracy, overlong) for each of a group's completions

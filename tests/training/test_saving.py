@@ -13,11 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commands.running import SMALL, metrics
+from cli.running import SMALL, metrics
 
 from grpocli.rollout.transformers_engine import TransformersEngine
 from grpocli.training import checkpoint
-from grpocli.training.saving import Saver
+from grpocli.training.async_checkpoint import Saver
 
 WAIT = 60.0
 """Seconds, far more than anything here takes."""
@@ -123,7 +123,7 @@ import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 import torch
-from grpocli.training.saving import Saver
+from grpocli.training.async_checkpoint import Saver
 one = Saver(SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(whole=True)))
 begun = threading.Event()
 def work():

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from grpocli.training import shards
+from grpocli.distributed import sharded_safetensors as shards
 
 TENSORS = {f"w{k}": torch.arange(k, k + 12.0).view(3, 4) for k in range(10)} | {"count": torch.tensor(7)}
 

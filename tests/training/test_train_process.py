@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpocli.tracking.run_dir import RunDir
-from grpocli.training.worker import close_all, explained
+from grpocli.training.train_process import close_all, explained
 
 
 def raising(error: Exception, closed: list[str]) -> None:

@@ -11,15 +11,15 @@ from composed import built
 
 from grpocli.algorithm.metrics import EXTREMES
 from grpocli.config.schema import Train
-from grpocli.data import Request, Sampling
-from grpocli.launch.hardware import Single
+from grpocli.distributed.world import World
+from grpocli.hardware.hardware import Single
 from grpocli.rollout.sampler import sample
 from grpocli.training.batch import MicroBatch, Row
 from grpocli.training.optim import AdamW
 from grpocli.training.policy import Policy
 from grpocli.training.reference import Reference
 from grpocli.training.update import Updater
-from grpocli.training.world import World
+from grpocli.types import Request, Sampling
 
 SAMPLING = Sampling(10, temperature=0.9)
 

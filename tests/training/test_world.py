@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from grpocli.launch.hardware import Single
-from grpocli.training.world import World
+from grpocli.distributed.world import World
+from grpocli.hardware.hardware import Single
 
 
 def test_attention_on_a_gpu_never_waits_for_cudnns_plans() -> None:

@@ -16,22 +16,23 @@ from transformers import AutoModelForCausalLM
 
 from grpocli import build_algorithm
 from grpocli.config.schema import Train
-from grpocli.data import Request, Sampling
-from grpocli.launch.hardware import Single
+from grpocli.distributed import sharded_safetensors as shards
+from grpocli.distributed.parallel import Make
+from grpocli.distributed.world import World
+from grpocli.distributed.zero import Zero3
+from grpocli.hardware.hardware import Single
 from grpocli.models.lora import Lora, attach, is_adapted
 from grpocli.models.tiny_parts import make_tokenizer
 from grpocli.rollout.sampler import sample
-from grpocli.training import checkpoint, shards
+from grpocli.training import checkpoint
 from grpocli.training.batch import Row
 from grpocli.training.checkpoint import State
 from grpocli.training.optim import AdamW
 from grpocli.training.packing import pack
-from grpocli.training.parallel import Make
-from grpocli.training.parallel_zero import Zero3
 from grpocli.training.policy import Policy
 from grpocli.training.reference import BaseReference, Reference
 from grpocli.training.update import Updater
-from grpocli.training.world import World
+from grpocli.types import Request, Sampling
 
 TRAIN = Train(epochs=2, minibatches=2, micro_batch_tokens=28)
 N_GROUPS = 5
@@ -73,7 +74,7 @@ def load_rows(path: Path) -> list[Row]:
 
 
 def loaded(world: World, path: Path, make: Make, lora: bool = False, dtype: torch.dtype = torch.float32):
-    """A policy and its optimizer, as `grpocli.training.assemble` makes them."""
+    """A policy and its optimizer, as `grpocli.training.build` makes them."""
     with world.parallel.loading():
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         if lora:

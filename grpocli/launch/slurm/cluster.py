@@ -26,11 +26,15 @@ def check(options: Options, nodes: int) -> None:
     there = ", ".join(f"{name} ({size} nodes)" for name, size in sizes.items())
     chosen = options.partition or os.environ.get("SBATCH_PARTITION") or default
     if chosen is None:
-        raise ConfigError.of("hydra.launcher.partition", "null", f"this cluster has no default; choose one of {there}")
+        raise ConfigError(
+            f"this cluster has no default; choose one of {there}", key="hydra.launcher.partition", value="null"
+        )
     asked = chosen.split(",")
     for name in asked:
         if name not in sizes:
-            raise ConfigError.of("hydra.launcher.partition", name, f"there is no such partition; choose one of {there}")
+            raise ConfigError(
+                f"there is no such partition; choose one of {there}", key="hydra.launcher.partition", value=name
+            )
     if nodes > max(sizes[name] for name in asked):
         raise ConfigError(
             f"hardware: the run needs {nodes} nodes (hardware.train_nodes + hardware.rollout_nodes), and partition "

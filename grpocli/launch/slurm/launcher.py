@@ -13,13 +13,13 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig
 
 from grpocli.errors import ConfigError
+from grpocli.files import write_atomic
 from grpocli.launch.slurm import cluster
 from grpocli.launch.slurm.options import Options
 from grpocli.launch.slurm.options import options as options_of
 from grpocli.launch.slurm.prepare import Job, config_dir, prepared, write
 from grpocli.launch.slurm.script import Batch, Shape, one_shape
 from grpocli.launch.slurm.wait import Waiting
-from grpocli.tracking.files import write_atomic
 from grpocli.tracking.run_dir import RunDir
 
 OF_A_START = re.compile(r"multirun\.yaml|job(_\d+)?\.(sh|runs)")
@@ -93,7 +93,9 @@ def _check_sweeper(options: Options, sweeper: str) -> None:
         return
     for key in ("dry_run",) if options.dry_run else ("wait",) if not options.wait else ():
         value = str(getattr(options, key)).lower()
-        raise ConfigError.of(f"hydra.launcher.{key}", value, f"{sweeper.rpartition('.')[2]} waits for each run's value")
+        raise ConfigError(
+            f"{sweeper.rpartition('.')[2]} waits for each run's value", key=f"hydra.launcher.{key}", value=value
+        )
 
 
 def _written(options: Options, shape: Shape, sweep: Path, configs: str | None, jobs: Sequence[Job]) -> Batch:

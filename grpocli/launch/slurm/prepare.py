@@ -12,10 +12,10 @@ from hydra.core.utils import JobReturn, filter_overrides, run_job, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
-from grpocli.config.compose import build_run, mode_of, save
 from grpocli.errors import ConfigError
+from grpocli.files import write_atomic
+from grpocli.launch.compose import build_run, mode_of, save
 from grpocli.launch.output_dir import write_record
-from grpocli.tracking.files import write_atomic
 from grpocli.tracking.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ def _composed(context: HydraContext, config: DictConfig, given: list[str], numbe
     with open_dict(task):
         del task["hydra"]
     if set(str(folder)) & set(UNQUOTABLE):
-        raise ConfigError.of("hydra.sweep.dir", folder, "quotes, backslashes and line breaks do not get to the nodes")
+        raise ConfigError(
+            "quotes, backslashes and line breaks do not get to the nodes", key="hydra.sweep.dir", value=folder
+        )
     overrides = filter_overrides(given)
     try:
         run = build_run(task)

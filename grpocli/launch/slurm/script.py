@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import grpocli
 from grpocli.errors import ConfigError
-from grpocli.launch.hardware import Multinode
+from grpocli.hardware.hardware import Multinode
 from grpocli.launch.slurm.options import Options
 
 if TYPE_CHECKING:

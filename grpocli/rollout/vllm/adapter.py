@@ -40,10 +40,10 @@ def lora_flags(rank: int, dtype: str, cpu: bool) -> dict[str, Any]:
     if rank == 0:
         return {}
     if rank > RANKS[-1]:
-        raise ConfigError.of("model.lora.rank", rank, f"vLLM serves ranks up to {RANKS[-1]}: lower it")
+        raise ConfigError(f"vLLM serves ranks up to {RANKS[-1]}: lower it", key="model.lora.rank", value=rank)
     if dtype == "float32" and not cpu:
         problem = "vLLM's LoRA kernels on a GPU compute in bfloat16 or float16: take bfloat16, or engine=transformers"
-        raise ConfigError.of("model.dtype", dtype, problem)
+        raise ConfigError(problem, key="model.dtype", value=dtype)
     fits = next(size for size in RANKS if size >= rank)
     return {"enable-lora": True, "max-lora-rank": fits, "max-loras": KEPT, "max-cpu-loras": KEPT}
 

@@ -14,7 +14,7 @@ import signal
 from multiprocessing import process, shared_memory
 from pathlib import Path
 
-from grpocli.launch.guard_main import die_with_parent
+from grpocli.processes.reaper import die_with_parent
 from grpocli.rollout.vllm.private_folder import shared_memory_name
 
 FOLDER_VARIABLE = "GRPOCLI_SERVER_FOLDER"

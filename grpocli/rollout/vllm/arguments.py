@@ -18,8 +18,8 @@ from typing import Any
 
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError, EngineError
+from grpocli.files import write_atomic
 from grpocli.models.cache import cache_dir
-from grpocli.tracking.files import write_atomic
 
 KEY = "engine.vllm_args"
 ASK_TIMEOUT = 180.0  # seconds in which vLLM has surely been imported
@@ -60,7 +60,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             close = nearest(flag_of(name), known).replace("-", "_")
             raise ConfigError(f"{KEY}.{name}: vLLM {vllm_version()} has no such option{close}")
         if kind in ("boolean", "switch") and not isinstance(value, bool):
-            raise ConfigError.of(f"{KEY}.{name}", value, "must be true or false")
+            raise ConfigError("must be true or false", key=f"{KEY}.{name}", value=value)
 
 
 def further_words(given: Mapping[str, Any]) -> list[str]:

@@ -63,4 +63,4 @@ def check_room(max_model_len: int | None, job: EngineJob) -> None:
     """Raise ConfigError if the context was chosen too small for the run."""
     if max_model_len is not None and max_model_len < job.max_tokens:
         problem = f"the run's prompts and completions need {job.max_tokens} tokens: raise it, or set it to null"
-        raise ConfigError.of("engine.max_model_len", max_model_len, problem)
+        raise ConfigError(problem, key="engine.max_model_len", value=max_model_len)

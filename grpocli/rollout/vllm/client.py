@@ -22,7 +22,7 @@ from grpocli.errors import EngineError
 from grpocli.masking import mask
 from grpocli.retries import BUSY, TooLong, bounded, pause
 from grpocli.rollout.vllm.endpoint import Endpoint, is_loopback
-from grpocli.rollout.vllm.patience import GENERATED, Patience, Signs, health, tokens_computed
+from grpocli.rollout.vllm.progress_timeout import GENERATED, Patience, Signs, health, tokens_computed
 from grpocli.rollout.vllm.protocol import ADAPTER, MODEL, KeepsRefusing, Refused, ServerGone
 
 logger = logging.getLogger(__name__)

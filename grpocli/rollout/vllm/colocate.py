@@ -6,21 +6,21 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import ignore
 from grpocli.rollout.transformers_engine import stop_ids
 from grpocli.rollout.vllm.checks import check_room, check_vllm
 from grpocli.rollout.vllm.probe import Probe
 from grpocli.rollout.vllm.request import check_temperature, completions, sampling_params
+from grpocli.rollout.vllm.sampling_check import check_sampling
 from grpocli.rollout.vllm.server import on_cpu
 from grpocli.rollout.vllm.transport import Weights
-from grpocli.rollout.vllm.trial import check_sampling
+from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext, EngineJob, OnGroup
     from grpocli.rollout.vllm.colocate_options import VllmColocate
-    from grpocli.rollout.vllm.inside import Inside
+    from grpocli.rollout.vllm.llm import Inside
 
 
 class ColocateEngine:
@@ -91,9 +91,11 @@ def launch(options: VllmColocate, job: EngineJob) -> Iterator[None]:
     check_vllm("vllm_colocate")
     check_room(options.max_model_len, job)
     if options.sleep and on_cpu():
-        raise ConfigError.of("engine.sleep", True, "vLLM can give back a GPU's memory only; leave it null on a CPU")
+        raise ConfigError(
+            "vLLM can give back a GPU's memory only; leave it null on a CPU", key="engine.sleep", value=True
+        )
     if options.vllm_args:
-        from grpocli.rollout.vllm.inside import check_arguments
+        from grpocli.rollout.vllm.llm import check_arguments
 
         check_arguments(options.vllm_args)
     yield
@@ -101,7 +103,7 @@ def launch(options: VllmColocate, job: EngineJob) -> Iterator[None]:
 
 def connect(options: VllmColocate, context: EngineContext) -> ColocateEngine:
     """Start vLLM in this process; collective, because several of them make process groups together."""
-    from grpocli.rollout.vllm.inside import start
+    from grpocli.rollout.vllm.llm import start
 
     if context.sampling:
         check_temperature(context.sampling)

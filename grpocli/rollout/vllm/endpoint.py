@@ -8,8 +8,8 @@ import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from grpocli.files import read_shared
 from grpocli.rollout.vllm.log import failure_cause, find_cause
-from grpocli.tracking.files import read_shared
 
 SHM = Path("/dev/shm")
 

@@ -8,23 +8,23 @@ import time
 from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import EngineError, EngineGone
 from grpocli.retries import pause
 from grpocli.rollout.engine import Listener, ignore
 from grpocli.rollout.transformers_engine import stop_ids
 from grpocli.rollout.vllm.client import Client
-from grpocli.rollout.vllm.comeback import Given, Own, Waiting
 from grpocli.rollout.vllm.endpoint import Endpoint, run_files
-from grpocli.rollout.vllm.fleet import Choices, Count, Fleet
 from grpocli.rollout.vllm.protocol import KeepsRefusing
+from grpocli.rollout.vllm.reconnect import Given, Own, Waiting
 from grpocli.rollout.vllm.request import body, check_temperature, completions
-from grpocli.rollout.vllm.trial import check_sampling
+from grpocli.rollout.vllm.sampling_check import check_sampling
+from grpocli.rollout.vllm.server_pool import Choices, Count, Fleet
+from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
+    from grpocli.distributed.world import World
     from grpocli.rollout.engine import EngineContext, OnGroup
     from grpocli.rollout.vllm.options import Vllm
-    from grpocli.training.world import World
 
 logger = logging.getLogger(__name__)
 

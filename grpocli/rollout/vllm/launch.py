@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.errors import GrpoError
-from grpocli.launch.guard import guarded
+from grpocli.processes.guard import guarded
 from grpocli.progress import unreported
 from grpocli.rollout.vllm.checks import check_room
 from grpocli.rollout.vllm.endpoint import SHM, Endpoint, run_file
-from grpocli.rollout.vllm.given import given_servers
+from grpocli.rollout.vllm.external_server import given_servers
 from grpocli.rollout.vllm.nodes import servers_elsewhere
 from grpocli.rollout.vllm.private_folder import private_folder, shared_memory_patterns
 from grpocli.rollout.vllm.protocol import PROBE_ROOM
 from grpocli.rollout.vllm.server import LOOPBACK, Spec, free_port, serving
-from grpocli.rollout.vllm.watch import Watched
+from grpocli.rollout.vllm.supervisor import Watched
 
 if TYPE_CHECKING:
-    from grpocli.launch.guard import Guarded
+    from grpocli.processes.guard import Guarded
     from grpocli.rollout.engine import EngineJob
     from grpocli.rollout.vllm.options import Vllm
 

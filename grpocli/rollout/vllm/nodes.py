@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.errors import EngineError, GrpoError
-from grpocli.launch.failures import KINDS
+from grpocli.files import read_shared, write_atomic
+from grpocli.processes.exit_reports import KINDS
 from grpocli.rollout.vllm.endpoint import run_files
-from grpocli.tracking.files import read_shared, write_atomic
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
     from grpocli.rollout.vllm.options import Vllm
-    from grpocli.rollout.vllm.watch import Watched
+    from grpocli.rollout.vllm.supervisor import Watched
 
 POLL = 0.5
 ARRIVE = 300.0

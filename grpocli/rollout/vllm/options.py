@@ -129,7 +129,7 @@ class Vllm:
         for url in urls:
             if not _is_address(url):
                 problem = "must be an address such as http://127.0.0.1:8000"
-                raise ConfigError.of(key_of(self, "base_url"), url, problem)
+                raise ConfigError(problem, key=key_of(self, "base_url"), value=url)
         twice = sorted({url for url in urls if urls.count(url) > 1})
         require(self, "base_url", not twice, f"names {', '.join(twice)} twice: each server once")
         require(

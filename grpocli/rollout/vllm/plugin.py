@@ -14,7 +14,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
     from vllm.platforms import current_platform
 
-    from grpocli.rollout.vllm.quiet import wait_asleep
+    from grpocli.rollout.vllm.cpu_idle_patch import wait_asleep
 
     if current_platform.is_cpu():
         wait_asleep()

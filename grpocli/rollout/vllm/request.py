@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from grpocli.data import Completion, Request, Sampling
 from grpocli.errors import ConfigError, EngineError
+from grpocli.types import Completion, Request, Sampling
 
 ROUNDING = 1e-3
 """How far above 0 rounding may take a log-prob."""
@@ -20,7 +20,7 @@ def check_temperature(sampling: Sampling) -> None:
     """Raise a ConfigError if vLLM would sample at another temperature, or not at all."""
     if sampling.temperature != 0 and not COLDEST <= sampling.temperature <= HOTTEST:
         problem = f"vLLM samples at {COLDEST} at least (or at 0), and at {HOTTEST:g} at most"
-        raise ConfigError.of("rollout.temperature", sampling.temperature, problem)
+        raise ConfigError(problem, key="rollout.temperature", value=sampling.temperature)
 
 
 def body(request: Request, sampling: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from grpocli.rollout.vllm.options import Vllm
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from grpocli.launch.guard import Guarded
+    from grpocli.processes.guard import Guarded
     from grpocli.rollout.engine import EngineJob
 
 
@@ -71,7 +71,9 @@ class Serve:
         for field in dataclasses.fields(Vllm):
             if field.name in NOT_HERE and getattr(self.engine, field.name) != field.default:
                 value = getattr(self.engine, field.name)
-                raise ConfigError.of(f"engine.{field.name}", value, f"not for vllm-serve: {NOT_HERE[field.name]}")
+                raise ConfigError(
+                    f"not for vllm-serve: {NOT_HERE[field.name]}", key=f"engine.{field.name}", value=value
+                )
         require(self, "host", bool(self.host), "must be an address of this machine, such as 127.0.0.1")
         require(self, "port", 0 <= self.port < 65536, "must be 0 (any free port) to 65535")
         require(self, "seed", self.seed >= 0, "must be 0 or more")
@@ -110,7 +112,7 @@ class Serve:
 
 def build_serve(config: DictConfig) -> Serve:
     """The composed config's live objects. Raises ConfigError, also for another engine than vLLM."""
-    from grpocli.config.compose import build
+    from grpocli.launch.compose import build
 
     if "vllm_args" not in config.engine:  # which the keys that follow engine.NAME would otherwise stumble over
         raise ConfigError("engine: vllm-serve serves with engine=vllm; leave it out")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError, EngineError
-from grpocli.launch.guard import Guarded, guarded
+from grpocli.processes.guard import Guarded, guarded
 from grpocli.progress import Progress, unreported
 from grpocli.rollout.vllm.adapter import lora_environment, lora_flags
 from grpocli.rollout.vllm.api_server import FOLDER_VARIABLE as OWN_FOLDER_VARIABLE
@@ -23,7 +23,7 @@ from grpocli.rollout.vllm.arguments import argument_words, check_arguments, furt
 from grpocli.rollout.vllm.auth import KEY_VARIABLE
 from grpocli.rollout.vllm.checks import check_plugin
 from grpocli.rollout.vllm.endpoint import Endpoint
-from grpocli.rollout.vllm.heads import check_head_size
+from grpocli.rollout.vllm.head_size_check import check_head_size
 from grpocli.rollout.vllm.log import StartupLog
 from grpocli.rollout.vllm.private_folder import private_folder
 from grpocli.rollout.vllm.transport import BACKENDS
@@ -241,9 +241,9 @@ def _given_folder(name: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise ConfigError.of("sync.folder", name, f"cannot be made: {error.strerror}") from error
+        raise ConfigError(f"cannot be made: {error.strerror}", key="sync.folder", value=name) from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError.of("sync.folder", name, "cannot be written: choose another folder")
+        raise ConfigError("cannot be written: choose another folder", key="sync.folder", value=name)
     return folder
 
 
@@ -312,4 +312,4 @@ def check_port(host: str, port: int, key: str) -> None:
             probe.bind((host, port))
         except OSError as error:
             problem = f"cannot listen there on {host} ({error.strerror}): choose another port"
-            raise ConfigError.of(key, port, problem) from error
+            raise ConfigError(problem, key=key, value=port) from error

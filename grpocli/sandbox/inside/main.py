@@ -6,7 +6,7 @@ import os
 import sys
 
 from . import namespaces, program, restrict, tests
-from .wire import Wire, decode, nothing
+from .protocol import Wire, decode, nothing
 
 
 def main() -> None:

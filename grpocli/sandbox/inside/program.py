@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 
-from .wire import Closed, Wire, decode, encode
+from .protocol import Closed, Wire, decode, encode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import builtins
 import os
 import sys
 
-from .wire import Closed, Wire, decode, encode
+from .protocol import Closed, Wire, decode, encode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

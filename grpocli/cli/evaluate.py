@@ -1,0 +1,184 @@
+"""`grpocli eval`: how good models are at tasks. Nothing is trained."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpocli.cli.hydra_app import composed, parser_of, warn_of_rewards
+from grpocli.errors import ConfigError
+from grpocli.files import write_atomic
+from grpocli.tracking.text import clean
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from grpocli.config.schema import Run
+    from grpocli.evaluation.evaluate import Evaluated
+    from grpocli.evaluation.results import Estimate
+    from grpocli.rollout.engine import EngineJob
+    from grpocli.tracking.view import View
+
+EXAMPLES = """\
+It takes what `grpocli train` takes: model, task (also several), reward, engine, rollout.max_completion_tokens ...
+A completion is right where the task's first reward, or eval.reward, scores 1 or more.
+
+examples
+  grpocli eval                                                           the built-in model on arithmetic
+  grpocli eval model.path=FOLDER task=gsm8k reward=[math] engine=vllm --samples 8 --problems 200
+  grpocli eval 'task=[gsm8k,math]' model=qwen2.5-1.5b reward=[math]
+  grpocli eval --run runs/DATE/TIME --checkpoints all                    a run's own config, a row for each checkpoint
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table; leave results.json and the samples. Returns the exit code; raises what train raises."""
+    parser = _parser()
+    args = parser.parse_intermixed_args(argv)
+    for name in ("problems", "samples"):
+        if getattr(args, name) < 0:
+            parser.error(f"--{name} {getattr(args, name)}: must be 0 or more")
+    if args.no_greedy and not args.samples:
+        parser.error("--no-greedy --samples 0: leaves nothing to sample")
+    if args.checkpoints and not args.run:
+        parser.error("--checkpoints: says which of a run's; give --run RUN")
+    config, run = _run(args)
+    out = Path(args.out or time.strftime("evals/%Y-%m-%d/%H-%M-%S"))
+    warn_of_rewards(run.reward.values())
+    found = _evaluate(run, args, out)
+    write_atomic(out / "results.json", json.dumps(_as_dict(config, run, args, found), indent=2) + "\n")
+    _show(found)
+    print(clean(f"results and samples are in {out}"))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("eval", "[--samples N] [--problems N] [--run RUN]", __doc__, EXAMPLES)
+    parser.add_argument("--samples", type=int, default=4, metavar="N", help="of each problem; 0: greedy alone (4)")
+    parser.add_argument("--problems", type=int, default=0, metavar="N", help="the first N of each task; 0: all")
+    parser.add_argument("--no-greedy", action="store_true", help="leave out the greedy answers")
+    parser.add_argument("--run", type=Path, metavar="RUN", help="with the config of this run; overrides change it")
+    parser.add_argument("--checkpoints", metavar="all|STEPS", help="of the run: all, or 10,20; else its final model")
+    parser.add_argument("--out", metavar="DIR", help="a new folder for the results (evals/DATE/TIME)")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> tuple[DictConfig, Run]:
+    from grpocli.launch.compose import build_run
+    from grpocli.launch.ready import check_ready
+    from grpocli.tracking.runs import check_run
+
+    overrides = list(args.overrides)
+    if args.run:
+        if any(one.startswith(("model=", "model.path=", "resume=")) for one in overrides):
+            raise ConfigError("--run: the model is the run's own; leave out model= and model.path=")
+        check_run(args.run, f"--run {args.run}")
+        overrides.insert(0, f"resume={args.run}")
+    config = composed(overrides, args.config_dir)
+    run = build_run(config)
+    if (getattr(run.hardware, "processes", 1) or 1) > 1 or run.hardware.nodes > 1:
+        raise ConfigError(
+            "an evaluation is one process; leave it null", key="hardware.processes", value=run.hardware.processes
+        )
+    check_ready(run)
+    return config, run
+
+
+def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[Evaluated]:
+    from grpocli.hardware.devices import devices_of
+    from grpocli.launch.run import prepare, quiet_libraries
+    from grpocli.rollout.auto import chosen
+    from grpocli.tracking.run_dir import RunDir
+    from grpocli.tracking.view import status_view
+
+    models = _models(args)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out}: is there already; give another folder")
+    quiet_libraries()
+    view = status_view()
+    try:
+        out_dir = RunDir(out, "--out")
+        job = prepare(run, out_dir, view, devices_of(run.hardware, chosen(run.engine)))
+        out_dir.check_writable(resuming=True)
+        return _sampled(run, job.engine, models or [(job.engine.model_path, job.engine.model_path)], args, out, view)
+    finally:
+        view.stop()
+
+
+def _models(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """(name, path) of each model of --run to evaluate; empty without --run."""
+    from grpocli.evaluation.evaluate import checkpoints_of
+
+    if args.checkpoints:
+        return checkpoints_of(args.run, args.checkpoints)
+    if args.run and not (args.run / "model").is_dir():
+        raise ConfigError(f"--run {args.run}: it has no final model yet; give --checkpoints all")
+    return [(str(args.run / "model"), str(args.run / "model"))] if args.run else []
+
+
+def _sampled(
+    run: Run, job: EngineJob, models: Sequence[tuple[str, str]], args: argparse.Namespace, out: Path, view: View
+) -> list[Evaluated]:
+    """Evaluate each model, and write its completions to `out`."""
+    from grpocli.evaluation.evaluate import Asked, evaluate
+    from grpocli.progress import Watch
+    from grpocli.rewards.reward import answer_columns
+    from grpocli.tracking.rollouts import evaluated, write_rollouts
+
+    asked = Asked(args.problems, args.samples, not args.no_greedy)
+    found: list[Evaluated] = []
+    for one in evaluate(run, job, models, asked, view, Watch(view.progress)):
+        name = "".join(c if c.isalnum() else "_" for c in Path(one.name).name)
+        for kind, groups in (("greedy", one.greedy), ("sampled", one.sampled)):
+            if groups:
+                path = out / "samples" / f"{len(found):03d}_{name}_{kind}.parquet"
+                write_rollouts(path, evaluated(groups), 0, answer_columns(run.reward.values()))
+        found.append(one)
+    return found
+
+
+def _as_dict(config: DictConfig, run: Run, args: argparse.Namespace, found: Sequence[Evaluated]) -> dict[str, object]:
+    from dataclasses import asdict
+
+    from grpocli.config.environment import without_environment
+
+    rollout = without_environment(config)["rollout"]
+    settings = {"samples": args.samples, "problems": args.problems, "overrides": args.overrides, "run": args.run}
+    return {
+        "settings": {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()},
+        "sampling": {name: rollout.get(name, value) for name, value in asdict(run.rollout.sampling).items()},
+        "models": [{"name": one.name, "tasks": [task.as_dict() for task in one.tasks]} for one in found],
+    }
+
+
+def _show(found: Sequence[Evaluated]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from grpocli.tracking.console import CleanConsole
+
+    scores = dict.fromkeys(score for one in found for task in one.tasks for score in task.scores)
+    table = Table(box=SIMPLE_HEAD)
+    for name in ("model", "task"):
+        table.add_column(name, overflow="fold")
+    for name in ("questions", *scores, "length", "cut off", "failed"):
+        table.add_column(name, justify="right")
+    for one in found:
+        for task in one.tasks:
+            cells = [_cell(task.scores[score]) if score in task.scores else "" for score in scores]
+            rest = [f"{task.mean_length:.0f}", f"{task.truncated:.1%}", str(task.failed)]
+            table.add_row(Path(one.name).name, task.task, str(task.questions), *cells, *rest)
+    console = CleanConsole(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    console.print(
+        "below each score: its 95 % confidence interval over questions (Wilson, several samples by design effect)"
+    )
+
+
+def _cell(estimate: Estimate) -> str:
+    return f"{estimate.value:.3f}\n{estimate.low:.3f} to {estimate.high:.3f}"

@@ -1,0 +1,175 @@
+"""Running a function as a Hydra app, with errors of one sentence and grpocli's exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from grpocli.config.escapes import literal_escapes
+from grpocli.errors import ConfigError, GrpoError, Stopped
+from grpocli.launch.compose import compose, conf_dir, register_parts
+from grpocli.launch.hydra_errors import friendly
+from grpocli.launch.overrides import option_advice, typed
+from grpocli.launch.resume import Resume
+from grpocli.tracking.text import clean
+
+if TYPE_CHECKING:
+    from grpocli.rewards.reward import BaseReward
+
+
+def arguments(argv: list[str]) -> Any:
+    """Hydra's own reading of a command line: `.overrides`, `.multirun`, `.cfg`, `.config_dir` ..."""
+    from hydra._internal.utils import get_args_parser
+
+    parser = get_args_parser()
+    refuse_options(argv, parser)
+    return parser.parse_intermixed_args(argv)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose error for an unknown option names the override to write instead."""
+
+    def parse_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        refuse_options(sys.argv[1:] if args is None else args, self)
+        return super().parse_intermixed_args(args, namespace)
+
+
+def refuse_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Raise a ConfigError for `--learning_rate 1e-6` and other options that a command does not have."""
+    known, told = parser._option_string_actions, []
+    for place, word in enumerate(argv):
+        option, _, value = word.partition("=")
+        if len(option) <= 2 or not option.startswith("--") or any(name.startswith(option) for name in known):
+            continue
+        after = argv[place + 1] if place + 1 < len(argv) else ""
+        follows = "" if after.startswith("-") or "=" in after else after
+        told.append(f"there is no option {option}: {option_advice(option[2:], value or follows or 'VALUE', known)}")
+    if told:
+        raise ConfigError("; ".join(told))
+
+
+def parser_of(command: str, usage: str, description: str | None, examples: str) -> argparse.ArgumentParser:
+    """Of a command that takes what `grpocli train` takes: `.overrides`, `.config_dir`, and what is added."""
+    parser = Parser(
+        prog=f"grpocli {command}",
+        usage=f"grpocli {command} [GROUP=CHOICE ...] [KEY=VALUE ...] {usage}",
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for grpocli train")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with groups and recipes of yours")
+    return parser
+
+
+def warn_of_escapes(config: DictConfig) -> None:
+    """Warn once of each text in the config with a literal backslash-n."""
+    for sentence in literal_escapes(config):
+        _warn_once(sentence)
+
+
+@cache
+def _warn_once(sentence: str) -> None:
+    print(f"warning: {clean(sentence)}", file=sys.stderr)
+
+
+def warn_of_rewards(rewards: Iterable[BaseReward]) -> None:
+    """Print the warnings of rewards about their settings."""
+    for reward in rewards:
+        if reward.warning:
+            print(f"warning: {clean(reward.warning)}", file=sys.stderr)
+
+
+def options_first(argv: list[str], config_name: str) -> list[str]:
+    """Hydra's options before the overrides, the only order that Hydra reads, and the overrides as Hydra takes them.
+
+    Raises ConfigError for options that Hydra does not have.
+    """
+    register_parts()
+    overrides = arguments(argv).overrides
+    rest = list(argv)
+    for override in overrides:
+        rest.remove(override)
+    return [*rest, *typed(overrides, config_name)]
+
+
+def only_prints(args: Any) -> bool:
+    """Whether Hydra is asked for information rather than for a run."""
+    return bool(args.help or args.hydra_help or args.cfg or args.info is not None)
+
+
+def search_path(config_dir: str | None) -> list[str]:
+    """The override that adds `--config-dir` to a composition outside of Hydra's command line."""
+    if config_dir is None:
+        return []
+    if not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
+    return [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
+
+
+def composed(overrides: list[str], config_dir: str | None) -> DictConfig:
+    """The config that `grpocli train` would run with these overrides, `resume=` among them or not."""
+    register_parts()
+    overrides = typed(overrides)
+    resume = Resume.asked_for(overrides)
+    config = compose([*search_path(config_dir), *(resume.overrides(overrides) if resume else overrides)])
+    config = resume.merged(config) if resume else config
+    warn_of_escapes(config)
+    return config
+
+
+def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[str]) -> None:
+    """Run `task` under Hydra. A sweep goes on after a job that failed; the first error is raised at the end.
+
+    Raises what `task` raises, and ConfigError for what Hydra does.
+    """
+    import hydra
+    from hydra.errors import HydraException
+
+    register_parts()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing a traceback of its own
+    completes = arguments(argv).shell_completion  # for every command: a shell asks by the first word
+    sys.argv = ["grpocli" if completes else f"grpocli {config_name.replace('_', '-')}", *argv]
+    failures: list[GrpoError] = []
+
+    def job(config: DictConfig) -> Any:
+        try:
+            return task(config)
+        except GrpoError as error:
+            failures.append(error)
+            if isinstance(error, Stopped) and arguments(argv).multirun:
+                raise  # a signal ends the whole sweep
+            if arguments(argv).multirun:
+                print(f"grpocli: this job failed: {clean(str(error))}", file=sys.stderr)
+            return None
+
+    app = hydra.main(version_base="1.3", config_path=conf_dir(), config_name=config_name)(job)
+    with friendly([a for a in argv if not a.startswith("-")], config_name):
+        try:
+            app()
+        except OSError as error:  # the task's own have become sentences: this is Hydra making its folders
+            if isinstance(error, HydraException):  # a missing choice is an OSError to Hydra
+                raise
+            folder = error.filename or "the output folder"
+            raise ConfigError(f"hydra.run.dir: {folder} cannot be written: {error.strerror}") from error
+        finally:
+            _close_log()
+    if failures:
+        raise failures[0]
+
+
+def _close_log() -> None:
+    """The log that Hydra opened belongs to a run that is over."""
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if isinstance(h, logging.FileHandler)]:
+        root.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,84 @@
+"""`grpocli plan`: memory and work of a run, from its config and the model's config alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from grpocli.cli.hydra_app import composed, parser_of
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
+    from grpocli.plan.place import Asked
+    from grpocli.plan.plan import Plan
+    from grpocli.tracking.view import View
+
+EXAMPLES = """\
+It takes what `grpocli train` takes, loads no weights and trains nothing. Exit code 1: it does not fit.
+
+examples
+  grpocli plan
+  grpocli plan recipe=qwen2.5-72b-slurm
+  grpocli plan model=qwen2.5-7b hardware.device=cuda --devices 8 --memory 80
+  grpocli plan model=hf model.path=FOLDER            a folder with config.json is enough
+  grpocli plan --json model.lora.rank=16
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan. Returns the exit code: 0, or 1 where it does not fit; raises ConfigError as train does."""
+    args = _parser().parse_intermixed_args(argv)
+    from grpocli.plan.place import Asked
+
+    asked = Asked(args.memory, args.devices, args.tflops, args.bandwidth)
+    run = _run(args.overrides, args.config_dir)
+
+    from grpocli.tracking.view import status_view
+
+    view = status_view()
+    try:
+        plan, changes = _made(run, asked, args, view)
+    finally:
+        view.stop()
+    from grpocli.plan.report import as_dict, as_text
+
+    title = " ".join(args.overrides)
+    print(json.dumps(as_dict(plan, changes), indent=2) if args.json else as_text(plan, title, changes).rstrip())
+    return 0 if plan.fits else 1
+
+
+def _made(run: Run, asked: Asked, args: argparse.Namespace, view: View) -> tuple[Plan, list[str]]:
+    """The plan, and where it does not fit the changes that help."""
+    view.stage("loading libraries")
+    from grpocli.launch.run import quiet_libraries
+    from grpocli.plan.advice import advice
+    from grpocli.plan.plan import load_libraries, make_plan
+
+    def again(change: list[str]) -> Plan:
+        return make_plan(_run([*args.overrides, *change], args.config_dir), asked)
+
+    quiet_libraries()
+    load_libraries()
+    plan = make_plan(run, asked, view.stage)
+    if plan.fits:
+        return plan, []
+    view.stage("trying changes that may fit")
+    return plan, list(advice(plan, again))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("plan", "[--memory GIB] [--devices N] [--json]", __doc__, EXAMPLES)
+    parser.add_argument("--memory", type=float, metavar="GIB", help="of one GPU, or of this machine where it is a CPU")
+    parser.add_argument("--devices", type=int, metavar="N", help="GPUs of the machine, with hardware=single")
+    parser.add_argument("--tflops", type=float, metavar="T", help="10^12 operations a second of one device in bfloat16")
+    parser.add_argument("--bandwidth", type=float, metavar="T", help="10^12 bytes a second of one device's memory")
+    parser.add_argument("--json", action="store_true", help="every figure, in bytes, operations and seconds")
+    return parser
+
+
+def _run(overrides: list[str], config_dir: str | None) -> Run:
+    from grpocli.launch.compose import build_run
+
+    return build_run(composed(overrides, config_dir))

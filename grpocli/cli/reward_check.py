@@ -1,0 +1,196 @@
+"""`grpocli reward-check`: whether a run's rewards agree with its tasks' own answers. No model is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+from grpocli.cli.hydra_app import composed, parser_of, warn_of_rewards
+from grpocli.config.escapes import unescape
+from grpocli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from grpocli.config.schema import Run
+    from grpocli.rewards.reward import BaseReward
+    from grpocli.rewards.reward_validation import Agreement, Verdict
+    from grpocli.tasks.task import Example
+    from grpocli.tracking.view import View
+
+EXAMPLES = """\
+Each example is answered with its own reference answer, which has to be right (a score of 1 or more), with nothing, and
+with another example's answer, which have to be wrong. Exit code 1: a reward agrees with fewer than --threshold.
+Some are then answered in other forms: in a box or an answer tag, after ####, in a sentence, as a decimal or fraction.
+
+examples
+  grpocli reward-check task=gsm8k reward=[math]
+  grpocli reward-check task=jsonl task.path=problems.jsonl reward=[number] --split train --examples 200
+  grpocli reward-check task=countdown reward=[countdown] --answer '<answer>{answer}</answer>'
+"""
+LEGEND = """\
+own: its own answer, which has to be right; empty: no answer, and other: another example's, which have to be wrong;
+errors: not scored; ms: for each answer
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table and the disagreements. Returns the exit code; raises ConfigError as train does."""
+    parser = _parser()
+    args = parser.parse_intermixed_args(argv)
+    args.answer = unescape(args.answer)
+    if "{answer}" not in args.answer:
+        parser.error(f"--answer {args.answer!r}: must have {{answer}} in it")
+    if not 0 <= args.threshold <= 1:
+        parser.error(f"--threshold {args.threshold}: must be between 0 and 1")
+    if args.examples < 0:
+        parser.error(f"--examples {args.examples}: must be 0 (all) or more")
+    from grpocli.launch.compose import build_run
+    from grpocli.launch.ready import check_data
+    from grpocli.launch.run import quiet_libraries
+    from grpocli.tracking.view import status_view
+
+    quiet_libraries()
+    run = build_run(composed(args.overrides, args.config_dir))
+    check_data(run)
+    warn_of_rewards(run.reward.values())
+    view = status_view()
+    try:
+        found = list(_agreements(run, args.split, args.examples, args.answer, view))
+        view.stop()
+        _show(found, run.reward, args.list)
+    finally:
+        view.stop()
+        for reward in run.reward.values():
+            reward.close()
+    return 0 if all(one.share >= args.threshold for one, _ in found) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("reward-check", "[--split SPLIT] [--examples N]", __doc__, EXAMPLES)
+    parser.add_argument("--split", choices=("train", "eval", "all"), default="all", help="of the task's examples (all)")
+    parser.add_argument("--examples", type=int, default=0, metavar="N", help="the first N of a split; 0: all")
+    parser.add_argument("--threshold", type=float, default=0.99, metavar="SHARE", help="of agreement (0.99)")
+    parser.add_argument("--answer", default="{answer}", metavar="TEXT", help="how an answer is written ({answer})")
+    parser.add_argument("--list", type=int, default=20, metavar="N", help="so many disagreements are shown (20)")
+    return parser
+
+
+def _agreements(
+    run: Run, split: str, most: int, template: str, view: View
+) -> Iterator[tuple[Agreement, Sequence[Example]]]:
+    """Of each reward and split; with the task's examples, which know their rows."""
+    from grpocli.rewards.reward_validation import agreement
+    from grpocli.tasks.mixture import about, key_of, tasks_of
+    from grpocli.tasks.prompt_source import rewards_for
+    from grpocli.tasks.task import columns_of
+
+    asked = 0
+    for name, task in tasks_of(run.task).items():
+        accuracy_rewards = {reward: run.reward[reward] for reward in rewards_for(task, run.reward)}
+        accuracy_rewards = {reward: one for reward, one in accuracy_rewards.items() if one.verifiable}
+        asked += len(accuracy_rewards)
+        for one in _splits(task, split) if accuracy_rewards else ():
+            with about(key_of(run.task, name)):
+                source = task.examples(one)
+                examples = list(islice(source, most or None))
+                for reward in accuracy_rewards.values():
+                    reward.check(columns_of(examples[0]))
+            for reward, accuracy_reward in accuracy_rewards.items():
+                view.stage(f"{reward} scores {name} {one}, {len(examples):,} examples")
+                yield agreement(name, reward, accuracy_reward, examples, template, one), source
+    if not asked:
+        names = ", ".join(run.reward)
+        raise ConfigError(f"reward=[{names}]: none of them says whether an answer is right; choose one that does")
+
+
+def _splits(task: Any, asked: str) -> Sequence[str]:
+    """A task for evaluations alone has nothing to train on."""
+    if asked != "all":
+        return [asked]
+    return ["eval"] if getattr(task, "split", "") is None else ["train", "eval"]
+
+
+def _show(checked: Sequence[tuple[Agreement, Sequence[Example]]], rewards: Mapping[str, BaseReward], most: int) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from grpocli.tracking.console import CleanConsole
+    from grpocli.tracking.text import one_line
+
+    found = [one for one, _ in checked]
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for column in ("task", "split", "reward"):
+        table.add_column(column, no_wrap=True)
+    for column in ("own", "empty", "other", "errors", "agreement", "ms"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in found:
+        kinds = [one.of(kind) for kind in ("own", "empty", "other")]
+        errors = sum(verdict.score is None for verdict in one.verdicts)
+        cells = [f"{sum(v.agrees for v in verdicts)}/{len(verdicts)}" for verdicts in kinds]
+        each = 1000 * one.seconds / max(len(one.verdicts), 1)
+        table.add_row(one.task, one.split, one.reward, *cells, str(errors), f"{one.share:.2%}", f"{each:.2f}")
+    console = CleanConsole(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    console.print(LEGEND)
+    if any(one.forms for one in found):
+        console.print(_forms(found))
+    for one, source in checked:
+        failures, wrong = one.failures, [verdict for verdict in one.disagreements if verdict.score is not None]
+        lines = chain(
+            (_failure_line(one, verdicts, source) for verdicts in failures),
+            (_line(one, verdict, rewards[one.reward], source) for verdict in wrong),
+        )
+        for line in islice(lines, most):
+            console.print(one_line(line), soft_wrap=True)
+        if (total := len(failures) + len(wrong)) > most:
+            console.print(f"{one.task} {one.split} {one.reward}: {total - most} more; --list {total} shows all")
+
+
+def _forms(found: Sequence[Agreement]) -> Table:
+    """How many right answers are still right in another form."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from grpocli.rewards.reward_validation import FORMS
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for column in ("task", "split", "reward"):
+        table.add_column(column, no_wrap=True)
+    for form in FORMS:
+        table.add_column(form, justify="right", no_wrap=True)
+    for one in found:
+        tried = [one.of(form) for form in FORMS]
+        cells = [f"{sum(v.agrees for v in verdicts)}/{len(verdicts)}" if verdicts else "" for verdicts in tried]
+        table.add_row(one.task, one.split, one.reward, *cells)
+    return table
+
+
+def _failure_line(one: Agreement, verdicts: Sequence[Verdict], source: Sequence[Example]) -> str:
+    """All answers that a reward failed on for one reason."""
+    answers = f"{len(verdicts):,} answer{'s' * (len(verdicts) > 1)}"
+    first = f"first of {_row(verdicts[0], source)}"
+    return f"{one.task} {one.split} {one.reward}: fails on {answers}, {first}: {verdicts[0].reason}"
+
+
+def _line(one: Agreement, verdict: Verdict, reward: BaseReward, source: Sequence[Example]) -> str:
+    """A wrong score."""
+    from grpocli.rewards.scoring import excerpt
+
+    what = {"own": "its own answer", "empty": "an empty answer", "other": "another's answer"}.get(
+        verdict.kind, f"its own answer ({verdict.kind})"
+    )
+    why = reward.explain(verdict.sample)
+    score = f"scores {verdict.score:g}" + (f" ({why})" if why else "")
+    answer = excerpt(str(verdict.sample.columns.get(one.column)))
+    where = f"{one.task} {one.split} {one.reward}: {_row(verdict, source)}"
+    return f"{where}: {what} {excerpt(verdict.sample.text)} {score} (answer {answer})"
+
+
+def _row(verdict: Verdict, source: Sequence[Example]) -> str:
+    from grpocli.tasks.examples import Examples
+
+    return source.where(verdict.number) if isinstance(source, Examples) else f"example {verdict.number + 1}"

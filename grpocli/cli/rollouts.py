@@ -1,0 +1,206 @@
+"""`grpocli rollouts RUN`: read what a run has sampled."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpocli.errors import ConfigError, RunError
+from grpocli.tracking.pager import paged
+from grpocli.tracking.text import clean, words
+from grpocli.types import Status
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from rich.console import Console
+
+    from grpocli.tracking.sampled import Row
+
+EXAMPLES = """\
+examples
+  grpocli rollouts runs/DATE/TIME                          the last step, a page at a time
+  grpocli rollouts RUN --step 10:20 --finish length        what was cut off in steps 10 to 20
+  grpocli rollouts RUN --where 'math<1' --where 'task=gsm8k' --n 5
+  grpocli rollouts RUN --where status=filtered             sampled, but all of the group scored the same
+  grpocli rollouts RUN --step : --export all.jsonl         every completion of the run, or .parquet, or hub:OWNER/NAME
+"""
+WRITERS = {".jsonl": "to_json", ".parquet": "to_parquet"}
+"""How a table is exported, by a file's ending."""
+SHOWN = 2000
+"""Characters of a prompt or completion; --whole shows all."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show or export. Returns the exit code; raises ConfigError for what is not there."""
+    parser = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise ConfigError(_unknown(unknown[0], argv, parser))
+    if args.n < 0:
+        parser.error(f"--n {args.n}: must be 0 (all) or more")
+    if args.export:
+        _check_target(args.export)
+    from grpocli.tracking.sampled import Condition, rows_of, steps_of
+
+    conditions = [Condition.parse(text) for text in args.where]
+    conditions += [Condition("finish_reason", "=", args.finish)] if args.finish else []
+    conditions += [Condition("task", "=", args.task)] if args.task else []
+    files = steps_of(args.run, args.step or ":")[0 if args.step else -1 :]
+    rows: Iterable[Row] = rows_of(files, conditions)
+    if args.n:
+        rows = islice(rows, args.n)
+    if args.export:
+        return _export(rows, files, args.export)
+    return _page(rows, args.whole)
+
+
+def _unknown(word: str, argv: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """What to write instead of an option or a folder that cannot be read: a column is filtered by --where."""
+    if not word.startswith("--"):
+        return f"{word}: give the folder of one run, then options (grpocli rollouts --help)"
+    option, _, value = word.partition("=")
+    if near := difflib.get_close_matches(option, parser._option_string_actions, n=1, cutoff=0.85):
+        return f'there is no option {option}; did you mean "{near[0]}"?'
+    after = [value, *argv[list(argv).index(word) + 1 :]]
+    value = next((one for one in after if one and not one.startswith("-")), "VALUE")
+    condition = shlex.quote(f"{option.removeprefix('--').replace('-', '_')}={value}")
+    return f"there is no option {option}; write --where {condition}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="grpocli rollouts",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("--step", metavar="N|FROM:TO", help="of these steps; the last one by default")
+    parser.add_argument("--task", metavar="NAME", help="of this task")
+    parser.add_argument("--finish", choices=("stop", "length"), help="that ended like this")
+    parser.add_argument(
+        "--where",
+        action="append",
+        default=[],
+        metavar="COLUMN<VALUE",
+        help="a reward by name, status, advantage, columns.NAME of the examples ...",
+    )
+    parser.add_argument("--n", type=int, default=0, metavar="N", help="the first N that fit; 0: all")
+    parser.add_argument("--whole", action="store_true", help=f"texts longer than {SHOWN:,} characters too")
+    parser.add_argument("--export", metavar="FILE", help="to FILE.jsonl, FILE.parquet or hub:OWNER/NAME, all columns")
+    return parser
+
+
+def _page(rows: Iterable[Row], whole: bool) -> int:
+    rest = iter(rows)
+    first = list(islice(rest, 1))
+    if not first:
+        print("nothing fits", file=sys.stderr)
+        return 1
+    with paged() as console:
+        for row in chain(first, rest):
+            _show(console, row, whole)
+    return 0
+
+
+def _show(console: Console, row: Row, whole: bool) -> None:
+    def say(text: str, style: str = "") -> None:
+        console.print(clean(text), style=style, soft_wrap=True)
+
+    say(f"── {_title(row)}".replace("\n", " "), "dim")
+    say(_cut(_prompt(row), whole), "dim")
+    say(_cut(row["completion"], whole))
+    if row.get("answer") is not None:
+        say(f"reference: {_cut(row['answer'], whole)}", "cyan")
+
+
+def _title(row: Row) -> str:
+    """Where a completion is from, its scores, and its status where it was not trained on."""
+    rewards = {name.removeprefix("reward/"): value for name, value in row.items() if name.startswith("reward/")}
+    status = row.get("status", Status.TRAINED)
+    parts = [
+        f"step {row['step']}  group {row['group']}",
+        f"task {row['task']}" if row.get("task") else "",
+        *(f"{name} {'-' if value is None else f'{value:g}'}" for name, value in rewards.items()),
+        "" if row["advantage"] is None else f"advantage {row['advantage']:.3f}",
+        f"{len(row['completion_ids'])} tokens, {row['finish_reason']}",
+        "" if status == Status.TRAINED else status,
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def _prompt(row: Row) -> str:
+    """As text; files of older versions have a conversation as JSON."""
+    prompt: str = row["prompt"]
+    if "messages" in row:
+        return prompt
+    try:
+        return words([{"role": message["role"], "content": message["content"]} for message in json.loads(prompt)])
+    except (json.JSONDecodeError, TypeError, KeyError):
+        return prompt
+
+
+def _cut(text: str, whole: bool) -> str:
+    more = len(text) - SHOWN
+    return text if whole or more <= 0 else f"{text[:SHOWN]} ... ({more:,} more characters: --whole)"
+
+
+def _export(rows: Iterable[Row], files: Sequence[Path], target: str) -> int:
+    from datasets import Dataset, disable_progress_bars
+    from pyarrow import Table, unify_schemas
+
+    from grpocli.tracking.rollouts import read_schema
+
+    kept = list(rows)
+    if not kept:
+        print("nothing fits", file=sys.stderr)
+        return 1
+    disable_progress_bars()
+    schema = unify_schemas([read_schema(path) for path in files])  # a resume may have changed the rewards
+    table = Dataset(Table.from_pylist(kept, schema=schema))
+    if target.startswith("hub:"):
+        _to_hub(table, target)
+    else:
+        _to_file(table, Path(target))
+    print(clean(f"{len(kept):,} completions in {target}"))
+    return 0
+
+
+def _to_hub(table: Dataset, target: str) -> None:
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined] # of the client it has chosen
+
+    try:
+        table.push_to_hub(target.removeprefix("hub:"), private=True)
+    except (OSError, ValueError, HTTPError) as error:
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        problem = f"the hub did not take it: {reason}; check the name, HF_TOKEN and the network"
+        raise RunError(f"--export {target}: {problem}") from error
+
+
+def _check_target(target: str) -> None:
+    path = Path(target)
+    if target.startswith("hub:"):
+        return
+    if path.suffix not in WRITERS:
+        raise ConfigError(f"--export {path}: must end in {' or '.join(WRITERS)}, or be hub:OWNER/NAME")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--export {path}: there is no folder {path.parent}")
+
+
+def _to_file(table: object, path: Path) -> None:
+    beside = path.with_name(f".tmp-{path.name}")
+    try:
+        getattr(table, WRITERS[path.suffix])(str(beside))
+        beside.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--export {path}: {error.strerror or error}") from error
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,113 @@
+"""`grpocli train`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from grpocli.cli.completion import main as complete
+from grpocli.cli.hydra_app import arguments, hydra_app, only_prints, options_first, search_path, warn_of_escapes
+from grpocli.config.environment import raw_value
+from grpocli.errors import ConfigError
+from grpocli.launch.ready import check_ready
+from grpocli.launch.resume import Resume
+from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.summary import finished
+from grpocli.tracking.text import clean
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
+
+
+def main(argv: list[str]) -> int:
+    """Check everything that can be checked in a second, then run. Returns the exit code."""
+    if arguments(argv).shell_completion:
+        return complete(argv, ())
+    argv = options_first(argv, "train")
+    args = arguments(argv)
+    if only_prints(args):
+        if args.multirun and not args.help:
+            raise ConfigError("-m: a sweep has several configs; leave it out to print one")
+        hydra_app(_nothing, "train", argv)
+        return 0
+    if sys.stdout.isatty():  # what comes next begins on the same line
+        print("reading the config ...", end="\r", flush=True)
+    resume = Resume.asked_for(args.overrides)
+    if resume and args.multirun:
+        raise ConfigError("resume: goes on with one run; leave out -m")
+    if "hydra/launcher=slurm" in args.overrides and not args.multirun:
+        raise ConfigError("hydra/launcher=slurm: Hydra launches jobs of a multirun only: add -m (it makes one job too)")
+    if resume:
+        argv = [a for a in argv if a not in args.overrides] + resume.overrides(args.overrides)
+        args = arguments(argv)
+    run = _check(args, resume)
+    if resume and run and (said := _finished(RunDir(resume.folder), run)):
+        print(clean(said))
+        return 0
+    if run:
+        check_ready(run)
+    hydra_app(lambda config: _task(config, resume), "train", argv)
+    return 0
+
+
+def _check(args: Any, resume: Resume | None) -> Run | None:
+    """Fail before Hydra makes a folder for a run that cannot work, or writes into one that holds another run.
+
+    Returns the run; None of a sweep, which has several.
+    """
+    from grpocli.launch.compose import build_run, compose
+    from grpocli.launch.output_dir import folder_of
+
+    overrides = [*search_path(args.config_dir), *args.overrides]
+    run = None
+    if not args.multirun:
+        config = compose(overrides)
+        run = build_run(resume.merged(config) if resume else config)
+    folder = None if resume else folder_of(overrides, args.multirun)
+    if folder:
+        RunDir(folder).check_free()
+    return run
+
+
+def _finished(run_dir: RunDir, run: Run) -> str | None:
+    """The message for a run that has nothing left to do; None for any other."""
+    done = finished(run_dir.summary)
+    if done is None or done < run.train.steps or not run_dir.model.is_dir():
+        return None
+    return f"{run_dir.path} is finished after {done} steps, and stays as it is; train.steps=N above {done} trains more"
+
+
+def _task(config: DictConfig, resume: Resume | None) -> float | None:
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    from grpocli.launch.output_dir import write_record
+    from grpocli.launch.run import launch
+
+    warn_of_escapes(config)
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    if resume:
+        accuracy = launch(resume.merged(config), folder, resuming=True)
+    else:
+        config.overrides = raw_value(HydraConfig.get().overrides, "task")
+        accuracy = launch(config, folder, begin=partial(write_record, folder, config))
+    if sys.stdout.isatty() and HydraConfig.get().mode != RunMode.MULTIRUN:
+        print(clean(_what_next(folder)))
+    return accuracy
+
+
+def _what_next(folder: Path) -> str:
+    """Commands that show what a finished run has sampled, and how it compares."""
+    run = shlex.quote(str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder))
+    return (
+        f"read what it sampled:       grpocli rollouts {run}\ncompare it with other runs: grpocli compare {run} RUN ..."
+    )
+
+
+def _nothing(config: DictConfig) -> None:
+    """Hydra prints and does not run."""

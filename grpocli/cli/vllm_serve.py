@@ -1,0 +1,46 @@
+"""`grpocli vllm-serve`."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+
+from grpocli.cli.hydra_app import arguments, hydra_app, only_prints, options_first
+from grpocli.errors import ConfigError
+
+
+def main(argv: list[str]) -> int:
+    """Serve until Ctrl-C. Returns the exit code."""
+    argv = options_first(argv, "vllm_serve")
+    args = arguments(argv)
+    if args.multirun:
+        raise ConfigError("vllm-serve starts one server; leave out --multirun")
+    if only_prints(args):
+        hydra_app(lambda config: None, "vllm_serve", argv)
+    else:
+        hydra_app(_task, "vllm_serve", argv)
+    return 0
+
+
+def _task(config: DictConfig) -> int:
+    from grpocli.rollout.vllm.checks import check_plugin
+
+    check_plugin()
+    from grpocli.rollout.vllm.arguments import check_arguments
+    from grpocli.rollout.vllm.serve import build_serve, serve
+    from grpocli.rollout.vllm.server import check_port
+    from grpocli.tracking.view import status_view
+    from grpocli.training.dtype import choose_dtype
+
+    settings = build_serve(config)
+    if settings.port:
+        check_port(settings.host, settings.port, "port")
+    check_arguments(settings.options().vllm_args)  # both before a model is fetched
+    view = status_view()
+    try:
+        view.stage("looking for the model")
+        path = settings.model.prepare(lambda fraction, text: view.stage(text, fraction))
+        dtype = choose_dtype(settings.dtype or "auto", settings.model, path, "auto")
+        view.stage("starting vLLM")
+        return serve(settings, path, dtype, view.progress, view.stop)
+    finally:
+        view.stop()

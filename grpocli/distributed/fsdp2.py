@@ -1,0 +1,133 @@
+"""hardware.parallel=fsdp2: every process keeps a part of each weight, its gradient and its optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from grpocli.distributed.parallel import Make, step
+from grpocli.training.rank0_loading import read_once
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import Tensor
+
+    from grpocli.distributed.sharded_safetensors import Stored
+
+
+class Fsdp2:
+    """torch's `fully_shard` on each decoder layer and on the rest, as accelerate's FSDP2 plugin does it.
+
+    Called directly because accelerate refuses it on a CPU (a device mesh for MULTI_CPU) and prepares no model without
+    an optimizer, which the reference model has not; the process group and its device are accelerate's.
+
+    Weights are float32 shards; a layer is gathered in the dtype it computes in, and dropped after its forward and its
+    backward. Gradients are summed into shards, in float32, after every micro-batch: whole ones would be as large as
+    what one came here to save.
+    """
+
+    whole = False
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.size, self.device = accelerator.num_processes, accelerator.device
+        self.mesh = init_device_mesh(self.device.type, (self.size,))
+
+    def loading(self) -> AbstractContextManager[None]:
+        return read_once()
+
+    def share(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
+        self._shard_all(model, dtype)
+        return model, make(model.parameters())
+
+    def freeze(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+        return self._shard_all(model.requires_grad_(False), dtype)
+
+    def _shard_all(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+        """One layer at a time goes to the device, gets the main process's values and is cut up."""
+        policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+        for module in [*layers(model), model]:
+            self._receive(module)
+            root = module is model  # its own weights, embeddings and head, are needed first and last: they are kept
+            fully_shard(module, mesh=self.mesh, reshard_after_forward=not root, mp_policy=policy)
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo cannot average
+            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # losses are parts of one sum
+        return model
+
+    @torch.no_grad()
+    def _receive(self, module: torch.nn.Module) -> None:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(self.device)
+                torch.distributed.broadcast(tensor.data, src=0)
+
+    @contextmanager
+    def computing(self, model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+        """No autocast: layers are gathered in `dtype`, and it would keep a cast of every layer."""
+        yield
+        if not torch.is_grad_enabled():
+            model.reshard()  # type: ignore[operator]  # else its own weights wait, whole, for a backward
+
+    def accumulating(self, wrapped: torch.nn.Module, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def backward(self, wrapped: torch.nn.Module, loss: Tensor) -> None:
+        loss.backward()
+
+    def update(self, wrapped: torch.nn.Module, optimizer: Any, rate: float, limit: float) -> Tensor:
+        return self.gather(step(wrapped, optimizer, rate, limit))
+
+    @contextmanager
+    def sampling(self, model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+        """Layers are kept after a forward of one token, which every process makes."""
+        for layer in layers(model):
+            layer.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
+        try:
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device), use_cache=False)
+            yield
+        finally:
+            for layer in layers(model):
+                layer.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+        return model.named_parameters()
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def moments(self, optimizer: Any, parameter: torch.nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in optimizer.state.get(parameter, {}).items():
+            yield name, self.gather(tensor)
+
+    def remember(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, Stored]) -> None:
+        if moments:
+            optimizer.state[parameter] = {name: self._part(stored, parameter) for name, stored in moments.items()}
+
+    def _part(self, stored: Stored, parameter: torch.nn.Parameter) -> Tensor:
+        """This process's rows, as `fully_shard` deals them: as many to each, until there are no more."""
+        if not isinstance(parameter, DTensor) or not stored.shape:  # a counter
+            return stored.whole().to(self.device)
+        rows = parameter.shape[0]
+        each = -(-rows // self.size)
+        start, end = (min(rank * each, rows) for rank in (self.mesh.get_local_rank(), self.mesh.get_local_rank() + 1))
+        return DTensor.from_local(
+            stored.rows(start, end).to(self.device),
+            parameter.device_mesh,
+            parameter.placements,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+
+def layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The decoder layers, innermost first: what transformers says no device boundary may cut."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [m for m in reversed(list(model.modules())) if {cls.__name__ for cls in type(m).__mro__} & names]

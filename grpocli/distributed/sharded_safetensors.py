@@ -1,0 +1,124 @@
+"""Whole tensors in safetensors files, as transformers lays out weights: all processes write them, and read parts."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpocli.files import sync_file
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from grpocli.distributed.world import World
+
+FILE_BYTES = 2**31
+"""A file is full when it has so much: what a process holds of the tensors at a time."""
+
+Convert = Callable[[dict[str, "Tensor"]], dict[str, "Tensor"]]
+
+
+def write(
+    tensors: Iterable[tuple[str, Tensor]],
+    folder: Path,
+    stem: str,
+    world: World,
+    dtype: torch.dtype | None = None,
+    convert: Convert | None = None,
+) -> dict[str, str]:
+    """Write `STEM-00001.safetensors` and so on, one a process at a time, side by side; return each tensor's file.
+
+    tensors: whole in every process, which all walk through them; they may be gathered one by one. dtype: of
+    floating-point numbers in the files, if not their own. convert: what is done to the tensors of a file, names
+    included. Collective.
+    """
+    from safetensors.torch import save_file
+
+    files: dict[str, str] = {}
+    mine: dict[str, Tensor] = {}
+    number, size, waiting = 0, 0, False
+
+    def flush() -> None:
+        if mine:
+            name = f"{stem}-{(number - 1) // world.size * world.size + world.rank + 1:05}.safetensors"
+            written = convert(mine) if convert else mine
+            save_file(written, folder / name, metadata={"format": "pt"})
+            sync_file(folder / name)  # here: another machine cannot
+            files.update(dict.fromkeys(written, name))
+            mine.clear()
+
+    for name, tensor in tensors:
+        to = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        if number % world.size == world.rank:
+            mine[name] = tensor.detach().to("cpu", to).contiguous()
+        size, waiting = size + tensor.numel() * to.itemsize, True
+        if size >= FILE_BYTES:
+            number, size, waiting = number + 1, 0, False
+            if number % world.size == 0:  # every process has a full one: nobody waits for another's disk in a gather
+                flush()
+    number += waiting
+    flush()
+    return dict(world.gather_objects(list(files.items())))
+
+
+def writer(name: str, processes: int) -> int:
+    """The rank that wrote a file; the main process wrote all files that `write` did not."""
+    numbered = re.search(r"-(\d{5,})\.safetensors$", name)
+    return (int(numbered[1]) - 1) % processes if numbered else 0
+
+
+def write_index(files: dict[str, str], path: Path) -> None:
+    """Say where `write` has put each tensor."""
+    path.write_text(json.dumps({"metadata": {}, "weight_map": dict(sorted(files.items()))}, indent=2))
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file of which parts can be read without the rest."""
+
+    file: Any
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+    def whole(self) -> Tensor:
+        tensor: Tensor = self.file.get_tensor(self.name)
+        return tensor
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """[start, end) of the first dimension."""
+        part: Tensor = self.file.get_slice(self.name)[start:end]
+        return part
+
+    def flat(self, start: int, end: int) -> Tensor:
+        """[start, end) of all elements in a row; fewer where the tensor ends before."""
+        first, *rest = self.shape
+        row = math.prod(rest)
+        top = min(start // row, first)
+        rows = self.rows(top, min(-(-end // row), first)).flatten()
+        return rows[max(start - top * row, 0) : max(end - top * row, 0)]
+
+
+@contextmanager
+def reading(index: Path) -> Iterator[dict[str, Stored]]:
+    """Every tensor of the files that an index names, for as long as the block lasts. Raises ValueError where it names
+    others than those beside it."""
+    from safetensors import safe_open
+
+    files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    if elsewhere := [file for file in files.values() if Path(file).name != file]:
+        raise ValueError(f"{index.name} names {elsewhere[0]}, which is no file beside it")
+    with ExitStack() as closing:
+        opened = {
+            file: closing.enter_context(safe_open(index.parent / file, framework="pt")) for file in set(files.values())
+        }
+        yield {name: Stored(opened[file], name) for name, file in files.items()}

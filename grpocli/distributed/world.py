@@ -1,0 +1,147 @@
+"""The trainer processes: all of accelerate that the trainer knows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from grpocli.distributed.parallel import Parallel, parallel_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import Tensor
+
+    from grpocli.hardware.hardware import Hardware
+    from grpocli.processes.heartbeat import Board
+
+T = TypeVar("T")
+
+
+class World:
+    """This process among `size` of them, on `device`. Collective calls must be made by all, in one order.
+
+    That order is one for each thread: a thread beside the main one makes its calls in a `channel`.
+    parallel: how they share models and updates.
+    """
+
+    def __init__(self, hardware: Hardware, board: Board | None = None) -> None:
+        from accelerate import Accelerator
+        from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+        cpu = hardware.device == "cpu" or not torch.cuda.is_available()
+        self.timeout = timedelta(seconds=hardware.timeout)
+        self.accelerator: Accelerator = Accelerator(
+            cpu=cpu,
+            kwargs_handlers=[
+                InitProcessGroupKwargs(timeout=self.timeout),
+                # gradients are kept once, in ddp's buckets; no buffer of a model differs between processes
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            ],
+        )
+        # cuDNN plans each new length for about a second, and packed rows rarely repeat a length
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        self.rank: int = self.accelerator.process_index
+        self.size: int = self.accelerator.num_processes
+        self.device: torch.device = self.accelerator.device
+        self.parallel: Parallel = parallel_of(hardware, self.accelerator)
+        self._thread = threading.local()
+        self._board = board
+
+    def enter(self, stage: str, step: int | None = None) -> None:
+        """Say what this process is doing from now on, for who must find the one that the others wait for."""
+        if self._board:
+            self._board.step = self._board.step if step is None else step
+            self._board.enter(stage)
+
+    def channel(self) -> Callable[[], AbstractContextManager[None]]:
+        """Blocks in which a thread's collective calls go beside those of the main one. Collective, to be made in the
+        main thread; entered in another.
+
+        It has a process group of its own, on the CPU, so that the engine and the sampler need not know who calls.
+        """
+        if self.size == 1:
+            return nullcontext
+        return partial(self._through, torch.distributed.new_group(backend="gloo", timeout=self.timeout))
+
+    @contextmanager
+    def _through(self, group: torch.distributed.ProcessGroup) -> Iterator[None]:
+        self._thread.group = group
+        try:
+            yield
+        finally:
+            del self._thread.group
+
+    @property
+    def _group(self) -> torch.distributed.ProcessGroup | None:
+        """That of this thread's channel; None in the main thread."""
+        return getattr(self._thread, "group", None)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        if self._group:
+            torch.distributed.barrier(self._group)
+        else:
+            self.accelerator.wait_for_everyone()
+
+    def gather_objects(self, items: Sequence[T]) -> list[T]:
+        """Every process's items, in rank order."""
+        if self.size == 1:
+            return list(items)
+        if self._group:
+            everyone: list[Any] = [None] * self.size
+            torch.distributed.all_gather_object(everyone, list(items), group=self._group)
+            return [item for one in everyone for item in one]
+        from accelerate.utils import gather_object
+
+        return list(gather_object(list(items)))
+
+    def gather_to_main(self, items: Sequence[T]) -> list[T]:
+        """Every process's items, in rank order, in the main process; none in the others. Of the main thread's calls."""
+        if self.size == 1:
+            return list(items)
+        everyone: list[Any] | None = [None] * self.size if self.is_main else None
+        torch.distributed.gather_object(list(items), everyone)
+        return [item for one in everyone or [] for item in one]
+
+    def broadcast_object(self, item: T) -> T:
+        """The main process's item."""
+        if self.size == 1:
+            return item
+        from accelerate.utils import broadcast_object_list
+
+        box: list[Any] = [item]
+        if self._group:
+            torch.distributed.broadcast_object_list(box, src=0, group=self._group)
+        else:
+            broadcast_object_list(box, from_process=0)
+        return box[0]  # type: ignore[no-any-return]
+
+    def any(self, flag: bool) -> bool:
+        """Whether any process says so."""
+        if self._group:
+            return any(self.gather_objects([flag]))
+        return bool(self.sum(torch.tensor(float(flag), device=self.device)).item())
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over processes, left on the device. Of the main thread's calls only."""
+        return self.accelerator.reduce(value, reduction="sum") if self.size > 1 else value
+
+    def max(self, value: Tensor) -> Tensor:
+        """The largest of each element over processes, left on the device. Of the main thread's calls only."""
+        if self.size == 1:
+            return value
+        largest = value.clone()
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+        return largest
+
+    def close(self) -> None:
+        self.accelerator.end_training()

@@ -1,0 +1,186 @@
+"""hardware.parallel=zero2 and zero3: DeepSpeed's ZeRO (arXiv 1910.02054)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from grpocli.distributed.parallel import Alone, Make
+from grpocli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import Tensor
+
+    from grpocli.distributed.sharded_safetensors import Stored
+
+
+class Zero2(Alone):
+    """Every process has all float32 weights, and a part of the gradients and of the optimizer's state.
+
+    DeepSpeed's engine is made directly: accelerate's takes the optimizer's step in the backward, from its own count of
+    micro-batches, and clips by a limit that is set once.
+    """
+
+    stage, whole = 2, False
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator.device)
+        self.rank, self.size = accelerator.process_index, accelerator.num_processes
+        self.deepspeed = _deepspeed(self.stage, self.device)
+
+    def config(self, dtype: torch.dtype) -> dict[str, Any]:
+        """DeepSpeed's. It must know of autocast, or it switches it off."""
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,  # each backward says whether it is the last
+            "zero_optimization": {"stage": self.stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "torch_autocast": {"enabled": dtype != torch.float32, "dtype": str(dtype).removeprefix("torch.")},
+            "steps_per_print": 2**31,
+        }
+
+    def share(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
+        optimizer = make(model.parameters())
+        engine, optimizer, _, _ = self.deepspeed.initialize(
+            model=model, optimizer=optimizer, config=self.config(dtype), dist_init_required=False
+        )
+        return engine, optimizer
+
+    def accumulating(self, wrapped: Any, last: bool) -> AbstractContextManager[Any]:
+        wrapped.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+    def backward(self, wrapped: Any, loss: Tensor) -> None:
+        wrapped.backward(loss * self.size)  # DeepSpeed averages
+
+    def update(self, wrapped: Any, optimizer: Any, rate: float, limit: float) -> Tensor:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.clip_grad = limit
+        wrapped.step()
+        return torch.as_tensor(wrapped.get_global_grad_norm(), dtype=torch.float32, device=self.device)
+
+    def moments(self, optimizer: Any, parameter: torch.nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+        kept = optimizer.optimizer.state.get(self._flat(optimizer)[0], {})
+        self._link(optimizer)
+        for name, value in kept.items():
+            if value.numel() == 1:  # a counter
+                yield name, value.clone()
+            else:
+                yield name, self._get(parameter, name)
+
+    def remember(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, Stored]) -> None:
+        state = optimizer.optimizer.state
+        for flat in self._flat(optimizer):
+            if flat not in state and moments:
+                state[flat] = {
+                    name: torch.zeros_like(flat) if stored.shape else stored.whole().to(self.device)  # a counter
+                    for name, stored in moments.items()
+                }
+        self._link(optimizer)
+        for name, stored in moments.items():
+            if stored.shape:
+                self._set(parameter, name, stored)
+
+    def _flat(self, optimizer: Any) -> list[Tensor]:
+        """This process's part of each group of parameters, end to end: what the optimizer knows."""
+        flat: list[Tensor] = optimizer.single_partition_of_fp32_groups
+        return flat
+
+    def _link(self, optimizer: Any) -> None:
+        """DeepSpeed 0.19 looks for states when the first group of parameters has one, and misses the others'."""
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _get(self, parameter: torch.nn.Parameter, name: str) -> Tensor:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        whole: Tensor = safe_get_full_optimizer_state(parameter, name)
+        return whole
+
+    def _set(self, parameter: Any, name: str, stored: Stored) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        if parameter._hp_mapping is not None:  # some of it is in this process's part
+            safe_set_full_optimizer_state(parameter, stored.whole().to(self.device), name)
+
+
+class Zero3(Zero2):
+    """Every process has a part of each weight, too; a layer's are gathered for its forward and its backward."""
+
+    stage = 3
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """transformers makes models of parts at once and copies into them from mapped files: no GPU could hold one."""
+        from transformers.integrations import HfDeepSpeedConfig
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        asked = HfDeepSpeedConfig(self.config(torch.float32))  # for as long as it lives
+        try:
+            yield
+        finally:
+            unset_hf_deepspeed_config()
+            del asked
+
+    def freeze(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+        self.deepspeed.initialize(
+            model=model.requires_grad_(False), config=self.config(dtype), dist_init_required=False
+        )
+        return model
+
+    def computing(self, model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
+        """Autocast that keeps no casts: they would be all weights."""
+        if dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
+
+    def sampling(self, model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[None]:
+        raise ConfigError(
+            "engine=transformers cannot sample from weights in parts: take engine=vllm, or hardware.parallel=fsdp2",
+            key="hardware.parallel",
+            value="zero3",
+        )
+
+    def parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in model.named_parameters():
+            with self.deepspeed.zero.GatheredParameters([parameter]):
+                yield name, parameter.detach().clone()
+
+    def _flat(self, optimizer: Any) -> list[Tensor]:
+        flat: list[Tensor] = optimizer.fp32_partitioned_groups_flat
+        return flat
+
+    def _link(self, optimizer: Any) -> None:
+        """Nothing: states are looked for when they are asked for."""
+
+    def _set(self, parameter: Any, name: str, stored: Stored) -> None:
+        """DeepSpeed's parts are equal: it fills the last ones up."""
+        from deepspeed.utils import safe_set_local_optimizer_state
+
+        size = parameter.ds_tensor.numel()
+        part = stored.flat(size * self.rank, size * (self.rank + 1)).to(self.device)
+        safe_set_local_optimizer_state(parameter, torch.nn.functional.pad(part, (0, size - part.numel())), name)
+
+
+def _deepspeed(stage: int, device: torch.device) -> Any:
+    """The library, for this device. Raises ConfigError where it is not installed."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ConfigError(
+            f"needs DeepSpeed ({error}): pip install deepspeed, or take hardware.parallel=fsdp2",
+            key="hardware.parallel",
+            value=f"zero{stage}",
+        ) from error
+    if device.type == "cpu":  # gloo does; else it compiles a transport through shared memory
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed

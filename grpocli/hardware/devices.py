@@ -1,0 +1,136 @@
+"""Which GPUs of a machine train and which serve completions."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpocli.errors import ConfigError
+from grpocli.hardware.hardware import Hardware, Multinode, Single
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Of one machine. processes: its trainer processes. train, rollout: GPUs by their names in CUDA_VISIBLE_DEVICES;
+    both empty on a CPU."""
+
+    processes: int
+    train: tuple[str, ...] = ()
+    rollout: tuple[str, ...] = ()
+
+    @property
+    def shared(self) -> bool | None:
+        """Whether the servers' GPUs are trainers' too: all of them, none (False), or some (None)."""
+        both = set(self.rollout) & set(self.train)
+        return None if both and both != set(self.rollout) else bool(both)
+
+    def __str__(self) -> str:
+        """`train on GPUs 0,1,2; serve on GPU 3`."""
+        if not self.train:
+            return f"train on the CPU in {self.processes} {'process' if self.processes == 1 else 'processes'}"
+        serve = f"; serve on {_named(self.rollout)}" if self.rollout else ""
+        return f"train on {_named(self.train)}{serve}"
+
+
+def devices_of(hardware: Hardware, engine: Any) -> Devices:
+    """What this machine does in a run. Raises ConfigError where it has too few GPUs."""
+    gpus = [] if hardware.device == "cpu" else visible_gpus()
+    if isinstance(hardware, Multinode):
+        return _of_a_node(hardware, gpus)
+    assert isinstance(hardware, Single)
+    return split(hardware, engine, gpus) if gpus else _on_a_cpu(hardware)
+
+
+def visible_gpus() -> list[str]:
+    """Of this machine, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[:count] if visible else [str(i) for i in range(count)]
+
+
+def split(hardware: Single, engine: Any, gpus: Sequence[str]) -> Devices:
+    """Of all GPUs, servers get those they need, from the last on, and the trainer the rest; what is too few is shared.
+
+    Raises ConfigError where what the config asks for is not there.
+    """
+    needed = servers_need(engine)
+    if needed > len(gpus):
+        raise ConfigError(
+            f"needs {needed} GPUs, {needed // engine.replicas} for each server, and there are {len(gpus)}: lower it, "
+            "or engine.tensor_parallel or engine.data_parallel",
+            key="engine.replicas",
+            value=engine.replicas,
+        )
+    if not needed and hardware.rollout_devices != "auto":
+        problem = "the run starts no vLLM server that could use them: choose engine=vllm, or leave it at auto"
+        raise ConfigError(problem, key="hardware.rollout_devices", value=hardware.rollout_devices)
+    train = _chosen("train_devices", hardware.train_devices, gpus)
+    rollout = _chosen("rollout_devices", hardware.rollout_devices, gpus, last=True) if needed else ()
+    if needed and rollout is None:
+        left = [gpu for gpu in gpus if gpu not in (train or gpus[: hardware.processes or 0])]
+        rollout = tuple((left if len(left) >= needed and len(gpus) > needed else list(gpus))[-needed:])
+    if rollout and len(rollout) < needed:
+        raise ConfigError(
+            f"the servers of engine=vllm need {needed} GPUs",
+            key="hardware.rollout_devices",
+            value=hardware.rollout_devices,
+        )
+    rollout = rollout or ()
+    train = train or tuple(gpu for gpu in gpus if gpu not in rollout) or tuple(gpus)
+    processes = hardware.processes or len(train)
+    if processes > len(train):
+        raise ConfigError(
+            f"each process has a GPU of its own, and {len(train)} are left to train",
+            key="hardware.processes",
+            value=processes,
+        )
+    return Devices(processes, train[:processes], rollout)
+
+
+def servers_need(engine: Any) -> int:
+    """GPUs that the run's own servers take; 0 where it starts none."""
+    if getattr(engine, "base_url", None) or not hasattr(engine, "replicas"):
+        return 0
+    return math.prod((engine.replicas, engine.tensor_parallel, engine.data_parallel))
+
+
+def _chosen(field: str, value: Any, gpus: Sequence[str], last: bool = False) -> tuple[str, ...] | None:
+    """The GPUs that a key asks for, the first or last ones where it is a number; None for auto."""
+    if value == "auto":
+        return None
+    if isinstance(value, int):
+        if value > len(gpus):
+            raise ConfigError(f"there are {len(gpus)} GPUs here", key=f"hardware.{field}", value=value)
+        return tuple(gpus[-value:] if last else gpus[:value])
+    missing = [str(number) for number in value if str(number) not in gpus]
+    if missing:
+        raise ConfigError(
+            f"there is no GPU {missing[0]} here, but {', '.join(sorted(gpus))}", key=f"hardware.{field}", value=value
+        )
+    return tuple(str(number) for number in value)
+
+
+def _on_a_cpu(hardware: Single) -> Devices:
+    for field in ("train_devices", "rollout_devices"):
+        value = getattr(hardware, field)
+        if value != "auto":
+            raise ConfigError("there is no GPU to choose; leave it at auto", key=f"hardware.{field}", value=value)
+    return Devices(hardware.processes or 1)
+
+
+def _of_a_node(hardware: Multinode, gpus: Sequence[str]) -> Devices:
+    wanted = hardware.devices_per_node
+    if wanted > len(gpus) and (gpus or hardware.device == "cuda"):
+        raise ConfigError(
+            f"{os.uname().nodename} has {len(gpus)} GPUs for this job", key="hardware.devices_per_node", value=wanted
+        )
+    return Devices(wanted, tuple(gpus[:wanted]))
+
+
+def _named(gpus: Sequence[str]) -> str:
+    return f"{'GPU' if len(gpus) == 1 else 'GPUs'} {','.join(gpus)}"

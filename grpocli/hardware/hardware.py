@@ -1,0 +1,97 @@
+"""Where a run runs: the config group `hardware`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpocli.config.parts import key_of, one_of, part, require
+from grpocli.errors import ConfigError
+
+PARALLEL = ("ddp", "fsdp2", "zero2", "zero3")
+"""How trainer processes share the update: `ddp` each has everything; `fsdp2` weights, gradients and optimizer state are
+sharded (torch); `zero2` gradients and optimizer state are, `zero3` weights too (DeepSpeed)."""
+
+
+class Hardware:
+    """What both kinds have in common.
+
+    device: `auto` is a GPU where there is one. parallel: see `PARALLEL`.
+    timeout: seconds that a process waits for the others before the run stops.
+    """
+
+    device: str
+    parallel: str
+    timeout: int
+
+    def _check(self) -> None:
+        one_of(self, "device", ("auto", "cpu", "cuda"))
+        one_of(self, "parallel", PARALLEL)
+        require(self, "timeout", 1 <= self.timeout <= 10**9, "must be at least 1 second, and no more than 1e9")
+
+
+@part("hardware", "single")
+class Single(Hardware):
+    """One machine, and all of its GPUs.
+
+    processes: trainer processes; any number works. null: one for each training device, one on a CPU.
+    train_devices, rollout_devices: GPUs that train and that serve (engine=vllm), as a number or as a list of their
+    numbers; `auto` gives servers as many as they need and the trainer the rest. Where there is one GPU they share it.
+    """
+
+    processes: int | None = None
+    train_devices: Any = "auto"
+    rollout_devices: Any = "auto"
+    device: str = "auto"
+    parallel: str = "ddp"
+    timeout: int = 1800
+
+    nodes = 1
+
+    def __post_init__(self) -> None:
+        self._check()
+        ok = self.processes is None or 1 <= self.processes <= 1024
+        require(self, "processes", ok, "must be null (one for each training device), or between 1 and 1024")
+        for field in ("train_devices", "rollout_devices"):
+            _check_devices(self, field)
+
+
+@part("hardware", "multinode")
+class Multinode(Hardware):
+    """Several machines of a SLURM allocation (`hydra/launcher=slurm`), all alike.
+
+    train_nodes: machines that train. rollout_nodes: machines that serve completions (engine=vllm); 0 where the engine
+    runs in the trainer processes. devices_per_node: GPUs of each machine; on CPUs, trainer processes on each.
+    """
+
+    train_nodes: int = 1
+    rollout_nodes: int = 1
+    devices_per_node: int = 8
+    device: str = "auto"
+    parallel: str = "fsdp2"
+    timeout: int = 1800
+
+    def __post_init__(self) -> None:
+        self._check()
+        require(self, "train_nodes", self.train_nodes >= 1, "must be at least 1")
+        require(self, "rollout_nodes", self.rollout_nodes >= 0, "must be 0 or more")
+        require(self, "devices_per_node", 1 <= self.devices_per_node <= 1024, "must be between 1 and 1024")
+
+    @property
+    def processes(self) -> int:
+        """Trainer processes on all machines."""
+        return self.train_nodes * self.devices_per_node
+
+    @property
+    def nodes(self) -> int:
+        return self.train_nodes + self.rollout_nodes
+
+
+def _check_devices(owner: Single, field: str) -> None:
+    value = getattr(owner, field)
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return
+    numbers = isinstance(value, list | tuple) and value and all(isinstance(n, int) and n >= 0 for n in value)
+    if not numbers or len(set(value)) < len(value):
+        raise ConfigError(
+            "give auto, how many GPUs, or a list of their numbers such as [0,1]", key=key_of(owner, field), value=value
+        )

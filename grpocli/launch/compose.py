@@ -1,0 +1,177 @@
+"""From overrides to a config, and from a config to live objects."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+import grpocli
+from grpocli.config.environment import OVERRIDES, needs_environment, unresolved, without_environment
+from grpocli.config.user_parts import callable_targets
+from grpocli.errors import ConfigError, GrpoError
+from grpocli.launch.overrides import rewritten
+from grpocli.launch.sources import extend_hydra
+from grpocli.user_frames import where
+
+if TYPE_CHECKING:
+    from grpocli.algorithm import Algorithm
+    from grpocli.config.schema import Run
+
+logger = logging.getLogger(__name__)
+
+
+def conf_dir() -> str:
+    """The folder of the config groups: inside an installed package, at top level in a checkout."""
+    package = Path(grpocli.__file__).parent
+    installed = package / "conf"
+    return str(installed if installed.is_dir() else package.parent / "conf")
+
+
+def register_parts() -> None:
+    """Register the parts of this package, and those that installed packages declare.
+
+    A module of this package is found by its `@part(` lines, so that a new part needs no list to be edited.
+    A package of yours declares `[project.entry-points."grpocli.parts"] NAME = "module"`.
+    """
+    package = Path(grpocli.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        if b"\n@part(" in path.read_bytes():
+            importlib.import_module(".".join(path.relative_to(package.parent).with_suffix("").parts))
+    for plugin in entry_points(group="grpocli.parts"):
+        plugin.load()
+    extend_hydra()
+
+
+def compose(overrides: list[str], config_name: str = "train") -> DictConfig:
+    """The config that `grpocli train OVERRIDES` would run, outside of Hydra's command line."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    from grpocli.launch.hydra_errors import friendly
+
+    register_parts()
+    overrides = rewritten(overrides, config_name)
+    with (
+        friendly(overrides, config_name),
+        beside_another_hydra(),
+        initialize_config_dir(conf_dir(), version_base="1.3"),
+    ):
+        try:
+            return cast("DictConfig", hydra_compose(config_name, overrides=overrides))
+        except (TypeError, ValueError) as error:  # Hydra's, of a choice that is null or a list in a list
+            choices = " ".join(o for o in overrides if "." not in o.partition("=")[0])
+            raise ConfigError(f"cannot read {choices}: a choice is GROUP=NAME, or GROUP=[A,B] of several") from error
+
+
+@contextmanager
+def beside_another_hydra() -> Iterator[None]:
+    """Hydra is one for a process: a program that is a Hydra app itself gets its own back."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    theirs = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = theirs
+
+
+def build(config: DictConfig) -> Any:
+    """Turn a composed config into its live objects: the only `instantiate` of the package.
+
+    Raises ConfigError for a value that a part refuses, a missing one, or a broken interpolation.
+    """
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        _refuse_missing(config)
+        return instantiate(callable_targets(config), _convert_="all")
+    except InstantiationException as error:
+        raise _cause(error, _task_key(config, str(error))) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(unresolved(error)) from error
+
+
+def build_run(config: DictConfig) -> Run:
+    """`build`, then the checks that look at several keys at once."""
+    from grpocli.launch.validate import check_run
+
+    if config.get(OVERRIDES, None) is not None:  # what was typed is a record: a variable that it names may be gone
+        config = OmegaConf.merge(config, {OVERRIDES: []})  # type: ignore[assignment]
+    run = cast("Run", build(config))
+    for name, reward in run.reward.items():  # errors name the keys of this run, whatever the choice is called
+        object.__setattr__(reward, "config_key", f"reward.{name}")
+    check_run(run)
+    return run
+
+
+def build_algorithm(*overrides: str) -> Algorithm:
+    """See `grpocli.build_algorithm`."""
+    config = compose(list(overrides))
+    _warn_of_borrowed_length(config, overrides)
+    return cast("Algorithm", build(config.algorithm))
+
+
+def _warn_of_borrowed_length(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Dr. GRPO's length follows a key of the run; outside of a run nobody may have thought of that one."""
+    aggregate, limit = config.algorithm.aggregate, "rollout.max_completion_tokens"
+    borrowed = "length" in aggregate and OmegaConf.is_interpolation(aggregate, "length")
+    if borrowed and not any(o.lstrip("+").startswith(limit) for o in overrides):
+        logger.warning(
+            "build_algorithm: algorithm.aggregate.length is %d, %s of grpocli's default run; give "
+            '"algorithm.aggregate.length=N" with your own limit',
+            aggregate.length,
+            limit,
+        )
+
+
+def save(config: DictConfig) -> str:
+    """The config as YAML: resolved, but for what comes from the environment."""
+    return OmegaConf.to_yaml(OmegaConf.create(without_environment(config)))
+
+
+def mode_of(text: str) -> int:
+    """The permissions of a file with a saved config: its owner's alone where its values come from the environment."""
+    return 0o600 if needs_environment(text) else 0o644
+
+
+def _refuse_missing(config: DictConfig) -> None:
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ConfigError(f"{missing[0]} has no value: give {missing[0]}=...")
+
+
+def _task_key(config: DictConfig, said: str) -> str:
+    """Where the keys of the task are that Hydra says could not be made: in a mixture, below its name."""
+    from grpocli.tasks.mixture import Mixture
+
+    found = re.search(r"^full_key: (task\.[^.\s]+)", said, re.MULTILINE)
+    target = OmegaConf.select(config, "task._target_")
+    return found[1] if found and target == f"{Mixture.__module__}.{Mixture.__qualname__}" else "task"
+
+
+def _cause(error: BaseException, task_key: str) -> GrpoError:
+    """The ConfigError that a part raised, from under what Hydra wrapped around it."""
+    from grpocli.tasks.mixture import with_key
+
+    root, inner = error, cast("BaseException | None", error)
+    while inner is not None:
+        if isinstance(inner, ConfigError):
+            return ConfigError(with_key(str(inner), task_key))
+        if isinstance(inner, GrpoError):
+            return inner
+        unknown = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(inner))
+        if unknown:
+            return ConfigError(f"there is no key {unknown[2]} in {unknown[1]}")
+        root, inner = inner, inner.__cause__
+    return ConfigError(f"{' '.join(str(error).split())}{where(root)}")

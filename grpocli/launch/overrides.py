@@ -1,0 +1,195 @@
+"""What users type, rewritten as Hydra takes it: an ordered list of small functions over overrides.
+
+None of them changes a valid override, or anything when applied again. Escapes are the exception: they are read once,
+on the command line (`typed`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Quote, QuotedString, Transformer
+from hydra.errors import HydraException
+
+from grpocli.config.escapes import unescape
+from grpocli.config.foreign_names import KEYS, key_advice
+from grpocli.config.parts import ESCAPED, USER_CODE, is_marked
+from grpocli.config.schema import Run
+from grpocli.config.user_code import absolute
+from grpocli.config.user_parts import GROUP, is_spec, name_of
+from grpocli.errors import ConfigError
+from grpocli.launch.task_override import spread
+
+
+def rewritten(overrides: Sequence[str], config_name: str = "train") -> list[str]:
+    """The overrides as Hydra takes them.
+
+    Raises ConfigError for a choice or folder without a name, a key of another trainer's, and a list of tasks or rewards
+    with one name twice.
+    """
+    _refuse_empty(overrides)
+    _refuse_foreign(overrides, config_name)
+    overrides = [_absolute(LORA.sub(r"\1.rank=\2", override)) for override in spread(overrides)]
+    _refuse_two_of_a_name(overrides)
+    return _hf_for_path(overrides, config_name)
+
+
+LORA = re.compile(r"^(\+*model\.lora)=([\d, ]+)$")
+"""`model.lora=16` is `model.lora.rank=16`."""
+
+
+def typed(overrides: Sequence[str], config_name: str = "train") -> list[str]:
+    """`rewritten`, for a command line, where escapes stand for characters that are hard to type in a shell."""
+    return rewritten([_unescaped(override) for override in overrides], config_name)
+
+
+def _unescaped(override: str) -> str:
+    def decoded(value: Any) -> Any:
+        new = unescape(_plain(value))
+        return value if new == _plain(value) else QuotedString(new, Quote.double)
+
+    return _changed(override, decoded) if "\\" in override and is_marked(_key(override), ESCAPED) else override
+
+
+def _key(override: str) -> str:
+    """The key or group, without `+` and `@PACKAGE`."""
+    return override.partition("=")[0].lstrip("+").partition("@")[0]
+
+
+def _changed(override: str, change: Callable[[Any], Any]) -> str:
+    """The override with `change` applied to every text of its value; the same string where that changes nothing."""
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException:
+        return override  # Hydra says what is wrong with it
+    before = parsed._value  # quotes and all; value() drops them
+    after = _each(before, change)
+    if after == before:
+        return override
+    several = isinstance(after, ChoiceSweep)
+    value = ",".join(map(_spelled, after.list)) if several else _spelled(after)
+    return f"{parsed.get_key_element()}={value}"
+
+
+def _spelled(value: Any) -> str:
+    """A value in Hydra's own spelling, but without a backslash before every colon of a text."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_spelled, value))}]"
+    plain = isinstance(value, str) and PLAIN.fullmatch(value)
+    return str(value if plain else Transformer.str(value))
+
+
+PLAIN = re.compile(r"[\w/.:+-]+")
+
+
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, ChoiceSweep):
+        return value if value.shuffle or value.tags else replace(value, list=[_each(one, change) for one in value.list])
+    if isinstance(value, list):
+        return [_each(one, change) for one in value]
+    return change(value) if isinstance(value, str | QuotedString) else value
+
+
+def _absolute(override: str) -> str:
+    """A file or folder in place of a choice, or a user's function, with its absolute path: a resume finds it."""
+    key = _key(override)
+    if not GROUP.fullmatch(key) and not is_marked(key, USER_CODE):
+        return override
+    return _changed(override, _absolute_model if key == "model" else _absolute_code)
+
+
+def _absolute_code(value: Any) -> Any:
+    text = _plain(value)
+    return _with_text(value, absolute(text)) if is_spec(text) else value
+
+
+def _absolute_model(value: Any) -> Any:
+    text = _plain(value)
+    if is_spec(text):
+        return _absolute_code(value)
+    folder = Path(text).expanduser()
+    is_path = text.startswith((".", "~")) or ("/" in text and folder.is_dir())
+    return _with_text(value, str(folder.resolve())) if is_path else value
+
+
+def _plain(value: Any) -> Any:
+    """A text without its quotes."""
+    return value.text if isinstance(value, QuotedString) else value
+
+
+def _with_text(value: Any, new: str) -> Any:
+    """`new` in the quotes that the value has."""
+    return replace(value, text=new) if isinstance(value, QuotedString) else new
+
+
+def _refuse_two_of_a_name(overrides: Sequence[str]) -> None:
+    """Raise ConfigError where two rewards of a list would share their keys."""
+    for override in overrides:
+        found = REWARDS.fullmatch(override)
+        chosen = [one.strip().strip("'\"") for one in found[1].split(",")] if found else []
+        first: dict[str, str] = {}
+        for one in chosen:
+            name = name_of(one) if is_spec(one) else one
+            if name in first and (is_spec(one) or is_spec(first[name])):
+                problem = (
+                    f"{first[name]} and {one} are both called {name}; leave one out of the list and give it a name"
+                )
+                raise ConfigError(f"reward: {problem}: +reward@reward.NAME={one}")
+            first.setdefault(name, one)
+
+
+REWARDS = re.compile(r"reward=\[([^\[\]]*)\]\s*")
+"""One list, not a sweep over several."""
+
+
+def _hf_for_path(overrides: list[str], config_name: str) -> list[str]:
+    """`model.path=...` alone means `model=hf`, unless the chosen model (a recipe's, for example) has a path."""
+    from grpocli.launch.hydra_errors import known_keys
+
+    keys = set(map(_key, overrides))
+    if "model.path" not in keys or keys & {"model", "resume"}:
+        return overrides
+    return overrides if "model.path" in known_keys(overrides, config_name) else ["model=hf", *overrides]
+
+
+def option_advice(name: str, value: str, options: Iterable[str] = ()) -> str:
+    """What to write instead of `--NAME VALUE`: one of a command's `options`, or an override."""
+    key = name.replace("-", "_")
+    close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.85)
+    if close and (advice := key_advice(close[0], value)):
+        return advice
+    if "." in key or key == "recipe" or key in {field.name for field in dataclasses.fields(Run)}:
+        return f"write {key}=[{value}]" if key == "reward" else f"write {key}={value}"
+    if close := difflib.get_close_matches(f"--{name}", options, n=1, cutoff=0.75):
+        return f"did you mean {close[0]}?"
+    return "settings are KEY=VALUE without dashes, such as train.steps=20"
+
+
+def _refuse_empty(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for a choice or a folder without a name, as `resume=$UNSET` gives: Hydra would take another."""
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if equals and not value.strip(" '\"") and NAMED.fullmatch(_key(override)):
+            raise ConfigError(f"{key}= has no value: give one, or leave {key}= out (is a variable of the shell unset?)")
+
+
+NAMED = re.compile(rf"{GROUP.pattern}|algorithm|recipe|resume|hydra/\w+|hydra\.(run|sweep)\.dir")
+"""Keys whose value names something that exists or is made."""
+
+
+def _refuse_foreign(overrides: Sequence[str], config_name: str) -> None:
+    """Raise ConfigError for the keys of other trainers, all in one sentence; Hydra stops at the first."""
+    mine = ("lora_rank", "dtype") if config_name == "vllm_serve" else ()
+    given = [override.lstrip("+").partition("=") for override in overrides]
+    told = {key: advice for key, _, value in given if key not in mine and (advice := key_advice(key, value))}
+    if len(told) == 1:
+        raise ConfigError("".join(f"there is no key {key}; {advice}" for key, advice in told.items()))
+    if told:
+        raise ConfigError("there are no keys " + ", ".join(f"{key} ({advice})" for key, advice in told.items()))

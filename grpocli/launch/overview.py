@@ -1,0 +1,75 @@
+"""What a step will do, in the one vocabulary of batches, printed before a run starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from grpocli.tasks.mixture import tasks_of
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Rollouts, Run
+    from grpocli.hardware.devices import Devices
+
+
+def plan_lines(run: Run, devices: Devices) -> list[str]:
+    """The batch plan, a fact a line."""
+    rollout, train = run.rollout, run.train
+    rows = rollout.prompts_per_step * rollout.group_size
+    groups = _share(rollout.prompts_per_step, train.minibatches)
+    processes = devices.processes * getattr(run.hardware, "train_nodes", 1)
+    rounds = run.algorithm.keep.max_rounds
+    refill = f", refilled up to {rounds} rounds" if rounds > 1 else ""
+    sample = (
+        f"sample  {rollout.prompts_per_step} prompts x {rollout.group_size} = {rows} completions a step, "
+        f"up to {rollout.max_prompt_tokens} + {rollout.max_completion_tokens} tokens each{refill}"
+    )
+    update = (
+        f"train   {train.epochs} x {train.minibatches} = {_count(train.updates_per_step, 'update')} a step, "
+        f"{groups} groups each, micro-batches of up to {train.micro_batch_tokens:,} tokens, "
+        f"{_count(processes, 'process')}"
+    )
+    total = (
+        f"run     {_count(train.steps, 'step')}, {_count(train.steps * train.updates_per_step, 'update')}, "
+        f"{train.steps * rows:,} completions"
+    )
+    return [sample, *_overlap(rollout), update, *_evaluation(run), *_devices(run, devices), total]
+
+
+def _evaluation(run: Run) -> list[str]:
+    """How many completions each evaluation samples, and how to have fewer."""
+    every = f", every {_count(run.eval.every, 'step')}" if run.eval.every else ""
+    if not (problems := run.eval.n_problems(cpu=False)):
+        return []
+    tasks = len(tasks_of(run.task))
+    of_each = f"{_count(tasks, 'task')} x " if tasks > 1 else ""
+    each = f"{of_each}{_count(problems, 'problem')} x ({run.eval.samples} + 1 greedy)"
+    whole = f"{each} = {tasks * problems * (run.eval.samples + 1):,} completions, before{every} and after"
+    return [f"eval    {whole} (fewer: eval.problems={max(1, problems // 4)})"]
+
+
+def _devices(run: Run, devices: Devices) -> list[str]:
+    """Nothing where there is no choice: on a CPU of one machine."""
+    nodes = getattr(run.hardware, "rollout_nodes", 0)
+    if run.hardware.nodes == 1 and not devices.train:
+        return []
+    each = f"{_count(run.hardware.train_nodes, 'machine')}, each: " if run.hardware.nodes > 1 else ""
+    serve = f"; serve on {_count(nodes, 'machine')}" if nodes else ""
+    return [f"devices {each}{devices}{serve}"]
+
+
+def _overlap(rollout: Rollouts) -> list[str]:
+    if not rollout.max_staleness:
+        return []
+    change = "under running requests" if rollout.in_flight else "between two steps' completions"
+    steps = _count(rollout.max_staleness, "step")
+    return [f"ahead   {steps} at most, sampled while another trains; weights change {change}"]
+
+
+def _count(n: int, what: str) -> str:
+    plural = f"{what}es" if what.endswith("s") else f"{what}s"
+    return f"{n:,} {what if n == 1 else plural}"
+
+
+def _share(total: int, pieces: int) -> str:
+    low, more = divmod(total, pieces)
+    return f"{low}" if not more else f"{low} or {low + 1}"

@@ -1,0 +1,230 @@
+"""`resume=RUN_DIR`: the config of an interrupted run, with what the command line changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from grpocli.config import yaml_text
+from grpocli.config.environment import raw_value, unresolved
+from grpocli.config.parts import stored
+from grpocli.config.user_parts import is_spec, name_of
+from grpocli.errors import ConfigError
+from grpocli.launch.hydra_errors import flat_keys, known_keys
+from grpocli.launch.task_override import spread
+from grpocli.tracking.runs import check_run
+
+CONFIG = "config.yaml"
+OF_THE_START = ("resume", "overrides")
+"""Keys that say how a session was started, not what it does."""
+FIXED = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
+"""What a checkpoint's tensors depend on: other values would make it another run."""
+
+
+@dataclass(slots=True)
+class Resume:
+    """A run folder, and the overrides given now. The saved config is the truth; only these change it."""
+
+    folder: Path
+    given: list[str] = field(default_factory=list)
+
+    @classmethod
+    def asked_for(cls, overrides: list[str]) -> Resume | None:
+        """The run that an override `resume=` names."""
+        named = [o.partition("=")[2] for o in overrides if o.startswith("resume=")]
+        if not named or named[-1] in ("", "null"):
+            return None
+        name = named[-1].strip("'\"")
+        check_run(Path(name), f"resume={name}")
+        folder = Path(name).resolve()
+        for other in (o.partition("=")[2].strip("'\"") for o in overrides if o.startswith("hydra.run.dir=")):
+            if Path(other).resolve() != folder:
+                problem = "a resume goes on in the run's own folder; leave it out, or resume a copy of the folder"
+                raise ConfigError(problem, key="hydra.run.dir", value=other)
+        return cls(folder, [o for o in spread(overrides) if not o.startswith(("resume=", "hydra."))])
+
+    def overrides(self, given: list[str]) -> list[str]:
+        """The overrides that compose the run again, in its own folder."""
+        folder = QuotedString(str(self.folder), Quote.single).with_quotes()
+        hydra = [o for o in given if o.startswith("hydra.") and not o.startswith("hydra.run.dir=")]
+        return [
+            *self._saved(),
+            *self.given,
+            *hydra,
+            f"resume={folder}",
+            f"hydra.run.dir={folder}",
+            "hydra.output_subdir=null",
+        ]
+
+    def _saved(self) -> list[str]:
+        """The run's own overrides, without the keys of a part that another is chosen for now."""
+        saved = _overrides(self.folder)
+        before = dict(o.split("=", 1) for o in saved if "=" in o)
+        now = dict(o.split("=", 1) for o in self.given if "=" in o)
+        gone = [part for key, choice in now.items() for part in _left(key, before.get(key, choice), choice)]
+        left = ("resume=", *(f"{part}." for part in gone), *(f"{part}@" for part in gone))
+        again = {o for o in self.given if o.startswith("+") and "@" in o}  # Hydra takes an addition once
+        kept = [o for o in saved if not o.lstrip("+~").startswith(left) and o not in again]
+        return self._with_sections(kept) if any("." not in key for key in now) else kept
+
+    def _with_sections(self, saved: list[str]) -> list[str]:
+        """Those of the run's own overrides whose section is still there beside the choices given now.
+
+        `algorithm=dapo` brings `reward.overlong`, which `algorithm=grpo` does not have.
+        """
+        keys = set(known_keys([*saved, *self.given], "train"))
+        sections = {o: o.lstrip("+~").partition("=")[0].rpartition(".")[0] for o in saved}
+        return [o for o in saved if not keys or not sections[o] or sections[o] in keys or "@" in o]
+
+    def merged(self, composed: DictConfig) -> DictConfig:
+        """The saved config, with the keys given now taken from `composed`.
+
+        Raises ConfigError if the saved config no longer fits the schema.
+        """
+        from omegaconf.errors import OmegaConfBaseException
+
+        try:
+            return self._merged(composed, _load(self.folder / CONFIG))
+        except OmegaConfBaseException as error:
+            raise ConfigError(
+                f"its config does not fit: {unresolved(error)}", key="resume", value=self.folder
+            ) from error
+
+    def _merged(self, composed: DictConfig, saved: DictConfig) -> DictConfig:
+        keys = [o.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for o in self.given]
+        _refuse_changes(saved, composed, keys)
+        for key in [*keys, *_followers(composed, saved, keys), "resume"]:
+            OmegaConf.update(saved, key, _as_composed(composed, key), merge=False)
+        saved.overrides = [*self._saved(), *self.given]
+        _keep_choices(composed, saved)
+        return OmegaConf.merge(composed, saved)  # type: ignore[return-value]
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{key: (old value, new value)} of two saved configs; of a part that another was chosen for, the choices."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in [*before, *(key for key in after if key not in before)]:
+        if key not in OF_THE_START:
+            found |= _changed(str(key), before.get(key), after.get(key))
+    return found
+
+
+def _changed(key: str, old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping) and old.get("_target_") == new.get("_target_"):
+        names = dict.fromkeys([*old, *new])
+        found: dict[str, tuple[Any, Any]] = {}
+        for name in names:
+            found |= _changed(f"{key}.{name}", old.get(name), new.get(name))
+        return found
+    return {} if old == new else {key: (_named(key, old), _named(key, new))}
+
+
+def _named(key: str, value: Any) -> Any:
+    """A part by its choice, such as `vllm` for `engine`; anything else as it is."""
+    if not isinstance(value, Mapping) or "_target_" not in value:
+        return value
+    group = key.replace(".", "/")
+    for choices in (stored(group), stored(group.rpartition("/")[0])):
+        for name, node in choices.items():
+            if node.get("_target_") == value["_target_"]:
+                return name
+    return str(value["_target_"]).rpartition(".")[2]
+
+
+def _followers(composed: DictConfig, saved: DictConfig, given: list[str]) -> list[str]:
+    """Keys whose default is the value of a key given now, and whose saved value was it: they follow it still."""
+    plain = OmegaConf.to_container(composed, resolve=False)
+    targets = {key: _target(plain, key) for key in flat_keys(plain)}
+    return [
+        key
+        for key, target in targets.items()
+        if target in given and OmegaConf.select(saved, key) == OmegaConf.select(saved, target)
+    ]
+
+
+def _target(plain: Any, key: str) -> str | None:
+    """`a.b` where the value of `key` is `${a.b}`."""
+    for name in key.split("."):
+        plain = plain[name]
+    match = re.fullmatch(r"\$\{([\w.]+)\}", plain) if isinstance(plain, str) else None
+    return match[1] if match else None
+
+
+def _keep_choices(composed: DictConfig, saved: DictConfig) -> None:
+    """Where the default choice of a part has changed since the run began, there is nothing to merge the saved one with.
+
+    Replaces it in `composed`. Groups of several choices (rewards) get those that the run has.
+    """
+    if "_target_" not in composed:
+        with open_dict(composed):
+            for name in [name for name in composed if name not in saved]:
+                del composed[name]
+            for name in [name for name in saved if name not in composed]:
+                composed[name] = saved[name]
+    for name in [str(key) for key in composed]:
+        if OmegaConf.is_missing(composed, name) or OmegaConf.is_interpolation(composed, name):
+            continue
+        mine, theirs = composed[name], saved.get(name)
+        if not isinstance(mine, DictConfig) or not isinstance(theirs, DictConfig):
+            continue
+        if mine.get("_target_") == theirs.get("_target_"):
+            _keep_choices(mine, theirs)
+        else:
+            with open_dict(composed):
+                composed[name] = theirs
+
+
+def _left(key: str, before: str, now: str) -> list[str]:
+    """The keys of what was chosen before and is not now: `engine`, or `reward.format` of `reward=[math,format]`."""
+    group = key.replace("/", ".")
+    if not before.startswith("["):
+        return [group] if before != now else []
+    chosen, still = ({name.strip() for name in choice.strip("[]").split(",")} for choice in (before, now))
+    return [f"{group}.{name_of(one) if is_spec(one) else one}" for one in sorted(chosen - still)]
+
+
+def _as_composed(composed: DictConfig, key: str) -> Any:
+    """The value of a key, or its interpolation where it has one: that is what is saved."""
+    section, _, name = key.rpartition(".")
+    node = OmegaConf.select(composed, section) if section else composed
+    is_there = isinstance(node, DictConfig) and OmegaConf.is_interpolation(node, name)
+    return raw_value(node, name) if is_there else OmegaConf.select(composed, key)
+
+
+def _refuse_changes(saved: Any, composed: DictConfig, given: list[str]) -> None:
+    """Raise ConfigError where a key given now changes one of FIXED."""
+    for key in FIXED:
+        old, new = OmegaConf.select(saved, key), OmegaConf.select(composed, key)
+        if old != new and any(f"{key}.".startswith(f"{g}.") for g in given):
+            raise ConfigError(f"the run so far has {old}; keep that, or start a new run", key=key, value=new)
+
+
+def _overrides(folder: Path) -> list[str]:
+    """The command line that composed a run, for types and choices: its values are in the config.
+
+    Runs of earlier versions have it in Hydra's own file, which may be damaged; then the config alone has to do.
+    """
+    kept = _load(folder / CONFIG).get("overrides")
+    if kept is None:
+        with suppress(ConfigError):
+            kept = _load(folder / ".hydra" / "overrides.yaml")
+    return list(map(str, raw_value(kept, slice(None)))) if OmegaConf.is_list(kept) else []
+
+
+def _load(path: Path) -> Any:
+    """A saved YAML. Raises ConfigError where it is damaged."""
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        text = path.read_text()
+        yaml_text.check(text)
+        return OmegaConf.create(text)
+    except (*yaml_text.BROKEN, OSError, OmegaConfBaseException) as error:
+        raise ConfigError(f"cannot be read: {yaml_text.reason(error)}", key="resume", value=path) from error

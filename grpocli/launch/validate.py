@@ -1,0 +1,227 @@
+"""Contradictions between keys, found before anything heavy starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from grpocli.config.parts import nearest
+from grpocli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
+
+
+def check_run(run: Run) -> None:
+    """Raise a ConfigError for the first contradiction."""
+    _check_rewards(run)
+    _check_difficulty(run)
+    _check_batch(run)
+    _check_structure(run)
+    _check_group_fits(run)
+    _check_waits(run)
+    check_nodes(run, run.engine)
+    check_shares(run, run.hardware.processes or 1)
+    _check_parallel(run)
+    check_overlap(run, run.engine)
+
+
+def _check_rewards(run: Run) -> None:
+    from grpocli.algorithm.keep import SCORE
+    from grpocli.environments.environment import play_of
+    from grpocli.rewards.environment import EnvironmentReward
+    from grpocli.tasks.mixture import key_of, tasks_of
+
+    if not run.reward:
+        raise ConfigError("reward=[]: choose at least one reward")
+    names = list(run.reward)
+    for key, name in (
+        ("eval.reward", run.eval.reward),
+        ("algorithm.question_weight.reward", run.algorithm.question_weight.reward),
+        ("algorithm.keep.reward", None if run.algorithm.keep.reward == SCORE else run.algorithm.keep.reward),
+    ):
+        if name is not None and name not in names:
+            raise ConfigError(
+                f"choose one of this run's rewards: {', '.join(names)}{nearest(name, names)}", key=key, value=name
+            )
+    if any(isinstance(reward, EnvironmentReward) for reward in run.reward.values()) and not any(
+        play_of(task) for task in tasks_of(run.task).values()
+    ):
+        raise ConfigError("reward=[environment]: no task of this run has an environment; give task.environment.name")
+    for task, chosen in tasks_of(run.task).items():
+        for name in getattr(chosen, "rewards", None) or ():
+            if name not in names:
+                raise ConfigError(
+                    f"choose some of this run's rewards: {', '.join(names)}{nearest(name, names)}",
+                    key=f"{key_of(run.task, task)}.rewards",
+                    value=name,
+                )
+
+
+def _check_difficulty(run: Run) -> None:
+    from grpocli.algorithm.question_weight import Difficulty
+    from grpocli.rewards.reward import Correctness
+    from grpocli.tasks.prompt_source import accuracy_rewards_of
+
+    weight = run.algorithm.question_weight
+    if not isinstance(weight, Difficulty):
+        return
+    for name in [weight.reward] if weight.reward else accuracy_rewards_of(run).values():
+        reward = run.reward[name]
+        if isinstance(reward, Correctness) and (reward.right, reward.wrong) != (1, 0):
+            raise ConfigError(
+                f"difficulty reads an accuracy from it: leave reward.{name}.right=1 and reward.{name}.wrong=0, "
+                "or name another reward",
+                key="algorithm.question_weight.reward",
+                value=name,
+            )
+
+
+def _check_batch(run: Run) -> None:
+    if run.train.minibatches > run.rollout.prompts_per_step:
+        raise ConfigError(
+            f"must be at most rollout.prompts_per_step={run.rollout.prompts_per_step}: an update needs a group",
+            key="train.minibatches",
+            value=run.train.minibatches,
+        )
+    longest = run.rollout.longest_row
+    if run.train.micro_batch_tokens < longest:
+        raise ConfigError(
+            f"must be at least rollout.max_prompt_tokens + rollout.max_completion_tokens = {longest}: "
+            "a micro-batch holds whole completions",
+            key="train.micro_batch_tokens",
+            value=run.train.micro_batch_tokens,
+        )
+
+
+def _check_structure(run: Run) -> None:
+    """A regex or schema masks the sampler's tokens, not the trainer's: only a correction makes up for that."""
+    from grpocli.rollout.auto import Auto
+    from grpocli.rollout.transformers_engine import Transformers, refuse_structure
+
+    name = run.rollout.sampling.structure
+    if not name:
+        return
+    if isinstance(run.engine.chosen() if isinstance(run.engine, Auto) else run.engine, Transformers):
+        refuse_structure(run.rollout.sampling)
+    if not run.algorithm.corrects:
+        problem = "samples from a part of the policy's distribution: choose algorithm/correction=token_truncate"
+        raise ConfigError(problem, key=f"rollout.{name}", value=getattr(run.rollout, name))
+
+
+def _check_group_fits(run: Run) -> None:
+    """A group is one request, and vLLM takes none with more completions than it runs at once."""
+    given = {name.replace("-", "_"): value for name, value in getattr(run.engine, "vllm_args", {}).items()}
+    limit = given.get("max_num_seqs")
+    groups = {"rollout.group_size": run.rollout.group_size, "eval.samples": run.eval.samples}
+    name = max(groups, key=lambda name: groups[name])
+    if isinstance(limit, int) and limit < groups[name]:
+        problem = f"must be at least {name}={groups[name]}, whose completions are one request"
+        raise ConfigError(problem, key="engine.vllm_args.max_num_seqs", value=limit)
+
+
+def _check_waits(run: Run) -> None:
+    """While the main process waits for a server, the others wait for it, and must not give up first."""
+    engine, limit = run.engine, getattr(run.hardware, "timeout", 0)
+    waits: dict[str, int] = getattr(engine, "waits", {})
+    for key, seconds in waits.items() if (getattr(run.hardware, "processes", 1) or 1) > 1 else ():
+        if seconds >= limit:
+            raise ConfigError(
+                f"must be above the {seconds} s for which a lost server may be waited for ({key}): raise it, or lower "
+                "that",
+                key="hardware.timeout",
+                value=limit,
+            )
+
+
+def check_nodes(run: Run, engine: Any) -> None:
+    """On several machines, who serves completions, and with all of its GPUs. Asked again of what engine=auto is."""
+    from grpocli.explain.choices import choice_of
+    from grpocli.hardware.hardware import Multinode
+    from grpocli.rollout.vllm.options import Vllm
+
+    hardware = run.hardware
+    if not isinstance(hardware, Multinode):
+        return
+    starts_servers = isinstance(engine, Vllm) and not engine.base_url
+    if hardware.rollout_nodes and not starts_servers:
+        given = "has its servers already" if isinstance(engine, Vllm) else "runs in the trainer processes"
+        problem = f"engine={choice_of('engine', engine)} {given}: choose engine=vllm without base_url, or 0"
+        raise ConfigError(problem, key="hardware.rollout_nodes", value=hardware.rollout_nodes)
+    if not starts_servers:
+        return
+    if not hardware.rollout_nodes:
+        problem = "engine=vllm starts its servers on machines of their own: give it some, or another engine"
+        raise ConfigError(problem, key="hardware.rollout_nodes", value=0)
+    used = engine.replicas * engine.tensor_parallel * engine.data_parallel
+    if hardware.device != "cpu" and used != hardware.devices_per_node:
+        problem = (
+            f"must be all GPUs of a machine, hardware.devices_per_node={hardware.devices_per_node}, together with "
+            f"engine.tensor_parallel={engine.tensor_parallel} and engine.data_parallel={engine.data_parallel}"
+        )
+        raise ConfigError(problem, key="engine.replicas", value=engine.replicas)
+
+
+def check_shares(run: Run, processes: int) -> None:
+    """A process without a completion would only wait for the others. Asked again when the GPUs are counted."""
+    groups = run.rollout.prompts_per_step // run.train.minibatches
+    rows = groups * run.rollout.group_size
+    if processes > rows:
+        raise ConfigError(
+            f"leaves some of {processes} trainer processes without data: an update has {groups} groups of "
+            f"rollout.group_size={run.rollout.group_size}; raise it, or train in fewer processes",
+            key="rollout.prompts_per_step",
+            value=run.rollout.prompts_per_step,
+        )
+
+
+def _check_parallel(run: Run) -> None:
+    """What weights in parts cannot do."""
+    from grpocli.explain.choices import choice_of
+    from grpocli.rollout.auto import Auto
+
+    parallel, lora = run.hardware.parallel, run.model.lora.rank > 0
+    if parallel not in ("zero3", "fsdp2"):  # else, which engine `auto` chooses would be asked of torch: a slow import
+        return
+    engine = run.engine.chosen() if isinstance(run.engine, Auto) else run.engine
+    beside = getattr(engine, "overlaps", False)
+    refused = {
+        f"engine={choice_of('engine', engine)} cannot sample from weights in parts: take engine=vllm, or fsdp2": (
+            parallel == "zero3" and not beside
+        ),
+        "LoRA's updates cannot be added to weights in parts: take zero2, fsdp2 or ddp": parallel == "zero3" and lora,
+        "a reference in parts cannot follow the policy (algorithm.kl.sync_every): take zero2, fsdp2 or ddp": (
+            parallel == "zero3" and run.algorithm.kl.sync_every > 0
+        ),
+        "engine=vllm is sent LoRA's updates by one process, which must have them whole: take ddp or zero2": (
+            parallel == "fsdp2" and lora and beside
+        ),
+    }
+    for problem, holds in refused.items():
+        if holds:
+            raise ConfigError(problem, key="hardware.parallel", value=parallel)
+
+
+def check_overlap(run: Run, engine: object) -> None:
+    """Sampling ahead needs an engine beside the trainer. Asked again of the engine that engine=auto turns out to be."""
+    from grpocli.explain.choices import choice_of
+
+    staleness = run.rollout.max_staleness
+    if run.rollout.in_flight and not staleness:
+        raise ConfigError(
+            "no request runs while weights change unless rollout.max_staleness is above 0",
+            key="rollout.in_flight",
+            value="true",
+        )
+    if staleness and run.algorithm.keep.surplus == "carry":
+        raise ConfigError(
+            f"carried groups would be older than rollout.max_staleness={staleness} when they train: choose discard",
+            key="algorithm.keep.surplus",
+            value="carry",
+        )
+    if staleness and not getattr(engine, "overlaps", False):
+        raise ConfigError(
+            f"engine={choice_of('engine', engine)} samples with the trainer's own weights or devices, not beside it: "
+            "choose engine=vllm, or rollout.max_staleness=0",
+            key="rollout.max_staleness",
+            value=staleness,
+        )

@@ -1,0 +1,179 @@
+"""Where a run runs, as far as memory and speed depend on it: how many processes and servers on which devices."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from grpocli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
+
+GIB = 2**30
+GPU_MEMORY = 80.0  # GiB, where no GPU is there to ask
+GPUS = {  # dense bfloat16 TFLOP/s and TB/s of memory, from NVIDIA's data sheets
+    "H200": (989.0, 4.8),
+    "H100": (989.0, 3.35),
+    "A100": (312.0, 2.0),
+    "L40S": (362.0, 0.86),
+    "L4": (121.0, 0.3),
+}
+CPU_CORE = (0.05, 0.01)  # TFLOP/s and TB/s of one core: a server's, to within a factor of three
+FLOAT32_SLOWER = {"cpu": 2.0, "cuda": 15.0}
+"""How much slower than in bfloat16 matrix products are in float32: on an H100 67 for 989 TFLOP/s, as TF32 stays off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line says of devices; None: found out, or assumed.
+
+    memory: GiB. tflops, bandwidth: 1e12 operations and 1e12 bytes a second. devices: GPUs of one machine, with
+    hardware=single.
+    """
+
+    memory: float | None = None
+    devices: int | None = None
+    tflops: float | None = None
+    bandwidth: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"--{name} {value:g}: must be a number above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """kind: "cpu" or "cuda". memory: bytes of one device (of the whole machine, on a CPU). tflops, bandwidth: of one
+    device, in 1e12 a second. trainers: processes on all machines. servers: copies of the model that generate, each on
+    `tensor_parallel` devices; 0 where the trainer processes generate, or a server elsewhere does. shared: servers are
+    on the trainers' devices. train_nodes: machines that train; rollout_nodes: others, that serve. assumed: what was not
+    measured, for people.
+    """
+
+    kind: str
+    memory: float
+    tflops: float
+    bandwidth: float
+    trainers: int
+    servers: int
+    tensor_parallel: int
+    shared: bool
+    train_nodes: int
+    rollout_nodes: int
+    assumed: tuple[str, ...]
+
+    @property
+    def gpu(self) -> bool:
+        return self.kind == "cuda"
+
+
+def find_place(run: Run, engine: Any, asked: Asked) -> Place:
+    """engine: the run's choice, or what engine=auto would be there."""
+    kind = device_kind(run)
+    memory, tflops, bandwidth, assumed = _gpu(asked) if kind == "cuda" else _cpu(asked)
+    servers, tensor_parallel = _servers(engine)
+    rollout_nodes = getattr(run.hardware, "rollout_nodes", 0)
+    servers *= max(1, rollout_nodes)
+    trainers, shared, more = _split(run, kind, servers * tensor_parallel, asked)
+    return Place(
+        kind,
+        memory,
+        tflops,
+        bandwidth,
+        trainers,
+        servers,
+        tensor_parallel,
+        shared,
+        run.hardware.nodes - rollout_nodes,
+        rollout_nodes,
+        (*assumed, *more),
+    )
+
+
+def device_kind(run: Run) -> str:
+    """hardware.device=auto is what this machine has; a plan may be for GPUs that are elsewhere."""
+    if run.hardware.device != "auto":
+        return str(run.hardware.device)
+    return "cuda" if gpus_here() else "cpu"
+
+
+def shares_weights(run: Run) -> bool:
+    """Whether each process has a part of every weight."""
+    return run.hardware.parallel in ("fsdp2", "zero3")
+
+
+def gpus_here() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _gpu(asked: Asked) -> tuple[float, float, float, tuple[str, ...]]:
+    import torch
+
+    name, memory, assumed = "H100", GPU_MEMORY, "no GPU is here: an H100 of 80 GiB is assumed (--memory GIB)"
+    if gpus_here():
+        properties = torch.cuda.get_device_properties(0)
+        name, memory = properties.name, properties.total_memory / GIB
+        assumed = f"the GPU that is here: {name}, {memory:.0f} GiB"
+    elif asked.memory:
+        assumed = f"no GPU is here: one as fast as an H100, of {asked.memory:g} GiB (--memory)"
+    tflops, bandwidth = next((speed for known, speed in GPUS.items() if known in name), GPUS["A100"])
+    return (
+        (asked.memory or memory) * GIB,
+        asked.tflops or tflops,
+        asked.bandwidth or bandwidth,
+        (assumed, f"{asked.tflops or tflops:g} TFLOP/s in bfloat16 and {asked.bandwidth or bandwidth:g} TB/s a GPU"),
+    )
+
+
+def _cpu(asked: Asked) -> tuple[float, float, float, tuple[str, ...]]:
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    cores = len(os.sched_getaffinity(0))
+    tflops, bandwidth = asked.tflops or cores * CPU_CORE[0], asked.bandwidth or cores * CPU_CORE[1]
+    memory = f"{asked.memory:g} GiB of memory (--memory)" if asked.memory else f"this machine's {ram:.1f} GiB of memory"
+    return (
+        (asked.memory or ram) * GIB,
+        tflops,
+        bandwidth,
+        (
+            f"a CPU with {memory}; for GPUs say hardware.device=cuda",
+            f"{tflops:g} TFLOP/s in bfloat16 and {bandwidth:g} TB/s for {cores} cores: a guess (--tflops, --bandwidth)",
+        ),
+    )
+
+
+def _servers(engine: Any) -> tuple[int, int]:
+    """How many copies of the model the run's own vLLM servers hold, and how many GPUs each takes."""
+    from grpocli.rollout.vllm.options import Vllm
+
+    if not isinstance(engine, Vllm) or engine.base_url is not None:
+        return 0, 1
+    return engine.replicas * engine.data_parallel, engine.tensor_parallel
+
+
+def _split(run: Run, kind: str, serving: int, asked: Asked) -> tuple[int, bool, tuple[str, ...]]:
+    """Trainer processes; whether servers share their devices; what was assumed."""
+    from grpocli.hardware.hardware import Multinode
+
+    hardware = run.hardware
+    if isinstance(hardware, Multinode):
+        return hardware.processes, hardware.rollout_nodes == 0, ()
+    if kind == "cpu":
+        return hardware.processes or 1, True, ()
+    devices = asked.devices or gpus_here() or max(hardware.processes or 1, 1)
+    train = _number(hardware.train_devices) or hardware.processes
+    apart = (train or 1) + serving <= devices
+    trainers = train or (devices - serving if serving and apart else devices)
+    return trainers, not apart, (f"{devices} GPU{'s' if devices > 1 else ''} on the machine (--devices)",)
+
+
+def _number(devices: Any) -> int | None:
+    """Of hardware.train_devices; None for auto."""
+    if devices == "auto":
+        return None
+    return devices if isinstance(devices, int) else len(devices)

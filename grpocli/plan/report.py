@@ -1,0 +1,157 @@
+"""A plan on a terminal, and for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from grpocli.plan.place import GIB
+from grpocli.plan.work import EFFICIENCY, LINK, READING
+from grpocli.tracking.console import CleanConsole
+
+if TYPE_CHECKING:
+    from grpocli.plan.memory import Device
+    from grpocli.plan.plan import Plan
+
+WIDTH = 120
+
+
+def as_text(plan: Plan, title: str, advice: Sequence[str]) -> str:
+    """Facts, a table for every kind of device, the step's work, what was assumed, and what to do."""
+    out = CleanConsole(width=WIDTH)
+    with out.capture() as captured:
+        out.print(Text(f"grpocli plan {title}".rstrip(), style="bold"), soft_wrap=True)
+        _pairs(out, facts(plan))
+        for device in plan.devices:
+            _device(out, device)
+        out.print(Text("\na step, its prompts and completions all of full length", style="bold"))
+        _pairs(out, step_facts(plan))
+        _list(out, "assumed", assumptions(plan))
+        out.print(Text(f"\n{verdict(plan)}", style="bold"), soft_wrap=True)
+        _list(out, "keys to change", advice)
+    return "".join(f"{line.rstrip()}\n" for line in captured.get().rstrip().splitlines())
+
+
+def as_dict(plan: Plan, advice: Sequence[str]) -> dict[str, Any]:
+    """Every figure, in bytes, FLOPs and seconds."""
+    shape = plan.shape
+    sizes = {f.name: getattr(shape, f.name) for f in dataclasses.fields(shape) if f.name != "config"}
+    return {
+        "fits": plan.fits,
+        "model": sizes | {"dtype": plan.dtype},
+        "devices": [dataclasses.asdict(device) | {"peak": device.peak, "fits": device.fits} for device in plan.devices],
+        "micro_batch": dataclasses.asdict(plan.rows)
+        | {"rows": plan.rows.rows, "tokens": plan.rows.tokens, "per_update": plan.micro_batches},
+        "step": dataclasses.asdict(plan.work) | {"bottleneck": plan.work.bottleneck},
+        "trainers": plan.place.trainers,
+        "servers": plan.place.servers,
+        "assumed": assumptions(plan),
+        "advice": list(advice),
+    }
+
+
+def facts(plan: Plan) -> list[tuple[str, str]]:
+    shape, place, rows = plan.shape, plan.place, plan.rows
+    trained = "" if shape.trained == shape.parameters else f", {shape.trained:,} trained (LoRA)"
+    servers = f", {place.servers} vLLM server{'s' if place.servers > 1 else ''}" if place.servers else ""
+    split = f" on {place.tensor_parallel} GPUs each" if place.tensor_parallel > 1 else ""
+    lies = f"{_count(rows.prompts, 'prompt')} of {rows.prompt} + {_count(rows.rows, 'completion')} of {rows.completion}"
+    count = _count(place.trainers, "process", "es")
+    return [
+        ("model", f"{shape.parameters:,} parameters{trained}, {shape.layers} layers ({shape.source})"),
+        ("computes in", plan.dtype),
+        ("training", f"{count}, {plan.run.hardware.parallel}{servers}{split}"),
+        (
+            "micro-batch",
+            f"{rows.tokens:,} tokens: {lies}; {plan.micro_batches} in an update of a process",
+        ),
+    ]
+
+
+def _count(n: int, thing: str, plural: str = "s") -> str:
+    return f"{n:,} {thing}{'' if n == 1 else plural}"
+
+
+def _device(out: CleanConsole, device: Device) -> None:
+    many = f" (each of {device.count})" if device.count > 1 else ""
+    out.print(Text(f"\n{device.name}{many}, GiB of {device.memory / GIB:,.1f}", style="bold"))
+    table = _table("", "update", "generation", "")
+    for item in device.items:
+        if round(item.update) or round(item.generation):
+            table.add_row(item.name, _gib(item.update), _gib(item.generation), item.note)
+    update, generation = (sum(getattr(item, name) for item in device.items) for name in ("update", "generation"))
+    share = f"{'fits' if device.fits else 'does not fit'}: {device.peak / device.memory:.0%} at most"
+    table.add_section()
+    table.add_row("together", _gib(update), _gib(generation), share)
+    out.print(table)
+
+
+def _gib(value: float) -> str:
+    if not value:
+        return "-"
+    return f"{value / GIB:,.2f}" if value >= GIB / 200 else f"{value / 2**20:,.1f} MiB"
+
+
+def step_facts(plan: Plan) -> list[tuple[str, str]]:
+    work = plan.work
+    return [
+        ("tokens", f"{work.completions:,} completions, {work.generated:,} tokens generated, {work.tokens:,} trained"),
+        (
+            "FLOPs",
+            f"{work.forward:.3g} in forwards, {work.backward:.3g} in backwards, {work.generation:.3g} in generation",
+        ),
+        *((part, f"{seconds:,.3g} s") for part, seconds in work.seconds.items()),
+        ("bottleneck", work.bottleneck),
+    ]
+
+
+def assumptions(plan: Plan) -> list[str]:
+    found = [
+        *plan.place.assumed,
+        f"matrix products reach {EFFICIENCY:.0%} of the peak, decoding {READING:.0%} of the bandwidth",
+    ]
+    if plan.place.gpu:
+        found.append(f"weights are sent at {LINK / 1e9:g} GB/s; attention keeps what torch's sdpa keeps on a CPU")
+    if plan.run.algorithm.keep.max_rounds > 1:
+        found.append("one round of sampling; algorithm.keep=dynamic may take more")
+    if plan.place.gpu and plan.place.trainers > 1:
+        found.append("the formulas for several GPUs have not been compared with a run on GPUs")
+    return found
+
+
+def verdict(plan: Plan) -> str:
+    candidates = [device for device in plan.devices if not device.fits] or plan.devices[:1]
+    worst = max(candidates, key=lambda device: device.peak / device.memory)
+    room = f"{worst.peak / GIB:,.1f} of {worst.memory / GIB:,.1f} GiB on {_article(worst.name)}"
+    return f"It fits: {room} at most." if plan.fits else f"It does not fit: {room}."
+
+
+def _article(name: str) -> str:
+    return name if name.startswith(("this", "each", "vLLM")) else f"a {name}"
+
+
+def _pairs(out: CleanConsole, pairs: Sequence[tuple[str, str]]) -> None:
+    width = max(len(name) for name, _ in pairs) + 2
+    for name, value in pairs:
+        line = Text(f"  {name:<{width}}{value}")
+        line.stylize("dim", 0, width + 2)
+        out.print(line, soft_wrap=True)
+
+
+def _list(out: CleanConsole, title: str, lines: Sequence[str]) -> None:
+    if lines:
+        out.print(Text(f"\n{title}", style="bold"))
+        for line in lines:
+            out.print(Text(f"  {line}"), soft_wrap=True)
+
+
+def _table(*header: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
+    for number, column in enumerate(header):
+        table.add_column(column, justify="right" if number in (1, 2) else "left", overflow="fold")
+    return table

@@ -1,0 +1,190 @@
+"""What one micro-batch keeps in memory: the trainer's own forward and backward, run on tensors without numbers.
+
+torch's fake tensors take part in every operation, autocast and gradient checkpointing included, with shapes alone, so
+the bytes are those of the model's own code and of `completion_logp`, and not of a formula for some architecture.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from grpocli.plan.ledger import Ledger
+from grpocli.plan.place import shares_weights
+from grpocli.plan.shape import empty_model, with_layers
+from grpocli.training import attention
+from grpocli.training.batch import MicroBatch, Row
+from grpocli.training.head import marked
+from grpocli.training.layout import Packed, Padded
+from grpocli.training.policy import completion_logp, output_head
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
+    from grpocli.plan.shape import Shape
+
+DEEP = 4
+"""Decoder layers up to which all are run; beyond, every further one takes what those in the middle took."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A micro-batch of completions of full length. groups: how many there are of each prompt; packed: rows lie end to
+    end, and a prompt is computed once."""
+
+    groups: tuple[int, ...]
+    prompt: int
+    completion: int
+    packed: bool
+    gpu: bool = False
+
+    @property
+    def rows(self) -> int:
+        return sum(self.groups)
+
+    @property
+    def prompts(self) -> int:
+        """How many are computed."""
+        return len(self.groups) if self.packed else self.rows
+
+    @property
+    def tokens(self) -> int:
+        return self.prompts * self.prompt + self.rows * self.completion
+
+
+ALMOST_NOTHING = Rows((1,), 1, 1, packed=False)
+"""What is kept of it are the casts of weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """Bytes. casts: of weights cast to the dtype that the model computes in. activations: what decoder layers keep for
+    the backward pass. logits: what is kept outside of them, for the output head. more: what
+    forward and backward have beside all that at their worst.
+    """
+
+    casts: int
+    activations: int
+    logits: int
+    more: int
+
+    @property
+    def total(self) -> int:
+        return self.casts + self.activations + self.logits + self.more
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Bytes as a function of the number of layers."""
+
+    outside: float
+    layer: float
+
+    def at(self, layers: int) -> float:
+        return self.outside + layers * self.layer
+
+
+def trace(run: Run, shape: Shape, rows: Rows, dtype: torch.dtype) -> Traced:
+    """Bytes that one micro-batch needs at its worst, beside weights, gradients and optimizer.
+
+    Where processes share weights, layers are gathered in `dtype`, and nothing is cast.
+    """
+    kept, forward, backward = _lines(run, shape, rows, dtype)
+    cast = dtype != torch.float32 and not shares_weights(run)
+    casts = _lines(run, shape, ALMOST_NOTHING, dtype)[0] if cast else _Line(0, 0)
+    layers = shape.layers
+    known = Traced(
+        casts=round(casts.at(layers)),
+        activations=round(layers * (kept.layer - casts.layer)),
+        logits=round(kept.outside - casts.outside),
+        more=0,
+    )
+    return replace(known, more=round(max(forward.at(layers), backward.at(layers))) - known.total)
+
+
+def _lines(run: Run, shape: Shape, rows: Rows, dtype: torch.dtype) -> list[_Line]:
+    """What `micro_batch` finds, for any number of layers."""
+    many = min(DEEP, shape.layers)
+    few = many // 2
+    at_many = micro_batch(run, shape.config, many, rows, dtype)
+    if few == 0:
+        return [_Line(0, value) for value in at_many]
+    at_few = micro_batch(run, shape.config, few, rows, dtype)
+    slopes = [(high - low) / (many - few) for low, high in zip(at_few, at_many, strict=True)]
+    return [_Line(high - many * slope, slope) for high, slope in zip(at_many, slopes, strict=True)]
+
+
+def micro_batch(run: Run, config: Any, layers: int, rows: Rows, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Bytes of tensors after the forward, at most in it, and at most in the backward; gradients are there already."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model = empty_model(with_layers(config, layers), run.model).train()
+    if rows.packed:
+        attention.choose(model, rows.prompt + rows.completion)
+    with FakeTensorMode():
+        _fake_weights(model, dtype if shares_weights(run) else torch.float32)
+        if run.train.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        trained = [p for p in model.parameters() if p.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        batch = _fake_batch(rows)
+        at_head = _ends_with_its_head(model)
+        known = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if p.grad is not None)]
+        with Ledger(known) as ledger:
+            plain = dtype == torch.float32 or shares_weights(run)
+            computing: Any = nullcontext() if plain else torch.autocast("cpu", dtype=dtype)
+            logp, entropy = completion_logp(
+                model, batch, run.rollout.sampling, computing, run.algorithm.needs_entropy_gradient, at_head
+            )
+            kept, forward = ledger.live, ledger.peak
+            if rows == ALMOST_NOTHING:
+                return kept, forward, kept
+            ledger.peak = kept
+            (logp.sum() + entropy.sum()).backward()
+    return kept, forward, ledger.peak
+
+
+def _ends_with_its_head(model: torch.nn.Module) -> bool:
+    """Fake tensors have no numbers to compare, but a model that changes nothing returns the very tensor."""
+    head = output_head(model)
+    if head is None:
+        return False
+    found, mark = marked(head, model)
+    return found is mark
+
+
+def _fake_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """From the meta device to a CPU's fake tensors, which autocast and attention take for real ones; tied stay tied.
+
+    Parameters become `dtype`.
+    """
+    made: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    like = torch.empty(parameter.shape, dtype=dtype)
+                    made[id(parameter)] = torch.nn.Parameter(like, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _fake_batch(rows: Rows) -> MicroBatch:
+    made = [
+        Row([number] * rows.prompt, [0] * rows.completion, [1] * rows.completion, 0.0, number, [0.0] * rows.completion)
+        for number, group in enumerate(rows.groups)
+        for _ in range(group)
+    ]
+    cpu = torch.device("cpu")
+    if rows.packed:
+        return replace(MicroBatch.build(made, cpu, Packed), layout=Packed.build(made, cpu, on_cpu=not rows.gpu))
+    batch, beside = MicroBatch.build(made, cpu, Padded), Padded.build(made, cpu)
+    length = rows.prompt + rows.completion
+    # a mask of four dimensions is used as it is; of two, transformers would look at the numbers
+    mask = torch.ones(rows.rows, 1, length, length, dtype=torch.bool)
+    return replace(batch, layout=replace(beside, attention_mask=mask))

@@ -1,0 +1,190 @@
+"""The guard process (see `guard.py`): standard library only, run as `reaper.py NAME ORDERS COMMAND...`."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import glob
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PARENT_DIED = signal.SIGUSR1  # apart from TERM: the kernel also sends it when only a thread of the parent ends
+LEFTOVER_GRACE = 2.0  # seconds for what a command left behind when it ended by itself
+TRACKER = b"multiprocessing.resource_tracker"  # in its command line
+TIDY = 3.0  # seconds for Python's resource trackers to unlink the shared memory of processes that were killed
+KILL_WAIT = 10.0  # seconds for the kernel to end what got SIGKILL
+
+
+class Guard:
+    """Runs one command, relays its exit code, and ends its process tree when told to or when the parent dies."""
+
+    def __init__(self, parent: int, line: int, grace: float, remove: list[str], hold: list[int]) -> None:
+        self.parent, self.line, self.grace, self.remove = parent, line, grace, remove
+        for descriptor in hold:
+            os.set_inheritable(descriptor, False)  # ours, not the command's
+        self.child = 0
+        self.status: int | None = None
+        self.stop_at: float | None = None  # when KILL follows TERM
+        self.terminated = False
+        self.wake, poke = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(poke, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self.on_term)
+        signal.signal(PARENT_DIED, self.on_parent_died)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # only to wake the select
+
+    def on_term(self, number: int, frame: FrameType | None) -> None:
+        self.terminated = True
+        self.signal_group(signal.SIGTERM)
+
+    def on_parent_died(self, number: int, frame: FrameType | None) -> None:
+        if os.getppid() != self.parent:
+            self.end_soon()
+
+    def end_soon(self) -> None:
+        """TERM now, KILL after the grace period."""
+        if self.stop_at is None:
+            self.stop_at = time.monotonic() + self.grace
+            self.signal_group(signal.SIGTERM)
+
+    def signal_group(self, number: int) -> None:
+        try:
+            if self.child:
+                os.killpg(self.child, number)
+        except ProcessLookupError:
+            return  # it has ended
+
+    def run(self, command: list[str]) -> int:
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the command leaves behind becomes our child, so we can find it
+        prctl(PR_SET_PDEATHSIG, PARENT_DIED)
+        self.child = spawn(command, self.line)
+        if os.getppid() != self.parent:  # it died before we could ask to be told
+            self.end_soon()
+        if self.terminated:  # TERM came before there was a group
+            self.signal_group(signal.SIGTERM)
+        while self.status is None:
+            self.watch()
+            self.reap()
+        self.end_leftovers()
+        for pattern in self.remove:
+            for path in glob.glob(pattern):  # noqa: PTH207 - a pattern of a whole path
+                delete(Path(path))
+        return os.waitstatus_to_exitcode(self.status)
+
+    def watch(self) -> None:
+        """Sleep until a signal, a word from the parent, or the deadline."""
+        timeout = None if self.stop_at is None else max(0.0, self.stop_at - time.monotonic())
+        ready = select.select([self.wake] + ([self.line] if self.line >= 0 else []), [], [], timeout)[0]
+        if self.wake in ready:
+            os.read(self.wake, 4096)
+        if self.line in ready:
+            word = os.read(self.line, 1)
+            os.close(self.line)
+            self.line = -1
+            self.end_soon()
+            if word:  # the parent is there and has waited long enough
+                self.stop_at = time.monotonic()
+        if self.stop_at is not None and time.monotonic() >= self.stop_at:
+            kill_tree(signal.SIGKILL, spare_trackers=True)
+            self.stop_at = time.monotonic() + 0.2  # once more, for what was started meanwhile
+
+    def reap(self) -> None:
+        try:
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                if found[0] == self.child:
+                    self.status = found[1]
+        except ChildProcessError:
+            return  # no child left
+
+    def end_leftovers(self) -> None:
+        """The command has ended; so must whatever it started."""
+        grace = time.monotonic() + (0.0 if self.stop_at is not None else LEFTOVER_GRACE)
+        kill_tree(signal.SIGTERM)
+        while descendants() and time.monotonic() < grace + KILL_WAIT:
+            if time.monotonic() > grace:
+                kill_tree(signal.SIGKILL, spare_trackers=time.monotonic() < grace + TIDY)
+            time.sleep(0.02)
+            self.reap()
+
+
+def prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def die_with_parent() -> None:
+    """SIGKILL when the thread that has started this process ends, however it ends."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def spawn(command: list[str], line: int) -> int:
+    """Start the command in a process group of its own, which dies with the guard; return its pid."""
+    pid = os.fork()
+    if pid:
+        with contextlib.suppress(OSError):  # the child does it too: whoever comes first
+            os.setpgid(pid, pid)
+        return pid
+    try:
+        os.close(line)
+        with contextlib.suppress(OSError):
+            os.setpgid(0, 0)
+        die_with_parent()
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and exec would hand on
+            signal.signal(number, signal.SIG_DFL)
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+    os._exit(127)
+
+
+def descendants() -> list[int]:
+    """Every living process below this one, whatever group or session it moved to."""
+    parents = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has ended
+            if fields[0] not in "ZX":
+                parents[int(folder.name)] = int(fields[1])
+    found: list[int] = []
+    level = {os.getpid()}
+    while level := {pid for pid, parent in parents.items() if parent in level}:
+        found += level
+    return found
+
+
+def kill_tree(number: int, spare_trackers: bool = False) -> None:
+    """spare_trackers: leave Python's resource trackers alone, which end when those they track for have ended."""
+    for pid in descendants():
+        try:
+            if not (spare_trackers and TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()):
+                os.kill(pid, number)
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended
+
+
+def delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def main() -> None:
+    name, orders, *command = sys.argv[1:]
+    ctypes.CDLL(None).prctl(15, f"guard {name}".encode()[:15], 0, 0, 0)  # PR_SET_NAME
+    code = Guard(**json.loads(orders)).run(command)
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Servers given by `engine.base_url`: where their keys are, and whether they can serve this run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from grpocli.errors import ConfigError, EngineError
+from grpocli.rollout.vllm.adapter import lora_misfit
+from grpocli.rollout.vllm.client import GENERATE, Client
+from grpocli.rollout.vllm.endpoint import Endpoint, is_loopback, serve_file
+from grpocli.rollout.vllm.protocol import MODEL, Refused
+from grpocli.rollout.vllm.transport import BACKENDS
+
+if TYPE_CHECKING:
+    from grpocli.rollout.engine import EngineJob
+    from grpocli.rollout.vllm.options import Vllm
+
+SHAPE = (
+    *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
+)
+SERVE = "`grpocli vllm-serve`"
+NO_SERVER = f"what answers there is no vLLM server for training: start one with {SERVE}"
+HEALTH_TIMEOUT = 30.0  # seconds: a server says that it lives at once, whatever it is doing
+
+
+def given_servers(options: Vllm, job: EngineJob) -> list[Endpoint]:
+    """Where the servers at `engine.base_url` are, in its order, once each is known to fit.
+
+    Raises ConfigError that names the key to change, and the server.
+    """
+    return [_given_server(options, url, job) for url in options.urls]
+
+
+def _given_server(options: Vllm, url: str, job: EngineJob) -> Endpoint:
+    _check_alive(url, options.request_timeout)
+    endpoint = find_endpoint(options, url, job.sync_folder)
+    _check(Client(endpoint, options.request_timeout, patience=options.patience), job)
+    if (job.transport == "shm" or job.lora_rank) and not (endpoint.shm_dir and Path(endpoint.shm_dir).is_dir()):
+        raise ConfigError(
+            f"must be the folder that the server at {url} reads weights from, as this machine sees it; {SERVE} "
+            "prints it",
+            key="sync.folder",
+            value=job.sync_folder,
+        )
+    return endpoint
+
+
+def find_endpoint(options: Vllm, url: str, folder: str | None = None) -> Endpoint:
+    """The key and the folder of a given server: from the config, what vllm-serve left here, the environment."""
+    file = options.key_file(url)
+    known = _record(file, url)
+    key = known.api_key if known else _plain_key(file)
+    if not key:
+        raise ConfigError(
+            f"no key for {url} is known here: give the file that {SERVE} printed, or set VLLM_API_KEY",
+            key="engine.api_key_file",
+            value=file,
+        )
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(
+            "holds no key: give the file that the server's start printed", key="engine.api_key_file", value=file
+        )
+    return Endpoint(url, key, folder or (known.shm_dir if known else ""))
+
+
+def _record(file: str | None, url: str) -> Endpoint | None:
+    """What vllm-serve wrote about this server, if there is such a file."""
+    parts = urlsplit(url)
+    if file is None and not is_loopback(parts.hostname or ""):
+        return None
+    path = Path(file).expanduser() if file else serve_file(parts.port or 80)
+    try:
+        return Endpoint.load(path)
+    except (OSError, ValueError):
+        return None  # it may hold a bare key, or not be there
+
+
+def _plain_key(file: str | None) -> str:
+    if file is None:
+        return os.environ.get("VLLM_API_KEY", "")
+    try:
+        return Path(file).expanduser().read_text().strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot be read: {error}", key="engine.api_key_file", value=file) from error
+
+
+def _check_alive(url: str, timeout: float) -> None:
+    """`/health` needs no key: so a server that is not there is not taken for a missing key."""
+    client = Client(Endpoint(url, "none", ""), min(timeout, HEALTH_TIMEOUT))
+    try:
+        client.get("/health")
+    except EngineError as error:
+        problem = f"no vLLM server answers there: start one with {SERVE}, or unset it and the run starts its own"
+        raise ConfigError(f"{problem} ({error})", key="engine.base_url", value=url) from error
+
+
+def _check(client: Client, job: EngineJob) -> None:
+    url = client.endpoint.url
+    try:
+        client.weight_version()
+        served = client.get("/server_info?config_format=json")["vllm_config"]
+        _check_generate(client)
+        problem = misfit(served, job) or lora_misfit(served, job)
+    except Refused as error:
+        raise ConfigError(_advice(client, error), key="engine.base_url", value=url) from error
+    except EngineError as error:
+        raise ConfigError(f"{NO_SERVER} ({error})", key="engine.base_url", value=url) from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{NO_SERVER} ({error!r})", key="engine.base_url", value=url) from error
+    if problem:
+        raise ConfigError(problem, key="engine.base_url", value=url)
+
+
+def _check_generate(client: Client) -> None:
+    """Whether the route is there and open: a request without tokens is refused as such. Raises Refused otherwise."""
+    try:
+        client.post(GENERATE, {})
+    except Refused as error:
+        if error.status not in (400, 422):
+            raise
+
+
+def _advice(client: Client, error: Refused) -> str:
+    if error.status == 401 or (error.status == 403 and error.path != GENERATE):
+        return "that server refuses the key: set engine.api_key_file to the file that its start printed"
+    if error.status == 403:
+        return f"that server keeps {GENERATE} closed (it has no --enable-scale-out): start it with {SERVE}"
+    if error.status == 404:
+        return f"that server{_version(client)} has no {error.path}: start it with {SERVE} of this grpocli"
+    return f"{NO_SERVER} ({error})"
+
+
+def _version(client: Client) -> str:
+    """` (vLLM 0.9.1)`, if it says so."""
+    try:
+        return f" (vLLM {client.get('/version')['version']})"
+    except (EngineError, KeyError, TypeError, ValueError):
+        return ""
+
+
+def misfit(served: dict[str, Any], job: EngineJob) -> str:
+    """Why a server with this config (vLLM's own description of it) cannot serve the job; empty if it can."""
+    model = served["model_config"]
+    dtype = str(model["dtype"]).removeprefix("torch.")
+    backend = (served.get("weight_transfer_config") or {}).get("backend")
+    transport = next((name for name, known in BACKENDS.items() if known == backend), None)
+    named = model.get("served_model_name", MODEL)
+    if transport is None or model["logprobs_mode"] != "processed_logprobs" or named not in (MODEL, [MODEL]):
+        return f"that server was not started for training: start it with {SERVE}"
+    if transport != job.transport:
+        return (
+            f"that server takes weights through {transport}, the run sends them through {job.transport}: give "
+            f"vllm-serve and train the same sync=, {transport} or {job.transport}"
+        )
+    if dtype != job.dtype:
+        return f"that server computes in {dtype}, the run in {job.dtype}: serve with dtype={job.dtype}"
+    if model["max_model_len"] < job.max_tokens:
+        return (
+            f"that server takes {model['max_model_len']} tokens, the run needs {job.max_tokens}: serve with "
+            f"max_model_len={job.max_tokens}, or lower rollout.max_prompt_tokens or rollout.max_completion_tokens"
+        )
+    limit = (served.get("scheduler_config") or {}).get("max_num_seqs")
+    if limit is not None and limit < job.most:
+        return (
+            f"that server runs {limit} completions at once, one request of the run has {job.most}: serve with "
+            f"engine.vllm_args.max_num_seqs={job.most}, or lower rollout.group_size or eval.samples"
+        )
+    return _other_model(str(model["model"]), job.model_path)
+
+
+def _other_model(theirs: str, ours: str) -> str:
+    """Compares the two config files, where this machine can read both; the first sync settles the rest."""
+    a, b = _model_config(theirs), _model_config(ours)
+    for name in SHAPE:
+        if name in a and name in b and a[name] != b[name]:
+            return (
+                f"that server's model has {name}={a[name]}, the run's {b[name]}: give vllm-serve and train "
+                "the same model"
+            )
+    return ""
+
+
+def _model_config(model: str) -> dict[str, Any]:
+    """Of a folder, or of a hub's model that this machine has; else empty."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        try:
+            found = try_to_load_from_cache(model, "config.json")
+        except HFValidationError:
+            return {}  # a folder of another machine
+        if not isinstance(found, str):
+            return {}
+        path = Path(found)
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return config

@@ -1,0 +1,194 @@
+"""What a run trains and evaluates on: the prompts of its tasks, in a reproducible order."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, Self
+
+from grpocli.environments.environment import play_of
+from grpocli.errors import ConfigError
+from grpocli.rewards.scoring import excerpt
+from grpocli.tasks.mixture import about, key_of, tasks_of
+from grpocli.tasks.order import Order, Rotation
+from grpocli.tasks.prompts import PromptSet
+from grpocli.tasks.streamed import StreamedPrompts
+from grpocli.tasks.task import columns_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from grpocli.config.schema import Run
+    from grpocli.environments.environment import Play
+    from grpocli.tasks.stream import ExampleStream
+    from grpocli.tasks.task import Task
+    from grpocli.types import Prompt
+
+
+class Training(Protocol):
+    """What a task is trained on. report: what was left out, in a sentence."""
+
+    @property
+    def report(self) -> str: ...
+
+    def draw(self, nth: int, uid: str) -> Prompt:
+        """The prompt of the nth draw of this task."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Epochs:
+    """Prompts that are all there, once an epoch."""
+
+    prompts: PromptSet
+    order: Order
+
+    @property
+    def report(self) -> str:
+        return self.prompts.report
+
+    def draw(self, nth: int, uid: str) -> Prompt:
+        """The prompt of the nth draw of this task."""
+        return self.prompts.prompt(self.order.index(nth), uid)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskData:
+    """One task's prompts. columns: what rewards see of an example; rewards: those that score it.
+
+    play: its environment. key: where its keys are.
+    """
+
+    name: str
+    key: str
+    train: Training
+    held_out: PromptSet | None
+    columns: list[str]
+    rewards: list[str]
+    play: Play | None
+
+    @classmethod
+    def of(cls, name: str, task: Task, run: Run, tokenizer: PreTrainedTokenizerBase, alone: bool) -> Self:
+        """alone: it is the run's only task."""
+        limits = run.rollout.max_prompt_tokens, run.rollout.long_prompts
+        label = "" if alone else f"{name} "
+        seed = (run.seed,) if alone else (run.seed, zlib.crc32(name.encode()))
+        examples = task.examples("train")
+        train: Training
+        if getattr(task, "streaming", False):
+            stream: ExampleStream = task.stream  # type: ignore[attr-defined]
+            buffer: int = task.shuffle_buffer  # type: ignore[attr-defined]
+            train = StreamedPrompts(stream, tokenizer, *limits, name, buffer, seed)
+        else:
+            prompts = PromptSet(examples, tokenizer, *limits, f"{label}train", name)
+            train = Epochs(prompts, Order(len(prompts), *seed))
+        held_out = None
+        wanted = run.eval.n_problems(cpu=False)  # a run that begins has written its number down
+        if wanted:
+            problems = task.examples("eval")
+            held_out = PromptSet(problems, tokenizer, *limits, f"{label}eval", name, wanted)
+        columns = columns_of(examples[0])
+        return cls(
+            name,
+            key_of(run.task, name),
+            train,
+            held_out,
+            columns,
+            rewards_for(task, run.reward),
+            play_of(task),
+        )
+
+    def draw(self, nth: int, uid: str) -> Prompt:
+        """The prompt of the nth draw of this task."""
+        with about(self.key):
+            return self.train.draw(nth, uid)
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The tasks of a run, and whose turn it is."""
+
+    tokenizer: PreTrainedTokenizerBase
+    tasks: list[TaskData]
+    rotation: Rotation
+
+    @classmethod
+    def of(cls, run: Run, tokenizer: PreTrainedTokenizerBase) -> Data:
+        """Raises ConfigError where a task has no usable prompts, or one that it trains and evaluates on."""
+        chosen = tasks_of(run.task)
+        tasks = []
+        for name, task in chosen.items():
+            with about(key_of(run.task, name)):
+                tasks.append(TaskData.of(name, task, run, tokenizer, len(chosen) == 1))
+        _refuse_overlap(tasks, chosen)
+        for one in tasks:
+            one.draw(0, "")  # what is streamed has not been looked at
+        weights = [getattr(task, "weight", 1.0) for task in chosen.values()]
+        return cls(tokenizer, tasks, Rotation(weights, run.seed))
+
+    def draw(self, number: int) -> Prompt:
+        """The prompt of the run's draw number `number`."""
+        if len(self.tasks) == 1:
+            task, nth = self.tasks[0], number
+        else:
+            turn, nth = self.rotation.of(number)
+            task = self.tasks[turn]
+        return task.draw(nth, uid=f"{number}")
+
+    def problems(self) -> list[Prompt]:
+        """To evaluate on, task by task."""
+        found = [(task.held_out, i) for task in self.tasks if task.held_out for i in range(len(task.held_out))]
+        return [held_out.prompt(i, uid=f"eval-{place}") for place, (held_out, i) in enumerate(found)]
+
+    @property
+    def rewards(self) -> dict[str, list[str]]:
+        """Which rewards score each task, by its name."""
+        return {task.name: task.rewards for task in self.tasks}
+
+    @property
+    def plays(self) -> dict[str, Play]:
+        """The environments of the tasks that have one."""
+        return {task.name: task.play for task in self.tasks if task.play}
+
+    @property
+    def reports(self) -> list[str]:
+        """What was left out, in sentences."""
+        sets = [part for task in self.tasks for part in (task.train, task.held_out) if part]
+        return [part.report for part in sets if part.report]
+
+
+def rewards_for(task: object, rewards: Mapping[str, object]) -> list[str]:
+    """The names of the run's rewards that score a task's completions."""
+    wanted: Sequence[str] | None = getattr(task, "rewards", None)
+    return list(rewards if wanted is None else wanted)
+
+
+def accuracy_reward_of(task: object, rewards: Mapping[str, object], preferred: str | None) -> str:
+    """The reward that says what is right in a task: `preferred` (`eval.reward`) if it scores it, else the first."""
+    names = rewards_for(task, rewards)
+    return preferred if preferred in names else names[0]
+
+
+def accuracy_rewards_of(run: Run) -> dict[str, str]:
+    """`accuracy_reward_of` each task of a run."""
+    return {name: accuracy_reward_of(task, run.reward, run.eval.reward) for name, task in tasks_of(run.task).items()}
+
+
+def _refuse_overlap(tasks: Sequence[TaskData], chosen: Mapping[str, Task]) -> None:
+    """Where a task is streamed, what is evaluated on is passed over instead."""
+    for evaluated in tasks:
+        if not evaluated.held_out or getattr(chosen[evaluated.name], "allow_overlap", False):
+            continue
+        for trained in tasks:
+            if isinstance(trained.train, StreamedPrompts):
+                trained.train.keep_apart(evaluated.held_out.hashes)
+            elif isinstance(trained.train, Epochs) and (
+                shared := evaluated.held_out.shared_with(trained.train.prompts)
+            ):
+                first = excerpt(str(evaluated.held_out.prompt(shared[0], "").text))
+                key, problems = evaluated.key, len(evaluated.held_out)
+                raise ConfigError(
+                    f"{key}: {len(shared)} of {problems} problems that {evaluated.name} is evaluated on are trained on "
+                    f"in {trained.name}, the first is {first}; give other data, or {key}.allow_overlap=true"
+                )

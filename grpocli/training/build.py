@@ -1,0 +1,242 @@
+"""From a run's parts to a trainer: loads data and models, connects the engine, restores a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from grpocli.algorithm import Algorithm
+from grpocli.evaluation.results import AccuracyRewards
+from grpocli.models.loading import load_model, load_policy
+from grpocli.models.lora import trained_share
+from grpocli.progress import Watch
+from grpocli.rewards.scoring import Scorer
+from grpocli.rollout.engine import Engine, EngineContext, EngineJob
+from grpocli.tasks.mixture import about, limits_of
+from grpocli.tasks.prompt_source import accuracy_rewards_of
+from grpocli.tracking.sessions import run_id
+from grpocli.training import checkpoint
+from grpocli.training import leftover_groups as carry
+from grpocli.training.async_checkpoint import Saver
+from grpocli.training.collect import Collected, Collector, Sampler
+from grpocli.training.evaluate import Evaluator
+from grpocli.training.packing import find_head, pack
+from grpocli.training.policy import Policy
+from grpocli.training.prefetch import Ahead
+from grpocli.training.reference import BaseReference, Reference
+from grpocli.training.trainer import Trainer
+from grpocli.training.update import Updater
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
+    from grpocli.distributed.world import World
+    from grpocli.processes.signals import StopSignal
+    from grpocli.tasks.prompt_source import Data
+    from grpocli.tracking.recorder import Recorder
+    from grpocli.types import Group
+
+
+def assemble(
+    run: Run, job: EngineJob, world: World, recorder: Recorder, stop: StopSignal, resume: Path | None, data: Data
+) -> Trainer:
+    """Load everything and put it together. Collective."""
+    _check_rewards(run, data, recorder)
+    loaded = _load(run, job, world, data, recorder, resume)
+    policy, reference, state = loaded.policy, loaded.reference, loaded.state
+    _choose_layout(run, world, policy, reference, recorder)
+
+    def recover() -> None:
+        """The thread that generates must not send weights that an update is changing."""
+        trainer.ahead.in_main(trainer.sync_again)
+
+    engine = _engine(run, job, policy, data, world, stop, recover)
+    scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards, limits_of(run.task))
+    sampler = Sampler(world, engine, data.tokenizer, scorer, data.plays)
+    sampler.episodes.check([task.draw(0, "") for task in data.tasks if task.play])
+    recorder.seconds_before = state.seconds
+    collector = _collector(run, sampler, data, state.draws, loaded.carried, recorder)
+    trainer = Trainer(
+        run=run,
+        world=world,
+        policy=policy,
+        reference=reference,
+        tokenizer=data.tokenizer,
+        engine=engine,
+        collector=collector,
+        ahead=Ahead(collector, world, run.rollout, run.train.steps, state.step, _ready(run, collector, resume)),
+        updater=loaded.updater,
+        evaluator=_evaluator(run, sampler, data, Watch(recorder.progress_of("eval"), stop.asked_lately)),
+        recorder=recorder,
+        saver=Saver(world),
+        stop=stop,
+        state=state,
+    )
+    return trainer
+
+
+def _check_rewards(run: Run, data: Data, recorder: Recorder) -> None:
+    """Check rewards against their tasks' columns, and show what rewards and data have to say."""
+    for task in data.tasks:
+        with about(task.key):
+            for name in task.rewards:
+                run.reward[name].check(task.columns)
+    for warning in filter(None, (reward.warning for reward in run.reward.values())):
+        recorder.view.warn(warning)
+    for report in data.reports:
+        recorder.view.note(report)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What a checkpoint, or the base model, gives. carried: groups for the first step."""
+
+    state: checkpoint.State
+    carried: list[Group]
+    policy: Policy
+    reference: Reference | None
+    updater: Updater
+
+
+def _load(run: Run, job: EngineJob, world: World, data: Data, recorder: Recorder, resume: Path | None) -> _Loaded:
+    with checkpoint.restoring(resume):
+        state = checkpoint.load_state(resume) if resume else checkpoint.State(run=run_id(recorder.run_dir))
+        carried = _carried(run, data, resume)
+        with world.parallel.loading():
+            policy, optimizer = _policy(run, job, world, str(resume) if resume else job.model_path)
+            reference = _reference(run, job, policy, resume)
+        if resume:
+            checkpoint.load_optimizer(resume, policy, optimizer)
+        updater = _updater(run, world, policy, reference, optimizer, state, recorder)
+    return _Loaded(state, carried, policy, reference, updater)
+
+
+def _choose_layout(run: Run, world: World, policy: Policy, reference: Reference | None, recorder: Recorder) -> None:
+    """Save what memory and work the model allows; a note says what it does not."""
+    if not find_head(policy, world):
+        recorder.view.note("all logits of a micro-batch are kept: this model changes what its output head returns")
+    if run.train.packed and not pack(policy, reference, world, run.rollout.longest_row):
+        recorder.view.note(f"micro-batches are padded: {_why_padded(run)}")
+    if run.model.lora.rank:
+        recorder.view.note(f"LoRA trains {trained_share(policy.model)}")
+
+
+def _engine(
+    run: Run, job: EngineJob, policy: Policy, data: Data, world: World, stop: StopSignal, recover: Callable[[], None]
+) -> Engine:
+    """recover: sends the weights again, in the main thread."""
+    rollout = run.rollout
+    context = EngineContext(
+        job,
+        policy,
+        data.tokenizer,
+        world,
+        run.sync,
+        rollout.in_flight,
+        rollout.sampling,
+        recover if rollout.max_staleness else None,
+        stop.asked,
+    )
+    engine: Engine = run.engine.connect(context)
+    return engine
+
+
+def _why_padded(run: Run) -> str:
+    if (chosen := run.model.attn_implementation) not in (None, "sdpa"):
+        return f"rows end to end are for model.attn_implementation=null, not for {chosen}"
+    return "this model's attention does not take rows end to end"
+
+
+def _policy(run: Run, job: EngineJob, world: World, path: str) -> tuple[Policy, Any]:
+    """With its optimizer."""
+    model = load_policy(run.model, job.model_path, path, run.seed)
+    if run.train.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    dtype = getattr(torch, job.dtype)
+    wrapped, optimizer = world.parallel.share(model, dtype, run.optim.make)
+    return Policy(model, wrapped, dtype, world.parallel), optimizer
+
+
+def _reference(run: Run, job: EngineJob, policy: Policy, resume: Path | None) -> Reference | None:
+    if not run.algorithm.needs_reference:
+        return None
+    if run.model.lora.rank and not run.algorithm.kl.sync_every:
+        return BaseReference(policy)
+    path = job.model_path
+    if resume and (resume / checkpoint.REFERENCE).is_dir():
+        path = str(resume / checkpoint.REFERENCE)
+    return Reference(load_model(run.model, path), policy)
+
+
+def _collector(
+    run: Run, sampler: Sampler, data: Data, draws: int, carried: list[Group], recorder: Recorder
+) -> Collector:
+    algorithm: Algorithm = run.algorithm
+    return Collector(
+        sampler=sampler,
+        algorithm=algorithm,
+        draw=data.draw,
+        weights={name: reward.weight for name, reward in run.reward.items()},
+        accuracy_rewards=accuracy_rewards_of(run),
+        prompts_per_step=run.rollout.prompts_per_step,
+        group_size=run.rollout.group_size,
+        sampling=run.rollout.sampling,
+        seed=run.seed,
+        draws=draws,
+        carried=carried,
+        keeps_rest=sampler.world.is_main,
+        watch=Watch(recorder.progress_of("rollout")),
+    )
+
+
+def _carried(run: Run, data: Data, resume: Path | None) -> list[Group]:
+    if resume is None:
+        return []
+    return carry.load(resume, data.draw, run.rollout.group_size, run.reward, run.rollout.prompts_per_step)
+
+
+def _ready(run: Run, collector: Collector, resume: Path | None) -> list[Collected]:
+    """What had been collected for the steps after the checkpoint."""
+    if resume is None:
+        return []
+    with checkpoint.restoring(resume):
+        return carry.load_steps(resume, collector, wanted=run.rollout.max_staleness > 0)
+
+
+def _updater(
+    run: Run,
+    world: World,
+    policy: Policy,
+    reference: Reference | None,
+    optimizer: Any,
+    state: checkpoint.State,
+    recorder: Recorder,
+) -> Updater:
+    return Updater(
+        world=world,
+        policy=policy,
+        reference=reference,
+        algorithm=run.algorithm,
+        optim=run.optim,
+        optimizer=optimizer,
+        train=run.train,
+        sampling=run.rollout.sampling,
+        total_updates=run.train.steps * run.train.updates_per_step,
+        updates=state.updates,
+        progress=recorder.progress_of("train"),
+    )
+
+
+def _evaluator(run: Run, sampler: Sampler, data: Data, watch: Watch) -> Evaluator:
+    return Evaluator(
+        sampler=sampler,
+        prompts=data.problems(),
+        samples=run.eval.samples,
+        accuracy_rewards=AccuracyRewards(accuracy_rewards_of(run), run.reward),
+        sampling=run.rollout.sampling,
+        seed=run.seed,
+        watch=watch,
+    )

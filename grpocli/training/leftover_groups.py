@@ -1,0 +1,131 @@
+"""Groups kept for the next steps, in a checkpoint: tensors and plain values, without pickled code."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from grpocli.training.collect import Collected
+from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Status
+
+if TYPE_CHECKING:
+    from grpocli.training.collect import Collector
+
+logger = logging.getLogger(__name__)
+
+CARRIED = "carried.pt"
+AHEAD = "ahead.pt"
+
+
+def save(groups: Sequence[Group], folder: Path) -> None:
+    """Everything but the prompt's text and columns, which the number of its draw, its uid, brings back."""
+    if groups:
+        torch.save([_group(group) for group in groups], folder / CARRIED)
+
+
+def load(
+    folder: Path, draw: Callable[[int], Prompt], group_size: int, rewards: Iterable[str], most: int
+) -> list[Group]:
+    """The groups again, equal to the bit; at most a step's worth, so that none waits for another step.
+
+    Groups that do not fit a config that a resume has changed (seed, task, group size, rewards) are left out, and the
+    log says so. Raises ValueError where a completion is damaged, and what torch.load raises.
+    """
+    if not (folder / CARRIED).is_file():
+        return []
+    saved = torch.load(folder / CARRIED, weights_only=True)
+    names = set(rewards)
+    groups = [group for one in saved if (group := _restored(one, draw, group_size, names))][:most]
+    if len(groups) < len(saved):
+        logger.warning("%d of %d carried groups do not fit the config now", len(saved) - len(groups), len(saved))
+    return groups
+
+
+def save_steps(steps: Sequence[Collected], folder: Path) -> None:
+    """Whole steps that have been collected ahead, in order, with what their rollout files will need."""
+    if steps:
+        torch.save([_step(step) for step in steps], folder / AHEAD)
+
+
+def load_steps(folder: Path, collector: Collector, wanted: bool) -> list[Collected]:
+    """The steps of `save_steps`, equal to the bit.
+
+    None of them, and a warning, where a resume has changed the config so that groups do not fit (as in `load`), or so
+    that no step is collected ahead (not `wanted`).
+    """
+    if not (folder / AHEAD).is_file():
+        return []
+    saved = torch.load(folder / AHEAD, weights_only=True)
+    steps = [step for one in saved if (step := _restored_step(one, collector))]
+    if wanted and len(steps) == len(saved):
+        return steps
+    logger.warning("the rollouts of %d steps collected ahead do not fit the config now", len(saved))
+    return []
+
+
+def _step(step: Collected) -> dict[str, Any]:
+    return {
+        "groups": [_group(group) for group in step.groups],
+        "metrics": step.metrics,
+        "rest": [(str(status), _group(group)) for status, group in step.rest],
+        "carried": sorted(step.carried),
+    }
+
+
+def _restored_step(saved: dict[str, Any], collector: Collector) -> Collected | None:
+    """The step; None where a group to train on does not fit the config now.
+
+    `rest`, which the main process alone has, decides nothing: all processes have to agree.
+    """
+
+    def restored(group: dict[str, Any]) -> Group | None:
+        return _restored(group, collector.draw, collector.group_size, set(collector.weights))
+
+    groups = [group for one in saved["groups"] if (group := restored(one))]
+    if len(groups) < len(saved["groups"]):
+        return None
+    left = saved.get("rest", []) if collector.keeps_rest else []
+    rest = [(Status(status), group) for status, one in left if (group := restored(one))]
+    if len(rest) < len(left):
+        logger.warning("%d of %d groups of a rollout file do not fit the config now", len(left) - len(rest), len(left))
+    return Collected(
+        groups,
+        collector.advantages(groups),
+        saved["metrics"],
+        rest=rest,
+        carried=frozenset(saved.get("carried", ())),
+    )
+
+
+def _restored(saved: dict[str, Any], draw: Callable[[int], Prompt], size: int, names: set[str]) -> Group | None:
+    prompt = draw(int(saved["draw"]))
+    rollouts = [_rollout(prompt, r) for r in saved["rollouts"]]
+    same_prompt = prompt.token_ids == saved["prompt_ids"].tolist()
+    fits = same_prompt and len(rollouts) == size and all(set(r.rewards) == names for r in rollouts)
+    return Group(prompt, rollouts) if fits else None
+
+
+def _group(group: Group) -> dict[str, Any]:
+    rollouts = [asdict(r.completion) | {"text": r.text, "rewards": r.rewards} for r in group.rollouts]
+    for one in rollouts:
+        one["token_ids"] = torch.tensor(one["token_ids"], dtype=torch.int32)
+        one["logprobs"] = torch.tensor(one["logprobs"], dtype=torch.float64)
+    return {
+        "draw": int(group.uid),
+        "prompt_ids": torch.tensor(group.prompt.token_ids, dtype=torch.int32),
+        "rollouts": rollouts,
+    }
+
+
+def _rollout(prompt: Prompt, saved: dict[str, Any]) -> Rollout:
+    ids, logp = saved.pop("token_ids"), saved.pop("logprobs")
+    if ids.shape != logp.shape or not logp.isfinite().all():
+        raise ValueError("a carried completion has not one finite log-prob a token")
+    text, rewards, episode = saved.pop("text"), saved.pop("rewards"), saved.pop("episode", None)
+    done = Completion(ids.tolist(), logp.tolist(), **saved, episode=Episode(**episode) if episode else None)
+    return Rollout(prompt, done, text, rewards)

@@ -1,0 +1,116 @@
+"""An engine beside the trainer that needs no server: it samples from a copy of the policy made at each sync."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpocli.errors import EngineGone
+from grpocli.rollout.engine import EngineContext, EngineJob, OnGroup, ignore
+from grpocli.rollout.sampler import sample
+from grpocli.rollout.transformers_engine import stop_ids
+from grpocli.tasks.prompts import PromptSet
+from grpocli.types import Completion, Request, Sampling
+
+FOR_EVER = 40.0  # seconds
+
+
+@dataclass(frozen=True)
+class Copied:
+    """slow: seconds that a batch of completions takes at least. fails, lost, stuck: the call in which the engine
+    breaks, is lost and must be synced again, or takes for ever; 0: none. gone: what is lost does not come back.
+    meanwhile: every call but the first returns when the policy has been trained since it was made.
+    starts_after_data: its start ends when prompts have been tokenised.
+    """
+
+    slow: float = 0.0
+    fails: int = 0
+    lost: int = 0
+    stuck: int = 0
+    gone: bool = False
+    meanwhile: bool = False
+    starts_after_data: bool = False
+
+    overlaps = True
+
+    def launch(self, job: EngineJob) -> AbstractContextManager[None]:
+        deadline = time.monotonic() + FOR_EVER
+        while self.starts_after_data and not any(isinstance(one, PromptSet) for one in gc.get_objects()):
+            if time.monotonic() > deadline:
+                raise RuntimeError("no prompts were tokenised while the engine started")
+            time.sleep(0.1)
+        return nullcontext()
+
+    def connect(self, context: EngineContext) -> CopiedEngine:
+        return CopiedEngine(self, context)
+
+
+class CopiedEngine:
+    """Deterministic: tokens are a function of the weights and the requests' seeds."""
+
+    def __init__(self, part: Copied, context: EngineContext) -> None:
+        self.part, self.context = part, context
+        self.model: Any = None
+        self.version = self.calls = 0
+        self.busy = threading.Lock()
+        self.is_gone = False
+
+    @torch.no_grad()
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+    ) -> list[list[Completion]]:
+        """One call at a time, as the seconds of `slow` are an engine's that is busy."""
+        with self.busy:
+            self.calls += 1
+            call = self.calls
+        if call == self.part.lost:
+            self.is_gone = self.part.gone
+            (self.context.recover or self.sync_again)()
+        with self.busy:
+            if call == self.part.fails:
+                raise RuntimeError("the engine broke")
+            time.sleep(FOR_EVER if call == self.part.stuck else self.part.slow)
+            if self.part.meanwhile and call > 1:
+                self.wait_for_training()
+            stop = stop_ids(self.model, self.context.tokenizer)
+            return sample(self.model, requests, sampling, stop, self.version) if requests else []
+
+    def wait_for_training(self) -> None:
+        trained, sampled = list(self.context.policy.model.parameters()), list(self.model.parameters())
+        deadline = time.monotonic() + FOR_EVER
+        while all(one.equal(other) for one, other in zip(trained, sampled, strict=True)):
+            if time.monotonic() > deadline:
+                raise RuntimeError("nothing was trained while completions were sampled")
+            time.sleep(0.01)
+
+    def sync_again(self) -> None:
+        self.sync(self.version)
+
+    def sync(self, version: int) -> dict[str, float]:
+        if self.is_gone:
+            raise EngineGone("the engine stays away")
+        assert not self.busy.locked(), "weights changed under running requests"
+        self.model = copy.deepcopy(self.context.policy.model).eval()
+        self.version = version
+        return {"sync/bytes": 1.0}
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+def config_dir(folder: Path) -> list[str]:
+    """The arguments that make it a choice, `engine=copied`; `tests` must be in PYTHONPATH."""
+    (folder / "engine").mkdir(parents=True, exist_ok=True)
+    fields = "".join(f"{field.name}: {str(field.default).lower()}\n" for field in dataclasses.fields(Copied))
+    (folder / "engine" / "copied.yaml").write_text("_target_: cli.copied.Copied\n" + fields)
+    return ["--config-dir", str(folder), "engine=copied"]

@@ -1,0 +1,43 @@
+"""Whole runs with vLLM in the trainer's process, on a CPU: in one process, and in two with an engine each."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli.running import SMALL, finish, metrics, start
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+NOT_OURS = ("Traceback", "Warning", "WARNING", "INFO", "Loading", "it/s", "Gloo", "vLLM", "rank")
+
+
+@pytest.mark.parametrize(("processes", "rank"), [(1, 4), (2, 0)], ids=["one process, LoRA", "two processes"])
+def test_a_run_syncs_samples_and_ends_quietly(tmp_path: Path, processes: int, rank: int) -> None:
+    run = tmp_path / "run"
+    code, out = finish(
+        start(
+            *("train", *SMALL, "engine=vllm_colocate", f"hardware.processes={processes}"),
+            *(f"model.lora.rank={rank}", "optim.lr=0.01", "sync.tolerance=1e-4", f"hydra.run.dir={run}"),
+        )
+    )
+    assert code == 0, out
+    assert [word for word in NOT_OURS if word in out] == [], out
+    rows = metrics(run)
+    assert [row["weight_version"] for row in rows] == [1, 2, 3]
+    assert all(row["token_mult_prob_error"] < 1.02 for row in rows)
+    assert all(row["sync/bytes"] > 0 for row in rows[1:])
+    for log in ["vllm.log", "vllm_1.log"][:processes]:
+        assert (run / "logs" / log).stat().st_size > 0
+    assert not list((run / "logs").glob("failure_*")), out
+
+
+def test_an_argument_that_vllm_does_not_have_is_refused(tmp_path: Path) -> None:
+    argument = "engine.vllm_args.max_num_seq=4"
+    command = [sys.executable, "-m", "grpocli", "train", *SMALL, "engine=vllm_colocate", argument]
+    done = subprocess.run([*command, f"hydra.run.dir={tmp_path}/run"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert 'engine.vllm_args.max_num_seq: vllm.LLM has no such argument; did you mean "max_num_seqs"?' in done.stderr

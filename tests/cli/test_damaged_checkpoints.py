@@ -1,0 +1,240 @@
+"""A checkpoint that is not what was written is named, and never trained on. One run, copied for each damage."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.running import SMALL, metrics, without_times
+from cli.test_failures import failed
+
+from grpocli.cli import main
+from grpocli.errors import ConfigError
+from grpocli.training import checksums
+from grpocli.training.checkpoint import State, resume_point
+
+TRAINS = ["eval.problems=0", "reward=[format]", "reward.format.pattern='.*[02468]'"]
+"""Completions get different rewards, so no step leaves the weights as they are."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps; the checkpoints of the last two are there."""
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPOCLI_CACHE", str(shared_cache))
+        with pytest.raises(SystemExit) as ended:
+            main(["train", *SMALL, *TRAINS, "checkpoint.every=1", f"hydra.run.dir={run}"])
+    assert not ended.value.code
+    assert all(row["grad_norm"] > 0 for row in metrics(run))
+    return run
+
+
+@pytest.fixture
+def run(undisturbed: Path, tmp_path: Path) -> Path:
+    """A copy, killed before it could say that it was finished."""
+    copy = tmp_path / "run"
+    shutil.copytree(undisturbed, copy)
+    shutil.rmtree(copy / "model")
+    (copy / "summary.json").unlink()
+    return copy
+
+
+def newest(run: Path) -> Path:
+    return run / "checkpoints" / "step_000003"
+
+
+def change(path: Path, how: Callable[[bytearray], None]) -> None:
+    content = bytearray(path.read_bytes())
+    how(content)
+    path.write_bytes(content)
+
+
+def flipped(content: bytearray) -> None:
+    content[-100] ^= 4
+
+
+def zeroed(content: bytearray) -> None:
+    middle = len(content) // 2
+    content[middle : middle + 4096] = bytes(4096)
+
+
+def cut(content: bytearray) -> None:
+    del content[50:]
+
+
+def without_checksums(at: Path) -> None:
+    """As an earlier version wrote it."""
+    state = json.loads((at / "trainer.json").read_text())
+    del state["checksums"]
+    (at / "trainer.json").write_text(json.dumps(state))
+    (at / "checksums.json").unlink()
+
+
+def counted_otherwise(at: Path) -> None:
+    text = (at / "trainer.json").read_text()
+    (at / "trainer.json").write_text(text.replace('"draws": 12', '"draws": 16'))
+
+
+def of_another_run(at: Path) -> None:
+    """Whole, and with its checksums, but not from here."""
+    state = json.loads((at / "trainer.json").read_text())
+    (at / "trainer.json").write_text(json.dumps(state | {"run": "0123456789abcdef"}))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a bit": (lambda at: change(at / "model.safetensors", flipped), "model.safetensors is not what was written"),
+    "4 KiB": (lambda at: change(at / "optimizer-00001.safetensors", zeroed), "optimizer-00001.safetensors is not what"),
+    "cut": (lambda at: change(at / "model.safetensors", cut), "model.safetensors is not what was written"),
+    "other weights": (
+        lambda at: shutil.copy(at.with_name("step_000002") / "model.safetensors", at),
+        "model.safetensors is not what was written",
+    ),
+    "a counter": (counted_otherwise, "trainer.json is not what was written"),
+    "a cut state": (lambda at: change(at / "trainer.json", cut), "Unterminated string"),
+    "no state": (lambda at: (at / "trainer.json").unlink(), "trainer.json is missing"),
+    "another file": (lambda at: (at / "carried.pt").touch(), "carried.pt is not one of its files"),
+    "a file less": (lambda at: (at / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+    "no checksums": (lambda at: (at / "checksums.json").unlink(), "checksums.json is missing"),
+    "no checksums promised": (
+        lambda at: (at / "trainer.json").write_text(json.dumps({"step": 3})),
+        "trainer.json is not what was written",
+    ),
+    "of another run": (of_another_run, "it is of another run"),
+    "its checksums": (lambda at: (at / "checksums.json").write_text("[]"), "checksums.json is damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(kind: str, run: Path) -> None:
+    assert resume_point(run, fallback=False).path == newest(run)
+    damage, problem = DAMAGES[kind]
+    damage(newest(run))
+    with pytest.raises(ConfigError) as error:
+        resume_point(run, fallback=False)
+    assert f"resume: the checkpoint {newest(run)} is damaged ({problem}" in str(error.value)
+    assert "resume_fallback=true goes on from step_000002, the newest one that is whole" in str(error.value)
+    assert resume_point(run, fallback=True).path == newest(run).with_name("step_000002")
+
+
+def test_a_resume_from_a_damaged_checkpoint_is_refused(grpocli, run: Path) -> None:
+    change(newest(run) / "model.safetensors", flipped)
+    code, said = failed(grpocli, "train", f"resume={run}")
+    assert code == 2
+    assert f"resume: the checkpoint {newest(run)} is damaged (model.safetensors is not what was written)" in said
+    assert newest(run).is_dir(), "it is left as it is"
+    assert not (run / "summary.json").exists()
+
+
+def test_the_next_older_one_is_taken_if_asked_for(grpocli, undisturbed: Path, run: Path) -> None:
+    """And the run ends as if nothing had happened; its log, its sessions and its card say what has."""
+    change(newest(run) / "model.safetensors", flipped)
+    sentence = (
+        "the checkpoint step_000003 was damaged (model.safetensors is not what was written), "
+        "and is called damaged_step_000003 now"
+    )
+    code, out, err = grpocli("train", f"resume={run}", "resume_fallback=true")
+    assert code == 0, err
+    assert f"{sentence}; going on from {run}/checkpoints/step_000002" in out + err
+    assert sentence in (run / "run.log").read_text()
+    assert json.loads((run / "sessions.jsonl").read_text().splitlines()[-1])["fallback"] == [sentence]
+    assert f"; {sentence}" in (run / "model" / "README.md").read_text()
+    assert without_times(metrics(run)) == without_times(metrics(undisturbed))
+    for model in ("model", "checkpoints/step_000003"):
+        files = [path.relative_to(undisturbed) for path in (undisturbed / model).glob("*.safetensors")]
+        assert files
+        assert all((run / file).read_bytes() == (undisturbed / file).read_bytes() for file in files)
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {
+        "step_000002",
+        "step_000003",
+        "damaged_step_000003",
+    }
+
+
+def test_no_checkpoint_is_whole(run: Path) -> None:
+    for path in (run / "checkpoints").iterdir():
+        change(path / "model.safetensors", zeroed)
+    with pytest.raises(ConfigError, match=f"no other one is whole: remove {run}/checkpoints to begin again"):
+        resume_point(run, fallback=True)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_taken_and_missing_metrics_are_said(grpocli, run: Path) -> None:
+    without_checksums(newest(run))
+    (run / "metrics.jsonl").unlink()
+    code, out, err = grpocli("train", f"resume={run}")
+    assert code == 0, err
+    assert "step_000003 is of an earlier version, without checksums" in out
+    assert f"{run}/metrics.jsonl has nothing of 3 of the 3 steps done" in out + err
+
+
+def _forgetful(text: bytes) -> bytes:
+    """An index without one of its tensors."""
+    files = json.loads(text)["weight_map"]
+    files.pop(next(name for name in files if name.endswith(".exp_avg")))
+    return json.dumps({"weight_map": files}).encode()
+
+
+def _pointing_elsewhere(text: bytes) -> bytes:
+    return text.replace(b"optimizer-00001", b"../../../optimizer-00001")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("optimizer-00001.safetensors", lambda text: text[:50]),
+        ("model.safetensors", lambda text: text[:50]),
+        ("optimizer.safetensors.index.json", _forgetful),
+        ("optimizer.safetensors.index.json", _pointing_elsewhere),
+    ],
+)
+def test_damage_that_is_found_without_checksums(name: str, damage, grpocli, run: Path) -> None:
+    without_checksums(newest(run))
+    (newest(run) / name).write_bytes(damage((newest(run) / name).read_bytes()))
+    code, said = failed(grpocli, "train", f"resume={run}")
+    assert code == 2
+    assert f"resume: the checkpoint {newest(run)} cannot be read" in said
+    assert "remove that folder" in said
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"step": -1},
+        {"draws": 1.5},
+        {"updates": True},
+        {"seconds": float("nan")},
+        {"seconds": -1.0},
+        {"before": []},
+        {"unevaluated": 2},
+        {"num_tokens": "7"},
+    ],
+)
+def test_a_state_that_no_run_has(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"trainer\.json holds a value that no run has"):
+        State(**values)
+
+
+def test_progress_of_checking_is_of_bytes(undisturbed: Path) -> None:
+    told: list[tuple[float, float, str]] = []
+    checksums.check(newest(undisturbed), lambda done, total, unit, detail="": told.append((done, total, unit)))
+    size = sum(path.stat().st_size for path in newest(undisturbed).rglob("*") if path.name != "checksums.json") / 1e9
+    assert told[-1] == pytest.approx((size, size, "GB"))
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ESTALE])
+def test_a_checkpoint_that_may_be_whole_is_not_set_aside(
+    run: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A permission or a network file system that fails for a moment costs no steps."""
+
+    def check(folder: Path, progress: object) -> None:
+        raise OSError(number, "not now", str(folder / "model.safetensors"))
+
+    monkeypatch.setattr(checksums, "check", check)
+    with pytest.raises(OSError, match="not now"):
+        resume_point(run, fallback=True)

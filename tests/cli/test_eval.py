@@ -1,0 +1,103 @@
+"""`grpocli eval`: models and checkpoints, the same numbers as within training, and bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.running import SMALL, finish, start
+
+from grpocli.tracking.rollouts import read_rollouts
+
+
+def results(out: Path) -> Any:
+    return json.loads((out / "results.json").read_text())["models"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of the little model, a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("eval") / "run"
+    more = [
+        "train.steps=2",
+        "checkpoint.every=1",
+        "checkpoint.keep=0",
+        "eval.problems=12",
+        "eval.samples=3",
+        "optim.lr=0.01",
+    ]
+    code, out = finish(start("train", *SMALL, *more, f"hydra.run.dir={folder}"))
+    assert code == 0, out
+    return folder
+
+
+def test_checkpoints_of_a_run_have_the_accuracies_that_training_saw(grpocli, run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code, said, err = grpocli(
+        "eval", "--run", str(run), "--checkpoints", "all", "--problems", "12", "--samples", "3", "--out", str(out)
+    )
+    assert code == 0
+    assert "fewer than" not in err
+    models = results(out)
+    assert [model["name"] for model in models] == ["step 1", "step 2"]
+    summary = json.loads((run / "summary.json").read_text())
+    scores = models[1]["tasks"][0]["scores"]
+    assert scores["mean@3"]["value"] == pytest.approx(summary["eval/accuracy"])
+    assert scores["greedy"]["value"] == pytest.approx(summary["eval/accuracy_greedy"])
+    for name in ("pass@2", "pass@3", "maj@3"):
+        assert scores[name]["value"] == pytest.approx(summary[f"eval/{name}"])
+    for name in ("mean_length", "truncated"):
+        assert models[1]["tasks"][0][name] == pytest.approx(summary[f"eval/{name}"])
+    assert scores["mean@3"]["value"] <= scores["pass@2"]["value"] <= scores["pass@3"]["value"]
+    assert "step 2" in said
+    files = {kind: out / "samples" / f"001_step_2_{kind}.parquet" for kind in ("greedy", "sampled")}
+    assert {kind: len(read_rollouts(path)) for kind, path in files.items()} == {"greedy": 12, "sampled": 12 * 3}
+
+
+def test_the_final_model_and_several_tasks(grpocli, run: Path, tmp_path: Path) -> None:
+    tasks = [
+        "task=[arithmetic,letter_counting]",
+        "reward=[exact_match,number]",
+        "task.letter_counting.rewards=[number]",
+    ]
+    limits = ["rollout.max_prompt_tokens=128", "rollout.max_completion_tokens=8"]
+    for model, out in (([f"model.path={run}/model"], tmp_path / "a"), (["--run", str(run)], tmp_path / "b")):
+        more = [*tasks, "task.letter_counting.eval_size=4", *limits] if out.name == "a" else []
+        code, _, err = grpocli("eval", *model, *more, "--problems", "6", "--samples", "0", "--out", str(out))
+        assert code == 0, err
+        few = "letter_counting has 4 problems to evaluate on, fewer than the 6 asked for"
+        assert (few in err) == (out.name == "a")
+    (both,), (alone,) = results(tmp_path / "a"), results(tmp_path / "b")
+    assert [task["task"] for task in both["tasks"]] == ["arithmetic", "letter_counting"]
+    assert len(list((tmp_path / "a" / "samples").glob("*_greedy.parquet"))) == 1
+    assert both["tasks"][0]["scores"]["greedy"] == alone["tasks"][0]["scores"]["greedy"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--samples", "-1"], "--samples -1: must be 0 or more"),
+        (["--no-greedy", "--samples", "0"], "leaves nothing to sample"),
+        (["--checkpoints", "all"], "give --run RUN"),
+        (["--run", "nowhere"], "--run nowhere: there is no such folder; "),
+        (["hardware.processes=2"], "hardware.processes=2: an evaluation is one process"),
+        (["model.path=nowhere"], "nowhere"),
+        (["task=gsm9k"], "did you mean"),
+    ],
+)
+def test_bad_input_is_one_sentence(grpocli, tmp_path: Path, options: list[str], said: str) -> None:
+    code, _, err = grpocli("eval", *options, "--out", str(tmp_path / "out"))
+    assert code == 2
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_what_a_run_does_not_have(grpocli, run: Path, tmp_path: Path) -> None:
+    code, _, err = grpocli("eval", "--run", str(run), "--checkpoints", "1,7", "--out", str(tmp_path / "out"))
+    assert (code, "has 1, 2 (checkpoint.every" in err) == (2, True)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    code, _, err = grpocli("eval", "--run", str(run), "--out", str(tmp_path / "full"))
+    assert (code, "is there already; give another folder" in err) == (2, True)

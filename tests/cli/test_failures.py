@@ -1,0 +1,217 @@
+"""What goes wrong once a run has started, or just before: one sentence, the right code, nothing half-written."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.running import SMALL, metrics
+
+from grpocli.rollout.transformers_engine import TransformersEngine
+from grpocli.types import Completion
+
+SMALL_RUN = ["train", *SMALL, "eval.problems=0"]
+
+
+def failed(grpocli, *argv: str) -> tuple[int, str]:
+    code, _, err = grpocli(*argv)
+    lines = [line for line in err.splitlines() if line]
+    assert len(lines) == 1, err
+    assert lines[0].startswith("grpocli: error: ")
+    return code, lines[0]
+
+
+def test_an_engine_that_says_other_tokens_than_it_sampled(
+    grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the right form, so that only the trainer's own probabilities tell."""
+    generate = TransformersEngine.generate
+
+    def backwards(self: TransformersEngine, *arguments: Any, **_: Any) -> list[list[Completion]]:
+        return [
+            [replace(one, token_ids=one.token_ids[::-1]) for one in group] for group in generate(self, *arguments[:2])
+        ]
+
+    monkeypatch.setattr(TransformersEngine, "generate", backwards)
+    run = tmp_path / "run"
+    code, said = failed(grpocli, *SMALL_RUN, "checkpoint.every=1", f"hydra.run.dir={run}")
+    assert code == 1
+    assert re.search(r"step 1: token_mult_prob_error is \S+, above rollout\.max_prob_error=10: ", said)
+    assert not list(run.glob("checkpoints/*"))
+
+
+def test_a_model_folder_that_does_not_exist(grpocli, tmp_path: Path) -> None:
+    code, said = failed(grpocli, "train", "model=hf", "model.path=/nowhere/model", f"hydra.run.dir={tmp_path}/run")
+    assert code == 2
+    assert "model.path=/nowhere/model" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dataset_without_the_column(grpocli, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' * 4)
+    code, said = failed(grpocli, *SMALL_RUN, "task=jsonl", "task.path=d.jsonl", f"hydra.run.dir={tmp_path}/run")
+    assert code == 2
+    assert "task.prompt_column=prompt" in said
+    assert "question" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_dataset(grpocli, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").touch()
+    code, said = failed(grpocli, *SMALL_RUN, "task=jsonl", "task.path=d.jsonl")
+    assert code == 2
+    assert "task.path=d.jsonl" in said
+    assert "empty" in said
+
+
+def test_a_reward_that_wants_a_column_the_task_lacks(grpocli, tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def score(completions, ground_truth, **kwargs):\n    return [0.0]\n")
+    code, said = failed(grpocli, *SMALL_RUN, "reward=[python]", "reward.python.function=r.py:score")
+    assert code == 2
+    assert f"reward.python.function={tmp_path}/r.py:score" in said
+    assert "ground_truth" in said
+
+
+REWARDS = {
+    "raises": ("raise KeyError('oops')", "it raised KeyError"),
+    "short": ("return [0.0]", "it returned 1 values for 16 samples"),
+    "words": ("return ['good'] * len(completions)", "it returned 'good', which is no number"),
+    "exits": ("import sys; sys.exit(0)", "it raised SystemExit"),
+    "leaves": ("import os; os._exit(3)", "it raised SystemExit: os._exit(3)"),
+    "slow": ("import time; time.sleep(60)", "no answer within 0.5 s"),
+}
+
+
+@pytest.mark.parametrize("kind", REWARDS)
+def test_a_reward_that_fails(kind: str, grpocli, tmp_path: Path) -> None:
+    body, reason = REWARDS[kind]
+    (tmp_path / "r.py").write_text(f"def score(completions, **kwargs):\n    {body}\n")
+    reward = ["reward=[python]", "reward.python.function=r.py:score", "reward.python.timeout=0.5"]
+    code, said = failed(grpocli, *SMALL_RUN, *reward, f"hydra.run.dir={tmp_path}/run")
+    assert code == 1
+    assert "reward.python (r.py:score) could not score 16 of 16 samples" in said
+    assert reason in said
+    assert "reward.python" in json.loads((tmp_path / "run" / "summary.json").read_text())["exit"]
+
+
+def test_a_reward_that_fails_now_and_then_is_counted_and_not_a_zero(grpocli, tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(
+        "def score(completions, **kwargs):\n    return [float('nan'), *[1.0] * (len(completions) - 1)]\n"
+    )
+    reward = ["reward=[python]", "reward.python.function=r.py:score"]
+    code, _, _ = grpocli(*SMALL_RUN, *reward, f"hydra.run.dir={tmp_path}/run")
+    assert code == 0
+    row = metrics(tmp_path / "run")[0]
+    assert (row["rewards/python/errors"], row["rewards/python/mean"]) == (1, 1.0)
+
+
+def test_a_folder_that_holds_a_run(grpocli, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    code, said = failed(grpocli, *SMALL_RUN, f"hydra.run.dir={tmp_path}/run")
+    assert code == 2
+    assert "holds a run already" in said
+
+
+def test_a_folder_that_cannot_be_written(grpocli, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file" / "run", Path("/proc/run")):
+        code, said = failed(grpocli, *SMALL_RUN, f"hydra.run.dir={folder}")
+        assert code == 2
+        assert "hydra.run.dir" in said
+        assert "cannot be written" in said
+
+
+def test_vllm_asked_for_but_not_installed(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpocli.rollout.vllm.checks.find_spec", lambda name: None)
+    code, said = failed(grpocli, *SMALL_RUN, "engine=vllm")
+    assert code == 2
+    assert "engine=vllm: vLLM is not installed; in a clone of grpocli, pip install '.[vllm]'" in said
+
+
+def test_deepspeed_asked_for_but_not_installed(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpocli.launch.ready.find_spec", lambda name: None)
+    code, said = failed(grpocli, *SMALL_RUN, "hardware.parallel=zero2")
+    assert code == 2
+    assert (
+        "hardware.parallel=zero2: needs DeepSpeed, which is not installed: in a clone of grpocli, pip install" in said
+    )
+
+
+def test_a_busy_port(grpocli) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, said = failed(grpocli, *SMALL_RUN, "engine=vllm", f"engine.port={port}")
+        assert code == 2
+        assert f"engine.port={port}" in said
+        code, said = failed(grpocli, "vllm-serve", f"port={port}")
+        assert code == 2
+        assert f"port={port}" in said
+
+
+def test_an_external_server_that_is_not_there(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, said = failed(grpocli, *SMALL_RUN, "engine=vllm", "engine.base_url=http://127.0.0.1:9")
+    assert code == 2
+    assert "engine.base_url=http://127.0.0.1:9: no vLLM server answers there" in said
+    monkeypatch.setenv("VLLM_API_KEY", "a key")
+    code, said = failed(grpocli, *SMALL_RUN, "engine=vllm", "engine.base_url=http://127.0.0.1:9")
+    assert code == 2
+    assert "engine.base_url=http://127.0.0.1:9: no vLLM server answers there" in said
+
+
+def test_a_tracker_that_is_not_installed(grpocli, tmp_path: Path) -> None:
+    if importlib.util.find_spec("aim"):
+        pytest.skip("aim is installed here")
+    code, said = failed(grpocli, *SMALL_RUN, "tracker=aim", f"hydra.run.dir={tmp_path}/run")
+    assert code == 2
+    assert "tracker" in said
+    assert "pip install aim" in said
+
+
+def test_a_policy_that_is_no_number_is_not_saved(grpocli, tmp_path: Path) -> None:
+    options = ["optim.lr=1e30", "optim.max_grad_norm=0", "reward=[format]", "reward.format.pattern='.*[02468]'"]
+    code, said = failed(grpocli, *SMALL_RUN, *options, "checkpoint.every=1", f"hydra.run.dir={tmp_path}/run")
+    assert code == 1
+    assert "lower optim.lr=1e+30" in said
+    last = max((tmp_path / "run" / "checkpoints").iterdir())
+    assert f"and remove {last}: it holds the weights that this step began with" in said
+    assert "resume=" not in said
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_weights_that_the_last_update_broke_are_not_saved(grpocli, tmp_path: Path) -> None:
+    options = ["optim.lr=1e308", "train.steps=1", "reward=[format]", "reward.format.pattern='.*[02468]'"]
+    code, said = failed(grpocli, *SMALL_RUN, *options, f"hydra.run.dir={tmp_path}/run")
+    assert code == 1
+    assert "step 1: its update left weights that are not finite; lower optim.lr=1e+308" in said
+    assert "and begin again" in said
+    assert not (tmp_path / "run" / "model").exists()
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_two_runs_in_one_folder(grpocli, tmp_path: Path) -> None:
+    from grpocli.tracking.run_dir import RunDir
+
+    run = RunDir(tmp_path / "run")
+    with run.locked():
+        code, said = failed(grpocli, *SMALL_RUN, f"hydra.run.dir={run.path}")
+    assert code == 2
+    assert "another process is running in it" in said
+
+
+def test_a_damaged_config(grpocli, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert grpocli(*SMALL_RUN, "train.steps=1", f"hydra.run.dir={run}")[0] == 0
+    (run / "config.yaml").write_text("a: [")
+    code, said = failed(grpocli, "train", f"resume={run}")
+    assert code == 2
+    assert "resume=" in said
+    assert "cannot be read" in said

@@ -1,0 +1,116 @@
+"""A disk that fills up, or a folder that loses its permission, at any time: one sentence, and the summary."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from cli.running import SMALL, metrics
+from cli.test_failures import failed
+
+REWARD = """
+import errno, os
+from pathlib import Path
+
+calls = 0
+
+def fill(room):
+    with open(Path({disk!r}) / "filler", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+        os.ftruncate(file.fileno(), file.tell() - room)
+
+def score(completions, **kwargs):
+    global calls
+    calls += 1
+    if calls == {step}:
+        {act}
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A little file system; needs the right to mount."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"mounting is not allowed here: {mounted.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def options(tmp_path: Path, run: Path, step: int, act: str) -> list[str]:
+    """A run whose reward function does something to the run's folder in a step."""
+    (tmp_path / "r.py").write_text(REWARD.format(disk=str(run.parent), step=step, act=act))
+    reward = ["reward=[python]", f"reward.python.function={tmp_path}/r.py:score"]
+    return ["train", *SMALL, *reward, "eval.problems=0", f"hydra.run.dir={run}"]
+
+
+@pytest.mark.parametrize(("room", "every"), [(0, 20), (1 << 16, 1)], ids=["nothing more", "a checkpoint"])
+def test_a_disk_that_fills_up(room: int, every: int, grpocli, tmp_path: Path, disk: Path) -> None:
+    run = disk / "run"
+    argv = options(tmp_path, run, 2, f"fill({room})")
+    code, said = failed(grpocli, *argv, f"checkpoint.every={every}")
+    assert code == 1
+    assert "no space left on the disk while writing" in said
+    assert f"resume={run}" in said
+    assert "no space left" in json.loads((run / "summary.json").read_text())["exit"].lower()
+    assert not (run / ".reserve").exists()
+    assert {path.name for path in (run / "checkpoints").glob("*")} == ({"step_000001"} if every == 1 else set())
+    (disk / "filler").unlink()
+    assert grpocli("train", f"resume={run}")[0] == 0
+    assert json.loads((run / "summary.json").read_text())["exit"] == "done"
+
+
+def test_a_run_is_not_finished_before_its_model_is_there(
+    grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, there = tmp_path / "run", []
+
+    def save_model(*_: object) -> None:
+        there.append((run / "summary.json").exists())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("grpocli.training.checkpoint.save_model", save_model)
+    code, said = failed(grpocli, "train", *SMALL, "train.steps=1", "eval.problems=0", f"hydra.run.dir={run}")
+    assert code == 1
+    assert "no space left on the disk" in said
+    assert there == [False]
+
+
+@contextmanager
+def without_root_s_rights() -> Iterator[None]:
+    """This thread, and those it starts, without the capabilities that let root write anywhere."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header, before = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, before) == 0
+    effective, *others = before
+    assert libc.capset(header, (ctypes.c_uint32 * 6)(effective & ~0b110, *others)) == 0
+    try:
+        yield
+    finally:
+        assert libc.capset(header, before) == 0
+
+
+def test_a_folder_that_loses_its_permission(grpocli, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    argv = options(tmp_path, run, 2, f"os.chmod({str(run)!r}, 0o555)")
+    with without_root_s_rights():
+        code, said = failed(grpocli, *argv)
+    run.chmod(0o755)
+    assert code == 1
+    assert f"hydra.run.dir={run}: Permission denied (" in said
+    assert said.endswith(f"; make it writable, then resume={run}")
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3]

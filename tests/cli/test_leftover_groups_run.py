@@ -1,0 +1,99 @@
+"""Dynamic sampling with carried groups in whole runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli.running import finish, metrics, start, without_times
+from safetensors.torch import load_file
+from training.recomputed import IN_UPDATE, recomputed
+
+from grpocli.tracking.rollouts import read_rollouts
+from grpocli.training.leftover_groups import CARRIED
+
+RUN = [
+    "train",
+    "algorithm=dapo",
+    "algorithm.keep.surplus=carry",
+    "reward=[format]",
+    "reward.format.pattern='.*[02468]'",
+    "model.warm_start_steps=20",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=2",
+    "eval.problems=0",
+    "checkpoint.every=1",
+    "checkpoint.keep=0",
+]
+
+
+def test_carried_groups_are_off_policy_by_one_version_and_survive_a_resume(tmp_path: Path) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    code, out = finish(start(*RUN, "train.steps=6", f"hydra.run.dir={whole}"))
+    assert code == 0, out
+    rows = metrics(whole)
+    carrying = [row["step"] for row in rows if row["sampling/carried"]]
+    assert carrying, "a run that carries nothing shows nothing"
+
+    for row in rows:
+        for name, value in recomputed(rollouts(whole, row["step"])).items():
+            assert row[name] == pytest.approx(value), name
+
+    first = carrying[0]
+    trained = [row for row in rollouts(whole, first) if row["status"] in IN_UPDATE]
+    computed = [row for row in trained if row["status"] == "trained"]
+    assert all(len(row["trainer_logprobs"]) == len(row["entropies"]) == row["length"] for row in computed)
+    versions = [row["version"] for row in trained]
+    carried = int(2 * rows[first - 1]["sampling/carried"])
+    assert versions == [first - 1] * carried + [first] * (len(trained) - carried)
+    assert rows[first - 1]["weight_version"] == first
+
+    before = f"step_{first - 1:06d}"
+    saved = torch.load(whole / "checkpoints" / before / CARRIED, weights_only=True)
+    assert len(saved) == carried / 2
+    code, out = finish(start(*RUN, f"train.steps={first - 1}", f"hydra.run.dir={halves}"))
+    assert code == 0, out
+    code, out = finish(start("train", f"resume={halves}", "train.steps=6"))
+    assert code == 0, out
+    assert without_times(metrics(halves)) == without_times(rows)
+    totals = [row["num_tokens"] for row in rows]
+    assert totals == sorted(totals), "of the whole run, not of a session"
+    assert totals[0] < totals[-1]
+    one, two = (load_file(folder / "model" / "model.safetensors") for folder in (whole, halves))
+    assert all(one[name].equal(two[name]) for name in one)
+    for step in range(1, 7):
+        assert rollouts(halves, step) == rollouts(whole, step)
+
+
+def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
+    return read_rollouts(run / "rollouts" / f"step_{step:06d}.parquet")
+
+
+def test_a_damaged_carried_group_is_one_sentence(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    code, out = finish(start(*RUN, "train.steps=1", f"hydra.run.dir={run}"))
+    assert code == 0, out
+    (run / "checkpoints" / "step_000001" / CARRIED).write_bytes(b"half a file")
+    code, out = finish(start("train", f"resume={run}", "train.steps=2"))
+    assert code == 2, out
+    assert f"damaged ({CARRIED} is not what was written)" in out
+    assert "Traceback" not in out
+
+
+def test_several_processes_that_shard_carry_the_same(tmp_path: Path) -> None:
+    """Dynamic sampling by a model that both processes have a half of, each for as long as its completions are."""
+    runs = []
+    for options in ((), ("hardware.processes=2", "hardware.parallel=fsdp2", "hardware.timeout=120")):
+        run = tmp_path / f"{len(options)}"
+        code, out = finish(start(*RUN, *options, "train.steps=3", f"hydra.run.dir={run}"))
+        assert code == 0, out
+        runs.append(run)
+    names = ("reward", "loss", "grad_norm", "entropy", "tokens/trained", "sampling/carried", "sampling/rounds")
+    for one, two in zip(*map(metrics, runs), strict=True):
+        for name in names:
+            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+    one, two = (load_file(run / "model" / "model.safetensors") for run in runs)
+    assert one.keys() == two.keys()
+    assert all((one[name] - two[name]).abs().max() <= 1e-4 for name in one)

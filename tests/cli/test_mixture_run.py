@@ -1,0 +1,86 @@
+"""Several tasks in one run: shares, rewards and metrics of each, and a resume that goes on with the same prompts."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from cli.running import SMALL, finish, metrics, start, without_times
+
+from grpocli.tracking.rollouts import read_rollouts
+
+TWO = [
+    "train",
+    *SMALL,
+    "task=[arithmetic]",
+    "+task@task.minus=arithmetic",
+    "task.minus.operation=-",
+    "task.arithmetic.weight=3",
+    "task.arithmetic.rewards=[exact_match]",
+    "task.minus.rewards=[format]",
+    "reward=[exact_match,format]",
+    "reward.format.pattern='.*[02468]'",
+    "rollout.prompts_per_step=8",
+    "rollout.group_size=2",
+    "checkpoint.every=1",
+    "train.steps=4",
+]
+
+
+def test_a_mixture_and_its_resume(tmp_path: Path) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    code, out = finish(start(*TWO, f"hydra.run.dir={whole}"))
+    assert code == 0, out
+    rows = metrics(whole)
+    drawn: Counter[str] = Counter()
+    for row in rows:
+        trained = read_rollouts(whole / "rollouts" / f"step_{row['step']:06d}.parquet")
+        for one in trained:
+            task = one["task"]
+            drawn[task] += 1
+            assert task == ("minus" if "-" in one["prompt"] else "arithmetic")
+            assert (one["reward/exact_match"] is None) == (task == "minus")
+            assert (one["reward/format"] is None) == (task == "arithmetic")
+        right = [one["reward/format"] for one in trained if one["task"] == "minus"]
+        assert row["task/minus/accuracy"] == pytest.approx(sum(right) / len(right))
+        assert row["task/minus/reward"] == pytest.approx(sum(right) / len(right))
+    assert drawn["minus"] == pytest.approx(64 / 4, abs=2)  # of two completions each
+
+    code, out = finish(start(*TWO, "train.steps=2", f"hydra.run.dir={halves}"))
+    assert code == 0, out
+    code, out = finish(start("train", f"resume={halves}", "train.steps=4"))
+    assert code == 0, out
+    assert without_times(metrics(halves)) == without_times(rows)
+
+
+BREAKS = """
+class Breaks:
+    def reset(self, metadata):
+        return {}
+
+    def step(self, messages, metadata):
+        raise ValueError("no board")
+"""
+
+
+def test_a_task_whose_environment_breaks_lets_the_others_go_on_where_the_config_says_so(
+    grpocli, tmp_path: Path
+) -> None:
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    two = ["train", *SMALL, "eval.problems=0", "train.steps=2", "task=[arithmetic]", "+task@task.board=arithmetic"]
+    board = [*two, "task.board.environment.name=breaks.py:Breaks", "task.board.environment.workers=1"]
+    code, _, err = grpocli(*board, f"hydra.run.dir={tmp_path}/stops")
+    assert code == 1
+    assert re.search(r"reward\.exact_match \(ExactMatch\) could not score \d+ of 16 samples, more than", err)
+    broke = r"turn 1 of its environment: .*no board \(breaks\.py:7, in step: .*\); .* \(task board\)"
+    assert re.search(f"allows: {broke}", err)
+
+    code, out, err = grpocli(*board, "task.board.max_reward_errors=1", f"hydra.run.dir={tmp_path}/goes_on")
+    assert code == 0, err
+    assert len(re.findall(r"could not score (\d+) of \1 samples of task board, which task\.board\.max_", out)) == 1
+    for row in metrics(tmp_path / "goes_on"):
+        assert row["task/board/errors"] == row["rewards/exact_match/errors"] > row["task/arithmetic/errors"] == 0
+        assert row["task/board/reward"] is None
+        assert row["task/arithmetic/reward"] is not None

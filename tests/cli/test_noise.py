@@ -1,0 +1,77 @@
+"""What a person sees while something takes long."""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpocli.launch import run as launching
+from grpocli.rollout.engine import EngineJob
+from grpocli.tracking.view import View
+from grpocli.training.job import Job
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_an_installation_says_what_it_does(tmp_path: Path) -> None:
+    """uv and pip show what they download, unless they are asked not to."""
+    command = ["make", "-n", "-C", str(ROOT), f"VENV={tmp_path}/venv", "train"]
+    recipe = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert 'echo "installing' in recipe
+    assert "pip install" in recipe
+    assert "--quiet" not in recipe
+
+
+class Shown(View):
+    """Collects stages, units of progress and notes."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def stage(self, text: str, fraction: float | None = None) -> None:
+        self.said.append(text)
+
+    def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
+        self.said.append(unit)
+
+    def note(self, text: str) -> None:
+        self.said.append(text)
+
+
+class Engine:
+    def launch(self, job: EngineJob) -> AbstractContextManager[None]:
+        job.progress(0, 0, "vLLM is loading weights")
+        (job.run_dir / "logs").mkdir()
+        (job.run_dir / "logs" / "vllm_0.log").touch()
+        self.later = job.progress
+        return nullcontext()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
+def test_the_start_of_an_engine_is_two_lines_and_its_phases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    monkeypatch.setattr(launching, "QUICK", seconds)
+    view, engine = Shown(), Engine()
+    run: Any = SimpleNamespace(engine=engine)
+    job = EngineJob("/m", "float32", 8, tmp_path, seed=0)
+    with launching._launched(run, job, view):
+        began, *then = view.said
+        assert began.startswith("starting engine=")
+        assert then[0] == "vLLM is loading weights"
+        assert len(then) == (2 if seconds == 0 else 1), "a quick start needs no line"
+        assert seconds or str(tmp_path / "logs" / "vllm_0.log") in then[1]
+        engine.later(0, 0, "a server that is started again")
+        assert view.said[1:] == then
+
+
+def test_a_saved_job_has_no_progress_function(tmp_path: Path) -> None:
+    job = Job(EngineJob("/m", "float32", 8, tmp_path, seed=0), None)
+    job.save(tmp_path)
+    assert Job.load(tmp_path) == job
+    assert "progress" not in (tmp_path / "job.json").read_text()

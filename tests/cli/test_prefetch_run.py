@@ -1,0 +1,196 @@
+"""Whole runs that sample ahead, on an engine that needs no server: exact resumes, processes, errors, signals."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli.copied import config_dir
+from cli.running import finish, metrics, start, without_times
+from cli.test_survival import EVEN
+from safetensors.torch import load_file
+
+from grpocli.tracking.rollouts import read_rollouts
+from grpocli.training.leftover_groups import AHEAD
+
+TESTS = Path(__file__).parents[1]
+RUN = [
+    "train",
+    "model.warm_start_steps=20",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "optim.lr=3e-3",
+    "eval.problems=0",
+    "checkpoint.every=2",
+    "checkpoint.keep=0",
+]
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    return config_dir(tmp_path / "conf")
+
+
+def trained(run: Path, *options: str) -> list[dict[str, Any]]:
+    code, out = finish(start(*RUN, *options, f"hydra.run.dir={run}"))
+    assert code == 0, out
+    return metrics(run)
+
+
+def assert_same(one: Path, two: Path) -> None:
+    assert without_times(metrics(one)) == without_times(metrics(two))
+    first, second = (load_file(run / "model" / "model.safetensors") for run in (one, two))
+    assert all(first[name].equal(second[name]) for name in first)
+
+
+def versions(run: Path, step: int) -> set[int]:
+    return {row["version"] for row in read_rollouts(run / "rollouts" / f"step_{step:06d}.parquet")}
+
+
+def test_staleness_0_is_what_the_trainer_s_own_model_gives(engine: list[str], tmp_path: Path) -> None:
+    rows = trained(tmp_path / "copied", *engine, "train.steps=3")
+    assert not [name for name in rows[0] if name.startswith("staleness/") or name == "time/generate"]
+    trained(tmp_path / "own", "engine=transformers", "train.steps=3")
+    own, copied = metrics(tmp_path / "own"), [{k: v for k, v in row.items() if k != "sync/bytes"} for row in rows]
+    assert without_times(own) == without_times(copied)
+    assert [versions(tmp_path / "copied", step) for step in (1, 2, 3)] == [{1}, {2}, {3}]
+
+
+def test_staleness_1_is_one_version_old_and_a_resume_repeats_it_to_the_bit(engine: list[str], tmp_path: Path) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    options = [*engine, *EVEN, "rollout.max_staleness=1", "train.steps=8", "eval.problems=4", "eval.every=3"]
+    rows = trained(whole, *options)
+    assert all(row["grad_norm"] > 0 for row in rows), "weights that do not change have no age"
+    assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1, 1, 1, 1, 1]
+    assert [versions(whole, step) for step in range(1, 9)] == [{1}, {1}, {2}, {3}, {4}, {5}, {6}, {7}]
+    assert {row["sampling/stale"] for row in rows} == {0}
+    assert max(abs(row["sampling_importance_ratio"] - 1) for row in rows[1:]) > 1e-4
+    assert {row["clip_ratio/region_mean"] for row in rows} == {0}, "the first update of a step is on-policy"
+    saved = torch.load(whole / "checkpoints" / "step_000004" / AHEAD, weights_only=True)
+    assert [len(step["groups"]) for step in saved] == [4]
+    assert not (whole / "checkpoints" / "step_000008" / AHEAD).exists(), "the last step has none after it"
+
+    process = start(*RUN, *options, "engine.slow=0.5", f"hydra.run.dir={halves}")
+    deadline = time.monotonic() + 120
+    while not (halves / "checkpoints" / "step_000004").exists():
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    finish(process)
+    code, out = finish(start("train", *engine[:2], f"resume={halves}", "engine.slow=0"))
+    assert code == 0, out
+    assert_same(whole, halves)
+    for path in sorted((whole / "rollouts").iterdir()):
+        assert read_rollouts(path) == read_rollouts(halves / "rollouts" / path.name)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_two_processes_collect_the_same(engine: list[str], staleness: int, tmp_path: Path) -> None:
+    """With two steps ahead it is a matter of time which weights sample what, and nothing is too old."""
+    options = [*engine, f"rollout.max_staleness={staleness}", "train.steps=6", "eval.problems=4", "eval.every=2"]
+    options += ["hardware.timeout=60", "engine.slow=0.05"]
+    rows = trained(tmp_path / "two", *options, "hardware.processes=2")
+    assert max(row["staleness/max"] for row in rows) == staleness
+    assert {row["sampling/stale"] for row in rows} == {0}
+    assert {row["sampling/kept"] for row in rows} == {4}
+    if staleness == 1:
+        alone = trained(tmp_path / "one", *options)
+        assert [row["reward"] for row in rows] == [row["reward"] for row in alone]
+        assert [versions(tmp_path / "two", s) for s in range(1, 7)] == [
+            versions(tmp_path / "one", s) for s in range(1, 7)
+        ]
+
+
+def test_training_and_sampling_take_place_at_the_same_time(engine: list[str], tmp_path: Path) -> None:
+    """The engine answers once the policy has changed since it was asked: the run only ends if both go on together."""
+    options = ["engine.meanwhile=true", "rollout.max_staleness=1", "train.steps=4"]
+    options += ["optim.weight_decay=0.1"]  # weights change also where no reward differs
+    rows = trained(tmp_path / "run", *engine, *options)
+    assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_engine_that_is_lost_while_a_step_trains_is_synced_again(
+    engine: list[str], processes: int, tmp_path: Path
+) -> None:
+    """By the thread that trains, between two steps: the completions are of the weights after the step."""
+    options = ["engine.lost=2", "rollout.max_staleness=1", "train.steps=4", f"hardware.processes={processes}"]
+    rows = trained(tmp_path / "run", *engine, *options, "hardware.timeout=60")
+    assert [row["staleness/max"] for row in rows] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_engine_that_is_gone_while_a_step_trains_ends_the_run_with_a_checkpoint(
+    engine: list[str], processes: int, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    options = [*engine, "engine.lost=4", "engine.gone=true", "rollout.max_staleness=1", "train.steps=9"]
+    options += [f"hardware.processes={processes}", "hardware.timeout=60", f"hydra.run.dir={run}"]
+    code, out = finish(start(*RUN, *options))
+    assert code == 3, out
+    assert "the engine stays away" in out
+    assert "Traceback" not in out
+    assert len(metrics(run)) == 3
+    assert (run / "checkpoints" / "step_000003").exists()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_engine_that_breaks_ends_the_run_with_its_error(engine: list[str], processes: int, tmp_path: Path) -> None:
+    options = [*engine, "rollout.max_staleness=1", "train.steps=9", "engine.fails=3", f"hardware.processes={processes}"]
+    code, out = finish(start(*RUN, *options, "hardware.timeout=900", f"hydra.run.dir={tmp_path}/run"))
+    assert code == 1, out
+    assert out.splitlines()[-1].startswith("grpocli: error: RuntimeError: the engine broke")
+    assert processes > 1 or "Traceback" not in out  # of several, torch's launcher shows its own
+    assert len(metrics(tmp_path / "run")) >= 1
+
+
+def test_a_signal_ends_the_run_after_a_checkpoint_and_a_second_one_at_once(engine: list[str], tmp_path: Path) -> None:
+    for signals, code in ((1, 3), (2, 1)):
+        run = tmp_path / f"{signals}"
+        options = [*engine, "rollout.max_staleness=1", "train.steps=999"]
+        options += ["engine.slow=1"] if signals == 1 else ["engine.stuck=2"]
+        process = start(*RUN, *options, f"hydra.run.dir={run}")
+        deadline = time.monotonic() + 120
+        while not (run / "metrics.jsonl").exists():
+            assert process.poll() is None, finish(process)
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for _ in range(signals):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.1)
+        got, out = finish(process, timeout=30)
+        assert got == code, out
+        assert "Traceback" not in out
+        log = (run / "run.log").read_text() if (run / "run.log").exists() else ""
+        assert "still being collected" not in log, "the second signal waits for nothing"
+    assert (tmp_path / "1" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["engine=transformers", "rollout.max_staleness=1"], "rollout.max_staleness=1: engine=transformers samples"),
+        (["rollout.max_staleness=1"], "rollout.max_staleness=1: engine=transformers samples"),  # what auto is here
+        (["rollout.in_flight=true"], "rollout.in_flight=true: no request runs while weights change"),
+        (
+            ["engine=vllm", "rollout.max_staleness=1", "algorithm=dapo", "algorithm.keep.surplus=carry"],
+            "algorithm.keep.surplus=carry: carried groups would be older than rollout.max_staleness=1",
+        ),
+    ],
+    ids=str,
+)
+def test_contradictions(grpocli, overrides: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, err = grpocli("train", *overrides)
+    assert code == 2
+    assert said in err
+
+
+def test_prompts_are_tokenised_while_the_engine_starts(engine: list[str], tmp_path: Path) -> None:
+    assert len(trained(tmp_path / "run", *engine, "engine.starts_after_data=true", "train.steps=1")) == 1

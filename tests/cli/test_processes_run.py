@@ -1,0 +1,131 @@
+"""Several trainer processes: one that hangs, one that is killed, and processes on several machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cli.running import SMALL, finish, metrics, start
+from cli.test_survival import wait_for
+
+from grpocli.processes.guard import wait_gone
+from grpocli.processes.heartbeat import places
+
+REWARD = """
+import os, time
+
+CALLS = 0
+
+def score(completions, **kwargs):
+    global CALLS
+    CALLS += 1
+    if CALLS > 2 and os.environ.get("RANK") == "1":
+        {then}
+    return [float(i % 2) for i in range(len(completions))]
+"""
+MACHINES = ["hardware=multinode", "hardware.devices_per_node=1", "hardware.parallel=ddp", "hardware.device=cpu"]
+
+
+def run_with_reward(tmp_path: Path, then: str, *options: str) -> list[str]:
+    (tmp_path / "reward.py").write_text(REWARD.format(then=then))
+    reward = ["reward=[python]", "reward.python.function=reward.py:score", "reward.python.timeout=600"]
+    return ["train", *SMALL, *reward, "eval.problems=0", "train.steps=500", *options, f"hydra.run.dir={tmp_path}/run"]
+
+
+def test_a_process_that_hangs_is_named_with_its_stage_at_the_deadline(tmp_path: Path) -> None:
+    options = ["hardware.processes=2", "hardware.timeout=20"]
+    code, out = finish(start(*run_with_reward(tmp_path, "time.sleep(10_000)", *options)), timeout=240)
+    assert code == 1, out
+    assert "process 1 (pid " in out.splitlines()[-1]
+    assert "did not come within hardware.timeout=20 s: it has been at 'reward.python' of step 3" in out.splitlines()[-1]
+    assert "did not come" in json.loads((tmp_path / "run" / "summary.json").read_text())["exit"]
+    assert "Traceback" not in out
+    assert wait_gone([place.pid for place in places(tmp_path / "run")], 20) == []
+
+
+def test_a_process_that_is_killed_ends_the_others_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    process = start(*run_with_reward(tmp_path, "pass", "hardware.processes=2"))
+    wait_for(tmp_path / "run" / "metrics.jsonl")
+    _, victim = places(tmp_path / "run")
+    os.kill(victim.pid, signal.SIGKILL)
+    killed = time.monotonic()
+    code, out = finish(process, timeout=180)
+    assert code == 1, out
+    assert time.monotonic() - killed < 90
+    assert f"process 1 (pid {victim.pid}) ended without a word at" in out.splitlines()[-1]
+    assert "Traceback" not in out
+    assert "ChildFailedError" not in out
+    assert list(temporary.glob("torchelastic_*")) == []
+
+
+@pytest.mark.parametrize("killed", ["reaper.py trainers", "grpocli.launch.accelerated"])
+def test_without_their_guard_or_launcher_no_process_goes_on(tmp_path: Path, killed: str) -> None:
+    process = start(*run_with_reward(tmp_path, "pass", "hardware.processes=2"))
+    wait_for(tmp_path / "run" / "metrics.jsonl")
+    found = subprocess.run(["pgrep", "-f", f"{killed}.*{tmp_path}"], capture_output=True, text=True, check=True)
+    os.kill(int(found.stdout.split()[0]), signal.SIGKILL)
+    code, out = finish(process, timeout=180)
+    assert code == 1, out
+    assert "kill" in out.splitlines()[-1]
+    assert wait_gone([place.pid for place in places(tmp_path / "run")], 5) == []
+
+
+def machine(rank: int, *argv: str, session: str = "77", count: int = 2) -> subprocess.Popen[str]:
+    """A training machine of a job, as the batch script starts it; this one is several."""
+    job = {"SLURM_JOB_ID": session, "SLURM_PROCID": str(rank), "SLURM_NTASKS": str(count)}
+    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(21000 + os.getpid() % 9000)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **job, **port}
+    command = [sys.executable, "-m", "grpocli", "train", *argv]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_two_machines_do_what_two_processes_do(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    code, out = finish(start("train", *SMALL, "hardware.processes=2", f"hydra.run.dir={one}"))
+    assert code == 0, out
+    several = [*MACHINES, "hardware.train_nodes=2", "hardware.rollout_nodes=0"]
+    first = machine(0, *SMALL, *several, f"hydra.run.dir={two}")
+    wait_for(two / "job.json")
+    second = machine(1, f"resume={two}")
+    for process in (first, second):
+        code, out = finish(process)
+        assert code == 0, out
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        for name in ("reward", "loss", "grad_norm", "entropy", "completions/mean_length"):
+            assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-8), name
+    assert (two / "logs" / "rank_1.log").exists()
+
+
+def test_an_error_on_the_other_machine_is_the_runs(tmp_path: Path) -> None:
+    several = [*MACHINES, "hardware.train_nodes=2", "hardware.rollout_nodes=0"]
+    words = run_with_reward(tmp_path, "raise ValueError('the second machine is unhappy')", *several)
+    first = machine(0, *words[1:])
+    wait_for(tmp_path / "run" / "job.json")
+    second = machine(1, f"resume={tmp_path}/run")
+    for process in (first, second):
+        code, out = finish(process, timeout=120)
+        assert code == 1, out
+        assert "the second machine is unhappy" in out.splitlines()[-1]
+
+
+def test_what_has_stopped_says_that_it_wants_to_go_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start("train", *SMALL, "train.steps=500", "eval.problems=0", f"hydra.run.dir={run}")
+    wait_for(run / "metrics.jsonl")
+    (run / "stop").touch()  # as a batch script asks
+    code, out = finish(process)
+    assert code == 3, out
+    assert (run / "again").exists()
+    code, out = finish(start("train", f"resume={run}", f"train.steps={len(metrics(run)) + 1}"))
+    assert code == 0, out
+    assert not (run / "again").exists()
+    assert not (run / "stop").exists()

@@ -1,0 +1,76 @@
+"""What `resume=` says, and what it leaves behind, as a user sees it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+from cli.running import SMALL, metrics
+from cli.test_refused import digest
+
+SECRET = "hunter2-of-the-environment"
+TYPED = "rollout.stop=['${oc.env:MY_SECRET}']"
+
+
+def test_a_resume_tells_what_has_changed_and_that_a_run_is_finished(
+    grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SECRET", SECRET)
+    run = tmp_path / "run"
+    start = ["train", *SMALL, "train.steps=2", "eval.problems=0", "optim.lr=1e-3", TYPED, f"hydra.run.dir={run}"]
+    code, out, _ = grpocli(*start)
+    assert code == 0
+    assert "changed" not in out
+    for name in ("overrides.yaml", "hydra.yaml", "config.yaml"):  # as Hydra would leave them
+        assert stat.S_IMODE((run / ".hydra" / name).stat().st_mode) == 0o600  # it names the environment
+    assert stat.S_IMODE((run / "config.yaml").stat().st_mode) == 0o600
+
+    given = ["train.steps=3", "optim.lr=5e-4", "rollout.stop=['${oc.env:MY_SECRET}',b]"]
+    code, out, _ = grpocli("train", f"resume={run}", *given)
+    assert code == 0
+    said = [line for line in out.splitlines() if line.startswith("changed ")]
+    assert said == [
+        "changed optim.lr: 0.001 -> 0.0005",
+        "changed train.steps: 2 -> 3",
+        "changed rollout.stop: ['${oc.env:MY_SECRET}'] -> ['${oc.env:MY_SECRET}', 'b']",
+    ]
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3]
+    card = (run / "model" / "README.md").read_text()
+    assert "| steps 1 to 2 | started " in card
+    assert "; `optim.lr` 0.001 -> 0.0005; `train.steps` 2 -> 3; `rollout.stop` " in card
+    assert [json.loads(line)["step"] for line in (run / "sessions.jsonl").read_text().splitlines()] == [0, 2]
+
+    assert "- ${oc.env:MY_SECRET}\n" in card
+    assert SECRET not in grpocli("compare", str(run))[1]
+    files = [path for path in run.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []  # may be copied and published
+
+    before = digest(run)
+    code, out, _ = grpocli("train", f"resume={run}")
+    assert code == 0
+    assert out.strip().endswith("is finished after 3 steps, and stays as it is; train.steps=N above 3 trains more")
+    assert digest(run) == before
+
+    code, out, _ = grpocli("train", f"resume={run}", "train.steps=4", "algorithm=drgrpo")
+    assert code == 0
+    assert "changed algorithm.advantage: std -> center" in out
+    assert "changed algorithm: grpo -> drgrpo" in out
+    assert "rewards from now on: exact_match" in out
+    card = (run / "model" / "README.md").read_text()
+    assert "| steps 4 to 4 | " in card
+    assert "| algorithm | `grpo`, then `drgrpo` |" in card
+
+    for path in run.glob(".hydra/*"):  # a resume needs the config alone
+        path.write_text("- [")
+    for left in ("checkpoints", "model"):  # as where it was killed before its first checkpoint
+        shutil.rmtree(run / left)
+    (run / "summary.json").unlink()
+    code, out, _ = grpocli("train", f"resume={run}", "train.steps=1")
+    assert code == 0
+    assert "the run ended before its first checkpoint: it begins again" in out
+    assert [row["step"] for row in metrics(run)] == [1]
+    assert [path.name for path in (run / "rollouts").iterdir()] == ["step_000001.parquet"]

@@ -1,0 +1,192 @@
+"""`grpocli rollouts`: reading what was sampled, filtered and exported."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+from grpocli.tracking.rollouts import evaluated, read_rollouts, write_rollouts
+from grpocli.types import Completion, Group, Prompt, Rollout, Status
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Three steps of two groups, one of each task, whose completions have the rewards 0 and 1."""
+    (tmp_path / "rollouts").mkdir()
+    for step in (1, 2, 3):
+        groups = []
+        for task in ("sums", "words"):
+            prompt = Prompt(
+                f"{step}",
+                [1],
+                [{"role": "user", "content": f"{task}?"}],
+                {"task_name": task, "answer": f"{task[0]}\x1b[31m{step}", "level": step},
+            )
+            done = [Completion([5] * (k + 1), [-1.0] * (k + 1), ("stop", "length")[k], step) for k in range(2)]
+            other = None if task == "sums" else 0.5
+            groups.append(
+                Group(
+                    prompt,
+                    [
+                        Rollout(prompt, c, f"{task} {step} {k} [b]", {"right": k, "other": other or float("nan")})
+                        for k, c in enumerate(done)
+                    ],
+                )
+            )
+        records = [
+            dataclasses.replace(record, status=Status.TRAINED, advantage=(-1.0, 1.0)[k % 2])
+            for k, record in enumerate(evaluated(groups))
+        ]
+        records[-1] = dataclasses.replace(records[-1], status=Status.FILTERED, advantage=None)
+        write_rollouts(tmp_path / "rollouts" / f"step_{step:06d}.parquet", records, step)
+    return tmp_path
+
+
+def shown(out: str) -> list[str]:
+    return [line for line in out.splitlines() if line.endswith("[b]")]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], ["sums 3 0", "sums 3 1", "words 3 0", "words 3 1"]),
+        (["--step", "2", "--task", "words"], ["words 2 0", "words 2 1"]),
+        (["--step", "2:", "--finish", "length", "--where", "other=0.5"], ["words 2 1", "words 3 1"]),
+        (["--step", ":", "--where", "right<1", "--where", "advantage < 0", "--n", "2"], ["sums 1 0", "words 1 0"]),
+        (["--step", ":", "--where", "status=filtered"], ["words 1 1", "words 2 1", "words 3 1"]),
+        (["--step", ":", "--where", "columns.level>2", "--n", "1"], ["sums 3 0"]),
+        (["--step", ":2", "--where", "reward/other!=0.5", "--where", "right>=1"], ["sums 1 1", "sums 2 1"]),
+    ],
+)
+def test_what_is_shown(grpocli, run: Path, options: list[str], expected: list[str]) -> None:
+    code, out, _ = grpocli("rollouts", str(run), *options)
+    assert code == 0
+    assert shown(out) == [f"{text} [b]" for text in expected]
+    assert "user: sums?" in out or "user: words?" in out
+
+
+def test_the_reference_answer_and_the_status_are_shown(grpocli, run: Path) -> None:
+    _, out, _ = grpocli("rollouts", str(run), "--task", "words")
+    blocks = out.split("── ")[1:]
+    assert [block.splitlines()[-1] for block in blocks] == ["reference: w3"] * 2, "and no escape codes"
+    assert "advantage -1.000  1 tokens, stop\n" in blocks[0]
+    assert "2 tokens, length  filtered\n" in blocks[1]
+    assert "advantage" not in blocks[1]
+
+
+def test_files_of_older_versions_are_read(grpocli, tmp_path: Path) -> None:
+    """They had the completions that were trained on, and conversations as JSON."""
+    row = {"step": 1, "task": "sums", "uid": "0", "group": 0, "completion": "2 [b]", "completion_ids": [5]}
+    row |= {"prompt": '[{"role": "user", "content": "1+1="}]', "advantage": 0.5, "finish_reason": "stop"}
+    (tmp_path / "rollouts").mkdir()
+    table = pyarrow.Table.from_pylist([row | {"reward/right": 1.0}])
+    pyarrow.parquet.write_table(table, tmp_path / "rollouts" / "step_000001.parquet")
+    code, out, _ = grpocli("rollouts", str(tmp_path), "--where", "right=1")
+    assert code == 0
+    assert out.splitlines() == [
+        "── step 1  group 0  task sums  right 1  advantage 0.500  1 tokens, stop",
+        "user: 1+1=",
+        "2 [b]",
+    ]
+
+
+def test_what_is_exported(grpocli, run: Path, tmp_path: Path) -> None:
+    for name in ("out.jsonl", "out.parquet"):
+        code, out, _ = grpocli(
+            "rollouts", str(run), "--step", ":", "--where", "right=1", "--export", str(tmp_path / name)
+        )
+        assert (code, out) == (0, f"6 completions in {tmp_path / name}\n")
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["completion"] for row in lines] == [
+        row["completion"] for row in read_rollouts(tmp_path / "out.parquet")
+    ]
+    assert lines[0]["completion_ids"] == [5, 5]
+    assert lines[0]["messages"] == [{"role": "user", "content": "sums?"}]
+    files = [tmp_path / "out.parquet", run / "rollouts" / "step_000001.parquet"]
+    one, other = map(pyarrow.parquet.read_schema, files)
+    assert one.equals(other)
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--step", "7"], "the run has sampled nothing there; it has the steps 1 to 3"),
+        (["--step", "x"], "--step 'x': write N, or FROM:TO"),
+        (["--where", "rigth=1"], 'there is no such column; did you mean "right"'),
+        (["--where", "nonsense=1"], "there is no such column; there are "),
+        (["--where", "nonsense=1"], ", right, "),
+        (["--where", "right=one"], "'one' is no number"),
+        (["--where", "right"], "write COLUMN<VALUE"),
+        (["--status", "filtered"], "there is no option --status; write --where status=filtered"),
+        (["--right=1"], "there is no option --right; write --where right=1"),
+        (["--steps", "2"], 'there is no option --steps; did you mean "--step"?'),
+        (["another"], "another: give the folder of one run"),
+        (["--n", "-1"], "--n -1: must be 0 (all) or more"),
+        (["--export", "out.csv"], "must end in .jsonl or .parquet"),
+        (["--export", "/nowhere/out.jsonl"], "--export /nowhere/out.jsonl: there is no folder /nowhere"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_sentence(grpocli, run: Path, options: list[str], said: str) -> None:
+    code, _, err = grpocli("rollouts", str(run), *options)
+    assert code == 2
+    assert said in err
+
+
+def test_a_folder_that_is_no_run_and_filters_that_nothing_fits(grpocli, run: Path, tmp_path: Path) -> None:
+    code, _, err = grpocli("rollouts", str(tmp_path / "rollouts"))
+    assert (code, "holds no run of grpocli, there is no config.yaml in it" in err) == (2, True)
+    (run / "config.yaml").touch()
+    code, _, err = grpocli("rollouts", f"{run}s")
+    assert (code, f'RUN {run}s: there is no such folder; did you mean "{run}"?\n' in err) == (2, True)
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.yaml").touch()
+    code, _, err = grpocli("rollouts", str(tmp_path / "begun"))
+    assert (code, "the run has sampled nothing yet" in err) == (2, True)
+    for condition in ("right>1", "columns.nowhere>1"):
+        code, _, err = grpocli("rollouts", str(run), "--where", condition)
+        assert (code, err) == (1, "nothing fits\n")
+
+
+def test_a_hub_that_does_not_take_it(grpocli, run: Path) -> None:
+    code, _, err = grpocli("rollouts", str(run), "--step", ":", "--export", "hub:not//a name")
+    assert code == 1
+    assert "--export hub:not//a name: the hub did not take it: " in err
+
+
+def _not_utf8(rows: int) -> pyarrow.Array:
+    _, offsets, data = pyarrow.array([b"\xff"] * rows).buffers()
+    return pyarrow.StringArray.from_buffers(rows, offsets, data)
+
+
+@pytest.mark.parametrize(
+    ("column", "made", "said"),
+    [
+        ("completion", _not_utf8, "is broken or no parquet file: 'utf-8' codec"),
+        ("completion", lambda n: pyarrow.array([7] * n), "holds no rollouts, a row has '7' for completion"),
+        ("advantage", lambda n: pyarrow.array(["high"] * n), "holds no rollouts, a row has 'high' for advantage"),
+        ("columns", lambda n: pyarrow.array(["[" * 100_000] * n), "the columns of an example in step 1 cannot be read"),
+    ],
+)
+def test_files_of_somebody_elses(grpocli, run: Path, column: str, made: Any, said: str) -> None:
+    file = run / "rollouts" / "step_000001.parquet"
+    table = pyarrow.parquet.read_table(file)
+    place = table.column_names.index(column)
+    pyarrow.parquet.write_table(table.set_column(place, column, made(len(table))), file)
+    code, _, err = grpocli("rollouts", str(run), "--step", "1", "--where", "columns.x=1")
+    assert (code, err.count("\n")) == (2, 1)
+    assert said in err
+
+
+def test_pages_that_cannot_be_decompressed(grpocli, run: Path) -> None:
+    file = run / "rollouts" / "step_000001.parquet"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:100] + bytes(byte ^ 255 for byte in whole[100:400]) + whole[400:])
+    code, _, err = grpocli("rollouts", str(run), "--step", "1")
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"{file}: is broken or no parquet file: " in err

@@ -1,0 +1,66 @@
+"""A Ctrl-C inside an evaluation ends it with a checkpoint; a resume repeats it, and equals never having stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli.running import SMALL, metrics, without_times
+from safetensors.torch import load_file
+
+REWARD = """
+import os, signal
+from pathlib import Path
+
+LEFT = Path(__file__).with_name("evaluations_left")
+
+def resumed():
+    return (LEFT.parent / "run" / "checkpoints" / "step_000000").exists()
+
+def even(completions, **kwargs):
+    if len(completions) == 8 and LEFT.exists():  # the samples of an evaluation; its greedy answers are still to come
+        left = int(LEFT.read_text())
+        LEFT.write_text(str(left - 1))
+        if left == 0:
+            LEFT.unlink()
+            os.kill(os.getpid(), signal.SIGTERM if resumed() else signal.SIGINT)
+    return [float((one[0]['content'] or '9')[:1] in '02468') for one in completions]
+"""
+
+
+def test_a_stop_inside_evaluations(
+    grpocli, tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPOCLI_CACHE", str(shared_cache))
+    (tmp_path / "rewards.py").write_text(REWARD)
+    reward = ["reward=[python]", f"reward.python.function={tmp_path}/rewards.py:even"]
+    command = ["train", *SMALL, *reward, "train.steps=2", "eval.every=1", "checkpoint.every=0"]
+    undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
+    assert grpocli(*command, f"hydra.run.dir={undisturbed}")[0] == 0
+
+    (tmp_path / "evaluations_left").write_text("0")
+    code, _, err = grpocli(*command, f"hydra.run.dir={run}")
+    assert code == 3
+    assert f"SIGINT after step 0; go on with: grpocli train resume={run}" in err
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_000000"]
+    assert not (run / "metrics.jsonl").exists(), "it stopped before the first step"
+
+    (tmp_path / "evaluations_left").write_text("1")  # the one before the first step is repeated
+    code, _, err = grpocli("train", f"resume={run}")
+    assert code == 3
+    assert "SIGTERM after step 1" in err
+    assert [row["step"] for row in metrics(run)] == [1]
+    assert "eval/accuracy" not in metrics(run)[0]
+    assert json.loads((run / "summary.json").read_text())["steps"] == 1
+
+    code, out, _ = grpocli("train", f"resume={run}")
+    assert code == 0, out
+    assert without_times(metrics(run)) == without_times(metrics(undisturbed))
+    assert "eval/accuracy" in metrics(run)[0]
+    one, two = (json.loads((folder / "summary.json").read_text()) for folder in (run, undisturbed))
+    assert [one[key] for key in ("eval/accuracy_before", "eval/accuracy")] == [
+        two[key] for key in ("eval/accuracy_before", "eval/accuracy")
+    ]
+    weights, expected = (load_file(folder / "model" / "model.safetensors") for folder in (run, undisturbed))
+    assert all(weights[key].equal(expected[key]) for key in expected)

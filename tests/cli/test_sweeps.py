@@ -1,0 +1,30 @@
+"""Sweepers of Hydra's that choose by a run's value, its `eval/accuracy`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from cli.running import SMALL, finish, start
+from omegaconf import OmegaConf
+
+
+def test_optuna_finds_the_best_of_its_trials(tmp_path: Path) -> None:
+    sampler = ["hydra/sweeper=optuna", "hydra/sweeper/sampler=tpe", "hydra.sweeper.sampler.seed=1"]
+    study = ["hydra.sweeper.direction=maximize", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=1"]
+    space = ["optim.lr=tag(log,interval(1e-4,1e-2))", "algorithm.objective.high=interval(0.1,0.4)"]
+    small = [*SMALL, "eval.problems=32"]
+    code, out = finish(start("train", "-m", *sampler, *study, *space, *small, f"hydra.sweep.dir={tmp_path}/sweep"))
+    assert code == 0, out
+    best = OmegaConf.load(tmp_path / "sweep" / "optimization_results.yaml")
+    reached, tried = [], []
+    for folder in sorted(path for path in (tmp_path / "sweep").iterdir() if path.is_dir()):
+        config = OmegaConf.load(folder / "config.yaml")
+        reached.append(json.loads((folder / "summary.json").read_text())["eval/accuracy"])
+        tried.append((config.optim.lr, config.algorithm.objective.high))
+    assert len(set(tried)) == 4
+    assert all(1e-4 <= lr <= 1e-2 and 0.1 <= high <= 0.4 for lr, high in tried)
+    assert math.isclose(best.best_value, max(reached))
+    chosen = (best.best_params["optim.lr"], best.best_params["algorithm.objective.high"])
+    assert chosen == tried[reached.index(max(reached))]

@@ -1,0 +1,162 @@
+"""`grpocli train`, as a user sees it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from cli.running import SMALL, metrics, without_times
+
+SMALL_RUN = ["train", *SMALL]
+
+
+def test_a_run_leaves_what_it_promises(grpocli, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    code, out, err = grpocli(*SMALL_RUN, "checkpoint.every=2", "checkpoint.keep=1", f"hydra.run.dir={run}")
+    assert (code, err) == (0, "")
+    assert "4 prompts x 4 = 16 completions a step" in out
+    assert "held-out accuracy after 3 steps" in out
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["weight_version"] for row in rows] == [1, 2, 3]
+    assert all(row["token_mult_prob_error"] == pytest.approx(1, abs=1e-4) for row in rows)
+    assert {
+        "reward",
+        "reward_std",
+        "rewards/exact_match/mean",
+        "rewards/exact_match/errors",
+        "frac_reward_zero_std",
+        "completions/mean_length",
+        "completions/clipped_ratio",
+        "loss",
+        "grad_norm",
+        "kl",
+        "entropy",
+        "clip_ratio/low_mean",
+        "clip_ratio/high_mean",
+        "clip_ratio/region_mean",
+        "sampling_importance_ratio",
+        "approx_entropy",
+        "time/rollout",
+        "time/reward",
+        "time/train",
+        "time/sync",
+        "tokens/generated",
+        "tokens/trained",
+        "sampling/rounds",
+        "sampling/kept",
+    } <= rows[0].keys()
+    assert sorted(p.name for p in (run / "rollouts").iterdir()) == [f"step_00000{i}.parquet" for i in (1, 2, 3)]
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_000003"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["exit"]) == (3, "done")
+    assert {"eval/accuracy_before", "eval/accuracy", "seconds"} <= summary.keys()
+
+
+@pytest.mark.parametrize(("terminal", "sweep"), [(True, False), (False, False), (True, True)])
+def test_the_end_of_a_run_says_what_to_do_next_in_a_terminal(
+    terminal: bool, sweep: bool, grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpocli.launch.run.launch", lambda *_, **__: 0.5)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.chdir(tmp_path)
+    where = ["-m", f"hydra.sweep.dir={tmp_path}/a run"] if sweep else [f"hydra.run.dir={tmp_path}/a run"]
+    code, out, err = grpocli("train", *where)
+    assert (code, err) == (0, "")
+    assert ("grpocli rollouts 'a run'\n" in out) is (terminal and not sweep)
+    assert ("grpocli compare 'a run' RUN ...\n" in out) is (terminal and not sweep)
+
+
+def test_the_final_model_is_a_hugging_face_folder(grpocli, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = tmp_path / "run"
+    assert grpocli(*SMALL_RUN, "eval.problems=0", f"hydra.run.dir={run}")[0] == 0
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "12+34="}], tokenize=False)
+    assert model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=2).shape[0] == 1
+    assert "library_name: transformers" in (run / "model" / "README.md").read_text()
+    code, _, err = grpocli(*SMALL_RUN, "model=hf", f"model.path={run}/model", f"hydra.run.dir={tmp_path}/again")
+    assert code == 2, "model=hf has no warm start"
+    assert "model.warm_start_steps" in err
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "drgrpo", "dgpo"])
+def test_every_algorithm_trains(algorithm: str, grpocli, tmp_path: Path) -> None:
+    code, _, err = grpocli(*SMALL_RUN, f"algorithm={algorithm}", "eval.problems=0", f"hydra.run.dir={tmp_path}/run")
+    assert (code, err) == (0, "")
+    rows = metrics(tmp_path / "run")
+    assert len(rows) == 3
+    assert ("kl" in rows[0]) == (algorithm == "grpo")
+    if algorithm == "dapo":
+        assert rows[0]["sampling/rounds"] >= 1
+        assert "rewards/overlong/mean" in rows[0]
+
+
+def test_several_epochs_and_minibatches_are_off_policy(grpocli, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(
+        "def small(completions, **kwargs):\n    return [-float(ord(c[0]['content'][:1] or '9')) for c in completions]\n"
+    )
+    options = ["train.epochs=3", "train.minibatches=2", "optim.lr=1e-2", "eval.problems=0"]
+    options += ["reward=[python]", "reward.python.function=reward.py:small"]
+    assert grpocli(*SMALL_RUN, *options, f"hydra.run.dir={tmp_path}/run")[0] == 0
+    assert any(row["clip_ratio/region_mean"] > 0 for row in metrics(tmp_path / "run"))
+
+
+def test_evaluation_during_training(grpocli, tmp_path: Path) -> None:
+    assert grpocli(*SMALL_RUN, "eval.every=2", f"hydra.run.dir={tmp_path}/run")[0] == 0
+    assert ["eval/accuracy" in row for row in metrics(tmp_path / "run")] == [False, True, False]
+
+
+def test_gradient_checkpointing_changes_nothing(grpocli, tmp_path: Path) -> None:
+    for name, on in (("a", "false"), ("b", "true")):
+        options = [f"train.gradient_checkpointing={on}", "eval.problems=0", "train.steps=2"]
+        assert grpocli(*SMALL_RUN, *options, f"hydra.run.dir={tmp_path}/{name}")[0] == 0
+    one, other = (without_times(metrics(tmp_path / name)) for name in "ab")
+    assert other[1]["grad_norm"] == pytest.approx(one[1]["grad_norm"], rel=1e-4)
+
+
+def test_a_truncated_sampling_distribution_is_scored_as_it_is(grpocli, tmp_path: Path) -> None:
+    options = ["rollout.top_p=0.9", "rollout.top_k=5", "rollout.min_p=0.01", "rollout.temperature=0.8"]
+    assert grpocli(*SMALL_RUN, *options, "eval.problems=0", f"hydra.run.dir={tmp_path}/run")[0] == 0
+    assert all(row["token_mult_prob_error"] == pytest.approx(1, abs=1e-4) for row in metrics(tmp_path / "run"))
+
+
+def test_a_sweep_and_its_comparison(grpocli, tmp_path: Path) -> None:
+    sweep = ["-m", "algorithm=grpo,drgrpo", "seed=0,1", "train.steps=1", f"hydra.sweep.dir={tmp_path}/sweep"]
+    code, _, err = grpocli(*SMALL_RUN, *sweep)
+    assert (code, err) == (0, "")
+    code, out, _ = grpocli("compare", str(tmp_path / "sweep"), "--format", "json")
+    rows = json.loads(out)
+    assert sorted((row["algorithm"], row["seed"]) for row in rows) == [
+        ("drgrpo", 0),
+        ("drgrpo", 1),
+        ("grpo", 0),
+        ("grpo", 1),
+    ]
+    assert all(row["exit"] == "done" for row in rows)
+
+
+def test_a_sweep_goes_on_after_a_job_that_failed(grpocli, tmp_path: Path) -> None:
+    sweep = ["-m", "eval.reward=nothing,exact_match", "train.steps=1", f"hydra.sweep.dir={tmp_path}/sweep"]
+    code, _, err = grpocli(*SMALL_RUN, *sweep)
+    assert code == 2
+    assert "eval.reward=nothing" in err
+    assert json.loads((tmp_path / "sweep" / "1" / "summary.json").read_text())["exit"] == "done"
+
+
+def test_tensorboard(grpocli, tmp_path: Path) -> None:
+    assert grpocli(*SMALL_RUN, "tracker=tensorboard", "eval.problems=0", f"hydra.run.dir={tmp_path}/run")[0] == 0
+    assert list((tmp_path / "run").rglob("events.out.tfevents*"))
+
+
+def test_help_and_config_are_printed(grpocli) -> None:
+    code, out, _ = grpocli("train", "--help")
+    assert code == 0
+    assert "algorithm: dapo, dgpo, drgrpo, grpo" in out
+    code, out, _ = grpocli("train", "--cfg", "job", "algorithm=dapo")
+    assert code == 0
+    assert "high: 0.28" in out

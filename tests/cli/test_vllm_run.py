@@ -1,0 +1,78 @@
+"""Whole runs on a real vLLM server: the run's own, and one that `grpocli vllm-serve` started."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+from pathlib import Path
+
+import pytest
+from cli.family import Family, wait_for_steps
+from cli.running import SMALL, finish, metrics, start
+from cli.test_environment_run import TWO
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+RUN = ["train", *SMALL, "train.steps=5", "engine=vllm"]
+
+
+def assert_synced(run: Path) -> None:
+    rows = metrics(run)
+    assert len(rows) >= 5
+    assert [row["weight_version"] for row in rows] == list(range(1, len(rows) + 1))
+    assert all(row["token_mult_prob_error"] < 1.02 for row in rows)
+    assert all(row["sync/bytes"] > 0 for row in rows[1:])
+
+
+def until_signal(run: Path, steps: int, number: signal.Signals, *options: str) -> int:
+    """Start a long run, send it a signal after some steps; its exit code. Nothing of it is left."""
+    family = Family()
+    process = start(*RUN, "train.steps=1000", *options, f"hydra.run.dir={run}")
+    try:
+        wait_for_steps(run, steps, process)
+        assert len(family.engines()) == 1
+        memory = family.memory()
+        process.send_signal(number)
+        code, _ = family.wait(process, 60)
+    finally:
+        process.kill()
+        finish(process)
+    family.assert_gone(memory)
+    return code
+
+
+def test_a_run_starts_syncs_and_stops_its_server(tmp_path: Path) -> None:
+    """One task of one turn, and one of several: the trainer scores the very tokens of both."""
+    code = until_signal(tmp_path / "run", 5, signal.SIGTERM, *TWO[1:])
+    assert code == 3, "it stops after a step, with a checkpoint"
+    assert_synced(tmp_path / "run")
+    assert all(row["completions/mean_turns"] > 1 for row in metrics(tmp_path / "run"))
+
+
+def test_a_killed_run_leaves_no_server(tmp_path: Path) -> None:
+    assert until_signal(tmp_path / "run", 1, signal.SIGKILL) == -signal.SIGKILL
+
+
+def test_two_processes_with_parts_of_the_weights_use_the_server_of_another_terminal(tmp_path: Path) -> None:
+    family = Family()
+    serve = start("vllm-serve", "model.warm_start_steps=20", "port=0", "max_model_len=64")
+    try:
+        url = None
+        assert serve.stdout is not None
+        for line in serve.stdout:
+            if "vLLM serves at " in line:
+                url = line.split()[-1]
+            if "stop with Ctrl-C" in line:
+                break
+        assert url is not None, "vllm-serve ended without an address"
+        assert len(family.engines()) == 1
+        two = ["hardware.processes=2", "hardware.parallel=fsdp2"]
+        code, out = family.wait(start(*RUN, f"engine.base_url={url}", *two, f"hydra.run.dir={tmp_path}/run"))
+        assert code == 0, out
+        assert_synced(tmp_path / "run")
+        memory = family.memory()
+    finally:
+        serve.send_signal(signal.SIGINT)
+        code, out = finish(serve, timeout=180)
+    assert code == 0, out
+    family.assert_gone(memory)

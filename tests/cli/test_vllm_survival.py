@@ -1,0 +1,85 @@
+"""Real servers that are killed under a run: its own come back, a given one that does not ends it with a checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from cli.family import Family, wait_for_steps
+from cli.running import SMALL, finish, metrics, start
+
+from grpocli.processes.guard import wait_gone
+from grpocli.rollout.vllm.private_folder import sweep
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+RUN = ["train", *SMALL, "engine=vllm", "eval.problems=0"]
+
+
+def assert_complete(run: Path, steps: int) -> None:
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == [row["weight_version"] for row in rows] == list(range(1, steps + 1))
+    assert all(row["token_mult_prob_error"] < 1.02 for row in rows)
+    assert all(row["sync/bytes"] > 0 for row in rows)
+    assert all(row["sampling/kept"] == 4 for row in rows)
+
+
+def test_a_replica_that_is_killed_in_a_step_is_replaced(tmp_path: Path) -> None:
+    family, run, steps = Family(), tmp_path / "run", 6
+    process = start(*RUN, "engine.replicas=2", f"train.steps={steps}", f"hydra.run.dir={run}")
+    try:
+        wait_for_steps(run, 2, process)
+        engines = family.engines()
+        assert len(engines) == 2
+        memory = family.memory()
+        os.kill(engines[0], signal.SIGKILL)
+        code, out = family.wait(process)
+    finally:
+        process.kill()
+        finish(process)
+    assert code == 0, out
+    assert_complete(run, steps)
+    assert metrics(run)[-1]["engine/restarts"] == 1
+    family.assert_gone(memory)
+
+
+def test_a_given_server_that_stays_away_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    """It and its guard are killed, so that nobody is left who could end vLLM's processes and remove their files."""
+    family, servers, run = Family(), Family(), tmp_path / "run"
+    serve = start("vllm-serve", "model.warm_start_steps=20", "port=0", "max_model_len=64")
+    try:
+        assert serve.stdout is not None
+        url = next(line.split()[-1] for line in serve.stdout if "vLLM serves at " in line)
+        assert len(servers.engines()) == 1
+        given = [f"engine.base_url=[{url}]", "engine.reconnect_timeout=3", "hardware.processes=2"]
+        process = start(*RUN, *given, "train.steps=200", "checkpoint.every=0", f"hydra.run.dir={run}")
+        wait_for_steps(run, 3, process)
+        assert len(family.engines()) == 1
+        memory = family.memory()
+        servers.kill_named(serve)
+        assert wait_gone(sorted(servers.seen), 10) == []
+    finally:
+        serve.kill()
+        finish(serve)
+    try:
+        code, out = family.wait(process, 60)
+    finally:
+        process.kill()
+        finish(process)
+    assert code == 3, out
+    said = " ".join(out.split())
+    assert "it did not come back within 3 s (engine.reconnect_timeout)" in said
+    assert f"go on with: grpocli train resume={run}" in said
+    done = len(metrics(run))
+    assert 3 <= done < 200
+    assert json.loads((run / "checkpoints" / f"step_{done:06d}" / "trainer.json").read_text())["step"] == done
+    sweep()  # as the next start does
+    family.assert_gone(memory)
+    more = ["engine=transformers", "hardware.processes=1", f"train.steps={done + 2}"]
+    code, out = finish(start("train", f"resume={run}", *more))
+    assert code == 0, out
+    assert [row["step"] for row in metrics(run)] == list(range(1, done + 3))

@@ -1,0 +1,345 @@
+"""`grpocli plan`: counts, what is shared among processes, exit codes, and figures that a real run confirms."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from grpocli.cli.plan import EXAMPLES, _parser
+from grpocli.errors import ConfigError
+from grpocli.launch.compose import build_run, compose
+from grpocli.plan.ledger import Ledger
+from grpocli.plan.place import GIB, Asked
+from grpocli.plan.plan import Plan, make_plan
+from grpocli.plan.shape import find_shape
+
+Command = Callable[..., tuple[int, str, str]]
+
+SMALL = LlamaConfig(
+    vocab_size=1024,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+    eos_token_id=3,
+    bos_token_id=2,
+    pad_token_id=0,
+)
+PUBLISHED = {  # parameters of the models with these names
+    "deepseekmath-7b-instruct": 6_910_365_696,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-math-1.5b": 1_543_714_304,
+    "qwen2.5-math-7b": 7_615_616_512,
+    "smollm2-135m": 134_515_008,
+}
+
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTED = sorted(
+    {
+        command
+        for text in (EXAMPLES, *(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))))
+        for command in re.findall(r"(?:^|`)\s*(grpocli plan [\w.=@+-][^`\n]*?)(?=\s{2,}|`|$)", text, re.MULTILINE)
+        if "FOLDER" not in command
+    }
+)
+
+
+def planned(*overrides: str, **asked: Any) -> Plan:
+    return make_plan(build_run(compose(list(overrides))), Asked(**asked))
+
+
+def update(plan: Plan, name: str) -> float:
+    """Bytes of one thing on a trainer's device while it updates; 0 where it has none."""
+    return sum(item.update for item in plan.devices[0].items if item.name == name)
+
+
+@pytest.fixture(scope="module")
+def config_only(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A model of which nothing is there but its config."""
+    folder = tmp_path_factory.mktemp("config_only")
+    SMALL.save_pretrained(folder)
+    return ["model=hf", f"model.path={folder}"]
+
+
+@pytest.fixture(scope="module")
+def on_gpus(config_only: list[str]) -> list[str]:
+    return [*config_only, "engine=transformers", "hardware.device=cuda", "hardware.processes=4"]
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_models_of_the_config_group_have_their_published_size(model: str) -> None:
+    assert find_shape(build_run(compose([f"model={model}"])).model).parameters == PUBLISHED[model]
+
+
+@pytest.mark.parametrize("command", DOCUMENTED)
+def test_documented_commands_need_no_network(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    monkeypatch.setattr("grpocli.models.hf.why_unreachable", lambda: "no network")
+    args = _parser().parse_intermixed_args(shlex.split(command)[2:])
+    assert find_shape(build_run(compose(args.overrides)).model).parameters > 0
+
+
+def test_vllm_runs_as_many_completions_at_once_as_its_own_default_for_the_device() -> None:
+    """vLLM 0.32's engine/arg_utils.py: the more at once, the fewer rounds of decoding."""
+    on_gpu = ("engine=vllm", "hardware.device=cuda", "rollout.prompts_per_step=64", "rollout.group_size=16")
+    large, small = (planned(*on_gpu, devices=2, memory=memory).work.seconds for memory in (80, 24))
+    decoding = "generation: memory bandwidth of decoding"
+    assert large[decoding] < small[decoding], "1024 completions in one round, or in four of 256"
+    given = planned(*on_gpu, "+engine.vllm_args.max_num_seqs=256", devices=2, memory=80).work.seconds
+    assert given[decoding] == pytest.approx(small[decoding])
+
+
+def test_float32_is_slower_on_a_gpu_by_what_no_tensor_core_does(config_only: list[str]) -> None:
+    def seconds(device: str, dtype: str) -> float:
+        options = (*config_only, "engine=transformers", f"hardware.device={device}", f"model.dtype={dtype}")
+        return planned(*options).work.seconds["training: compute"]
+
+    assert seconds("cuda", "float32") == pytest.approx(15 * seconds("cuda", "bfloat16"))
+    assert seconds("cpu", "float32") == pytest.approx(2 * seconds("cpu", "bfloat16"))
+
+
+def test_sizes_are_those_of_the_model_in_memory(config_only: list[str]) -> None:
+    model = LlamaForCausalLM(SMALL)
+    shape = find_shape(build_run(compose(config_only)).model)
+    assert shape.parameters == shape.trained == sum(p.numel() for p in model.parameters())
+    assert shape.layer == sum(p.numel() for p in model.model.layers[0].parameters())
+    assert shape.outside == SMALL.vocab_size * SMALL.hidden_size + SMALL.hidden_size
+    assert (shape.layers, shape.tied) == (3, True)
+    out = model(torch.zeros(1, 3, dtype=torch.long), use_cache=True)
+    cached = sum(layer.keys.numel() + layer.values.numel() for layer in out.past_key_values.layers)
+    assert shape.cache_per_token * 3 == cached
+
+
+def test_lora_trains_its_updates_alone(config_only: list[str]) -> None:
+    from grpocli.models.lora import Lora, attach
+
+    model = attach(LlamaForCausalLM(SMALL), Lora(rank=4), seed=0)
+    shape = find_shape(build_run(compose([*config_only, "model.lora.rank=4"])).model)
+    assert shape.trained == shape.adapter == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    plan, full = planned(*config_only, "model.lora.rank=4"), planned(*config_only)
+    assert update(plan, "optimizer") == 8 * shape.adapter
+    assert update(full, "reference model") == 4 * full.shape.parameters
+    assert update(plan, "reference model") == 0, "the base model is its own reference"
+
+
+def test_sharding_divides_what_it_must(on_gpus: list[str]) -> None:
+    ddp, zero2, zero3, fsdp2 = (
+        planned(
+            *(*on_gpus, "engine=vllm", f"hardware.parallel={p}"),
+            *("train.micro_batch_tokens=1024", "model.dtype=float32"),
+        )
+        for p in ("ddp", "zero2", "zero3", "fsdp2")
+    )
+    assert ddp.micro_batches > 1, "with one, gradients take the place of activations"
+    size = 4 * ddp.shape.parameters
+    assert [update(ddp, n) for n in ("weights", "gradients", "optimizer")] == [size, size, 2 * size]
+    assert [update(zero2, n) for n in ("weights", "gradients", "optimizer")] == [size, size / 4, size / 2]
+    for plan in (zero3, fsdp2):
+        assert [update(plan, n) for n in ("weights", "gradients", "optimizer")] == [size / 4, size / 4, size / 2]
+        assert update(plan, "reference model") == size / 4
+        assert update(plan, "gathered weights") > 0
+        assert update(plan, "cast weights") == 0
+
+
+def test_gradient_checkpointing_and_smaller_micro_batches_save_activations(config_only: list[str]) -> None:
+    plain = planned(*config_only)
+    checked = planned(*config_only, "train.gradient_checkpointing=true")
+    assert update(checked, "activations") < update(plain, "activations") / 4
+    half = planned(*config_only, f"train.micro_batch_tokens={plain.rows.tokens // 2}")
+    assert update(half, "activations") == pytest.approx(update(plain, "activations") / 2, rel=0.02)
+
+
+def test_deep_models_are_as_if_all_layers_were_run(config_only: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = [*config_only, "model.dtype=bfloat16"]
+    whole = planned(*overrides)
+    monkeypatch.setattr("grpocli.plan.trace.DEEP", 2)
+    assert planned(*overrides).traced.total == pytest.approx(whole.traced.total, rel=0.02)
+
+
+def test_the_ledger_counts_what_lives() -> None:
+    old = torch.zeros(100)
+    with Ledger([old]) as ledger:
+        old += 1
+        one = old * 2
+        view = one[:50]
+        del one
+        assert (ledger.live, ledger.peak) == (400, 400)
+        del view
+        two = old + 1
+        assert (ledger.live, ledger.peak) == (400, 400)
+    del two
+
+
+def test_the_72b_recipe_fits_its_five_nodes() -> None:
+    plan = planned("recipe=qwen2.5-72b-slurm")
+    assert (plan.place.trainers, plan.place.servers, plan.place.tensor_parallel) == (32, 1, 8)
+    assert plan.place.memory == 80 * GIB
+    assert plan.fits
+
+
+def test_flops_are_six_for_each_parameter_and_token(config_only: list[str]) -> None:
+    plan = planned(*config_only, "algorithm=drgrpo", "rollout.max_prompt_tokens=1", "rollout.max_completion_tokens=31")
+    expected = 6 * plan.shape.parameters * plan.work.tokens
+    assert plan.work.forward + plan.work.backward == pytest.approx(expected, rel=0.1)
+
+
+def test_a_gpu_that_trainer_and_server_share_holds_both(config_only: list[str]) -> None:
+    plan = planned(*config_only, "engine=vllm", "engine.gpu_memory_utilization=0.5", "hardware.device=cuda", memory=40)
+    _, server = plan.devices
+    assert plan.place.shared
+    assert server.memory == 20 * GIB
+    assert update(plan, "vLLM") == 20 * GIB
+    apart = planned(*config_only, "engine=vllm", "hardware.device=cuda", memory=40, devices=8)
+    assert (apart.place.trainers, apart.place.shared) == (7, False)
+    assert update(apart, "vLLM") == 0
+
+
+def test_a_real_run_needs_what_was_planned(tmp_path: Path) -> None:
+    """Resident memory beyond that of the libraries, which a run of next to nothing has too."""
+    from grpocli.models.tiny_parts import make_tokenizer
+
+    LlamaForCausalLM(SMALL).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    run = [
+        *("model=hf", f"model.path={tmp_path}/model", "model.dtype=float32", "hardware.device=cpu"),
+        *("eval.problems=0", "train.steps=1", "rollout.group_size=16", "rollout.max_prompt_tokens=10"),
+    ]
+    small = ["rollout.prompts_per_step=1", "rollout.max_completion_tokens=2", "train.micro_batch_tokens=16"]
+    large = ["rollout.prompts_per_step=16", "rollout.max_completion_tokens=54", "train.micro_batch_tokens=16384"]
+    measured = _peak(tmp_path, *run, *large) - _peak(tmp_path, *run, *small)
+    expected = _tensors(planned(*run, *large)) - _tensors(planned(*run, *small))
+    assert expected > 0.4 * GIB
+    assert expected == pytest.approx(measured, rel=0.2)
+
+
+def _tensors(plan: Plan) -> float:
+    items = [item for item in plan.devices[0].items if item.name != "libraries"]
+    return max(sum(item.update for item in items), sum(item.generation for item in items))
+
+
+MEASURE = """
+import resource, subprocess, sys
+ended = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+sys.exit(ended.returncode)
+"""
+"""In a little process of its own: a peak begins with that of the process that has started it."""
+
+
+def _peak(folder: Path, *overrides: str) -> int:
+    """Bytes of the process of a whole run."""
+    command = [sys.executable, "-m", "grpocli", "train", *overrides, f"hydra.run.dir={folder}/run-{len(overrides[-3])}"]
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144"}  # glibc's default keeps much of what is freed
+    ended = subprocess.run([sys.executable, "-c", MEASURE, *command], capture_output=True, text=True, env=env)
+    assert ended.returncode == 0, ended.stderr
+    return int(ended.stdout) * 1024
+
+
+def test_between_turns_as_much_is_kept_as_is_sampled() -> None:
+    def cache(*overrides: str) -> float:
+        items = planned("engine=transformers", "task=sliding_puzzle", *overrides).devices[0].items
+        return sum(item.generation for item in items if item.name == "KV cache")
+
+    assert cache() == 2 * cache("task.environment.turns=1") > 0
+
+
+def test_the_command_says_what_fits_and_what_does_not(grpocli: Command, config_only: list[str]) -> None:
+    code, out, err = grpocli("plan", *config_only)
+    assert code == 0
+    stages = [line for line in err.splitlines() if " so far" not in line]
+    assert stages == ["loading libraries ...", "reading the model's sizes ...", "tracing a micro-batch ..."]
+    assert "It fits: " in out
+    assert "bottleneck" in out
+    on_gpu = ["hardware.device=cuda", "engine=transformers", "engine.max_rows=8", "algorithm=drgrpo"]
+    code, out, err = grpocli("plan", *config_only, *on_gpu, "--memory", "1.9")
+    assert code == 1
+    assert "trying changes that may fit ..." in err
+    assert "It does not fit: " in out
+    assert "\n  train.gradient_checkpointing=true: fits, " in out
+
+
+def test_json(grpocli: Command, config_only: list[str]) -> None:
+    code, out, _ = grpocli("plan", "--json", *config_only)
+    found = json.loads(out)
+    assert code == 0
+    assert found["fits"] is True
+    assert found["model"]["parameters"] == sum(p.numel() for p in LlamaForCausalLM(SMALL).parameters())
+    assert found["devices"][0]["peak"] == max(
+        sum(item[phase] for item in found["devices"][0]["items"]) for phase in ("update", "generation")
+    )
+
+
+@pytest.mark.parametrize("bad", ["lr=3", "algorithm=gspo", "task=jsonl", "seed=["])
+def test_errors_are_those_of_train(bad: str, grpocli: Command, tmp_path: Path) -> None:
+    train = grpocli("train", bad, f"hydra.run.dir={tmp_path}/run")
+    assert grpocli("plan", bad) == train
+    assert train[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["model=hf", "model.path=nobody/nothing"], "model.path=nobody/nothing: is not on this machine"),
+        (["model=hf", "model.path=./nowhere"], "model.path=./nowhere: there is no such folder"),
+        (["model=hf", "model.path=EMPTY"], "the folder has no config.json"),
+        (["--memory", "0"], "--memory 0: must be a number above 0"),
+        (["--memroy", "80"], "--memroy"),
+        (["model=hf", "model.path=CONFIG", "model.lora.rank=4", "model.lora.target_modules=[nothing]"], "does not fit"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    argv: list[str], said: str, grpocli: Command, tmp_path: Path, config_only: list[str]
+) -> None:
+    given = [config_only[1] if a.endswith("=CONFIG") else a.replace("EMPTY", str(tmp_path)) for a in argv]
+    code, out, err = grpocli("plan", *given)
+    assert code == 2
+    assert said in err
+    assert out == ""
+
+
+def test_help_names_the_exit_code(grpocli: Command) -> None:
+    code, out, _ = grpocli("plan", "--help")
+    assert code == 0
+    assert "Exit code 1: it does not fit." in out
+
+
+def test_a_config_that_torch_has_no_model_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(ConfigError, match="transformers cannot make a model of its config"):
+        planned("model=hf", f"model.path={tmp_path}")
+
+
+def test_machines_that_train_and_machines_that_serve_are_apart() -> None:
+    machines = ["hardware=multinode", "hardware.train_nodes=2", "hardware.rollout_nodes=3", "engine=vllm"]
+    cpus = planned(*machines, "hardware.device=cpu", "hardware.devices_per_node=4", "engine.replicas=2")
+    assert [(device.name, device.count) for device in cpus.devices] == [
+        ("each training machine", 2),
+        ("each vLLM machine", 3),
+    ]
+    notes = {item.name: item.note for device in cpus.devices for item in device.items}
+    assert (notes["libraries"], notes["vLLM: weights"].partition(";")[0]) == ("4 processes; measured", "2 processes")
+    gpus = planned(*machines, "hardware.device=cuda", "engine.tensor_parallel=8")
+    assert [device.count for device in gpus.devices] == [16, 24]
+    assert (cpus.place.servers, gpus.place.servers) == (6, 3)
