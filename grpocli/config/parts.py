@@ -33,6 +33,9 @@ UserCode = Annotated[str, USER_CODE]
 MARKED: dict[str, set[tuple[str, str]]] = {ESCAPED: set(), USER_CODE: set()}
 """By kind, the first word and the end of each key: ("task", "prompt_template")."""
 
+CLASSES: dict[str, type[Any]] = {}
+"""By `_target_`: `reward/math` for a choice, `train` for a section. Saved configs hold these names."""
+
 BASES: dict[str, type[Any]] = {}
 """By config group, the class that all of its parts derive from, where there is one."""
 
@@ -57,6 +60,7 @@ def part(group: str, name: str, *, package: str | None = None) -> Callable[[type
 
     def register(cls: type[T]) -> type[T]:
         made = section(package or group.replace("/", "."))(cls)
+        named(f"{group}/{name}" if group else name.removesuffix("_schema"))(made)
         mark_keys(made, group.partition("/")[0])
         ConfigStore.instance().store(
             group=group or None, name=name, node=node(schema(made)), package=package, provider="grpocli"
@@ -64,6 +68,23 @@ def part(group: str, name: str, *, package: str | None = None) -> Callable[[type
         return made
 
     return register
+
+
+def named(name: str) -> Callable[[type[T]], type[T]]:
+    """Make `_target_: NAME` in a config build this class."""
+
+    def register(cls: type[T]) -> type[T]:
+        CLASSES[name] = cls
+        cls.config_target = name  # type: ignore[attr-defined]
+        return cls
+
+    return register
+
+
+def target_of(cls: type[Any]) -> str:
+    """The `_target_` of a class in configs: its name, FILE.py:CLASS, or where it is imported from."""
+    target: str | None = cls.__dict__.get("config_target")
+    return target or f"{cls.__module__}.{cls.__qualname__}"
 
 
 def mark_keys(cls: type[Any], first: str, prefix: str = "") -> None:
@@ -134,20 +155,18 @@ def section(key: str) -> Callable[[type[T]], type[T]]:
     def make(cls: type[T]) -> type[T]:
         made: type[T] = dataclasses.dataclass(frozen=True)(cls)
         made.config_key = key  # type: ignore[attr-defined]
-        return made
+        return named(key)(made) if key else made
 
     return make
 
 
-def schema(cls: type[Any], target: str | None = None) -> type[Any]:
+def schema(cls: type[Any]) -> type[Any]:
     """The mutable twin of a part, with its `_target_`, for Hydra to merge overrides into.
 
     The part itself cannot be stored: OmegaConf makes every config of a frozen dataclass read-only.
     """
     hints = get_type_hints(cls)
-    fields: list[tuple[str, Any, Any]] = [
-        ("_target_", str, dataclasses.field(default=target or f"{cls.__module__}.{cls.__qualname__}"))
-    ]
+    fields: list[tuple[str, Any, Any]] = [("_target_", str, dataclasses.field(default=target_of(cls)))]
     for f in dataclasses.fields(cls):
         if get_origin(hints[f.name]) is ClassVar:
             continue

@@ -27,7 +27,6 @@ SPEC = re.compile(r"(?:[^:=\[\]{},]+|[^=\[\]{},]+\.py):[A-Za-z_]\w*")
 GROUP = re.compile(r"algorithm/\w+|engine|hardware|model|optim|reward|sync|task|tracker")
 """The config groups that take a user's part."""
 CHOICE = re.compile(rf"({GROUP.pattern})/({SPEC.pattern})")
-MAKER = "grpocli.config.user_parts.made"
 ATTRIBUTE = None
 NEEDS: Mapping[str, Mapping[str, str | None]] = {
     "algorithm/advantage": {"__call__": "scores"},
@@ -59,12 +58,6 @@ def name_of(spec: str) -> str:
     """The part's name in a config: a function's own, `short_answers` for `ShortAnswers`."""
     name = spec.rpartition(":")[2]
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower() if name[:1].isupper() else name
-
-
-def target_of(cls: type[Any]) -> str:
-    """The `_target_` of a part's class: where it is imported from, or FILE.py:CLASS."""
-    spec: str | None = cls.__dict__.get("config_target")
-    return spec or f"{cls.__module__}.{cls.__qualname__}"
 
 
 class UserParts(ConfigSource):  # type: ignore[misc]
@@ -113,7 +106,7 @@ def composable(group: str, spec: str) -> tuple[DictConfig, str]:
         config = OmegaConf.structured(stored("reward")["python"])
         config.function = spec
         return config, package
-    return _structured(schema(_part(found, group, spec, package), spec), group, spec), package
+    return _structured(schema(_part(found, group, spec, package)), group, spec), package
 
 
 def _structured(made: type[Any], group: str, spec: str) -> DictConfig:
@@ -179,35 +172,9 @@ def _plain(signature: inspect.Signature) -> str:
     return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
 
 
-def made(spec: str, group: str, key: str, **values: Any) -> Any:
-    """An instance of the user's class: what `instantiate` calls."""
-    found: Any = load(spec, group)
-    return _part(found, group, spec, key)(**values)
-
-
-def callable_targets(config: DictConfig) -> DictConfig:
-    """The config, resolved, with every `_target_: FILE.py:CLASS` as a call of `made`; the same one without any."""
-    plain = OmegaConf.to_container(config, resolve=False)
-    if not _has_spec(plain):
-        return config
-    called: DictConfig = OmegaConf.create(_called(OmegaConf.to_container(config, resolve=True), ""))
-    return called
-
-
-def _has_spec(plain: Any) -> bool:
-    if not isinstance(plain, dict):
-        return False
-    return is_spec(str(plain.get("_target_", ""))) or any(_has_spec(value) for value in plain.values())
-
-
-def _called(plain: Any, key: str) -> Any:
-    if not isinstance(plain, dict):
-        return plain
-    inner = {name: _called(value, f"{key}.{name}".lstrip(".")) for name, value in plain.items()}
-    spec = str(plain.get("_target_", ""))
-    if not is_spec(spec):
-        return inner
+def user_class(spec: str, key: str) -> type[Any]:
+    """The class FILE.py:CLASS as the part whose keys stand below `key`. Raises ConfigError where it cannot be one."""
     first, *rest = key.split(".")
     group = f"{first}/{rest[0]}" if first == "algorithm" and rest else first
-    own = key if first == "reward" else group.replace("/", ".")  # a task of a mixture says `task`, as all do
-    return inner | {"_target_": MAKER, "_args_": [spec, group, own]}
+    cls: Any = load(spec, group)
+    return _part(cls, group, spec, key if first == "reward" else group.replace("/", "."))

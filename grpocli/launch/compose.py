@@ -9,17 +9,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from omegaconf import DictConfig, OmegaConf
 
 import grpocli
-from grpocli.config.environment import OVERRIDES, needs_environment, unresolved, without_environment
-from grpocli.config.user_parts import callable_targets
-from grpocli.errors import ConfigError, GrpoError
+from grpocli.config.build import build
+from grpocli.config.environment import OVERRIDES, needs_environment, without_environment
+from grpocli.errors import ConfigError
 from grpocli.launch.overrides import rewritten
 from grpocli.launch.sources import extend_hydra
-from grpocli.user_frames import where
 
 if TYPE_CHECKING:
     from grpocli.algorithm import Algorithm
@@ -43,7 +42,7 @@ def register_parts() -> None:
     """
     package = Path(grpocli.__file__).parent
     for path in sorted(package.rglob("*.py")):
-        if b"\n@part(" in path.read_bytes():
+        if re.search(rb"\n@(part|named)\(", path.read_bytes()):
             importlib.import_module(".".join(path.relative_to(package.parent).with_suffix("").parts))
     for plugin in entry_points(group="grpocli.parts"):
         plugin.load()
@@ -82,24 +81,6 @@ def beside_another_hydra() -> Iterator[None]:
         yield
     finally:
         GlobalHydra.instance().hydra = theirs
-
-
-def build(config: DictConfig) -> Any:
-    """Turn a composed config into its live objects: the only `instantiate` of the package.
-
-    Raises ConfigError for a value that a part refuses, a missing one, or a broken interpolation.
-    """
-    from hydra.errors import InstantiationException
-    from hydra.utils import instantiate
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        _refuse_missing(config)
-        return instantiate(callable_targets(config), _convert_="all")
-    except InstantiationException as error:
-        raise _cause(error, _task_key(config, str(error))) from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(unresolved(error)) from error
 
 
 def build_run(config: DictConfig) -> Run:
@@ -143,35 +124,3 @@ def save(config: DictConfig) -> str:
 def mode_of(text: str) -> int:
     """The permissions of a file with a saved config: its owner's alone where its values come from the environment."""
     return 0o600 if needs_environment(text) else 0o644
-
-
-def _refuse_missing(config: DictConfig) -> None:
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise ConfigError(f"{missing[0]} has no value: give {missing[0]}=...")
-
-
-def _task_key(config: DictConfig, said: str) -> str:
-    """Where the keys of the task are that Hydra says could not be made: in a mixture, below its name."""
-    from grpocli.tasks.mixture import Mixture
-
-    found = re.search(r"^full_key: (task\.[^.\s]+)", said, re.MULTILINE)
-    target = OmegaConf.select(config, "task._target_")
-    return found[1] if found and target == f"{Mixture.__module__}.{Mixture.__qualname__}" else "task"
-
-
-def _cause(error: BaseException, task_key: str) -> GrpoError:
-    """The ConfigError that a part raised, from under what Hydra wrapped around it."""
-    from grpocli.tasks.mixture import with_key
-
-    root, inner = error, cast("BaseException | None", error)
-    while inner is not None:
-        if isinstance(inner, ConfigError):
-            return ConfigError(with_key(str(inner), task_key))
-        if isinstance(inner, GrpoError):
-            return inner
-        unknown = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(inner))
-        if unknown:
-            return ConfigError(f"there is no key {unknown[2]} in {unknown[1]}")
-        root, inner = inner, inner.__cause__
-    return ConfigError(f"{' '.join(str(error).split())}{where(root)}")

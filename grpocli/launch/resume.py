@@ -13,8 +13,8 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpocli.config import yaml_text
+from grpocli.config.build import TARGET, with_names
 from grpocli.config.environment import raw_value, unresolved
-from grpocli.config.parts import stored
 from grpocli.config.user_parts import is_spec, name_of
 from grpocli.errors import ConfigError
 from grpocli.launch.hydra_errors import flat_keys, known_keys
@@ -117,7 +117,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tu
 
 
 def _changed(key: str, old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
-    if isinstance(old, Mapping) and isinstance(new, Mapping) and old.get("_target_") == new.get("_target_"):
+    if isinstance(old, Mapping) and isinstance(new, Mapping) and old.get(TARGET) == new.get(TARGET):
         names = dict.fromkeys([*old, *new])
         found: dict[str, tuple[Any, Any]] = {}
         for name in names:
@@ -128,14 +128,10 @@ def _changed(key: str, old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
 
 def _named(key: str, value: Any) -> Any:
     """A part by its choice, such as `vllm` for `engine`; anything else as it is."""
-    if not isinstance(value, Mapping) or "_target_" not in value:
+    if not isinstance(value, Mapping) or TARGET not in value:
         return value
-    group = key.replace(".", "/")
-    for choices in (stored(group), stored(group.rpartition("/")[0])):
-        for name, node in choices.items():
-            if node.get("_target_") == value["_target_"]:
-                return name
-    return str(value["_target_"]).rpartition(".")[2]
+    target = str(value[TARGET])
+    return target if is_spec(target) else re.split(r"[./]", target)[-1]
 
 
 def _followers(composed: DictConfig, saved: DictConfig, given: list[str]) -> list[str]:
@@ -162,7 +158,7 @@ def _keep_choices(composed: DictConfig, saved: DictConfig) -> None:
 
     Replaces it in `composed`. Groups of several choices (rewards) get those that the run has.
     """
-    if "_target_" not in composed:
+    if TARGET not in composed:
         with open_dict(composed):
             for name in [name for name in composed if name not in saved]:
                 del composed[name]
@@ -174,7 +170,7 @@ def _keep_choices(composed: DictConfig, saved: DictConfig) -> None:
         mine, theirs = composed[name], saved.get(name)
         if not isinstance(mine, DictConfig) or not isinstance(theirs, DictConfig):
             continue
-        if mine.get("_target_") == theirs.get("_target_"):
+        if mine.get(TARGET) == theirs.get(TARGET):
             _keep_choices(mine, theirs)
         else:
             with open_dict(composed):
@@ -225,6 +221,6 @@ def _load(path: Path) -> Any:
     try:
         text = path.read_text()
         yaml_text.check(text)
-        return OmegaConf.create(text)
+        return OmegaConf.create(with_names(OmegaConf.to_container(OmegaConf.create(text))))
     except (*yaml_text.BROKEN, OSError, OmegaConfBaseException) as error:
         raise ConfigError(f"cannot be read: {yaml_text.reason(error)}", key="resume", value=path) from error

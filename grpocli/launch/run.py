@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
+from grpocli.config.build import with_names
 from grpocli.config.environment import without_environment
 from grpocli.environments.environment import play_of
 from grpocli.errors import ConfigError, GrpoError, Stopped
@@ -174,7 +175,7 @@ def _remember(config: DictConfig, run_dir: RunDir, point: ResumePoint, resuming:
     from grpocli.training.checkpoint import load_state
 
     before = OmegaConf.load(run_dir.config) if resuming else config
-    saved = [without_environment(one) for one in (before, config)]  # type: ignore[arg-type]
+    saved = [with_names(without_environment(one)) for one in (before, config)]  # type: ignore[arg-type]
     changed = changes(*saved)
     was, now = (choices.chosen(run_dir.path, one).get("algorithm") for one in saved)
     if was != now:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from grpocli.config.parts import named
 from grpocli.config.user_parts import is_spec, name_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.error_limits import Limit
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from grpocli.tasks.task import Task
 
 
+@named("task/mixture")
 class Mixture:
     """Tasks by name. `task.NAME.weight` says what share of the prompts a task has, beside the others' weights."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.config import yaml_text
+from grpocli.config.former_targets import FORMER
 
 GROUPS = ("algorithm", "task", "model", "engine", "hardware", "optim", "tracker", "recipe")
 
@@ -21,7 +22,7 @@ def load_yaml(path: Path) -> Any:
 
 
 def chosen(run: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """{group: choice}: as Hydra saved them, else the class that the config instantiates.
+    """{group: choice}: as Hydra saved them, else what the config builds.
 
     Groups inside groups (`algorithm/kl`) are there only where Hydra's file is, and whole.
     """
@@ -33,7 +34,7 @@ def chosen(run: Path, config: Mapping[str, Any]) -> dict[str, str]:
         }
         return choices | _chosen_later(config, choices)
     targets = {g: config[g].get("_target_") for g in GROUPS if isinstance(config.get(g), Mapping)}
-    return {g: str(target).rpartition(".")[2] for g, target in targets.items() if target}
+    return {g: str(FORMER.get(str(target), target)).removeprefix(f"{g}/") for g, target in targets.items() if target}
 
 
 def _of_hydra(file: Path) -> Mapping[str, Any]:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from grpocli.config.parts import CLASSES
 from grpocli.hardware.devices import Devices
 from grpocli.launch.compose import build_run, compose, conf_dir
 from grpocli.launch.opening import opening_lines
 from grpocli.launch.overview import plan_lines
 from grpocli.rollout.engine import EngineJob
 
-PREFIX = "grpocli.algorithm."
 TABLE = {
     "grpo": ("Std", "Uniform", "All", (0.2, 0.2), ("K3", 0.04), "SequenceMean", {}),
     "dapo": ("Std", "Uniform", "Dynamic", (0.2, 0.28), ("NoKL", None), "TokenMean", {"informative_only": False}),
@@ -24,7 +24,7 @@ TABLE = {
 
 
 def name(node: Any) -> str:
-    return str(node._target_.rpartition(".")[2])
+    return CLASSES[node._target_].__name__
 
 
 @pytest.mark.parametrize("algorithm", TABLE)

@@ -112,10 +112,10 @@ def test_a_variable_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_card_names_the_variable_of_a_model(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("model: {_target_: x.Hf, path: '${oc.env:MY_SECRET}/model'}\n")
+    (tmp_path / "config.yaml").write_text("model: {_target_: model/hf, path: '${oc.env:MY_SECRET}/model'}\n")
     card = model_card(RunDir(tmp_path), f"{SECRET}/model", {"steps": 1})
     assert SECRET not in card
-    assert "| started from | `Hf` (`${oc.env:MY_SECRET}/model`) |" in card
+    assert "| started from | `hf` (`${oc.env:MY_SECRET}/model`) |" in card
 
 
 def test_a_tracker_is_given_names(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_a_sweep_over_models_by_name_and_by_path(grpocli: Run, tmp_path: Path) -
         "train", "-m", "model=hf,Qwen/Qwen2.5-0.5B", "train.steps=0", f"hydra.sweep.dir={tmp_path}/s"
     )
     assert code == 2
-    assert "model.path has no value" in err  # of the first; the second has its path
+    assert "model.path: has no value" in err  # of the first; the second has its path
     assert "train.steps=0: must be at least 1" in err
 
 

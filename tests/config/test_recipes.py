@@ -15,21 +15,21 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 COMMON = {
     "algorithm.question_weight.reward": None,
-    "optim._target_": "grpocli.training.optim.AdamW",
+    "optim._target_": "optim/adamw",
     "optim.max_grad_norm": 1.0,
     "optim.schedule": "constant",
-    "reward.math._target_": "grpocli.rewards.math_format.Math",
+    "reward.math._target_": "reward/math",
     "reward.math.right": 1.0,
     "rollout.temperature": 1.0,
     "rollout.top_p": 1.0,
     "train.epochs": 1,
 }
-NO_KL = {"algorithm.kl._target_": "grpocli.algorithm.kl.NoKL"}
+NO_KL = {"algorithm.kl._target_": "algorithm/kl/none"}
 PAPERS: dict[str, dict[str, Any]] = {
     "deepseekmath-grpo": {
-        "algorithm.advantage._target_": "grpocli.algorithm.advantage.Std",
-        "algorithm.aggregate._target_": "grpocli.algorithm.aggregate.SequenceMean",
-        "algorithm.kl._target_": "grpocli.algorithm.kl.K3",
+        "algorithm.advantage._target_": "algorithm/advantage/std",
+        "algorithm.aggregate._target_": "algorithm/aggregate/sequence_mean",
+        "algorithm.kl._target_": "algorithm/kl/k3",
         "algorithm.kl.beta": 0.04,
         "model.path": "deepseek-ai/deepseek-math-7b-instruct",
         "optim.lr": 1e-6,
@@ -40,9 +40,9 @@ PAPERS: dict[str, dict[str, Any]] = {
     },
     "dapo-qwen2.5-32b": NO_KL
     | {
-        "algorithm.advantage._target_": "grpocli.algorithm.advantage.Std",
-        "algorithm.aggregate._target_": "grpocli.algorithm.aggregate.TokenMean",
-        "algorithm.keep._target_": "grpocli.algorithm.keep.Dynamic",
+        "algorithm.advantage._target_": "algorithm/advantage/std",
+        "algorithm.aggregate._target_": "algorithm/aggregate/token_mean",
+        "algorithm.keep._target_": "algorithm/keep/dynamic",
         "algorithm.keep.mask_truncated": False,
         "algorithm.keep.max_rounds": 10,
         "algorithm.keep.reward": "math",
@@ -64,8 +64,8 @@ PAPERS: dict[str, dict[str, Any]] = {
     },
     "drgrpo-qwen2.5-math-7b": NO_KL
     | {
-        "algorithm.advantage._target_": "grpocli.algorithm.advantage.Center",
-        "algorithm.aggregate._target_": "grpocli.algorithm.aggregate.Constant",
+        "algorithm.advantage._target_": "algorithm/advantage/center",
+        "algorithm.aggregate._target_": "algorithm/aggregate/constant",
         "algorithm.aggregate.length": 3000,
         "algorithm.objective.high": 0.2,
         "algorithm.objective.low": 0.2,
@@ -83,12 +83,12 @@ PAPERS: dict[str, dict[str, Any]] = {
     },
     "dgpo-qwen2.5-math-7b": NO_KL
     | {
-        "algorithm.advantage._target_": "grpocli.algorithm.advantage.Mad",
-        "algorithm.aggregate._target_": "grpocli.algorithm.aggregate.TokenMean",
+        "algorithm.advantage._target_": "algorithm/advantage/mad",
+        "algorithm.aggregate._target_": "algorithm/aggregate/token_mean",
         "algorithm.aggregate.informative_only": True,
         "algorithm.objective.high": 0.2,
         "algorithm.objective.low": 0.2,
-        "algorithm.question_weight._target_": "grpocli.algorithm.question_weight.Difficulty",
+        "algorithm.question_weight._target_": "algorithm/question_weight/difficulty",
         "algorithm.question_weight.temperature": 2.0,
         "model.path": "Qwen/Qwen2.5-Math-7B",
         "optim.lr": 5e-7,

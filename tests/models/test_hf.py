@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from grpocli.config.build import build
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build, compose
+from grpocli.launch.compose import compose
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import load_model, load_tokenizer
 from grpocli.models.tiny_parts import make_model, make_tokenizer

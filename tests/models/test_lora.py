@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from grpocli.config.build import build
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build, compose
+from grpocli.launch.compose import compose
 from grpocli.models.lora import (
     WEIGHTS,
     Lora,

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpocli.config.build import build
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build, compose
+from grpocli.launch.compose import compose
 from grpocli.models.loading import load_model, load_tokenizer
 from grpocli.models.muon import orthogonalise
 from grpocli.models.tiny import Tiny

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 
+from grpocli.config.build import build
+from grpocli.errors import ConfigError
 from grpocli.launch.compose import register_parts
 from grpocli.rewards.math_format import Format
 from grpocli.rewards.python import PythonReward
@@ -34,7 +34,7 @@ def rewards(tmp_path: Path):
     def make(*overrides: str) -> dict[str, Any]:
         with initialize_config_dir(str(tmp_path), version_base="1.3"):
             config = compose("main", overrides=list(overrides))
-        made: dict[str, Any] = instantiate(config, _convert_="all")["reward"]
+        made: dict[str, Any] = build(config)["reward"]
         return made
 
     return make
@@ -54,5 +54,5 @@ def test_several_functions_of_the_users_own(rewards) -> None:
 
 
 def test_a_buffer_longer_than_the_completions_is_refused(rewards) -> None:
-    with pytest.raises(InstantiationException, match=r"reward\.overlong\.buffer_tokens=300: must be at most .*=256"):
+    with pytest.raises(ConfigError, match=r"reward\.overlong\.buffer_tokens=300: must be at most .*=256"):
         rewards("reward=[overlong]", "reward.overlong.buffer_tokens=300")

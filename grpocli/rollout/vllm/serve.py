@@ -112,7 +112,7 @@ class Serve:
 
 def build_serve(config: DictConfig) -> Serve:
     """The composed config's live objects. Raises ConfigError, also for another engine than vLLM."""
-    from grpocli.launch.compose import build
+    from grpocli.config.build import build
 
     if "vllm_args" not in config.engine:  # which the keys that follow engine.NAME would otherwise stumble over
         raise ConfigError("engine: vllm-serve serves with engine=vllm; leave it out")

@@ -1,0 +1,111 @@
+"""From a composed config to live objects. `_target_` names what is built of a mapping's other keys.
+
+A name is a choice (`reward/math`), a section (`train`), a part of the user's (`FILE.py:CLASS`), or the import path of
+any class. Names of choices are not places in the source, so a class may move and saved configs still build.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpocli.config.environment import unresolved
+from grpocli.config.former_targets import FORMER
+from grpocli.config.parts import CLASSES, nearest
+from grpocli.config.user_parts import is_spec, user_class
+from grpocli.errors import ConfigError, GrpoError
+from grpocli.user_frames import raised
+
+TARGET = "_target_"
+
+
+def build(config: DictConfig) -> Any:
+    """Turn a composed config into its live objects.
+
+    Raises ConfigError for a value that a part refuses, a missing one, or a broken interpolation.
+    """
+    try:
+        _refuse_missing(config)
+        plain = OmegaConf.to_container(config, resolve=True)
+        at = str(config._get_full_key(None))
+    except OmegaConfBaseException as error:
+        raise ConfigError(unresolved(error)) from error
+    return _built(plain, at)
+
+
+def with_names(config: Any) -> Any:
+    """A plain config in which choices are named as now, where an earlier version wrote module paths."""
+    if isinstance(config, list):
+        return [with_names(value) for value in config]
+    if not isinstance(config, dict):
+        return config
+    renamed = {key: with_names(value) for key, value in config.items()}
+    if TARGET in renamed:
+        renamed[TARGET] = FORMER.get(str(renamed[TARGET]), renamed[TARGET])
+    return renamed
+
+
+def _refuse_missing(config: DictConfig) -> None:
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ConfigError("has no value", key=missing[0], hint=f"give {missing[0]}=...")
+
+
+def _built(value: Any, key: str) -> Any:
+    """The live object of a plain value. key: where it stands in the config."""
+    if isinstance(value, list):
+        return [_built(one, f"{key}[{i}]") for i, one in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    inner = {name: _built(one, f"{key}.{name}".lstrip(".")) for name, one in value.items()}
+    target = inner.pop(TARGET, None)
+    return inner if target is None else _made(str(target), inner, key)
+
+
+def _made(target: str, values: dict[str, Any], key: str) -> Any:
+    target = FORMER.get(target, target)
+    cls = CLASSES.get(target)
+    if cls is None:
+        cls = user_class(target, key) if is_spec(target) else _imported(target, key)
+    _refuse_unknown(cls, values, key)
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        usual = getattr(cls, "config_key", "")
+        if usual == key or not f"{error.key}.".startswith(f"{usual}."):
+            raise
+        raise error.with_key(key + error.key.removeprefix(usual)) from error  # `task.gsm8k.path` in a mixture
+    except GrpoError:
+        raise
+    except Exception as error:
+        raise ConfigError(raised(error), key=key) from error
+
+
+def _refuse_unknown(cls: type[Any], values: dict[str, Any], key: str) -> None:
+    """Raise ConfigError where a dataclass has no field for a key."""
+    if not dataclasses.is_dataclass(cls):
+        return
+    names = [f.name for f in dataclasses.fields(cls) if f.init]
+    for name in values:
+        if name not in names:
+            raise ConfigError(f"there is no key {f'{key}.{name}'.lstrip('.')}{nearest(name, names)}")
+
+
+def _imported(target: str, key: str) -> Any:
+    """The class of an import path. Hydra refuses those that run commands, such as `os.system`."""
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    subject = f"{key}.{TARGET}".lstrip(".")
+    if "/" in target:
+        hint = "install the package that registers it"
+        raise ConfigError("no choice has this name", key=subject, value=target, hint=hint)
+    try:
+        return instantiate({TARGET: target, "_partial_": True}).func
+    except InstantiationException as error:
+        raise ConfigError(
+            f"cannot be imported: {raised(error.__cause__ or error)}", key=subject, value=target
+        ) from error

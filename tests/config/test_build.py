@@ -1,0 +1,78 @@
+"""Saved configs name choices, not places in the source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from grpocli.config.build import build, with_names
+from grpocli.config.former_targets import FORMER
+from grpocli.config.parts import CLASSES
+from grpocli.errors import ConfigError
+from grpocli.launch.compose import build_run, compose, register_parts, save
+from grpocli.launch.resume import Resume
+from grpocli.rewards.python import PythonReward
+
+
+def run_folder(tmp_path: Path, text: str) -> Path:
+    (tmp_path / "config.yaml").write_text(text)
+    return tmp_path
+
+
+def resumed(folder: Path, *given: str):
+    resume = Resume.asked_for([f"resume={folder}", *given])
+    assert resume is not None
+    return build_run(resume.merged(compose([o for o in resume.overrides([]) if not o.startswith(("resume", "hydra"))])))
+
+
+def test_a_saved_config_holds_no_module_path() -> None:
+    assert "grpocli." not in save(compose(["algorithm=dapo", "reward=[math,format]", "task=[gsm8k,arithmetic]"]))
+
+
+def test_a_run_resumes_after_a_class_has_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = run_folder(tmp_path, save(compose(["reward=[math]", "seed=3"])))
+    moved = type("Elsewhere", (CLASSES["reward/math"],), {"__module__": "elsewhere"})
+    monkeypatch.setitem(CLASSES, "reward/math", moved)
+    run = resumed(folder, "train.steps=70")
+    assert type(run.reward["math"]) is moved
+    assert (run.seed, run.train.steps) == (3, 70)
+
+
+def test_a_run_of_before_names_resumes(tmp_path: Path) -> None:
+    """Its config has the module paths of the version that wrote it."""
+    text = save(compose(["algorithm=dgpo", "reward=[math]", "model.lora.rank=4"]))
+    for path, name in FORMER.items():
+        text = text.replace(f"_target_: {name}\n", f"_target_: {path}\n")
+    assert "_target_: grpocli.rewards.pooled.Math" in text
+    run = resumed(run_folder(tmp_path, text), "optim.lr=0.1")
+    assert (run.model.lora.rank, run.optim.lr) == (4, 0.1)
+    assert "grpocli." not in save(OmegaConf.create(with_names(OmegaConf.to_container(OmegaConf.create(text)))))
+
+
+def test_every_former_path_has_a_class() -> None:
+    register_parts()
+    assert [name for name in FORMER.values() if name not in CLASSES and name != "serve"] == []
+
+
+def test_an_unknown_choice_in_a_saved_config_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"^_target_=reward/theirs: no choice has this name; install the package"):
+        build(OmegaConf.create({"_target_": "reward/theirs"}))
+    with pytest.raises(ConfigError, match=r"^reward\.a\._target_=nowhere\.Reward: cannot be imported"):
+        build(OmegaConf.create({"reward": {"a": {"_target_": "nowhere.Reward"}}}))
+
+
+def test_a_class_without_a_name_is_imported() -> None:
+    made = build(OmegaConf.create({"_target_": "fractions.Fraction", "numerator": 3}))
+    assert made == 3
+
+
+def test_a_yaml_of_before_names_still_chooses() -> None:
+    made = build(OmegaConf.create({"_target_": "grpocli.rewards.python.PythonReward", "function": "x:y"}))
+    assert made == PythonReward(function="x:y")
+
+
+def test_what_runs_commands_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        build(OmegaConf.create({"_target_": "os.system", "command": "true"}))
