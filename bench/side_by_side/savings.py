@@ -61,7 +61,7 @@ def any_size() -> None:
 
 
 def freed_memory_given_back() -> None:
-    import grpocli.training.train_process as worker
+    import grpocli.launch.train_process as worker
 
     worker.keep_freed = lambda: False
 

@@ -91,7 +91,8 @@ def _run(args: argparse.Namespace) -> tuple[DictConfig, Run]:
 
 def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[Evaluated]:
     from grpocli.hardware.devices import devices_of
-    from grpocli.launch.run import prepare, quiet_libraries
+    from grpocli.launch.run import prepare
+    from grpocli.launch.train_process import quiet_libraries
     from grpocli.rollout.auto import chosen
     from grpocli.tracking.run_dir import RunDir
     from grpocli.tracking.view import status_view

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 def _made(run: Run, asked: Asked, args: argparse.Namespace, view: View) -> tuple[Plan, list[str]]:
     """The plan, and where it does not fit the changes that help."""
     view.stage("loading libraries")
-    from grpocli.launch.run import quiet_libraries
+    from grpocli.launch.train_process import quiet_libraries
     from grpocli.plan.advice import advice
     from grpocli.plan.plan import load_libraries, make_plan
 

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--examples {args.examples}: must be 0 (all) or more")
     from grpocli.launch.compose import build_run
     from grpocli.launch.ready import check_data
-    from grpocli.launch.run import quiet_libraries
+    from grpocli.launch.train_process import quiet_libraries
     from grpocli.tracking.view import status_view
 
     quiet_libraries()

@@ -15,7 +15,8 @@ from grpocli.explain.compare import compared
 from grpocli.explain.compose import Explanation, explanation, part_section, spelled
 from grpocli.explain.layout import right_lines
 from grpocli.explain.markdown import code, comparison_markdown, explanation_markdown, table
-from grpocli.launch.compose import build_run, compose, conf_dir
+from grpocli.launch.compose import build_run, compose
+from grpocli.launch.sources import conf_dir
 
 ALGORITHMS = ("grpo", "dapo", "drgrpo", "dgpo")
 EXAMPLE = "docs/examples/own_trainer.py"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -18,20 +17,13 @@ from grpocli.config.build import build
 from grpocli.config.environment import OVERRIDES, needs_environment, without_environment
 from grpocli.errors import ConfigError
 from grpocli.launch.overrides import rewritten
-from grpocli.launch.sources import extend_hydra
+from grpocli.launch.sources import beside_another_hydra, conf_dir, extend_hydra
 
 if TYPE_CHECKING:
     from grpocli.algorithm import Algorithm
     from grpocli.config.schema import Run
 
 logger = logging.getLogger(__name__)
-
-
-def conf_dir() -> str:
-    """The folder of the config groups: inside an installed package, at top level in a checkout."""
-    package = Path(grpocli.__file__).parent
-    installed = package / "conf"
-    return str(installed if installed.is_dir() else package.parent / "conf")
 
 
 def register_parts() -> None:
@@ -68,19 +60,6 @@ def compose(overrides: list[str], config_name: str = "train") -> DictConfig:
         except (TypeError, ValueError) as error:  # Hydra's, of a choice that is null or a list in a list
             choices = " ".join(o for o in overrides if "." not in o.partition("=")[0])
             raise ConfigError(f"cannot read {choices}: a choice is GROUP=NAME, or GROUP=[A,B] of several") from error
-
-
-@contextmanager
-def beside_another_hydra() -> Iterator[None]:
-    """Hydra is one for a process: a program that is a Hydra app itself gets its own back."""
-    from hydra.core.global_hydra import GlobalHydra
-
-    theirs = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        yield
-    finally:
-        GlobalHydra.instance().hydra = theirs
 
 
 def build_run(config: DictConfig) -> Run:

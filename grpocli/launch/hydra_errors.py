@@ -24,6 +24,7 @@ from grpocli.config.parts import nearest, stored
 from grpocli.config.quoting import quoted, quoted_list
 from grpocli.config.user_code import names_in
 from grpocli.errors import ConfigError
+from grpocli.launch.sources import beside_another_hydra, conf_dir
 
 
 @contextmanager
@@ -160,8 +161,6 @@ def _as_text(override: str, overrides: list[str], config_name: str) -> str:
 
 
 def _choices(group: str) -> list[str]:
-    from grpocli.launch.compose import conf_dir
-
     files = {path.stem for path in (Path(conf_dir()) / group).glob("*.yaml")}
     return sorted(files | set(stored(group)))
 
@@ -228,8 +227,6 @@ def known_keys(overrides: list[str], config_name: str, hydra: bool = False) -> l
 def _composed_choices(overrides: list[str], config_name: str, hydra: bool = False) -> DictConfig | None:
     """What the group choices among `overrides` compose, or the defaults where one of them is wrong."""
     from hydra import compose, initialize_config_dir
-
-    from grpocli.launch.compose import beside_another_hydra, conf_dir
 
     groups = [text for text in overrides if _is_group_choice(text)]
     with beside_another_hydra(), initialize_config_dir(conf_dir(), version_base="1.3"):

@@ -8,7 +8,8 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from grpocli.files import write_atomic
-from grpocli.launch.compose import beside_another_hydra, conf_dir, mode_of, register_parts
+from grpocli.launch.compose import mode_of, register_parts
+from grpocli.launch.sources import beside_another_hydra, conf_dir
 
 RECORD = ".hydra"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -24,10 +23,10 @@ from grpocli.files import write_atomic
 from grpocli.hardware.devices import Devices, devices_of, visible_gpus
 from grpocli.hardware.nodes import Node, node_of
 from grpocli.launch.compose import build_run, mode_of, save
-from grpocli.launch.opening import opening_lines
-from grpocli.launch.overview import plan_lines
+from grpocli.launch.overview import opening_lines, plan_lines
 from grpocli.launch.ready import check_ready
 from grpocli.launch.resume import changes
+from grpocli.launch.train_process import explained, quiet_libraries, work
 from grpocli.launch.trainers import SETTLE, again_file, clean, stop_file
 from grpocli.launch.validate import check_nodes, check_overlap, check_shares
 from grpocli.processes.background_task import Meanwhile
@@ -92,8 +91,6 @@ def launch(
 @contextmanager
 def _ending(run_dir: RunDir, ours: bool) -> Iterator[None]:
     """Explain errors of the run. If it never began and the folder is `ours`, remove the folder."""
-    from grpocli.training.train_process import explained
-
     try:
         yield
     except (ConfigError, KeyboardInterrupt) as error:
@@ -265,8 +262,6 @@ def _train(run: Run, job: Job, run_dir: RunDir, view: View, devices: Devices, no
                 replace(job, ready=False).save(run_dir.path)
             engine.enter_context(_launched(run, job.engine, view))
         if data:
-            from grpocli.training.train_process import work
-
             return work(run, job, run_dir, stop, view, data=data.result)
         from grpocli.launch.trainers import train_in_processes
 
@@ -326,14 +321,3 @@ def follow(run: Run, run_dir: RunDir, node: Node) -> float | None:
         except GrpoError:
             time.sleep(SETTLE)  # the first machine, which writes the summary, is killed for it
             raise
-
-
-def quiet_libraries() -> None:
-    """Progress bars and advice of the libraries underneath would tear the live view; their warnings stay in the log."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("DATASETS_VERBOSITY", "error")
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    logging.captureWarnings(True)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -15,12 +17,33 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import grpocli
 from grpocli.config import yaml_text
 from grpocli.config.parts import stored
 from grpocli.config.user_parts import UserParts, is_spec
 from grpocli.errors import ConfigError
 
 MODEL = re.compile(r"model/(.+)")
+
+
+def conf_dir() -> str:
+    """The folder of the config groups: inside an installed package, at top level in a checkout."""
+    package = Path(grpocli.__file__).parent
+    installed = package / "conf"
+    return str(installed if installed.is_dir() else package.parent / "conf")
+
+
+@contextmanager
+def beside_another_hydra() -> Iterator[None]:
+    """Hydra is one for a process: a program that is a Hydra app itself gets its own back."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    theirs = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = theirs
 
 
 class Models(ConfigSource):  # type: ignore[misc]

@@ -132,7 +132,7 @@ def command(processes: int, run_dir: Path, node: Node | None = None) -> list[str
     path = run_dir / (f"accelerate_{node.rank}.json" if node else "accelerate.json")
     write_atomic(path, json.dumps({k: v for k, v in settings.items() if v is not None}, indent=2))
     launcher = [sys.executable, "-m", "grpocli.launch.accelerated", "--config_file", str(path)]
-    return [*launcher, "--module", "grpocli.training.train_process", str(run_dir)]
+    return [*launcher, "--module", "grpocli.launch.train_process", str(run_dir)]
 
 
 def environment(devices: Devices) -> dict[str, str]:

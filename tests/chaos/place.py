@@ -29,7 +29,7 @@ TESTS = Path(__file__).parents[1]
 PATIENCE = 240.0  # seconds for a command on a busy machine: one that takes longer hangs
 START = 600.0  # where vLLM must start first
 GONE = 30.0  # seconds in which what a run has started must have ended after it
-PRELOAD = ["chaos.preload", "grpocli.cli", "grpocli.training.train_process"]
+PRELOAD = ["chaos.preload", "grpocli.cli", "grpocli.launch.train_process"]
 TINY = [
     *("model.warm_start_steps=20", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.problems=0"),
     *("train.steps=4", "checkpoint.every=1"),

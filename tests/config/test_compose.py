@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 
 from grpocli.config.parts import CLASSES
 from grpocli.hardware.devices import Devices
-from grpocli.launch.compose import build_run, compose, conf_dir
-from grpocli.launch.opening import opening_lines
-from grpocli.launch.overview import plan_lines
+from grpocli.launch.compose import build_run, compose
+from grpocli.launch.overview import opening_lines, plan_lines
+from grpocli.launch.sources import conf_dir
 from grpocli.rollout.engine import EngineJob
 
 TABLE = {

@@ -119,7 +119,7 @@ def test_a_card_names_the_variable_of_a_model(tmp_path: Path) -> None:
 
 
 def test_a_tracker_is_given_names(tmp_path: Path) -> None:
-    from grpocli.training.train_process import make_recorder
+    from grpocli.launch.train_process import make_recorder
 
     begun(tmp_path, "rollout.stop=['${oc.env:MY_SECRET}']")
     given: list[dict[str, Any]] = []

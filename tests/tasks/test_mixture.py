@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.launch.compose import build_run, compose, conf_dir
+from grpocli.launch.compose import build_run, compose
+from grpocli.launch.sources import conf_dir
 from grpocli.launch.task_override import spread
 from grpocli.rewards.error_limits import Limit
 from grpocli.tasks.mixture import limits_of, tasks_of, with_key

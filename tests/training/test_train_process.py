@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from grpocli.launch.train_process import close_all, explained
 from grpocli.tracking.run_dir import RunDir
-from grpocli.training.train_process import close_all, explained
 
 
 def raising(error: Exception, closed: list[str]) -> None:

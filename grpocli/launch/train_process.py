@@ -181,11 +181,10 @@ def summary_content(
 
 
 def main() -> None:
-    """One of several trainer processes: accelerate runs `python -m grpocli.training.train_process RUN_DIR`."""
+    """One of several trainer processes: accelerate runs `python -m grpocli.launch.train_process RUN_DIR`."""
     from omegaconf import OmegaConf
 
     from grpocli.launch.compose import build_run, register_parts
-    from grpocli.launch.run import quiet_libraries
     from grpocli.launch.trainers import stop_file
     from grpocli.processes.exit_reports import is_lost_peer, report_failure
     from grpocli.processes.heartbeat import DONE, Board
@@ -271,6 +270,17 @@ def redirect_output(path: Path) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
+
+
+def quiet_libraries() -> None:
+    """Progress bars and advice of the libraries underneath would tear the live view; their warnings stay in the log."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DATASETS_VERBOSITY", "error")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    logging.captureWarnings(True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request
 
 
 if __name__ == "__main__":
