@@ -9,7 +9,7 @@ UV := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(
       --python $(BIN)/python --override requirements/overrides.txt --constraint requirements/constraints.txt
 PINS := pyproject.toml requirements/constraints.txt requirements/overrides.txt
 
-.PHONY: help train test test-slurm test-zero chaos setup check format constraints hooks build release-check docs parity bench bench-limit bench-savings bench-gpu clean
+.PHONY: help train test test-slurm test-zero chaos setup check format constraints hooks build release-check conf docs parity bench bench-limit bench-savings bench-gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -55,6 +55,9 @@ release-check: build ## install the wheel in an empty environment and run it (TA
 	  ../.venv-release/bin/grpocli $$words > /dev/null || exit 1; done
 	@version="$$(.venv-release/bin/grpocli --version)"; echo "the wheel is $$version"; \
 	  [ -z "$(TAG)" ] || [ "$$version" = "grpocli $(TAG:v%=%)" ] || { echo "which is not $(TAG)" >&2; exit 1; }
+
+conf: setup ## write a commented YAML for every choice into conf/, from the dataclasses
+	$(BIN)/python -m grpocli.launch.conf_files
 
 docs: setup ## write docs/algorithms.md from the code of the algorithms' parts
 	$(BIN)/python -m grpocli.explain.document docs/algorithms.md

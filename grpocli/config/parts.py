@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Annotated, Any, ClassVar, TypeVar, cast, dataclass_transform, get_args, get_origin, get_type_hints
 
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import OmegaConf
 
 from grpocli.errors import ConfigError
@@ -33,6 +33,8 @@ UserCode = Annotated[str, USER_CODE]
 MARKED: dict[str, set[tuple[str, str]]] = {ESCAPED: set(), USER_CODE: set()}
 """By kind, the first word and the end of each key: ("task", "prompt_template")."""
 
+SCHEMAS = "hydra/schema"
+"""The config group of the typed twins of all choices, which their YAML files begin with; `--help` hides `hydra`."""
 CLASSES: dict[str, type[Any]] = {}
 """By `_target_`: `reward/math` for a choice, `train` for a section. Saved configs hold these names."""
 
@@ -62,9 +64,9 @@ def part(group: str, name: str, *, package: str | None = None) -> Callable[[type
         made = section(package or group.replace("/", "."))(cls)
         named(f"{group}/{name}" if group else name.removesuffix("_schema"))(made)
         mark_keys(made, group.partition("/")[0])
-        ConfigStore.instance().store(
-            group=group or None, name=name, node=node(schema(made)), package=package, provider="grpocli"
-        )
+        place = f"{SCHEMAS}/{group}" if group else None
+        typed = node(schema(made))
+        ConfigStore.instance().store(group=place, name=name, node=typed, package=package, provider="grpocli")
         return made
 
     return register
@@ -140,12 +142,17 @@ def _changed(default: Any) -> dict[str, Any]:
 
 def stored(group: str) -> dict[str, Any]:
     """The choices of a config group that are classes, with what Hydra composes of each; none for other groups."""
-    store = ConfigStore.instance()
+    return {name: found.node for name, found in registered_choices(group).items()}
+
+
+def registered_choices(group: str) -> dict[str, ConfigNode]:
+    """The choices of a config group that are classes: the node that Hydra composes, and the package of its keys."""
+    store, place = ConfigStore.instance(), f"{SCHEMAS}/{group}"
     try:
-        files = [name for name in store.list(group) if name.endswith(".yaml")]
+        files = [name for name in store.list(place) if name.endswith(".yaml")]
     except OSError:  # no class is registered there
         return {}
-    return {name.removesuffix(".yaml"): store.load(f"{group}/{name}").node for name in files}
+    return {name.removesuffix(".yaml"): store.load(f"{place}/{name}") for name in files}
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))

@@ -16,6 +16,6 @@ def choice_of(group: str, part: object) -> str:
 
 
 def registered(group: str) -> dict[str, type[Any]]:
-    """{choice: class} of a config group of parts."""
-    prefix = f"{group}/"
-    return {name.removeprefix(prefix): cls for name, cls in sorted(CLASSES.items()) if name.startswith(prefix)}
+    """{choice: class} of a config group, without those of other packages."""
+    ours = {name: cls for name, cls in sorted(CLASSES.items()) if cls.__module__.startswith("grpocli.")}
+    return {name.removeprefix(f"{group}/"): cls for name, cls in ours.items() if name.startswith(f"{group}/")}

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import grpocli
 from grpocli.config import yaml_text
-from grpocli.config.parts import stored
+from grpocli.config.parts import registered_choices, stored
 from grpocli.config.user_parts import UserParts, is_spec
 from grpocli.errors import ConfigError
 
@@ -44,6 +44,35 @@ def beside_another_hydra() -> Iterator[None]:
         yield
     finally:
         GlobalHydra.instance().hydra = theirs
+
+
+class Choices(ConfigSource):  # type: ignore[misc]
+    """The choices that are classes without a YAML file, such as those of other packages."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "grpocli-choices"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """The typed config of a part."""
+        group, _, name = config_path.removesuffix(".yaml").rpartition("/")
+        found = registered_choices(group)[name]
+        package = found.package or group.replace("/", ".")
+        config = OmegaConf.structured(found.node)
+        return ConfigResult(config=config, path=name, provider="grpocli", header={"package": package})
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return bool(registered_choices(config_path))
+
+    def is_config(self, config_path: str) -> bool:
+        group, _, name = config_path.removesuffix(".yaml").rpartition("/")
+        return name in registered_choices(group)
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return [] if results_filter == ObjectType.GROUP else sorted(registered_choices(config_path))
 
 
 class Models(ConfigSource):  # type: ignore[misc]
@@ -101,15 +130,15 @@ def _path(config_path: str) -> str | None:
 
 
 class OwnSources(SearchPathPlugin):  # type: ignore[misc]
-    """Puts both last into the search path: names of choices come first."""
+    """Puts them last into the search path: names of choices come first."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for source in (UserParts, Models):
+        for source in (Choices, UserParts, Models):
             search_path.append("grpocli", f"{source.scheme()}://")
 
 
 def extend_hydra() -> None:
     """Register the sources with Hydra. Idempotent."""
-    for plugin in (UserParts, Models, OwnSources):
+    for plugin in (Choices, UserParts, Models, OwnSources):
         Plugins.instance().register(plugin)
     SourcesRegistry.instance().types[FileConfigSource.scheme()] = CheckedFiles

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from grpocli.config.parts import CLASSES
 from grpocli.hardware.devices import Devices
 from grpocli.launch.compose import build_run, compose
+from grpocli.launch.conf_files import MARK
 from grpocli.launch.overview import opening_lines, plan_lines
 from grpocli.launch.sources import conf_dir
 from grpocli.rollout.engine import EngineJob
@@ -63,7 +64,9 @@ def test_a_default_may_follow_another_key() -> None:
 def test_every_shipped_choice_builds(path: Path) -> None:
     choice = f"[{path.stem}]" if path.parent.name == "reward" else path.stem
     more = {"jsonl": ["task.path=x.jsonl"], "mixture": ["+task@task.one=arithmetic"]}.get(path.stem, [])
-    build_run(compose([f"{path.parent.name}={choice}", *more]))
+    config = compose([f"{path.parent.name}={choice}", *more])
+    if MARK not in path.read_text():  # else a class, whose keys may have no default
+        build_run(config)
 
 
 def test_the_plan_is_in_plain_words() -> None:

@@ -25,7 +25,7 @@ def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_tracker_of_accelerate_has_a_name_here(all_installed: None) -> None:
     assert set(BACKENDS) == set(LOGGER_TYPE_TO_CLASS)
-    assert {p.stem for p in (Path(conf_dir()) / "tracker").glob("*.yaml")} == set(BACKENDS)
+    assert {p.stem for p in (Path(conf_dir()) / "tracker").glob("*.yaml")} == {"none", "accelerate", *BACKENDS}
     for name in BACKENDS:
         assert build(compose([f"tracker={name}", "tracker.options.tags=[a]"]).tracker).kind == name
 

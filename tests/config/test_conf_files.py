@@ -1,0 +1,36 @@
+"""conf/ has a YAML for every choice, equal to its dataclass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpocli.launch.conf_files import MARK, files, write
+from grpocli.launch.sources import conf_dir
+
+FILES = files()
+
+
+def test_every_choice_has_its_file() -> None:
+    conf = Path(conf_dir())
+    written = {str(path.relative_to(conf)): path.read_text() for path in conf.glob("*/**/*.yaml")}
+    ours = {name: text for name, text in written.items() if MARK in text}
+    assert ours == FILES, "conf/ is not what the classes say: run make conf"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_yaml_that_begins_with_its_schema(name: str) -> None:
+    content = yaml.safe_load(FILES[name])
+    assert content["defaults"] == [f"/hydra/schema/{name.removesuffix('.yaml')}@_here_", "_self_"]
+
+
+def test_files_of_choices_that_are_gone_are_removed_and_others_stay(tmp_path: Path) -> None:
+    (tmp_path / "reward").mkdir()
+    (tmp_path / "reward" / "gone.yaml").write_text(f"{MARK}Gone.\n")
+    (tmp_path / "reward" / "mine.yaml").write_text("weight: 1\n")
+    write(tmp_path)
+    assert not (tmp_path / "reward" / "gone.yaml").exists()
+    assert (tmp_path / "reward" / "mine.yaml").exists()
+    assert (tmp_path / "reward" / "math.yaml").read_text() == FILES["reward/math.yaml"]
