@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.environments.environment import Play
-from grpocli.environments.episodes import Episodes
 from grpocli.rewards.math_format import Math
 from grpocli.rewards.scoring import sample_of
 from grpocli.rollout.engine import OnGroup, ignore
+from grpocli.rollout.episodes import Episodes
 from grpocli.sandbox.backends import python_of, unsafe
 from grpocli.sandbox.sandbox import Job, Limits, run
 from grpocli.sandbox.select_backend import best, way_of

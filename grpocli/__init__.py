@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from grpocli.version import __version__
+
 if TYPE_CHECKING:
     from grpocli.algorithm import Algorithm
 
-__version__ = "0.1.0"
 __all__ = ["__version__", "build_algorithm"]
 
 

@@ -7,13 +7,12 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-import grpocli
 from grpocli.errors import GrpoError
+from grpocli.version import PACKAGE
 
 LONGEST = 120
 """Characters of a line of code."""
 INSTALLED = ("site-packages", "dist-packages")
-PACKAGE = Path(grpocli.__file__).parent
 OTHERS = (PACKAGE, PACKAGE.parent / "hydra_plugins" / "grpocli_slurm", Path(sysconfig.get_path("stdlib")))
 """Folders of code that is not the user's: grpocli, in a clone its plugin of Hydra's, and Python."""
 

@@ -8,12 +8,12 @@ import signal
 import sys
 from collections.abc import MutableMapping
 
-from grpocli import __version__
 from grpocli.errors import GrpoError
 from grpocli.masking import masked
 from grpocli.processes.leave import leave_threads
 from grpocli.processes.malloc import large_pages
 from grpocli.user_frames import from_user_code, raised
+from grpocli.version import __version__
 
 COMMANDS = {
     "train": ("grpocli.cli.train", "train a model; `-m` sweeps, `resume=RUN_DIR` goes on"),

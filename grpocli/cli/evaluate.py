@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from grpocli.config.schema import Run
     from grpocli.evaluation.evaluate import Evaluated
-    from grpocli.evaluation.results import Estimate
     from grpocli.rollout.engine import EngineJob
     from grpocli.tracking.view import View
+    from grpocli.training.accuracy import Estimate
 
 EXAMPLES = """\
 It takes what `grpocli train` takes: model, task (also several), reward, engine, rollout.max_completion_tokens ...

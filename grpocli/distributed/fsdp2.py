@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from grpocli.distributed.parallel import Make, step
-from grpocli.training.rank0_loading import read_once
+from grpocli.distributed.rank0_loading import read_once
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

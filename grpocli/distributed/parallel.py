@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from grpocli.distributed.sharded_safetensors import Stored
-    from grpocli.hardware.hardware import Hardware
 
 Make = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 """The optimizer over a model's parameters."""
@@ -77,21 +76,6 @@ class Parallel(Protocol):
     def remember(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, Stored]) -> None:
         """Have the optimizer keep that: each process reads its part. Not collective."""
         ...
-
-
-def parallel_of(hardware: Hardware, accelerator: Accelerator) -> Parallel:
-    """The choice of `hardware.parallel`; a single process has nothing to share, whatever is chosen."""
-    if accelerator.num_processes == 1:
-        return Alone(accelerator.device)
-    if hardware.parallel == "fsdp2":
-        from grpocli.distributed.fsdp2 import Fsdp2
-
-        return Fsdp2(accelerator)
-    if hardware.parallel in ("zero2", "zero3"):
-        from grpocli.distributed.zero import Zero2, Zero3
-
-        return (Zero2 if hardware.parallel == "zero2" else Zero3)(accelerator)
-    return Ddp(accelerator)
 
 
 class Alone:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from grpocli.distributed.parallel import Parallel, parallel_of
+from grpocli.distributed.parallel import Alone, Ddp, Parallel
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -145,3 +145,18 @@ class World:
 
     def close(self) -> None:
         self.accelerator.end_training()
+
+
+def parallel_of(hardware: Hardware, accelerator: Accelerator) -> Parallel:
+    """The choice of `hardware.parallel`; a single process has nothing to share, whatever is chosen."""
+    if accelerator.num_processes == 1:
+        return Alone(accelerator.device)
+    if hardware.parallel == "fsdp2":
+        from grpocli.distributed.fsdp2 import Fsdp2
+
+        return Fsdp2(accelerator)
+    if hardware.parallel in ("zero2", "zero3"):
+        from grpocli.distributed.zero import Zero2, Zero3
+
+        return (Zero2 if hardware.parallel == "zero2" else Zero3)(accelerator)
+    return Ddp(accelerator)

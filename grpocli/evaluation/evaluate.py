@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from grpocli.environments.environment import play_of
-from grpocli.evaluation.results import AccuracyRewards, TaskResult, task_result
 from grpocli.progress import Watch
 from grpocli.rewards.scoring import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
@@ -17,6 +16,7 @@ from grpocli.tasks.mixture import about, key_of, limits_of, tasks_of
 from grpocli.tasks.prompt_source import accuracy_reward_of
 from grpocli.tasks.prompts import PromptSet
 from grpocli.tasks.task import columns_of
+from grpocli.training.accuracy import AccuracyRewards, TaskResult, task_result
 from grpocli.types import Group, Prompt
 
 if TYPE_CHECKING:

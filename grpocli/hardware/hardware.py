@@ -6,6 +6,7 @@ from typing import Any
 
 from grpocli.config.parts import key_of, one_of, part, require
 from grpocli.errors import ConfigError
+from grpocli.processes.node import Node
 
 PARALLEL = ("ddp", "fsdp2", "zero2", "zero3")
 """How trainer processes share the update: `ddp` each has everything; `fsdp2` weights, gradients and optimizer state are
@@ -95,3 +96,26 @@ def _check_devices(owner: Single, field: str) -> None:
         raise ConfigError(
             "give auto, how many GPUs, or a list of their numbers such as [0,1]", key=key_of(owner, field), value=value
         )
+
+
+def node_of(hardware: Hardware) -> Node | None:
+    """This machine's place; None for a run on one machine.
+
+    Raises ConfigError where a run on several has no allocation.
+    """
+    if not isinstance(hardware, Multinode):
+        return None
+    node = Node.here()
+    if node is None or not node.port:
+        raise ConfigError(
+            "runs in a SLURM allocation: start it with `grpocli train -m hydra/launcher=slurm ...`",
+            key="hardware",
+            value="multinode",
+        )
+    if node.count != hardware.train_nodes:
+        raise ConfigError(
+            f"the job step has {node.count}: submit the run again",
+            key="hardware.train_nodes",
+            value=hardware.train_nodes,
+        )
+    return node

@@ -7,17 +7,16 @@ import logging
 import re
 from collections.abc import Sequence
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-import grpocli
 from grpocli.config.build import build
 from grpocli.config.environment import OVERRIDES, needs_environment, without_environment
 from grpocli.errors import ConfigError
 from grpocli.launch.overrides import rewritten
 from grpocli.launch.sources import beside_another_hydra, conf_dir, extend_hydra
+from grpocli.version import PACKAGE
 
 if TYPE_CHECKING:
     from grpocli.algorithm import Algorithm
@@ -32,7 +31,7 @@ def register_parts() -> None:
     A module of this package is found by its `@part(` lines, so that a new part needs no list to be edited.
     A package of yours declares `[project.entry-points."grpocli.parts"] NAME = "module"`.
     """
-    package = Path(grpocli.__file__).parent
+    package = PACKAGE
     for path in sorted(package.rglob("*.py")):
         if re.search(rb"\n@(part|named)\(", path.read_bytes()):
             importlib.import_module(".".join(path.relative_to(package.parent).with_suffix("").parts))

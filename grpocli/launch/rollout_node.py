@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.errors import ConfigError, GrpoError
-from grpocli.hardware.nodes import Node
 from grpocli.launch.run import READY_WITHIN
 from grpocli.launch.train_process import quiet_libraries
+from grpocli.processes.node import Node
 from grpocli.rollout.vllm.endpoint import is_loopback
 from grpocli.tracking.text import clean
 from grpocli.training.job import wait_for_job

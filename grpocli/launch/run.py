@@ -21,7 +21,7 @@ from grpocli.errors import ConfigError, GrpoError, Stopped
 from grpocli.explain.choices import choice_of
 from grpocli.files import write_atomic
 from grpocli.hardware.devices import Devices, devices_of, visible_gpus
-from grpocli.hardware.nodes import Node, node_of
+from grpocli.hardware.hardware import node_of
 from grpocli.launch.compose import build_run, mode_of, save
 from grpocli.launch.overview import opening_lines, plan_lines
 from grpocli.launch.ready import check_ready
@@ -30,6 +30,7 @@ from grpocli.launch.train_process import explained, quiet_libraries, work
 from grpocli.launch.trainers import SETTLE, again_file, clean, stop_file
 from grpocli.launch.validate import check_nodes, check_overlap, check_shares
 from grpocli.processes.background_task import Meanwhile
+from grpocli.processes.node import Node
 from grpocli.processes.signals import crash_loudly, stop_signal
 from grpocli.rewards.python import PythonReward
 from grpocli.rollout.auto import chosen
@@ -234,7 +235,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
 
 def _check_functions(run: Run, name: str, task: Task, example: Example) -> None:
     """Import the user's functions before the model is fetched. Rewards that load models are checked later."""
-    from grpocli.environments.episodes import check_environment
+    from grpocli.rollout.episodes import check_environment
     from grpocli.tasks.prompt_source import rewards_for
 
     for scorer in rewards_for(task, run.reward):

@@ -17,18 +17,18 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import grpocli
 from grpocli.config import yaml_text
 from grpocli.config.parts import registered_choices, stored
 from grpocli.config.user_parts import UserParts, is_spec
 from grpocli.errors import ConfigError
+from grpocli.version import PACKAGE
 
 MODEL = re.compile(r"model/(.+)")
 
 
 def conf_dir() -> str:
     """The folder of the config groups: inside an installed package, at top level in a checkout."""
-    package = Path(grpocli.__file__).parent
+    package = PACKAGE
     installed = package / "conf"
     return str(installed if installed.is_dir() else package.parent / "conf")
 

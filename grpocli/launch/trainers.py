@@ -22,8 +22,8 @@ from grpocli.tracking.summary import summary_of, write_summary
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.hardware.devices import Devices
-    from grpocli.hardware.nodes import Node
     from grpocli.processes.guard import Guarded
+    from grpocli.processes.node import Node
     from grpocli.processes.signals import StopSignal
     from grpocli.tracking.run_dir import RunDir
 

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import grpocli
 from grpocli.models.cache import cached
 from grpocli.tasks.arithmetic import Arithmetic
+from grpocli.version import PACKAGE
 
 if TYPE_CHECKING:
     from grpocli.models.common import Progress
@@ -37,7 +37,7 @@ def content_hash(part: Tiny) -> str:
     import torch
     import transformers
 
-    package = Path(grpocli.__file__).parent
+    package = PACKAGE
     settings = {
         "digits": part.digits,
         "operation": part.operation,

@@ -91,7 +91,7 @@ def _dtype(run: Run, shape: Shape, place: Place) -> str:
 
 def _takes_packed(run: Run, shape: Shape) -> bool:
     """Training tries it, too."""
-    from grpocli.training.attention import knows
+    from grpocli.models.attention import knows
 
     return run.model.attn_implementation in (None, "sdpa") and knows(shape.config, run.rollout.longest_row)
 
@@ -99,8 +99,8 @@ def _takes_packed(run: Run, shape: Shape) -> bool:
 def _micro_batch(run: Run, place: Place, packed: bool) -> tuple[Rows, int]:
     """The largest micro-batch of a process, and how many it has in an update: dealt and packed as training does it."""
     from grpocli.plan.trace import Rows
-    from grpocli.training.batch import Row
     from grpocli.training.layout import Layout, Packed, Padded
+    from grpocli.training.row import Row
 
     rollout, train = run.rollout, run.train
     prompt, completion = rollout.max_prompt_tokens, rollout.max_completion_tokens

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grpocli.models import attention
 from grpocli.plan.ledger import Ledger
 from grpocli.plan.place import shares_weights
 from grpocli.plan.shape import empty_model, with_layers
-from grpocli.training import attention
-from grpocli.training.batch import MicroBatch, Row
+from grpocli.training.batch import MicroBatch
 from grpocli.training.head import marked
 from grpocli.training.layout import Packed, Padded
 from grpocli.training.policy import completion_logp, output_head
+from grpocli.training.row import Row
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from grpocli.errors import ConfigError, GrpoError, RunError, Stopped
 from grpocli.files import read_shared, write_atomic
-from grpocli.hardware.nodes import in_name, session
 from grpocli.processes.heartbeat import DONE, Place
+from grpocli.processes.node import in_name, session
 
 LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket timeout|timed out waiting|no route to host|nccl|gloo",

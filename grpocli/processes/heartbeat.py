@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from grpocli.files import read_shared
-from grpocli.hardware.nodes import in_name, session
+from grpocli.processes.node import in_name, session
 
 DONE = "done"
 """The stage of a process that ended as it should."""

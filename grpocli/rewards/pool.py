@@ -20,15 +20,13 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import grpocli
 from grpocli.errors import RunError
 from grpocli.rewards.pool_worker import READY
 from grpocli.rewards.reward import Failure, Overrun
+from grpocli.version import PACKAGE
 
-PACKAGE = Path(grpocli.__file__).parent
 START_SECONDS = 120.0
 FULL_OVERRUNS = 8
 """Items of one `map` that may take the whole timeout; when so many have run over it, the others have a share of it."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-import grpocli
 from grpocli.tracking.choices import chosen
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import Stretch, read_sessions, shown, stretches
+from grpocli.version import __version__
 
 CARD = """\
 ---
@@ -60,7 +60,7 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
     return CARD.format(
         front=front_matter(base),
         name=run_dir.name,
-        version=grpocli.__version__,
+        version=__version__,
         base=_base(base, choices),
         algorithm=_in_turn(choices.get("algorithm"), trained),
         task=_code(choices.get("task")),

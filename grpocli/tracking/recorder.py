@@ -6,20 +6,36 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from grpocli.tracking.rollouts import Record, reference_of, write_rollouts
 from grpocli.tracking.view import Sample, View
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from grpocli.progress import Progress
     from grpocli.tracking.metrics import MetricsLog
     from grpocli.tracking.run_dir import RunDir
     from grpocli.tracking.trackers import LiveTracker
-    from grpocli.training.collect import Collected
     from grpocli.types import Group
 
 logger = logging.getLogger(__name__)
+
+
+class SampledStep(Protocol):
+    """What a step has sampled, as far as it is shown."""
+
+    @property
+    def groups(self) -> Sequence[Group]: ...
+    @property
+    def advantages(self) -> Tensor:
+        """[P, G], a row for each group."""
+        ...
+
+    @property
+    def remarks(self) -> Mapping[str, str]: ...
+
 
 MISMATCH = {"float32": 1.02, "bfloat16": 1.1}
 """`token_mult_prob_error` above which to look for a fault, by what the model computes in.
@@ -74,7 +90,7 @@ class Recorder:
 
         return report
 
-    def step(self, step: int, metrics: dict[str, Any], collected: Collected, records: Sequence[Record] = ()) -> None:
+    def step(self, step: int, metrics: dict[str, Any], collected: SampledStep, records: Sequence[Record] = ()) -> None:
         """Record a step's metrics and rollouts, and show them. records: of all that was sampled, for the file."""
         now = time.perf_counter()
         metrics["time/step"] = now - self.step_started

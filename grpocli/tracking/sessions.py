@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import grpocli
 from grpocli.files import write_atomic
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.text import one_line
+from grpocli.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def _merged(earlier: Changes, later: Changes) -> dict[str, tuple[Any, Any]]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"grpocli": grpocli.__version__, "python": platform.python_version()}
+    found = {"grpocli": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = version(name)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpocli.algorithm import Algorithm
-from grpocli.evaluation.results import AccuracyRewards
 from grpocli.models.loading import load_model, load_policy
 from grpocli.models.lora import trained_share
 from grpocli.progress import Watch
@@ -21,6 +20,7 @@ from grpocli.tasks.prompt_source import accuracy_rewards_of
 from grpocli.tracking.sessions import run_id
 from grpocli.training import checkpoint
 from grpocli.training import leftover_groups as carry
+from grpocli.training.accuracy import AccuracyRewards
 from grpocli.training.async_checkpoint import Saver
 from grpocli.training.collect import Collected, Collector, Sampler
 from grpocli.training.evaluate import Evaluator

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from grpocli.environments.episodes import Episodes
 from grpocli.errors import RunError
 from grpocli.progress import UNWATCHED, Cancelled, Watch
 from grpocli.rewards.score_stats import Tally
 from grpocli.rewards.streaming_scorer import EarlyScorer
 from grpocli.rollout.engine import Listener
+from grpocli.rollout.episodes import Episodes
 from grpocli.rollout.seeds import seed_of
 from grpocli.types import Completion, Group, Prompt, Request, Rollout, Sampling, Status
 

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from grpocli.evaluation.results import AccuracyRewards, task_result
 from grpocli.progress import UNWATCHED, Watch
 from grpocli.rollout.seeds import seed_of
+from grpocli.training.accuracy import AccuracyRewards, task_result
 from grpocli.training.collect import Sampler
 from grpocli.types import Group, Prompt, Sampling
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grpocli.training.attention import Block, Segment, Segments, blocks_of
+from grpocli.models.attention import Block, Segment, Segments, blocks_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from grpocli.training.batch import Row
+    from grpocli.training.row import Row
 
 
 PADDING = 0.1

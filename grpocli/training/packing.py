@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grpocli.training import attention
-from grpocli.training.batch import MicroBatch, Row
+from grpocli.models import attention
+from grpocli.training.batch import MicroBatch
 from grpocli.training.head import marked
 from grpocli.training.layout import Layout, Packed, Padded
 from grpocli.training.policy import completion_logp, output_head
+from grpocli.training.row import Row
 from grpocli.types import Sampling
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from grpocli.types import Status
 
 if TYPE_CHECKING:
     from grpocli.algorithm import Algorithm
-    from grpocli.training.batch import Row
     from grpocli.training.collect import Collected
+    from grpocli.training.row import Row
 
 
 def records_of(

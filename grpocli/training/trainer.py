@@ -17,10 +17,10 @@ import torch
 from grpocli.errors import RunError, ServiceGone, Stopped
 from grpocli.training import checkpoint
 from grpocli.training.async_checkpoint import Saver
-from grpocli.training.batch import Row
 from grpocli.training.collect import Collected, Collector
 from grpocli.training.evaluate import Evaluator
 from grpocli.training.records import records_of
+from grpocli.training.row import Row
 from grpocli.training.update import Updater
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import torch
 from grpocli.algorithm.aggregate import Totals
 from grpocli.algorithm.metrics import EXTREMES, OF_COMPUTED, combined
 from grpocli.progress import Progress, unreported
-from grpocli.training.batch import MicroBatch, Row, windows
+from grpocli.training.batch import MicroBatch, windows
+from grpocli.training.row import Row
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,7 @@ from algorithm.windows import choices
 from composed import built
 
 from grpocli.launch.compose import compose
-from grpocli.training.batch import Row
+from grpocli.training.row import Row
 from grpocli.types import Completion, Prompt, Rollout
 
 Test = TypeVar("Test", bound=Callable[..., None])

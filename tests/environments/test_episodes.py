@@ -14,10 +14,10 @@ from environments.test_turns import FAMILIES
 
 from grpocli.distributed.world import World
 from grpocli.environments.environment import Play
-from grpocli.environments.episodes import Episodes, check_environment
 from grpocli.errors import ConfigError
 from grpocli.progress import Watch
 from grpocli.rollout.engine import Listener, OnGroup, ignore
+from grpocli.rollout.episodes import Episodes, check_environment
 from grpocli.types import Completion, Prompt, Request, Sampling
 
 SCRIPTED = Path(__file__).with_name("scripted.py")

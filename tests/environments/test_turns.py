@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from grpocli.environments.turns import Turns
 from grpocli.errors import ConfigError
 from grpocli.models.tiny_parts import make_tokenizer
+from grpocli.rollout.turns import Turns
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from grpocli.cli.evaluate import _show
-from grpocli.evaluation.estimators import interval, majority, pass_at_k
 from grpocli.evaluation.evaluate import Evaluated
-from grpocli.evaluation.results import Estimate, TaskResult
+from grpocli.training.accuracy import Estimate, TaskResult, interval, majority, pass_at_k
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 7])

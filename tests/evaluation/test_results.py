@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from grpocli.evaluation.results import AccuracyRewards, task_result
 from grpocli.rewards.math_format import Math
 from grpocli.rewards.scoring import sample_of
 from grpocli.rewards.text import Number
+from grpocli.training.accuracy import AccuracyRewards, task_result
 from grpocli.types import Completion, Group, Prompt, Rollout
 
 NAN = math.nan

@@ -10,13 +10,13 @@ import pytest
 from grpocli.errors import ConfigError, Stopped
 from grpocli.hardware import devices
 from grpocli.hardware.devices import Devices, devices_of, split
-from grpocli.hardware.hardware import Multinode, Single
-from grpocli.hardware.nodes import Node, node_of
+from grpocli.hardware.hardware import Multinode, Single, node_of
 from grpocli.launch import run as launch_run
 from grpocli.launch import trainers as processes
 from grpocli.launch.compose import build_run, compose
 from grpocli.launch.overview import plan_lines
 from grpocli.launch.validate import check_nodes, check_shares
+from grpocli.processes.node import Node
 from grpocli.rollout.transformers_engine import Transformers
 from grpocli.rollout.vllm.nodes import new_folder
 from grpocli.rollout.vllm.options import Vllm

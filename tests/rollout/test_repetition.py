@@ -12,8 +12,9 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from grpocli.rollout.distribution import sampling_logits
 from grpocli.rollout.sampler import sample
 from grpocli.training import head, policy
-from grpocli.training.batch import MicroBatch, Row
+from grpocli.training.batch import MicroBatch
 from grpocli.training.policy import completion_logp
+from grpocli.training.row import Row
 from grpocli.types import Completion, Request, Sampling
 
 PROMPTS = [[2, 5, 6], [2, 7, 8, 9, 10, 11], [12, 12]]  # shared by their completions; none holds the padding token 0

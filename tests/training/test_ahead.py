@@ -19,10 +19,10 @@ from grpocli.errors import EngineError, RunError
 from grpocli.rewards.score_stats import Tally
 from grpocli.tracking.rollouts import write_rollouts
 from grpocli.training import leftover_groups as carry
-from grpocli.training.batch import Row
 from grpocli.training.collect import Collected, Collector
 from grpocli.training.prefetch import Ahead
 from grpocli.training.records import records_of
+from grpocli.training.row import Row
 from grpocli.types import Completion, Group, Prompt, Rollout, Sampling, Status
 
 WAIT = 20.0  # seconds, far more than anything here takes

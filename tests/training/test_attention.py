@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from grpocli.training import attention, sdpa
-from grpocli.training.attention import Block, Segment, Segments, blocks_of
+from grpocli.models import attention, sdpa
+from grpocli.models.attention import Block, Segment, Segments, blocks_of
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, SIZE = 4, 2, 8

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from grpocli.evaluation.results import AccuracyRewards
 from grpocli.progress import Watch
 from grpocli.rewards.score_stats import Tally
 from grpocli.rewards.text import ExactMatch
+from grpocli.training.accuracy import AccuracyRewards
 from grpocli.training.evaluate import Evaluator, eval_seeds
 from grpocli.types import Completion, Group, Prompt, Rollout, Sampling
 

@@ -9,9 +9,10 @@ import torch
 from training.test_update import SAMPLING, rows, updater, world
 
 from grpocli.training import layout
-from grpocli.training.batch import MicroBatch, Row
+from grpocli.training.batch import MicroBatch
 from grpocli.training.policy import Policy
 from grpocli.training.reference import Reference
+from grpocli.training.row import Row
 
 __all__ = ["rows", "world"]
 

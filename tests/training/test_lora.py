@@ -21,12 +21,13 @@ from grpocli.models.loading import load_policy
 from grpocli.models.lora import Lora, attach
 from grpocli.models.tiny_parts import make_tokenizer
 from grpocli.rollout.sampler import sample
-from grpocli.training.batch import MicroBatch, Row
+from grpocli.training.batch import MicroBatch
 from grpocli.training.build import _reference
 from grpocli.training.checkpoint import Contents, State, load_optimizer, save, save_model
 from grpocli.training.optim import AdamW
 from grpocli.training.policy import Policy
 from grpocli.training.reference import BaseReference, Reference
+from grpocli.training.row import Row
 from grpocli.training.update import Updater
 from grpocli.types import Request, Sampling
 

@@ -33,14 +33,16 @@ from transformers import (
 from grpocli.algorithm.metrics import EXTREMES, OF_COMPUTED
 from grpocli.config.schema import Train
 from grpocli.distributed.world import World
+from grpocli.models import attention, sdpa
 from grpocli.tasks.prompts import PromptSet
-from grpocli.training import attention, head, sdpa
-from grpocli.training.batch import MicroBatch, Row
+from grpocli.training import head
+from grpocli.training.batch import MicroBatch
 from grpocli.training.layout import Packed
 from grpocli.training.optim import AdamW
 from grpocli.training.packing import find_head, pack
 from grpocli.training.policy import Policy
 from grpocli.training.reference import Reference
+from grpocli.training.row import Row
 from grpocli.training.update import Updater
 from grpocli.types import Sampling
 

@@ -17,9 +17,9 @@ from training.recomputed import recomputed
 from grpocli.progress import Watch
 from grpocli.rewards.score_stats import Tally
 from grpocli.tracking.rollouts import read_rollouts, write_rollouts
-from grpocli.training.batch import Row
 from grpocli.training.collect import Collected, Collector
 from grpocli.training.records import records_of, status_of
+from grpocli.training.row import Row
 from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Sampling
 
 WEIGHTS = {"accuracy": 1.0, "overlong": 0.5}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpocli.training import sdpa
+from grpocli.models import sdpa
 
 
 def states(queries: int, keys: int) -> list[torch.Tensor]:

@@ -14,10 +14,11 @@ from grpocli.config.schema import Train
 from grpocli.distributed.world import World
 from grpocli.hardware.hardware import Single
 from grpocli.rollout.sampler import sample
-from grpocli.training.batch import MicroBatch, Row
+from grpocli.training.batch import MicroBatch
 from grpocli.training.optim import AdamW
 from grpocli.training.policy import Policy
 from grpocli.training.reference import Reference
+from grpocli.training.row import Row
 from grpocli.training.update import Updater
 from grpocli.types import Request, Sampling
 

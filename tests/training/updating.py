@@ -25,12 +25,12 @@ from grpocli.models.lora import Lora, attach, is_adapted
 from grpocli.models.tiny_parts import make_tokenizer
 from grpocli.rollout.sampler import sample
 from grpocli.training import checkpoint
-from grpocli.training.batch import Row
 from grpocli.training.checkpoint import State
 from grpocli.training.optim import AdamW
 from grpocli.training.packing import pack
 from grpocli.training.policy import Policy
 from grpocli.training.reference import BaseReference, Reference
+from grpocli.training.row import Row
 from grpocli.training.update import Updater
 from grpocli.types import Request, Sampling
 

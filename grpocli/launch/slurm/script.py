@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import grpocli
 from grpocli.errors import ConfigError
 from grpocli.hardware.hardware import Multinode
 from grpocli.launch.slurm.options import Options
+from grpocli.version import __version__
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -83,7 +83,7 @@ class Batch:
                 "#!/bin/bash",
                 *lines,
                 "",
-                f"# Written by grpocli {grpocli.__version__}: {what}, {_shown(self.shape)}.",
+                f"# Written by grpocli {__version__}: {what}, {_shown(self.shape)}.",
                 f"# `sbatch {shlex.quote(str(self.script))}` submits it; runs that were there before go on.",
                 "",
             ]

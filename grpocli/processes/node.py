@@ -1,12 +1,9 @@
-"""This machine's place in a job of several, as SLURM and the batch script tell it."""
+"""This machine's place in a job of several, as SLURM and the batch script set it."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-
-from grpocli.errors import ConfigError
-from grpocli.hardware.hardware import Hardware, Multinode
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +44,3 @@ def session() -> str:
 def in_name() -> str:
     """A session's part of a file's name."""
     return f"{session()}_" if session() else ""
-
-
-def node_of(hardware: Hardware) -> Node | None:
-    """This machine's place; None for a run on one machine.
-
-    Raises ConfigError where a run on several has no allocation.
-    """
-    if not isinstance(hardware, Multinode):
-        return None
-    node = Node.here()
-    if node is None or not node.port:
-        raise ConfigError(
-            "runs in a SLURM allocation: start it with `grpocli train -m hydra/launcher=slurm ...`",
-            key="hardware",
-            value="multinode",
-        )
-    if node.count != hardware.train_nodes:
-        raise ConfigError(
-            f"the job step has {node.count}: submit the run again",
-            key="hardware.train_nodes",
-            value=hardware.train_nodes,
-        )
-    return node

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from grpocli.environments.turns import Turns
 from grpocli.errors import ConfigError
 from grpocli.rewards.pool import Pool, default_workers
 from grpocli.rewards.reward import Failure
 from grpocli.rollout.engine import Listener, OnGroup, ignore
 from grpocli.rollout.seeds import seed_of
+from grpocli.rollout.turns import Turns
 from grpocli.types import Completion, Episode, Message, Past, Prompt, Request, Sampling
 
 if TYPE_CHECKING:

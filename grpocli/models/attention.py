@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpocli.training import sdpa
+from grpocli.models import sdpa
 
 if TYPE_CHECKING:
     from torch import Tensor
