@@ -1,12 +1,19 @@
-"""Whether the model hub answers, asked once and briefly: its libraries retry for a minute before they give up."""
+"""Names on the model hub, folders in its layout, and whether the hub answers."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from functools import lru_cache
+from pathlib import Path
 
+from grpocli.errors import ConfigError
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 CONNECT_SECONDS = 3.0
 READ_SECONDS = 0.5
 """To wait for an answer. Its absence does not matter: the connection has shown that the hub is there."""
@@ -53,3 +60,21 @@ def _go_offline() -> None:
     for name in ("huggingface_hub.constants", "datasets.config"):
         if module := sys.modules.get(name):
             vars(module)["HF_HUB_OFFLINE"] = True
+
+
+def check_folder(key: str, path: str) -> None:
+    """Raise ConfigError, naming `key`, where `path` is neither a folder with a model nor a possible name on the hub."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return _check_files(key, path, folder)
+    if folder.exists():
+        raise ConfigError("is a file; give the folder that holds config.json", key=key, value=path)
+    if not HUB_ID.fullmatch(path) or path.startswith("."):
+        raise ConfigError("there is no such folder", key=key, value=path)
+
+
+def _check_files(key: str, path: str, folder: Path) -> None:
+    needs = {"config.json": ("config.json",), "weights (*.safetensors)": WEIGHTS, "tokenizer files": TOKENIZER}
+    for what, patterns in needs.items():
+        if not any(True for pattern in patterns for _ in folder.glob(pattern)):
+            raise ConfigError(f"the folder has no {what}; give one that transformers saved", key=key, value=path)

@@ -94,8 +94,8 @@ def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[Evaluated]:
     from grpocli.launch.run import prepare
     from grpocli.launch.train_process import quiet_libraries
     from grpocli.rollout.auto import chosen
+    from grpocli.tracking.live_view import status_view
     from grpocli.tracking.run_dir import RunDir
-    from grpocli.tracking.view import status_view
 
     models = _models(args)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     asked = Asked(args.memory, args.devices, args.tflops, args.bandwidth)
     run = _run(args.overrides, args.config_dir)
 
-    from grpocli.tracking.view import status_view
+    from grpocli.tracking.live_view import status_view
 
     view = status_view()
     try:

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     from grpocli.launch.compose import build_run
     from grpocli.launch.ready import check_data
     from grpocli.launch.train_process import quiet_libraries
-    from grpocli.tracking.view import status_view
+    from grpocli.tracking.live_view import status_view
 
     quiet_libraries()
     run = build_run(composed(args.overrides, args.config_dir))

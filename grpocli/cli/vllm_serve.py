@@ -28,7 +28,7 @@ def _task(config: DictConfig) -> int:
     from grpocli.rollout.vllm.arguments import check_arguments
     from grpocli.rollout.vllm.serve import build_serve, serve
     from grpocli.rollout.vllm.server import check_port
-    from grpocli.tracking.view import status_view
+    from grpocli.tracking.live_view import status_view
     from grpocli.training.dtype import choose_dtype
 
     settings = build_serve(config)

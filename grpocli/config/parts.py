@@ -16,6 +16,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from string import Formatter
 from typing import Annotated, Any, ClassVar, TypeVar, cast, dataclass_transform, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigNode, ConfigStore
@@ -229,6 +230,16 @@ def regular(owner: object, field: str, group: str = "") -> None:
     except re.error as error:
         raise ConfigError(f"is no regular expression: {error}", key=key_of(owner, field), value=pattern) from error
     require(owner, field, not group or groups > 0, f"needs a group: {group}")
+
+
+def template_fields(template: str, key: str = "task.prompt_template") -> list[str]:
+    """The names in {braces}. Raises ConfigError where the braces do not match."""
+    try:
+        return [field for _, field, _, _ in Formatter().parse(template) if field is not None]
+    except ValueError as error:
+        raise ConfigError(
+            f"{error}; write a brace that is meant as one twice", key=key, value=repr(template)
+        ) from error
 
 
 def nearest(word: str, names: Iterable[str]) -> str:

@@ -118,7 +118,7 @@ def _locked(
     config: DictConfig, run: Run, run_dir: RunDir, resuming: bool, node: Node | None, begin: Callable[[], None]
 ) -> float | None:
     """The run, in a folder that this process holds."""
-    from grpocli.tracking.view import make_view
+    from grpocli.tracking.live_view import make_view
 
     view = make_view()
     quiet_libraries()

@@ -191,8 +191,9 @@ def main() -> None:
     from grpocli.processes.leave import leave_threads
     from grpocli.processes.reaper import die_with_parent
     from grpocli.processes.signals import StopSignal, crash_loudly
+    from grpocli.tracking.live_view import make_view
     from grpocli.tracking.text import clean_warnings
-    from grpocli.tracking.view import make_view, silent_view
+    from grpocli.tracking.view import silent_view
 
     crash_loudly()
     die_with_parent()  # what the guard does for the launcher

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import field
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,8 @@ from omegaconf import MISSING
 
 from grpocli.config.parts import part, require
 from grpocli.errors import ConfigError
-from grpocli.hub import why_unreachable
+from grpocli.hub import check_folder, why_unreachable
 from grpocli.models.common import ModelPart, Progress
-
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
-TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 
 
 @part("model", "hf")
@@ -66,21 +61,3 @@ class HuggingFace(ModelPart):
         if not isinstance(try_to_load_from_cache(self.path, "config.json", revision=self.revision), str):
             problem = f"there is no such folder, and the hub does not answer ({problem}); give a model's folder"
             raise ConfigError(problem, key="model.path", value=self.path)
-
-
-def check_folder(key: str, path: str) -> None:
-    """Raise ConfigError, naming `key`, where `path` is neither a folder with a model nor a possible name on the hub."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return _check_files(key, path, folder)
-    if folder.exists():
-        raise ConfigError("is a file; give the folder that holds config.json", key=key, value=path)
-    if not HUB_ID.fullmatch(path) or path.startswith("."):
-        raise ConfigError("there is no such folder", key=key, value=path)
-
-
-def _check_files(key: str, path: str, folder: Path) -> None:
-    needs = {"config.json": ("config.json",), "weights (*.safetensors)": WEIGHTS, "tokenizer files": TOKENIZER}
-    for what, patterns in needs.items():
-        if not any(True for pattern in patterns for _ in folder.glob(pattern)):
-            raise ConfigError(f"the folder has no {what}; give one that transformers saved", key=key, value=path)

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Sample
 
-if TYPE_CHECKING:
-    from grpocli.rewards.model import RewardModel
-
 KEY = "reward.model.path"
-_loaded: dict[RewardModel, Classifier] = {}
+
+
+class Settings(Protocol):
+    """The keys of `reward=[model]`."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def revision(self) -> str | None: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def max_tokens(self) -> int: ...
+
+
+_loaded: dict[Settings, Classifier] = {}
 
 
 class Classifier:
     """A tokenizer and a model with one output."""
 
-    def __init__(self, part: RewardModel) -> None:
+    def __init__(self, part: Settings) -> None:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         self.part = part
@@ -74,14 +90,14 @@ class Classifier:
         return ids[-self.part.max_tokens :]
 
 
-def classifier(part: RewardModel) -> Classifier:
+def classifier(part: Settings) -> Classifier:
     """The one of this part, loaded once."""
     if part not in _loaded:
         _loaded[part] = Classifier(part)
     return _loaded[part]
 
 
-def forget(part: RewardModel) -> None:
+def forget(part: Settings) -> None:
     """Free its memory."""
     _loaded.pop(part, None)
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from omegaconf import MISSING
 
-from grpocli.config.parts import Escaped, nearest, part, regular, require
+from grpocli.config.parts import Escaped, nearest, part, regular, require, template_fields
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import BaseReward, Sample, Score
 
@@ -88,8 +88,6 @@ class Judge(BaseReward):
     @property
     def fields(self) -> list[str]:
         """What is in braces. Raises ConfigError where the braces do not match."""
-        from grpocli.tasks.mapping import template_fields
-
         return template_fields(self.prompt, "reward.judge.prompt")
 
     def check(self, columns: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -16,14 +16,42 @@ from grpocli.masking import mask
 from grpocli.retries import BUSY, TooLong, bounded, pause
 from grpocli.rewards.reward import Failure, Sample, Score, Unreachable
 
-if TYPE_CHECKING:
-    from grpocli.rewards.judge import Judge
-
 logger = logging.getLogger(__name__)
 
 CONNECT = 10.0
 LARGEST_ANSWER = 4_000_000
 """Bytes; a judgement has a few thousand."""
+
+
+class Judge(Protocol):
+    """The keys of `reward=[judge]`, and its two translations."""
+
+    @property
+    def base_url(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def key(self) -> str | None: ...
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def concurrency(self) -> int: ...
+    @property
+    def timeout(self) -> float: ...
+    @property
+    def retries(self) -> int: ...
+    @property
+    def backoff(self) -> float: ...
+
+    def question(self, sample: Sample) -> list[dict[str, str]]:
+        """The messages that the judge gets."""
+        ...
+
+    def score(self, answer: str) -> float | None:
+        """The score in the judge's answer, if there is one."""
+        ...
 
 
 class Asking:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from omegaconf import MISSING
 
 from grpocli.config.parts import one_of, part, require
-from grpocli.models.hf import check_folder
+from grpocli.hub import check_folder
 from grpocli.rewards.reward import BaseReward, Sample, Score
 
 

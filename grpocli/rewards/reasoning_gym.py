@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from grpocli.config.parts import part, regular, require
 from grpocli.rewards.final_answer import after_thinking
 from grpocli.rewards.math_format import pool_of, scored_alone
+from grpocli.rewards.reasoning_gym_scorer import COLUMN
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
-from grpocli.tasks.reasoning_gym import COLUMN
 
 
 @part("reward", "reasoning_gym", package="reward.reasoning_gym")

@@ -1,11 +1,16 @@
-"""What a worker process computes for `reasoning_gym`. Only workers import this: the library takes seconds."""
+"""Questions and scores of the library reasoning-gym, which is imported when the first dataset is made."""
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 from typing import Any
 
-from grpocli.tasks.reasoning_gym import make
+from grpocli.config.parts import nearest
+from grpocli.errors import ConfigError
+
+COLUMN = "reasoning_gym"
+MISSING_LIBRARY = "needs the library reasoning-gym: pip install reasoning-gym"
 
 
 def score(place: dict[str, Any], answer: str) -> float:
@@ -17,3 +22,18 @@ def score(place: dict[str, Any], answer: str) -> float:
 @lru_cache(maxsize=32)
 def _dataset(name: str, config: str, seed: int, size: int) -> Any:
     return make(name, config, seed, size)
+
+
+def make(name: str, config: str, seed: int, size: int) -> Any:
+    """A dataset of the library's, whose entries are made when they are asked for. Raises ConfigError."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ConfigError(f"task=reasoning_gym: {MISSING_LIBRARY} ({error})") from error
+    if name not in DATASETS:
+        raise ConfigError(f"reasoning-gym has no such generator{nearest(name, DATASETS)}", key="task.name", value=name)
+    try:
+        return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(config))
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"{name} refuses it: {error}", key="task.config", value=config) from error

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import chain
+from typing import Any
 
 from grpocli.rewards.answer_text import plain_number
 from grpocli.rewards.final_answer import final_answer
 from grpocli.rewards.reward import BaseReward, Failure, Sample
 from grpocli.rewards.scoring import call
-from grpocli.tasks.task import Example
 from grpocli.types import Text
 
 KINDS = {"own": True, "empty": False, "other": False}
@@ -102,7 +102,7 @@ class Agreement:
 
 
 def agreement(
-    task: str, name: str, reward: BaseReward, examples: Sequence[Example], template: str, split: str = ""
+    task: str, name: str, reward: BaseReward, examples: Sequence[Mapping[str, Any]], template: str, split: str = ""
 ) -> Agreement:
     """Score each example's own answer, an empty one and another example's, written as `template` says.
 
@@ -124,7 +124,7 @@ def agreement(
 
 
 def _verdicts(
-    task: str, reward: BaseReward, examples: Sequence[Example], cases: Sequence[tuple[str, int, str]]
+    task: str, reward: BaseReward, examples: Sequence[Mapping[str, Any]], cases: Sequence[tuple[str, int, str]]
 ) -> list[Verdict]:
     samples = [_sample({**examples[i], "task_name": task}, text) for _, i, text in cases]
     verdicts = []
@@ -147,7 +147,7 @@ def _cases(i: int, answers: Sequence[str], finals: Sequence[str], template: str)
         yield "other", i, template.replace("{answer}", answers[other])
 
 
-def _sample(example: Example, text: str) -> Sample:
+def _sample(example: Mapping[str, Any], text: str) -> Sample:
     prompt: Text = example["prompt"]
     completion: Text = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
     columns = {name: value for name, value in example.items() if name != "prompt"}

@@ -9,19 +9,93 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import EllipsisType
-from typing import Any
+from typing import Any, TypeVar
 
+from grpocli.errors import RewardError, RewardGone
 from grpocli.progress import Progress, unreported
-from grpocli.rewards import error_limits as verdict
 from grpocli.rewards.reward import BaseReward, Failure, Forfeit, Sample, Score, Unreachable, as_score
-from grpocli.rewards.score_stats import Tally
 from grpocli.types import Rollout, Text
 from grpocli.user_frames import raised
 
 logger = logging.getLogger(__name__)
 
+K = TypeVar("K")
+Pair = tuple[str, str]  # a reward and a task, by their names
+
 PIECE = 256
 """Samples that a reward with processes of its own is given at once, so that progress can be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The share of samples that may fail, and the config key that says so."""
+
+    key: str
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.share:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """samples: of each task. bare: those of them to which no reward applies.
+
+    errors: how many could not be scored; first: the first of these as a sentence; unreachable: how many of them because
+    a service was unavailable. silent: for how many a reward that is one of their task's gave None. timeouts: how many
+    were wrong because scoring them took too long; late: the first of these as a sentence.
+    """
+
+    samples: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    errors: Counter[Pair] = field(default_factory=Counter)
+    first: dict[Pair, str] = field(default_factory=dict)
+    silent: Counter[Pair] = field(default_factory=Counter)
+    bare: Counter[str] = field(default_factory=Counter)
+    timeouts: Counter[Pair] = field(default_factory=Counter)
+    late: dict[Pair, str] = field(default_factory=dict)
+    unreachable: Counter[Pair] = field(default_factory=Counter)
+
+    def then(self, later: Tally) -> Tally:
+        """Both, one after the other."""
+        return self._with(later, self.seconds + later.seconds)
+
+    def beside(self, other: Tally) -> Tally:
+        """Both, at the same time in two processes."""
+        return self._with(other, max(self.seconds, other.seconds))
+
+    def _with(self, other: Tally, seconds: float) -> Tally:
+        return Tally(
+            _sum(self.samples, other.samples),
+            seconds,
+            _sum(self.errors, other.errors),
+            other.first | self.first,
+            _sum(self.silent, other.silent),
+            _sum(self.bare, other.bare),
+            _sum(self.timeouts, other.timeouts),
+            other.late | self.late,
+            _sum(self.unreachable, other.unreachable),
+        )
+
+    def errors_of(self, task: str) -> int:
+        """How many scores of a task's samples are missing."""
+        return sum(failed for (_, where), failed in self.errors.items() if where == task)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        found = {"time/reward": self.seconds}
+        for what, counted in (("errors", self.errors), ("timeouts", self.timeouts)):
+            for (reward, _), number in counted.items():
+                name = f"rewards/{reward}/{what}"
+                found[name] = found.get(name, 0.0) + number
+        return found
+
+
+def _sum(one: Counter[K], other: Counter[K]) -> Counter[K]:
+    """With what is 0 in both, which `+` leaves out."""
+    both = Counter(one)
+    both.update(other)
+    return both
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +109,7 @@ class Scorer:
     rewards: dict[str, BaseReward]
     max_errors: float
     tasks: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    limits: Mapping[str, verdict.Limit] = field(default_factory=dict)
+    limits: Mapping[str, Limit] = field(default_factory=dict)
 
     def early(self, rollouts: Sequence[Rollout], max_tokens: int) -> list[dict[str, Score]]:
         """Of some of a step's rollouts, the scores that need not wait for the others: of rewards with processes of
@@ -105,11 +179,11 @@ class Scorer:
 
         expected: how many samples a whole step has, for a check before all of them are there.
         """
-        verdict.check_errors(self, tally, expected)
+        check_errors(self, tally, expected)
 
     def remarks(self, tally: Tally) -> dict[str, str]:
         """Why a step teaches less than somebody might think: a sentence each; the same reason has the same key."""
-        return verdict.remarks(self, tally)
+        return remarks(self, tally)
 
     def rewards_for(self, task: str) -> Collection[str]:
         """The names of those that score a task's samples."""
@@ -209,3 +283,79 @@ def _sentence(sample: Sample, reason: str) -> str:
     task = f" (task {sample.task})" if sample.task else ""
     first = f"the first was the completion {excerpt(sample.text)} of {excerpt(str(sample.prompt))}{task}"
     return f"{reason}; {first}"
+
+
+def check_errors(scorer: Scorer, tally: Tally, expected: int) -> None:
+    """See `Scorer.check_errors`. Tasks with their own limit one by one, the others together."""
+    others = [task for task in tally.samples if task not in scorer.limits]
+    together = [([task], scorer.limits[task]) for task in tally.samples if task in scorer.limits]
+    for tasks, limit in [*together, (others, Limit("rollout.max_reward_errors", scorer.max_errors))]:
+        samples = _total(tally, tasks)
+        allowed = limit.share * samples * max(1.0, expected / max(tally.samples.total(), 1))
+        for name in scorer.rewards:
+            errors = sum(tally.errors[name, task] for task in tasks)
+            if errors > allowed:
+                lasting = errors - sum(tally.unreachable[name, task] for task in tasks)
+                kind = RewardError if lasting > allowed else RewardGone
+                raise kind(_failed(scorer, tally, name, tasks, f", more than {limit} allows"))
+
+
+def remarks(scorer: Scorer, tally: Tally) -> dict[str, str]:
+    """See `Scorer.remarks`."""
+    return _bare(tally) | _silent(scorer, tally) | _tolerated(scorer, tally) | _late(scorer, tally)
+
+
+def _bare(tally: Tally) -> dict[str, str]:
+    samples = tally.samples
+    return {
+        f"bare {task}": f"no reward applies to {bare} of {samples[task]} samples of task {task}: they teach nothing"
+        for task, bare in tally.bare.items()
+        if bare
+    }
+
+
+def _silent(scorer: Scorer, tally: Tally) -> dict[str, str]:
+    """Of rewards beside others: where none applies at all, that has been said."""
+    found = {}
+    for name, reward in scorer.rewards.items():
+        tasks = [task for task in tally.samples if name in scorer.rewards_for(task)]
+        silent = sum(tally.silent[name, task] for task in tasks)
+        if silent == _total(tally, tasks) > sum(tally.bare[task] for task in tasks):
+            found[f"silent {name}"] = (
+                f"reward.{name} ({reward.label}) gave None for all {silent} samples of task {', '.join(tasks)}: "
+                "it has no part in their score"
+            )
+    return found
+
+
+def _tolerated(scorer: Scorer, tally: Tally) -> dict[str, str]:
+    """What would have ended the run without a task's own limit."""
+    return {
+        f"errors {name} {task}": _failed(scorer, tally, name, [task], f" of task {task}, which {limit} allows")
+        for task, limit in scorer.limits.items()
+        for name in scorer.rewards
+        if tally.errors[name, task] > scorer.max_errors * tally.samples[task]
+    }
+
+
+def _late(scorer: Scorer, tally: Tally) -> dict[str, str]:
+    found = {}
+    for (name, task), late in tally.timeouts.items():
+        if late:
+            samples = f"{late} of {tally.samples[task]} samples" + (f" of task {task}" if task else "")
+            found[f"timeouts {name} {task}"] = (
+                f"reward.{name} ({scorer.rewards[name].label}) scored {samples} as wrong because scoring them took too "
+                f"long: {tally.late[name, task]}"
+            )
+    return found
+
+
+def _failed(scorer: Scorer, tally: Tally, name: str, tasks: Collection[str], allowed: str) -> str:
+    failed = sum(tally.errors[name, task] for task in tasks)
+    first = next(tally.first[name, task] for task in tasks if (name, task) in tally.first)
+    label = scorer.rewards[name].label
+    return f"reward.{name} ({label}) could not score {failed} of {_total(tally, tasks)} samples{allowed}: {first}"
+
+
+def _total(tally: Tally, tasks: Collection[str]) -> int:
+    return sum(tally.samples[task] for task in tasks)

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from string import Formatter
 from typing import Any
 
-from grpocli.config.parts import nearest
+from grpocli.config.parts import nearest, template_fields
 from grpocli.errors import ConfigError
 from grpocli.tasks.loading import Row, need_columns, nothing_in, short
 from grpocli.types import Message, Text
-
-
-def template_fields(template: str, key: str = "task.prompt_template") -> list[str]:
-    """The names in {braces}. Raises ConfigError where the braces do not match."""
-    try:
-        return [field for _, field, _, _ in Formatter().parse(template) if field is not None]
-    except ValueError as error:
-        raise ConfigError(
-            f"{error}; write a brace that is meant as one twice", key=key, value=repr(template)
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from grpocli.config.parts import named
 from grpocli.config.user_parts import is_spec, name_of
 from grpocli.errors import ConfigError
-from grpocli.rewards.error_limits import Limit
+from grpocli.rewards.scoring import Limit
 
 if TYPE_CHECKING:
     from grpocli.tasks.task import Task

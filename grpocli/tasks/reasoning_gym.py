@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from grpocli.config.parts import Escaped, nearest, part, require
+from grpocli.config.parts import Escaped, part, require
 from grpocli.errors import ConfigError
+from grpocli.rewards.reasoning_gym_scorer import COLUMN, MISSING_LIBRARY, make
 from grpocli.tasks.split import is_held_out
 from grpocli.tasks.task import BaseTask
 
@@ -23,8 +24,6 @@ HELD_OUT = 1 / 10
 """The share of all questions that belongs to `eval`."""
 TRIES = 20
 """Questions made for each one that is wanted: little generators repeat themselves."""
-COLUMN = "reasoning_gym"
-MISSING_LIBRARY = "needs the library reasoning-gym: pip install reasoning-gym"
 
 
 @part("task", "reasoning_gym")
@@ -83,21 +82,6 @@ def _examples(name: str, config: str, seed: int, total: int, split: str, most: i
             place = {"name": name, "config": config, "seed": seed, "size": total, "index": index}
             found.append({"question": question, "answer": str(entry["answer"]), COLUMN: place})
     return found
-
-
-def make(name: str, config: str, seed: int, size: int) -> Any:
-    """A dataset of the library's, whose entries are made when they are asked for. Raises ConfigError."""
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise ConfigError(f"task=reasoning_gym: {MISSING_LIBRARY} ({error})") from error
-    if name not in DATASETS:
-        raise ConfigError(f"reasoning-gym has no such generator{nearest(name, DATASETS)}", key="task.name", value=name)
-    try:
-        return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(config))
-    except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"{name} refuses it: {error}", key="task.config", value=config) from error
 
 
 def split_of(question: str) -> str:

@@ -41,7 +41,7 @@ class Shot:
     @classmethod
     def of(cls, example: Example, template: str, where: str) -> Shot:
         """Raises ConfigError, saying `where`, for a column of the template's that is missing or empty."""
-        from grpocli.tasks.mapping import template_fields
+        from grpocli.config.parts import template_fields
 
         fields = dict.fromkeys(template_fields(template, "task.shot_template"))
         for column in fields:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -225,34 +224,7 @@ def _quoted(text: str, longest: int = 60) -> str:
     return f'"{line}"' if len(line) <= longest else f'"...{line[-longest:]}"'
 
 
-def make_view(is_terminal: bool | None = None) -> View:
-    """The live view in a terminal that can be redrawn, plain lines elsewhere. None: look at standard output."""
-    from rich.console import Console
-
-    console = Console()
-    # not rich's own guess: FORCE_COLOR makes it take a file for a terminal, and fill it with redrawn frames
-    if is_terminal is None:
-        is_terminal = sys.stdout.isatty()
-    if is_terminal and not console.is_dumb_terminal:
-        from grpocli.tracking.live import LiveView
-
-        return LiveView(console)
-    return _plain_view(sys.stdout)
-
-
-def status_view() -> View:
-    """Of a command that does not train, on standard error: one line in a terminal, plain lines elsewhere."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if sys.stderr.isatty() and not console.is_dumb_terminal:
-        from grpocli.tracking.live import StatusView
-
-        return StatusView(console)
-    return _plain_view(sys.stderr)
-
-
-def _plain_view(file: IO[str]) -> PlainView:
+def plain_view(file: IO[str]) -> PlainView:
     from rich.console import Console
 
     view = PlainView(Console(file=file, force_terminal=False, no_color=True, width=100_000))

@@ -15,7 +15,7 @@ import torch
 
 from grpocli.errors import RunError
 from grpocli.progress import UNWATCHED, Cancelled, Watch
-from grpocli.rewards.score_stats import Tally
+from grpocli.rewards.scoring import Tally
 from grpocli.rewards.streaming_scorer import EarlyScorer
 from grpocli.rollout.engine import Listener
 from grpocli.rollout.episodes import Episodes

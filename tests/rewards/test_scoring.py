@@ -11,11 +11,9 @@ from dataclasses import replace
 import pytest
 
 from grpocli.errors import RewardError
-from grpocli.rewards.error_limits import Limit
 from grpocli.rewards.pool import PoolClosed
 from grpocli.rewards.reward import BaseReward, Failure, Forfeit, Sample, Score
-from grpocli.rewards.score_stats import Tally
-from grpocli.rewards.scoring import Scorer, sample_of
+from grpocli.rewards.scoring import Limit, Scorer, Tally, sample_of
 from grpocli.types import Completion, Prompt, Rollout
 
 

@@ -20,7 +20,7 @@ from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy, expected_logprobs
 from transformers.utils.logging import disable_progress_bar
 
 from grpocli.errors import EngineError
-from grpocli.launch.run import quiet_libraries
+from grpocli.launch.train_process import quiet_libraries
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.vllm.colocate_options import VllmColocate
 from grpocli.rollout.vllm.llm import _parameters

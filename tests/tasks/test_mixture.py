@@ -13,7 +13,7 @@ from grpocli.launch.compose import build_run, compose
 from grpocli.launch.conf_files import MARK
 from grpocli.launch.sources import conf_dir
 from grpocli.launch.task_override import spread
-from grpocli.rewards.error_limits import Limit
+from grpocli.rewards.scoring import Limit
 from grpocli.tasks.mixture import limits_of, tasks_of, with_key
 from grpocli.tasks.prompt_source import Data
 

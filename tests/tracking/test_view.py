@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from grpocli.tracking.layout import Screen, sections
-from grpocli.tracking.live import LiveView
+from grpocli.tracking.live_view import LiveView, Screen, make_view, sections
 from grpocli.tracking.stage import CurrentStage, Stage
 from grpocli.tracking.text import clean, duration, number, sparkline, trend, words
-from grpocli.tracking.view import Pace, PlainView, Sample, View, make_view, silent_view
+from grpocli.tracking.view import Pace, PlainView, Sample, View, silent_view
 
 METRICS: dict[str, Any] = {
     "reward": 0.4123,

@@ -16,7 +16,7 @@ import torch
 from composed import built
 
 from grpocli.errors import EngineError, RunError
-from grpocli.rewards.score_stats import Tally
+from grpocli.rewards.scoring import Tally
 from grpocli.tracking.rollouts import write_rollouts
 from grpocli.training import leftover_groups as carry
 from grpocli.training.collect import Collected, Collector

@@ -12,8 +12,7 @@ from composed import built
 
 from grpocli.errors import ConfigError, RewardError, RunError
 from grpocli.progress import Watch
-from grpocli.rewards.score_stats import Tally
-from grpocli.rewards.scoring import Scorer
+from grpocli.rewards.scoring import Scorer, Tally
 from grpocli.rewards.text import ExactMatch
 from grpocli.rollout.seeds import seed_of
 from grpocli.training import leftover_groups as carry

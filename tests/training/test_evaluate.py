@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpocli.progress import Watch
-from grpocli.rewards.score_stats import Tally
+from grpocli.rewards.scoring import Tally
 from grpocli.rewards.text import ExactMatch
 from grpocli.training.accuracy import AccuracyRewards
 from grpocli.training.evaluate import Evaluator, eval_seeds

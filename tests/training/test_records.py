@@ -15,7 +15,7 @@ from composed import built
 from training.recomputed import recomputed
 
 from grpocli.progress import Watch
-from grpocli.rewards.score_stats import Tally
+from grpocli.rewards.scoring import Tally
 from grpocli.tracking.rollouts import read_rollouts, write_rollouts
 from grpocli.training.collect import Collected, Collector
 from grpocli.training.records import records_of, status_of

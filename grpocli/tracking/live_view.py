@@ -1,11 +1,18 @@
-"""How the live view lays out its parts: whatever the terminal's size, nothing wraps and nothing is cut in half."""
+"""Views that are redrawn in a terminal: of a run, and one line for other commands.
+
+Whatever the terminal's size, nothing wraps and nothing is cut in half.
+"""
 
 from __future__ import annotations
 
+import atexit
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from rich.live import Live
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -13,14 +20,14 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text as Line
 
-from grpocli.tracking.text import duration, number, one_line, sparkline, trend, words
+from grpocli.tracking.stage import CurrentStage
+from grpocli.tracking.text import clean, duration, number, one_line, sparkline, trend, words
+from grpocli.tracking.view import Pace, Sample, View, plain_view
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-    from grpocli.tracking.live import LiveView
     from grpocli.tracking.stage import Stage
-    from grpocli.tracking.view import Sample
 
 FIXED = 4
 """Lines of progress, stage, reward, and one to spare (a terminal scrolls when its last line is written)."""
@@ -226,3 +233,130 @@ def _tail(console: Console, text: str, width: int, height: int, style: str) -> l
         lines = lines[-height:]
         lines[0] = Line("… ", style=style) + lines[0]
     return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What is on the screen; the sample's texts are safe to print. Replaced, never changed: another thread draws it."""
+
+    title: str = ""
+    metrics: Mapping[str, Any] | None = None
+    before: Mapping[str, Any] | None = None
+    rewards: tuple[float, ...] = ()
+    sample: Sample | None = None
+    over: bool = False
+
+
+class LiveView(View):
+    """Redrawn in place; notes scroll above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self.pace = Pace()
+        self.current = CurrentStage()
+        self.shown = Shown()
+        self._live = Live(
+            Screen(self), console=console, refresh_per_second=6, transient=False, vertical_overflow="crop"
+        )
+        self._live.start()
+        atexit.register(self.stop)  # a cursor left hidden outlives the run
+
+    def start(self, title: str, plan: Sequence[str], total_steps: int) -> None:
+        self.pace.total = total_steps
+        self._show(title=one_line(title))
+        if plan:
+            self.note("\n".join(plan))
+
+    def resumed(self, done_steps: int) -> None:
+        self.pace.done = done_steps
+        if done_steps:
+            self.note(f"going on after step {done_steps}")
+
+    def stage(self, text: str, fraction: float | None = None) -> None:
+        self.current.begin(one_line(text), fraction)
+
+    def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
+        self.current.progress(done, total, unit, one_line(detail))
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.pace.step(step, metrics.get("time/step"))
+        reward = metrics.get("reward")
+        known = isinstance(reward, int | float) and reward == reward
+        rewards = (*self.shown.rewards, float(reward)) if known else self.shown.rewards  # type: ignore[arg-type]
+        self._show(metrics=dict(metrics), before=self.shown.metrics, rewards=rewards)
+
+    def sample(self, sample: Sample) -> None:
+        self._show(
+            sample=replace(
+                sample,
+                prompt=clean(words(sample.prompt)),
+                completion=clean(sample.completion),
+                answer=None if sample.answer is None else one_line(sample.answer),
+            )
+        )
+
+    def note(self, text: str) -> None:
+        self._console.print(Line(clean(text)))
+
+    def warn(self, text: str) -> None:
+        self._console.print(Line(f"warning: {clean(text)}", style="yellow"))
+
+    def stop(self, last_line: str = "") -> None:
+        atexit.unregister(self.stop)
+        if self._live.is_started:
+            self.current.begin(last_line or ("done" if self.pace.finished else "stopped"))
+            self._show(over=True)
+            self._live.stop()
+
+    def _show(self, **changes: Any) -> None:
+        self.shown = replace(self.shown, **changes)
+
+
+class StatusView(View):
+    """One line with the present stage, removed at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._spinner = console, Spinner("dots")
+        self._current = CurrentStage()
+        self._live = Live(get_renderable=self._line, console=console, refresh_per_second=6, transient=True)
+        self._live.start()
+        atexit.register(self.stop)
+
+    def stage(self, text: str, fraction: float | None = None) -> None:
+        self._current.begin(one_line(text), fraction)
+
+    def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
+        self._current.progress(done, total, unit, one_line(detail))
+
+    def note(self, text: str) -> None:
+        self._console.print(Line(clean(text)))
+
+    def stop(self, last_line: str = "") -> None:
+        atexit.unregister(self.stop)
+        self._live.stop()
+
+    def _line(self) -> RenderableType:
+        return stage_line(self._current.stage, self._spinner, self._console)
+
+
+def make_view(is_terminal: bool | None = None) -> View:
+    """The live view in a terminal that can be redrawn, plain lines elsewhere. None: look at standard output."""
+    from rich.console import Console
+
+    console = Console()
+    # not rich's own guess: FORCE_COLOR makes it take a file for a terminal, and fill it with redrawn frames
+    if is_terminal is None:
+        is_terminal = sys.stdout.isatty()
+    if is_terminal and not console.is_dumb_terminal:
+        return LiveView(console)
+    return plain_view(sys.stdout)
+
+
+def status_view() -> View:
+    """Of a command that does not train, on standard error: one line in a terminal, plain lines elsewhere."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if sys.stderr.isatty() and not console.is_dumb_terminal:
+        return StatusView(console)
+    return plain_view(sys.stderr)
