@@ -57,7 +57,7 @@ release-check: build ## install the wheel in an empty environment and run it (TA
 	  [ -z "$(TAG)" ] || [ "$$version" = "grpocli $(TAG:v%=%)" ] || { echo "which is not $(TAG)" >&2; exit 1; }
 
 docs: setup ## write docs/algorithms.md from the code of the algorithms' parts
-	$(BIN)/python -m grpocli.explain.document docs/algorithms.md
+	$(BIN)/python -m grpocli.cli.algorithms_page docs/algorithms.md
 
 constraints: setup ## pin what is installed now
 	$(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable | sed 's/+cpu$$//' > requirements/constraints.txt

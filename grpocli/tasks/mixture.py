@@ -50,7 +50,7 @@ def with_key(sentence: str, key: str) -> str:
 
 def tasks_of(chosen: object) -> dict[str, Task]:
     """By name: those of a mixture, or the one that was chosen, called as its choice is."""
-    from grpocli.explain.choices import choice_of
+    from grpocli.config.choices import choice_of
 
     if isinstance(chosen, Mixture):
         return dict(chosen.tasks)

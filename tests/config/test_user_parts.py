@@ -13,10 +13,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from grpocli.config.choices import choice_of
 from grpocli.config.parts import stored
 from grpocli.config.user_parts import NEEDS, _check
 from grpocli.errors import ConfigError
-from grpocli.explain.choices import choice_of
 from grpocli.launch.compose import build, build_algorithm, build_run, compose, register_parts, save
 from grpocli.launch.overrides import rewritten
 from grpocli.launch.resume import Resume
