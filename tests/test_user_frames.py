@@ -19,7 +19,7 @@ from grpocli.launch.compose import build_run, compose
 from grpocli.rewards.python import PythonReward
 from grpocli.rewards.reward import Failure, Sample
 from grpocli.rewards.scoring import call as score
-from grpocli.tasks.processor import processed
+from grpocli.tasks.dataset import processed
 from grpocli.tracking.run_dir import RunDir
 from grpocli.training.train_process import explained
 from grpocli.user_frames import where

@@ -22,7 +22,7 @@ SOURCES = (
     "models/warm_start.py",
     "models/muon.py",
     "tasks/arithmetic.py",
-    "tasks/split.py",
+    "tasks/generated.py",
 )
 NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 

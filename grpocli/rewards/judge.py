@@ -88,7 +88,7 @@ class Judge(BaseReward):
     @property
     def fields(self) -> list[str]:
         """What is in braces. Raises ConfigError where the braces do not match."""
-        from grpocli.tasks.mapping import template_fields
+        from grpocli.tasks.dataset import template_fields
 
         return template_fields(self.prompt, "reward.judge.prompt")
 

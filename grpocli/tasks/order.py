@@ -34,7 +34,7 @@ class Order:
         return int(self._permutation[place])
 
 
-class Rotation:
+class TaskScheduler:
     """Which of several tasks each draw is of: in proportion to their weights, in any stretch of draws.
 
     A sequence of low discrepancy: after n draws a task has had its share of them, but for a few.

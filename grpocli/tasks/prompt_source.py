@@ -11,9 +11,9 @@ from grpocli.environments.environment import play_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.scoring import excerpt
 from grpocli.tasks.mixture import about, key_of, tasks_of
-from grpocli.tasks.order import Order, Rotation
+from grpocli.tasks.order import Order, TaskScheduler
 from grpocli.tasks.prompts import PromptSet
-from grpocli.tasks.streamed import StreamedPrompts
+from grpocli.tasks.streaming import StreamedPrompts
 from grpocli.tasks.task import columns_of
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from grpocli.config.schema import Run
     from grpocli.environments.environment import Play
-    from grpocli.tasks.stream import ExampleStream
+    from grpocli.tasks.streaming import ExampleStream
     from grpocli.tasks.task import Task
     from grpocli.types import Prompt
 
@@ -111,7 +111,7 @@ class Data:
 
     tokenizer: PreTrainedTokenizerBase
     tasks: list[TaskData]
-    rotation: Rotation
+    scheduler: TaskScheduler
 
     @classmethod
     def of(cls, run: Run, tokenizer: PreTrainedTokenizerBase) -> Data:
@@ -125,14 +125,14 @@ class Data:
         for one in tasks:
             one.draw(0, "")  # what is streamed has not been looked at
         weights = [getattr(task, "weight", 1.0) for task in chosen.values()]
-        return cls(tokenizer, tasks, Rotation(weights, run.seed))
+        return cls(tokenizer, tasks, TaskScheduler(weights, run.seed))
 
     def draw(self, number: int) -> Prompt:
         """The prompt of the run's draw number `number`."""
         if len(self.tasks) == 1:
             task, nth = self.tasks[0], number
         else:
-            turn, nth = self.rotation.of(number)
+            turn, nth = self.scheduler.of(number)
             task = self.tasks[turn]
         return task.draw(nth, uid=f"{number}")
 
@@ -182,7 +182,7 @@ def _refuse_overlap(tasks: Sequence[TaskData], chosen: Mapping[str, Task]) -> No
             continue
         for trained in tasks:
             if isinstance(trained.train, StreamedPrompts):
-                trained.train.keep_apart(evaluated.held_out.hashes)
+                trained.train.exclude(evaluated.held_out.hashes)
             elif isinstance(trained.train, Epochs) and (
                 shared := evaluated.held_out.shared_with(trained.train.prompts)
             ):

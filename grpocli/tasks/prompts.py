@@ -1,14 +1,17 @@
-"""From examples to prompts: tokenised once, at the start, and none too long for the engine."""
+"""Prompts of a run: checked, tokenised once at the start, and none too long for the engine."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
 from grpocli.rewards.deadline import within
-from grpocli.tasks.text import text_hash, text_of
+from grpocli.tasks.loading import encodable, short
 from grpocli.types import Prompt, Text
 
 if TYPE_CHECKING:
@@ -16,9 +19,50 @@ if TYPE_CHECKING:
 
     from grpocli.tasks.task import Example
 
+ROLES = ("system", "user", "assistant", "tool", "developer")
 TEMPLATE_SECONDS = 30.0
 """For conversations, and a hundredth more for each: a model's chat template is somebody else's code."""
 QUIET: dict[str, Any] = {"return_attention_mask": False, "verbose": False}  # lengths are checked here
+
+
+def text_of(example: Example, where: str) -> Text:
+    """An example's prompt. Raises ConfigError, saying `where`, if it is none or its loss_multiplier is no number."""
+    multiplier = example.get("loss_multiplier", 1.0)
+    if isinstance(multiplier, str):  # of a .csv
+        with suppress(ValueError):
+            multiplier = float(multiplier)
+    if not isinstance(multiplier, int | float) or not 0 <= multiplier < math.inf:
+        raise ConfigError(f"task: {where} has the loss_multiplier {multiplier!r}; it must be a number of 0 or more")
+    prompt = example["prompt"]
+    if not all(encodable(text) for text in _texts(prompt)):
+        raise ConfigError(f"task: {where} has half a character in its prompt (a surrogate without the other one)")
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt:
+        for message in prompt:
+            if not _is_message(message):
+                raise ConfigError(
+                    f"task: message {short(message)} of {where} needs a `content` and a `role` of {', '.join(ROLES)}"
+                )
+        return prompt
+    raise ConfigError(f"task: {where} has the prompt {short(prompt)}; it must be text or messages")
+
+
+def _texts(prompt: object) -> list[str]:
+    messages = prompt if isinstance(prompt, list) else [{"content": prompt}]
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    return [content for content in contents if isinstance(content, str)]
+
+
+def _is_message(message: object) -> bool:
+    if not isinstance(message, dict):
+        return False
+    return message.get("role") in ROLES and isinstance(message.get("content"), str)
+
+
+def text_hash(text: Text) -> int:
+    """The same for equal prompts, within a process."""
+    return hash(text if isinstance(text, str) else json.dumps(text, sort_keys=True, default=str))
 
 
 class PromptSet:

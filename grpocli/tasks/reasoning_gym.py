@@ -13,7 +13,7 @@ from omegaconf import MISSING
 
 from grpocli.config.parts import Escaped, nearest, part, require
 from grpocli.errors import ConfigError
-from grpocli.tasks.split import is_held_out
+from grpocli.tasks.generated import is_held_out
 from grpocli.tasks.task import BaseTask
 
 if TYPE_CHECKING:
