@@ -12,7 +12,7 @@ from omegaconf import MISSING
 from grpocli.config.parts import part, require
 from grpocli.errors import ConfigError
 from grpocli.hub import why_unreachable
-from grpocli.models.common import ModelPart, Progress
+from grpocli.models.loading import ModelPart, Progress
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")

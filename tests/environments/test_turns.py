@@ -8,7 +8,7 @@ import pytest
 
 from grpocli.environments.turns import Turns
 from grpocli.errors import ConfigError
-from grpocli.models.tiny_parts import make_tokenizer
+from grpocli.models.tiny import make_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
