@@ -86,7 +86,8 @@ class PromptBuilder:
         """The prompt of `row`. Raises ConfigError, with `where` it is, for a missing or unusable value."""
         for column in self.columns:
             if missing := nothing_in(row[column]):
-                raise ConfigError(f"task: {where} has {missing} in the column {column!r}; fill it in or remove the row")
+                problem = f"{where} has {missing} in the column {column!r}"
+                raise ConfigError(problem, key="task", hint="fill it in or remove the row")
         prompt = self._fill(row, where) if self.prompt_template is not None else row[self.prompt_column]
         if isinstance(prompt, str) and prompt.strip():
             return self._from_text(prompt)

@@ -1,4 +1,4 @@
-"""Tasks whose examples are made here, one after the other from a seed."""
+"""The base of tasks whose examples are made from a seed, and their split."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 HELD_OUT = 1 / 10
 """The share of all examples that belongs to `eval`."""
 TRIES = 50
-"""Examples made for each one that is wanted: little tasks repeat themselves."""
+"""Examples made for each one that is asked for: small tasks repeat themselves."""
 
 
 def is_held_out(text: str, share: float) -> bool:
@@ -54,7 +54,9 @@ class Generated(BaseTask):
         most = {"train": self.train_size, "eval": self.eval_size}[split]
         found = list(islice(self._different(split, TRIES * most), most))
         if not found:
-            raise ConfigError(f"task: these settings leave no example for {split}; make the questions larger")
+            raise ConfigError(
+                f"these settings leave no example for {split}", key="task", hint="make the questions larger"
+            )
         return [{**one, "prompt": [{"role": "user", "content": one["question"]}]} for one in found]
 
     def _different(self, split: str, tries: int) -> Iterator[Example]:

@@ -189,6 +189,8 @@ def _refuse_overlap(tasks: Sequence[TaskData], chosen: Mapping[str, Task]) -> No
                 first = excerpt(str(evaluated.held_out.prompt(shared[0], "").text))
                 key, problems = evaluated.key, len(evaluated.held_out)
                 raise ConfigError(
-                    f"{key}: {len(shared)} of {problems} problems that {evaluated.name} is evaluated on are trained on "
-                    f"in {trained.name}, the first is {first}; give other data, or {key}.allow_overlap=true"
+                    f"{len(shared)} of {problems} problems that {evaluated.name} is evaluated on are trained on "
+                    f"in {trained.name}, the first is {first}",
+                    key=key,
+                    hint=f"give other data, or {key}.allow_overlap=true",
                 )
