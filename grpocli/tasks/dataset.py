@@ -26,7 +26,7 @@ PROCESSOR = "task.processor"
 
 
 def processed(function: str, timeout: float, row: Row, where: str) -> dict[str, Any]:
-    """The example. Raises ConfigError, with `where` the row is, for what is none."""
+    """The example that `function` makes of a row. Raises ConfigError, naming `where`, where it makes none."""
     process = load(function, PROCESSOR)
     try:
         example = within(timeout, f"no example within {timeout:g} s ({PROCESSOR}_timeout)", lambda: process(dict(row)))
@@ -44,18 +44,18 @@ def processed(function: str, timeout: float, row: Row, where: str) -> dict[str, 
 
 
 def template_fields(template: str, key: str = "task.prompt_template") -> list[str]:
-    """The names in {braces}. Raises ConfigError where the braces do not match."""
+    """The column names in {braces}. Raises ConfigError where the braces do not match."""
     try:
         return [field for _, field, _, _ in Formatter().parse(template) if field is not None]
     except ValueError as error:
         raise ConfigError(
-            f"{error}; write a brace that is meant as one twice", key=key, value=repr(template)
+            str(error), key=key, value=repr(template), hint="write a brace that is meant as one twice"
         ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBuilder:
-    """How a row becomes a prompt; see Jsonl for the fields."""
+    """Makes the prompt of a row; see Jsonl for the fields."""
 
     prompt_column: str
     prompt_template: str | None
@@ -65,13 +65,13 @@ class PromptBuilder:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that a prompt is made of."""
+        """The columns that a prompt uses."""
         if self.prompt_template is None:
             return [self.prompt_column]
         return list(dict.fromkeys(template_fields(self.prompt_template)))
 
     def check(self, columns: Sequence[str], path: str) -> None:
-        """Raise ConfigError unless the table has what the prompt is made of."""
+        """Raise ConfigError unless the table has the columns that the prompt uses."""
         if self.prompt_template is None:
             need_columns(columns, {"task.prompt_column": self.prompt_column}, path)
         for column in self.columns:
@@ -83,7 +83,7 @@ class PromptBuilder:
                 )
 
     def prompt(self, row: Row, where: str) -> Text:
-        """The prompt of `row`. Raises ConfigError, with `where` it is, for a missing or unusable value."""
+        """The prompt of `row`. Raises ConfigError, naming `where`, for a missing or unusable value."""
         for column in self.columns:
             if missing := nothing_in(row[column]):
                 problem = f"{where} has {missing} in the column {column!r}"
@@ -147,20 +147,20 @@ class Shot:
 
     @property
     def messages(self) -> Iterator[Message]:
-        """A conversation without its system message, which comes once."""
+        """The conversation without its system message, which `with_shots` puts first once."""
         asked = [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
         yield from (message for message in asked if message["role"] != "system")
         yield {"role": "assistant", "content": self.answer}
 
     @property
     def text(self) -> str:
-        """As plain text, with an empty line after it."""
+        """The shot as plain text, with an empty line after it."""
         asked = self.prompt if isinstance(self.prompt, str) else "\n".join(m["content"] for m in self.prompt)
         return f"{asked}{self.answer}\n\n"
 
     @classmethod
     def of(cls, example: Example, template: str, where: str) -> Shot:
-        """Raises ConfigError, saying `where`, for a column of the template's that is missing or empty."""
+        """Raises ConfigError, naming `where`, for a missing or empty column of the template."""
         fields = dict.fromkeys(template_fields(template, "task.shot_template"))
         for column in fields:
             if example.get(column) is None:
@@ -177,7 +177,7 @@ class Shot:
 
 
 def with_shots(prompt: Text, shots: Sequence[Shot]) -> Text:
-    """Messages: the system's, the worked examples, the rest. Plain text: after the worked examples."""
+    """The prompt after the worked examples; its system message stays first."""
     if isinstance(prompt, str):
         return "".join(shot.text for shot in shots) + prompt
     system = [message for message in prompt[:1] if message["role"] == "system"]
@@ -185,9 +185,9 @@ def with_shots(prompt: Text, shots: Sequence[Shot]) -> Text:
 
 
 def choose(candidates: Iterable[tuple[Example, str]], n: int, template: str, path: str) -> list[Shot]:
-    """Of the first n different examples, each with `where` it is; there has to be another one besides.
+    """Shots from the first n different examples, each given with its name in errors.
 
-    Raises ConfigError where there are not as many.
+    Raises ConfigError where there are not n + 1: one has to be left to train on.
     """
     shots: dict[int, Shot] = {}
     for example, where in candidates:
@@ -205,7 +205,7 @@ def choose(candidates: Iterable[tuple[Example, str]], n: int, template: str, pat
 
 @dataclass(frozen=True, slots=True)
 class RowConverter:
-    """What makes an example of a row of the data at `path`. shots: worked examples before every prompt."""
+    """Makes examples of the rows of the data at `path`. shots: worked examples before every prompt."""
 
     task: Jsonl
     path: str
@@ -213,7 +213,7 @@ class RowConverter:
 
     @classmethod
     def of(cls, task: Jsonl, columns: Sequence[str], path: str) -> RowConverter:
-        """Raises ConfigError where the columns that the task names are not there."""
+        """Raises ConfigError where a column that the task names is missing."""
         if task.processor:
             load(task.processor, PROCESSOR)
         else:
@@ -222,11 +222,11 @@ class RowConverter:
         return cls(task, path)
 
     def where(self, number: int) -> str:
-        """A row in words, counted from 1 as editors count lines."""
+        """The name of a row in errors, counted from 1 as editors count lines."""
         return f"row {number + 1} of {self.path}"
 
     def example(self, row: Row, number: int) -> Example:
-        """Raises ConfigError, naming the row, where it makes none."""
+        """The example of a row. Raises ConfigError, naming the row, for unusable values."""
         made = self._bare(row, self.where(number))
         return {**made, "prompt": with_shots(made["prompt"], self.shots)} if self.shots else made
 
@@ -250,7 +250,7 @@ class RowConverter:
 
 @dataclass(frozen=True, slots=True)
 class Examples(Sequence[Any]):
-    """Rows turned into examples when they are asked for. numbers: which rows of the table these are, ascending."""
+    """Examples that are made of rows on access. numbers: their rows in the table, ascending."""
 
     converter: RowConverter
     table: Table
@@ -266,30 +266,30 @@ class Examples(Sequence[Any]):
         return self.converter.example(self.table.rows[number], number)
 
     def __iter__(self) -> Iterator[Any]:
-        """Faster than one row after the other where all of them are wanted."""
+        """Iterate over the table once, which is faster than access row by row."""
         wanted = set(self.numbers)
         for number, row in enumerate(self.table.rows):
             if number in wanted:
                 yield self.converter.example(row, number)
 
     def where(self, index: int) -> str:
-        """An example in words."""
+        """The name of an example in errors."""
         return self.converter.where(self.numbers[index])
 
     def without(self, shots: Sequence[Shot]) -> Examples:
-        """These after the worked examples, but for those that are one of them."""
+        """The examples with the worked examples before each prompt, without those that are worked examples."""
         shown = {shot.question for shot in shots}
         numbers = [n for n, one in zip(self.numbers, self, strict=True) if text_hash(one["prompt"]) not in shown]
         return replace(self, numbers=numbers, converter=replace(self.converter, shots=tuple(shots)))
 
 
 def hold_out(rows: Iterable[Row], columns: Sequence[str], most: int) -> tuple[list[int], list[int]]:
-    """Row numbers to train on, and row numbers to evaluate on: at least one question each.
+    """Row numbers to train on and to evaluate on, at least one question each.
 
-    The question is what is in `columns`: equal questions go to the same side. Those whose hash is smallest are
-    held out, so that the choice needs no seed and most of it stays when examples are added. Where there is one
-    question only, its rows are told apart by their place.
-    most: how many questions are held out, but no more than a fifth. Needs two rows.
+    The question is the values of `columns`: equal questions go to the same side. The questions with the smallest
+    hashes are held out, so that the choice needs no seed and is mostly stable when examples are added. Where all rows
+    have the same question, their positions are hashed instead.
+    most: the questions to hold out, at most a fifth of all. Needs two rows.
     """
     hashes = [_hash([row[c] for c in columns]) for row in rows]
     if len(set(hashes)) == 1:

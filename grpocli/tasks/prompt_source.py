@@ -1,4 +1,4 @@
-"""What a run trains and evaluates on: the prompts of its tasks, in a reproducible order."""
+"""The prompts that a run trains and evaluates on, in a reproducible order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Training(Protocol):
-    """What a task is trained on. report: what was left out, in a sentence."""
+    """The training prompts of a task. report: a sentence about excluded prompts, or empty."""
 
     @property
     def report(self) -> str: ...
@@ -39,7 +39,7 @@ class Training(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """Prompts that are all there, once an epoch."""
+    """Prompts of a task that is read whole, each once an epoch."""
 
     prompts: PromptSet
     order: Order
@@ -107,7 +107,7 @@ class TaskData:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The tasks of a run, and whose turn it is."""
+    """The prompts of a run's tasks, and the scheduler that draws from them."""
 
     tokenizer: PreTrainedTokenizerBase
     tasks: list[TaskData]
@@ -115,7 +115,7 @@ class Data:
 
     @classmethod
     def of(cls, run: Run, tokenizer: PreTrainedTokenizerBase) -> Data:
-        """Raises ConfigError where a task has no usable prompts, or one that it trains and evaluates on."""
+        """Raises ConfigError where a task has no usable prompts, or trains on a prompt that is evaluated on."""
         chosen = tasks_of(run.task)
         tasks = []
         for name, task in chosen.items():
@@ -123,7 +123,7 @@ class Data:
                 tasks.append(TaskData.of(name, task, run, tokenizer, len(chosen) == 1))
         _refuse_overlap(tasks, chosen)
         for one in tasks:
-            one.draw(0, "")  # what is streamed has not been looked at
+            one.draw(0, "")  # streamed rows have not been read yet
         weights = [getattr(task, "weight", 1.0) for task in chosen.values()]
         return cls(tokenizer, tasks, TaskScheduler(weights, run.seed))
 
@@ -137,13 +137,13 @@ class Data:
         return task.draw(nth, uid=f"{number}")
 
     def problems(self) -> list[Prompt]:
-        """To evaluate on, task by task."""
+        """The prompts to evaluate on, task by task."""
         found = [(task.held_out, i) for task in self.tasks if task.held_out for i in range(len(task.held_out))]
         return [held_out.prompt(i, uid=f"eval-{place}") for place, (held_out, i) in enumerate(found)]
 
     @property
     def rewards(self) -> dict[str, list[str]]:
-        """Which rewards score each task, by its name."""
+        """The names of the rewards that score each task."""
         return {task.name: task.rewards for task in self.tasks}
 
     @property
@@ -153,7 +153,7 @@ class Data:
 
     @property
     def reports(self) -> list[str]:
-        """What was left out, in sentences."""
+        """Sentences about excluded prompts."""
         sets = [part for task in self.tasks for part in (task.train, task.held_out) if part]
         return [part.report for part in sets if part.report]
 
@@ -165,7 +165,7 @@ def rewards_for(task: object, rewards: Mapping[str, object]) -> list[str]:
 
 
 def accuracy_reward_of(task: object, rewards: Mapping[str, object], preferred: str | None) -> str:
-    """The reward that says what is right in a task: `preferred` (`eval.reward`) if it scores it, else the first."""
+    """The accuracy reward of a task: `preferred` (`eval.reward`) if it scores the task, else its first reward."""
     names = rewards_for(task, rewards)
     return preferred if preferred in names else names[0]
 
@@ -176,7 +176,7 @@ def accuracy_rewards_of(run: Run) -> dict[str, str]:
 
 
 def _refuse_overlap(tasks: Sequence[TaskData], chosen: Mapping[str, Task]) -> None:
-    """Where a task is streamed, what is evaluated on is passed over instead."""
+    """Raise ConfigError for prompts both trained and evaluated on; streamed tasks skip such prompts instead."""
     for evaluated in tasks:
         if not evaluated.held_out or getattr(chosen[evaluated.name], "allow_overlap", False):
             continue
