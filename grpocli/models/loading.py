@@ -107,7 +107,7 @@ def load_config(part: Any, path: str) -> Any:
 
 
 def count_parameters(part: Any, path: str) -> int:
-    """Those of the model at `path`, by its config alone."""
+    """The number of parameters of the model at `path`, from its config alone."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -118,7 +118,7 @@ def count_parameters(part: Any, path: str) -> int:
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model, every dropout switched off: the sampler has none, and a ratio of two masks is no policy ratio."""
+    """The model with dropout off: the sampler has none, and different dropout masks would distort policy ratios."""
     import torch
 
     for module in model.modules():
@@ -157,7 +157,7 @@ def _options(part: Any, path: str) -> dict[str, Any]:
 
 @contextmanager
 def _explained(path: str, what: str) -> Iterator[None]:
-    """What transformers and the hub raise, as one sentence: the first line of theirs, and the key."""
+    """Turn errors of transformers and the hub into a ConfigError with their first line."""
     try:
         yield
     except Exception as error:
