@@ -60,7 +60,7 @@ conf: setup ## write a commented YAML for every choice into conf/, from the data
 	$(BIN)/python -m grpocli.launch.conf_files
 
 docs: setup ## write docs/algorithms.md from the code of the algorithms' parts
-	$(BIN)/python -m grpocli.explain.document docs/algorithms.md
+	$(BIN)/python -m grpocli.cli.algorithms_page docs/algorithms.md
 
 constraints: setup ## pin what is installed now
 	$(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable | sed 's/+cpu$$//' > requirements/constraints.txt

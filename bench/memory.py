@@ -94,7 +94,7 @@ def make_model(name: str, folder: Path) -> list[str]:
         return []
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from grpocli.models.tiny_parts import make_tokenizer
+    from grpocli.models.tiny import make_tokenizer
 
     if not folder.is_dir():
         tied = LlamaConfig(**MODELS[name], tie_word_embeddings=True, eos_token_id=3, bos_token_id=2, pad_token_id=0)

@@ -20,7 +20,7 @@ from grpocli.launch.train_process import explained
 from grpocli.rewards.python import PythonReward
 from grpocli.rewards.reward import Failure, Sample
 from grpocli.rewards.scoring import call as score
-from grpocli.tasks.processor import processed
+from grpocli.tasks.dataset import processed
 from grpocli.tracking.run_dir import RunDir
 from grpocli.user_frames import where
 

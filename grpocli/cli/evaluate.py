@@ -126,12 +126,12 @@ def _sampled(
     run: Run, job: EngineJob, models: Sequence[tuple[str, str]], args: argparse.Namespace, out: Path, view: View
 ) -> list[Evaluated]:
     """Evaluate each model, and write its completions to `out`."""
-    from grpocli.evaluation.evaluate import Asked, evaluate
+    from grpocli.evaluation.evaluate import EvaluationOptions, evaluate
     from grpocli.progress import Watch
     from grpocli.rewards.reward import answer_columns
     from grpocli.tracking.rollouts import evaluated, write_rollouts
 
-    asked = Asked(args.problems, args.samples, not args.no_greedy)
+    asked = EvaluationOptions(args.problems, args.samples, not args.no_greedy)
     found: list[Evaluated] = []
     for one in evaluate(run, job, models, asked, view, Watch(view.progress)):
         name = "".join(c if c.isalnum() else "_" for c in Path(one.name).name)

@@ -10,7 +10,7 @@ from grpocli.cli.hydra_app import composed, parser_of
 from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
-    from grpocli.explain.compose import Explanation
+    from grpocli.explain.explanation import Explanation
 
 LIKE_VS = ("vs", "versus", "against", "and", "with")
 EXAMPLES = """\
@@ -56,7 +56,7 @@ def _sides(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def _explained(overrides: list[str], config_dir: str | None) -> Explanation:
-    from grpocli.explain.compose import explanation
+    from grpocli.explain.explanation import explanation
     from grpocli.launch.compose import build_run
 
     config = composed(overrides, config_dir)
@@ -64,14 +64,14 @@ def _explained(overrides: list[str], config_dir: str | None) -> Explanation:
 
 
 def _markdown(shown: Sequence[Explanation]) -> str:
-    from grpocli.explain.compare import compared
-    from grpocli.explain.markdown import comparison_markdown, explanation_markdown
+    from grpocli.explain.explanation import compared
+    from grpocli.explain.render import comparison_markdown, explanation_markdown
 
     return explanation_markdown(shown[0]) if len(shown) == 1 else comparison_markdown(compared(*shown))
 
 
 def _text(shown: Sequence[Explanation]) -> str:
-    from grpocli.explain.compare import compared
-    from grpocli.explain.terminal import comparison_text, explanation_text
+    from grpocli.explain.explanation import compared
+    from grpocli.explain.render import comparison_text, explanation_text
 
     return explanation_text(shown[0]) if len(shown) == 1 else comparison_text(compared(*shown))

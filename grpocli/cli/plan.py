@@ -11,7 +11,7 @@ from grpocli.cli.hydra_app import composed, parser_of
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
-    from grpocli.plan.place import Asked
+    from grpocli.plan.placement import DeviceOptions
     from grpocli.plan.plan import Plan
     from grpocli.tracking.view import View
 
@@ -30,9 +30,9 @@ examples
 def main(argv: Sequence[str]) -> int:
     """Print the plan. Returns the exit code: 0, or 1 where it does not fit; raises ConfigError as train does."""
     args = _parser().parse_intermixed_args(argv)
-    from grpocli.plan.place import Asked
+    from grpocli.plan.placement import DeviceOptions
 
-    asked = Asked(args.memory, args.devices, args.tflops, args.bandwidth)
+    asked = DeviceOptions(args.memory, args.devices, args.tflops, args.bandwidth)
     run = _run(args.overrides, args.config_dir)
 
     from grpocli.tracking.live_view import status_view
@@ -49,12 +49,12 @@ def main(argv: Sequence[str]) -> int:
     return 0 if plan.fits else 1
 
 
-def _made(run: Run, asked: Asked, args: argparse.Namespace, view: View) -> tuple[Plan, list[str]]:
+def _made(run: Run, asked: DeviceOptions, args: argparse.Namespace, view: View) -> tuple[Plan, list[str]]:
     """The plan, and where it does not fit the changes that help."""
     view.stage("loading libraries")
     from grpocli.launch.train_process import quiet_libraries
-    from grpocli.plan.advice import advice
     from grpocli.plan.plan import load_libraries, make_plan
+    from grpocli.plan.report import advice
 
     def again(change: list[str]) -> Plan:
         return make_plan(_run([*args.overrides, *change], args.config_dir), asked)

@@ -191,6 +191,6 @@ def _line(one: Agreement, verdict: Verdict, reward: BaseReward, source: Sequence
 
 
 def _row(verdict: Verdict, source: Sequence[Example]) -> str:
-    from grpocli.tasks.examples import Examples
+    from grpocli.tasks.dataset import Examples
 
     return source.where(verdict.number) if isinstance(source, Examples) else f"example {verdict.number + 1}"

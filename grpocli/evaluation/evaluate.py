@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EvaluationOptions:
     """problems: of each task (0: all). samples: of each problem, as the run samples (0: none). greedy: one more."""
 
     problems: int = 0
@@ -37,7 +37,7 @@ class Asked:
 
 
 class Stages(Protocol):
-    """A `View`, as far as an evaluation needs one."""
+    """The methods of a `View` that an evaluation needs."""
 
     def stage(self, text: str, fraction: float | None = None) -> None: ...
 
@@ -46,7 +46,7 @@ class Stages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Problems:
-    """Of one task. accuracy_reward: the reward that says what is right."""
+    """The held-out prompts of a task. accuracy_reward: the reward that decides which answers are right."""
 
     task: str
     accuracy_reward: str
@@ -55,7 +55,7 @@ class Problems:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """One model. name: its checkpoint's, or its path."""
+    """The results of one model. name: its checkpoint's name, or its path."""
 
     name: str
     tasks: list[TaskResult]
@@ -64,9 +64,9 @@ class Evaluated:
 
 
 def evaluate(
-    run: Run, job: EngineJob, models: Sequence[tuple[str, str]], asked: Asked, view: Stages, watch: Watch
+    run: Run, job: EngineJob, models: Sequence[tuple[str, str]], asked: EvaluationOptions, view: Stages, watch: Watch
 ) -> Iterator[Evaluated]:
-    """Of each model, (name, path) with the weights of one architecture, in turn.
+    """Evaluate each model, (name, path), in turn; all have one architecture.
 
     view: shows stages and warnings. watch: called with the progress of the stage.
 
@@ -102,11 +102,11 @@ def _evaluated(
     version: int,
     name: str,
     problems: Sequence[Problems],
-    asked: Asked,
+    asked: EvaluationOptions,
     say: Callable[[str], None],
     watch: Watch,
 ) -> Evaluated:
-    """One model. It is let go here, or two would be held while the next one is loaded."""
+    """Evaluate one model, and release it before the next one is loaded."""
     found = Evaluated(name, [], [], [])
     try:
         sampler.engine.sync(version)
@@ -122,7 +122,7 @@ def _evaluated(
     return found
 
 
-def _problems(name: str, task: Any, run: Run, tokenizer: PreTrainedTokenizerBase, asked: Asked) -> Problems:
+def _problems(name: str, task: Any, run: Run, tokenizer: PreTrainedTokenizerBase, asked: EvaluationOptions) -> Problems:
     examples = task.examples("eval")
     limits = run.rollout.max_prompt_tokens, run.rollout.long_prompts
     prompts = PromptSet(examples, tokenizer, *limits, f"{name} eval", name, asked.problems or None)
@@ -150,7 +150,7 @@ def _sampler(
 
 
 def _of_task(
-    run: Run, sampler: Sampler, one: Problems, asked: Asked, watch: Watch
+    run: Run, sampler: Sampler, one: Problems, asked: EvaluationOptions, watch: Watch
 ) -> tuple[TaskResult, list[Group], list[Group]]:
     sampling, problems = run.rollout.sampling, len(one.prompts)
     whole = problems * (asked.samples + asked.greedy)
@@ -168,7 +168,7 @@ def _of_task(
 
 
 def _groups(sampler: Sampler, one: Problems, n: int, sampling: Any, seed: int, watch: Watch) -> list[Group]:
-    """Seeds as an evaluation within a run has them: two models differ by their weights alone."""
+    """Samples with the seeds of an evaluation within a run, so that models differ by their weights alone."""
     from grpocli.training.evaluate import eval_seeds
 
     groups, tally = sampler.groups(one.prompts, eval_seeds(seed, one.prompts), n, sampling, watch)

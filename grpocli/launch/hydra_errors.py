@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import (
@@ -19,6 +19,7 @@ from hydra.errors import (
 from omegaconf import DictConfig, ListConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
+from grpocli.config.choices import flat_keys
 from grpocli.config.foreign_names import choice_advice, key_advice
 from grpocli.config.parts import nearest, stored
 from grpocli.config.quoting import quoted, quoted_list
@@ -234,17 +235,6 @@ def _composed_choices(overrides: list[str], config_name: str, hydra: bool = Fals
             with suppress(HydraException):  # the defaults are still worth comparing with
                 return cast("DictConfig", compose(config_name, overrides=attempt, return_hydra_config=hydra))
     return None
-
-
-def flat_keys(node: Any, prefix: str = "") -> list[str]:
-    """`a`, `a.b`, ... of nested mappings, without `_target_`."""
-    if not isinstance(node, dict):
-        return []
-    keys: list[str] = []
-    for name, value in node.items():
-        if name != "_target_":
-            keys += [f"{prefix}{name}", *flat_keys(value, f"{prefix}{name}.")]
-    return keys
 
 
 def _groups(config: DictConfig) -> list[str]:

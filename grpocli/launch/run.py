@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 
 from grpocli.config.build import with_names
+from grpocli.config.choices import choice_of
 from grpocli.config.environment import without_environment
 from grpocli.environments.environment import play_of
 from grpocli.errors import ConfigError, GrpoError, Stopped
-from grpocli.explain.choices import choice_of
 from grpocli.files import write_atomic
 from grpocli.hardware.devices import Devices, devices_of, visible_gpus
 from grpocli.hardware.hardware import node_of

@@ -1,4 +1,4 @@
-"""Folders that are made once and kept: whole or absent, and made by one process at a time."""
+"""A cache of folders: whole or absent, and each written by one process at a time."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ def cached(name: str, needed: tuple[str, ...], make: Callable[[Path], None], dea
                     make(folder)
     except OSError as error:
         raise ConfigError(
-            f"GRPOCLI_CACHE={cache_dir()}: cannot keep the built-in model there ({error.strerror or error}); "
-            "set GRPOCLI_CACHE to a folder that can be written"
+            f"cannot keep the built-in model there ({error.strerror or error})",
+            key="GRPOCLI_CACHE",
+            value=cache_dir(),
+            hint="set GRPOCLI_CACHE to a folder that can be written",
         ) from error
     return path
 
@@ -55,7 +57,7 @@ def _whole(path: Path, needed: tuple[str, ...]) -> bool:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """What killed processes have left; whoever holds the lock is the only one at work."""
+    """Remove what killed processes left. The caller holds the lock, so no other process is writing."""
     for kind in ("tmp", "old"):
         for leftover in path.parent.glob(f".{kind}-{path.name}-*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -63,7 +65,7 @@ def _remove_leftovers(path: Path) -> None:
 
 @contextmanager
 def _lock(path: Path, deadline: float) -> Iterator[None]:
-    """Held by one process; the system releases it when the process ends, however it does."""
+    """A lock between processes, which the system releases when its holder ends in any way."""
     file = path.with_name(f".lock-{path.name}")
     end = time.monotonic() + deadline
     with file.open("w") as handle:

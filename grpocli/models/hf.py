@@ -11,7 +11,7 @@ from omegaconf import MISSING
 from grpocli.config.parts import part, require
 from grpocli.errors import ConfigError
 from grpocli.hub import check_folder, why_unreachable
-from grpocli.models.common import ModelPart, Progress
+from grpocli.models.loading import ModelPart, Progress
 
 
 @part("model", "hf")

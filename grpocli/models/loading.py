@@ -1,17 +1,55 @@
-"""Models and tokenizers from a folder or the hub, with one clear sentence where they cannot be loaded."""
+"""The config group `model`: its common keys, and loading models and tokenizers from a folder or the hub."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from grpocli.config.parts import one_of, section
 from grpocli.errors import ConfigError
+from grpocli.models import lora
+from grpocli.models.lora import Lora
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+Progress = Callable[[float, str], None]
+"""Called with a fraction from 0 to 1 and a phrase for the user."""
+
+
+@section("model")
+class ModelPart:
+    """dtype: what the model computes in, `float32`, `bfloat16`, or `auto`: whichever is faster on this machine.
+
+    attn_implementation: of transformers, such as `sdpa` or `flash_attention_2` (null: its own choice).
+    lora: train low-rank updates instead of all weights, where `lora.rank` is above 0.
+    """
+
+    dtype: str = "auto"
+    attn_implementation: str | None = None
+    lora: Lora = Lora()
+
+    def __post_init__(self) -> None:
+        one_of(self, "dtype", ("auto", "float32", "bfloat16"))
+
+
+class Preparable(Protocol):
+    """A choice of the config group `model`."""
+
+    dtype: str
+    attn_implementation: str | None
+    lora: Lora
+
+    def prepare(self, progress: Progress | None = None) -> str:
+        """A local folder, or a hub id, that transformers and vLLM load.
+
+        Called once, before any trainer process. Raises ConfigError, naming the key, where there is no model.
+        """
+        ...
 
 
 def load_model(part: Any, path: str) -> PreTrainedModel:
@@ -50,8 +88,6 @@ def load_policy(part: Any, base: str, path: str, seed: int) -> PreTrainedModel:
     With LoRA the weights are those of `base` in either case, and a checkpoint holds the updates to them.
     Raises ConfigError where `model.lora` and the checkpoint do not fit together.
     """
-    from grpocli.models import lora
-
     if path != base:
         lora.check_same(part.lora, Path(path))
     if not part.lora.rank:
@@ -71,7 +107,7 @@ def load_config(part: Any, path: str) -> Any:
 
 
 def count_parameters(part: Any, path: str) -> int:
-    """Those of the model at `path`, by its config alone."""
+    """The number of parameters of the model at `path`, from its config alone."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -82,7 +118,7 @@ def count_parameters(part: Any, path: str) -> int:
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model, every dropout switched off: the sampler has none, and a ratio of two masks is no policy ratio."""
+    """The model with dropout off: the sampler has none, and different dropout masks would distort policy ratios."""
     import torch
 
     for module in model.modules():
@@ -121,7 +157,7 @@ def _options(part: Any, path: str) -> dict[str, Any]:
 
 @contextmanager
 def _explained(path: str, what: str) -> Iterator[None]:
-    """What transformers and the hub raise, as one sentence: the first line of theirs, and the key."""
+    """Turn errors of transformers and the hub into a ConfigError with their first line."""
     try:
         yield
     except Exception as error:

@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import grpocli
 from grpocli.config.parts import one_of, part, require
-from grpocli.models.common import ModelPart, Progress
-from grpocli.tasks.arithmetic import OPERATIONS
+from grpocli.models.cache import cached
+from grpocli.models.loading import ModelPart, Progress
+from grpocli.tasks.arithmetic import OPERATIONS, Arithmetic
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+SEED = 0
+SOURCES = (
+    "models/tiny.py",
+    "models/warm_start.py",
+    "tasks/arithmetic.py",
+    "tasks/generated.py",
+)
+NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+SPECIAL = ("<pad>", "<unk>", "<bos>", "<end>", "<system>", "<user>", "<assistant>")
+ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
+"""Printable ASCII and the line break: any other character becomes <unk>."""
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('this model knows the roles system, user and assistant') }}{% endif %}"
+    "{{ '<' + message['role'] + '>' + message['content'] + '<end>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+"""`<bos><user>47+85=<end><assistant>132<end>`"""
+
+CONTEXT = 512
 
 
 @part("model", "tiny")
@@ -35,6 +67,83 @@ class Tiny(ModelPart):
 
     def prepare(self, progress: Progress | None = None) -> str:
         """The folder of the warm-started model, made now if the cache does not have it."""
-        from grpocli.models.tiny_build import cached_tiny
-
         return str(cached_tiny(self, progress))
+
+
+def cached_tiny(part: Tiny, progress: Progress | None = None) -> Path:
+    """The folder of this part's model: the cached one, or one made now."""
+    return cached(f"models/tiny-{content_hash(part)}", NEEDED, lambda folder: build(part, folder, progress))
+
+
+def content_hash(part: Tiny) -> str:
+    """Over everything that the weights depend on: settings, libraries and the code itself."""
+    import torch
+    import transformers
+
+    package = Path(grpocli.__file__).parent
+    settings = {
+        "digits": part.digits,
+        "operation": part.operation,
+        "steps": part.warm_start_steps,
+        "noise": part.noise,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "sources": [hashlib.sha256((package / name).read_bytes()).hexdigest() for name in SOURCES],
+    }
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def build(part: Tiny, folder: Path, progress: Progress | None = None) -> None:
+    """Make, warm-start and save the model and its tokenizer."""
+    from grpocli.models.warm_start import warm_start
+
+    model, tokenizer = make_model(SEED), make_tokenizer()
+    examples = Arithmetic(digits=part.digits, operation=part.operation).examples("train")
+    warm_start(model, tokenizer, examples, part.warm_start_steps, part.noise, SEED, progress)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *ALPHABET])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", fuse_unk=False))
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        bos_token="<bos>",
+        eos_token="<end>",
+        additional_special_tokens=list(SPECIAL[4:]),
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(seed: int) -> LlamaForCausalLM:
+    """About 0.34 M random parameters; heads of 32, the smallest size vLLM's CPU attention takes."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(SPECIAL) + len(ALPHABET),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        pad_token_id=SPECIAL.index("<pad>"),
+        bos_token_id=SPECIAL.index("<bos>"),
+        eos_token_id=SPECIAL.index("<end>"),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)

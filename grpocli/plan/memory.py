@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from grpocli.plan.place import GIB, shares_weights
+from grpocli.plan.placement import GIB, shares_weights
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
-    from grpocli.plan.place import Place
+    from grpocli.plan.placement import Placement
     from grpocli.plan.shape import Shape
     from grpocli.plan.trace import Traced
 
@@ -57,13 +57,13 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class PlanInputs:
     """What memory is reckoned from. dtype_bytes: of a number in the dtype that the model computes in."""
 
     run: Run
     engine: Any
     shape: Shape
-    place: Place
+    place: Placement
     traced: Traced
     packed: bool
     micro_batches: int
@@ -79,7 +79,7 @@ class Needs:
         return 1 if self.run.hardware.parallel == "ddp" else self.place.trainers
 
 
-def devices(needs: Needs) -> list[Device]:
+def devices(needs: PlanInputs) -> list[Device]:
     """Every kind of device of the run: trainers, then servers; on a CPU the whole machine."""
     place, trainer = needs.place, trainer_items(needs)
     if not place.gpu:
@@ -93,7 +93,7 @@ def devices(needs: Needs) -> list[Device]:
     return [Device("training GPU", place.trainers, place.memory, tuple(trainer)), serving]
 
 
-def _cpus(needs: Needs, trainer: list[Item]) -> list[Device]:
+def _cpus(needs: PlanInputs, trainer: list[Item]) -> list[Device]:
     """One machine that does everything, or machines that train and, where there are servers, machines that serve."""
     place = needs.place
     items = tuple(item.times(place.trainers // place.train_nodes) for item in trainer)
@@ -106,7 +106,7 @@ def _cpus(needs: Needs, trainer: list[Item]) -> list[Device]:
     return [training, *serving]
 
 
-def trainer_items(needs: Needs) -> list[Item]:
+def trainer_items(needs: PlanInputs) -> list[Item]:
     """Of one trainer process."""
     own = LIBRARIES[needs.place.kind]
     return [
@@ -117,7 +117,7 @@ def trainer_items(needs: Needs) -> list[Item]:
     ]
 
 
-def _state(needs: Needs) -> list[Item]:
+def _state(needs: PlanInputs) -> list[Item]:
     """What outlives a micro-batch."""
     shape, run = needs.shape, needs.run
     weights = FLOAT32 * shape.parameters / needs.shards
@@ -134,7 +134,7 @@ def _state(needs: Needs) -> list[Item]:
     return items
 
 
-def _gradients(needs: Needs, whole: float) -> Item:
+def _gradients(needs: PlanInputs, whole: float) -> Item:
     """Of one micro-batch they come as its activations go, so that only the larger of the two counts."""
     if needs.run.hardware.parallel == "ddp" and needs.place.trainers > 1:
         return Item("gradients", whole, whole, "float32, in DistributedDataParallel's buckets")
@@ -144,7 +144,7 @@ def _gradients(needs: Needs, whole: float) -> Item:
     return Item("gradients", beyond, 0, "float32, beyond the activations that they take the place of")
 
 
-def _update(needs: Needs) -> list[Item]:
+def _update(needs: PlanInputs) -> list[Item]:
     """What a micro-batch needs until its backward pass has ended."""
     shape, traced = needs.shape, needs.traced
     if needs.shards > 1:
@@ -163,7 +163,7 @@ def _update(needs: Needs) -> list[Item]:
     ]
 
 
-def _gathered_gradients(needs: Needs) -> float:
+def _gathered_gradients(needs: PlanInputs) -> float:
     """A layer's in both dtypes on top of the head's; at the end, when activations are gone, those outside of layers."""
     if needs.shape.adapter:
         return FLOAT32 * needs.shape.adapter / needs.shape.layers
@@ -172,7 +172,7 @@ def _gathered_gradients(needs: Needs) -> float:
     return needs.dtype_bytes * needs.shape.outside + max(of_a_layer, at_the_end)
 
 
-def _generation(needs: Needs) -> list[Item]:
+def _generation(needs: PlanInputs) -> list[Item]:
     """What a trainer process has of generation: all of it, a vLLM of its own, or the sync to a server."""
     from grpocli.rollout.transformers_engine import Transformers
     from grpocli.rollout.vllm.colocate_options import VllmColocate
@@ -186,7 +186,7 @@ def _generation(needs: Needs) -> list[Item]:
     return [Item("weight sync", 0, 0 if needs.shape.adapter else buckets, "two of sync.bucket_mb, and a tensor")]
 
 
-def sampled_rows(needs: Needs) -> int:
+def sampled_rows(needs: PlanInputs) -> int:
     """Completions that engine=transformers samples side by side in a process."""
     from grpocli.tasks.mixture import tasks_of
     from grpocli.training.collect import MOST
@@ -198,7 +198,7 @@ def sampled_rows(needs: Needs) -> int:
     return int(min(rows, max(group, needs.engine.max_rows // group * group)))
 
 
-def _sampling(needs: Needs) -> list[Item]:
+def _sampling(needs: PlanInputs) -> list[Item]:
     shape, run = needs.shape, needs.run
     rows = sampled_rows(needs)
     length = run.rollout.longest_row
@@ -225,7 +225,7 @@ def _has_turns(run: Run) -> bool:
     return any(play.turns > 1 for task in tasks_of(run.task).values() if (play := play_of(task)))
 
 
-def _colocated(needs: Needs) -> list[Item]:
+def _colocated(needs: PlanInputs) -> list[Item]:
     if needs.place.gpu:
         share = needs.engine.gpu_memory_utilization * needs.place.memory
         stays = share if needs.engine.sleep is False else 0
@@ -239,7 +239,7 @@ def _colocated(needs: Needs) -> list[Item]:
     ]
 
 
-def _server_items(needs: Needs, share: float) -> tuple[Item, ...]:
+def _server_items(needs: PlanInputs, share: float) -> tuple[Item, ...]:
     """Of one GPU of a server (share: bytes that it may take), or of a server on a CPU."""
     shape, tp = needs.shape, needs.place.tensor_parallel
     weights = needs.dtype_bytes * (shape.parameters - shape.adapter) / tp
@@ -256,14 +256,14 @@ def _server_items(needs: Needs, share: float) -> tuple[Item, ...]:
     )
 
 
-def sequence_bytes(needs: Needs) -> float:
+def sequence_bytes(needs: PlanInputs) -> float:
     """Of the KV cache of one prompt and completion of full length."""
     rollout = needs.run.rollout
     length = rollout.longest_row
     return needs.dtype_bytes * needs.shape.cache_per_token * length
 
 
-def _vocabulary(needs: Needs) -> int:
+def _vocabulary(needs: PlanInputs) -> int:
     return int(needs.shape.config.get_text_config().vocab_size)
 
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpocli.plan.memory import Device, Needs, devices
-from grpocli.plan.place import Asked, find_place
+from grpocli.plan.memory import Device, PlanInputs, devices
+from grpocli.plan.placement import DeviceOptions, find_placement
 from grpocli.plan.shape import Shape, find_shape
 from grpocli.plan.work import Work, work
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
-    from grpocli.plan.place import Place
-    from grpocli.plan.trace import Rows, Traced
+    from grpocli.plan.placement import Placement
+    from grpocli.plan.trace import MicroBatchShape, Traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class Plan:
 
     run: Run
     shape: Shape
-    place: Place
+    place: Placement
     dtype: str
-    rows: Rows
+    rows: MicroBatchShape
     micro_batches: int
     traced: Traced
     devices: list[Device]
@@ -46,7 +46,7 @@ def load_libraries() -> None:
     from transformers import AutoModelForCausalLM  # noqa: F401
 
 
-def make_plan(run: Run, asked: Asked, stage: Callable[[str], None] = lambda text: None) -> Plan:
+def make_plan(run: Run, asked: DeviceOptions, stage: Callable[[str], None] = lambda text: None) -> Plan:
     """Raises ConfigError where the model's config cannot be had or torch cannot run it. stage: called with the name of
     each stage."""
     import torch
@@ -54,7 +54,7 @@ def make_plan(run: Run, asked: Asked, stage: Callable[[str], None] = lambda text
     from grpocli.plan.trace import trace
 
     engine = _engine(run)
-    place = find_place(run, engine, asked)
+    place = find_placement(run, engine, asked)
     stage("reading the model's sizes")
     shape = find_shape(run.model)
     dtype = _dtype(run, shape, place)
@@ -62,14 +62,14 @@ def make_plan(run: Run, asked: Asked, stage: Callable[[str], None] = lambda text
     rows, micro_batches = _micro_batch(run, place, packed)
     stage("tracing a micro-batch")
     traced = trace(run, shape, rows, getattr(torch, dtype))
-    needs = Needs(run, engine, shape, place, traced, packed, micro_batches, getattr(torch, dtype).itemsize)
+    needs = PlanInputs(run, engine, shape, place, traced, packed, micro_batches, getattr(torch, dtype).itemsize)
     found = devices(needs)
     return Plan(run, shape, place, dtype, rows, micro_batches, traced, found, work(needs, found))
 
 
 def _engine(run: Run) -> Any:
     """What engine=auto would be on the devices that the plan is for, which need not be here."""
-    from grpocli.plan.place import device_kind
+    from grpocli.plan.placement import device_kind
     from grpocli.rollout.auto import Auto
     from grpocli.rollout.transformers_engine import Transformers
     from grpocli.rollout.vllm.options import Vllm
@@ -79,7 +79,7 @@ def _engine(run: Run) -> Any:
     return Vllm(gpu_memory_utilization=0.4) if device_kind(run) == "cuda" else Transformers()
 
 
-def _dtype(run: Run, shape: Shape, place: Place) -> str:
+def _dtype(run: Run, shape: Shape, place: Placement) -> str:
     """As `grpocli.training.dtype` chooses it there."""
     from grpocli.training.dtype import LARGE, cpu_has_bfloat16
 
@@ -96,9 +96,9 @@ def _takes_packed(run: Run, shape: Shape) -> bool:
     return run.model.attn_implementation in (None, "sdpa") and knows(shape.config, run.rollout.longest_row)
 
 
-def _micro_batch(run: Run, place: Place, packed: bool) -> tuple[Rows, int]:
+def _micro_batch(run: Run, place: Placement, packed: bool) -> tuple[MicroBatchShape, int]:
     """The largest micro-batch of a process, and how many it has in an update: dealt and packed as training does it."""
-    from grpocli.plan.trace import Rows
+    from grpocli.plan.trace import MicroBatchShape
     from grpocli.training.layout import Layout, Packed, Padded
     from grpocli.training.row import Row
 
@@ -113,4 +113,6 @@ def _micro_batch(run: Run, place: Place, packed: bool) -> tuple[Rows, int]:
     shares = [layout.pack(share, train.micro_batch_tokens) for share in layout.deal(rows, place.trainers)]
     largest = max((batch for share in shares for batch in share), key=layout.size)
     counts = Counter(row.group for row in largest)
-    return Rows(tuple(counts.values()), prompt, completion, packed, place.gpu), max(len(share) for share in shares)
+    return MicroBatchShape(tuple(counts.values()), prompt, completion, packed, place.gpu), max(
+        len(share) for share in shares
+    )

@@ -1,16 +1,17 @@
-"""A plan on a terminal, and for programs."""
+"""A plan as text, as data for programs, and the keys to change where it does not fit."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from grpocli.plan.place import GIB
+from grpocli.errors import ConfigError
+from grpocli.plan.placement import GIB
 from grpocli.plan.work import EFFICIENCY, LINK, READING
 from grpocli.tracking.console import CleanConsole
 
@@ -155,3 +156,48 @@ def _table(*header: str) -> Table:
     for number, column in enumerate(header):
         table.add_column(column, justify="right" if number in (1, 2) else "left", overflow="fold")
     return table
+
+
+def advice(plan: Plan, again: Callable[[list[str]], Plan]) -> Iterator[str]:
+    """A line for each change that helps. again: the plan with further overrides."""
+    before = {device.name: device.peak - device.memory for device in plan.devices}
+    for change in candidates(plan):
+        try:
+            after = again(change)
+        except ConfigError:  # it contradicts another key of this run
+            continue
+        missing = {device.name: device.peak - device.memory for device in after.devices}
+        if after.fits or any(value < before.get(name, value) for name, value in missing.items()):
+            yield f"{' '.join(change)}: {outcome(after)}"
+
+
+def outcome(plan: Plan) -> str:
+    """`fits: 31.0 of 80.0 GiB on a training GPU`."""
+    peaks = ", ".join(f"{d.peak / GIB:,.1f} of {d.memory / GIB:,.1f} GiB ({d.name})" for d in plan.devices)
+    return f"{'fits' if plan.fits else 'does not fit yet'}, {peaks}"
+
+
+def candidates(plan: Plan) -> Iterator[list[str]]:
+    """Changes to try one at a time, then the harmless ones together: those that leave what is learnt alone."""
+    run, place = plan.run, plan.place
+    length = run.rollout.longest_row
+    harmless = []
+    if not run.train.gradient_checkpointing:
+        harmless.append("train.gradient_checkpointing=true")
+    if plan.rows.rows > 1:
+        harmless.append(f"train.micro_batch_tokens={max(length, plan.rows.tokens // 2)}")
+    rows, group = getattr(run.engine, "max_rows", 0), run.rollout.group_size
+    if rows > group:
+        harmless.append(f"engine.max_rows={max(group, rows // 4)}")
+    if place.trainers > 1 and run.hardware.parallel in ("ddp", "zero2"):
+        harmless.append("hardware.parallel=fsdp2")
+    yield from ([change] for change in harmless)
+    if harmless:
+        least = [c if "micro_batch" not in c else f"train.micro_batch_tokens={length}" for c in harmless]
+        yield least
+    if place.servers and place.gpu:
+        yield [f"engine.tensor_parallel={2 * place.tensor_parallel}"]
+        if place.shared:
+            yield ["engine.gpu_memory_utilization=0.3"]
+    if place.gpu and not plan.run.model.lora.rank:
+        yield ["model.lora.rank=16", *harmless]

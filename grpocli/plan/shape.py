@@ -135,7 +135,7 @@ def find_config(part: Any) -> tuple[Any, str]:
     from grpocli.models.tiny import Tiny
 
     if isinstance(part, Tiny):
-        from grpocli.models.tiny_parts import make_model
+        from grpocli.models.tiny import make_model
 
         return make_model(0).config, "built in"
     path = str(getattr(part, "path", "")) or str(part.prepare())

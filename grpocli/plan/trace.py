@@ -6,15 +6,19 @@ the bytes are those of the model's own code and of `completion_logp`, and not of
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from grpocli.models import attention
-from grpocli.plan.ledger import Ledger
-from grpocli.plan.place import shares_weights
+from grpocli.plan.placement import shares_weights
 from grpocli.plan.shape import empty_model, with_layers
 from grpocli.training.batch import MicroBatch
 from grpocli.training.head import marked
@@ -31,7 +35,7 @@ DEEP = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class MicroBatchShape:
     """A micro-batch of completions of full length. groups: how many there are of each prompt; packed: rows lie end to
     end, and a prompt is computed once."""
 
@@ -55,7 +59,7 @@ class Rows:
         return self.prompts * self.prompt + self.rows * self.completion
 
 
-ALMOST_NOTHING = Rows((1,), 1, 1, packed=False)
+ALMOST_NOTHING = MicroBatchShape((1,), 1, 1, packed=False)
 """What is kept of it are the casts of weights."""
 
 
@@ -87,7 +91,7 @@ class _Line:
         return self.outside + layers * self.layer
 
 
-def trace(run: Run, shape: Shape, rows: Rows, dtype: torch.dtype) -> Traced:
+def trace(run: Run, shape: Shape, rows: MicroBatchShape, dtype: torch.dtype) -> Traced:
     """Bytes that one micro-batch needs at its worst, beside weights, gradients and optimizer.
 
     Where processes share weights, layers are gathered in `dtype`, and nothing is cast.
@@ -105,7 +109,7 @@ def trace(run: Run, shape: Shape, rows: Rows, dtype: torch.dtype) -> Traced:
     return replace(known, more=round(max(forward.at(layers), backward.at(layers))) - known.total)
 
 
-def _lines(run: Run, shape: Shape, rows: Rows, dtype: torch.dtype) -> list[_Line]:
+def _lines(run: Run, shape: Shape, rows: MicroBatchShape, dtype: torch.dtype) -> list[_Line]:
     """What `micro_batch` finds, for any number of layers."""
     many = min(DEEP, shape.layers)
     few = many // 2
@@ -117,7 +121,7 @@ def _lines(run: Run, shape: Shape, rows: Rows, dtype: torch.dtype) -> list[_Line
     return [_Line(high - many * slope, slope) for high, slope in zip(at_many, slopes, strict=True)]
 
 
-def micro_batch(run: Run, config: Any, layers: int, rows: Rows, dtype: torch.dtype) -> tuple[int, int, int]:
+def micro_batch(run: Run, config: Any, layers: int, rows: MicroBatchShape, dtype: torch.dtype) -> tuple[int, int, int]:
     """Bytes of tensors after the forward, at most in it, and at most in the backward; gradients are there already."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -134,18 +138,18 @@ def micro_batch(run: Run, config: Any, layers: int, rows: Rows, dtype: torch.dty
         batch = _fake_batch(rows)
         at_head = _ends_with_its_head(model)
         known = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if p.grad is not None)]
-        with Ledger(known) as ledger:
+        with AllocationTracker(known) as allocated:
             plain = dtype == torch.float32 or shares_weights(run)
             computing: Any = nullcontext() if plain else torch.autocast("cpu", dtype=dtype)
             logp, entropy = completion_logp(
                 model, batch, run.rollout.sampling, computing, run.algorithm.needs_entropy_gradient, at_head
             )
-            kept, forward = ledger.live, ledger.peak
+            kept, forward = allocated.live, allocated.peak
             if rows == ALMOST_NOTHING:
                 return kept, forward, kept
-            ledger.peak = kept
+            allocated.peak = kept
             (logp.sum() + entropy.sum()).backward()
-    return kept, forward, ledger.peak
+    return kept, forward, allocated.peak
 
 
 def _ends_with_its_head(model: torch.nn.Module) -> bool:
@@ -175,7 +179,7 @@ def _fake_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def _fake_batch(rows: Rows) -> MicroBatch:
+def _fake_batch(rows: MicroBatchShape) -> MicroBatch:
     made = [
         Row([number] * rows.prompt, [0] * rows.completion, [1] * rows.completion, 0.0, number, [0.0] * rows.completion)
         for number, group in enumerate(rows.groups)
@@ -189,3 +193,35 @@ def _fake_batch(rows: Rows) -> MicroBatch:
     # a mask of four dimensions is used as it is; of two, transformers would look at the numbers
     mask = torch.ones(rows.rows, 1, length, length, dtype=torch.bool)
     return replace(batch, layout=replace(beside, attention_mask=mask))
+
+
+class AllocationTracker(TorchDispatchMode):
+    """Counts the bytes of tensors that operations make while it is entered, fake tensors included.
+
+    live: bytes that are still alive; peak: the most so far. known: earlier tensors, which do not count.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet(t.untyped_storage() for t in known)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, Tensor):
+                self._note(leaf.untyped_storage())
+        return made
+
+    def _note(self, storage: Any) -> None:
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._freed, storage.nbytes())
+
+    def _freed(self, nbytes: int) -> None:
+        self.live -= nbytes

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from grpocli.plan.memory import Needs, sampled_rows, sequence_bytes
-from grpocli.plan.place import FLOAT32_SLOWER, GIB
+from grpocli.plan.memory import PlanInputs, sampled_rows, sequence_bytes
+from grpocli.plan.placement import FLOAT32_SLOWER, GIB
 
 if TYPE_CHECKING:
     from grpocli.plan.memory import Device
-    from grpocli.plan.place import Place
+    from grpocli.plan.placement import Placement
 
 EFFICIENCY = 0.4
 """Share of the devices' peak that matrix products of training reach."""
@@ -44,7 +44,7 @@ class Work:
         return max(self.seconds, key=lambda part: self.seconds[part])
 
 
-def work(needs: Needs, devices: list[Device]) -> Work:
+def work(needs: PlanInputs, devices: list[Device]) -> Work:
     run, shape, place = needs.run, needs.shape, needs.place
     prompt, completion = run.rollout.max_prompt_tokens, run.rollout.max_completion_tokens
     rows = run.rollout.prompts_per_step * run.rollout.group_size
@@ -76,14 +76,14 @@ def work(needs: Needs, devices: list[Device]) -> Work:
     )
 
 
-def forward_flops(needs: Needs, prompt: int, completion: int) -> float:
+def forward_flops(needs: PlanInputs, prompt: int, completion: int) -> float:
     """Of one row: two for each multiplied parameter and token (the head: completion tokens alone), and attention."""
     shape, length = needs.shape, prompt + completion
     attention = 2 * shape.layers * shape.attention_width * length**2  # two products over half the pairs of tokens
     return 2 * shape.multiplied * length + 2 * shape.head * completion + attention
 
 
-def _passes(needs: Needs) -> tuple[float, float]:
+def _passes(needs: PlanInputs) -> tuple[float, float]:
     """How often a step computes a forward, and how many forwards its backward passes cost.
 
     A backward is two forwards: gradients of activations and of weights, the latter of trained ones only.
@@ -96,7 +96,7 @@ def _passes(needs: Needs) -> tuple[float, float]:
     return scoring + train.epochs + again, train.epochs * (1 + weights)
 
 
-def decoding_bytes(needs: Needs, devices: list[Device]) -> float:
+def decoding_bytes(needs: PlanInputs, devices: list[Device]) -> float:
     """Bytes that the busiest device reads of weights and cache to generate its share, a token of each row at a time."""
     run, shape, place = needs.run, needs.shape, needs.place
     copies = place.servers or (place.trainers if place.gpu else 1)
@@ -108,7 +108,7 @@ def decoding_bytes(needs: Needs, devices: list[Device]) -> float:
     return rounds * run.rollout.max_completion_tokens * (weights + cache) / place.tensor_parallel
 
 
-def _running(needs: Needs, devices: list[Device]) -> int:
+def _running(needs: PlanInputs, devices: list[Device]) -> int:
     if _in_process(needs) and hasattr(needs.engine, "max_rows"):
         return sampled_rows(needs)
     limit = getattr(needs.engine, "vllm_args", {}).get("max_num_seqs") or _default_max_num_seqs(needs.place)
@@ -117,18 +117,18 @@ def _running(needs: Needs, devices: list[Device]) -> int:
     return int(min(limit, max(1, room)))
 
 
-def _default_max_num_seqs(place: Place) -> int:
+def _default_max_num_seqs(place: Placement) -> int:
     """vLLM 0.32's default of max_num_seqs for a server (its `engine/arg_utils.py`)."""
     if not place.gpu:
         return 128
     return 1024 if place.memory >= LARGE else 256
 
 
-def _length(needs: Needs) -> int:
+def _length(needs: PlanInputs) -> int:
     return int(needs.run.rollout.longest_row)
 
 
-def _in_process(needs: Needs) -> bool:
+def _in_process(needs: PlanInputs) -> bool:
     """Whether the trainer's own weights generate, without a sync to anywhere."""
     from grpocli.rollout.transformers_engine import Transformers
 

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from grpocli.config.parts import one_of, part, require
-from grpocli.tasks.split import is_held_out
+from grpocli.tasks.generated import is_held_out
 from grpocli.tasks.task import BaseTask
 
 if TYPE_CHECKING:

@@ -30,7 +30,8 @@ class Code(Jsonl):
             if all(row.get(column) for column in columns):
                 return {**row, **converted(row)}
         if not row.get("tests"):
-            raise ConfigError(f"task: {where} has no tests: needs the column tests, test_list, or test and entry_point")
+            problem = f"{where} has no tests: needs the column tests, test_list, or test and entry_point"
+            raise ConfigError(problem, key="task")
         return row
 
 

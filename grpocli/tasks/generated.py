@@ -1,7 +1,8 @@
-"""Tasks whose examples are made here, one after the other from a seed."""
+"""The base of tasks whose examples are made from a seed, and their split."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Sequence
 from itertools import islice
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from grpocli.config.parts import require, section
 from grpocli.errors import ConfigError
-from grpocli.tasks.split import is_held_out
 from grpocli.tasks.task import BaseTask
 
 if TYPE_CHECKING:
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 HELD_OUT = 1 / 10
 """The share of all examples that belongs to `eval`."""
 TRIES = 50
-"""Examples made for each one that is wanted: little tasks repeat themselves."""
+"""Examples made for each one that is asked for: small tasks repeat themselves."""
+
+
+def is_held_out(text: str, share: float) -> bool:
+    """True for about `share` of all texts, in 256ths."""
+    return hashlib.sha256(text.encode()).digest()[0] < share * 256
 
 
 @section("task")
@@ -49,7 +54,9 @@ class Generated(BaseTask):
         most = {"train": self.train_size, "eval": self.eval_size}[split]
         found = list(islice(self._different(split, TRIES * most), most))
         if not found:
-            raise ConfigError(f"task: these settings leave no example for {split}; make the questions larger")
+            raise ConfigError(
+                f"these settings leave no example for {split}", key="task", hint="make the questions larger"
+            )
         return [{**one, "prompt": [{"role": "user", "content": one["question"]}]} for one in found]
 
     def _different(self, split: str, tries: int) -> Iterator[Example]:

@@ -41,5 +41,6 @@ class Gsm8k(Jsonl):
             return row
         solution, mark, answer = str(row[self.answer_column]).rpartition("####")
         if not mark or not answer.strip():
-            raise ConfigError(f"task: {where} has no final #### NUMBER in its answer {row[self.answer_column]!r}")
+            problem = f"{where} has no final #### NUMBER in its answer {row[self.answer_column]!r}"
+            raise ConfigError(problem, key="task")
         return {**row, "solution": solution.strip(), self.answer_column: answer.strip().replace(",", "")}

@@ -18,11 +18,9 @@ from grpocli.tasks.loading import check_path
 from grpocli.tasks.task import BaseTask
 
 if TYPE_CHECKING:
-    from grpocli.tasks.examples import Examples
+    from grpocli.tasks.dataset import Examples, PromptBuilder, Shot
     from grpocli.tasks.loading import Row
-    from grpocli.tasks.mapping import Mapping
-    from grpocli.tasks.shots import Shot
-    from grpocli.tasks.stream import ExampleStream
+    from grpocli.tasks.streaming import ExampleStream
     from grpocli.tasks.task import Example
 
 SHOTS = 1
@@ -116,7 +114,7 @@ class Jsonl(BaseTask):
     @cached_property
     def stream(self) -> ExampleStream:
         """With `streaming`, what is trained on."""
-        from grpocli.tasks.stream import ExampleStream
+        from grpocli.tasks.streaming import ExampleStream
 
         return ExampleStream.of(self)
 
@@ -156,10 +154,10 @@ class Jsonl(BaseTask):
         return row
 
     @property
-    def mapping(self) -> Mapping:
-        from grpocli.tasks.mapping import Mapping
+    def mapping(self) -> PromptBuilder:
+        from grpocli.tasks.dataset import PromptBuilder
 
-        return Mapping(self.prompt_column, self.prompt_template, self.prefix, self.system_prompt, self.format)
+        return PromptBuilder(self.prompt_column, self.prompt_template, self.prefix, self.system_prompt, self.format)
 
 
 @part("task", "hub")
@@ -192,15 +190,15 @@ def _bare(task: Jsonl, split: str) -> Examples:
 
 
 def _all(task: Jsonl, path: str, split: str) -> Examples:
-    from grpocli.tasks.examples import Examples, Maker
+    from grpocli.tasks.dataset import Examples, RowConverter
     from grpocli.tasks.loading import load_table
-    from grpocli.tasks.rows import load_streamed
+    from grpocli.tasks.streaming import load_streamed
 
     ours = path == task.path
     far = task.streaming and not Path(path).expanduser().exists()
     load = load_streamed if far else load_table
     table = load(path, task.name if ours else None, split, "task.path" if ours else "task.eval_path")
-    return Examples(Maker.of(task, table.columns, path), table, range(len(table.rows)))
+    return Examples(RowConverter.of(task, table.columns, path), table, range(len(table.rows)))
 
 
 def _refuse_overlap(task: Jsonl, path: str, table_split: str) -> None:
@@ -215,7 +213,7 @@ def _refuse_overlap(task: Jsonl, path: str, table_split: str) -> None:
 
 
 def _held_out(task: Jsonl) -> tuple[Examples, Examples]:
-    from grpocli.tasks.hold_out import hold_out
+    from grpocli.tasks.dataset import hold_out
 
     source = task.source("train")
     assert source is not None
@@ -233,11 +231,11 @@ def _held_out(task: Jsonl) -> tuple[Examples, Examples]:
 
 
 def _taught(task: Jsonl) -> list[Shot]:
+    from grpocli.tasks.dataset import choose
     from grpocli.tasks.order import Order
-    from grpocli.tasks.shots import choose
 
     if task.streaming:
-        return list(task.stream.maker.shots)
+        return list(task.stream.converter.shots)
     train = task.bare("train")
     order = Order(len(train), task.shot_seed or 0, SHOTS)
     chosen = (order.index(i) for i in range(len(train)))

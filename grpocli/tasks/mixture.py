@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from grpocli.config.choices import choice_of
 from grpocli.config.parts import named
 from grpocli.config.user_parts import is_spec, name_of
 from grpocli.errors import ConfigError
@@ -22,22 +23,40 @@ class Mixture:
 
     def __init__(self, **tasks: Task) -> None:
         if not tasks:
-            raise ConfigError("task=mixture: holds no task; give task=[A,B], or +task@task.NAME=CHOICE")
+            raise ConfigError(
+                "holds no task", key="task", value="mixture", hint="give task=[A,B], or +task@task.NAME=CHOICE"
+            )
         self.tasks = tasks
 
 
 def key_of(chosen: object, name: str) -> str:
-    """Where the keys of a task are: `task`, or `task.NAME` in a mixture."""
+    """The prefix of a task's keys: `task`, or `task.NAME` in a mixture."""
     return f"task.{name}" if isinstance(chosen, Mixture) else "task"
 
 
 @contextmanager
 def about(key: str) -> Iterator[None]:
-    """A task's errors name its keys as `task.path`; here they get the key that they have in the run."""
+    """Errors about a task name its keys as `task.path`: raise them again with the key that they have in the run."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(with_key(str(error), key)) from error
+        if key == "task":
+            raise
+        raise below(error, key) from error
+
+
+def below(error: ConfigError, key: str) -> ConfigError:
+    """The error with `key` in place of `task` in its own key; one about another part of the config ends with `key`."""
+    own, name = error.key, error.key.removeprefix("task")
+    if own == key or own.startswith(f"{key}."):
+        return error
+    if own == "task" or own.startswith("task."):
+        return error.with_key(key + name)
+    if not own:
+        return error.with_key(key)
+    note = f"{error.hint} ({key})" if error.hint else ""
+    problem = error.problem if note else f"{error.problem} ({key})"
+    return ConfigError(problem, key=own, value=error.value, hint=note)
 
 
 def with_key(sentence: str, key: str) -> str:
@@ -51,9 +70,7 @@ def with_key(sentence: str, key: str) -> str:
 
 
 def tasks_of(chosen: object) -> dict[str, Task]:
-    """By name: those of a mixture, or the one that was chosen, called as its choice is."""
-    from grpocli.explain.choices import choice_of
-
+    """The tasks of a run by name: those of a mixture, or the only one, named after its choice."""
     if isinstance(chosen, Mixture):
         return dict(chosen.tasks)
     one: Task = chosen  # type: ignore[assignment]
@@ -62,7 +79,7 @@ def tasks_of(chosen: object) -> dict[str, Task]:
 
 
 def limits_of(chosen: object) -> dict[str, Limit]:
-    """Of tasks that are judged by themselves, how many of their samples may fail."""
+    """The limit of scoring errors of each task that has its own."""
     shares = {name: getattr(task, "max_reward_errors", None) for name, task in tasks_of(chosen).items()}
     return {
         name: Limit(f"{key_of(chosen, name)}.max_reward_errors", share)

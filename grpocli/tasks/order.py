@@ -1,4 +1,4 @@
-"""The order in which a run draws its examples: a function of the seed and a counter, so nothing else is saved."""
+"""The order in which a run draws its examples: a function of the seed and a counter, the only state to save."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ def permutation(n: int, *seed: int) -> NDArray[np.int64]:
 
 
 class Order:
-    """Every one of n examples once an epoch, in another order each epoch."""
+    """Draws each of n examples once an epoch, in a new order each epoch."""
 
     def __init__(self, n: int, seed: int, *streams: int) -> None:
-        """n >= 1 examples, seed >= 0; streams: further numbers that make it another order."""
+        """n >= 1 examples, seed >= 0; streams: further numbers that the order depends on."""
         self.n, self.seed = n, (seed, *streams)
         self._epoch, self._permutation = -1, np.arange(0)
 
     def index(self, draw: int) -> int:
-        """Which of the n examples the draw-th one (from 0) is."""
+        """The index of the example for a draw, counted from 0."""
         epoch, place = divmod(draw, self.n)
         if epoch != self._epoch:
             self._epoch, self._permutation = epoch, permutation(self.n, *self.seed, epoch)
         return int(self._permutation[place])
 
 
-class Rotation:
-    """Which of several tasks each draw is of: in proportion to their weights, in any stretch of draws.
+class TaskScheduler:
+    """Assigns draws to tasks in proportion to their weights.
 
-    A sequence of low discrepancy: after n draws a task has had its share of them, but for a few.
+    It uses a low-discrepancy sequence: in any run of draws each task has its share, to within a few draws.
     """
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
@@ -46,7 +46,7 @@ class Rotation:
         self._task, self._nth = np.empty(0, np.int64), np.empty(0, np.int64)
 
     def of(self, draw: int) -> tuple[int, int]:
-        """The number of the task, and how many draws before this one were of it."""
+        """The index of a draw's task, and the number of earlier draws of that task."""
         if draw >= len(self._task):
             self._count(max(2 * draw, 1024))
         return int(self._task[draw]), int(self._nth[draw])

@@ -1,4 +1,4 @@
-"""What a run trains and evaluates on: the prompts of its tasks, in a reproducible order."""
+"""The prompts that a run trains and evaluates on, in a reproducible order."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from grpocli.environments.environment import play_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.scoring import excerpt
 from grpocli.tasks.mixture import about, key_of, tasks_of
-from grpocli.tasks.order import Order, Rotation
+from grpocli.tasks.order import Order, TaskScheduler
 from grpocli.tasks.prompts import PromptSet
-from grpocli.tasks.streamed import StreamedPrompts
+from grpocli.tasks.streaming import StreamedPrompts
 from grpocli.tasks.task import columns_of
 
 if TYPE_CHECKING:
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from grpocli.config.schema import Run
     from grpocli.environments.environment import Play
-    from grpocli.tasks.stream import ExampleStream
+    from grpocli.tasks.streaming import ExampleStream
     from grpocli.tasks.task import Task
     from grpocli.types import Prompt
 
 
 class Training(Protocol):
-    """What a task is trained on. report: what was left out, in a sentence."""
+    """The training prompts of a task. report: a sentence about excluded prompts, or empty."""
 
     @property
     def report(self) -> str: ...
@@ -39,7 +39,7 @@ class Training(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """Prompts that are all there, once an epoch."""
+    """Prompts of a task that is read whole, each once an epoch."""
 
     prompts: PromptSet
     order: Order
@@ -107,15 +107,15 @@ class TaskData:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The tasks of a run, and whose turn it is."""
+    """The prompts of a run's tasks, and the scheduler that draws from them."""
 
     tokenizer: PreTrainedTokenizerBase
     tasks: list[TaskData]
-    rotation: Rotation
+    scheduler: TaskScheduler
 
     @classmethod
     def of(cls, run: Run, tokenizer: PreTrainedTokenizerBase) -> Data:
-        """Raises ConfigError where a task has no usable prompts, or one that it trains and evaluates on."""
+        """Raises ConfigError where a task has no usable prompts, or trains on a prompt that is evaluated on."""
         chosen = tasks_of(run.task)
         tasks = []
         for name, task in chosen.items():
@@ -123,27 +123,27 @@ class Data:
                 tasks.append(TaskData.of(name, task, run, tokenizer, len(chosen) == 1))
         _refuse_overlap(tasks, chosen)
         for one in tasks:
-            one.draw(0, "")  # what is streamed has not been looked at
+            one.draw(0, "")  # streamed rows have not been read yet
         weights = [getattr(task, "weight", 1.0) for task in chosen.values()]
-        return cls(tokenizer, tasks, Rotation(weights, run.seed))
+        return cls(tokenizer, tasks, TaskScheduler(weights, run.seed))
 
     def draw(self, number: int) -> Prompt:
         """The prompt of the run's draw number `number`."""
         if len(self.tasks) == 1:
             task, nth = self.tasks[0], number
         else:
-            turn, nth = self.rotation.of(number)
+            turn, nth = self.scheduler.of(number)
             task = self.tasks[turn]
         return task.draw(nth, uid=f"{number}")
 
     def problems(self) -> list[Prompt]:
-        """To evaluate on, task by task."""
+        """The prompts to evaluate on, task by task."""
         found = [(task.held_out, i) for task in self.tasks if task.held_out for i in range(len(task.held_out))]
         return [held_out.prompt(i, uid=f"eval-{place}") for place, (held_out, i) in enumerate(found)]
 
     @property
     def rewards(self) -> dict[str, list[str]]:
-        """Which rewards score each task, by its name."""
+        """The names of the rewards that score each task."""
         return {task.name: task.rewards for task in self.tasks}
 
     @property
@@ -153,7 +153,7 @@ class Data:
 
     @property
     def reports(self) -> list[str]:
-        """What was left out, in sentences."""
+        """Sentences about excluded prompts."""
         sets = [part for task in self.tasks for part in (task.train, task.held_out) if part]
         return [part.report for part in sets if part.report]
 
@@ -165,7 +165,7 @@ def rewards_for(task: object, rewards: Mapping[str, object]) -> list[str]:
 
 
 def accuracy_reward_of(task: object, rewards: Mapping[str, object], preferred: str | None) -> str:
-    """The reward that says what is right in a task: `preferred` (`eval.reward`) if it scores it, else the first."""
+    """The accuracy reward of a task: `preferred` (`eval.reward`) if it scores the task, else its first reward."""
     names = rewards_for(task, rewards)
     return preferred if preferred in names else names[0]
 
@@ -176,19 +176,21 @@ def accuracy_rewards_of(run: Run) -> dict[str, str]:
 
 
 def _refuse_overlap(tasks: Sequence[TaskData], chosen: Mapping[str, Task]) -> None:
-    """Where a task is streamed, what is evaluated on is passed over instead."""
+    """Raise ConfigError for prompts both trained and evaluated on; streamed tasks skip such prompts instead."""
     for evaluated in tasks:
         if not evaluated.held_out or getattr(chosen[evaluated.name], "allow_overlap", False):
             continue
         for trained in tasks:
             if isinstance(trained.train, StreamedPrompts):
-                trained.train.keep_apart(evaluated.held_out.hashes)
+                trained.train.exclude(evaluated.held_out.hashes)
             elif isinstance(trained.train, Epochs) and (
                 shared := evaluated.held_out.shared_with(trained.train.prompts)
             ):
                 first = excerpt(str(evaluated.held_out.prompt(shared[0], "").text))
                 key, problems = evaluated.key, len(evaluated.held_out)
                 raise ConfigError(
-                    f"{key}: {len(shared)} of {problems} problems that {evaluated.name} is evaluated on are trained on "
-                    f"in {trained.name}, the first is {first}; give other data, or {key}.allow_overlap=true"
+                    f"{len(shared)} of {problems} problems that {evaluated.name} is evaluated on are trained on "
+                    f"in {trained.name}, the first is {first}",
+                    key=key,
+                    hint=f"give other data, or {key}.allow_overlap=true",
                 )

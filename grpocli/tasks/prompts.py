@@ -1,14 +1,17 @@
-"""From examples to prompts: tokenised once, at the start, and none too long for the engine."""
+"""Prompts of a run: checked, tokenised once at the start, and none too long for the engine."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
 from grpocli.rewards.deadline import within
-from grpocli.tasks.text import text_hash, text_of
+from grpocli.tasks.loading import encodable, short
 from grpocli.types import Prompt, Text
 
 if TYPE_CHECKING:
@@ -16,9 +19,52 @@ if TYPE_CHECKING:
 
     from grpocli.tasks.task import Example
 
+ROLES = ("system", "user", "assistant", "tool", "developer")
 TEMPLATE_SECONDS = 30.0
-"""For conversations, and a hundredth more for each: a model's chat template is somebody else's code."""
+"""The time limit of a chat template, plus 0.01 s a conversation: templates come with models and may not end."""
 QUIET: dict[str, Any] = {"return_attention_mask": False, "verbose": False}  # lengths are checked here
+
+
+def text_of(example: Example, where: str) -> Text:
+    """An example's prompt. Raises ConfigError, naming `where`, for a prompt or loss_multiplier that is unusable."""
+    multiplier = example.get("loss_multiplier", 1.0)
+    if isinstance(multiplier, str):  # a .csv has no types
+        with suppress(ValueError):
+            multiplier = float(multiplier)
+    if not isinstance(multiplier, int | float) or not 0 <= multiplier < math.inf:
+        problem = f"{where} has the loss_multiplier {multiplier!r}"
+        raise ConfigError(problem, key="task", hint="it must be a number of 0 or more")
+    prompt = example["prompt"]
+    if not all(encodable(text) for text in _texts(prompt)):
+        raise ConfigError(f"{where} has half a character in its prompt (a surrogate without the other one)", key="task")
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt:
+        for message in prompt:
+            if not _is_message(message):
+                raise ConfigError(
+                    f"message {short(message)} of {where} needs a `content` and a `role` of {', '.join(ROLES)}",
+                    key="task",
+                )
+        return prompt
+    raise ConfigError(f"{where} has the prompt {short(prompt)}", key="task", hint="it must be text or messages")
+
+
+def _texts(prompt: object) -> list[str]:
+    messages = prompt if isinstance(prompt, list) else [{"content": prompt}]
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    return [content for content in contents if isinstance(content, str)]
+
+
+def _is_message(message: object) -> bool:
+    if not isinstance(message, dict):
+        return False
+    return message.get("role") in ROLES and isinstance(message.get("content"), str)
+
+
+def text_hash(text: Text) -> int:
+    """A hash of the prompt, equal for equal prompts within a process."""
+    return hash(text if isinstance(text, str) else json.dumps(text, sort_keys=True, default=str))
 
 
 class PromptSet:
@@ -54,9 +100,10 @@ class PromptSet:
         self.n_dropped, self.n_truncated = (len(long), 0) if drop else (0, len(long))
         if not self._kept:
             raise ConfigError(
-                f"all {len(lengths)} {name} prompts are longer, the shortest has {min(lengths)} tokens; raise it",
+                f"all {len(lengths)} {name} prompts are longer, the shortest has {min(lengths)} tokens",
                 key="rollout.max_prompt_tokens",
                 value=max_tokens,
+                hint="raise it",
             )
 
     @property
@@ -84,13 +131,13 @@ class PromptSet:
         return prompt_of(self._examples[place], self._token_ids[place], uid, self.task)
 
     def _where(self, index: int) -> str:
-        """An example in words, with its row where it comes from a table."""
+        """The name of an example in errors, with its row where it comes from a table."""
         row = getattr(self._examples, "where", None)
         return f"{self.name} example {index}" + (f" ({row(index)})" if row else "")
 
 
 def prompt_of(example: Example, token_ids: list[int], uid: str, task: str) -> Prompt:
-    """An example that has been tokenised."""
+    """The prompt of a tokenised example."""
     columns = dict(example)
     text = columns.pop("prompt")
     if task:
@@ -103,7 +150,7 @@ def tokenize(
 ) -> list[list[int]]:
     """Token ids: conversations through the chat template, plain text with the tokenizer's own special tokens.
 
-    where: says in words which of them one is.
+    where: names a text, by its index, in errors.
     """
     ids: list[list[int]] = [[] for _ in texts]
     plain = [i for i, text in enumerate(texts) if isinstance(text, str)]
@@ -116,7 +163,7 @@ def tokenize(
             ids[i] = one
     for i, one in enumerate(ids):
         if not one:
-            raise ConfigError(f"task: {where(i)} has no token at all; give it a prompt")
+            raise ConfigError(f"{where(i)} has no token at all", key="task", hint="give it a prompt")
     return ids
 
 
@@ -139,17 +186,19 @@ def _chat_ids(
 ) -> list[list[int]]:
     if not tokenizer.chat_template:
         raise ConfigError(
-            f"model: its tokenizer has no chat template, but {where(next(iter(chats)))} is a conversation; choose a "
-            "chat model, give model.chat_template=FILE, or make the prompts plain (format=plain of task=jsonl)"
+            f"its tokenizer has no chat template, but {where(next(iter(chats)))} is a conversation",
+            key="model",
+            hint="choose a chat model, give model.chat_template=FILE, or make the prompts plain "
+            "(format=plain of task=jsonl)",
         )
     seconds = TEMPLATE_SECONDS + len(chats) / 100
     try:
         texts = within(
             seconds, "", lambda: [_written(chat, tokenizer, where(i)) for i, chat in chats.items()]
-        )  # of all together: a deadline for each would take longer than most templates do
+        )  # one deadline for all: one for each would take longer than most templates
     except TimeoutError as error:
-        problem = f"writes no {len(chats):,} conversations within {seconds:.0f} s; give model.chat_template=FILE"
-        raise ConfigError(f"model: its chat template {problem}") from error
+        problem = f"its chat template writes no {len(chats):,} conversations within {seconds:.0f} s"
+        raise ConfigError(problem, key="model", hint="give model.chat_template=FILE") from error
     # the template writes the special tokens itself: adding them again would double the first
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, **QUIET).input_ids
     return ids
@@ -163,5 +212,7 @@ def _written(chat: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> str:
     except TemplateError as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
-            f"model: its chat template refuses {where}: {reason}; change the example, or give model.chat_template=FILE"
+            f"its chat template refuses {where}: {reason}",
+            key="model",
+            hint="change the example, or give model.chat_template=FILE",
         ) from error

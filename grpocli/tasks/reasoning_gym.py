@@ -14,7 +14,7 @@ from omegaconf import MISSING
 from grpocli.config.parts import Escaped, part, require
 from grpocli.errors import ConfigError
 from grpocli.rewards.reasoning_gym_scorer import COLUMN, MISSING_LIBRARY, make
-from grpocli.tasks.split import is_held_out
+from grpocli.tasks.generated import is_held_out
 from grpocli.tasks.task import BaseTask
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class ReasoningGym(BaseTask):
     def check_ready(self) -> None:
         super().check_ready()
         if find_spec("reasoning_gym") is None:
-            raise ConfigError(f"task=reasoning_gym: {MISSING_LIBRARY}")
+            raise ConfigError(MISSING_LIBRARY, key="task", value="reasoning_gym")
 
     def examples(self, split: str) -> Sequence[Example]:
         """`prompt`, `answer` and where the question is from, of `train` or `eval`."""

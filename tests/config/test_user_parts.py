@@ -13,10 +13,10 @@ import torch
 from omegaconf import OmegaConf
 
 from grpocli.config.build import build
+from grpocli.config.choices import choice_of
 from grpocli.config.parts import CLASSES, stored
 from grpocli.config.user_parts import NEEDS, _check
 from grpocli.errors import ConfigError
-from grpocli.explain.choices import choice_of
 from grpocli.launch.compose import build_algorithm, build_run, compose, register_parts, save
 from grpocli.launch.overrides import rewritten
 from grpocli.launch.resume import Resume

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grpocli.errors import ConfigError
-from grpocli.models.tiny_parts import make_tokenizer
+from grpocli.models.tiny import make_tokenizer
 from grpocli.rollout.turns import Turns
 
 CHATML = (

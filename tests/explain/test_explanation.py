@@ -7,10 +7,14 @@ import functools
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from grpocli.explain.compare import compared
-from grpocli.explain.compose import ORDER, Explanation, explanation, spelled
-from grpocli.explain.markdown import comparison_markdown, explanation_markdown
-from grpocli.explain.terminal import comparison_text, explanation_text
+from grpocli.explain.explanation import ORDER, Explanation, compared, explanation, spelled
+from grpocli.explain.render import (
+    comparison_markdown,
+    comparison_text,
+    explanation_markdown,
+    explanation_text,
+    pair_lines,
+)
 from grpocli.launch.compose import build_run, compose
 
 CASES = [
@@ -159,7 +163,7 @@ def test_older_weights() -> None:
 def test_a_comparison_has_only_what_differs() -> None:
     found = compared(explained("algorithm=drgrpo"), explained("algorithm=drgrpo", "algorithm/advantage=mad"))
     assert [pair.label for pair in found.sections] == ["advantage"]
-    assert list(found.sections[0].lines()) == [
+    assert list(pair_lines(found.sections[0])) == [
         "advantage",
         "  left             A_i = s_i − mean_G s",
         "  right            A_i = (s_i − mean_G s) / (MAD_G s + ε)",

@@ -17,7 +17,7 @@ from grpocli.algorithm.kl import K1, K2, K3
 from grpocli.algorithm.objective import Cispo, Clip, Sapo
 from grpocli.algorithm.question_weight import Difficulty
 from grpocli.config.formula import Formula
-from grpocli.explain.compose import explanation
+from grpocli.explain.explanation import explanation
 from grpocli.launch.compose import build_run, compose
 
 T = 3

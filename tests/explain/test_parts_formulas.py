@@ -12,11 +12,11 @@ import pytest
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.algorithm.kl import K3
 from grpocli.algorithm.objective import Clip
+from grpocli.cli.algorithms_page import VARIANTS
+from grpocli.config.choices import choice_of, registered
 from grpocli.config.formula import Formula, formula_of, meanings
-from grpocli.explain.choices import choice_of, registered
-from grpocli.explain.compose import part_section
-from grpocli.explain.document import VARIANTS
-from grpocli.explain.layout import LABEL, WIDTH
+from grpocli.explain.explanation import part_section
+from grpocli.explain.render import LABEL, WIDTH
 from grpocli.launch.compose import register_parts
 
 register_parts()

@@ -14,7 +14,7 @@ from grpocli.errors import ConfigError
 from grpocli.launch.compose import compose
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import load_model, load_tokenizer
-from grpocli.models.tiny_parts import make_model, make_tokenizer
+from grpocli.models.tiny import make_model, make_tokenizer
 from grpocli.training import dtype
 
 

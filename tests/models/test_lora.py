@@ -24,7 +24,7 @@ from grpocli.models.lora import (
     switched_off,
     trained_share,
 )
-from grpocli.models.tiny_parts import make_model
+from grpocli.models.tiny import make_model
 
 IDS = torch.tensor([[2, 5, 9, 7, 11, 3]])
 

@@ -13,11 +13,8 @@ from grpocli.config.build import build
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import compose
 from grpocli.models.loading import load_model, load_tokenizer
-from grpocli.models.muon import orthogonalise
-from grpocli.models.tiny import Tiny
-from grpocli.models.tiny_build import content_hash
-from grpocli.models.tiny_parts import ALPHABET, make_model, make_tokenizer
-from grpocli.models.warm_start import corrupt, warm_start
+from grpocli.models.tiny import ALPHABET, Tiny, content_hash, make_model, make_tokenizer
+from grpocli.models.warm_start import corrupt, orthogonalise, warm_start
 from grpocli.tasks.arithmetic import Arithmetic
 
 TOKENIZER = make_tokenizer()

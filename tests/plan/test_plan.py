@@ -20,10 +20,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grpocli.cli.plan import EXAMPLES, _parser
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose
-from grpocli.plan.ledger import Ledger
-from grpocli.plan.place import GIB, Asked
+from grpocli.plan.placement import GIB, DeviceOptions
 from grpocli.plan.plan import Plan, make_plan
 from grpocli.plan.shape import find_shape
+from grpocli.plan.trace import AllocationTracker
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -64,7 +64,7 @@ DOCUMENTED = sorted(
 
 
 def planned(*overrides: str, **asked: Any) -> Plan:
-    return make_plan(build_run(compose(list(overrides))), Asked(**asked))
+    return make_plan(build_run(compose(list(overrides))), DeviceOptions(**asked))
 
 
 def update(plan: Plan, name: str) -> float:
@@ -180,7 +180,7 @@ def test_deep_models_are_as_if_all_layers_were_run(config_only: list[str], monke
 
 def test_the_ledger_counts_what_lives() -> None:
     old = torch.zeros(100)
-    with Ledger([old]) as ledger:
+    with AllocationTracker([old]) as ledger:
         old += 1
         one = old * 2
         view = one[:50]
@@ -218,7 +218,7 @@ def test_a_gpu_that_trainer_and_server_share_holds_both(config_only: list[str]) 
 
 def test_a_real_run_needs_what_was_planned(tmp_path: Path) -> None:
     """Resident memory beyond that of the libraries, which a run of next to nothing has too."""
-    from grpocli.models.tiny_parts import make_tokenizer
+    from grpocli.models.tiny import make_tokenizer
 
     LlamaForCausalLM(SMALL).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")

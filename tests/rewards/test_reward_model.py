@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpocli.errors import ConfigError
-from grpocli.models.tiny_parts import make_tokenizer
+from grpocli.models.tiny import make_tokenizer
 from grpocli.rewards.model import RewardModel
 from grpocli.rewards.scoring import sample_of
 from grpocli.types import Completion, Prompt, Rollout

@@ -12,10 +12,9 @@ from grpocli.rewards.reward import Failure
 from grpocli.rewards.scoring import sample_of
 from grpocli.rewards.text import Number
 from grpocli.tasks.countdown import Countdown
-from grpocli.tasks.generated import HELD_OUT, Generated
+from grpocli.tasks.generated import HELD_OUT, Generated, is_held_out
 from grpocli.tasks.letter_counting import LetterCounting
 from grpocli.tasks.sliding_puzzle import SlidingPuzzles
-from grpocli.tasks.split import is_held_out
 from grpocli.types import Completion, Prompt, Rollout
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.tasks.loading import load_table, looks_local
-from grpocli.tasks.rows import load_streamed
+from grpocli.tasks.streaming import load_streamed
 
 
 def test_json_values_stay_as_they_were_written(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from grpocli.launch.conf_files import MARK
 from grpocli.launch.sources import conf_dir
 from grpocli.launch.task_override import spread
 from grpocli.rewards.scoring import Limit
-from grpocli.tasks.mixture import limits_of, tasks_of, with_key
+from grpocli.tasks.mixture import about, limits_of, tasks_of, with_key
 from grpocli.tasks.prompt_source import Data
 
 
@@ -135,6 +135,29 @@ def test_what_is_trained_on_is_not_evaluated_on(tmp_path: Path, plain_tokenizer)
 def test_errors_name_the_keys_of_the_mixture(said: str, wanted: str) -> None:
     assert with_key(said, "task.one") == wanted
     assert with_key(said, "task") == said
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (ConfigError("it is empty", key="task.path", value="/a"), "task.one.path=/a: it is empty"),
+        (
+            ConfigError("row 3 has no prompt", key="task", hint="fill it in"),
+            "task.one: row 3 has no prompt; fill it in",
+        ),
+        (ConfigError("it is empty", key="task.one.path", value="a"), "task.one.path=a: it is empty"),
+        (ConfigError("no template", key="model"), "model: no template (task.one)"),
+        (ConfigError("no template", key="model", hint="give one"), "model: no template; give one (task.one)"),
+        (ConfigError("no data"), "task.one: no data"),
+    ],
+)
+def test_an_error_gets_the_key_of_its_task(error: ConfigError, wanted: str) -> None:
+    with pytest.raises(ConfigError) as raised, about("task.one"):
+        raise error
+    assert str(raised.value) == wanted
+    with pytest.raises(ConfigError) as raised, about("task"):
+        raise error
+    assert raised.value is error
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpocli.tasks.order import Order, Rotation
+from grpocli.tasks.order import Order, TaskScheduler
 
 
 @given(n=st.integers(1, 50), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))
@@ -31,21 +31,21 @@ def test_the_order_is_this_one_on_every_machine() -> None:
     weights=st.lists(st.floats(0.05, 10), min_size=2, max_size=6), seed=st.integers(0, 2**40), at=st.integers(0, 9999)
 )
 def test_a_rotation_keeps_the_shares_in_every_stretch(weights: list[float], seed: int, at: int) -> None:
-    rotation = Rotation(weights, seed)
+    rotation = TaskScheduler(weights, seed)
     stretch = Counter(rotation.of(draw)[0] for draw in range(at, at + 200))
     for task, weight in enumerate(weights):
         assert abs(stretch[task] - 200 * weight / sum(weights)) < 6
 
 
 def test_a_rotation_counts_each_tasks_draws_whatever_was_asked_first() -> None:
-    rotation, counts = Rotation([1, 2, 1], seed=5), Counter[int]()
-    late = Rotation([1, 2, 1], seed=5).of(5000)
+    rotation, counts = TaskScheduler([1, 2, 1], seed=5), Counter[int]()
+    late = TaskScheduler([1, 2, 1], seed=5).of(5000)
     for draw in range(5001):
         found = rotation.of(draw)
         assert found[1] == counts[found[0]]
         counts[found[0]] += 1
     assert found == late
-    assert [Rotation([1, 2, 1], seed=s).of(0) for s in range(9)] != [rotation.of(0)] * 9
+    assert [TaskScheduler([1, 2, 1], seed=s).of(0) for s in range(9)] != [rotation.of(0)] * 9
 
 
 ORDER = [[3, 2, 1, 0, 4, 5], [4, 5, 1, 2, 0, 3]]

@@ -16,10 +16,10 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose
-from grpocli.tasks import rows, stream, streamed
+from grpocli.tasks import loading, prompts, streaming
 from grpocli.tasks.jsonl import Jsonl
 from grpocli.tasks.prompt_source import Data
-from grpocli.tasks.streamed import StreamedPrompts
+from grpocli.tasks.streaming import StreamedPrompts
 
 N = 30
 LETTERS = "abc"
@@ -107,7 +107,7 @@ def test_what_a_resume_passes_over_is_neither_parsed_nor_tokenised(
 ) -> None:
     made = data(file)
     tokenised, parsed = Counter[str](), Counter[str]()
-    tokenize, json_row = streamed.tokenize, rows.json_row
+    tokenize, json_row = prompts.tokenize, loading.json_row
 
     def counted(chosen: list[str], *rest: Any) -> Any:
         tokenised.update(chosen)
@@ -117,8 +117,8 @@ def test_what_a_resume_passes_over_is_neither_parsed_nor_tokenised(
         parsed.update([line])
         return json_row(line, *rest)
 
-    monkeypatch.setattr(streamed, "tokenize", counted)
-    monkeypatch.setattr(rows, "json_row", noted)
+    monkeypatch.setattr(streaming, "tokenize", counted)
+    monkeypatch.setattr(streaming, "json_row", noted)
     made.draw(21)
     assert tokenised.total() == 1
     assert parsed.total() == 8
@@ -136,7 +136,7 @@ def test_prompts_that_are_too_long(data, tmp_path: Path, long: str, drawn: set[s
 
 
 def test_no_prompt_is_short_enough(data, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed, "TRIES", 50)
+    monkeypatch.setattr(streaming, "TRIES", 50)
     with pytest.raises(ConfigError, match=r"rollout\.max_prompt_tokens=2: 50 rows of jsonl were read, and all are lon"):
         data(file, limit=2)
 
@@ -173,7 +173,7 @@ def test_of_a_mixture(tmp_path: Path, file: Path, plain_tokenizer) -> None:
 
 
 def test_a_broken_line_in_the_middle(data, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "HEAD", 8)
+    monkeypatch.setattr(streaming, "HEAD", 8)
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join([*lines[:20], '{"prompt": "a\n', *lines[20:]]))
     made = data(file)
@@ -248,7 +248,7 @@ def test_a_split_of_the_hub_is_streamed_too(data, monkeypatch: pytest.MonkeyPatc
         found = {"train": ["a", "b"], "test": ["c c"]}[split]
         return datasets.Dataset.from_dict({"prompt": found, "answer": ["x"] * len(found)}).to_iterable_dataset()
 
-    monkeypatch.setattr(rows, "from_hub", hub)
+    monkeypatch.setattr(streaming, "from_hub", hub)
     made = data(Path("someone/data"), eval_path=None, eval_split="test")
     assert set(texts(made, range(6))) == {"a", "b"}
     assert [problem.text for problem in made.problems()] == ["c c"]

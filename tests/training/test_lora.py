@@ -19,7 +19,7 @@ from grpocli.hardware.hardware import Single
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import load_policy
 from grpocli.models.lora import Lora, attach
-from grpocli.models.tiny_parts import make_tokenizer
+from grpocli.models.tiny import make_tokenizer
 from grpocli.rollout.sampler import sample
 from grpocli.training.batch import MicroBatch
 from grpocli.training.build import _reference

@@ -22,7 +22,7 @@ from grpocli.distributed.world import World
 from grpocli.distributed.zero import Zero3
 from grpocli.hardware.hardware import Single
 from grpocli.models.lora import Lora, attach, is_adapted
-from grpocli.models.tiny_parts import make_tokenizer
+from grpocli.models.tiny import make_tokenizer
 from grpocli.rollout.sampler import sample
 from grpocli.training import checkpoint
 from grpocli.training.checkpoint import State

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpocli.tasks.hold_out import hold_out
+from grpocli.tasks.dataset import hold_out
 
 ROWS = [{"q": f"{i}", "n": i} for i in range(20)]
 

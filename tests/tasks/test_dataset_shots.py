@@ -12,7 +12,7 @@ from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose
 from grpocli.tasks.gsm8k import Gsm8k
 from grpocli.tasks.jsonl import Jsonl
-from grpocli.tasks.streamed import StreamedPrompts
+from grpocli.tasks.streaming import StreamedPrompts
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:

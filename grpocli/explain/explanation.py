@@ -1,4 +1,4 @@
-"""A run's objective from top to bottom, as `Algorithm.advantages` and `Algorithm.loss` compute it."""
+"""A run's objective as formulas, in the order that `Algorithm` computes it, and the comparison of two."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpocli.algorithm import Algorithm
 from grpocli.algorithm.algorithm import PARTS
+from grpocli.config.choices import choice_of, flat_keys
 from grpocli.config.formula import Formula, formula_of, meanings, settings
 from grpocli.config.schema import Rollouts, Run
-from grpocli.explain.choices import choice_of
-from grpocli.launch.hydra_errors import flat_keys
 from grpocli.rewards.reward import Correctness
 from grpocli.rewards.text import Overlong
 
@@ -38,6 +37,8 @@ COMPARED = ("algorithm", "reward", "rollout", "train")
 
 UNSCORED = "A reward that does not apply to o_i is left out; where none applies, o_i has no score."
 LOSS_NOTE = "Minimised. i: the N completions of an update. t: the |o_i| tokens of o_i that are in the loss."
+ABSENT = "–"
+"""Shown where one of two configs has no such formula or key."""
 CUTS = ("min_p", "top_k", "top_p")  # in the order that the sampler applies them
 
 
@@ -53,7 +54,7 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A step of the computation: what it is called, the choice made for it, and its formulas.
+    """One step of the computation: its name, its choice and its formulas.
 
     settings: the part's fields that are not symbols, by key.
     """
@@ -69,7 +70,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """All of it. title: the overrides. unused: parts that change nothing. values: every key that was compared."""
+    """The whole objective. title: the overrides. unused: parts without an effect. values: every compared key."""
 
     title: str
     sections: tuple[Section, ...]
@@ -86,7 +87,7 @@ class Explanation:
 
 
 def explanation(run: Run, config: DictConfig, overrides: list[str]) -> Explanation:
-    """What a run computes, in order."""
+    """The objective of a run, in the order of the computation."""
     algorithm: Algorithm = run.algorithm
     parts = {kind: part_section(f"algorithm/{kind}", getattr(algorithm, kind)) for kind in PARTS}
     used = {kind: section for kind, section in parts.items() if is_used(algorithm, kind, section)}
@@ -106,14 +107,14 @@ def explanation(run: Run, config: DictConfig, overrides: list[str]) -> Explanati
 
 
 def part_section(group: str, part: object) -> Section:
-    """What one part says, with keys and values from the live object."""
+    """The formulas of one part, with keys and values from the live object."""
     formula = formula_of(part)
     label = group.rpartition("/")[2]
     return _section(label, choice_of(group, part), formula, part, group.replace("/", "."))
 
 
 def is_used(algorithm: Algorithm, kind: str, section: Section) -> bool:
-    """Whether a part changes anything: for optional terms of the loss, what `Algorithm.loss` asks."""
+    """Whether a part has an effect; optional terms of the loss ask what `Algorithm.loss` asks."""
     asked = {
         "kl": algorithm.needs_reference,
         "entropy": algorithm.needs_entropy_gradient,
@@ -123,7 +124,7 @@ def is_used(algorithm: Algorithm, kind: str, section: Section) -> bool:
 
 
 def loss_line(used: dict[str, Section]) -> str:
-    """The loss with the terms that are there. It is minimised."""
+    """The minimised loss with the terms in use."""
     factors = [sign for kind, sign in (("correction", "ρ_it"), ("tokens", "S_it")) if kind in used]
     terms = " ".join([*factors, "ℓ_it"])
     added = [term for kind, term in (("kl", "+ β D_it"), ("entropy", "− λ H_it")) if kind in used]
@@ -132,7 +133,7 @@ def loss_line(used: dict[str, Section]) -> str:
 
 
 def spelled(value: Any) -> str:
-    """A value as it is typed in an override."""
+    """A value as a user types it in an override."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -141,9 +142,9 @@ def spelled(value: Any) -> str:
 
 
 def _section(label: str, choice: str, formula: Formula, owner: object, prefix: str) -> Section:
-    values, told = settings(owner), meanings(type(owner))
+    values, described = settings(owner), meanings(type(owner))
     symbols = tuple(
-        Symbol(name, f"{prefix}.{field}", spelled(values[field]), told.get(field, ""))
+        Symbol(name, f"{prefix}.{field}", spelled(values[field]), described.get(field, ""))
         for name, field in formula.symbols.items()
     )
     rest = tuple((f"{prefix}.{f}", spelled(v)) for f, v in values.items() if f not in formula.symbols.values())
@@ -203,7 +204,7 @@ def _score(run: Run) -> Section:
 
 
 def _reward(k: int, name: str, reward: Any) -> Section:
-    """What the k-th reward says, and its weight."""
+    """The formulas of the k-th reward, and its weight."""
     prefix = f"reward.{name}"
     own = _section("", name, formula_of(reward), reward, prefix)
     weight = Symbol(f"ω_{k}", f"{prefix}.weight", spelled(reward.weight), f"weight of R_{k}")
@@ -217,7 +218,7 @@ def _reward(k: int, name: str, reward: Any) -> Section:
 
 
 def _beside_answers(rewards: dict[str, Any]) -> str:
-    """Which weight DAPO's punishment of length has beside these answers for it to count as much as in the paper."""
+    """A note that compares the weight of DAPO's length penalty with the paper's."""
     (name, accuracy), punished = (
         next(iter(rewards.items())),
         [r for r in rewards.values() if isinstance(r, Overlong)],
@@ -247,7 +248,7 @@ def _combine(algorithm: Algorithm) -> list[Section]:
 
 
 def _named(section: Section, run: Run) -> Section:
-    """With the name of the accuracy reward of each task where no reward is named as the accuracy."""
+    """The section with the accuracy reward of each task where the config names none."""
     from grpocli.tasks.prompt_source import accuracy_rewards_of
 
     accuracy_rewards = accuracy_rewards_of(run)
@@ -282,7 +283,7 @@ def _share(rows: int, windows: int) -> str:
 
 
 def _values(run: Run, config: DictConfig) -> dict[str, str]:
-    """Every key whose value shapes the objective, and the choices of parts, in the config's order."""
+    """Every key that shapes the objective, and the choices of parts, in the config's order."""
     found = {f"algorithm/{kind}": choice_of(f"algorithm/{kind}", getattr(run.algorithm, kind)) for kind in PARTS}
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
@@ -292,3 +293,61 @@ def _values(run: Run, config: DictConfig) -> dict[str, str]:
             if not isinstance(value, DictConfig):
                 found[key] = spelled(value)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A step of the computation that differs between two sides; None where a side lacks it."""
+
+    label: str
+    left: Section | None
+    right: Section | None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """titles: both command lines. sections: the steps that differ. keys: [key, left, right] where values differ."""
+
+    titles: tuple[str, str]
+    sections: tuple[Pair, ...]
+    keys: list[list[str]]
+
+    @property
+    def same(self) -> bool:
+        return not self.sections and not self.keys
+
+    @property
+    def verdict(self) -> str:
+        """A sentence for equal objectives and for equal formulas."""
+        if self.same:
+            return "the same objective"
+        return "" if self.sections else "the same formulas; these values differ"
+
+
+def compared(left: Explanation, right: Explanation) -> Comparison:
+    """The steps whose formulas differ and the keys whose values differ, in the order of the computation."""
+    keys = [
+        [key, left.values.get(key, ABSENT), right.values.get(key, ABSENT)]
+        for key in dict.fromkeys((*left.values, *right.values))
+        if left.values.get(key) != right.values.get(key)
+    ]
+    titles = (f"left   {left.title or '(the defaults)'}", f"right  {right.title or '(the defaults)'}")
+    return Comparison(titles, tuple(_pairs(left, right)), keys)
+
+
+def _pairs(left: Explanation, right: Explanation) -> Iterator[Pair]:
+    mine, theirs = _by_label(left), _by_label(right)
+    for label in ORDER:
+        a, b = mine.get(label), theirs.get(label)
+        if formulas(a) != formulas(b):
+            yield Pair(label, a, b)
+
+
+def formulas(section: Section | None) -> tuple[str, ...]:
+    """A section's formulas and note; nothing without a section."""
+    return (*section.lines, section.note) if section else ()
+
+
+def _by_label(shown: Explanation) -> dict[str, Section]:
+    """The sections by label; the note of an unused part stands in for its formulas."""
+    return {section.label: section for section in (*shown.sections, *shown.unused)}

@@ -1,4 +1,4 @@
-"""Which choice of a config group a live part is, and which choices there are."""
+"""The choices of config groups by name, and the keys of a config."""
 
 from __future__ import annotations
 
@@ -19,3 +19,14 @@ def registered(group: str) -> dict[str, type[Any]]:
     """{choice: class} of a config group, without those of other packages."""
     ours = {name: cls for name, cls in sorted(CLASSES.items()) if cls.__module__.startswith("grpocli.")}
     return {name.removeprefix(f"{group}/"): cls for name, cls in ours.items() if name.startswith(f"{group}/")}
+
+
+def flat_keys(node: Any, prefix: str = "") -> list[str]:
+    """`a`, `a.b`, ... of nested mappings, without `_target_`."""
+    if not isinstance(node, dict):
+        return []
+    keys: list[str] = []
+    for name, value in node.items():
+        if name != "_target_":
+            keys += [f"{prefix}{name}", *flat_keys(value, f"{prefix}{name}.")]
+    return keys

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpocli.explain.document import document, main
+from grpocli.cli.algorithms_page import document, main
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 

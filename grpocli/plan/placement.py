@@ -26,7 +26,7 @@ FLOAT32_SLOWER = {"cpu": 2.0, "cuda": 15.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DeviceOptions:
     """What the command line says of devices; None: found out, or assumed.
 
     memory: GiB. tflops, bandwidth: 1e12 operations and 1e12 bytes a second. devices: GPUs of one machine, with
@@ -46,7 +46,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Placement:
     """kind: "cpu" or "cuda". memory: bytes of one device (of the whole machine, on a CPU). tflops, bandwidth: of one
     device, in 1e12 a second. trainers: processes on all machines. servers: copies of the model that generate, each on
     `tensor_parallel` devices; 0 where the trainer processes generate, or a server elsewhere does. shared: servers are
@@ -71,7 +71,7 @@ class Place:
         return self.kind == "cuda"
 
 
-def find_place(run: Run, engine: Any, asked: Asked) -> Place:
+def find_placement(run: Run, engine: Any, asked: DeviceOptions) -> Placement:
     """engine: the run's choice, or what engine=auto would be there."""
     kind = device_kind(run)
     memory, tflops, bandwidth, assumed = _gpu(asked) if kind == "cuda" else _cpu(asked)
@@ -79,7 +79,7 @@ def find_place(run: Run, engine: Any, asked: Asked) -> Place:
     rollout_nodes = getattr(run.hardware, "rollout_nodes", 0)
     servers *= max(1, rollout_nodes)
     trainers, shared, more = _split(run, kind, servers * tensor_parallel, asked)
-    return Place(
+    return Placement(
         kind,
         memory,
         tflops,
@@ -112,7 +112,7 @@ def gpus_here() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _gpu(asked: Asked) -> tuple[float, float, float, tuple[str, ...]]:
+def _gpu(asked: DeviceOptions) -> tuple[float, float, float, tuple[str, ...]]:
     import torch
 
     name, memory, assumed = "H100", GPU_MEMORY, "no GPU is here: an H100 of 80 GiB is assumed (--memory GIB)"
@@ -131,7 +131,7 @@ def _gpu(asked: Asked) -> tuple[float, float, float, tuple[str, ...]]:
     )
 
 
-def _cpu(asked: Asked) -> tuple[float, float, float, tuple[str, ...]]:
+def _cpu(asked: DeviceOptions) -> tuple[float, float, float, tuple[str, ...]]:
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     cores = len(os.sched_getaffinity(0))
     tflops, bandwidth = asked.tflops or cores * CPU_CORE[0], asked.bandwidth or cores * CPU_CORE[1]
@@ -156,7 +156,7 @@ def _servers(engine: Any) -> tuple[int, int]:
     return engine.replicas * engine.data_parallel, engine.tensor_parallel
 
 
-def _split(run: Run, kind: str, serving: int, asked: Asked) -> tuple[int, bool, tuple[str, ...]]:
+def _split(run: Run, kind: str, serving: int, asked: DeviceOptions) -> tuple[int, bool, tuple[str, ...]]:
     """Trainer processes; whether servers share their devices; what was assumed."""
     from grpocli.hardware.hardware import Multinode
 

@@ -1,4 +1,4 @@
-"""docs/algorithms.md, written from the parts themselves: `python -m grpocli.explain.document FILE`."""
+"""Write docs/algorithms.md from the code of the parts: `python -m grpocli.cli.algorithms_page FILE`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.algorithm.algorithm import PARTS
+from grpocli.config.choices import registered
 from grpocli.config.formula import meanings, summary
-from grpocli.explain.choices import registered
-from grpocli.explain.compare import compared
-from grpocli.explain.compose import Explanation, explanation, part_section, spelled
-from grpocli.explain.layout import right_lines
-from grpocli.explain.markdown import code, comparison_markdown, explanation_markdown, table
+from grpocli.explain.explanation import Explanation, compared, explanation, part_section, spelled
+from grpocli.explain.render import code, comparison_markdown, explanation_markdown, right_lines, table
+from grpocli.files import write_atomic
 from grpocli.launch.compose import build_run, compose
 from grpocli.launch.sources import conf_dir
 
@@ -97,7 +96,7 @@ def _reference(kind: str) -> Iterator[str]:
 
 
 def _choice(kind: str, choice: str, made: type[Any]) -> Iterator[str]:
-    """A choice with its defaults, then what other values make of it, its keys and its source."""
+    """A choice with its defaults, then with other values, its keys and its source."""
     changes = VARIANTS.get((kind, choice), [])
     section, *variants = (part_section(f"algorithm/{kind}", made(**changed)) for changed in ({}, *changes))
     yield f"#### `algorithm/{kind}={choice}`\n"
@@ -113,9 +112,9 @@ def _choice(kind: str, choice: str, made: type[Any]) -> Iterator[str]:
 
 
 def _fields(prefix: str, made: type[Any], symbols: dict[str, str]) -> list[list[str]]:
-    told = meanings(made)
+    described = meanings(made)
     return [
-        [f"`{prefix}.{f.name}`", symbols.get(f"{prefix}.{f.name}", ""), f"`{_default(f)}`", told.get(f.name, "")]
+        [f"`{prefix}.{f.name}`", symbols.get(f"{prefix}.{f.name}", ""), f"`{_default(f)}`", described.get(f.name, "")]
         for f in dataclasses.fields(made)
     ]
 
@@ -127,8 +126,6 @@ def _default(f: dataclasses.Field[Any]) -> str:
 
 def main(argv: list[str]) -> int:
     """Write the page to a file."""
-    from grpocli.files import write_atomic
-
     write_atomic(Path(argv[0]), document())
     return 0
 

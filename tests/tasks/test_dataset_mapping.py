@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from grpocli.errors import ConfigError
+from grpocli.tasks.dataset import PromptBuilder
 from grpocli.tasks.jsonl import Hub, Jsonl
-from grpocli.tasks.mapping import Mapping
 
 
-def mapping(**options: Any) -> Mapping:
+def mapping(**options: Any) -> PromptBuilder:
     defaults = {"prompt_column": "prompt", "prompt_template": None, "prefix": "", "system_prompt": None}
-    return Mapping(**{**defaults, "format": "auto", **options})
+    return PromptBuilder(**{**defaults, "format": "auto", **options})
 
 
 USER = {"role": "user", "content": "hi"}

@@ -1,0 +1,304 @@
+"""Examples made of the rows of a table: columns, templates and processors, worked examples, held-out rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from string import Formatter
+from typing import TYPE_CHECKING, Any
+
+from grpocli.config.parts import nearest
+from grpocli.config.user_code import load
+from grpocli.errors import ConfigError
+from grpocli.rewards.deadline import within
+from grpocli.tasks.loading import Row, Table, need_columns, nothing_in, short
+from grpocli.tasks.prompts import text_hash, text_of
+from grpocli.types import Message, Text
+from grpocli.user_frames import where as at
+
+if TYPE_CHECKING:
+    from grpocli.tasks.jsonl import Jsonl
+    from grpocli.tasks.task import Example
+
+PROCESSOR = "task.processor"
+
+
+def processed(function: str, timeout: float, row: Row, where: str) -> dict[str, Any]:
+    """The example that `function` makes of a row. Raises ConfigError, naming `where`, where it makes none."""
+    process = load(function, PROCESSOR)
+    try:
+        example = within(timeout, f"no example within {timeout:g} s ({PROCESSOR}_timeout)", lambda: process(dict(row)))
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        what = f"raised {type(error).__name__} for {where}: {' '.join(str(error).split())}{at(error)}"
+        raise ConfigError(what, key=PROCESSOR, value=function) from error
+    if not isinstance(example, Mapping) or not isinstance(example.get("prompt"), str | list) or not example["prompt"]:
+        found = f"{example!r}"[:200]
+        raise ConfigError(
+            f"made {found} of {where}; return a dict with `prompt`, text or messages", key=PROCESSOR, value=function
+        )
+    return dict(example)
+
+
+def template_fields(template: str, key: str = "task.prompt_template") -> list[str]:
+    """The column names in {braces}. Raises ConfigError where the braces do not match."""
+    try:
+        return [field for _, field, _, _ in Formatter().parse(template) if field is not None]
+    except ValueError as error:
+        raise ConfigError(
+            str(error), key=key, value=repr(template), hint="write a brace that is meant as one twice"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBuilder:
+    """Makes the prompt of a row; see Jsonl for the fields."""
+
+    prompt_column: str
+    prompt_template: str | None
+    prefix: str
+    system_prompt: str | None
+    format: str
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that a prompt uses."""
+        if self.prompt_template is None:
+            return [self.prompt_column]
+        return list(dict.fromkeys(template_fields(self.prompt_template)))
+
+    def check(self, columns: Sequence[str], path: str) -> None:
+        """Raise ConfigError unless the table has the columns that the prompt uses."""
+        if self.prompt_template is None:
+            need_columns(columns, {"task.prompt_column": self.prompt_column}, path)
+        for column in self.columns:
+            if column not in columns:
+                raise ConfigError(
+                    f"there is no column {column!r}; {path} has {', '.join(columns)}{nearest(column, columns)}",
+                    key="task.prompt_template",
+                    value=repr(self.prompt_template),
+                )
+
+    def prompt(self, row: Row, where: str) -> Text:
+        """The prompt of `row`. Raises ConfigError, naming `where`, for a missing or unusable value."""
+        for column in self.columns:
+            if missing := nothing_in(row[column]):
+                problem = f"{where} has {missing} in the column {column!r}"
+                raise ConfigError(problem, key="task", hint="fill it in or remove the row")
+        prompt = self._fill(row, where) if self.prompt_template is not None else row[self.prompt_column]
+        if isinstance(prompt, str) and prompt.strip():
+            return self._from_text(prompt)
+        if isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt):
+            return self._from_messages(prompt, where)
+        raise ConfigError(
+            f"{where} has {short(prompt)} there; a prompt is text or a list of messages, and not empty",
+            key="task.prompt_column",
+            value=self.prompt_column,
+        )
+
+    def _fill(self, row: Row, where: str) -> str:
+        assert self.prompt_template is not None
+        try:
+            return self.prompt_template.format(**{column: row[column] for column in self.columns})
+        except ValueError as error:
+            raise ConfigError(
+                f"cannot be filled with {where}: {error}", key="task.prompt_template", value=repr(self.prompt_template)
+            ) from error
+
+    def _from_text(self, text: str) -> Text:
+        text = self.prefix + text
+        if self.format != "chat" and self.system_prompt is None:
+            return text
+        return [*self._system(), {"role": "user", "content": text}]
+
+    def _from_messages(self, messages: list[dict[str, Any]], where: str) -> Text:
+        # a table gives every message the keys of all of them, and chat templates take a None for a value
+        messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        if self.format == "plain":
+            return self.prefix + "\n".join(str(message.get("content", "")) for message in messages)
+        if self.prefix:
+            raise ConfigError(
+                f"{where} is a list of messages; put worked examples into them, or choose task.format=plain",
+                key="task.prefix",
+                value=repr(self.prefix),
+            )
+        if self.system_prompt is not None and messages[0].get("role") == "system":
+            messages = messages[1:]
+        return [*self._system(), *messages]
+
+    def _system(self) -> list[Message]:
+        return [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """An example's prompt, with its answer as a model would write it."""
+
+    prompt: Text
+    answer: str
+
+    @property
+    def question(self) -> int:
+        """A hash of the prompt."""
+        return text_hash(self.prompt)
+
+    @property
+    def messages(self) -> Iterator[Message]:
+        """The conversation without its system message, which `with_shots` puts first once."""
+        asked = [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
+        yield from (message for message in asked if message["role"] != "system")
+        yield {"role": "assistant", "content": self.answer}
+
+    @property
+    def text(self) -> str:
+        """The shot as plain text, with an empty line after it."""
+        asked = self.prompt if isinstance(self.prompt, str) else "\n".join(m["content"] for m in self.prompt)
+        return f"{asked}{self.answer}\n\n"
+
+    @classmethod
+    def of(cls, example: Example, template: str, where: str) -> Shot:
+        """Raises ConfigError, naming `where`, for a missing or empty column of the template."""
+        fields = dict.fromkeys(template_fields(template, "task.shot_template"))
+        for column in fields:
+            if example.get(column) is None:
+                columns = [name for name, value in example.items() if value is not None]
+                problem = f"{where} has nothing in the column {column!r}; it has {', '.join(columns)}"
+                raise ConfigError(problem + nearest(column, columns), key="task.shot_template", value=repr(template))
+        values: dict[str, Any] = {column: example[column] for column in fields}
+        try:
+            return cls(text_of(example, where), template.format(**values))
+        except ValueError as error:
+            raise ConfigError(
+                f"cannot be filled with {where}: {error}", key="task.shot_template", value=repr(template)
+            ) from error
+
+
+def with_shots(prompt: Text, shots: Sequence[Shot]) -> Text:
+    """The prompt after the worked examples; its system message stays first."""
+    if isinstance(prompt, str):
+        return "".join(shot.text for shot in shots) + prompt
+    system = [message for message in prompt[:1] if message["role"] == "system"]
+    return [*system, *(message for shot in shots for message in shot.messages), *prompt[len(system) :]]
+
+
+def choose(candidates: Iterable[tuple[Example, str]], n: int, template: str, path: str) -> list[Shot]:
+    """Shots from the first n different examples, each given with its name in errors.
+
+    Raises ConfigError where there are not n + 1: one has to be left to train on.
+    """
+    shots: dict[int, Shot] = {}
+    for example, where in candidates:
+        question = text_hash(example["prompt"])
+        if question in shots:
+            continue
+        if len(shots) == n:
+            return list(shots.values())
+        shots[question] = Shot.of(example, template, where)
+    found = len(shots)
+    raise ConfigError(
+        f"{path} has {found} different examples to train on; take {found - 1} or less", key="task.shots", value=n
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RowConverter:
+    """Makes examples of the rows of the data at `path`. shots: worked examples before every prompt."""
+
+    task: Jsonl
+    path: str
+    shots: tuple[Shot, ...] = ()
+
+    @classmethod
+    def of(cls, task: Jsonl, columns: Sequence[str], path: str) -> RowConverter:
+        """Raises ConfigError where a column that the task names is missing."""
+        if task.processor:
+            load(task.processor, PROCESSOR)
+        else:
+            task.mapping.check(columns, path)
+            need_columns(columns, {"task.answer_column": task.answer_column}, path, "; or null: it has no answers")
+        return cls(task, path)
+
+    def where(self, number: int) -> str:
+        """The name of a row in errors, counted from 1 as editors count lines."""
+        return f"row {number + 1} of {self.path}"
+
+    def example(self, row: Row, number: int) -> Example:
+        """The example of a row. Raises ConfigError, naming the row, for unusable values."""
+        made = self._bare(row, self.where(number))
+        return {**made, "prompt": with_shots(made["prompt"], self.shots)} if self.shots else made
+
+    def _bare(self, row: Row, where: str) -> Example:
+        task = self.task
+        if task.processor is not None:
+            return processed(task.processor, task.processor_timeout, row, where)
+        column = task.answer_column
+        if column is not None and (missing := nothing_in(row[column])):
+            raise ConfigError(
+                f"{where} has {missing} there; fill it in, remove the row, or give null where no reward needs answers",
+                key="task.answer_column",
+                value=column,
+            )
+        row = task.convert(dict(row), where)
+        prompt = task.mapping.prompt(row, where)
+        if column is not None:
+            row["answer"] = row[column]
+        return {**row, "prompt": prompt}
+
+
+@dataclass(frozen=True, slots=True)
+class Examples(Sequence[Any]):
+    """Examples that are made of rows on access. numbers: their rows in the table, ascending."""
+
+    converter: RowConverter
+    table: Table
+    numbers: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        number = self.numbers[index]
+        return self.converter.example(self.table.rows[number], number)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the table once, which is faster than access row by row."""
+        wanted = set(self.numbers)
+        for number, row in enumerate(self.table.rows):
+            if number in wanted:
+                yield self.converter.example(row, number)
+
+    def where(self, index: int) -> str:
+        """The name of an example in errors."""
+        return self.converter.where(self.numbers[index])
+
+    def without(self, shots: Sequence[Shot]) -> Examples:
+        """The examples with the worked examples before each prompt, without those that are worked examples."""
+        shown = {shot.question for shot in shots}
+        numbers = [n for n, one in zip(self.numbers, self, strict=True) if text_hash(one["prompt"]) not in shown]
+        return replace(self, numbers=numbers, converter=replace(self.converter, shots=tuple(shots)))
+
+
+def hold_out(rows: Iterable[Row], columns: Sequence[str], most: int) -> tuple[list[int], list[int]]:
+    """Row numbers to train on and to evaluate on, at least one question each.
+
+    The question is the values of `columns`: equal questions go to the same side. The questions with the smallest
+    hashes are held out, so that the choice needs no seed and is mostly stable when examples are added. Where all rows
+    have the same question, their positions are hashed instead.
+    most: the questions to hold out, at most a fifth of all. Needs two rows.
+    """
+    hashes = [_hash([row[c] for c in columns]) for row in rows]
+    if len(set(hashes)) == 1:
+        hashes = [_hash(place) for place in range(len(hashes))]
+    questions = sorted(set(hashes))
+    held_out = set(questions[: min(most, max(1, len(questions) // 5))])
+    train = [i for i, h in enumerate(hashes) if h not in held_out]
+    return train, [i for i, h in enumerate(hashes) if h in held_out]
+
+
+def _hash(values: Any) -> bytes:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).digest()

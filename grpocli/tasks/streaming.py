@@ -1,0 +1,318 @@
+"""task.streaming: data that is never read whole; rows are read, shuffled and tokenised as they are drawn."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from grpocli.errors import ConfigError
+from grpocli.tasks.dataset import RowConverter, choose, with_shots
+from grpocli.tasks.loading import (
+    EMPTY,
+    Row,
+    Table,
+    columns_of,
+    files_at,
+    from_hub,
+    json_row,
+    quiet_datasets,
+    reading,
+    unreadable,
+)
+from grpocli.tasks.order import Order, permutation
+from grpocli.tasks.prompts import prompt_of, text_hash, text_of, tokenize
+from grpocli.types import Prompt
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from transformers import PreTrainedTokenizerBase
+
+    from grpocli.tasks.jsonl import Jsonl
+    from grpocli.tasks.task import Example
+
+logger = logging.getLogger(__name__)
+
+TRIES = 10_000
+"""The most consecutive rows that may be too long or held out."""
+HEAD = 100
+"""The first rows, which decide the columns."""
+
+
+class RowSource(Protocol):
+    """The rows of a data set in their order. Both methods raise ConfigError where the data cannot be read."""
+
+    def read(self, start: int) -> Iterator[Row]:
+        """The rows from number `start` on; earlier rows are skipped as cheaply as possible."""
+        ...
+
+    def count(self) -> int:
+        """The number of rows, which may take reading all of them."""
+        ...
+
+
+def open_rows(path: str, name: str | None, split: str, key: str) -> RowSource:
+    """The rows at `path`, as `load_table` finds them. Raises ConfigError, naming `key`."""
+    local = Path(path).expanduser()
+    if not local.exists():
+        return DatasetRows(from_hub(path, name, split, key, streaming=True), path, key)
+    kind, files = files_at(local, split, key)
+    if kind == "json":
+        return JsonLines(files, key)
+    from datasets import load_dataset
+
+    quiet_datasets()
+    full = [file for file in files if file.stat().st_size]
+    with _readable(path, key):
+        if not full:
+            return DatasetRows(None, path, key)
+        names, options = [str(file) for file in full], reading(kind, full)
+        return DatasetRows(load_dataset(kind, data_files=names, split="train", streaming=True, **options), path, key)
+
+
+def load_streamed(path: str, name: str | None, split: str, key: str) -> Table:
+    """All rows of one split, without downloading the files of the other splits from the hub."""
+    rows = list(open_rows(path, name, split, key).read(0))
+    if not rows:
+        raise ConfigError(EMPTY, key=key, value=path)
+    columns = columns_of(rows, path, key)
+    return Table(columns, [with_columns(row, columns) for row in rows])
+
+
+def with_columns(row: Row, columns: Sequence[str]) -> Row:
+    """The row with None for each column that it lacks."""
+    return {**dict.fromkeys(columns), **row}
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLines:
+    """Files with one JSON object a line. Skipped lines are not parsed."""
+
+    files: Sequence[Path]
+    key: str
+
+    def read(self, start: int) -> Iterator[Row]:
+        for file, number, line in islice(self._lines(), start, None):
+            yield json_row(line, file, number, self.key)
+
+    def count(self) -> int:
+        return sum(1 for _ in self._lines())
+
+    def _lines(self) -> Iterator[tuple[Path, int, str]]:
+        for file in self.files:
+            with _readable(file, self.key), file.open(encoding="utf-8-sig", newline="\n") as lines:
+                for number, line in enumerate(lines, 1):
+                    if number == 1 and line.lstrip().startswith("["):
+                        problem = "is a JSON list, which has to be read whole"
+                        hint = "give an object a line, or task.streaming=false"
+                        raise ConfigError(problem, key=self.key, value=file, hint=hint)
+                    if line.strip():
+                        yield file, number, line
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetRows:
+    """An iterable dataset of the datasets library; None where all files are empty."""
+
+    dataset: Any
+    path: str
+    key: str
+
+    def read(self, start: int) -> Iterator[Row]:
+        with _readable(self.path, self.key):
+            if self.dataset is not None:
+                yield from self.dataset.skip(start)
+
+    def count(self) -> int:
+        with _readable(self.path, self.key):
+            parts = [] if self.dataset is None else self.dataset.iter(batch_size=1000)
+            return sum(len(next(iter(columns.values()))) for columns in parts)
+
+
+@contextmanager
+def _readable(path: str | Path, key: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # pyarrow, pandas and the hub raise subclasses of these
+        raise unreadable(key, path, error) from error
+
+
+@dataclass(slots=True)
+class ExampleStream:
+    """The rows after the `first` ones, which are held out. excluded: hashes of prompts not to train on."""
+
+    converter: RowConverter
+    rows: RowSource
+    columns: list[str]
+    first: int = 0
+    held_out: list[Example] = field(default_factory=list)
+    excluded: set[int] = field(default_factory=set)
+    _going: Iterator[Row] | None = None
+    _at: int = 0
+
+    @classmethod
+    def of(cls, task: Jsonl) -> ExampleStream:
+        """Raises ConfigError where there is nothing to read, or nothing to train on."""
+        rows = open_rows(task.path, task.name, task.split or "", "task.path")
+        columns = columns_of(list(islice(rows.read(0), HEAD)), task.path, "task.path")
+        if not columns:
+            raise ConfigError(EMPTY, key="task.path", value=task.path)
+        made = cls(RowConverter.of(task, columns, task.path), rows, columns)
+        if task.source("eval") is None:
+            made._hold_out(task.eval_size)
+        if task.shots:
+            made._take_shots(task)
+        made.excluded.update(text_hash(one["prompt"]) for one in made.held_out)
+        return made
+
+    def take(self, start: int, n: int) -> list[Row]:
+        """At most n rows, from number `start` of those not held out. Consecutive calls read on without a new pass."""
+        going = self._going if self._at == start else None
+        self._going = None  # an iterator that failed cannot be continued
+        going = going or self.rows.read(self.first + start)
+        found = [with_columns(row, self.columns) for row in islice(going, n)]
+        self._going, self._at = going, start + len(found)
+        return found
+
+    def count(self) -> int:
+        """The number of rows that are not held out."""
+        return self.rows.count() - self.first
+
+    def example(self, row: Row, number: int) -> Example:
+        """The example of row `number` of those not held out."""
+        return self.converter.example(row, self.first + number)
+
+    def where(self, number: int) -> str:
+        """The name of a row in errors."""
+        return self.converter.where(self.first + number)
+
+    @property
+    def head(self) -> list[Example]:
+        """The first examples to train on. Raises ConfigError where one of them has no usable prompt."""
+        made = [self.example(row, number) for number, row in enumerate(self.take(0, HEAD))]
+        for number, one in enumerate(made):
+            text_of(one, self.where(number))
+        return made
+
+    def _hold_out(self, size: int) -> None:
+        found: dict[int, Example] = {}
+        for number, row in enumerate(self.rows.read(0)):
+            example = self.converter.example(with_columns(row, self.columns), number)
+            question = text_hash(example["prompt"])
+            if question not in found and len(found) == size:
+                self.first, self.held_out = number, list(found.values())
+                return
+            found.setdefault(question, example)
+        problem = (
+            f"{self.converter.path} has {len(found)} different examples; lower it, so that some are left to train on"
+        )
+        raise ConfigError(problem, key="task.eval_size", value=size)
+
+    def _take_shots(self, task: Jsonl) -> None:
+        rows = self.take(0, task.shuffle_buffer)
+        order = Order(len(rows), task.shot_seed or 0)
+        chosen = [order.index(i) for i in range(len(rows))]
+        held_out = {text_hash(one["prompt"]) for one in self.held_out}
+        examples = ((self.example(rows[i], i), self.where(i)) for i in chosen)
+        fit = ((one, where) for one, where in examples if text_hash(one["prompt"]) not in held_out)
+        shots = choose(fit, task.shots, task.shot_template, task.path)
+        self.held_out = [{**one, "prompt": with_shots(one["prompt"], shots)} for one in self.held_out]
+        self.excluded.update(text_hash(with_shots(shot.prompt, shots)) for shot in shots)
+        self.converter = replace(self.converter, shots=tuple(shots))
+
+
+class StreamedPrompts:
+    """Prompts from shuffled runs of `buffer` rows; the row of draw n depends on n, the seed and the data alone.
+
+    Another row of the run replaces a row that is too long or held out, and so comes twice in that epoch: leaving the
+    row out would shift every later draw.
+    """
+
+    report = ""
+
+    def __init__(
+        self,
+        stream: ExampleStream,
+        tokenizer: PreTrainedTokenizerBase,
+        max_tokens: int,
+        long_prompts: str,
+        task: str,
+        buffer: int,
+        seed: tuple[int, ...],
+    ) -> None:
+        self._stream, self._tokenizer, self._task = stream, tokenizer, task
+        self._max_tokens, self._drops = max_tokens, long_prompts == "drop"
+        self._buffer, self._seed = buffer, seed
+        self._excluded = set(stream.excluded)
+        self._length: int | None = None  # rows of an epoch; None until its end has been read
+        self._warned = False
+        self._run = lru_cache(maxsize=2)(self._read)
+        self._order = lru_cache(maxsize=2)(self._ordered)
+
+    def exclude(self, hashes: Iterable[int]) -> None:
+        """Do not train on prompts with these hashes."""
+        self._excluded.update(hashes)
+
+    def draw(self, nth: int, uid: str) -> Prompt:
+        """The nth prompt of this task. Raises ConfigError where a row is unusable, or all of them are excluded."""
+        for tries, number in enumerate(self._candidates(nth)):
+            if tries == TRIES:
+                break
+            if prompt := self._prompt(number, uid):
+                return prompt
+        raise ConfigError(
+            f"{TRIES} rows of {self._task} were read, and all are longer or held out",
+            key="rollout.max_prompt_tokens",
+            value=self._max_tokens,
+            hint="raise it, or give other data",
+        )
+
+    def _candidates(self, nth: int) -> Iterator[int]:
+        """The number of the drawn row, then of its replacements: rows of its run, then of the next runs."""
+        while True:
+            epoch, start, place = self._place(nth)
+            order = self._order(epoch, start)
+            rows = len(order)
+            yield start + int(order[place])
+            for i in range(rows):
+                yield start + int(order[(place + rows // 2 + i) % rows])  # far from the replacement's own draw
+            nth += rows - place
+
+    def _place(self, nth: int) -> tuple[int, int, int]:
+        """The epoch, the first row of the run, and the position in the run."""
+        epoch, place = divmod(nth, self._length) if self._length else (0, nth)
+        start, place = place - place % self._buffer, place % self._buffer
+        if place < len(rows := self._run(start)):
+            return epoch, start, place
+        self._length = start + len(rows) if rows else self._stream.count()
+        return self._place(nth)
+
+    def _ordered(self, epoch: int, start: int) -> NDArray[np.int64]:
+        return permutation(len(self._run(start)), *self._seed, epoch, start)
+
+    def _read(self, start: int) -> list[Row]:
+        return self._stream.take(start, self._buffer)
+
+    def _prompt(self, number: int, uid: str) -> Prompt | None:
+        start = number - number % self._buffer
+        example = self._stream.example(self._run(start)[number - start], number)
+        where = f"{self._task} example ({self._stream.where(number)})"
+        text = text_of(example, where)
+        if text_hash(text) in self._excluded:
+            return None
+        (ids,) = tokenize([text], self._tokenizer, lambda _: where)
+        if len(ids) > self._max_tokens and self._drops:
+            self._warn()
+            return None
+        return prompt_of(example, ids[-self._max_tokens :], uid, self._task)
+
+    def _warn(self) -> None:
+        if not self._warned:
+            logger.warning("prompts of %s over %d tokens: others take their place", self._task, self._max_tokens)
+        self._warned = True
