@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import ignore
 from grpocli.rollout.transformers_engine import stop_ids
-from grpocli.rollout.vllm.checks import check_room, check_vllm
 from grpocli.rollout.vllm.probe import Probe
 from grpocli.rollout.vllm.request import check_temperature, completions, sampling_params
-from grpocli.rollout.vllm.sampling_check import check_sampling
 from grpocli.rollout.vllm.server import on_cpu
 from grpocli.rollout.vllm.transport import Weights
+from grpocli.rollout.vllm.validate import check_room, check_sampling, check_vllm
 from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from grpocli.rollout.vllm.endpoint import Endpoint, run_files
 from grpocli.rollout.vllm.protocol import KeepsRefusing
 from grpocli.rollout.vllm.reconnect import Given, Own, Waiting
 from grpocli.rollout.vllm.request import body, check_temperature, completions
-from grpocli.rollout.vllm.sampling_check import check_sampling
 from grpocli.rollout.vllm.server_pool import Choices, Count, Fleet
+from grpocli.rollout.vllm.validate import check_sampling
 from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from grpocli.errors import GrpoError
 from grpocli.processes.guard import guarded
 from grpocli.progress import unreported
-from grpocli.rollout.vllm.checks import check_room
 from grpocli.rollout.vllm.endpoint import SHM, Endpoint, run_file
 from grpocli.rollout.vllm.external_server import given_servers
 from grpocli.rollout.vllm.nodes import servers_elsewhere
@@ -22,6 +21,7 @@ from grpocli.rollout.vllm.private_folder import private_folder, shared_memory_pa
 from grpocli.rollout.vllm.protocol import PROBE_ROOM
 from grpocli.rollout.vllm.server import LOOPBACK, Spec, free_port, serving
 from grpocli.rollout.vllm.supervisor import Watched
+from grpocli.rollout.vllm.validate import check_room
 
 if TYPE_CHECKING:
     from grpocli.processes.guard import Guarded

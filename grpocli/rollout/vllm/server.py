@@ -19,14 +19,12 @@ from grpocli.processes.guard import Guarded, guarded
 from grpocli.progress import Progress, unreported
 from grpocli.rollout.vllm.adapter import lora_environment, lora_flags
 from grpocli.rollout.vllm.api_server import FOLDER_VARIABLE as OWN_FOLDER_VARIABLE
-from grpocli.rollout.vllm.arguments import argument_words, check_arguments, further_words
 from grpocli.rollout.vllm.auth import KEY_VARIABLE
-from grpocli.rollout.vllm.checks import check_plugin
 from grpocli.rollout.vllm.endpoint import Endpoint
-from grpocli.rollout.vllm.head_size_check import check_head_size
 from grpocli.rollout.vllm.log import StartupLog
 from grpocli.rollout.vllm.private_folder import private_folder
 from grpocli.rollout.vllm.transport import BACKENDS
+from grpocli.rollout.vllm.validate import argument_words, check_arguments, check_head_size, check_plugin, further_words
 from grpocli.rollout.vllm.weights import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
