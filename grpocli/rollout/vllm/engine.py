@@ -24,7 +24,7 @@ from grpocli.types import Completion, Request, Sampling
 if TYPE_CHECKING:
     from grpocli.distributed.world import World
     from grpocli.rollout.engine import EngineContext, OnGroup
-    from grpocli.rollout.vllm.options import Vllm
+    from grpocli.rollout.vllm.config import VllmOptions
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ def _again(error: EngineError) -> EngineError:
     return EngineGone(str(error)) if isinstance(error, EngineGone) else EngineError(str(error))
 
 
-def connect(options: Vllm, context: EngineContext) -> VllmEngine:
+def connect(options: VllmOptions, context: EngineContext) -> VllmEngine:
     """Talk to the servers whose addresses `launch` left in the run folder.
 
     Raises ConfigError if vLLM cannot sample what the run wants. Where a server must be asked, the first sync does:

@@ -29,7 +29,7 @@ from grpocli.rollout.vllm.weights import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
-    from grpocli.rollout.vllm.options import Vllm
+    from grpocli.rollout.vllm.config import VllmOptions
 
 LOOPBACK = "127.0.0.1"
 POLL = 0.2  # seconds between looks at a starting server
@@ -107,7 +107,7 @@ def on_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
-def command(spec: Spec, options: Vllm, cpu: bool) -> list[str]:
+def command(spec: Spec, options: VllmOptions, cpu: bool) -> list[str]:
     """The server's command line. The key is not on it: anyone may list processes."""
     from grpocli.rollout.vllm.protocol import MODEL
 
@@ -152,7 +152,7 @@ def sequences(most: int, cpu: bool) -> int | None:
     return most if most > (128 if cpu else 256) else None
 
 
-def environment(key: str, shm_dir: Path, own: Path, options: Vllm, transport: str = "shm") -> dict[str, str]:
+def environment(key: str, shm_dir: Path, own: Path, options: VllmOptions, transport: str = "shm") -> dict[str, str]:
     """The server's: ours without what would open it or confuse it. own: its private folder."""
     env = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, *UNSAFE)}
     if plugins := env.get("VLLM_PLUGINS"):
@@ -188,7 +188,7 @@ def _loopback(transport: str) -> dict[str, str]:
 @contextlib.contextmanager
 def serving(
     spec: Spec,
-    options: Vllm,
+    options: VllmOptions,
     log: Path | None,
     give_up: threading.Event | None = None,
     remove: Sequence[Path] = (),
