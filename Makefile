@@ -31,9 +31,10 @@ chaos: setup ## random kills, faults, damages and attacks, and a table of what h
 
 setup: $(VENV)/.ready-to-develop ## make the development environment, vLLM for the CPU included
 
-check: setup ## formatting, lint and types
+check: setup ## formatting, lint, imports that go down, and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 format: setup ## format and mend what the linter can

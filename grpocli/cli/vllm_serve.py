@@ -22,12 +22,12 @@ def main(argv: list[str]) -> int:
 
 
 def _task(config: DictConfig) -> int:
-    from grpocli.rollout.vllm.checks import check_plugin
+    from grpocli.rollout.vllm.validate import check_plugin
 
     check_plugin()
-    from grpocli.rollout.vllm.arguments import check_arguments
-    from grpocli.rollout.vllm.serve import build_serve, serve
+    from grpocli.launch.vllm_serve import build_serve, serve
     from grpocli.rollout.vllm.server import check_port
+    from grpocli.rollout.vllm.validate import check_arguments
     from grpocli.tracking.live_view import status_view
     from grpocli.training.dtype import choose_dtype
 

@@ -58,9 +58,9 @@ def _check_packages(run: Run) -> None:
 
 
 def _check_engine(run: Run) -> None:
-    from grpocli.rollout.vllm.checks import check_plugin, check_vllm
     from grpocli.rollout.vllm.colocate_options import VllmColocate
     from grpocli.rollout.vllm.options import Vllm
+    from grpocli.rollout.vllm.validate import check_plugin, check_vllm
 
     if isinstance(run.engine, VllmColocate):
         check_vllm("vllm_colocate")

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.errors import ConfigError, GrpoError
+from grpocli.http import is_loopback
 from grpocli.launch.run import READY_WITHIN
 from grpocli.launch.train_process import quiet_libraries
 from grpocli.processes.node import Node
-from grpocli.rollout.vllm.endpoint import is_loopback
 from grpocli.tracking.text import clean
 from grpocli.training.job import wait_for_job
 

@@ -8,11 +8,11 @@ from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import grpocli
 from grpocli.config.parts import one_of, part, require
 from grpocli.models.cache import cached
 from grpocli.models.loading import ModelPart, Progress
 from grpocli.tasks.arithmetic import OPERATIONS, Arithmetic
+from grpocli.version import PACKAGE
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -80,7 +80,7 @@ def content_hash(part: Tiny) -> str:
     import torch
     import transformers
 
-    package = Path(grpocli.__file__).parent
+    package = PACKAGE
     settings = {
         "digits": part.digits,
         "operation": part.operation,

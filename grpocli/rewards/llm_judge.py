@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import httpx
 
 from grpocli.errors import ConfigError
+from grpocli.http import BUSY, TooLong, bounded, pause
 from grpocli.masking import mask
-from grpocli.retries import BUSY, TooLong, bounded, pause
 from grpocli.rewards.reward import Failure, Sample, Score, Unreachable
 
 logger = logging.getLogger(__name__)

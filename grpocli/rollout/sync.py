@@ -42,7 +42,7 @@ def _has_gpu() -> bool:
 
 
 def _here(url: str) -> bool:
-    from grpocli.rollout.vllm.endpoint import is_loopback
+    from grpocli.http import is_loopback
 
     return is_loopback(urlsplit(url).hostname or "")
 

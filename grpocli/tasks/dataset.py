@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from string import Formatter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from grpocli.config.parts import nearest
 from grpocli.config.user_code import load
@@ -19,7 +19,6 @@ from grpocli.types import Message, Text
 from grpocli.user_frames import where as at
 
 if TYPE_CHECKING:
-    from grpocli.tasks.jsonl import Jsonl
     from grpocli.tasks.task import Example
 
 PROCESSOR = "task.processor"
@@ -203,16 +202,53 @@ def choose(candidates: Iterable[tuple[Example, str]], n: int, template: str, pat
     )
 
 
+class TableTask(Protocol):
+    """The keys and methods of `task=jsonl` that rows become examples with."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def name(self) -> str | None: ...
+    @property
+    def split(self) -> str | None: ...
+    @property
+    def eval_size(self) -> int: ...
+    @property
+    def answer_column(self) -> str | None: ...
+    @property
+    def processor(self) -> str | None: ...
+    @property
+    def processor_timeout(self) -> float: ...
+    @property
+    def shots(self) -> int: ...
+    @property
+    def shot_template(self) -> str: ...
+    @property
+    def shot_seed(self) -> int | None: ...
+    @property
+    def shuffle_buffer(self) -> int: ...
+    @property
+    def mapping(self) -> PromptBuilder: ...
+
+    def source(self, split: str) -> tuple[str, str] | None:
+        """The path and the split there of `train` or `eval`; None where eval is held out of train."""
+        ...
+
+    def convert(self, row: Row, where: str) -> Row:
+        """The row with the columns that the task needs."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class RowConverter:
     """Makes examples of the rows of the data at `path`. shots: worked examples before every prompt."""
 
-    task: Jsonl
+    task: TableTask
     path: str
     shots: tuple[Shot, ...] = ()
 
     @classmethod
-    def of(cls, task: Jsonl, columns: Sequence[str], path: str) -> RowConverter:
+    def of(cls, task: TableTask, columns: Sequence[str], path: str) -> RowConverter:
         """Raises ConfigError where a column that the task names is missing."""
         if task.processor:
             load(task.processor, PROCESSOR)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
-    from grpocli.tasks.jsonl import Jsonl
+    from grpocli.tasks.dataset import TableTask
     from grpocli.tasks.task import Example
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ class ExampleStream:
     _at: int = 0
 
     @classmethod
-    def of(cls, task: Jsonl) -> ExampleStream:
+    def of(cls, task: TableTask) -> ExampleStream:
         """Raises ConfigError where there is nothing to read, or nothing to train on."""
         rows = open_rows(task.path, task.name, task.split or "", "task.path")
         columns = columns_of(list(islice(rows.read(0), HEAD)), task.path, "task.path")
@@ -214,7 +214,7 @@ class ExampleStream:
         )
         raise ConfigError(problem, key="task.eval_size", value=size)
 
-    def _take_shots(self, task: Jsonl) -> None:
+    def _take_shots(self, task: TableTask) -> None:
         rows = self.take(0, task.shuffle_buffer)
         order = Order(len(rows), task.shot_seed or 0)
         chosen = [order.index(i) for i in range(len(rows))]

@@ -22,11 +22,11 @@ import uvicorn
 from transformers import AutoModelForCausalLM
 
 from grpocli.launch.compose import compose
+from grpocli.launch.vllm_serve import build_serve
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.vllm.auth import RequireKey
 from grpocli.rollout.vllm.client import GENERATE
 from grpocli.rollout.vllm.endpoint import Endpoint, serve_file
-from grpocli.rollout.vllm.serve import build_serve
 from grpocli.rollout.vllm.server import free_port
 from grpocli.rollout.vllm.weights import MappedFiles
 from grpocli.types import Request, Sampling

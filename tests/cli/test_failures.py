@@ -129,7 +129,7 @@ def test_a_folder_that_cannot_be_written(grpocli, tmp_path: Path) -> None:
 
 
 def test_vllm_asked_for_but_not_installed(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpocli.rollout.vllm.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("grpocli.rollout.vllm.validate.find_spec", lambda name: None)
     code, said = failed(grpocli, *SMALL_RUN, "engine=vllm")
     assert code == 2
     assert "engine=vllm: vLLM is not installed; in a clone of grpocli, pip install '.[vllm]'" in said

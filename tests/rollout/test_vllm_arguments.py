@@ -12,11 +12,11 @@ import pytest
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.vllm import arguments
 from grpocli.rollout.vllm import server as vllm_server
-from grpocli.rollout.vllm.arguments import check_arguments, further_words, known_options
+from grpocli.rollout.vllm import validate as arguments
 from grpocli.rollout.vllm.options import Vllm
 from grpocli.rollout.vllm.server import Spec, serving
+from grpocli.rollout.vllm.validate import check_arguments, further_words, known_options
 
 KNOWN = {
     "max-num-seqs": "value",

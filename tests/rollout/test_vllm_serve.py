@@ -18,15 +18,14 @@ import pytest
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.compose import compose
+from grpocli.launch.vllm_serve import SHORT, Serve, build_serve, how_to_use, serve
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync import Auto
 from grpocli.rollout.vllm import server as vllm_server
 from grpocli.rollout.vllm.endpoint import Endpoint, serve_file
 from grpocli.rollout.vllm.log import StartupLog, followed, fresh
 from grpocli.rollout.vllm.options import Vllm
-from grpocli.rollout.vllm.serve import SHORT, Serve, build_serve, serve
 from grpocli.rollout.vllm.server import Spec
-from grpocli.rollout.vllm.summary import how_to_use
 
 VALUES: dict[str, Any] = {
     "tensor_parallel": 2,

@@ -18,9 +18,9 @@ import pytest
 from grpocli.errors import ConfigError, EngineError
 from grpocli.processes.guard import guarded
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.vllm import checks as vllm_checks
-from grpocli.rollout.vllm import head_size_check as heads
 from grpocli.rollout.vllm import server as vllm_server
+from grpocli.rollout.vllm import validate as heads
+from grpocli.rollout.vllm import validate as vllm_checks
 from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.log import failure_cause
 from grpocli.rollout.vllm.options import Vllm

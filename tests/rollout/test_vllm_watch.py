@@ -18,9 +18,9 @@ import pytest
 from grpocli.errors import ConfigError, EngineError, EngineGone
 from grpocli.processes.guard import Guarded, guarded
 from grpocli.rollout.engine import EngineJob
+from grpocli.rollout.vllm import config as vllm_config
 from grpocli.rollout.vllm import external_server as given
 from grpocli.rollout.vllm import launch
-from grpocli.rollout.vllm import options as vllm_options
 from grpocli.rollout.vllm.endpoint import Endpoint, lost_file, run_file, run_files
 from grpocli.rollout.vllm.options import Vllm
 from grpocli.rollout.vllm.reconnect import Given, Own
@@ -138,7 +138,7 @@ def test_a_trainer_is_told_why_no_server_comes(tmp_path: Path) -> None:
 
 def test_all_lost_servers_have_one_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processes wait in a collective call meanwhile. Each of them is reported before the first is waited for."""
-    monkeypatch.setattr(vllm_options, "STOPPING", 0)
+    monkeypatch.setattr(vllm_config, "STOPPING", 0)
     lost = {index: (Endpoint("http://x", "key", "/nowhere"), "it hangs") for index in range(3)}
     for index, (endpoint, _) in lost.items():
         endpoint.save(run_file(tmp_path, index))

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from grpocli.errors import EngineError
+from grpocli.http import BUSY, TooLong, bounded, is_loopback, pause
 from grpocli.masking import mask
-from grpocli.retries import BUSY, TooLong, bounded, pause
-from grpocli.rollout.vllm.endpoint import Endpoint, is_loopback
+from grpocli.rollout.vllm.endpoint import Endpoint
 from grpocli.rollout.vllm.progress_timeout import GENERATED, Patience, Signs, health, tokens_computed
 from grpocli.rollout.vllm.protocol import ADAPTER, MODEL, KeepsRefusing, Refused, ServerGone
 

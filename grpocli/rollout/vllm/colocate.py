@@ -9,22 +9,21 @@ from typing import TYPE_CHECKING
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import ignore
 from grpocli.rollout.transformers_engine import stop_ids
-from grpocli.rollout.vllm.checks import check_room, check_vllm
 from grpocli.rollout.vllm.probe import Probe
 from grpocli.rollout.vllm.request import check_temperature, completions, sampling_params
-from grpocli.rollout.vllm.sampling_check import check_sampling
 from grpocli.rollout.vllm.server import on_cpu
 from grpocli.rollout.vllm.transport import Weights
+from grpocli.rollout.vllm.validate import check_room, check_sampling, check_vllm
 from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext, EngineJob, OnGroup
-    from grpocli.rollout.vllm.colocate_options import VllmColocate
+    from grpocli.rollout.vllm.config import ColocateOptions
     from grpocli.rollout.vllm.llm import Inside
 
 
 class ColocateEngine:
-    """See `VllmColocate`; made by `connect`. Every process has the whole model, samples its share and syncs itself."""
+    """See `ColocateOptions`. Every process has the whole model, samples its share and syncs itself."""
 
     def __init__(self, server: Inside, context: EngineContext) -> None:
         self.server, self.policy, self.world = server, context.policy, context.world
@@ -86,7 +85,7 @@ class ColocateEngine:
 
 
 @contextlib.contextmanager
-def launch(options: VllmColocate, job: EngineJob) -> Iterator[None]:
+def launch(options: ColocateOptions, job: EngineJob) -> Iterator[None]:
     """Check what can be known before the model is loaded. Raises ConfigError."""
     check_vllm("vllm_colocate")
     check_room(options.max_model_len, job)
@@ -101,7 +100,7 @@ def launch(options: VllmColocate, job: EngineJob) -> Iterator[None]:
     yield
 
 
-def connect(options: VllmColocate, context: EngineContext) -> ColocateEngine:
+def connect(options: ColocateOptions, context: EngineContext) -> ColocateEngine:
     """Start vLLM in this process; collective, because several of them make process groups together."""
     from grpocli.rollout.vllm.llm import start
 

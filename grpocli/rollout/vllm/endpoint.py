@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 from dataclasses import asdict, dataclass, field
@@ -80,13 +79,3 @@ def serve_file(port: int) -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     own = os.environ.get("GRPOCLI_CACHE") or f"{cache}/grpocli"
     return Path(own) / "serve" / f"{port}.json"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host, as a URL names it, is this machine alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

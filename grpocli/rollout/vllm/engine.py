@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from grpocli.errors import EngineError, EngineGone
-from grpocli.retries import pause
+from grpocli.http import pause
 from grpocli.rollout.engine import Listener, ignore
 from grpocli.rollout.transformers_engine import stop_ids
 from grpocli.rollout.vllm.client import Client
@@ -17,14 +17,14 @@ from grpocli.rollout.vllm.endpoint import Endpoint, run_files
 from grpocli.rollout.vllm.protocol import KeepsRefusing
 from grpocli.rollout.vllm.reconnect import Given, Own, Waiting
 from grpocli.rollout.vllm.request import body, check_temperature, completions
-from grpocli.rollout.vllm.sampling_check import check_sampling
 from grpocli.rollout.vllm.server_pool import Choices, Count, Fleet
+from grpocli.rollout.vllm.validate import check_sampling
 from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
     from grpocli.distributed.world import World
     from grpocli.rollout.engine import EngineContext, OnGroup
-    from grpocli.rollout.vllm.options import Vllm
+    from grpocli.rollout.vllm.config import VllmOptions
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ def _again(error: EngineError) -> EngineError:
     return EngineGone(str(error)) if isinstance(error, EngineGone) else EngineError(str(error))
 
 
-def connect(options: Vllm, context: EngineContext) -> VllmEngine:
+def connect(options: VllmOptions, context: EngineContext) -> VllmEngine:
     """Talk to the servers whose addresses `launch` left in the run folder.
 
     Raises ConfigError if vLLM cannot sample what the run wants. Where a server must be asked, the first sync does:

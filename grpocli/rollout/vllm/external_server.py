@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from grpocli.errors import ConfigError, EngineError
+from grpocli.http import is_loopback
 from grpocli.rollout.vllm.adapter import lora_misfit
 from grpocli.rollout.vllm.client import GENERATE, Client
-from grpocli.rollout.vllm.endpoint import Endpoint, is_loopback, serve_file
+from grpocli.rollout.vllm.endpoint import Endpoint, serve_file
 from grpocli.rollout.vllm.protocol import MODEL, Refused
 from grpocli.rollout.vllm.transport import BACKENDS
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
-    from grpocli.rollout.vllm.options import Vllm
+    from grpocli.rollout.vllm.config import VllmOptions
 
 SHAPE = (
     *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -28,7 +29,7 @@ NO_SERVER = f"what answers there is no vLLM server for training: start one with 
 HEALTH_TIMEOUT = 30.0  # seconds: a server says that it lives at once, whatever it is doing
 
 
-def given_servers(options: Vllm, job: EngineJob) -> list[Endpoint]:
+def given_servers(options: VllmOptions, job: EngineJob) -> list[Endpoint]:
     """Where the servers at `engine.base_url` are, in its order, once each is known to fit.
 
     Raises ConfigError that names the key to change, and the server.
@@ -36,7 +37,7 @@ def given_servers(options: Vllm, job: EngineJob) -> list[Endpoint]:
     return [_given_server(options, url, job) for url in options.urls]
 
 
-def _given_server(options: Vllm, url: str, job: EngineJob) -> Endpoint:
+def _given_server(options: VllmOptions, url: str, job: EngineJob) -> Endpoint:
     _check_alive(url, options.request_timeout)
     endpoint = find_endpoint(options, url, job.sync_folder)
     _check(Client(endpoint, options.request_timeout, patience=options.patience), job)
@@ -50,7 +51,7 @@ def _given_server(options: Vllm, url: str, job: EngineJob) -> Endpoint:
     return endpoint
 
 
-def find_endpoint(options: Vllm, url: str, folder: str | None = None) -> Endpoint:
+def find_endpoint(options: VllmOptions, url: str, folder: str | None = None) -> Endpoint:
     """The key and the folder of a given server: from the config, what vllm-serve left here, the environment."""
     file = options.key_file(url)
     known = _record(file, url)

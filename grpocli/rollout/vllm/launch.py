@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from grpocli.errors import GrpoError
 from grpocli.processes.guard import guarded
 from grpocli.progress import unreported
-from grpocli.rollout.vllm.checks import check_room
 from grpocli.rollout.vllm.endpoint import SHM, Endpoint, run_file
 from grpocli.rollout.vllm.external_server import given_servers
 from grpocli.rollout.vllm.nodes import servers_elsewhere
@@ -22,18 +21,19 @@ from grpocli.rollout.vllm.private_folder import private_folder, shared_memory_pa
 from grpocli.rollout.vllm.protocol import PROBE_ROOM
 from grpocli.rollout.vllm.server import LOOPBACK, Spec, free_port, serving
 from grpocli.rollout.vllm.supervisor import Watched
+from grpocli.rollout.vllm.validate import check_room
 
 if TYPE_CHECKING:
     from grpocli.processes.guard import Guarded
     from grpocli.rollout.engine import EngineJob
-    from grpocli.rollout.vllm.options import Vllm
+    from grpocli.rollout.vllm.config import VllmOptions
 
 PORT_TRIES = 3
 OUTLIVE = 15.0  # seconds after our death in which servers and trainer processes surely have ended too
 
 
 @contextlib.contextmanager
-def launch(options: Vllm, job: EngineJob) -> Iterator[None]:
+def launch(options: VllmOptions, job: EngineJob) -> Iterator[None]:
     """Leave the servers' addresses and keys in the run folder for the trainer processes, until the block ends.
 
     Servers of the run's own that die meanwhile are started again.
@@ -57,7 +57,7 @@ def launch(options: Vllm, job: EngineJob) -> Iterator[None]:
 
 @contextlib.contextmanager
 def started(
-    options: Vllm, job: EngineJob, over: threading.Event, host: str = LOOPBACK, first: int = 0
+    options: VllmOptions, job: EngineJob, over: threading.Event, host: str = LOOPBACK, first: int = 0
 ) -> Iterator[list[Watched]]:
     """Servers of the run's own on this machine, with `job.gpus`, which answer; numbered from `first` on.
 
@@ -107,7 +107,14 @@ class _Starter:
     """Makes server number `index` of this machine; what `Watched` calls."""
 
     def __init__(
-        self, options: Vllm, job: EngineJob, folder: str, index: int, gpus: str | None, over: threading.Event, host: str
+        self,
+        options: VllmOptions,
+        job: EngineJob,
+        folder: str,
+        index: int,
+        gpus: str | None,
+        over: threading.Event,
+        host: str,
     ) -> None:
         self.options, self.job, self.folder, self.index = options, job, folder, index
         self.gpus, self.over, self.host = gpus, over, host
@@ -135,14 +142,16 @@ class _Starter:
         return self._enter(stack, fixed, tries - 1)
 
 
-def own_spec(options: Vllm, job: EngineJob, port: int, folder: str, gpus: str | None, host: str = LOOPBACK) -> Spec:
+def own_spec(
+    options: VllmOptions, job: EngineJob, port: int, folder: str, gpus: str | None, host: str = LOOPBACK
+) -> Spec:
     """A server of one run. Raises ConfigError if its context was chosen too small for the run."""
     check_room(options.max_model_len, job)
     room = options.max_model_len or max(job.max_tokens, PROBE_ROOM)
     return Spec.of(dataclasses.replace(job, sync_folder=folder), port, room, gpus=gpus, host=host)
 
 
-def gpu_slices(options: Vllm, gpus: Sequence[str]) -> list[str | None]:
+def gpu_slices(options: VllmOptions, gpus: Sequence[str]) -> list[str | None]:
     """Of `gpus`, those of each replica, as CUDA_VISIBLE_DEVICES; None for each where there are none."""
     each = options.tensor_parallel * options.data_parallel
     if not gpus:

@@ -20,7 +20,7 @@ from grpocli.rollout.vllm.server import on_cpu, sequences
 if TYPE_CHECKING:
     from grpocli.distributed.world import World
     from grpocli.rollout.engine import EngineJob
-    from grpocli.rollout.vllm.colocate_options import VllmColocate
+    from grpocli.rollout.vllm.config import ColocateOptions
 
 DISCARD = 2  # vLLM's sleep level that keeps neither weights nor cache: the weights come from the trainer again
 
@@ -108,7 +108,7 @@ class Inside:
             yield
 
 
-def start(options: VllmColocate, job: EngineJob, world: World) -> Inside:
+def start(options: ColocateOptions, job: EngineJob, world: World) -> Inside:
     """An engine of this process's own. Its weights are arbitrary until the first `load`.
 
     Raises EngineError with vLLM's reason where it does not start.
@@ -128,7 +128,7 @@ def start(options: VllmColocate, job: EngineJob, world: World) -> Inside:
     return Inside(llm, guest, getattr(torch, job.dtype), bool(given["enable_sleep_mode"]), log)
 
 
-def arguments(options: VllmColocate, job: EngineJob, processes: int, cpu: bool) -> dict[str, Any]:
+def arguments(options: ColocateOptions, job: EngineJob, processes: int, cpu: bool) -> dict[str, Any]:
     """What `vllm.LLM` is made of."""
     given = {
         "model": job.model_path,

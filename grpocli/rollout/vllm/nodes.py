@@ -23,7 +23,7 @@ from grpocli.rollout.vllm.endpoint import run_files
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
-    from grpocli.rollout.vllm.options import Vllm
+    from grpocli.rollout.vllm.config import VllmOptions
     from grpocli.rollout.vllm.supervisor import Watched
 
 POLL = 0.5
@@ -56,7 +56,7 @@ def failed_file(run_dir: Path, index: int) -> Path:
 
 
 @contextlib.contextmanager
-def servers_elsewhere(options: Vllm, job: EngineJob) -> Iterator[None]:
+def servers_elsewhere(options: VllmOptions, job: EngineJob) -> Iterator[None]:
     """Wait until every server on the other machines answers; when the block ends they end, and their keys are removed.
 
     Raises the error of one that could not be started, EngineError after `engine.start_timeout`.

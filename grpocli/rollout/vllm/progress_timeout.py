@@ -7,7 +7,7 @@ import time
 
 import httpx
 
-from grpocli.retries import TooLong, bounded
+from grpocli.http import TooLong, bounded
 
 LOOK_TIMEOUT = 5.0  # seconds for one look at a server
 LARGEST = 16_000_000  # bytes of its answer

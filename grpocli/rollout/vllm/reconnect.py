@@ -16,7 +16,7 @@ from grpocli.rollout.vllm.endpoint import Endpoint, lost_file, run_file
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
-    from grpocli.rollout.vllm.options import Vllm
+    from grpocli.rollout.vllm.config import VllmOptions
 
 POLL = 0.2  # seconds between looks
 
@@ -43,7 +43,7 @@ class Waiting(Protocol):
 class Own:
     """A server of the run's own: the process that started it (`watch.py`) starts another and tells its address."""
 
-    def __init__(self, options: Vllm, job: EngineJob, stopping: Callable[[], bool]) -> None:
+    def __init__(self, options: VllmOptions, job: EngineJob, stopping: Callable[[], bool]) -> None:
         self.options, self.job, self.stopping = options, job, stopping
 
     def look(self, clients: Sequence[Client]) -> None:
@@ -76,7 +76,7 @@ class Own:
 class Given:
     """A server at `engine.base_url`: whoever started it may do so again, perhaps with another key and other weights."""
 
-    def __init__(self, options: Vllm, job: EngineJob, stopping: Callable[[], bool]) -> None:
+    def __init__(self, options: VllmOptions, job: EngineJob, stopping: Callable[[], bool]) -> None:
         self.options, self.job, self.stopping = options, job, stopping
 
     def look(self, clients: Sequence[Client]) -> None:

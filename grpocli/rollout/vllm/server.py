@@ -19,19 +19,17 @@ from grpocli.processes.guard import Guarded, guarded
 from grpocli.progress import Progress, unreported
 from grpocli.rollout.vllm.adapter import lora_environment, lora_flags
 from grpocli.rollout.vllm.api_server import FOLDER_VARIABLE as OWN_FOLDER_VARIABLE
-from grpocli.rollout.vllm.arguments import argument_words, check_arguments, further_words
 from grpocli.rollout.vllm.auth import KEY_VARIABLE
-from grpocli.rollout.vllm.checks import check_plugin
 from grpocli.rollout.vllm.endpoint import Endpoint
-from grpocli.rollout.vllm.head_size_check import check_head_size
 from grpocli.rollout.vllm.log import StartupLog
 from grpocli.rollout.vllm.private_folder import private_folder
 from grpocli.rollout.vllm.transport import BACKENDS
+from grpocli.rollout.vllm.validate import argument_words, check_arguments, check_head_size, check_plugin, further_words
 from grpocli.rollout.vllm.weights import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
-    from grpocli.rollout.vllm.options import Vllm
+    from grpocli.rollout.vllm.config import VllmOptions
 
 LOOPBACK = "127.0.0.1"
 POLL = 0.2  # seconds between looks at a starting server
@@ -109,7 +107,7 @@ def on_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
-def command(spec: Spec, options: Vllm, cpu: bool) -> list[str]:
+def command(spec: Spec, options: VllmOptions, cpu: bool) -> list[str]:
     """The server's command line. The key is not on it: anyone may list processes."""
     from grpocli.rollout.vllm.protocol import MODEL
 
@@ -154,7 +152,7 @@ def sequences(most: int, cpu: bool) -> int | None:
     return most if most > (128 if cpu else 256) else None
 
 
-def environment(key: str, shm_dir: Path, own: Path, options: Vllm, transport: str = "shm") -> dict[str, str]:
+def environment(key: str, shm_dir: Path, own: Path, options: VllmOptions, transport: str = "shm") -> dict[str, str]:
     """The server's: ours without what would open it or confuse it. own: its private folder."""
     env = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, *UNSAFE)}
     if plugins := env.get("VLLM_PLUGINS"):
@@ -190,7 +188,7 @@ def _loopback(transport: str) -> dict[str, str]:
 @contextlib.contextmanager
 def serving(
     spec: Spec,
-    options: Vllm,
+    options: VllmOptions,
     log: Path | None,
     give_up: threading.Event | None = None,
     remove: Sequence[Path] = (),

@@ -37,7 +37,7 @@ class Count:
 
 
 @dataclass(slots=True)
-class Lane:
+class Slot:
     """One server in one call of `complete`.
 
     open: whether it may be asked. outstanding: completions that it was asked for and has not sent.
@@ -104,14 +104,14 @@ class Fleet:
     async def _complete(
         self, bodies: Sequence[dict[str, Any]], on_answer: Callable[[int, Choices], None] | None, count: Count
     ) -> list[Choices | None]:
-        lanes = [Lane(client, partial(self.is_open, i)) for i, client in enumerate(self.clients)]
-        turn = asyncio.Semaphore(AT_ONCE * len(lanes))  # later ones choose a server when they can run, not before
+        slots = [Slot(client, partial(self.is_open, i)) for i, client in enumerate(self.clients)]
+        turn = asyncio.Semaphore(AT_ONCE * len(slots))  # later ones choose a server when they can run, not before
 
         async def one(number: int, body: dict[str, Any]) -> Choices | None:
             async with turn:
-                while living := [lane for lane in lanes if lane.open()]:
-                    lane = min(living, key=lambda lane: lane.outstanding)
-                    if (choices := await lane.ask(body)) is not None:
+                while living := [slot for slot in slots if slot.open()]:
+                    slot = min(living, key=lambda slot: slot.outstanding)
+                    if (choices := await slot.ask(body)) is not None:
                         if on_answer:
                             on_answer(number, choices)
                         return choices

@@ -12,7 +12,7 @@ import torch
 
 from grpocli.errors import EngineError
 from grpocli.rollout.vllm.probe import Probe
-from grpocli.rollout.vllm.transport import Weights, each, transport_of
+from grpocli.rollout.vllm.transport import Transport, Weights, each
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext
@@ -118,3 +118,17 @@ def compare_versions(server: Server, version: int) -> None:
         raise EngineError(
             f"after a sync the vLLM server at {server.endpoint.url} has weight version {echoed}, the trainer {version}"
         )
+
+
+def transport_of(context: EngineContext, weights: Weights) -> Transport:
+    """The run's transport, as `sync=` and the machine say."""
+    size = context.sync.bucket_mb * 2**20
+    if context.job.transport == "shm":
+        from grpocli.rollout.vllm.transport_shm import ShmTransport
+
+        return ShmTransport(weights, size)
+    from grpocli.rollout.vllm import transport_gpu
+
+    if context.job.transport == "nccl":
+        return transport_gpu.NcclTransport(weights, size)
+    return transport_gpu.IpcTransport(weights, size, context.world.rank)

@@ -1,4 +1,4 @@
-"""How weights get to servers: what every transport is given, and which one a run has."""
+"""How weights get to servers: what every transport is given."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 import torch
 
 if TYPE_CHECKING:
-    from grpocli.rollout.engine import EngineContext, Policy
+    from grpocli.rollout.engine import Policy
     from grpocli.rollout.vllm.protocol import Server
 
 T = TypeVar("T")
@@ -71,20 +71,6 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def transport_of(context: EngineContext, weights: Weights) -> Transport:
-    """The run's transport, as `sync=` and the machine say."""
-    size = context.sync.bucket_mb * 2**20
-    if context.job.transport == "shm":
-        from grpocli.rollout.vllm.transport_shm import ShmTransport
-
-        return ShmTransport(weights, size)
-    from grpocli.rollout.vllm import transport_gpu
-
-    if context.job.transport == "nccl":
-        return transport_gpu.NcclTransport(weights, size)
-    return transport_gpu.IpcTransport(weights, size, context.world.rank)
 
 
 def each(servers: Sequence[Server], call: Callable[[Server], T]) -> list[T]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -50,3 +51,13 @@ def _retry_after(answer: httpx.Response) -> float:
     """Seconds of the Retry-After header; 0 where there is none, or it is a date."""
     wanted = answer.headers.get("retry-after", "")
     return float(wanted) if wanted.isascii() and wanted.isdigit() else 0.0
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, as a URL names it, is this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

