@@ -13,7 +13,7 @@ class EnvironmentReward(BaseReward):
     """The sum of what a task's environment gave over an episode; does not apply to tasks without one.
 
     key: one of its rewards by name; null: all of them together. For several, with weights of their own, give each a
-    YAML with `_target_: grpocli.rewards.environment.EnvironmentReward` and its `key`.
+    YAML with `_target_: reward/environment` and its `key`.
     """
 
     key: str | None = None
