@@ -13,7 +13,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 
-from grpocli.config.parts import MARKED
+from grpocli.config.parts import CLASSES, MARKED
 from grpocli.launch.compose import register_parts
 
 PYTESTS_OWN = "PYTEST_CURRENT_TEST"
@@ -27,6 +27,7 @@ def isolated(made_here: Path) -> Iterator[None]:
     register_parts()
     store = ConfigStore.instance()
     repo, marked = _copied(store.repo), {kind: set(keys) for kind, keys in MARKED.items()}
+    classes = dict(CLASSES)
     path, argv, known, folder, environ = list(sys.path), sys.argv, set(sys.modules), Path.cwd(), dict(os.environ)
     hydra, level = HydraConfig.instance().cfg, logging.root.level
     try:
@@ -36,6 +37,8 @@ def isolated(made_here: Path) -> Iterator[None]:
         HydraConfig.instance().cfg = hydra
         logging.root.setLevel(level)
         MARKED.update(marked)
+        CLASSES.clear()
+        CLASSES.update(classes)
         for name in set(sys.modules) - known:
             if (getattr(sys.modules[name], "__file__", None) or "").startswith(f"{made_here}{os.sep}"):
                 del sys.modules[name]

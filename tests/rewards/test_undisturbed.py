@@ -202,7 +202,7 @@ def test_a_forked_process_does_not_train_and_lost_descriptors_end_the_run(tmp_pa
 
 LEAVING = """import atexit, sys, threading, time
 from concurrent import futures
-from grpocli.launch import leaving
+from grpocli.processes import leave as leaving
 leaving.GRACE, leaving.EXIT_GRACE = 0.2, 0.2
 """
 

@@ -459,10 +459,11 @@ def test_address() -> None:
 
 def test_any_option_of_vllm_is_an_override() -> None:
     """Without Hydra's `+`, and still typed elsewhere."""
-    from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
-    node = ConfigStore.instance().repo["engine"]["vllm.yaml"].node  # type: ignore[index]
+    from grpocli.config.parts import stored
+
+    node = stored("engine")["vllm"]
     config = OmegaConf.create({"engine": node})
     OmegaConf.set_struct(config, True)
     OmegaConf.update(config, "engine.vllm_args.max_num_seqs", 8)
