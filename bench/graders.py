@@ -16,7 +16,7 @@ from pathlib import Path
 
 from math_verify import parse, verify
 
-from grpocli.rewards import math_worker as mathematics
+from grpocli.rewards import math_worker
 from grpocli.rewards.final_answer import answer_expression
 
 PAIRS = Path(__file__).parents[1] / "tests" / "rewards" / "answer_pairs.jsonl"
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _ours(reference: str, completion: str) -> bool:
-    return mathematics.equal(reference, completion) == 1.0
+    return math_worker.equal(reference, completion) == 1.0
 
 
 def _math_verify(reference: str, completion: str) -> bool:

@@ -141,19 +141,23 @@ def _changed(default: Any) -> dict[str, Any]:
     return {name: value for name, (value, usual) in values.items() if value != usual}
 
 
-def stored(group: str) -> dict[str, Any]:
-    """The choices of a config group that are classes, with what Hydra composes of each; none for other groups."""
-    return {name: found.node for name, found in registered_choices(group).items()}
-
-
-def registered_choices(group: str) -> dict[str, ConfigNode]:
-    """The choices of a config group that are classes: the node that Hydra composes, and the package of its keys."""
-    store, place = ConfigStore.instance(), f"{SCHEMAS}/{group}"
+def choices_of(group: str) -> list[str]:
+    """The choices of a config group that are classes; none for other groups."""
     try:
-        files = [name for name in store.list(place) if name.endswith(".yaml")]
+        files = ConfigStore.instance().list(f"{SCHEMAS}/{group}")
     except OSError:  # no class is registered there
-        return {}
-    return {name.removesuffix(".yaml"): store.load(f"{place}/{name}") for name in files}
+        return []
+    return [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
+
+
+def typed_choice(group: str, name: str) -> ConfigNode:
+    """What Hydra composes of a choice that is a class, with the package of its keys: a copy, which takes a while."""
+    return ConfigStore.instance().load(f"{SCHEMAS}/{group}/{name}.yaml")
+
+
+def stored(group: str) -> dict[str, Any]:
+    """What Hydra composes of each choice of a config group that is a class."""
+    return {name: typed_choice(group, name).node for name in choices_of(group)}
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))

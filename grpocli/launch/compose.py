@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from grpocli.config.build import build
 from grpocli.config.environment import OVERRIDES, needs_environment, without_environment
 from grpocli.errors import ConfigError
+from grpocli.launch.hydra_errors import friendly
 from grpocli.launch.overrides import rewritten
 from grpocli.launch.sources import beside_another_hydra, conf_dir, extend_hydra
 from grpocli.version import PACKAGE
@@ -28,13 +29,13 @@ logger = logging.getLogger(__name__)
 def register_parts() -> None:
     """Register the parts of this package, and those that installed packages declare.
 
-    A module of this package is found by its `@part(` lines, so that a new part needs no list to be edited.
+    A module of this package is found by a line that begins with `@part(` or `@named(`: a new part needs no list to be
+    edited.
     A package of yours declares `[project.entry-points."grpocli.parts"] NAME = "module"`.
     """
-    package = PACKAGE
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(PACKAGE.rglob("*.py")):
         if re.search(rb"\n@(part|named)\(", path.read_bytes()):
-            importlib.import_module(".".join(path.relative_to(package.parent).with_suffix("").parts))
+            importlib.import_module(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
     for plugin in entry_points(group="grpocli.parts"):
         plugin.load()
     extend_hydra()
@@ -44,8 +45,6 @@ def compose(overrides: list[str], config_name: str = "train") -> DictConfig:
     """The config that `grpocli train OVERRIDES` would run, outside of Hydra's command line."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
-
-    from grpocli.launch.hydra_errors import friendly
 
     register_parts()
     overrides = rewritten(overrides, config_name)

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from grpocli.config.build import TARGET
 from grpocli.config.formula import meanings, summary
-from grpocli.config.parts import CLASSES, SCHEMAS, registered_choices
+from grpocli.config.parts import CLASSES, SCHEMAS, choices_of, typed_choice
 from grpocli.launch.compose import register_parts
 from grpocli.launch.sources import conf_dir
 
@@ -32,7 +32,7 @@ def files() -> dict[str, str]:
     return {
         f"{group}/{choice}.yaml": content(group, choice)
         for group in _groups()
-        for choice in sorted(registered_choices(group))
+        for choice in choices_of(group)
         if f"{group}/{choice}" != INNER
     }
 
@@ -40,9 +40,9 @@ def files() -> dict[str, str]:
 def content(group: str, choice: str) -> str:
     """The YAML of a choice: its keys with their defaults, each below its meaning."""
     cls = CLASSES[f"{group}/{choice}"]
-    package = registered_choices(group)[choice].package
-    values = OmegaConf.to_container(OmegaConf.structured(registered_choices(group)[choice].node), resolve=False)
-    lines = [f"# @package {package}"] if package else []
+    typed = typed_choice(group, choice)
+    values = OmegaConf.to_container(OmegaConf.structured(typed.node), resolve=False)
+    lines = [f"# @package {typed.package}"] if typed.package else []
     lines += [*_comment(summary(cls), ""), f"{MARK}{cls.__name__}; change the defaults there."]
     lines += ["defaults:", f"  - /{SCHEMAS}/{group}/{choice}@_here_", "  - _self_", *_keys(cls, values)]
     return "\n".join(lines) + "\n"

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.config import yaml_text
-from grpocli.config.parts import registered_choices, stored
+from grpocli.config.parts import choices_of, stored, typed_choice
 from grpocli.config.user_parts import UserParts, is_spec
 from grpocli.errors import ConfigError
 from grpocli.version import PACKAGE
@@ -56,7 +56,7 @@ class Choices(ConfigSource):  # type: ignore[misc]
     def load_config(self, config_path: str) -> ConfigResult:
         """The typed config of a part."""
         group, _, name = config_path.removesuffix(".yaml").rpartition("/")
-        found = registered_choices(group)[name]
+        found = typed_choice(group, name)
         package = found.package or group.replace("/", ".")
         config = OmegaConf.structured(found.node)
         return ConfigResult(config=config, path=name, provider="grpocli", header={"package": package})
@@ -65,14 +65,14 @@ class Choices(ConfigSource):  # type: ignore[misc]
         return True
 
     def is_group(self, config_path: str) -> bool:
-        return bool(registered_choices(config_path))
+        return bool(choices_of(config_path))
 
     def is_config(self, config_path: str) -> bool:
         group, _, name = config_path.removesuffix(".yaml").rpartition("/")
-        return name in registered_choices(group)
+        return name in choices_of(group)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        return [] if results_filter == ObjectType.GROUP else sorted(registered_choices(config_path))
+        return [] if results_filter == ObjectType.GROUP else choices_of(config_path)
 
 
 class Models(ConfigSource):  # type: ignore[misc]

@@ -6,10 +6,9 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from string import Formatter
 from typing import TYPE_CHECKING, Any, Protocol
 
-from grpocli.config.parts import nearest
+from grpocli.config.parts import nearest, template_fields
 from grpocli.config.user_code import load
 from grpocli.errors import ConfigError
 from grpocli.rewards.deadline import within
@@ -40,16 +39,6 @@ def processed(function: str, timeout: float, row: Row, where: str) -> dict[str, 
             f"made {found} of {where}; return a dict with `prompt`, text or messages", key=PROCESSOR, value=function
         )
     return dict(example)
-
-
-def template_fields(template: str, key: str = "task.prompt_template") -> list[str]:
-    """The column names in {braces}. Raises ConfigError where the braces do not match."""
-    try:
-        return [field for _, field, _, _ in Formatter().parse(template) if field is not None]
-    except ValueError as error:
-        raise ConfigError(
-            str(error), key=key, value=repr(template), hint="write a brace that is meant as one twice"
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)

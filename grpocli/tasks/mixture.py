@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -57,16 +56,6 @@ def below(error: ConfigError, key: str) -> ConfigError:
     note = f"{error.hint} ({key})" if error.hint else ""
     problem = error.problem if note else f"{error.problem} ({key})"
     return ConfigError(problem, key=own, value=error.value, hint=note)
-
-
-def with_key(sentence: str, key: str) -> str:
-    """The sentence with `key` where it says `task.path`, or begins with `task:`; else with the key at its end."""
-    if key == "task":
-        return sentence
-    own = re.escape(key.removeprefix("task."))  # it may say so already
-    no_key = rf"\.(?:{own}|jsonl?|csv|parquet|py)\b"
-    named = re.sub(rf"(?:(?<=\s)|^)task(?=\.[a-z])(?!{no_key})|^task(?=:)", lambda _: key, sentence)
-    return named if key in named else f"{named} ({key})"
 
 
 def tasks_of(chosen: object) -> dict[str, Task]:

@@ -18,8 +18,7 @@ from grpocli.rollout.engine import Engine, EngineContext, EngineJob
 from grpocli.tasks.mixture import about, limits_of
 from grpocli.tasks.prompt_source import accuracy_rewards_of
 from grpocli.tracking.sessions import run_id
-from grpocli.training import checkpoint
-from grpocli.training import leftover_groups as carry
+from grpocli.training import checkpoint, leftover_groups
 from grpocli.training.accuracy import AccuracyRewards
 from grpocli.training.async_checkpoint import Saver
 from grpocli.training.collect import Collected, Collector, Sampler
@@ -195,7 +194,7 @@ def _collector(
 def _carried(run: Run, data: Data, resume: Path | None) -> list[Group]:
     if resume is None:
         return []
-    return carry.load(resume, data.draw, run.rollout.group_size, run.reward, run.rollout.prompts_per_step)
+    return leftover_groups.load(resume, data.draw, run.rollout.group_size, run.reward, run.rollout.prompts_per_step)
 
 
 def _ready(run: Run, collector: Collector, resume: Path | None) -> list[Collected]:
@@ -203,7 +202,7 @@ def _ready(run: Run, collector: Collector, resume: Path | None) -> list[Collecte
     if resume is None:
         return []
     with checkpoint.restoring(resume):
-        return carry.load_steps(resume, collector, wanted=run.rollout.max_staleness > 0)
+        return leftover_groups.load_steps(resume, collector, wanted=run.rollout.max_staleness > 0)
 
 
 def _updater(

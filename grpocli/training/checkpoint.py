@@ -23,8 +23,7 @@ from grpocli.models.lora import adapter_tensors, is_adapted, save_adapter
 from grpocli.progress import Progress, unreported
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import run_id
-from grpocli.training import checksums, optimizer_state
-from grpocli.training import leftover_groups as carry
+from grpocli.training import checksums, leftover_groups, optimizer_state
 
 if TYPE_CHECKING:
     import torch
@@ -113,8 +112,8 @@ def save(path: Path, state: State, contents: Contents, world: World, progress: P
         optimizer_state.write(folder, policy, contents.optimizer, world)
         if world.is_main:
             contents.tokenizer.save_pretrained(folder)
-            carry.save(contents.carried, folder)
-            carry.save_steps(contents.ahead, folder)
+            leftover_groups.save(contents.carried, folder)
+            leftover_groups.save_steps(contents.ahead, folder)
             (folder / STATE).write_text(json.dumps(asdict(state) | {CHECKSUMS: checksums.INDEX}, indent=2))
         progress(0, 0, "checksums")
         checksums.write(folder, world)

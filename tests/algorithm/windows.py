@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from grpocli.algorithm import Algorithm
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.algorithm.metrics import combined
-from grpocli.config.parts import registered_choices
+from grpocli.config.parts import choices_of
 from grpocli.launch.compose import register_parts
 
 NAN = float("nan")
@@ -24,7 +24,7 @@ FOUR = ("grpo", "dapo", "drgrpo", "dgpo")
 def choices(*kinds: str) -> dict[str, tuple[str, ...]]:
     """The overrides of every registered choice of these kinds of parts, by `kind=choice`."""
     register_parts()
-    names = [(kind, name) for kind in kinds or PARTS for name in registered_choices(f"algorithm/{kind}")]
+    names = [(kind, name) for kind in kinds or PARTS for name in choices_of(f"algorithm/{kind}")]
     return {f"{kind}={name}": (f"algorithm/{kind}={name}",) for kind, name in names}
 
 

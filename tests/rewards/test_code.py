@@ -10,8 +10,7 @@ from grpocli.errors import ConfigError
 from grpocli.rewards import code
 from grpocli.rewards.code import Code
 from grpocli.rewards.reward import Failure, Sample
-from grpocli.sandbox import cgroup
-from grpocli.sandbox import select_backend as choice
+from grpocli.sandbox import cgroup, select_backend
 from grpocli.sandbox.backends import unsafe
 
 ADD = "```python\ndef add(a, b):\n    return a + b\n```"
@@ -88,7 +87,7 @@ def test_an_interpreter_that_is_none():
 
 
 def test_a_machine_without_isolation_is_refused(monkeypatch):
-    monkeypatch.setattr(choice, "ways", lambda python: [unsafe(python)])
+    monkeypatch.setattr(select_backend, "ways", lambda python: [unsafe(python)])
     code.way_for.cache_clear()
     with pytest.raises(ConfigError, match=r"cannot be shut in on this machine .*reward.code.unsafe=true"):
         Code(memory_mb=256).check(["tests"])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grpocli.sandbox import select_backend as choice
+from grpocli.sandbox import select_backend
 from grpocli.sandbox.backends import python_of, unsafe
 from grpocli.sandbox.sandbox import SandboxError
 
@@ -319,30 +319,30 @@ def test_a_right_program_beside_all_that_passes(sandbox):
 
 
 def test_a_way_that_is_gone_is_not_replaced_by_none(monkeypatch):
-    monkeypatch.setattr(choice, "ways", lambda python: [])
+    monkeypatch.setattr(select_backend, "ways", lambda python: [])
     with pytest.raises(SandboxError, match="bubblewrap was here when the run began"):
-        choice.way_of("bubblewrap", None)
+        select_backend.way_of("bubblewrap", None)
 
 
 def test_without_isolation_nothing_runs(monkeypatch):
     """The probe finds that limits alone are no sandbox."""
-    monkeypatch.setattr(choice, "ways", lambda python: [unsafe(python)])
+    monkeypatch.setattr(select_backend, "ways", lambda python: [unsafe(python)])
     with pytest.raises(SandboxError, match=r"none: a program in it can .*reach a port of this machine"):
-        choice.best(None, choice.Limits(memory_mb=256))
+        select_backend.best(None, select_backend.Limits(memory_mb=256))
 
 
 def test_a_sandbox_that_cannot_be_entered_is_no_result(way, sandbox):
     order = {**way.order, "namespaces": True, "readable": ["/" + "x" * 300]}
-    sandbox.way = choice.Way("broken", python_of(None), lambda _: ["/bin/false"], order)
+    sandbox.way = select_backend.Way("broken", python_of(None), lambda _: ["/bin/false"], order)
     with pytest.raises(SandboxError, match="ended at once"):
         sandbox(RIGHT, TEST)
-    sandbox.way = choice.Way("missing", python_of(None), lambda _: ["/no/such/program"], order)
+    sandbox.way = select_backend.Way("missing", python_of(None), lambda _: ["/no/such/program"], order)
     with pytest.raises(SandboxError, match="/no/such/program does not start"):
         sandbox(RIGHT, TEST)
 
 
 def test_what_a_refusal_says_is_told(sandbox):
     refuse = ["/bin/sh", "-c", 'echo "no namespaces here" >&2; exit 1', "--"]
-    sandbox.way = choice.Way("refused", python_of(None), lambda _: refuse, sandbox.way.order)
+    sandbox.way = select_backend.Way("refused", python_of(None), lambda _: refuse, sandbox.way.order)
     with pytest.raises(SandboxError, match="no namespaces here"):
         sandbox(RIGHT, TEST)

@@ -14,7 +14,7 @@ from grpocli.launch.conf_files import MARK
 from grpocli.launch.sources import conf_dir
 from grpocli.launch.task_override import spread
 from grpocli.rewards.scoring import Limit
-from grpocli.tasks.mixture import about, limits_of, tasks_of, with_key
+from grpocli.tasks.mixture import about, limits_of, tasks_of
 from grpocli.tasks.prompt_source import Data
 
 
@@ -120,21 +120,6 @@ def test_what_is_trained_on_is_not_evaluated_on(tmp_path: Path, plain_tokenizer)
     with pytest.raises(ConfigError, match=r"1 of 2 problems that two is evaluated on are trained on in one.*'a b'"):
         Data.of(two_tasks(tmp_path, *held_out), plain_tokenizer)
     Data.of(two_tasks(tmp_path, *held_out, "task.two.allow_overlap=true"), plain_tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("said", "wanted"),
-    [
-        ("task.path=/task.d/task: it is empty", "task.one.path=/task.d/task: it is empty"),
-        ("task: row 3 of task.jsonl is none", "task.one: row 3 of task.jsonl is none"),
-        ("task.eval_split=a: give task.eval_path", "task.one.eval_split=a: give task.one.eval_path"),
-        ("task.one.path=a: it is empty", "task.one.path=a: it is empty"),
-        ("model: no template", "model: no template (task.one)"),
-    ],
-)
-def test_errors_name_the_keys_of_the_mixture(said: str, wanted: str) -> None:
-    assert with_key(said, "task.one") == wanted
-    assert with_key(said, "task") == said
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def arguments(options: ColocateOptions, job: EngineJob, processes: int, cpu: boo
         "enable_chunked_prefill": False if cpu else None,  # with seeds a prompt in pieces kills vLLM on a CPU
         "generation_config": "vllm",  # else the model's folder may change sampling behind our back
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
-        "weight_transfer_config": {"backend": "direct"},  # see direct.py
+        "weight_transfer_config": {"backend": "direct"},  # in_process_transfer.py
         "load_format": "dummy",  # the weights are the trainer's: what a sync leaves out cannot pass for loaded
         "use_tqdm_on_load": False,
     }

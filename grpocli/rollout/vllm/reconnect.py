@@ -41,7 +41,7 @@ class Waiting(Protocol):
 
 
 class Own:
-    """A server of the run's own: the process that started it (`watch.py`) starts another and tells its address."""
+    """A server of the run's own: the process that started it (`supervisor.py`) starts another and tells its address."""
 
     def __init__(self, options: VllmOptions, job: EngineJob, stopping: Callable[[], bool]) -> None:
         self.options, self.job, self.stopping = options, job, stopping

@@ -18,7 +18,7 @@ from composed import built
 from grpocli.errors import EngineError, RunError
 from grpocli.rewards.scoring import Tally
 from grpocli.tracking.rollouts import write_rollouts
-from grpocli.training import leftover_groups as carry
+from grpocli.training import leftover_groups
 from grpocli.training.collect import Collected, Collector
 from grpocli.training.prefetch import Ahead
 from grpocli.training.records import records_of
@@ -429,16 +429,16 @@ def test_a_run_restored_in_the_middle_does_the_same(surplus: str, tmp_path: Path
         halves = steps(one, sampler, 1, 4)
         one.drain(5)
         progress = one.progress
-        carry.save_steps(progress.ready, tmp_path)
-        carry.save(progress.carried, tmp_path)
+        leftover_groups.save_steps(progress.ready, tmp_path)
+        leftover_groups.save(progress.carried, tmp_path)
         assert all(step.rest for step in progress.ready), "nothing discarded shows nothing"
 
     sampler = Sampler(script)
     sampler.allow(999)
     again = collector(sampler, *overrides)
     again.draws = progress.draws
-    again.carried = carry.load(tmp_path, again.draw, 2, ["r"], most=2)
-    ready = carry.load_steps(tmp_path, again, wanted=True)
+    again.carried = leftover_groups.load(tmp_path, again.draw, 2, ["r"], most=2)
+    ready = leftover_groups.load_steps(tmp_path, again, wanted=True)
     assert len(ready) == 1
     with ahead(again, steps=8, done=4, ready=ready) as one:
         halves += steps(one, sampler, 5, 8)
@@ -457,11 +457,11 @@ def test_spans_survive_a_checkpoint_and_a_changed_config_does_not(
     group = Group(prompt, [Rollout(prompt, done, "t", {"r": float("nan")})] * 2)
     made = collector(Sampler(), "algorithm=grpo")
     step = Collected([group], made.advantages([group]), {"reward": 0.5}, rest=[(Status.STALE, group)])
-    carry.save_steps([step], tmp_path)
+    leftover_groups.save_steps([step], tmp_path)
 
     def load(size: int = 2, wanted: bool = True) -> list[Collected]:
         made.group_size = size
-        return carry.load_steps(tmp_path, made, wanted)
+        return leftover_groups.load_steps(tmp_path, made, wanted)
 
     assert repr(load()) == repr([step])
     assert caplog.text == ""
@@ -480,10 +480,10 @@ def test_processes_agree_on_a_step_whose_discarded_groups_alone_do_not_fit(
 
     kept, discarded = group(made.draw(4)), group(Prompt("5", [99], "no prompt of the task now"))
     step = Collected([kept], made.advantages([kept]), {}, rest=[(Status.FILTERED, discarded)])
-    carry.save_steps([step], tmp_path)
+    leftover_groups.save_steps([step], tmp_path)
     for is_main in (True, False):
         made.keeps_rest = is_main
-        (found,) = carry.load_steps(tmp_path, made, wanted=True)
+        (found,) = leftover_groups.load_steps(tmp_path, made, wanted=True)
         assert (found.groups, found.rest) == ([kept], [])
     assert caplog.text.count("1 of 1 groups of a rollout file do not fit") == 1
 
@@ -491,10 +491,11 @@ def test_processes_agree_on_a_step_whose_discarded_groups_alone_do_not_fit(
 def test_steps_collected_ahead_by_an_older_version_are_read(tmp_path: Path) -> None:
     made = collector(Sampler(), "algorithm=grpo")
     group = Group(made.draw(4), [Rollout(made.draw(4), Completion([1], [-1.0], "stop", 3), "t", {"r": 1.0})] * 2)
-    carry.save_steps([Collected([group], made.advantages([group]), {"reward": 1.0})], tmp_path)
-    saved = torch.load(tmp_path / carry.AHEAD, weights_only=True)
-    torch.save([{name: step[name] for name in ("groups", "metrics")} for step in saved], tmp_path / carry.AHEAD)
-    (step,) = carry.load_steps(tmp_path, made, wanted=True)
+    leftover_groups.save_steps([Collected([group], made.advantages([group]), {"reward": 1.0})], tmp_path)
+    saved = torch.load(tmp_path / leftover_groups.AHEAD, weights_only=True)
+    older = [{name: step[name] for name in ("groups", "metrics")} for step in saved]
+    torch.save(older, tmp_path / leftover_groups.AHEAD)
+    (step,) = leftover_groups.load_steps(tmp_path, made, wanted=True)
     assert (step.groups, step.rest) == ([group], [])
 
 

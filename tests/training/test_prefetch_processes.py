@@ -8,7 +8,7 @@ import subprocess
 from typing import Any
 
 import pytest
-from training import ahead_processes
+from training import prefetch_processes
 
 from grpocli.launch.trainers import command
 
@@ -18,7 +18,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes went through, by scenario."""
     folder = tmp_path_factory.mktemp("ahead")
     launcher = command(2, folder)
-    argv = [*launcher[: launcher.index("--module")], ahead_processes.__file__, str(folder)]
+    argv = [*launcher[: launcher.index("--module")], prefetch_processes.__file__, str(folder)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_LOG_LEVEL": "ERROR"}
     process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:

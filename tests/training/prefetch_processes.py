@@ -1,4 +1,4 @@
-"""Steps collected ahead by one of several processes: what tests/training/test_ahead_processes.py starts.
+"""Steps collected ahead by one of several processes: what tests/training/test_prefetch_processes.py starts.
 
 The collectors are scripted: what happens to an engine happens in the middle of a step, at a given point of training.
 """

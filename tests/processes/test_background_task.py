@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from grpocli.processes import background_task as meanwhile
+from grpocli.processes import background_task
 from grpocli.processes.background_task import Meanwhile
 
 
@@ -34,7 +34,7 @@ def test_who_asks_is_told_its_error_and_nobody_else() -> None:
 
 
 def test_leaving_waits_for_its_end_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meanwhile, "END_WITHIN", 0.2)
+    monkeypatch.setattr(background_task, "END_WITHIN", 0.2)
     stuck, over = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -45,7 +45,7 @@ def test_leaving_waits_for_its_end_but_not_for_ever(monkeypatch: pytest.MonkeyPa
         raise KeyError
     assert not over.is_set()
     stuck.set()
-    monkeypatch.setattr(meanwhile, "END_WITHIN", 30)
+    monkeypatch.setattr(background_task, "END_WITHIN", 30)
     ended = threading.Event()
 
     def short() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpocli.rewards import math_worker as mathematics
+from grpocli.rewards import math_worker
 from grpocli.rewards.final_answer import LONGEST, answer_expression, chosen_letter
 
 PAIRS: list[dict[str, Any]] = [
@@ -19,7 +19,7 @@ PAIRS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair['reference']} and {pair['completion']}"[:60])
 def test_an_answer_is_right_where_it_is_the_reference_and_nowhere_else(pair: dict[str, Any]) -> None:
-    assert mathematics.equal(pair["reference"], pair["completion"]) == float(pair["equal"])
+    assert math_worker.equal(pair["reference"], pair["completion"]) == float(pair["equal"])
 
 
 def test_the_list_is_large_and_has_both_verdicts_in_every_family() -> None:
@@ -30,31 +30,31 @@ def test_the_list_is_large_and_has_both_verdicts_in_every_family() -> None:
 
 @pytest.mark.parametrize("reference", sorted({pair["reference"] for pair in PAIRS}))
 def test_every_reference_is_its_own_answer(reference: str) -> None:
-    assert mathematics.equal(reference, reference) == 1.0
+    assert math_worker.equal(reference, reference) == 1.0
     boxed = answer_expression(reference).strip("$")
-    assert mathematics.equal(reference, f"<think>12345</think> \\boxed{{{boxed}}}") == 1.0
+    assert math_worker.equal(reference, f"<think>12345</think> \\boxed{{{boxed}}}") == 1.0
 
 
 def test_copies_of_the_question_count_where_evaluation_is_not_required() -> None:
-    assert mathematics.equal("74", r"\boxed{51+23}", require_evaluated=False) == 1.0
-    assert mathematics.equal("5050", r"\boxed{\sum_{k=1}^{100} k}", require_evaluated=False) == 1.0
+    assert math_worker.equal("74", r"\boxed{51+23}", require_evaluated=False) == 1.0
+    assert math_worker.equal("5050", r"\boxed{\sum_{k=1}^{100} k}", require_evaluated=False) == 1.0
 
 
 @pytest.mark.parametrize("reference", ["???", "", r"\frac{", "no solution here"])
 def test_a_reference_without_mathematics_is_an_error_that_names_it(reference: str) -> None:
     with pytest.raises(ValueError, match="no mathematics can be read from the reference answer") as caught:
-        mathematics.equal(reference, "1")
+        math_worker.equal(reference, "1")
     assert repr(reference) in str(caught.value)
 
 
 @pytest.mark.parametrize("text", [r"\prod_{k=1}^{100000} k", r"\sum_{k=1}^{100000} \frac{1}{k^3+1}"])
 @pytest.mark.parametrize("written", ["{}", "{} = 24", "24 = {}"])
 def test_long_sums_and_products_are_not_computed(text: str, written: str) -> None:
-    sides = mathematics._sides(mathematics._parsed(written.format(text)))
+    sides = math_worker._sides(math_worker._parsed(written.format(text)))
     long = next(side for side in sides if not side.is_Integer)
-    with pytest.raises(mathematics.Unreadable, match="too many terms"):
-        mathematics._number(long)
-    assert mathematics.equal("24", rf"\boxed{{{written.format(text)}}}", require_evaluated=False) == 0.0
+    with pytest.raises(math_worker.Unreadable, match="too many terms"):
+        math_worker._number(long)
+    assert math_worker.equal("24", rf"\boxed{{{written.format(text)}}}", require_evaluated=False) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -68,5 +68,5 @@ def test_what_is_read_of_a_long_text_is_bounded(piece: str) -> None:
     """The searches that are not linear see at most the last 2,000 characters."""
     text = (piece * 20_000)[:20_000]
     assert len(answer_expression(text)) <= LONGEST
-    assert mathematics.equal("7", text) == 0.0
+    assert math_worker.equal("7", text) == 0.0
     assert len(chosen_letter(text)) <= 1
