@@ -50,7 +50,6 @@ def work(
     from grpocli.models.loading import load_tokenizer
     from grpocli.tasks.prompt_source import Data
     from grpocli.training.build import assemble
-    from grpocli.training.step import train
 
     view.stage("loading libraries")
     if board:
@@ -65,7 +64,7 @@ def work(
         loaded = data() if data else Data.of(run, load_tokenizer(run.model, job.engine.model_path))
         view.stage("loading the model")
         trainer = assemble(run, job.engine, world, recorder, stop, job.checkpoint, loaded)
-        results = train(trainer)
+        results = trainer.train()
         finish(trainer, job, results)
         return results.get("eval/accuracy")
     except BaseException as error:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from grpocli.tracking.rollouts import Record, reference_of, write_rollouts
 from grpocli.tracking.view import Sample, View
@@ -21,20 +21,6 @@ if TYPE_CHECKING:
     from grpocli.types import Group
 
 logger = logging.getLogger(__name__)
-
-
-class SampledStep(Protocol):
-    """What a step has sampled, as far as it is shown."""
-
-    @property
-    def groups(self) -> Sequence[Group]: ...
-    @property
-    def advantages(self) -> Tensor:
-        """[P, G], a row for each group."""
-        ...
-
-    @property
-    def remarks(self) -> Mapping[str, str]: ...
 
 
 MISMATCH = {"float32": 1.02, "bfloat16": 1.1}
@@ -90,8 +76,20 @@ class Recorder:
 
         return report
 
-    def step(self, step: int, metrics: dict[str, Any], collected: SampledStep, records: Sequence[Record] = ()) -> None:
-        """Record a step's metrics and rollouts, and show them. records: of all that was sampled, for the file."""
+    def step(
+        self,
+        step: int,
+        metrics: dict[str, Any],
+        groups: Sequence[Group],
+        advantages_PG: Tensor,
+        remarks: Mapping[str, str],
+        records: Sequence[Record] = (),
+    ) -> None:
+        """Record a step's metrics and rollouts, and show them.
+
+        groups, advantages_PG: what was trained on. remarks: warnings by kind, shown once each. records: all that was
+        sampled, for the rollout file.
+        """
         now = time.perf_counter()
         metrics["time/step"] = now - self.step_started
         self.step_started = now
@@ -104,8 +102,8 @@ class Recorder:
             self.tracker.log(metrics, step)
         self.view.step(step, metrics)
         self._watch_mismatch(step, metrics)
-        self._remark(step, collected.remarks)
-        if not collected.groups:
+        self._remark(step, remarks)
+        if not groups:
             stale = metrics.get("sampling/stale")
             self.view.warn(
                 f"step {step} trained on nothing: all {stale} groups kept for it were sampled with weights older than "
@@ -114,8 +112,8 @@ class Recorder:
                 else f"step {step} trained on nothing: of the groups sampled in {metrics['sampling/rounds']} rounds, "
                 "algorithm.keep.max_rounds, none had completions of different reward"
             )
-        if collected.groups:
-            self._sample(collected.groups[0], collected.advantages[0].tolist())
+        else:
+            self._sample(groups[0], advantages_PG[0].tolist())
 
     def _watch_mismatch(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Warn where sampler and trainer disagree on the tokens' probabilities: every time in the log, once aloud."""

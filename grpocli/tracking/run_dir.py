@@ -90,6 +90,10 @@ class RunDir:
         """The folder of `step_000010/` and so on."""
         return self.path / "checkpoints"
 
+    def checkpoint(self, step: int) -> Path:
+        """The checkpoint after a step."""
+        return self.checkpoints / f"step_{step:06d}"
+
     @property
     def model(self) -> Path:
         """The final model, a Hugging Face folder."""

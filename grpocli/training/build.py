@@ -25,10 +25,11 @@ from grpocli.training.collect import Collected, Collector, Sampler
 from grpocli.training.evaluate import Evaluator
 from grpocli.training.packing import find_head, pack
 from grpocli.training.policy import Policy
-from grpocli.training.prefetch import Ahead
+from grpocli.training.prefetch import Prefetcher
 from grpocli.training.reference import BaseReference, Reference
 from grpocli.training.trainer import Trainer
 from grpocli.training.update import Updater
+from grpocli.training.update_checks import UpdateChecks
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -50,14 +51,14 @@ def assemble(
 
     def recover() -> None:
         """The thread that generates must not send weights that an update is changing."""
-        trainer.ahead.in_main(trainer.sync_again)
+        trainer.prefetcher.in_main(trainer.sync_again)
 
     engine = _engine(run, job, policy, data, world, stop, recover)
     scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards, limits_of(run.task))
     sampler = Sampler(world, engine, data.tokenizer, scorer, data.plays)
     sampler.episodes.check([task.draw(0, "") for task in data.tasks if task.play])
     recorder.seconds_before = state.seconds
-    collector = _collector(run, sampler, data, state.draws, loaded.carried, recorder)
+    collector = _collector(run, sampler, data, state.draws, loaded.leftover, recorder)
     trainer = Trainer(
         run=run,
         world=world,
@@ -66,8 +67,11 @@ def assemble(
         tokenizer=data.tokenizer,
         engine=engine,
         collector=collector,
-        ahead=Ahead(collector, world, run.rollout, run.train.steps, state.step, _ready(run, collector, resume)),
+        prefetcher=Prefetcher(
+            collector, world, run.rollout, run.train.steps, state.step, _ready(run, collector, resume)
+        ),
         updater=loaded.updater,
+        check=UpdateChecks(run, recorder.run_dir, policy, world),
         evaluator=_evaluator(run, sampler, data, Watch(recorder.progress_of("eval"), stop.asked_lately)),
         recorder=recorder,
         saver=Saver(world),
@@ -91,10 +95,10 @@ def _check_rewards(run: Run, data: Data, recorder: Recorder) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What a checkpoint, or the base model, gives. carried: groups for the first step."""
+    """What a checkpoint, or the base model, gives. leftover: groups for the first step."""
 
     state: checkpoint.State
-    carried: list[Group]
+    leftover: list[Group]
     policy: Policy
     reference: Reference | None
     updater: Updater
@@ -103,14 +107,14 @@ class _Loaded:
 def _load(run: Run, job: EngineJob, world: World, data: Data, recorder: Recorder, resume: Path | None) -> _Loaded:
     with checkpoint.restoring(resume):
         state = checkpoint.load_state(resume) if resume else checkpoint.State(run=run_id(recorder.run_dir))
-        carried = _carried(run, data, resume)
+        leftover = _leftover(run, data, resume)
         with world.parallel.loading():
             policy, optimizer = _policy(run, job, world, str(resume) if resume else job.model_path)
             reference = _reference(run, job, policy, resume)
         if resume:
             checkpoint.load_optimizer(resume, policy, optimizer)
         updater = _updater(run, world, policy, reference, optimizer, state, recorder)
-    return _Loaded(state, carried, policy, reference, updater)
+    return _Loaded(state, leftover, policy, reference, updater)
 
 
 def _choose_layout(run: Run, world: World, policy: Policy, reference: Reference | None, recorder: Recorder) -> None:
@@ -171,7 +175,7 @@ def _reference(run: Run, job: EngineJob, policy: Policy, resume: Path | None) ->
 
 
 def _collector(
-    run: Run, sampler: Sampler, data: Data, draws: int, carried: list[Group], recorder: Recorder
+    run: Run, sampler: Sampler, data: Data, draws: int, leftover: list[Group], recorder: Recorder
 ) -> Collector:
     algorithm: Algorithm = run.algorithm
     return Collector(
@@ -185,13 +189,13 @@ def _collector(
         sampling=run.rollout.sampling,
         seed=run.seed,
         draws=draws,
-        carried=carried,
+        leftover=leftover,
         keeps_rest=sampler.world.is_main,
         watch=Watch(recorder.progress_of("rollout")),
     )
 
 
-def _carried(run: Run, data: Data, resume: Path | None) -> list[Group]:
+def _leftover(run: Run, data: Data, resume: Path | None) -> list[Group]:
     if resume is None:
         return []
     return leftover_groups.load(resume, data.draw, run.rollout.group_size, run.reward, run.rollout.prompts_per_step)

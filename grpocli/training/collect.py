@@ -103,7 +103,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What one step trains on: groups, advantages [P, G] in the same order, and what was seen on the way.
+    """The groups that one step trains on, and statistics of all that were sampled for it.
 
     metrics: of the step; its `num_tokens` counts this step alone, and the trainer adds those of earlier steps.
     remarks: as `Scorer.remarks`. rest: groups that the step does not train on, and why; only in the main process, which
@@ -111,11 +111,10 @@ class Collected:
     """
 
     groups: list[Group]
-    advantages: Tensor
     metrics: dict[str, float]
     remarks: Mapping[str, str] = field(default_factory=dict)
     rest: list[tuple[Status, Group]] = field(default_factory=list)
-    carried: frozenset[str] = frozenset()
+    leftover: frozenset[str] = frozenset()
 
 
 MOST = 4
@@ -123,7 +122,7 @@ MOST = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RolloutStats:
     """What metrics want to know of groups, kept or not: a discarded one stays in the main process alone.
 
     rewards: {name: [P, G]}. tasks: the name of each group's. lengths, truncated: of every completion, in tokens that
@@ -138,7 +137,7 @@ class Seen:
     prompt_tokens: int
 
     @classmethod
-    def of(cls, groups: Sequence[Group], names: Sequence[str]) -> Seen:
+    def of(cls, groups: Sequence[Group], names: Sequence[str]) -> RolloutStats:
         done = [r.completion for g in groups for r in g.rollouts]
         return cls(
             rewards_of(groups, names),
@@ -149,9 +148,9 @@ class Seen:
             sum(len(g.prompt.token_ids) * len(g.rollouts) for g in groups),
         )
 
-    def __add__(self, other: Seen) -> Seen:
+    def __add__(self, other: RolloutStats) -> RolloutStats:
         rewards = {name: torch.cat([values, other.rewards[name]]) for name, values in self.rewards.items()}
-        return Seen(
+        return RolloutStats(
             rewards,
             self.tasks + other.tasks,
             self.lengths + other.lengths,
@@ -208,10 +207,10 @@ def _lengths(name: str, lengths: Sequence[int]) -> dict[str, float]:
 
 
 @dataclass(slots=True)
-class Sampled:
+class SamplingState:
     """What the rounds of a step have brought so far."""
 
-    seen: Seen | None = None
+    seen: RolloutStats | None = None
     kept: list[Group] = field(default_factory=list)
     filtered: list[Group] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
@@ -237,7 +236,7 @@ class Collector:
     sampling: Sampling
     seed: int
     draws: int = 0
-    carried: list[Group] = field(default_factory=list)
+    leftover: list[Group] = field(default_factory=list)
     accuracy_rewards: Mapping[str, str] = field(default_factory=dict)
     keeps_rest: bool = True
     watch: Watch = UNWATCHED
@@ -247,30 +246,30 @@ class Collector:
 
         An error leaves the state as it was.
         """
-        before = self.draws, self.carried
+        before = self.draws, self.leftover
         try:
             return self._collect()
         except BaseException:
-            self.draws, self.carried = before
+            self.draws, self.leftover = before
             raise
 
     def _collect(self) -> Collected:
-        carried = self.carried
-        step = self._sample(self.prompts_per_step - len(carried))
-        groups = [*carried, *step.kept]
+        leftover = self.leftover
+        step = self._sample(self.prompts_per_step - len(leftover))
+        groups = [*leftover, *step.kept]
         wanted, surplus = groups[: self.prompts_per_step], groups[self.prompts_per_step :]
         # at most one step's worth, so that all of it is used in the next: never older than one weight version
-        self.carried = surplus[: self.prompts_per_step] if self.algorithm.keep.surplus == "carry" else []
+        self.leftover = surplus[: self.prompts_per_step] if self.algorithm.keep.surplus == "carry" else []
         if len(wanted) < self.prompts_per_step and self.algorithm.keep.on_exhausted == "error":
             raise RunError(
                 f"algorithm.keep.max_rounds={step.rounds}: only {len(wanted)} of {self.prompts_per_step} prompts had "
                 "completions of different reward; raise it, or choose easier or harder prompts"
             )
-        seen = step.seen or Seen.of(wanted, list(self.weights))
+        seen = step.seen or RolloutStats.of(wanted, list(self.weights))
         metrics = {
             "sampling/rounds": step.rounds,
             "sampling/kept": len(wanted),
-            "sampling/carried": len(carried),
+            "sampling/carried": len(leftover),
             "sampling/acceptance": len(step.kept) / seen.groups if step.seen else 1.0,
             "tokens/generated": float(sum(step.seen.lengths)) if step.seen else 0.0,
             "num_tokens": sum(step.seen.lengths) + step.seen.prompt_tokens if step.seen else 0,
@@ -281,25 +280,24 @@ class Collector:
             shown |= seen.by_task(scores_PG, self.accuracy_rewards)
             shown |= {f"task/{task}/errors": float(step.tally.errors_of(task)) for task in self.accuracy_rewards}
         rest = [(Status.FILTERED, group) for group in step.filtered]
-        rest += [(Status.CARRIED, group) for group in self.carried]
-        rest += [(Status.SURPLUS, group) for group in surplus[len(self.carried) :]]
+        rest += [(Status.CARRIED, group) for group in self.leftover]
+        rest += [(Status.SURPLUS, group) for group in surplus[len(self.leftover) :]]
         return Collected(
             wanted,
-            self.advantages(wanted),
             metrics | step.tally.metrics | shown,
             remarks=self.sampler.scorer.remarks(step.tally),
             rest=rest if self.keeps_rest else [],
-            carried=frozenset(group.uid for group in carried),
+            leftover=frozenset(group.uid for group in leftover),
         )
 
-    def _sample(self, missing: int) -> Sampled:
+    def _sample(self, missing: int) -> SamplingState:
         """Rounds of sampling until `missing` groups are kept."""
-        step = Sampled()
+        step = SamplingState()
         while len(step.kept) < missing and step.rounds < self.algorithm.keep.max_rounds:
             groups, tally = self._groups(self._ask(missing - len(step.kept), step), self._watch_of(step))
             step.tally = step.tally.then(tally)
             self.sampler.scorer.check_errors(step.tally, self.prompts_per_step * self.group_size)
-            seen = Seen.of(groups, list(self.weights))
+            seen = RolloutStats.of(groups, list(self.weights))
             kept_P = self.algorithm.kept(seen.rewards, self.weights, self._accuracy(seen.tasks))
             for group, keep in zip(groups, kept_P.tolist(), strict=True):
                 if keep:
@@ -310,18 +308,18 @@ class Collector:
             step.rounds += 1
         return step
 
-    def _ask(self, missing: int, step: Sampled) -> int:
+    def _ask(self, missing: int, step: SamplingState) -> int:
         """How many prompts are likely to give `missing` groups, by the share of groups kept in this step."""
         if not step.seen:
             return missing
         expected = math.ceil(missing * step.seen.groups / max(len(step.kept), 1))
         return min(expected, MOST * self.prompts_per_step)
 
-    def _watch_of(self, step: Sampled) -> Watch:
+    def _watch_of(self, step: SamplingState) -> Watch:
         """The watch of a step's next round; of a refill it hears which one, and how far the step is."""
         if not step.rounds:
             return self.watch
-        progress, kept = self.watch.progress, len(self.carried) + len(step.kept)
+        progress, kept = self.watch.progress, len(self.leftover) + len(step.kept)
         said = f"round {step.rounds + 1}, {kept} of {self.prompts_per_step} groups kept"
 
         def report(done: float, total: float, unit: str, detail: str = "") -> None:

@@ -41,12 +41,12 @@ class Targets:
     ids_N: Tensor
     before_N: Tensor | None
     sampling: Sampling
-    seen: Seen | None = None
+    seen: TokenHistory | None = None
     entropy_gradient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class TokenHistory:
     """Which tokens stood before each of N tokens, those of B rows of `completion` places each."""
 
     first_BV: Tensor

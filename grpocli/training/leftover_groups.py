@@ -73,7 +73,7 @@ def _step(step: Collected) -> dict[str, Any]:
         "groups": [_group(group) for group in step.groups],
         "metrics": step.metrics,
         "rest": [(str(status), _group(group)) for status, group in step.rest],
-        "carried": sorted(step.carried),
+        "carried": sorted(step.leftover),
     }
 
 
@@ -95,10 +95,9 @@ def _restored_step(saved: dict[str, Any], collector: Collector) -> Collected | N
         logger.warning("%d of %d groups of a rollout file do not fit the config now", len(left) - len(rest), len(left))
     return Collected(
         groups,
-        collector.advantages(groups),
         saved["metrics"],
         rest=rest,
-        carried=frozenset(saved.get("carried", ())),
+        leftover=frozenset(saved.get("carried", ())),
     )
 
 

@@ -12,7 +12,7 @@ from grpocli.distributed.parallel import Alone, Parallel
 from grpocli.models.lora import is_adapted, merged
 from grpocli.rollout.repetition import first_seen
 from grpocli.training.batch import MicroBatch
-from grpocli.training.head import Seen, Targets, of_logits, repeating, scoring
+from grpocli.training.head import Targets, TokenHistory, of_logits, repeating, scoring
 from grpocli.training.layout import Layout, Packed, Padded
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def completion_logp(
         if not isinstance(layout, Padded):
             raise ValueError("a repetition penalty is for rows side by side")
         n = ids_BT.shape[1]
-        seen = Seen(first_seen(layout.input_ids, layout.attention_mask, n, _vocabulary(head)), n)
+        seen = TokenHistory(first_seen(layout.input_ids, layout.attention_mask, n, _vocabulary(head)), n)
     targets = Targets(layout.targets(ids_BT), layout.before_N, sampling, seen, entropy_gradient)
     with context, scoring(head, targets) if at_head and head is not None else repeating(head, layout.before_N):
         found = layout.forward(model)

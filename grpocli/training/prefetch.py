@@ -44,7 +44,7 @@ def version_of(group: Group) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class MainThreadCall:
     """Work that only the main thread may do, with the weights as they are after whole steps."""
 
     work: Callable[[], Any]
@@ -59,28 +59,28 @@ class Errand:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a resume goes on with. ready: collected for the next steps. draws, carried: the collector's after those."""
+    """What a resume goes on with. ready: collected for the next steps. draws, leftover: the collector's after those."""
 
     draws: int
-    carried: list[Group]
+    leftover: list[Group]
     ready: tuple[Collected, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class RankStatus:
     """What a process tells the others of its wait: what it has come to, and the error if there is one."""
 
-    state: Literal["done", "failed", "errand", "waiting"]
+    state: Literal["done", "failed", "call", "waiting"]
     said: str = ""
     gone: bool = False
 
     @classmethod
-    def of(cls, error: BaseException) -> News:
+    def of(cls, error: BaseException) -> RankStatus:
         said = str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
         return cls("failed", said, isinstance(error, ServiceGone))
 
 
-class Ahead:
+class Prefetcher:
     """Whole steps of rollouts, in order, collected by one thread at most `max_staleness` steps ahead of training.
 
     What step s asks for is sampled with the weights of step s or later, so at step s + max_staleness none of it is
@@ -106,10 +106,10 @@ class Ahead:
         self._wanted = self._started = self._collected = done + len(ready)  # numbers of steps
         self._changed = threading.Condition()
         self._last = self._end = math.inf  # the number of the last step that may begin before a sync; in this run
-        self._drawn = collector.draws, collector.carried
+        self._drawn = collector.draws, collector.leftover
         self._closing = self._surfaced = False
         self._error: BaseException | None = None
-        self._errand: Errand | None = None
+        self._call: MainThreadCall | None = None
         self._channel = world.channel() if self.max_staleness else None
         self._thread: threading.Thread | None = None
 
@@ -117,8 +117,8 @@ class Ahead:
     def progress(self) -> Progress:
         """All that is ready, and how far prompts were drawn for that: what still runs is not in it."""
         with self._changed:
-            draws, carried = self._drawn if self.max_staleness else (self.collector.draws, self.collector.carried)
-            return Progress(draws, carried, tuple(self._ready))
+            draws, leftover = self._drawn if self.max_staleness else (self.collector.draws, self.collector.leftover)
+            return Progress(draws, leftover, tuple(self._ready))
 
     def collect(self, step: int) -> Collected:
         """The rollouts of step number `step`, those older than `max_staleness` left out.
@@ -185,22 +185,22 @@ class Ahead:
         """
         if threading.current_thread() is not self._thread:
             return work()
-        errand = Errand(work, Future())
+        call = MainThreadCall(work, Future())
         with self._changed:
             if self._closing:
                 raise RunError("the run has ended")
-            self._errand = errand
+            self._call = call
             self._changed.notify_all()
-        done: T = errand.result.result()  # always set: by the main thread, or by `close`
+        done: T = call.result.result()  # always set: by the main thread, or by `close`
         return done
 
     def close(self, wait: bool = True) -> None:
         """End the thread. What does not end in time, or at once if not `wait`, is left to end with the process."""
         with self._changed:
             self._closing = True
-            if self._errand:
-                self._errand.result.set_exception(RunError("the run has ended"))
-                self._errand = None
+            if self._call:
+                self._call.result.set_exception(RunError("the run has ended"))
+                self._call = None
             self._changed.notify_all()
         if self._thread and wait:
             self._thread.join(CLOSE_SECONDS)
@@ -208,44 +208,44 @@ class Ahead:
                 logger.warning("rollouts were still being collected %g s after the end of the run", CLOSE_SECONDS)
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        """Until `done` in every process, in the main thread; does errands, raises the thread's error. Collective.
+        """Until `done` in every process, in the main thread; does calls, raises the thread's error. Collective.
 
-        The processes settle after each look what it has come to, so that all of them return, do an errand or raise at
+        The processes settle after each look what it has come to, so that all of them return, do an call or raise at
         the same point, however far their threads are. What is done counts more than an error after it. All that the
         threads do has deadlines of its own.
         """
         while True:
-            news = self.world.gather_objects([self._look(done)])
-            failed = [one for one in news if one.state == "failed"]
+            statuses = self.world.gather_objects([self._look(done)])
+            failed = [one for one in statuses if one.state == "failed"]
             if failed:
                 raise self._failure(failed[0])
-            if all(one.state == "done" for one in news):
+            if all(one.state == "done" for one in statuses):
                 return
-            if all(one.state == "errand" for one in news):
-                self._do_errand()
+            if all(one.state == "call" for one in statuses):
+                self._run_call()
 
-    def _look(self, done: Callable[[], bool]) -> News:
-        """This process's news when there are any; with several processes, also after a while."""
+    def _look(self, done: Callable[[], bool]) -> RankStatus:
+        """This process's statuses when there are any; with several processes, also after a while."""
         with self._changed:
             self._changed.wait_for(
-                lambda: done() or self._error or self._errand, POLL_SECONDS if self.world.size > 1 else None
+                lambda: done() or self._error or self._call, POLL_SECONDS if self.world.size > 1 else None
             )
             if done():
-                return News("done")
+                return RankStatus("done")
             if self._error:
-                return News.of(self._error)
-            return News("errand" if self._errand else "waiting")
+                return RankStatus.of(self._error)
+            return RankStatus("call" if self._call else "waiting")
 
-    def _do_errand(self) -> None:
-        """Raises what the errand raised, once the thread has too: it has no other way to go on."""
+    def _run_call(self) -> None:
+        """Raises what the call raised, once the thread has too: it has no other way to go on."""
         with self._changed:
-            errand, self._errand = self._errand, None
-        assert errand is not None
-        errand.run()
-        if error := errand.result.exception():
-            raise self._failure(News.of(error))
+            call, self._call = self._call, None
+        assert call is not None
+        call.run()
+        if error := call.result.exception():
+            raise self._failure(RankStatus.of(error))
 
-    def _failure(self, told: News) -> BaseException:
+    def _failure(self, told: RankStatus) -> BaseException:
         """The thread's own error if it is of the kind that the processes have settled on; the one told of if not."""
         with self._changed:
             self._changed.wait_for(lambda: self._error, GRACE_SECONDS)
@@ -267,9 +267,8 @@ class Ahead:
             "staleness/mean": float(np.mean(ages)) if ages else 0.0,
             "staleness/max": max(ages, default=0),
         }
-        advantages = self.collector.advantages(groups) if stale else collected.advantages
         rest = [*((Status.STALE, group) for group in stale), *collected.rest]
-        return replace(collected, groups=groups, advantages=advantages, metrics=metrics, rest=rest)
+        return replace(collected, groups=groups, metrics=metrics, rest=rest)
 
     def _start(self) -> None:
         if not self._thread:
@@ -287,7 +286,7 @@ class Ahead:
                     with self._changed:
                         self._ready.append(collected)
                         self._collected += 1
-                        self._drawn = self.collector.draws, self.collector.carried
+                        self._drawn = self.collector.draws, self.collector.leftover
                         self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001 - the main thread raises it
             with self._changed:

@@ -28,7 +28,7 @@ def records_of(
         return []
     scores_PG = algorithm.scores(rewards_of([group for _, group in outcomes], list(weights)), weights)
     records = [
-        Record(rollout, number, status, step - (group.uid in collected.carried), score)
+        Record(rollout, number, status, step - (group.uid in collected.leftover), score)
         for number, ((status, group), scores) in enumerate(zip(outcomes, scores_PG.tolist(), strict=True))
         for rollout, score in zip(group.rollouts, scores, strict=True)
     ]

@@ -12,7 +12,6 @@ from grpocli.tracking.metrics import MetricsLog
 from grpocli.tracking.recorder import Recorder
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.view import Sample, silent_view
-from grpocli.training.collect import Collected
 from grpocli.types import Completion, Group, Prompt, Rollout
 
 
@@ -33,11 +32,11 @@ def test_a_mismatch_beyond_rounding_is_told_once_and_logged_every_time(
     done = Completion([1], [-1.0], "stop", version=1)
     prompt = Prompt("0", [1], "p")
     group = Group(prompt, [Rollout(prompt, done, "t", {"r": 1.0})] * 2)
-    something = Collected([group], torch.zeros(1, 2), {})
+    something = ([group], torch.zeros(1, 2), {})
     with caplog.at_level(logging.WARNING):
         for step, error in enumerate([1.0, limit, above, 1.5], start=1):
-            recorder.step(step, {"token_mult_prob_error": error}, something)
-        recorder.step(5, {}, something)
+            recorder.step(step, {"token_mult_prob_error": error}, *something)
+        recorder.step(5, {}, *something)
     assert len(told) == 1
     assert f"step 3: token_mult_prob_error is {above:.3f}, above {limit}" in told[0]
     assert [r.getMessage() for r in caplog.records] == [
@@ -53,7 +52,7 @@ def test_a_remark_is_told_once_whatever_its_figures(tmp_path: Path, monkeypatch:
     done, prompt = Completion([1], [-1.0], "stop", version=1), Prompt("0", [1], "p")
     group = Group(prompt, [Rollout(prompt, done, "t", {"r": 1.0})] * 2)
     for step, remarks in enumerate([{}, {"bare x": "1 of 2"}, {"bare x": "2 of 2", "silent r": "all"}], start=1):
-        recorder.step(step, {}, Collected([group], torch.zeros(1, 2), {}, remarks))
+        recorder.step(step, {}, [group], torch.zeros(1, 2), remarks)
     assert told == ["step 2: 1 of 2", "step 3: all"]
 
 
@@ -64,14 +63,14 @@ def test_staleness_is_no_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None)
     done = Completion([1], [-1.0], "stop", version=1)
     prompt = Prompt("0", [1], "p")
-    something = Collected([Group(prompt, [Rollout(prompt, done, "t", {"r": 1.0})] * 2)], torch.zeros(1, 2), {})
-    recorder.step(2, {"token_mult_prob_error": 1.5, "staleness/max": 1}, something)
+    something = ([Group(prompt, [Rollout(prompt, done, "t", {"r": 1.0})] * 2)], torch.zeros(1, 2), {})
+    recorder.step(2, {"token_mult_prob_error": 1.5, "staleness/max": 1}, *something)
     assert told == []
     recorder.mismatch_expected = True  # a regex or a schema
-    recorder.step(3, {"token_mult_prob_error": 1.5, "staleness/max": 0}, something)
+    recorder.step(3, {"token_mult_prob_error": 1.5, "staleness/max": 0}, *something)
     assert told == []
     recorder.mismatch_expected = False
-    recorder.step(4, {"token_mult_prob_error": 1.5, "staleness/max": 0}, something)
+    recorder.step(4, {"token_mult_prob_error": 1.5, "staleness/max": 0}, *something)
     assert len(told) == 1
 
 
@@ -79,10 +78,10 @@ def test_a_step_that_trained_on_nothing_is_told(tmp_path: Path, monkeypatch: pyt
     view, told = silent_view(), list[str]()
     monkeypatch.setattr(view, "warn", told.append)
     recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None)
-    recorder.step(1, {"sampling/rounds": 10}, Collected([], torch.zeros(0, 2), {}))
+    recorder.step(1, {"sampling/rounds": 10}, [], torch.zeros(0, 2), {})
     assert len(told) == 1
     assert "step 1 trained on nothing: of the groups sampled in 10 rounds, algorithm.keep.max_rounds" in told[0]
-    recorder.step(2, {"sampling/rounds": 1, "sampling/stale": 4}, Collected([], torch.zeros(0, 2), {}))
+    recorder.step(2, {"sampling/rounds": 1, "sampling/stale": 4}, [], torch.zeros(0, 2), {})
     assert "step 2 trained on nothing: all 4 groups kept for it were sampled with weights older" in told[1]
     assert "reward" not in told[1]
 
@@ -95,5 +94,5 @@ def test_the_sample_is_shown_with_the_reference_answer(tmp_path: Path, monkeypat
     for step, columns in enumerate([{"target": 24, "answer": "x"}, {"answer": "x"}, {}], start=1):
         prompt = Prompt("0", [1], "p", columns)
         group = Group(prompt, [Rollout(prompt, done, "t", {"r": 1.0})] * 2)
-        recorder.step(step, {}, Collected([group], torch.zeros(1, 2), {}))
+        recorder.step(step, {}, [group], torch.zeros(1, 2), {})
     assert [sample.answer for sample in shown] == ["24", "x", None]

@@ -20,7 +20,7 @@ from grpocli.distributed.world import World
 from grpocli.errors import EngineError, EngineGone, RunError
 from grpocli.hardware.hardware import Single
 from grpocli.training.collect import Collected
-from grpocli.training.prefetch import Ahead
+from grpocli.training.prefetch import Prefetcher
 
 STEPS = 4
 LATE = 1.0  # seconds
@@ -39,10 +39,10 @@ class Collector:
 
     def __init__(self, world: World, event: str, event_at: int) -> None:
         self.world, self.event, self.event_at = world, event, event_at
-        self.draws, self.carried = 0, list[Any]()
+        self.draws, self.leftover = 0, list[Any]()
         self.reached = threading.Event()
         self.recovered: list[list[int]] = []
-        self.ahead: Ahead
+        self.prefetcher: Prefetcher
 
     def collect(self) -> Collected:
         step = self.draws + 1
@@ -53,15 +53,12 @@ class Collector:
                 raise EngineError("only here")
             self.world.gather_objects([step])
             if self.event == "lost":
-                self.recovered.append(self.ahead.in_main(lambda: self.world.gather_objects([self.world.rank])))
+                self.recovered.append(self.prefetcher.in_main(lambda: self.world.gather_objects([self.world.rank])))
             elif self.event == "gone":
                 raise EngineGone("stays away")
         self.world.gather_objects([step])
         self.draws = step
-        return Collected([], torch.zeros(0, 2), {"time/reward": 0.0})
-
-    def advantages(self, groups: object) -> torch.Tensor:
-        return torch.zeros(0, 2)
+        return Collected([], {"time/reward": 0.0})
 
 
 def trained(world: World, event: str, staleness: int, in_flight: bool) -> dict[str, Any]:
@@ -69,27 +66,27 @@ def trained(world: World, event: str, staleness: int, in_flight: bool) -> dict[s
     at = 1 + staleness
     collector = Collector(world, event, at)
     rollout = SimpleNamespace(max_staleness=staleness, in_flight=in_flight)
-    ahead = collector.ahead = Ahead(collector, world, rollout, STEPS)  # type: ignore[arg-type]
+    prefetcher = collector.prefetcher = Prefetcher(collector, world, rollout, STEPS)  # type: ignore[arg-type]
     done, error = 0, None
     try:
         for step in range(1, STEPS + 1):
             if step == 2:
                 collector.reached.set()
                 time.sleep(LATE if in_flight and world.rank else 0)
-            with ahead.quiet(step):
+            with prefetcher.quiet(step):
                 world.barrier()
-            ahead.collect(step)
+            prefetcher.collect(step)
             world.sum(torch.ones(3))
             done = step
     except EngineGone as gone:
         error = [type(gone).__name__, str(gone)]
-        ahead.end(done + 1)
-        ahead.drain(done + 1)
+        prefetcher.end(done + 1)
+        prefetcher.drain(done + 1)
         world.barrier()  # as a checkpoint does
     except RunError as other:
         error = [type(other).__name__, str(other)]
-    progress = ahead.progress
-    ahead.close()
+    progress = prefetcher.progress
+    prefetcher.close()
     return {
         "done": done,
         "error": error,

@@ -16,7 +16,7 @@ from grpocli.rewards.scoring import Scorer, Tally
 from grpocli.rewards.text import ExactMatch
 from grpocli.rollout.seeds import seed_of
 from grpocli.training import leftover_groups
-from grpocli.training.collect import Collector, Seen
+from grpocli.training.collect import Collector, RolloutStats
 from grpocli.types import Completion, Group, Prompt, Rollout, Sampling
 
 
@@ -68,7 +68,7 @@ def test_all_groups_are_kept_in_one_round() -> None:
     made, sampler = collector([MIXED, FLAT, FLAT], "algorithm=grpo")
     got = made.collect()
     assert [g.uid for g in got.groups] == ["0", "1", "2"]
-    assert got.advantages[1:].eq(0).all()
+    assert made.advantages(got.groups)[1:].eq(0).all()
     assert (sampler.asked, made.draws) == ([3], 3)
     assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (1, 3)
     assert got.metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)
@@ -83,8 +83,8 @@ def test_constant_groups_are_replaced_by_others() -> None:
     assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (2, 3)
     assert got.metrics["sampling/acceptance"] == pytest.approx(4 / 9)
     assert got.metrics["time/reward"] == 2
-    assert got.advantages.abs().min() > 0
-    assert made.carried == []
+    assert made.advantages(got.groups).abs().min() > 0
+    assert made.leftover == []
 
 
 def test_a_refill_tells_its_round_and_what_was_kept() -> None:
@@ -124,13 +124,13 @@ def test_surplus_is_carried_into_the_next_step() -> None:
     first = made.collect()
     assert sampler.asked == [3, 6]
     assert [g.uid for g in first.groups] == ["1", "3", "5"]
-    assert [g.uid for g in made.carried] == ["7"]
+    assert [g.uid for g in made.leftover] == ["7"]
     second = made.collect()
     assert sampler.asked[2] == 2  # the carried group is one of the three
     assert [g.uid for g in second.groups][:2] == ["7", "9"]
     assert second.metrics["sampling/carried"] == 1
     assert second.groups[0].rollouts[0].completion.version == 2  # of the second call; the others are later
-    assert "7" not in {g.uid for g in made.carried}
+    assert "7" not in {g.uid for g in made.leftover}
 
 
 def test_carried_groups_never_wait_for_more_than_one_step() -> None:
@@ -138,21 +138,21 @@ def test_carried_groups_never_wait_for_more_than_one_step() -> None:
     made.prompts_per_step = 2
     made.collect()
     assert sampler.asked == [2, 4, 8]
-    assert [g.uid for g in made.carried] == ["8", "9"]  # of 8 kept 2 are trained on; carried is one step's worth
+    assert [g.uid for g in made.leftover] == ["8", "9"]  # of 8 kept 2 are trained on; carried is one step's worth
     got = made.collect()
     assert sampler.asked == [2, 4, 8], "nothing is sampled where enough was carried"
     assert [g.uid for g in got.groups] == ["8", "9"]
     assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (0, 2)
     assert got.metrics["reward"] == 0.5
-    assert made.carried == []
+    assert made.leftover == []
 
 
 def test_carried_groups_survive_a_checkpoint(tmp_path: Path) -> None:
     made, _ = collector([(1.0, 1.0, 1.0), (0.0, 1.0, float("nan"))], "algorithm=dapo", "algorithm.keep.surplus=carry")
     made.collect()
-    assert made.carried
-    leftover_groups.save(made.carried, tmp_path)
-    assert repr(leftover_groups.load(tmp_path, prompt, 3, ["r"], most=9)) == repr(made.carried)
+    assert made.leftover
+    leftover_groups.save(made.leftover, tmp_path)
+    assert repr(leftover_groups.load(tmp_path, prompt, 3, ["r"], most=9)) == repr(made.leftover)
     assert leftover_groups.load(tmp_path / "elsewhere", prompt, 3, ["r"], most=9) == []
 
 
@@ -161,15 +161,15 @@ def test_carried_groups_that_do_not_fit_a_changed_config_are_left_out(
 ) -> None:
     made, _ = collector([*[FLAT] * 3, *[MIXED] * 9], "algorithm=dapo", "algorithm.keep.surplus=carry")
     made.collect()
-    assert len(made.carried) == 3
-    leftover_groups.save(made.carried, tmp_path)
+    assert len(made.leftover) == 3
+    leftover_groups.save(made.leftover, tmp_path)
 
     def other_prompt(number: int) -> Prompt:
         return Prompt(str(number), [2], "another seed")
 
-    assert leftover_groups.load(tmp_path, prompt, 2, ["r"], most=3) == made.carried
+    assert leftover_groups.load(tmp_path, prompt, 2, ["r"], most=3) == made.leftover
     assert caplog.text == ""
-    assert leftover_groups.load(tmp_path, prompt, 2, ["r"], most=1) == made.carried[:1]
+    assert leftover_groups.load(tmp_path, prompt, 2, ["r"], most=1) == made.leftover[:1]
     assert "2 of 3 carried groups do not fit" in caplog.text
     assert leftover_groups.load(tmp_path, prompt, 4, ["r"], most=3) == []
     assert leftover_groups.load(tmp_path, prompt, 2, ["r", "format"], most=3) == []
@@ -182,7 +182,7 @@ def test_carried_groups_that_do_not_fit_a_changed_config_are_left_out(
 def test_a_damaged_carried_completion_is_refused(damage: dict[str, torch.Tensor], tmp_path: Path) -> None:
     made, _ = collector([*[FLAT] * 3, *[MIXED] * 9], "algorithm=dapo", "algorithm.keep.surplus=carry")
     made.collect()
-    leftover_groups.save(made.carried, tmp_path)
+    leftover_groups.save(made.leftover, tmp_path)
     saved = torch.load(tmp_path / leftover_groups.CARRIED, weights_only=True)
     saved[0]["rollouts"][0] |= damage
     torch.save(saved, tmp_path / leftover_groups.CARRIED)
@@ -266,7 +266,7 @@ def test_reward_errors_are_held_against_a_whole_step() -> None:
 def test_nothing_kept_is_an_empty_step() -> None:
     made, _ = collector([FLAT], "algorithm=dapo", "algorithm.keep.max_rounds=1")
     got = made.collect()
-    assert (got.groups, tuple(got.advantages.shape)) == ([], (0, 2))
+    assert (got.groups, tuple(made.advantages(got.groups).shape)) == ([], (0, 2))
 
 
 def trls_metrics(lengths: list[int], cut: list[bool], rewards: list[float], prompts: list[int]) -> dict[str, float]:
@@ -319,7 +319,7 @@ def test_a_step_without_terminated_completions_has_no_terminated_lengths() -> No
     """Nor has one completion a deviation: a metric without a value is absent."""
     done = Completion([1, 2], [-1.0, -1.5], "length", version=1)
     rewards = {"r": 1.0, "other": NAN}
-    seen = Seen.of([Group(prompt(0), [Rollout(prompt(0), done, "t", rewards)])], ["r", "other"])
+    seen = RolloutStats.of([Group(prompt(0), [Rollout(prompt(0), done, "t", rewards)])], ["r", "other"])
     metrics = seen.metrics(torch.ones(1, 1))
     assert metrics["completions/min_length"] == 2
     assert not [name for name in metrics if "terminated" in name or name.endswith("/std")]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpocli.errors import EngineGone, RewardGone, ServiceGone, Stopped
-from grpocli.training.step import train
+from grpocli.training.trainer import Trainer
 
 GONE = EngineGone("the server stays away")
 UNJUDGED = RewardGone("the judge stays away")
@@ -22,9 +22,12 @@ class Ended:
         self.gone, self.steps, self.done_calls = gone, 0, list[tuple[str, int]]()
         self.metrics: dict[str, Any] = {}
         self.groups = list[Any]()
+        self.collector = SimpleNamespace(advantages=lambda groups: None)
         every = SimpleNamespace(every=1)
         self.run = SimpleNamespace(seed=0, eval=every, checkpoint=every)
         self.state, self.world = SimpleNamespace(step=0), SimpleNamespace(rank=0, enter=lambda *_: None)
+
+    train, step = Trainer.train, Trainer.step
 
     def __getattr__(self, verb: str) -> Any:
         def call(*_: Any) -> Any:
@@ -48,7 +51,7 @@ class Ended:
 def test_a_service_that_scores_is_as_the_engine() -> None:
     trainer = Ended(("collect", 1), UNJUDGED)
     with pytest.raises(Stopped, match="the judge stays away"):
-        train(trainer)  # type: ignore[arg-type]
+        trainer.train()
     assert trainer.done_calls[-1] == ("saved", 1)
 
 
@@ -58,6 +61,6 @@ def test_a_service_that_scores_is_as_the_engine() -> None:
 def test_wherever_it_goes_steps_that_are_done_are_logged_and_saved(gone: tuple[str, int]) -> None:
     trainer = Ended(gone)
     with pytest.raises(Stopped, match="stays away"):
-        train(trainer)  # type: ignore[arg-type]
+        trainer.train()
     assert [step for verb, step in trainer.done_calls if verb == "log"] == list(range(1, gone[1] + 1))
     assert trainer.done_calls[-1] == ("saved", gone[1])

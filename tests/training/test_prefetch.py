@@ -20,7 +20,7 @@ from grpocli.rewards.scoring import Tally
 from grpocli.tracking.rollouts import write_rollouts
 from grpocli.training import leftover_groups
 from grpocli.training.collect import Collected, Collector
-from grpocli.training.prefetch import Ahead
+from grpocli.training.prefetch import Prefetcher
 from grpocli.training.records import records_of
 from grpocli.training.row import Row
 from grpocli.types import Completion, Group, Prompt, Rollout, Sampling, Status
@@ -96,9 +96,9 @@ def collector(sampler: Sampler, *overrides: str) -> Collector:
 @contextmanager
 def ahead(
     made: Collector, staleness: int = 1, steps: int = 99, in_flight: bool = False, **more: Any
-) -> Iterator[Ahead]:
+) -> Iterator[Prefetcher]:
     rollout = SimpleNamespace(max_staleness=staleness, in_flight=in_flight)
-    one = Ahead(made, Alone(), rollout, steps, **more)  # type: ignore[arg-type]
+    one = Prefetcher(made, Alone(), rollout, steps, **more)  # type: ignore[arg-type]
     try:
         yield one
     finally:
@@ -110,7 +110,7 @@ def versions(collected: Collected) -> set[int]:
     return {r.completion.version for g in collected.groups for r in g.rollouts}
 
 
-def sync(one: Ahead, sampler: Sampler, version: int) -> None:
+def sync(one: Prefetcher, sampler: Sampler, version: int) -> None:
     with one.quiet(version):
         sampler.version = version
 
@@ -231,16 +231,11 @@ def test_what_is_too_old_is_dropped_with_its_group_and_counted() -> None:
     old = made.collect()
     sampler.version = 3
     new = made.collect()
-    mixed = Collected(
-        [old.groups[0], new.groups[1]],
-        made.advantages([old.groups[0], new.groups[1]]),
-        new.metrics,
-    )
+    mixed = Collected([old.groups[0], new.groups[1]], new.metrics)
     with ahead(made, done=3, ready=[mixed]) as one:
         collected = one.collect(4)
     assert uids(collected) == [3]
     assert [(status, group.uid) for status, group in collected.rest] == [("stale", "0")]
-    assert collected.advantages.equal(made.advantages([new.groups[1]]))
     assert (collected.metrics["sampling/stale"], collected.metrics["sampling/kept"]) == (1, 1)
     assert (collected.metrics["staleness/mean"], collected.metrics["staleness/max"]) == (1, 1)
 
@@ -269,13 +264,13 @@ def test_an_error_after_something_was_carried_leaves_it_there() -> None:
     made = collector(sampler, "algorithm=dapo", "algorithm.keep.surplus=carry")
     sampler.allow(99)
     made.collect()
-    before = made.draws, list(made.carried)
-    assert made.carried
-    made.carried = made.carried[:1]
+    before = made.draws, list(made.leftover)
+    assert made.leftover
+    made.leftover = made.leftover[:1]
     sampler.error = EngineError("gone")
     with pytest.raises(EngineError):
         made.collect()
-    assert (made.draws, made.carried) == (before[0], before[1][:1])
+    assert (made.draws, made.leftover) == (before[0], before[1][:1])
 
 
 def test_a_checkpoint_s_drain_raises_an_error_that_nobody_has_seen() -> None:
@@ -403,7 +398,7 @@ def test_close_gives_up_on_a_request_that_does_not_end(
 def test_a_run_restored_in_the_middle_does_the_same(surplus: str, tmp_path: Path) -> None:
     """Down to the bytes of its rollout files, discarded completions included."""
 
-    def steps(one: Ahead, sampler: Sampler, first: int, last: int) -> list[Any]:
+    def steps(one: Prefetcher, sampler: Sampler, first: int, last: int) -> list[Any]:
         got = []
         for step in range(first, last + 1):
             sync(one, sampler, step)
@@ -411,7 +406,7 @@ def test_a_run_restored_in_the_middle_does_the_same(surplus: str, tmp_path: Path
             records = records_of(collected, [], one.collector.algorithm, one.collector.weights, step)
             write_rollouts(tmp_path / "rollouts.parquet", records, step)
             file = (tmp_path / "rollouts.parquet").read_bytes()
-            got.append((collected.groups, collected.advantages.tolist(), without_times(collected.metrics), file))
+            got.append((collected.groups, one.collector.advantages(collected.groups).tolist(), without_times(collected.metrics), file))
         return got
 
     overrides = ("algorithm=dapo", f"algorithm.keep.surplus={surplus}")
@@ -430,14 +425,14 @@ def test_a_run_restored_in_the_middle_does_the_same(surplus: str, tmp_path: Path
         one.drain(5)
         progress = one.progress
         leftover_groups.save_steps(progress.ready, tmp_path)
-        leftover_groups.save(progress.carried, tmp_path)
+        leftover_groups.save(progress.leftover, tmp_path)
         assert all(step.rest for step in progress.ready), "nothing discarded shows nothing"
 
     sampler = Sampler(script)
     sampler.allow(999)
     again = collector(sampler, *overrides)
     again.draws = progress.draws
-    again.carried = leftover_groups.load(tmp_path, again.draw, 2, ["r"], most=2)
+    again.leftover = leftover_groups.load(tmp_path, again.draw, 2, ["r"], most=2)
     ready = leftover_groups.load_steps(tmp_path, again, wanted=True)
     assert len(ready) == 1
     with ahead(again, steps=8, done=4, ready=ready) as one:
@@ -456,7 +451,7 @@ def test_spans_survive_a_checkpoint_and_a_changed_config_does_not(
     done = Completion([1, 2], [-1.0, -0.5], "stop", 3, spans=[(3, 1), (4, 1)])
     group = Group(prompt, [Rollout(prompt, done, "t", {"r": float("nan")})] * 2)
     made = collector(Sampler(), "algorithm=grpo")
-    step = Collected([group], made.advantages([group]), {"reward": 0.5}, rest=[(Status.STALE, group)])
+    step = Collected([group], {"reward": 0.5}, rest=[(Status.STALE, group)])
     leftover_groups.save_steps([step], tmp_path)
 
     def load(size: int = 2, wanted: bool = True) -> list[Collected]:
@@ -479,7 +474,7 @@ def test_processes_agree_on_a_step_whose_discarded_groups_alone_do_not_fit(
         return Group(prompt, [Rollout(prompt, Completion([1], [-1.0], "stop", 3), "t", {"r": 1.0})] * 2)
 
     kept, discarded = group(made.draw(4)), group(Prompt("5", [99], "no prompt of the task now"))
-    step = Collected([kept], made.advantages([kept]), {}, rest=[(Status.FILTERED, discarded)])
+    step = Collected([kept], {}, rest=[(Status.FILTERED, discarded)])
     leftover_groups.save_steps([step], tmp_path)
     for is_main in (True, False):
         made.keeps_rest = is_main
@@ -491,7 +486,7 @@ def test_processes_agree_on_a_step_whose_discarded_groups_alone_do_not_fit(
 def test_steps_collected_ahead_by_an_older_version_are_read(tmp_path: Path) -> None:
     made = collector(Sampler(), "algorithm=grpo")
     group = Group(made.draw(4), [Rollout(made.draw(4), Completion([1], [-1.0], "stop", 3), "t", {"r": 1.0})] * 2)
-    leftover_groups.save_steps([Collected([group], made.advantages([group]), {"reward": 1.0})], tmp_path)
+    leftover_groups.save_steps([Collected([group], {"reward": 1.0})], tmp_path)
     saved = torch.load(tmp_path / leftover_groups.AHEAD, weights_only=True)
     older = [{name: step[name] for name in ("groups", "metrics")} for step in saved]
     torch.save(older, tmp_path / leftover_groups.AHEAD)

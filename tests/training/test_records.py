@@ -76,7 +76,9 @@ def rows_of(collected: Collected, made: Collector, version: int) -> list[Row]:
     mask_truncated = made.algorithm.keep.mask_truncated
     return [
         Row.of(rollout, advantage, number, mask_truncated, version)
-        for number, (group, advantages) in enumerate(zip(collected.groups, collected.advantages.tolist(), strict=True))
+        for number, (group, advantages) in enumerate(
+            zip(collected.groups, made.advantages(collected.groups).tolist(), strict=True)
+        )
         for rollout, advantage in zip(group.rollouts, advantages, strict=True)
     ]
 
@@ -163,7 +165,7 @@ def test_why_a_row_of_the_update_was_trained_on_or_not(overrides: list[str], giv
 def test_what_the_update_computed_is_in_the_file(tmp_path: Path) -> None:
     prompt = Prompt("0", [1], "p")
     rollouts = [Rollout(prompt, Completion([2, 3], [-1.0, -1.0], "stop", 1), "t", {"r": float(k)}) for k in range(2)]
-    collected = Collected([Group(prompt, rollouts)], torch.tensor([[-1.0, 1.0]]), {})
+    collected = Collected([Group(prompt, rollouts)], {})
     rows = [row(-1.0, [1, 1]), row(2.0, [1, 0])]  # a loss_multiplier has been here
     rows[1].logp, rows[1].entropy = torch.tensor([-0.5, -0.25]), torch.tensor([1.0, 2.0])
     records = records_of(collected, rows, built("algorithm=grpo"), {"r": 1.0}, step=1)

@@ -1,0 +1,79 @@
+"""Checks of an update that stop the run before its weights are saved or sampled with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from grpocli.errors import RunError
+from grpocli.training import checkpoint
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
+    from grpocli.distributed.world import World
+    from grpocli.tracking.run_dir import RunDir
+    from grpocli.training.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateChecks:
+    """Raises RunError for an update that diverged, or whose samples came from another distribution than reported."""
+
+    run: Run
+    run_dir: RunDir
+    policy: Policy
+    world: World
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Check step number `step` (from 1) after its update. Collective."""
+        self._loss(step, metrics)
+        self._sampler(step, metrics)
+        self._weights(step)
+
+    def _loss(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name in ("loss", "grad_norm"):
+            value = metrics.get(name, 0.0)
+            if not math.isfinite(value):
+                raise RunError(f"step {step}: {name} is {value}; {self._remedy(step)}")
+
+    def _sampler(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Compare the engine's log-probs with the policy's.
+
+        Skipped for constrained decoding and for samples of older weights, whose probabilities differ as they should.
+        """
+        rollout, error = self.run.rollout, metrics.get("token_mult_prob_error", 1.0)
+        off_policy = metrics.get("staleness/max", 0) > 0 or metrics.get("sampling/carried", 0) > 0
+        bound = None if rollout.sampling.structure or off_policy else rollout.max_prob_error
+        if bound is not None and not error <= bound:
+            raise RunError(
+                f"step {step}: token_mult_prob_error is {error:.4g}, above rollout.max_prob_error={bound:g}: the "
+                "engine's log-probs are not those of the trainer's weights; the step is not saved"
+            )
+
+    def _weights(self, step: int) -> None:
+        """Look for infinite and NaN weights, which the loss would show only in the next step, if there is one."""
+        parameters = (p for p in self.policy.model.parameters() if p.requires_grad)
+        tensors = [getattr(p, "ds_tensor", p.detach()) for p in parameters]  # ZeRO-3 keeps its shard there
+        shards = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+        largest = [torch.linalg.vector_norm(shard, torch.inf) for shard in shards if shard.numel()]
+        finite = not largest or bool(torch.stack(largest).isfinite().all())
+        if self.world.any(not finite):
+            remedy = self._remedy(step, began_finite=True)
+            raise RunError(f"step {step}: its update left weights that are not finite; {remedy}")
+
+    def _remedy(self, step: int, began_finite: bool = False) -> str:
+        """What to do after a failed update.
+
+        began_finite: the weights before the update were finite, so that a resume from their checkpoint helps.
+        """
+        change = f"lower optim.lr={self.run.optim.lr}, or set optim.max_grad_norm"
+        last = checkpoint.latest(self.run_dir.checkpoints)
+        if last is None:
+            return f"{change}, and begin again: there is no checkpoint yet"
+        if last == self.run_dir.checkpoint(step - 1) and not began_finite:
+            return f"{change}, and remove {last}: it holds the weights that this step began with"
+        return f"{change}, and go on from the last checkpoint with resume={self.run_dir.path}"
