@@ -7,9 +7,11 @@ ARGS   ?=
 # uv looks where pip is configured to look, and nowhere else.
 UV := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(BIN)/uv pip install \
       --python $(BIN)/python --override requirements/overrides.txt --constraint requirements/constraints.txt
+# A file's tests share fixtures, so one worker runs them; tests/conftest.py puts long files first.
+TESTS := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PINS := pyproject.toml requirements/constraints.txt requirements/overrides.txt
 
-.PHONY: help train test test-slurm test-zero chaos setup check format constraints hooks build release-check conf docs parity bench bench-limit bench-savings bench-gpu clean
+.PHONY: help train test-fast test test-survival test-slurm test-zero test-all chaos setup check format constraints hooks build release-check conf docs parity bench bench-limit bench-savings bench-gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -17,14 +19,28 @@ help: ## list the targets
 train: $(VENV)/.ready-to-train ## make the environment and run the default training (ARGS="algorithm=dapo ..." adds overrides)
 	$(BIN)/grpocli train $(ARGS)
 
-test: setup ## make the development environment and pass every test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+test-fast: setup ## the tests without processes, vLLM and whole runs: under two minutes on two cores
+	$(TESTS) -m "not (processes or vllm or survival or slurm or zero or parity)" $(ARGS)
+
+test: setup ## every test that runs anywhere, real vLLM included: under ten minutes on two cores
+	$(TESTS) $(ARGS)
+
+test-survival: setup ## kills, faults, and the wide matrices of what `make test` tests once
+	$(TESTS) -m survival $(ARGS)
 
 test-slurm: setup ## runs on a SLURM cluster that is installed and started here (root on Debian; skipped elsewhere)
 	$(BIN)/python -m pytest tests/slurm -m slurm $(ARGS)
 
 test-zero: setup .venv-zero/.ready ## zero2 and zero3, with DeepSpeed built for the CPU in an environment beside .venv
-	.venv-zero/bin/python -m pytest tests/training/test_processes.py $(ARGS)
+	.venv-zero/bin/python -m pytest tests/training/test_processes.py -m "processes or zero" $(ARGS)
+
+test-all: setup ## every test, what CI runs: test, test-survival, test-slurm, and test-zero and parity where they install
+	@tiers="test test-survival test-slurm"; \
+	if $(MAKE) --no-print-directory .venv-zero/.ready; then tiers="$$tiers test-zero"; \
+	else echo "left out: test-zero, because DeepSpeed cannot be built here"; fi; \
+	if $(MAKE) --no-print-directory VENV=.venv-parity .venv-parity/.ready-to-compare; then tiers="$$tiers parity"; \
+	else echo "left out: parity, because TRL cannot be installed here"; fi; \
+	$(MAKE) --no-print-directory --keep-going $$tiers
 
 chaos: setup ## random kills, faults, damages and attacks, and a table of what held (ARGS="--minutes 30 --seed 1 --only kills")
 	PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)

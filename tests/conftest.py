@@ -26,12 +26,20 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("busy")
 
 
+LONG = ("vllm", "processes", "survival")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with long tests come first, so that the workers of pytest-xdist end at about the same time."""
+    rank = {path: len(LONG) for path in (item.path for item in items)}
+    for item in items:
+        ranks = [LONG.index(marker.name) for marker in item.iter_markers() if marker.name in LONG]
+        rank[item.path] = min([rank[item.path], *ranks])
+    items.sort(key=lambda item: rank[item.path])
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """With pytest-xdist the workers leave tests out; this process, which collects nothing, says so for them."""
-    if config.getoption("dist", "no") != "no" and not config.getoption("markexpr"):
-        terminalreporter.write_line(
-            "left out: comparisons with TRL (`make parity` runs them), runs on a SLURM cluster (`make test-slurm`)"
-        )
+    terminalreporter.write_line(f"selected by -m: {config.getoption('markexpr')} (`make test-all` runs every test)")
 
 
 @pytest.fixture(scope="session")

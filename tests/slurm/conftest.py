@@ -1,4 +1,4 @@
-"""`make test-slurm` selects the tests marked `slurm`, which submit to a real cluster; other runs leave them out."""
+"""A SLURM cluster on this machine, for the tests marked `slurm`."""
 
 from __future__ import annotations
 
@@ -8,24 +8,6 @@ from pathlib import Path
 
 import pytest
 from slurm.cluster import Cluster, Unavailable, install
-
-LEFT_OUT = pytest.StashKey[int]()
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "slurm" in config.getoption("markexpr"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("slurm")]
-    items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=left_out)
-    config.stash[LEFT_OUT] = len(left_out)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.stash.get(LEFT_OUT, 0):
-        terminalreporter.write_line(
-            f"{config.stash[LEFT_OUT]} tests on a SLURM cluster were left out: `make test-slurm` runs them"
-        )
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ from slurm.submitting import detached, until_learning
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 NODES = ["hardware=multinode", "hardware.train_nodes=2", "hardware.rollout_nodes=1"]

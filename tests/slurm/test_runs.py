@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from slurm.cluster import Cluster
 from slurm.submitting import GRPOCLI, MULTIRUN, detached, until_learning
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 SMALL = ["engine=transformers", "model.warm_start_steps=20", "rollout.prompts_per_step=4", "rollout.group_size=4"]
 SMALL += ["eval.problems=4", "eval.samples=2"]
 EVEN = ["reward=[format]", "reward.format.pattern='.*[02468]'"]

@@ -29,6 +29,8 @@ from grpocli.training.layout import Packed
 from grpocli.training.row import Row
 from grpocli.types import Request, Sampling
 
+pytestmark = pytest.mark.processes
+
 ZERO = ("zero2", "zero3") if find_spec("deepspeed") else ()
 PARALLEL = {1: ("ddp",), 2: ("ddp", "fsdp2"), 3: ("ddp", "fsdp2", *ZERO)}
 PROCESSES = tuple(PARALLEL)
@@ -122,7 +124,6 @@ def test_the_shares_are_uneven(rows: list[Row], n: int) -> None:
     assert max(len(counts) for counts in micro_batches) > 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("n", PROCESSES[1:])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_uneven_loads_make_equal_numbers_of_collective_calls(results, n: int, parallel: str) -> None:
@@ -135,7 +136,6 @@ def test_uneven_loads_make_equal_numbers_of_collective_calls(results, n: int, pa
     assert all(one == counts[0] for one in counts)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", updating.ALGORITHMS)
 def test_extremes_are_over_all_processes(results, name: str) -> None:
     """Each process knows the same ones, and they are on either side of the mean."""
@@ -160,7 +160,6 @@ def assert_same(one: dict[str, Any], other: dict[str, Any], tolerance: float, wh
         assert one["metrics"][metric] == pytest.approx(value, rel=tolerance, abs=tolerance), (where, metric)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", updating.ALGORITHMS)
 def test_the_number_of_processes_changes_nothing(results, tied_model, name: str) -> None:
     alone = results[1, 0, "ddp"][name]
@@ -174,7 +173,6 @@ def test_the_number_of_processes_changes_nothing(results, tied_model, name: str)
             assert (result[name]["weights"] - alone["weights"]).norm() <= 0.05 * change.norm(), process
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", updating.ALGORITHMS)
 def test_the_main_process_is_given_every_row_s_log_probs(results, rows: list[Row], name: str) -> None:
     """And entropies; whichever process computed them, and none where no process did."""
@@ -190,14 +188,12 @@ def test_the_main_process_is_given_every_row_s_log_probs(results, rows: list[Row
                 torch.testing.assert_close(one, other, rtol=0, atol=0.1 if name == "bfloat16" else 1e-5)
 
 
-@pytest.mark.slow
 def test_rows_end_to_end_are_rows_side_by_side(results) -> None:
     """Whose micro-batches split groups otherwise."""
     alone = results[1, 0, "ddp"]
     assert (alone["padded"]["weights"] - alone["grpo"]["weights"]).abs().max() <= 1e-6
 
 
-@pytest.mark.slow
 def test_the_algorithms_differ(results) -> None:
     """The names above do not all run the same thing."""
     names = [name for name in updating.ALGORITHMS if name not in ("checkpointing", "bfloat16", "padded")]
@@ -207,7 +203,6 @@ def test_the_algorithms_differ(results) -> None:
             assert (one - other).abs().max() > 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("saved", ["ddp", "fsdp2"])
 def test_any_processes_go_on_from_a_checkpoint(results, saved: str) -> None:
     """Saved on two, resumed on one and on three that share the update in the same way or in another."""
@@ -217,7 +212,6 @@ def test_any_processes_go_on_from_a_checkpoint(results, saved: str) -> None:
             assert_same(result[f"saved_2_{saved}"], alone, 1e-5, process)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("saved", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("resumed", ["1_ddp", *(f"3_{parallel}" for parallel in PARALLEL[3])])
 def test_a_checkpoint_is_loaded_to_the_bit(ended: Path, saved: str, resumed: str) -> None:
@@ -232,13 +226,11 @@ def test_a_checkpoint_is_loaded_to_the_bit(ended: Path, saved: str, resumed: str
     assert all(other[name].equal(tensor) for name, tensor in one.items())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("resumed", ["1_ddp", *(f"3_{parallel}" for parallel in PARALLEL[3])])
 def test_any_processes_write_the_checksums_of_a_checkpoint(ended: Path, resumed: str) -> None:
     checksums.check(ended / f"saved_2_ddp_to_{resumed}.again")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["saved_1_ddp", "saved_2_ddp", *(f"saved_3_{one}" for one in PARALLEL[3][1:])])
 def test_transformers_loads_what_any_processes_save(ended: Path, results, name: str) -> None:
     """To the bit what those processes trained."""
@@ -251,7 +243,7 @@ def test_transformers_loads_what_any_processes_save(ended: Path, results, name: 
         assert weights.equal(trained.to(dtype).float())
 
 
-@pytest.mark.slow
+@pytest.mark.zero
 @pytest.mark.skipif(not ZERO, reason="no DeepSpeed: zero2 and zero3 are not tried (pip install deepspeed)")
 @pytest.mark.parametrize("parallel", ["zero2", "zero3"])
 def test_zero_goes_through_the_tests_above(results, parallel: str) -> None:
@@ -260,7 +252,6 @@ def test_zero_goes_through_the_tests_above(results, parallel: str) -> None:
         assert {"grpo", "clipped", "saved_2_fsdp2"} <= results[3, rank, parallel].keys()
 
 
-@pytest.mark.slow
 def test_each_process_samples_as_long_as_it_likes(results, tied_model) -> None:
     for (_, rank, parallel), result in results.items():
         if parallel == "zero3":
