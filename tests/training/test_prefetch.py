@@ -406,7 +406,14 @@ def test_a_run_restored_in_the_middle_does_the_same(surplus: str, tmp_path: Path
             records = records_of(collected, [], one.collector.algorithm, one.collector.weights, step)
             write_rollouts(tmp_path / "rollouts.parquet", records, step)
             file = (tmp_path / "rollouts.parquet").read_bytes()
-            got.append((collected.groups, one.collector.advantages(collected.groups).tolist(), without_times(collected.metrics), file))
+            got.append(
+                (
+                    collected.groups,
+                    one.collector.advantages(collected.groups).tolist(),
+                    without_times(collected.metrics),
+                    file,
+                )
+            )
         return got
 
     overrides = ("algorithm=dapo", f"algorithm.keep.surplus={surplus}")
