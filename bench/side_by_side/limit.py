@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from workloads import ALL
 
 from grpocli.processes.malloc import keep_freed, large_pages
-from grpocli.training.layout import rounded
+from grpocli.training.packing import rounded
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

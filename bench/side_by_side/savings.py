@@ -32,13 +32,13 @@ def no_skipping() -> None:
 
 
 def whole_logits() -> None:
-    import grpocli.training.build as assemble
+    from grpocli.training import build
 
     def none(policy: Any, world: Any) -> bool:
         policy.at_head = False
         return False
 
-    assemble.find_head = none
+    build.find_head = none
 
 
 def scored_before() -> None:
@@ -49,15 +49,15 @@ def scored_before() -> None:
 
 
 def one_padded_batch() -> None:
-    import grpocli.training.layout as layout
+    from grpocli.training import packing
 
-    layout.PADDING = 1.0
+    packing.PADDING = 1.0
 
 
 def any_size() -> None:
-    import grpocli.training.layout as layout
+    from grpocli.training import packing
 
-    layout.rounded = lambda n: n
+    packing.rounded = lambda n: n
 
 
 def freed_memory_given_back() -> None:

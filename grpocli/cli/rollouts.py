@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.errors import ConfigError, RunError
-from grpocli.tracking.pager import paged
+from grpocli.tracking.console import paged
 from grpocli.tracking.text import clean, words
 from grpocli.types import Status
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from rich.console import Console
 
-    from grpocli.tracking.sampled import Row
+    from grpocli.tracking.rollout_query import Row
 
 EXAMPLES = """\
 examples
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--n {args.n}: must be 0 (all) or more")
     if args.export:
         _check_target(args.export)
-    from grpocli.tracking.sampled import Condition, rows_of, steps_of
+    from grpocli.tracking.rollout_query import Condition, rows_of, steps_of
 
     conditions = [Condition.parse(text) for text in args.where]
     conditions += [Condition("finish_reason", "=", args.finish)] if args.finish else []

@@ -16,8 +16,8 @@ from grpocli.config.environment import raw_value
 from grpocli.errors import ConfigError
 from grpocli.launch.ready import check_ready
 from grpocli.launch.resume import Resume
+from grpocli.tracking.metrics import finished
 from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.summary import finished
 from grpocli.tracking.text import clean
 
 if TYPE_CHECKING:

@@ -26,10 +26,10 @@ def _task(config: DictConfig) -> int:
 
     check_plugin()
     from grpocli.launch.vllm_serve import build_serve, serve
+    from grpocli.models.loading import choose_dtype
     from grpocli.rollout.vllm.server import check_port
     from grpocli.rollout.vllm.validate import check_arguments
     from grpocli.tracking.live_view import status_view
-    from grpocli.training.dtype import choose_dtype
 
     settings = build_serve(config)
     if settings.port:

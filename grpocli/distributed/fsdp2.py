@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from grpocli.distributed.parallel import Make, step
-from grpocli.distributed.rank0_loading import read_once
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -131,3 +132,39 @@ def layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The decoder layers, innermost first: what transformers says no device boundary may cut."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [m for m in reversed(list(model.modules())) if {cls.__name__ for cls in type(m).__mro__} & names]
+
+
+LOADING = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+"""Has transformers read weights in one process of each machine only; in the others they are zeros."""
+
+
+class _Untouched(TorchFunctionMode):
+    """Memory that nobody has written to takes no room: zeros do, and as many as a whole model's."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return (torch.empty_like if func is torch.zeros_like else func)(*args, **(kwargs or {}))
+
+
+def reads() -> bool:
+    """Whether this is the process that reads for its machine."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """While models are loaded. In all but the first process of a machine their weights and buffers are anything: who
+    uses this hands out those of the main process.
+    """
+    before = {name: os.environ.get(name) for name in LOADING}
+    os.environ.update(LOADING)
+    try:
+        with nullcontext() if reads() else _Untouched():
+            yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

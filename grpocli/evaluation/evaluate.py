@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from grpocli.config.schema import Run
     from grpocli.distributed.world import World
-    from grpocli.training.collect import Sampler
+    from grpocli.training.collector import Sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _sampler(
     import torch
 
     from grpocli.models.loading import load_policy
-    from grpocli.training.collect import Sampler
+    from grpocli.training.collector import Sampler
     from grpocli.training.policy import Policy
 
     model = load_policy(run.model, job.model_path, path, run.seed).to(world.device)
@@ -169,7 +169,7 @@ def _of_task(
 
 def _groups(sampler: Sampler, one: Problems, n: int, sampling: Any, seed: int, watch: Watch) -> list[Group]:
     """Samples with the seeds of an evaluation within a run, so that models differ by their weights alone."""
-    from grpocli.training.evaluate import eval_seeds
+    from grpocli.training.accuracy import eval_seeds
 
     groups, tally = sampler.groups(one.prompts, eval_seeds(seed, one.prompts), n, sampling, watch)
     sampler.scorer.check_errors(tally)
@@ -179,7 +179,7 @@ def _groups(sampler: Sampler, one: Problems, n: int, sampling: Any, seed: int, w
 def checkpoints_of(run: Path, wanted: str) -> list[tuple[str, str]]:
     """`all`, or steps such as `10,20`, of a run's checkpoints; (name, path), oldest first. Raises ConfigError."""
     from grpocli.errors import ConfigError
-    from grpocli.training.checkpoint import checkpoints
+    from grpocli.training.resume_point import checkpoints
 
     found = {int(path.name.removeprefix("step_")): path for path in checkpoints(run / "checkpoints")}
     steps = sorted(found)

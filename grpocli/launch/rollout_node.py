@@ -22,7 +22,7 @@ from grpocli.launch.run import READY_WITHIN
 from grpocli.launch.train_process import quiet_libraries
 from grpocli.processes.node import Node
 from grpocli.tracking.text import clean
-from grpocli.training.job import wait_for_job
+from grpocli.training.trainer_job import wait_for_job
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run

@@ -39,18 +39,18 @@ from grpocli.rollout.sync import placement
 from grpocli.rollout.vllm.nodes import new_folder, weights_of
 from grpocli.tasks.mixture import about, key_of, tasks_of
 from grpocli.tasks.task import columns_of
-from grpocli.tracking import choices
 from grpocli.tracking.metrics import read
 from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.runs import saved_choices
 from grpocli.tracking.sessions import Changes, Session, add_session, run_id, shown
-from grpocli.training.job import Job, wait_for_job
+from grpocli.training.trainer_job import TrainerJob, wait_for_job
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.tasks.prompt_source import Data
     from grpocli.tasks.task import Example, Task
     from grpocli.tracking.view import View
-    from grpocli.training.checkpoint import ResumePoint
+    from grpocli.training.resume_point import ResumePoint
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def _locked(
         point = _resume_point(run, run_dir, view, resuming)
         job = replace(job, checkpoint=point.path)
         changed = _remember(config, run_dir, point, resuming)
-        opening = opening_lines(run, job.engine, devices, choices.chosen(run_dir.path, without_environment(config)))
+        opening = opening_lines(run, job.engine, devices, saved_choices(run_dir.path, without_environment(config)))
         view.start(run_dir.name, [*opening, *plan_lines(run, devices)], run.train.steps)
         if resuming:
             _report(point, view)
@@ -147,7 +147,7 @@ def _locked(
 
 
 def _resume_point(run: Run, run_dir: RunDir, view: View, resuming: bool) -> ResumePoint:
-    from grpocli.training.checkpoint import ResumePoint, resume_point
+    from grpocli.training.resume_point import ResumePoint, resume_point
 
     if not resuming:
         return ResumePoint()
@@ -175,7 +175,7 @@ def _remember(config: DictConfig, run_dir: RunDir, point: ResumePoint, resuming:
     before = OmegaConf.load(run_dir.config) if resuming else config
     saved = [with_names(without_environment(one)) for one in (before, config)]  # type: ignore[arg-type]
     changed = changes(*saved)
-    was, now = (choices.chosen(run_dir.path, one).get("algorithm") for one in saved)
+    was, now = (saved_choices(run_dir.path, one).get("algorithm") for one in saved)
     if was != now:
         changed = {"algorithm": (was, now)} | changed
     step = load_state(point.path).step if point.path else 0
@@ -200,9 +200,9 @@ def shared_folder(run: Run, run_dir: RunDir, nodes: int, transport: str) -> str 
     return str(weights_of(run_dir.path)) if nodes and by_files else None
 
 
-def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node | None = None) -> Job:
+def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node | None = None) -> TrainerJob:
     """Everything before a model is in memory: checks, data, the model's files. Raises ConfigError."""
-    from grpocli.training.dtype import choose_dtype
+    from grpocli.models.loading import choose_dtype
 
     _check_device(run)
     check_overlap(run, chosen(run.engine))
@@ -230,7 +230,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
         gpus=devices.rollout,
         nodes=nodes,
     )
-    return Job(engine, None, node.session if node else "")
+    return TrainerJob(engine, None, node.session if node else "")
 
 
 def _check_functions(run: Run, name: str, task: Task, example: Example) -> None:
@@ -252,7 +252,7 @@ def _check_device(run: Run) -> None:
         raise ConfigError("torch finds no GPU here; take cpu or auto", key="hardware.device", value="cuda")
 
 
-def _train(run: Run, job: Job, run_dir: RunDir, view: View, devices: Devices, node: Node | None) -> float | None:
+def _train(run: Run, job: TrainerJob, run_dir: RunDir, view: View, devices: Devices, node: Node | None) -> float | None:
     with stop_signal() as stop, ExitStack() as engine:
         stop.file = stop_file(run_dir.path)
         here = _in_this_process(devices, node)
@@ -289,7 +289,7 @@ def _launched(run: Run, job: EngineJob, view: View) -> Iterator[None]:
         yield
 
 
-def _load_data(run: Run, job: Job) -> Data:
+def _load_data(run: Run, job: TrainerJob) -> Data:
     from grpocli.models.loading import load_tokenizer
     from grpocli.tasks.prompt_source import Data
 

@@ -15,7 +15,7 @@ from grpocli.files import FULL, QuietFileHandler
 from grpocli.masking import masked
 from grpocli.processes.malloc import keep_freed
 from grpocli.tracking.run_dir import FORBIDDEN, RunDir
-from grpocli.training.job import Job
+from grpocli.training.trainer_job import TrainerJob
 from grpocli.user_frames import raised, where
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 def work(
     run: Run,
-    job: Job,
+    job: TrainerJob,
     run_dir: RunDir,
     stop: StopSignal,
     view: View,
@@ -49,7 +49,7 @@ def work(
     from grpocli.distributed.world import World
     from grpocli.models.loading import load_tokenizer
     from grpocli.tasks.prompt_source import Data
-    from grpocli.training.build import assemble
+    from grpocli.training.build import build_trainer
 
     view.stage("loading libraries")
     if board:
@@ -63,7 +63,7 @@ def work(
         view.stage("loading the data")
         loaded = data() if data else Data.of(run, load_tokenizer(run.model, job.engine.model_path))
         view.stage("loading the model")
-        trainer = assemble(run, job.engine, world, recorder, stop, job.checkpoint, loaded)
+        trainer = build_trainer(run, job.engine, world, recorder, stop, job.checkpoint, loaded)
         results = trainer.train()
         finish(trainer, job, results)
         return results.get("eval/accuracy")
@@ -95,14 +95,13 @@ def close_all(*closes: Callable[[], None]) -> None:
         raise errors[0]
 
 
-def make_recorder(run: Run, run_dir: RunDir, world: World, job: Job, view: View) -> Recorder:
+def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view: View) -> Recorder:
     """The files, view and tracker of the main process; nothing but a silent view in the others."""
     from omegaconf import OmegaConf
 
     from grpocli.rewards.reward import answer_columns
-    from grpocli.tracking.metrics import MetricsLog
+    from grpocli.tracking.metrics import MetricsLog, reserve
     from grpocli.tracking.recorder import Recorder
-    from grpocli.tracking.summary import reserve
     from grpocli.training.checkpoint import load_state
 
     if not world.is_main:
@@ -129,13 +128,13 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: Job, view: View)
     )
 
 
-def finish(trainer: Trainer, job: Job, results: dict[str, float]) -> None:
+def finish(trainer: Trainer, job: TrainerJob, results: dict[str, float]) -> None:
     """The summary and the final model."""
     import torch
 
     from grpocli.models.loading import load_config
     from grpocli.tracking.card import model_card
-    from grpocli.tracking.summary import write_summary
+    from grpocli.tracking.metrics import write_summary
     from grpocli.training.checkpoint import save_model
 
     main, recorder, card = trainer.world.is_main, trainer.recorder, ""
@@ -154,7 +153,7 @@ def finish(trainer: Trainer, job: Job, results: dict[str, float]) -> None:
 
 def summarise(trainer: Trainer | None, recorder: Recorder, cause: str) -> None:
     """Write summary.json, in the main process."""
-    from grpocli.tracking.summary import write_summary
+    from grpocli.tracking.metrics import write_summary
 
     if recorder.metrics is not None:
         write_summary(recorder.run_dir.summary, summary_content(trainer, recorder, cause, {}))
@@ -164,8 +163,8 @@ def summary_content(
     trainer: Trainer | None, recorder: Recorder, cause: str, results: dict[str, float]
 ) -> dict[str, object]:
     """The content of summary.json."""
+    from grpocli.tracking.metrics import summary_of
     from grpocli.tracking.sessions import why_incomparable
-    from grpocli.tracking.summary import summary_of
 
     before = (trainer.state.before if trainer else None) or {}
     return summary_of(
@@ -218,7 +217,7 @@ def main() -> None:
         view = make_view() if rank == 0 else silent_view()
         view.start(run_dir.name, [], run.train.steps)
         with run_dir.worked_in():
-            work(run, Job.load(run_dir.path), run_dir, stop, view, report, board)
+            work(run, TrainerJob.load(run_dir.path), run_dir, stop, view, report, board)
     except Stopped:
         pass  # reported; a code would make the launcher end the others before they have finished
     except Exception as error:

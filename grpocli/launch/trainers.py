@@ -16,8 +16,7 @@ from grpocli.masking import masked
 from grpocli.processes.exit_reports import failures, report_failure, verdict
 from grpocli.processes.guard import alive, guarded
 from grpocli.processes.heartbeat import DONE, Place, places
-from grpocli.tracking.metrics import read
-from grpocli.tracking.summary import summary_of, write_summary
+from grpocli.tracking.metrics import read, summary_of, write_summary
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run

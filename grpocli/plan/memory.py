@@ -189,7 +189,7 @@ def _generation(needs: PlanInputs) -> list[Item]:
 def sampled_rows(needs: PlanInputs) -> int:
     """Completions that engine=transformers samples side by side in a process."""
     from grpocli.tasks.mixture import tasks_of
-    from grpocli.training.collect import MOST
+    from grpocli.training.collector import MOST
 
     run, group = needs.run, needs.run.rollout.group_size
     prompts = run.rollout.prompts_per_step * (MOST if run.algorithm.keep.max_rounds > 1 else 1)

@@ -80,8 +80,8 @@ def _engine(run: Run) -> Any:
 
 
 def _dtype(run: Run, shape: Shape, place: Placement) -> str:
-    """As `grpocli.training.dtype` chooses it there."""
-    from grpocli.training.dtype import LARGE, cpu_has_bfloat16
+    """As `grpocli.models.loading` chooses it there."""
+    from grpocli.models.loading import LARGE, cpu_has_bfloat16
 
     if run.model.dtype != "auto":
         return str(run.model.dtype)
@@ -99,8 +99,8 @@ def _takes_packed(run: Run, shape: Shape) -> bool:
 def _micro_batch(run: Run, place: Placement, packed: bool) -> tuple[MicroBatchShape, int]:
     """The largest micro-batch of a process, and how many it has in an update: dealt and packed as training does it."""
     from grpocli.plan.trace import MicroBatchShape
-    from grpocli.training.layout import Layout, Packed, Padded
-    from grpocli.training.row import Row
+    from grpocli.training.packing import Layout, Packed, Padded
+    from grpocli.types import Row
 
     rollout, train = run.rollout, run.train
     prompt, completion = rollout.max_prompt_tokens, rollout.max_completion_tokens

@@ -20,11 +20,10 @@ from torch.utils._pytree import tree_leaves
 from grpocli.models import attention
 from grpocli.plan.placement import shares_weights
 from grpocli.plan.shape import empty_model, with_layers
-from grpocli.training.batch import MicroBatch
-from grpocli.training.head import marked
-from grpocli.training.layout import Packed, Padded
-from grpocli.training.policy import completion_logp, output_head
-from grpocli.training.row import Row
+from grpocli.training.logprobs import completion_logp, marked, output_head
+from grpocli.training.micro_batch import MicroBatch
+from grpocli.training.packing import Packed, Padded
+from grpocli.types import Row
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from grpocli.tracking.choices import chosen
 from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.runs import saved_choices
 from grpocli.tracking.sessions import Stretch, read_sessions, shown, stretches
 from grpocli.version import __version__
 
@@ -54,7 +54,7 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
     config = yaml.safe_load(run_dir.config.read_text()) or {}
     named = str((config.get("model") or {}).get("path"))
     base = named if "${" in named else base
-    choices = chosen(run_dir.path, config)
+    choices = saved_choices(run_dir.path, config)
     trained = stretches(read_sessions(run_dir), summary["steps"])
     why = str(summary.get("eval/incomparable", ""))
     return CARD.format(

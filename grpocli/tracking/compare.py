@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import json
 import os
 import statistics
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from grpocli.errors import ConfigError
-from grpocli.tracking.choices import GROUPS
-from grpocli.tracking.runs import LAST, RESULTS, RunRow, find
-from grpocli.tracking.tables import PRINTERS, Table
-from grpocli.tracking.text import one_line
+from grpocli.tracking.runs import GROUPS, LAST, RESULTS, RunRow, find
+from grpocli.tracking.text import clean, one_line
 
+LONGEST = 40
+"""Characters of a cell."""
 IGNORED = ("resume", "tracker", "hydra")
 FOOTER = (
     "before, accuracy: held-out accuracy at temperature 1 before and after training; "
     f"final reward: the mean over the last {LAST} steps"
 )
 AVERAGED = ("before", "accuracy", "change", "final reward", "seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class RunTable:
+    """Cells are numbers, texts, lists, or None where there is nothing. notes: sentences about some of them."""
+
+    title: str
+    header: list[str]
+    body: list[list[Any]]
+    notes: list[str] = field(default_factory=list)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def compare(folders: Sequence[Path], sort: str = "accuracy") -> list[Table]:
+def compare(folders: Sequence[Path], sort: str = "accuracy") -> list[RunTable]:
     """A table of the runs, best first, and where they differ by seed one of means over seeds."""
     rows = list({row.path.resolve(): row for folder in folders for row in find(folder)}.values())
     if not rows:
@@ -99,10 +113,10 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def _runs(rows: Sequence[RunRow], keys: Sequence[str], names: dict[str, str]) -> Table:
+def _runs(rows: Sequence[RunRow], keys: Sequence[str], names: dict[str, str]) -> RunTable:
     body = [[_name(row, rows), *[row.settings.get(k) for k in keys], *row.results.values()] for row in rows]
     notes = [f"{_name(row, rows)} has no change: {row.incomparable}" for row in rows if row.incomparable]
-    return Table("runs", ["run", *(names[k] for k in keys), *RESULTS], body, notes)
+    return RunTable("runs", ["run", *(names[k] for k in keys), *RESULTS], body, notes)
 
 
 def _by(rows: Sequence[RunRow], keys: Sequence[str]) -> dict[tuple[str, ...], list[RunRow]]:
@@ -112,14 +126,14 @@ def _by(rows: Sequence[RunRow], keys: Sequence[str]) -> dict[tuple[str, ...], li
     return groups
 
 
-def _over_seeds(rows: Sequence[RunRow], keys: Sequence[str], names: dict[str, str]) -> Table:
+def _over_seeds(rows: Sequence[RunRow], keys: Sequence[str], names: dict[str, str]) -> RunTable:
     """Means and sample standard deviations over the runs that are done."""
     groups = _by([row for row in rows if row.done], keys).values()
     body = [
         [*[group[0].settings.get(k) for k in keys], len(group), *[_mean(group, result) for result in AVERAGED]]
         for group in groups
     ]
-    return Table("means over seeds (± standard deviation)", [*(names[k] for k in keys), "runs", *AVERAGED], body)
+    return RunTable("means over seeds (± standard deviation)", [*(names[k] for k in keys), "runs", *AVERAGED], body)
 
 
 def _mean(rows: Sequence[RunRow], result: str) -> Any:
@@ -134,3 +148,61 @@ def _name(row: RunRow, rows: Sequence[RunRow]) -> str:
     paths = [other.path.resolve() for other in rows]
     common = Path(os.path.commonpath(paths)) if len(paths) > 1 else paths[0].parent
     return str(row.path.resolve().relative_to(common))
+
+
+def cell(value: Any) -> str:
+    """A value for people: three decimals, `-` for nothing, long texts cut, no escape sequences."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:g}"
+    text = one_line(str(value))
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def print_terminal(tables: Sequence[RunTable]) -> None:
+    """Tables as rich draws them; not wrapped where the output is a file or a pipe."""
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    from grpocli.tracking.console import CleanConsole
+
+    console = CleanConsole(width=None if sys.stdout.isatty() else 1000)
+    for table in tables:
+        drawn = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for i, column in enumerate(table.header):
+            numeric = all(isinstance(row[i], int | float | None) for row in table.body)
+            drawn.add_column(Text(one_line(column)), overflow="fold", justify="right" if numeric else "left")
+        for row in table.body:
+            drawn.add_row(*[Text(cell(value)) for value in row])
+        console.print(drawn)
+
+
+def print_markdown(tables: Sequence[RunTable]) -> None:
+    """GitHub's tables, one below the other."""
+    for table in tables:
+        header, *body = ([cell(value).replace("|", "\\|") for value in row] for row in (table.header, *table.body))
+        lines = [header, ["---"] * len(header), *body]
+        print(f"**{table.title}**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
+
+
+def print_csv(tables: Sequence[RunTable]) -> None:
+    """The first table, in full precision."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    for row in (tables[0].header, *tables[0].body):
+        writer.writerow([clean(value) if isinstance(value, str) else value for value in row])
+
+
+def print_json(tables: Sequence[RunTable]) -> None:
+    """The first table, an object a row, in full precision."""
+    table = tables[0]
+    print(json.dumps([dict(zip(table.header, row, strict=True)) for row in table.body], indent=2, default=str))
+
+
+PRINTERS: dict[str, Callable[[Sequence[RunTable]], None]] = {
+    "table": print_terminal,
+    "markdown": print_markdown,
+    "csv": print_csv,
+    "json": print_json,
+}

@@ -20,14 +20,13 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text as Line
 
-from grpocli.tracking.stage import CurrentStage
 from grpocli.tracking.text import clean, duration, number, one_line, sparkline, trend, words
-from grpocli.tracking.view import Pace, Sample, View, plain_view
+from grpocli.tracking.view import CurrentStage, Pace, ShownCompletion, View, plain_view
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-    from grpocli.tracking.stage import Stage
+    from grpocli.tracking.view import Stage
 
 FIXED = 4
 """Lines of progress, stage, reward, and one to spare (a terminal scrolls when its last line is written)."""
@@ -203,12 +202,12 @@ def _flow(cells: Sequence[Cell], height: int, columns: int) -> list[list[Cell]]:
     return flow[:columns]
 
 
-def _sample_height(sample: Sample | None, width: int, room: int) -> int:
+def _sample_height(sample: ShownCompletion | None, width: int, room: int) -> int:
     """Lines of text in the sample's panel: about a third of the screen, none on a small one."""
     return 0 if sample is None or room < 14 or width < 30 else min(12, room // 3)
 
 
-def sample_panel(console: Console, sample: Sample, width: int, height: int) -> RenderableType:
+def sample_panel(console: Console, sample: ShownCompletion, width: int, height: int) -> RenderableType:
     """The end of the prompt and of the completion, and the reference answer, in exactly `height` lines or fewer."""
     inner = width - 4
     prompt = _tail(console, words(sample.prompt), inner, max(1, height // 3), "dim")
@@ -243,7 +242,7 @@ class Shown:
     metrics: Mapping[str, Any] | None = None
     before: Mapping[str, Any] | None = None
     rewards: tuple[float, ...] = ()
-    sample: Sample | None = None
+    sample: ShownCompletion | None = None
     over: bool = False
 
 
@@ -285,7 +284,7 @@ class LiveView(View):
         rewards = (*self.shown.rewards, float(reward)) if known else self.shown.rewards  # type: ignore[arg-type]
         self._show(metrics=dict(metrics), before=self.shown.metrics, rewards=rewards)
 
-    def sample(self, sample: Sample) -> None:
+    def sample(self, sample: ShownCompletion) -> None:
         self._show(
             sample=replace(
                 sample,

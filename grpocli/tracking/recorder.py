@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from grpocli.tracking.rollouts import Record, reference_of, write_rollouts
-from grpocli.tracking.view import Sample, View
+from grpocli.tracking.view import ShownCompletion, View
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,7 +144,7 @@ class Recorder:
         best = max(range(len(advantages)), key=advantages.__getitem__)
         rollout = group.rollouts[best]
         answer = reference_of(rollout.prompt.columns, self.answers)
-        self.view.sample(Sample(rollout.prompt.text, rollout.text, rollout.rewards, advantages[best], answer))
+        self.view.sample(ShownCompletion(rollout.prompt.text, rollout.text, rollout.rewards, advantages[best], answer))
 
     def amend(self, step: int, results: Mapping[str, float]) -> None:
         """Add the results of an evaluation that a resume has repeated to the metrics of its step."""

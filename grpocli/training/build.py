@@ -18,15 +18,14 @@ from grpocli.rollout.engine import Engine, EngineContext, EngineJob
 from grpocli.tasks.mixture import about, limits_of
 from grpocli.tasks.prompt_source import accuracy_rewards_of
 from grpocli.tracking.sessions import run_id
-from grpocli.training import checkpoint, leftover_groups
-from grpocli.training.accuracy import AccuracyRewards
-from grpocli.training.async_checkpoint import Saver
-from grpocli.training.collect import Collected, Collector, Sampler
-from grpocli.training.evaluate import Evaluator
-from grpocli.training.packing import find_head, pack
-from grpocli.training.policy import Policy
+from grpocli.training import checkpoint, saved_rollouts
+from grpocli.training.accuracy import AccuracyRewards, Evaluator
+from grpocli.training.checkpointer import Saver
+from grpocli.training.collector import Collector, RolloutBatch, Sampler
+from grpocli.training.packing_check import find_head, pack
+from grpocli.training.policy import BaseReference, Policy, Reference
 from grpocli.training.prefetch import Prefetcher
-from grpocli.training.reference import BaseReference, Reference
+from grpocli.training.resume_point import restoring
 from grpocli.training.trainer import Trainer
 from grpocli.training.update import Updater
 from grpocli.training.update_checks import UpdateChecks
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from grpocli.types import Group
 
 
-def assemble(
+def build_trainer(
     run: Run, job: EngineJob, world: World, recorder: Recorder, stop: StopSignal, resume: Path | None, data: Data
 ) -> Trainer:
     """Load everything and put it together. Collective."""
@@ -105,7 +104,7 @@ class _Loaded:
 
 
 def _load(run: Run, job: EngineJob, world: World, data: Data, recorder: Recorder, resume: Path | None) -> _Loaded:
-    with checkpoint.restoring(resume):
+    with restoring(resume):
         state = checkpoint.load_state(resume) if resume else checkpoint.State(run=run_id(recorder.run_dir))
         leftover = _leftover(run, data, resume)
         with world.parallel.loading():
@@ -198,15 +197,15 @@ def _collector(
 def _leftover(run: Run, data: Data, resume: Path | None) -> list[Group]:
     if resume is None:
         return []
-    return leftover_groups.load(resume, data.draw, run.rollout.group_size, run.reward, run.rollout.prompts_per_step)
+    return saved_rollouts.load(resume, data.draw, run.rollout.group_size, run.reward, run.rollout.prompts_per_step)
 
 
-def _ready(run: Run, collector: Collector, resume: Path | None) -> list[Collected]:
+def _ready(run: Run, collector: Collector, resume: Path | None) -> list[RolloutBatch]:
     """What had been collected for the steps after the checkpoint."""
     if resume is None:
         return []
-    with checkpoint.restoring(resume):
-        return leftover_groups.load_steps(resume, collector, wanted=run.rollout.max_staleness > 0)
+    with restoring(resume):
+        return saved_rollouts.load_steps(resume, collector, wanted=run.rollout.max_staleness > 0)
 
 
 def _updater(

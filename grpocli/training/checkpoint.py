@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import re
-import shutil
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.distributed import sharded_safetensors as shards
-from grpocli.errors import ConfigError, GrpoError
-from grpocli.files import atomic_folder, full_disk_as_oserror, remove
+from grpocli.files import atomic_folder, full_disk_as_oserror
 from grpocli.models.lora import adapter_tensors, is_adapted, save_adapter
 from grpocli.progress import Progress, unreported
-from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.sessions import run_id
-from grpocli.training import checksums, leftover_groups, optimizer_state
+from grpocli.training import checksums, saved_rollouts
 
 if TYPE_CHECKING:
     import torch
@@ -31,19 +26,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from grpocli.distributed.world import World
-    from grpocli.training.collect import Collected
-    from grpocli.training.policy import Policy
-    from grpocli.training.reference import Reference
+    from grpocli.training.collector import RolloutBatch
+    from grpocli.training.policy import Policy, Reference
     from grpocli.types import Group
 
 STATE = "trainer.json"
 NAME = re.compile(r"step_(\d+)")
-UNREADABLE = (GrpoError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
-"""What reading a file with unexpected content raises."""
-LOST = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EIO)
-"""Error numbers of a file that is damaged. With any other, such as a missing permission, it may be whole."""
 REFERENCE = "reference"
 WEIGHTS = "model"
+OPTIMIZER = "optimizer"
+OPTIMIZER_INDEX = f"{OPTIMIZER}.safetensors.index.json"
 CHECKSUMS = "checksums"
 """The key of STATE that says that there are checksums. Earlier versions wrote none."""
 
@@ -87,7 +79,7 @@ class Contents:
     tokenizer: PreTrainedTokenizerBase
     reference: Reference | None = None
     carried: Sequence[Group] = ()
-    ahead: Sequence[Collected] = ()
+    ahead: Sequence[RolloutBatch] = ()
 
 
 def save(path: Path, state: State, contents: Contents, world: World, progress: Progress = unreported) -> None:
@@ -109,11 +101,11 @@ def save(path: Path, state: State, contents: Contents, world: World, progress: P
             theirs = _gathered(policy, parallel.parameters(reference.model))
             _save_weights(reference.model, folder / REFERENCE, theirs, world)
         progress(0, 0, "the optimizer's state")
-        optimizer_state.write(folder, policy, contents.optimizer, world)
+        _write_optimizer(folder, policy, contents.optimizer, world)
         if world.is_main:
             contents.tokenizer.save_pretrained(folder)
-            leftover_groups.save(contents.carried, folder)
-            leftover_groups.save_steps(contents.ahead, folder)
+            saved_rollouts.save(contents.carried, folder)
+            saved_rollouts.save_steps(contents.ahead, folder)
             (folder / STATE).write_text(json.dumps(asdict(state) | {CHECKSUMS: checksums.INDEX}, indent=2))
         progress(0, 0, "checksums")
         checksums.write(folder, world)
@@ -195,141 +187,58 @@ def _save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None
 
 def load_state(path: Path) -> State:
     """Raises ValueError or TypeError where the file holds something else."""
-    state = State(**{key: value for key, value in _state(path).items() if key != CHECKSUMS})
+    state = State(**{key: value for key, value in read_state(path).items() if key != CHECKSUMS})
     if (numbered := NAME.fullmatch(path.name)) and int(numbered[1]) != state.step:
         raise ValueError(f"{STATE} is of step {state.step}")
     return state
 
 
-def _state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> dict[str, Any]:
     state = json.loads((path / STATE).read_text())
     if not isinstance(state, dict):
         raise ValueError(f"{STATE} holds no state")
     return state
 
 
+def _write_optimizer(folder: Path, policy: Policy, optimizer: Any, world: World) -> None:
+    """Collective."""
+    files = shards.write(_whole(policy, optimizer), folder, OPTIMIZER, world)
+    if world.is_main:
+        shards.write_index(files, folder / OPTIMIZER_INDEX)
+
+
+def _trained(policy: Policy) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters that the optimizer changes, in the one order of every process."""
+    return ((name, p) for name, p in policy.model.named_parameters() if p.requires_grad)
+
+
+def _whole(policy: Policy, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the state, one at a time. Every process walks through it, to its end."""
+    for name, parameter in _trained(policy):
+        for kind, tensor in policy.parallel.moments(optimizer, parameter):
+            yield f"{name}.{kind}", tensor
+
+
 def load_optimizer(path: Path, policy: Policy, optimizer: Any) -> None:
-    """Restore the optimizer's state. Rates, decay and the like are the config's."""
-    optimizer_state.restore(path, policy, optimizer)
+    """Set the state to what was written; a process reads its part. Raises ValueError where it does not fit, or cannot
+    be read."""
+    from safetensors import SafetensorError
 
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
-    return [path for path in _numbered(folder) if (path / STATE).is_file()]
-
-
-def _numbered(folder: Path) -> list[Path]:
-    """Folders that hold a checkpoint, or what is left of one, oldest first."""
-    found = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(
-        (path for path in found if any(path.iterdir())), key=lambda path: int(path.name.removeprefix("step_"))
-    )
-
-
-def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint below `folder`."""
-    found = checkpoints(folder)
-    return found[-1] if found else None
-
-
-def prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints (0: none)."""
-    for path in checkpoints(folder)[:-keep] if keep else []:
-        # renamed first: half a checkpoint must not look whole; a resume deletes what is called .tmp-
-        doomed = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-        path.rename(doomed)
-        remove(doomed)
-
-
-@contextmanager
-def restoring(path: Path | None) -> Iterator[None]:
-    """Turn the errors of an unreadable checkpoint into a sentence that says how to go on without it."""
     try:
-        yield
-    except UNREADABLE as error:
-        if path is None:
-            raise
-        raise ConfigError(
-            f"resume: the checkpoint {path} cannot be read ({_cause(error)}); "
-            "remove that folder to go on from the one before"
-        ) from error
-
-
-@dataclass(frozen=True, slots=True)
-class ResumePoint:
-    """Where a run goes on.
-
-    path: the checkpoint; None where the run had not reached its first. damaged: newer checkpoints, and what is wrong
-    with each. has_checksums: False for a checkpoint of an earlier version, in which damage goes unnoticed.
-    """
-
-    path: Path | None = None
-    damaged: dict[Path, str] = field(default_factory=dict)
-    has_checksums: bool = True
-
-    @property
-    def fallback(self) -> list[str]:
-        """A sentence for each damaged checkpoint."""
-        return [
-            f"the checkpoint {path.name} was damaged ({problem}), and is called {_aside(path).name} now"
-            for path, problem in self.damaged.items()
-        ]
-
-    def set_aside(self) -> None:
-        """Rename damaged checkpoints, so that neither a later resume nor `prune` takes them for the newest ones."""
-        for path in self.damaged:
-            shutil.rmtree(_aside(path), ignore_errors=True)
-            path.rename(_aside(path))
-
-
-def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported) -> ResumePoint:
-    """The newest checkpoint of a run, with every file checked.
-
-    fallback: where it is damaged, take the newest one that is whole. Raises ConfigError if `resume=` does not name a
-    run, or there is no such checkpoint; OSError where files cannot be read though they may be whole.
-    """
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError("holds no run: there is no config.yaml in it", key="resume", value=run_dir)
-    damaged: dict[Path, str] = {}
-    found, run = None, run_id(RunDir(run_dir))
-    for path in reversed(_numbered(run_dir / "checkpoints")):
-        try:
-            found = ResumePoint(path, damaged, _check(path, run, progress))
-            break
-        except (OSError, *UNREADABLE) as error:
-            if isinstance(error, OSError) and error.errno not in LOST:
-                raise
-            damaged[path] = _cause(error)
-    if damaged and not (found and fallback):
-        newest, problem = next(iter(damaged.items()))
-        remedy = (
-            f"resume_fallback=true goes on from {found.path.name}, the newest one that is whole"
-            if found and found.path
-            else f"no other one is whole: remove {newest.parent} to begin again"
-        )
-        raise ConfigError(f"resume: the checkpoint {newest} is damaged ({problem}); {remedy}")
-    return found or ResumePoint()
-
-
-def _check(path: Path, run: str, progress: Progress) -> bool:
-    """Whether a checkpoint has checksums. Raises OSError or one of UNREADABLE where it is damaged.
-
-    run: of which it must be; empty where that is not known.
-    """
-    state = load_state(path)
-    if run and state.run and state.run != run:
-        raise ValueError("it is of another run")
-    promised = CHECKSUMS in _state(path)
-    if promised or (path / checksums.INDEX).exists():
-        checksums.check(path, progress)
-    return promised
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f"damaged_{path.name}")
-
-
-def _cause(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError) and error.filename:
-        return f"{Path(error.filename).name} is missing"
-    return (" ".join(str(error).split()) or type(error).__name__)[:200]
+        with shards.reading(path / OPTIMIZER_INDEX) as stored:
+            state: dict[str, dict[str, shards.Stored]] = defaultdict(dict)  # none of a weight that had no gradient yet
+            for key, tensor in stored.items():
+                name, _, kind = key.rpartition(".")
+                state[name][kind] = tensor
+            unknown = state.keys() - {name for name, _ in _trained(policy)}
+            if unknown:
+                raise ValueError(f"there is optimizer state for {min(unknown)!r}, which is not trained")
+            if len({frozenset(kinds) for kinds in state.values()}) > 1:
+                raise ValueError(f"{OPTIMIZER_INDEX} has not the same tensors for each parameter")
+            for name, parameter in _trained(policy):
+                shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves a parameter flat
+                if other := [kind for kind, one in state[name].items() if one.shape not in ((), shape)]:
+                    raise ValueError(f"{name}.{other[0]} has not the shape of {name}, {shape}")
+                policy.parallel.remember(optimizer, parameter, state[name])
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"optimizer: {error}") from error

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpocli.distributed.parallel import Alone, Parallel
-from grpocli.models.lora import is_adapted, merged
-from grpocli.rollout.repetition import first_seen
-from grpocli.training.batch import MicroBatch
-from grpocli.training.head import Targets, TokenHistory, of_logits, repeating, scoring
-from grpocli.training.layout import Layout, Packed, Padded
+from grpocli.models.lora import is_adapted, merged, switched_off
+from grpocli.training.logprobs import completion_logp
+from grpocli.training.micro_batch import MicroBatch
+from grpocli.training.packing import Layout, Packed, Padded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +26,7 @@ class Policy:
 
     `wrapped` is what training calls; `model` is underneath, the same object or not. `parallel`: how processes share it;
     one that has it to itself needs none. packs: whether it takes rows end to end; at_head: whether its logits
-    are what its output head returns (`grpocli.training.packing` finds out).
+    are what its output head returns (`grpocli.training.packing_check` finds out).
     """
 
     def __init__(
@@ -94,39 +93,49 @@ class Policy:
         return completion_logp(self.model, batch, sampling, self.computing(), at_head=self.at_head)
 
 
-def output_head(model: torch.nn.Module) -> torch.nn.Module | None:
-    """The module of a model, or of one that DDP or DeepSpeed has wrapped, that turns hidden states into logits."""
-    plain: Any = getattr(model, "module", model)
-    head: torch.nn.Module | None = plain.get_output_embeddings()
-    return head
+class Reference:
+    """A model of its own: the policy as it was at the start of the run, moved towards it by `mix` if the KL part asks.
 
-
-def completion_logp(
-    model: torch.nn.Module,
-    batch: MicroBatch,
-    sampling: Sampling,
-    context: AbstractContextManager[Any],
-    entropy_gradient: bool = False,
-    at_head: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies [B, T] of a micro-batch's completions under any causal model of transformers.
-
-    Values where there is no token mean nothing. at_head: the model's logits are what its output head returns.
+    It has all weights even where the policy is a base model with LoRA: a mixture of low-rank updates has a higher
+    rank than they have.
     """
-    head, layout, ids_BT = output_head(model), batch.layout, batch.completion_ids
-    seen = None
-    if sampling.repetition_penalty != 1:
-        if not isinstance(layout, Padded):
-            raise ValueError("a repetition penalty is for rows side by side")
-        n = ids_BT.shape[1]
-        seen = TokenHistory(first_seen(layout.input_ids, layout.attention_mask, n, _vocabulary(head)), n)
-    targets = Targets(layout.targets(ids_BT), layout.before_N, sampling, seen, entropy_gradient)
-    with context, scoring(head, targets) if at_head and head is not None else repeating(head, layout.before_N):
-        found = layout.forward(model)
-    logp_N, entropy_N = found.unbind(-1) if at_head else of_logits(found, targets)
-    return layout.spread(logp_N), layout.spread(entropy_N)
+
+    def __init__(self, model: PreTrainedModel, policy: Policy) -> None:
+        self.model: Any = policy.parallel.freeze(model.eval(), policy.dtype)
+        self.policy = policy
+
+    @torch.no_grad()
+    def logp(self, batch: MicroBatch, sampling: Sampling) -> Tensor:
+        """Log-probs [B, T] of the completions, in nats."""
+        context = self.policy.parallel.computing(self.model, self.policy.dtype)
+        return completion_logp(self.model, batch, sampling, context, at_head=self.policy.at_head)[0]
+
+    @torch.no_grad()
+    def mix(self, alpha: float) -> None:
+        """reference = alpha x policy + (1 - alpha) x reference, weight by weight; of LoRA, the weights W + update.
+
+        TR-DPO (arXiv 2404.09656), equation 5.
+        """
+        mine = dict(self.model.named_parameters())
+        for name, theirs in self.policy.weights():
+            mine.pop(name).lerp_(theirs, alpha)
+        if mine:
+            raise ValueError(f"the policy has no weights called {', '.join(sorted(mine))}")
 
 
-def _vocabulary(head: Any) -> int:
-    """Tokens that it has logits for; ZeRO-3 leaves no shape of its weights."""
-    return int(getattr(head, "out_features", 0) or len(head.weight))
+class BaseReference(Reference):
+    """The base model that a policy with LoRA trains updates to, with these switched off: no second copy in memory.
+
+    The updates start at 0, so it is the policy as it was at the start of the run, to the bit. It never moves.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.model, self.policy = policy.model, policy
+
+    def logp(self, batch: MicroBatch, sampling: Sampling) -> Tensor:
+        """Log-probs [B, T] of the completions, in nats."""
+        with switched_off(self.model):
+            return super().logp(batch, sampling)
+
+    def mix(self, alpha: float) -> None:
+        raise TypeError("the base model under LoRA does not move; a moving reference is a `Reference`")

@@ -21,7 +21,7 @@ from grpocli.types import Status
 if TYPE_CHECKING:
     from grpocli.config.schema import Rollouts
     from grpocli.distributed.world import World
-    from grpocli.training.collect import Collected, Collector
+    from grpocli.training.collector import Collector, RolloutBatch
     from grpocli.types import Group
 
 T = TypeVar("T")
@@ -58,12 +58,12 @@ class MainThreadCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PrefetchState:
     """What a resume goes on with. ready: collected for the next steps. draws, leftover: the collector's after those."""
 
     draws: int
     leftover: list[Group]
-    ready: tuple[Collected, ...] = ()
+    ready: tuple[RolloutBatch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Prefetcher:
         rollout: Rollouts,
         steps: int,
         done: int = 0,
-        ready: Sequence[Collected] = (),
+        ready: Sequence[RolloutBatch] = (),
     ) -> None:
         """steps: of the whole run. done: steps trained. ready: what has been collected for the steps after those."""
         self.collector, self.world, self.steps = collector, world, steps
@@ -114,13 +114,13 @@ class Prefetcher:
         self._thread: threading.Thread | None = None
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> PrefetchState:
         """All that is ready, and how far prompts were drawn for that: what still runs is not in it."""
         with self._changed:
             draws, leftover = self._drawn if self.max_staleness else (self.collector.draws, self.collector.leftover)
-            return Progress(draws, leftover, tuple(self._ready))
+            return PrefetchState(draws, leftover, tuple(self._ready))
 
-    def collect(self, step: int) -> Collected:
+    def collect(self, step: int) -> RolloutBatch:
         """The rollouts of step number `step`, those older than `max_staleness` left out.
 
         Ask for the steps after it too. Raises what the thread raised.
@@ -254,7 +254,7 @@ class Prefetcher:
                 return self._error
         return ServiceGone(told.said) if told.gone else RunError(told.said)
 
-    def _fresh(self, collected: Collected, step: int) -> Collected:
+    def _fresh(self, collected: RolloutBatch, step: int) -> RolloutBatch:
         """Without groups that have become too old, and with what there is to tell about age."""
         groups: list[Group] = []
         stale: list[Group] = []
@@ -308,7 +308,7 @@ class Prefetcher:
         """The last step that may begin; the other processes begin when the main one does."""
         return min(self._last, self._end) if self.world.is_main else math.inf
 
-    def _timed(self) -> Collected:
+    def _timed(self) -> RolloutBatch:
         start = time.perf_counter()
         collected = self.collector.collect()
         seconds = time.perf_counter() - start - collected.metrics["time/reward"]

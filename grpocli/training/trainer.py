@@ -16,13 +16,13 @@ from grpocli.errors import ServiceGone, Stopped
 from grpocli.progress import Cancelled
 from grpocli.rollout.seeds import seed_of
 from grpocli.training import checkpoint
-from grpocli.training.async_checkpoint import Saver
-from grpocli.training.collect import Collected, Collector
-from grpocli.training.evaluate import Evaluator
-from grpocli.training.records import records_of
-from grpocli.training.row import Row
+from grpocli.training.accuracy import Evaluator
+from grpocli.training.checkpointer import Saver
+from grpocli.training.collector import Collector, RolloutBatch, records_of
+from grpocli.training.resume_point import prune
 from grpocli.training.update import Updater
 from grpocli.training.update_checks import UpdateChecks
+from grpocli.types import Row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from grpocli.processes.signals import StopSignal
     from grpocli.rollout.engine import Engine
     from grpocli.tracking.recorder import Recorder
-    from grpocli.training.policy import Policy
+    from grpocli.training.policy import Policy, Reference
     from grpocli.training.prefetch import Prefetcher
-    from grpocli.training.reference import Reference
     from grpocli.types import Group
 
 
@@ -120,7 +119,7 @@ class Trainer:
         self.metrics |= self.engine.sync(version)
         self.synced = version
 
-    def collect(self) -> Collected:
+    def collect(self) -> RolloutBatch:
         """Generate and score completions, until there are the groups that the step wants."""
         self.metrics["weight_version"] = self.synced
         with self.timed("rollout"):
@@ -204,7 +203,7 @@ class Trainer:
         self.recorder.evaluated(self.state.step, results)
         return results
 
-    def log(self, collected: Collected, advantages_PG: Tensor, rows: Sequence[Row]) -> None:
+    def log(self, collected: RolloutBatch, advantages_PG: Tensor, rows: Sequence[Row]) -> None:
         """Write the step's metrics and every completion that was sampled for it, and show them."""
         step, weights = self.state.step, self.collector.weights
         records = records_of(collected, rows, self.run.algorithm, weights, step) if self.world.is_main else []
@@ -234,7 +233,7 @@ class Trainer:
         """Write a checkpoint, then delete the oldest. Collective."""
         write()
         if self.world.is_main:
-            checkpoint.prune(self.recorder.run_dir.checkpoints, self.run.checkpoint.keep)
+            prune(self.recorder.run_dir.checkpoints, self.run.checkpoint.keep)
         self.world.barrier()
 
     def saved(self) -> None:

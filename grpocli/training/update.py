@@ -12,8 +12,8 @@ import torch
 from grpocli.algorithm.aggregate import Totals
 from grpocli.algorithm.metrics import EXTREMES, OF_COMPUTED, combined
 from grpocli.progress import Progress, unreported
-from grpocli.training.batch import MicroBatch, windows
-from grpocli.training.row import Row
+from grpocli.training.micro_batch import MicroBatch, windows
+from grpocli.types import Row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from grpocli.algorithm import Algorithm
     from grpocli.config.schema import Train
     from grpocli.distributed.world import World
-    from grpocli.training.layout import Layout
     from grpocli.training.optim import AdamW
-    from grpocli.training.policy import Policy
-    from grpocli.training.reference import Reference
+    from grpocli.training.packing import Layout
+    from grpocli.training.policy import Policy, Reference
     from grpocli.types import Sampling
 
 ROUNDING = 1e-5

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from grpocli.errors import RunError
-from grpocli.training import checkpoint
+from grpocli.training.resume_point import latest
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -71,7 +71,7 @@ class UpdateChecks:
         began_finite: the weights before the update were finite, so that a resume from their checkpoint helps.
         """
         change = f"lower optim.lr={self.run.optim.lr}, or set optim.max_grad_norm"
-        last = checkpoint.latest(self.run_dir.checkpoints)
+        last = latest(self.run_dir.checkpoints)
         if last is None:
             return f"{change}, and begin again: there is no checkpoint yet"
         if last == self.run_dir.checkpoint(step - 1) and not began_finite:

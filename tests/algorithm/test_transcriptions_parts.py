@@ -18,8 +18,7 @@ from algorithm.windows import choices
 from composed import built
 
 from grpocli.launch.compose import compose
-from grpocli.training.row import Row
-from grpocli.types import Completion, Prompt, Rollout
+from grpocli.types import Completion, Prompt, Rollout, Row
 
 Test = TypeVar("Test", bound=Callable[..., None])
 P, G, T = 3, 4, 6

@@ -16,7 +16,8 @@ from cli.test_failures import failed
 from grpocli.cli import main
 from grpocli.errors import ConfigError
 from grpocli.training import checksums
-from grpocli.training.checkpoint import State, resume_point
+from grpocli.training.checkpoint import State
+from grpocli.training.resume_point import resume_point
 
 TRAINS = ["eval.problems=0", "reward=[format]", "reward.format.pattern='.*[02468]'"]
 """Completions get different rewards, so no step leaves the weights as they are."""

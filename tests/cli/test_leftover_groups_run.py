@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from training.recomputed import IN_UPDATE, recomputed
 
 from grpocli.tracking.rollouts import read_rollouts
-from grpocli.training.leftover_groups import CARRIED
+from grpocli.training.saved_rollouts import CARRIED
 
 RUN = [
     "train",

@@ -13,7 +13,7 @@ import pytest
 from grpocli.launch import run as launching
 from grpocli.rollout.engine import EngineJob
 from grpocli.tracking.view import View
-from grpocli.training.job import Job
+from grpocli.training.trainer_job import TrainerJob
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,7 +71,7 @@ def test_the_start_of_an_engine_is_two_lines_and_its_phases(
 
 
 def test_a_saved_job_has_no_progress_function(tmp_path: Path) -> None:
-    job = Job(EngineJob("/m", "float32", 8, tmp_path, seed=0), None)
+    job = TrainerJob(EngineJob("/m", "float32", 8, tmp_path, seed=0), None)
     job.save(tmp_path)
-    assert Job.load(tmp_path) == job
+    assert TrainerJob.load(tmp_path) == job
     assert "progress" not in (tmp_path / "job.json").read_text()

@@ -15,7 +15,7 @@ from cli.test_survival import EVEN
 from safetensors.torch import load_file
 
 from grpocli.tracking.rollouts import read_rollouts
-from grpocli.training.leftover_groups import AHEAD
+from grpocli.training.saved_rollouts import AHEAD
 
 TESTS = Path(__file__).parents[1]
 RUN = [

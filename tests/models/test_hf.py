@@ -12,10 +12,10 @@ import torch
 from grpocli.config.build import build
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import compose
+from grpocli.models import loading
 from grpocli.models.hf import HuggingFace
 from grpocli.models.loading import load_model, load_tokenizer
 from grpocli.models.tiny import make_model, make_tokenizer
-from grpocli.training import dtype
 
 
 @pytest.fixture
@@ -82,12 +82,12 @@ def test_a_broken_config_is_one_sentence(folder: Path, broken: str | dict[str, A
 
 @pytest.mark.parametrize("config", ["{", '{"model_type": "nonsense"}', '{"model_type": "t5"}', "[]", "{}"])
 def test_its_dtype_is_not_chosen_by_a_broken_config(folder: Path, config: str, monkeypatch) -> None:
-    monkeypatch.setattr(dtype, "cpu_has_bfloat16", lambda _: True)
+    monkeypatch.setattr(loading, "cpu_has_bfloat16", lambda _: True)
     part = HuggingFace(path=str(folder))
-    assert dtype.choose_dtype("auto", part, part.prepare(), "cpu") == "float32"
+    assert loading.choose_dtype("auto", part, part.prepare(), "cpu") == "float32"
     (folder / "config.json").write_text(config)
     with pytest.raises(ConfigError, match=r"model\.path=.*cannot load the config") as caught:
-        dtype.choose_dtype("auto", part, part.prepare(), "cpu")
+        loading.choose_dtype("auto", part, part.prepare(), "cpu")
     assert "\n" not in str(caught.value)
 
 

@@ -13,7 +13,7 @@ from grpocli.progress import Cancelled, Watch
 from grpocli.rewards import scoring
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 from grpocli.rewards.scoring import Scorer
-from grpocli.training.collect import Sampler
+from grpocli.training.collector import Sampler
 from grpocli.types import Completion, Prompt, Request, Sampling
 
 SOON = 30.0

@@ -13,7 +13,7 @@ import pytest
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose
 from grpocli.rewards.scoring import Scorer
-from grpocli.training.collect import rewards_of
+from grpocli.training.collector import rewards_of
 from grpocli.types import Completion, Group, Prompt, Rollout
 
 SOURCE = """

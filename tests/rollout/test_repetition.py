@@ -11,11 +11,10 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from grpocli.rollout.distribution import sampling_logits
 from grpocli.rollout.sampler import sample
-from grpocli.training import head, policy
-from grpocli.training.batch import MicroBatch
-from grpocli.training.policy import completion_logp
-from grpocli.training.row import Row
-from grpocli.types import Completion, Request, Sampling
+from grpocli.training import logprobs
+from grpocli.training.logprobs import completion_logp
+from grpocli.training.micro_batch import MicroBatch
+from grpocli.types import Completion, Request, Row, Sampling
 
 PROMPTS = [[2, 5, 6], [2, 7, 8, 9, 10, 11], [12, 12]]  # shared by their completions; none holds the padding token 0
 PENALISED = Sampling(12, temperature=0.9, repetition_penalty=1.8)
@@ -52,7 +51,7 @@ def test_sampler_and_trainer_agree_with_transformers(
     little_model, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = sampled(little_model, sampling)
-    monkeypatch.setattr(head, "LOGITS_AT_ONCE", 40 * 7)  # pieces that end within rows
+    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 40 * 7)  # pieces that end within rows
     micro = MicroBatch.build([row(*pair) for pair in done], torch.device("cpu"))
     assert (micro.layout.attention_mask == 0).any()
     logp_BT, _ = completion_logp(little_model, micro, sampling, nullcontext())
@@ -107,7 +106,7 @@ def test_without_a_penalty_nothing_is_looked_up(little_model, monkeypatch: pytes
     def never(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(policy, "first_seen", never)
+    monkeypatch.setattr(logprobs, "first_seen", never)
     monkeypatch.setattr("grpocli.rollout.sampler.first_seen", never)
     done = sampled(little_model, Sampling(4), n=1)
     micro = MicroBatch.build([row(*pair) for pair in done], torch.device("cpu"))

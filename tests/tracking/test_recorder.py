@@ -11,7 +11,7 @@ import torch
 from grpocli.tracking.metrics import MetricsLog
 from grpocli.tracking.recorder import Recorder
 from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.view import Sample, silent_view
+from grpocli.tracking.view import ShownCompletion, silent_view
 from grpocli.types import Completion, Group, Prompt, Rollout
 
 
@@ -87,7 +87,7 @@ def test_a_step_that_trained_on_nothing_is_told(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_sample_is_shown_with_the_reference_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    view, shown = silent_view(), list[Sample]()
+    view, shown = silent_view(), list[ShownCompletion]()
     monkeypatch.setattr(view, "sample", shown.append)
     recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "m"), None, answers=("target", "answer"))
     done = Completion([1], [-1.0], "stop", version=1)

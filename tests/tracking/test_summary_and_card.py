@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from grpocli.tracking.card import model_card
+from grpocli.tracking.metrics import finished, reserve, summary_of, write_summary
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import Session, add_session
-from grpocli.tracking.summary import finished, reserve, summary_of, write_summary
 
 CONFIG = """\
 algorithm:

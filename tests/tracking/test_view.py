@@ -18,9 +18,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from grpocli.tracking.live_view import LiveView, Screen, make_view, sections
-from grpocli.tracking.stage import CurrentStage, Stage
 from grpocli.tracking.text import clean, duration, number, sparkline, trend, words
-from grpocli.tracking.view import Pace, PlainView, Sample, View, silent_view
+from grpocli.tracking.view import CurrentStage, Pace, PlainView, ShownCompletion, Stage, View, silent_view
 
 METRICS: dict[str, Any] = {
     "reward": 0.4123,
@@ -143,10 +142,10 @@ def test_the_time_left_is_that_of_the_rate_since_the_count_began() -> None:
 def test_plain_samples_come_now_and_then_on_one_line() -> None:
     view, out, clock = plain()
     for _ in range(3):
-        view.sample(Sample("1+\n1=", "2\x1b[2J" + "x" * 100, {"math": 1.0, "format": math.nan}, -0.5))
+        view.sample(ShownCompletion("1+\n1=", "2\x1b[2J" + "x" * 100, {"math": 1.0, "format": math.nan}, -0.5))
         clock.now += 20
     clock.now += 20
-    view.sample(Sample("1+1=", "3", {"math": 0.0}, -0.5, "2\x1b[2J\n"))
+    view.sample(ShownCompletion("1+1=", "3", {"math": 0.0}, -0.5, "2\x1b[2J\n"))
     (first, second, third) = out.getvalue().splitlines()
     assert first == second == f'  "1+ 1=" -> "...{"x" * 60}"  math 1  format -  advantage -0.500'
     assert third == '  "1+1=" -> "3"  reference "2"  math 0  advantage -0.500'
@@ -194,7 +193,9 @@ def fill(view: LiveView, steps: int = 3, completion: str = "2") -> None:
     view.stage("warm start", 0.37)
     for step in range(1, steps + 1):
         view.step(step, METRICS | {f"some/long/metric/name/{i}": 0.1 * step for i in range(30)})
-        view.sample(Sample([{"role": "user", "content": "[red]1+1[/red]=" * 50}], completion, {"math": 1.0}, 0.5, "2"))
+        view.sample(
+            ShownCompletion([{"role": "user", "content": "[red]1+1[/red]=" * 50}], completion, {"math": 1.0}, 0.5, "2")
+        )
 
 
 @pytest.mark.parametrize("width", [20, 40, 50, 80, 81, 120, 250])
@@ -233,12 +234,12 @@ def test_the_live_view_shows_what_matters(live: LiveView) -> None:
 
 def test_the_live_view_shows_the_reference_answer(live: LiveView) -> None:
     fill(live)
-    live.sample(Sample("1+1=", "3\n" * 50, {"math": 0.0}, -0.5, "2\x1b[2J\n or " + "two " * 50))
+    live.sample(ShownCompletion("1+1=", "3\n" * 50, {"math": 0.0}, -0.5, "2\x1b[2J\n or " + "two " * 50))
     text = screen(live, 80, 24)
     (line,) = (line for line in text if "reference: 2 or two two" in line)
     assert "…" in line
     assert any("│ 3" in line for line in text)
-    live.sample(Sample("1+1=", "3", {"math": 0.0}, -0.5))
+    live.sample(ShownCompletion("1+1=", "3", {"math": 0.0}, -0.5))
     assert "reference" not in "\n".join(screen(live, 80, 24))
 
 
@@ -256,7 +257,7 @@ def test_whatever_comes_is_drawn(metrics: dict[str, Any], prompt: str, completio
     view = LiveView(Console(file=io.StringIO(), force_terminal=True, width=80, height=24))
     try:
         view.step(1, metrics)
-        view.sample(Sample(prompt, completion, {"r": math.nan}, math.inf))
+        view.sample(ShownCompletion(prompt, completion, {"r": math.nan}, math.inf))
         lines = screen(view, 80, 24)
     finally:
         view.stop()

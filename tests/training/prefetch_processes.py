@@ -19,7 +19,7 @@ import torch
 from grpocli.distributed.world import World
 from grpocli.errors import EngineError, EngineGone, RunError
 from grpocli.hardware.hardware import Single
-from grpocli.training.collect import Collected
+from grpocli.training.collector import RolloutBatch
 from grpocli.training.prefetch import Prefetcher
 
 STEPS = 4
@@ -44,7 +44,7 @@ class Collector:
         self.recovered: list[list[int]] = []
         self.prefetcher: Prefetcher
 
-    def collect(self) -> Collected:
+    def collect(self) -> RolloutBatch:
         step = self.draws + 1
         if step == self.event_at:
             assert self.reached.wait(WAIT)
@@ -58,7 +58,7 @@ class Collector:
                 raise EngineGone("stays away")
         self.world.gather_objects([step])
         self.draws = step
-        return Collected([], {"time/reward": 0.0})
+        return RolloutBatch([], {"time/reward": 0.0})
 
 
 def trained(world: World, event: str, staleness: int, in_flight: bool) -> dict[str, Any]:

@@ -7,10 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpocli.training.batch import MicroBatch, windows
-from grpocli.training.layout import Layout, Packed, Padded
-from grpocli.training.row import Row
-from grpocli.types import Completion, Prompt, Rollout
+from grpocli.training.micro_batch import MicroBatch, windows
+from grpocli.training.packing import Layout, Packed, Padded
+from grpocli.types import Completion, Prompt, Rollout, Row
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), max_size=30)
 

@@ -15,8 +15,8 @@ from grpocli.progress import Watch
 from grpocli.rewards.scoring import Scorer, Tally
 from grpocli.rewards.text import ExactMatch
 from grpocli.rollout.seeds import seed_of
-from grpocli.training import leftover_groups
-from grpocli.training.collect import Collector, RolloutStats
+from grpocli.training import saved_rollouts
+from grpocli.training.collector import Collector, RolloutStats
 from grpocli.types import Completion, Group, Prompt, Rollout, Sampling
 
 
@@ -151,9 +151,9 @@ def test_carried_groups_survive_a_checkpoint(tmp_path: Path) -> None:
     made, _ = collector([(1.0, 1.0, 1.0), (0.0, 1.0, float("nan"))], "algorithm=dapo", "algorithm.keep.surplus=carry")
     made.collect()
     assert made.leftover
-    leftover_groups.save(made.leftover, tmp_path)
-    assert repr(leftover_groups.load(tmp_path, prompt, 3, ["r"], most=9)) == repr(made.leftover)
-    assert leftover_groups.load(tmp_path / "elsewhere", prompt, 3, ["r"], most=9) == []
+    saved_rollouts.save(made.leftover, tmp_path)
+    assert repr(saved_rollouts.load(tmp_path, prompt, 3, ["r"], most=9)) == repr(made.leftover)
+    assert saved_rollouts.load(tmp_path / "elsewhere", prompt, 3, ["r"], most=9) == []
 
 
 def test_carried_groups_that_do_not_fit_a_changed_config_are_left_out(
@@ -162,18 +162,18 @@ def test_carried_groups_that_do_not_fit_a_changed_config_are_left_out(
     made, _ = collector([*[FLAT] * 3, *[MIXED] * 9], "algorithm=dapo", "algorithm.keep.surplus=carry")
     made.collect()
     assert len(made.leftover) == 3
-    leftover_groups.save(made.leftover, tmp_path)
+    saved_rollouts.save(made.leftover, tmp_path)
 
     def other_prompt(number: int) -> Prompt:
         return Prompt(str(number), [2], "another seed")
 
-    assert leftover_groups.load(tmp_path, prompt, 2, ["r"], most=3) == made.leftover
+    assert saved_rollouts.load(tmp_path, prompt, 2, ["r"], most=3) == made.leftover
     assert caplog.text == ""
-    assert leftover_groups.load(tmp_path, prompt, 2, ["r"], most=1) == made.leftover[:1]
+    assert saved_rollouts.load(tmp_path, prompt, 2, ["r"], most=1) == made.leftover[:1]
     assert "2 of 3 carried groups do not fit" in caplog.text
-    assert leftover_groups.load(tmp_path, prompt, 4, ["r"], most=3) == []
-    assert leftover_groups.load(tmp_path, prompt, 2, ["r", "format"], most=3) == []
-    assert leftover_groups.load(tmp_path, other_prompt, 2, ["r"], most=3) == []
+    assert saved_rollouts.load(tmp_path, prompt, 4, ["r"], most=3) == []
+    assert saved_rollouts.load(tmp_path, prompt, 2, ["r", "format"], most=3) == []
+    assert saved_rollouts.load(tmp_path, other_prompt, 2, ["r"], most=3) == []
 
 
 @pytest.mark.parametrize(
@@ -182,12 +182,12 @@ def test_carried_groups_that_do_not_fit_a_changed_config_are_left_out(
 def test_a_damaged_carried_completion_is_refused(damage: dict[str, torch.Tensor], tmp_path: Path) -> None:
     made, _ = collector([*[FLAT] * 3, *[MIXED] * 9], "algorithm=dapo", "algorithm.keep.surplus=carry")
     made.collect()
-    leftover_groups.save(made.leftover, tmp_path)
-    saved = torch.load(tmp_path / leftover_groups.CARRIED, weights_only=True)
+    saved_rollouts.save(made.leftover, tmp_path)
+    saved = torch.load(tmp_path / saved_rollouts.CARRIED, weights_only=True)
     saved[0]["rollouts"][0] |= damage
-    torch.save(saved, tmp_path / leftover_groups.CARRIED)
+    torch.save(saved, tmp_path / saved_rollouts.CARRIED)
     with pytest.raises(ValueError, match="finite log-prob"):
-        leftover_groups.load(tmp_path, prompt, 2, ["r"], most=3)
+        saved_rollouts.load(tmp_path, prompt, 2, ["r"], most=3)
 
 
 def test_a_group_can_be_kept_by_one_reward_alone() -> None:

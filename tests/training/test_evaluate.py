@@ -11,8 +11,7 @@ import pytest
 from grpocli.progress import Watch
 from grpocli.rewards.scoring import Tally
 from grpocli.rewards.text import ExactMatch
-from grpocli.training.accuracy import AccuracyRewards
-from grpocli.training.evaluate import Evaluator, eval_seeds
+from grpocli.training.accuracy import AccuracyRewards, Evaluator, eval_seeds
 from grpocli.types import Completion, Group, Prompt, Rollout, Sampling
 
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from training.test_update import SAMPLING, rows, updater, world
 
-from grpocli.training import layout
-from grpocli.training.batch import MicroBatch
-from grpocli.training.policy import Policy
-from grpocli.training.reference import Reference
-from grpocli.training.row import Row
+from grpocli.training import packing
+from grpocli.training.micro_batch import MicroBatch
+from grpocli.training.policy import Policy, Reference
+from grpocli.types import Row
 
 __all__ = ["rows", "world"]
 
@@ -49,7 +48,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ],
 )
 def test_forwards(little_model, world, rows, forwards, algorithm, train, expected, monkeypatch) -> None:
-    monkeypatch.setattr(layout, "PADDING", 1.0)  # one micro-batch, however different its rows are
+    monkeypatch.setattr(packing, "PADDING", 1.0)  # one micro-batch, however different its rows are
     updater(little_model, world, *algorithm, **train).step([copy.copy(r) for r in rows], n_groups=2)
     assert forwards == expected
 

@@ -21,15 +21,13 @@ from grpocli.models.loading import load_policy
 from grpocli.models.lora import Lora, attach
 from grpocli.models.tiny import make_tokenizer
 from grpocli.rollout.sampler import sample
-from grpocli.training.batch import MicroBatch
 from grpocli.training.build import _reference
 from grpocli.training.checkpoint import Contents, State, load_optimizer, save, save_model
+from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.optim import AdamW
-from grpocli.training.policy import Policy
-from grpocli.training.reference import BaseReference, Reference
-from grpocli.training.row import Row
+from grpocli.training.policy import BaseReference, Policy, Reference
 from grpocli.training.update import Updater
-from grpocli.types import Request, Sampling
+from grpocli.types import Request, Row, Sampling
 
 SAMPLING = Sampling(10, temperature=0.9)
 LORA = Lora(rank=4, alpha=8.0)

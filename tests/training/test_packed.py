@@ -35,16 +35,14 @@ from grpocli.config.schema import Train
 from grpocli.distributed.world import World
 from grpocli.models import attention, sdpa
 from grpocli.tasks.prompts import PromptSet
-from grpocli.training import head
-from grpocli.training.batch import MicroBatch
-from grpocli.training.layout import Packed
+from grpocli.training import logprobs
+from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.optim import AdamW
-from grpocli.training.packing import find_head, pack
-from grpocli.training.policy import Policy
-from grpocli.training.reference import Reference
-from grpocli.training.row import Row
+from grpocli.training.packing import Packed
+from grpocli.training.packing_check import find_head, pack
+from grpocli.training.policy import Policy, Reference
 from grpocli.training.update import Updater
-from grpocli.types import Sampling
+from grpocli.types import Row, Sampling
 
 __all__ = ["world"]
 
@@ -334,7 +332,7 @@ def test_entropies_under_autocast_are_float32_sums(model) -> None:
     found = []
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for gradient in (False, True):
-            with head.scoring(output, head.Targets(ids, None, Sampling(1), entropy_gradient=gradient)):
+            with logprobs.scoring(output, logprobs.Targets(ids, None, Sampling(1), entropy_gradient=gradient)):
                 found.append(output(hidden)[:, 1])
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-4)
 
@@ -400,14 +398,14 @@ def test_what_is_saved_is_counted(model, world) -> None:
 )
 def test_the_head_gives_what_logits_give(model, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, numbers in (("LOGITS_AT_ONCE", 40 * 5), ("IN_CACHE", 16 * 5), ("COLUMNS", 16)):  # pieces, and rests
-        monkeypatch.setattr(head, name, numbers)
+        monkeypatch.setattr(logprobs, name, numbers)
     hidden = torch.randn(23, 32, requires_grad=True)
     weight = model.get_output_embeddings().weight
     ids = torch.randint(0, 40, (23,), generator=torch.Generator().manual_seed(3))
     found = []
-    with head.scoring(model.get_output_embeddings(), head.Targets(ids, None, sampling)):
+    with logprobs.scoring(model.get_output_embeddings(), logprobs.Targets(ids, None, sampling)):
         found.append(model.get_output_embeddings()(hidden).unbind(-1))
-    found.append(head._token_scores(hidden @ weight.T, ids, sampling, False, None))
+    found.append(logprobs._token_scores(hidden @ weight.T, ids, sampling, False, None))
     gradients = [torch.autograd.grad((logp * torch.arange(23.0)).sum(), (hidden, weight)) for logp, _ in found]
     for one, other in [*zip(*found, strict=True), *zip(*gradients, strict=True)]:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
@@ -434,7 +432,7 @@ def test_there_are_never_logits_of_all_tokens(
     """In the forward and in the backward; only the gradient of the weights is as large as they are."""
     vocabulary, tokens = 5000, 200
     for name, numbers in (("LOGITS_AT_ONCE", 10 * vocabulary), ("COLUMNS", vocabulary // 25)):
-        monkeypatch.setattr(head, name, numbers)
+        monkeypatch.setattr(logprobs, name, numbers)
     wide = LlamaForCausalLM(LlamaConfig(**(SHAPE | {"vocab_size": vocabulary}), **ENDS))
     policy = Policy(wide, wide, torch.float32)
     assert pack(policy, None)

@@ -18,12 +18,10 @@ from composed import built
 from grpocli.errors import EngineError, RunError
 from grpocli.rewards.scoring import Tally
 from grpocli.tracking.rollouts import write_rollouts
-from grpocli.training import leftover_groups
-from grpocli.training.collect import Collected, Collector
+from grpocli.training import saved_rollouts
+from grpocli.training.collector import Collector, RolloutBatch, records_of
 from grpocli.training.prefetch import Prefetcher
-from grpocli.training.records import records_of
-from grpocli.training.row import Row
-from grpocli.types import Completion, Group, Prompt, Rollout, Sampling, Status
+from grpocli.types import Completion, Group, Prompt, Rollout, Row, Sampling, Status
 
 WAIT = 20.0  # seconds, far more than anything here takes
 
@@ -106,7 +104,7 @@ def ahead(
         one.close()
 
 
-def versions(collected: Collected) -> set[int]:
+def versions(collected: RolloutBatch) -> set[int]:
     return {r.completion.version for g in collected.groups for r in g.rollouts}
 
 
@@ -122,7 +120,7 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def uids(collected: Collected) -> list[int]:
+def uids(collected: RolloutBatch) -> list[int]:
     return [int(g.uid) for g in collected.groups]
 
 
@@ -231,7 +229,7 @@ def test_what_is_too_old_is_dropped_with_its_group_and_counted() -> None:
     old = made.collect()
     sampler.version = 3
     new = made.collect()
-    mixed = Collected([old.groups[0], new.groups[1]], new.metrics)
+    mixed = RolloutBatch([old.groups[0], new.groups[1]], new.metrics)
     with ahead(made, done=3, ready=[mixed]) as one:
         collected = one.collect(4)
     assert uids(collected) == [3]
@@ -431,16 +429,16 @@ def test_a_run_restored_in_the_middle_does_the_same(surplus: str, tmp_path: Path
         halves = steps(one, sampler, 1, 4)
         one.drain(5)
         progress = one.progress
-        leftover_groups.save_steps(progress.ready, tmp_path)
-        leftover_groups.save(progress.leftover, tmp_path)
+        saved_rollouts.save_steps(progress.ready, tmp_path)
+        saved_rollouts.save(progress.leftover, tmp_path)
         assert all(step.rest for step in progress.ready), "nothing discarded shows nothing"
 
     sampler = Sampler(script)
     sampler.allow(999)
     again = collector(sampler, *overrides)
     again.draws = progress.draws
-    again.leftover = leftover_groups.load(tmp_path, again.draw, 2, ["r"], most=2)
-    ready = leftover_groups.load_steps(tmp_path, again, wanted=True)
+    again.leftover = saved_rollouts.load(tmp_path, again.draw, 2, ["r"], most=2)
+    ready = saved_rollouts.load_steps(tmp_path, again, wanted=True)
     assert len(ready) == 1
     with ahead(again, steps=8, done=4, ready=ready) as one:
         halves += steps(one, sampler, 5, 8)
@@ -458,12 +456,12 @@ def test_spans_survive_a_checkpoint_and_a_changed_config_does_not(
     done = Completion([1, 2], [-1.0, -0.5], "stop", 3, spans=[(3, 1), (4, 1)])
     group = Group(prompt, [Rollout(prompt, done, "t", {"r": float("nan")})] * 2)
     made = collector(Sampler(), "algorithm=grpo")
-    step = Collected([group], {"reward": 0.5}, rest=[(Status.STALE, group)])
-    leftover_groups.save_steps([step], tmp_path)
+    step = RolloutBatch([group], {"reward": 0.5}, rest=[(Status.STALE, group)])
+    saved_rollouts.save_steps([step], tmp_path)
 
-    def load(size: int = 2, wanted: bool = True) -> list[Collected]:
+    def load(size: int = 2, wanted: bool = True) -> list[RolloutBatch]:
         made.group_size = size
-        return leftover_groups.load_steps(tmp_path, made, wanted)
+        return saved_rollouts.load_steps(tmp_path, made, wanted)
 
     assert repr(load()) == repr([step])
     assert caplog.text == ""
@@ -481,11 +479,11 @@ def test_processes_agree_on_a_step_whose_discarded_groups_alone_do_not_fit(
         return Group(prompt, [Rollout(prompt, Completion([1], [-1.0], "stop", 3), "t", {"r": 1.0})] * 2)
 
     kept, discarded = group(made.draw(4)), group(Prompt("5", [99], "no prompt of the task now"))
-    step = Collected([kept], {}, rest=[(Status.FILTERED, discarded)])
-    leftover_groups.save_steps([step], tmp_path)
+    step = RolloutBatch([kept], {}, rest=[(Status.FILTERED, discarded)])
+    saved_rollouts.save_steps([step], tmp_path)
     for is_main in (True, False):
         made.keeps_rest = is_main
-        (found,) = leftover_groups.load_steps(tmp_path, made, wanted=True)
+        (found,) = saved_rollouts.load_steps(tmp_path, made, wanted=True)
         assert (found.groups, found.rest) == ([kept], [])
     assert caplog.text.count("1 of 1 groups of a rollout file do not fit") == 1
 
@@ -493,11 +491,11 @@ def test_processes_agree_on_a_step_whose_discarded_groups_alone_do_not_fit(
 def test_steps_collected_ahead_by_an_older_version_are_read(tmp_path: Path) -> None:
     made = collector(Sampler(), "algorithm=grpo")
     group = Group(made.draw(4), [Rollout(made.draw(4), Completion([1], [-1.0], "stop", 3), "t", {"r": 1.0})] * 2)
-    leftover_groups.save_steps([Collected([group], {"reward": 1.0})], tmp_path)
-    saved = torch.load(tmp_path / leftover_groups.AHEAD, weights_only=True)
+    saved_rollouts.save_steps([RolloutBatch([group], {"reward": 1.0})], tmp_path)
+    saved = torch.load(tmp_path / saved_rollouts.AHEAD, weights_only=True)
     older = [{name: step[name] for name in ("groups", "metrics")} for step in saved]
-    torch.save(older, tmp_path / leftover_groups.AHEAD)
-    (step,) = leftover_groups.load_steps(tmp_path, made, wanted=True)
+    torch.save(older, tmp_path / saved_rollouts.AHEAD)
+    (step,) = saved_rollouts.load_steps(tmp_path, made, wanted=True)
     assert (step.groups, step.rest) == ([group], [])
 
 

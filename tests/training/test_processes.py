@@ -24,10 +24,9 @@ from grpocli.algorithm.metrics import EXTREMES
 from grpocli.launch.trainers import command
 from grpocli.rollout.sampler import sample
 from grpocli.training import checksums
-from grpocli.training.batch import windows
-from grpocli.training.layout import Packed
-from grpocli.training.row import Row
-from grpocli.types import Request, Sampling
+from grpocli.training.micro_batch import windows
+from grpocli.training.packing import Packed
+from grpocli.types import Request, Row, Sampling
 
 pytestmark = pytest.mark.processes
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpocli.distributed.rank0_loading import LOADING, read_once
+from grpocli.distributed.fsdp2 import LOADING, read_once
 
 
 def resident() -> int:

@@ -17,10 +17,8 @@ from training.recomputed import recomputed
 from grpocli.progress import Watch
 from grpocli.rewards.scoring import Tally
 from grpocli.tracking.rollouts import read_rollouts, write_rollouts
-from grpocli.training.collect import Collected, Collector
-from grpocli.training.records import records_of, status_of
-from grpocli.training.row import Row
-from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Sampling
+from grpocli.training.collector import Collector, RolloutBatch, records_of, status_of
+from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Row, Sampling
 
 WEIGHTS = {"accuracy": 1.0, "overlong": 0.5}
 SCRIPT = [  # pairs of (accuracy, overlong) for each of a group's completions
@@ -71,7 +69,7 @@ def collector(*overrides: str) -> Collector:
     )
 
 
-def rows_of(collected: Collected, made: Collector, version: int) -> list[Row]:
+def rows_of(collected: RolloutBatch, made: Collector, version: int) -> list[Row]:
     """As the trainer makes them."""
     mask_truncated = made.algorithm.keep.mask_truncated
     return [
@@ -165,7 +163,7 @@ def test_why_a_row_of_the_update_was_trained_on_or_not(overrides: list[str], giv
 def test_what_the_update_computed_is_in_the_file(tmp_path: Path) -> None:
     prompt = Prompt("0", [1], "p")
     rollouts = [Rollout(prompt, Completion([2, 3], [-1.0, -1.0], "stop", 1), "t", {"r": float(k)}) for k in range(2)]
-    collected = Collected([Group(prompt, rollouts)], {})
+    collected = RolloutBatch([Group(prompt, rollouts)], {})
     rows = [row(-1.0, [1, 1]), row(2.0, [1, 0])]  # a loss_multiplier has been here
     rows[1].logp, rows[1].entropy = torch.tensor([-0.5, -0.25]), torch.tensor([1.0, 2.0])
     records = records_of(collected, rows, built("algorithm=grpo"), {"r": 1.0}, step=1)

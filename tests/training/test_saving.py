@@ -17,7 +17,7 @@ from cli.running import SMALL, metrics
 
 from grpocli.rollout.transformers_engine import TransformersEngine
 from grpocli.training import checkpoint
-from grpocli.training.async_checkpoint import Saver
+from grpocli.training.checkpointer import Saver
 
 WAIT = 60.0
 """Seconds, far more than anything here takes."""
@@ -123,7 +123,7 @@ import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 import torch
-from grpocli.training.async_checkpoint import Saver
+from grpocli.training.checkpointer import Saver
 one = Saver(SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(whole=True)))
 begun = threading.Event()
 def work():

@@ -14,13 +14,11 @@ from grpocli.config.schema import Train
 from grpocli.distributed.world import World
 from grpocli.hardware.hardware import Single
 from grpocli.rollout.sampler import sample
-from grpocli.training.batch import MicroBatch
+from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.optim import AdamW
-from grpocli.training.policy import Policy
-from grpocli.training.reference import Reference
-from grpocli.training.row import Row
+from grpocli.training.policy import Policy, Reference
 from grpocli.training.update import Updater
-from grpocli.types import Request, Sampling
+from grpocli.types import Request, Row, Sampling
 
 SAMPLING = Sampling(10, temperature=0.9)
 

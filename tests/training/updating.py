@@ -27,12 +27,10 @@ from grpocli.rollout.sampler import sample
 from grpocli.training import checkpoint
 from grpocli.training.checkpoint import State
 from grpocli.training.optim import AdamW
-from grpocli.training.packing import pack
-from grpocli.training.policy import Policy
-from grpocli.training.reference import BaseReference, Reference
-from grpocli.training.row import Row
+from grpocli.training.packing_check import pack
+from grpocli.training.policy import BaseReference, Policy, Reference
 from grpocli.training.update import Updater
-from grpocli.types import Request, Sampling
+from grpocli.types import Request, Row, Sampling
 
 TRAIN = Train(epochs=2, minibatches=2, micro_batch_tokens=28)
 N_GROUPS = 5

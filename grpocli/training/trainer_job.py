@@ -17,7 +17,7 @@ POLL = 0.5  # seconds between looks at a file on a shared file system
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrainerJob:
     """engine: what the engine is launched with. checkpoint: where to go on from (null: from the start).
 
     Of a run on several machines, session: `Node.session`; ready: the engine can be connected to.
@@ -34,7 +34,7 @@ class Job:
         write_atomic(run_dir / NAME, json.dumps(values, indent=2, default=str))
 
     @classmethod
-    def load(cls, run_dir: Path) -> Job:
+    def load(cls, run_dir: Path) -> TrainerJob:
         values = json.loads(read_shared(run_dir / NAME))
         engine = values["engine"]
         at = values["checkpoint"]
@@ -45,7 +45,7 @@ class Job:
 
 def wait_for_job(
     run_dir: Path, session: str, timeout: float, ready: bool = True, give_up: threading.Event | None = None
-) -> Job | None:
+) -> TrainerJob | None:
     """What the first machine of this session says; None where `give_up` was set before.
 
     Raises RunError if it says nothing within `timeout` seconds.
@@ -53,7 +53,7 @@ def wait_for_job(
     until, give_up = time.monotonic() + timeout, give_up or threading.Event()
     while time.monotonic() < until:
         if (run_dir / NAME).exists():
-            job = Job.load(run_dir)
+            job = TrainerJob.load(run_dir)
             if job.session == session and (job.ready or not ready):
                 return job
         if give_up.wait(POLL):

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpocli.training.collect import Collected
+from grpocli.training.collector import RolloutBatch
 from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Status
 
 if TYPE_CHECKING:
-    from grpocli.training.collect import Collector
+    from grpocli.training.collector import Collector
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +46,13 @@ def load(
     return groups
 
 
-def save_steps(steps: Sequence[Collected], folder: Path) -> None:
+def save_steps(steps: Sequence[RolloutBatch], folder: Path) -> None:
     """Whole steps that have been collected ahead, in order, with what their rollout files will need."""
     if steps:
         torch.save([_step(step) for step in steps], folder / AHEAD)
 
 
-def load_steps(folder: Path, collector: Collector, wanted: bool) -> list[Collected]:
+def load_steps(folder: Path, collector: Collector, wanted: bool) -> list[RolloutBatch]:
     """The steps of `save_steps`, equal to the bit.
 
     None of them, and a warning, where a resume has changed the config so that groups do not fit (as in `load`), or so
@@ -68,7 +68,7 @@ def load_steps(folder: Path, collector: Collector, wanted: bool) -> list[Collect
     return []
 
 
-def _step(step: Collected) -> dict[str, Any]:
+def _step(step: RolloutBatch) -> dict[str, Any]:
     return {
         "groups": [_group(group) for group in step.groups],
         "metrics": step.metrics,
@@ -77,7 +77,7 @@ def _step(step: Collected) -> dict[str, Any]:
     }
 
 
-def _restored_step(saved: dict[str, Any], collector: Collector) -> Collected | None:
+def _restored_step(saved: dict[str, Any], collector: Collector) -> RolloutBatch | None:
     """The step; None where a group to train on does not fit the config now.
 
     `rest`, which the main process alone has, decides nothing: all processes have to agree.
@@ -93,7 +93,7 @@ def _restored_step(saved: dict[str, Any], collector: Collector) -> Collected | N
     rest = [(Status(status), group) for status, one in left if (group := restored(one))]
     if len(rest) < len(left):
         logger.warning("%d of %d groups of a rollout file do not fit the config now", len(left) - len(rest), len(left))
-    return Collected(
+    return RolloutBatch(
         groups,
         saved["metrics"],
         rest=rest,

@@ -20,7 +20,8 @@ from grpocli.rewards.streaming_scorer import EarlyScorer
 from grpocli.rollout.engine import Listener
 from grpocli.rollout.episodes import Episodes
 from grpocli.rollout.seeds import seed_of
-from grpocli.types import Completion, Group, Prompt, Request, Rollout, Sampling, Status
+from grpocli.tracking.rollouts import Record
+from grpocli.types import Completion, Group, Prompt, Request, Rollout, Row, Sampling, Status
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,7 +103,7 @@ class Sampler:
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class RolloutBatch:
     """The groups that one step trains on, and statistics of all that were sampled for it.
 
     metrics: of the step; its `num_tokens` counts this step alone, and the trainer adds those of earlier steps.
@@ -223,8 +224,9 @@ class Collector:
 
     draw: which prompt the n-th draw of the run is. accuracy_rewards: of each task, by name. State to
     save: `draws`, how many there were, and `carried`, the groups that the last step kept beyond what it wanted: they
-    are the first of the next one. keeps_rest: `Collected.rest` is wanted; it is as large as a step's groups or several
-    times that, at most MOST times `max_rounds` steps' worth. watch: called with the progress of a step's sampling.
+    are the first of the next one. keeps_rest: `RolloutBatch.rest` is wanted; it is as large as a step's groups or
+    several times that, at most MOST times `max_rounds` steps' worth.
+    watch: called with the progress of a step's sampling.
     """
 
     sampler: Sampler
@@ -241,7 +243,7 @@ class Collector:
     keeps_rest: bool = True
     watch: Watch = UNWATCHED
 
-    def collect(self) -> Collected:
+    def collect(self) -> RolloutBatch:
         """Sample until there are `prompts_per_step` groups that the algorithm keeps, or its rounds are used up.
 
         An error leaves the state as it was.
@@ -253,7 +255,7 @@ class Collector:
             self.draws, self.leftover = before
             raise
 
-    def _collect(self) -> Collected:
+    def _collect(self) -> RolloutBatch:
         leftover = self.leftover
         step = self._sample(self.prompts_per_step - len(leftover))
         groups = [*leftover, *step.kept]
@@ -282,7 +284,7 @@ class Collector:
         rest = [(Status.FILTERED, group) for group in step.filtered]
         rest += [(Status.CARRIED, group) for group in self.leftover]
         rest += [(Status.SURPLUS, group) for group in surplus[len(self.leftover) :]]
-        return Collected(
+        return RolloutBatch(
             wanted,
             metrics | step.tally.metrics | shown,
             remarks=self.sampler.scorer.remarks(step.tally),
@@ -344,3 +346,42 @@ class Collector:
     def _accuracy(self, tasks: Sequence[str]) -> list[str] | None:
         """The name of the reward that is the accuracy of each of these tasks; None: the first reward."""
         return [self.accuracy_rewards[task] for task in tasks] if self.accuracy_rewards else None
+
+
+def records_of(
+    collected: RolloutBatch, rows: Sequence[Row], algorithm: Algorithm, weights: dict[str, float], step: int
+) -> list[Record]:
+    """A record for each completion: first those of the update, in its order, then the others.
+
+    rows: of `collected.groups`, after the update. step: its number, from 1.
+    """
+    outcomes = [*((Status.TRAINED, group) for group in collected.groups), *collected.rest]
+    if not outcomes:
+        return []
+    scores_PG = algorithm.scores(rewards_of([group for _, group in outcomes], list(weights)), weights)
+    records = [
+        Record(rollout, number, status, step - (group.uid in collected.leftover), score)
+        for number, ((status, group), scores) in enumerate(zip(outcomes, scores_PG.tolist(), strict=True))
+        for rollout, score in zip(group.rollouts, scores, strict=True)
+    ]
+    updated = [_updated(record, row, algorithm) for record, row in zip(records, rows, strict=False)]
+    return [*updated, *records[len(rows) :]]
+
+
+def _updated(record: Record, row: Row, algorithm: Algorithm) -> Record:
+    """The record of a completion that was in the update, with its row's status, advantage, mask and values."""
+    return replace(
+        record,
+        status=status_of(row, algorithm),
+        advantage=row.advantage,
+        loss_mask=row.mask,
+        logp=None if row.logp is None else row.logp.numpy(),
+        entropy=None if row.entropy is None else row.entropy.numpy(),
+    )
+
+
+def status_of(row: Row, algorithm: Algorithm) -> Status:
+    """The status of a row that is in an update."""
+    if not any(row.mask):
+        return Status.MASKED
+    return Status.ZERO_ADVANTAGE if row.advantage == 0 and algorithm.vanishes else Status.TRAINED

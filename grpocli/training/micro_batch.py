@@ -9,8 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from grpocli.training.layout import Layout, Padded, pad
-from grpocli.training.row import Row
+from grpocli.training.packing import Layout, Padded, pad
+from grpocli.types import Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ exist for LOGITS_AT_ONCE numbers at a time, and are computed again in the backwa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from grpocli.rollout.distribution import sampling_logits
+from grpocli.rollout.repetition import first_seen
+from grpocli.training.packing import Padded
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from grpocli.training.micro_batch import MicroBatch
     from grpocli.types import Sampling
 
 LOGITS_AT_ONCE = 2**24
@@ -249,3 +252,41 @@ def _token_scores(
         probs_NV = (logits_NV - normalizer_N.unsqueeze(1)).exp()
         entropy_N = normalizer_N - (probs_NV * logits_NV.masked_fill(logits_NV.isinf(), 0.0)).sum(-1)
     return logp_N, entropy_N
+
+
+def output_head(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The module of a model, or of one that DDP or DeepSpeed has wrapped, that turns hidden states into logits."""
+    plain: Any = getattr(model, "module", model)
+    head: torch.nn.Module | None = plain.get_output_embeddings()
+    return head
+
+
+def completion_logp(
+    model: torch.nn.Module,
+    batch: MicroBatch,
+    sampling: Sampling,
+    context: AbstractContextManager[Any],
+    entropy_gradient: bool = False,
+    at_head: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [B, T] of a micro-batch's completions under any causal model of transformers.
+
+    Values where there is no token mean nothing. at_head: the model's logits are what its output head returns.
+    """
+    head, layout, ids_BT = output_head(model), batch.layout, batch.completion_ids
+    seen = None
+    if sampling.repetition_penalty != 1:
+        if not isinstance(layout, Padded):
+            raise ValueError("a repetition penalty is for rows side by side")
+        n = ids_BT.shape[1]
+        seen = TokenHistory(first_seen(layout.input_ids, layout.attention_mask, n, _vocabulary(head)), n)
+    targets = Targets(layout.targets(ids_BT), layout.before_N, sampling, seen, entropy_gradient)
+    with context, scoring(head, targets) if at_head and head is not None else repeating(head, layout.before_N):
+        found = layout.forward(model)
+    logp_N, entropy_N = found.unbind(-1) if at_head else of_logits(found, targets)
+    return layout.spread(logp_N), layout.spread(entropy_N)
+
+
+def _vocabulary(head: Any) -> int:
+    """Tokens that it has logits for; ZeRO-3 leaves no shape of its weights."""
+    return int(getattr(head, "out_features", 0) or len(head.weight))

@@ -1,0 +1,110 @@
+"""What a model allows: rows end to end, and log-probs at its output head. Asked of it, and tried."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from grpocli.models import attention
+from grpocli.training.logprobs import completion_logp, marked, output_head
+from grpocli.training.micro_batch import MicroBatch
+from grpocli.training.packing import Layout, Packed, Padded
+from grpocli.types import Row, Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from grpocli.distributed.world import World
+    from grpocli.training.policy import Policy, Reference
+
+logger = logging.getLogger(__name__)
+
+CLOSE = 0.05
+"""Relative difference of the two layouts' log-probs. bfloat16 makes 0.03 of it, where it cannot be left out."""
+EQUAL = 1e-4
+"""The same in float32."""
+
+
+def find_head(policy: Policy, world: World) -> bool:
+    """Whether the model's logits are what its output head returns. Collective."""
+
+    def tried() -> bool:
+        found, mark = _marked(policy)
+        return found.shape == mark.shape and torch.equal(found.float(), mark.float())
+
+    policy.at_head = not world.any(output_head(policy.model) is None or not _holds(tried))
+    return policy.at_head
+
+
+def _marked(policy: Policy) -> tuple[Tensor, Tensor]:
+    head = output_head(policy.model)
+    assert head is not None
+    with policy.parallel.computing(policy.model, torch.float32):
+        return marked(head, policy.model)
+
+
+def pack(policy: Policy, reference: Reference | None, world: World | None = None, longest: int = sys.maxsize) -> bool:
+    """Have both models take rows end to end, if they give the log-probs that they give side by side. Collective.
+
+    longest: the most tokens of a row.
+    """
+    models = [policy.model, *([reference.model] if reference else [])]
+    agreed = all(attention.choose(model, longest) for model in models) and output_head(policy.model) is not None
+    if agreed:
+        agreed = _holds(lambda: agrees(policy))
+    policy.packs = not world.any(not agreed) if world else agreed
+    if not policy.packs:
+        for model in models:
+            attention.leave(model)
+    return policy.packs
+
+
+def _holds(question: Callable[[], bool]) -> bool:
+    """False where a model cannot do what was tried; errors of the machine are raised."""
+    try:
+        return question()
+    except (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError):
+        raise
+    except (TypeError, ValueError, IndexError, RuntimeError):
+        logger.info("this model does not take it", exc_info=True)
+        return False
+
+
+def agrees(policy: Policy) -> bool:
+    """Whether both layouts give the same log-probs of a few rows, and a row end to end does not feel another."""
+    rows = _rows(policy)
+    exact = _marked(policy)[1].dtype == torch.float32
+    packed, padded = _logp(policy, rows, Packed), _logp(policy, rows, Padded)
+    if not _near(packed, padded, EQUAL if exact else CLOSE):
+        return False
+    first = len(rows[0].completion_ids)
+    other = replace(rows[0], completion_ids=rows[0].completion_ids[::-1])
+    return torch.equal(_logp(policy, [other, *rows[1:]], Packed)[first:], packed[first:])
+
+
+@torch.no_grad()
+def _logp(policy: Policy, rows: list[Row], layout: type[Layout]) -> Tensor:
+    """Of all tokens, row by row."""
+    batch = MicroBatch.build(rows, policy.model.device, layout)
+    context = policy.parallel.computing(policy.model, torch.float32)
+    logp_BT, _ = completion_logp(policy.model, batch, Sampling(1), context, at_head=policy.at_head)
+    return logp_BT[batch.mask.bool()]
+
+
+def _near(one: Tensor, other: Tensor, close: float) -> bool:
+    """Not where either is no number."""
+    return bool((one - other).abs().mean() <= close * other.abs().mean())
+
+
+def _rows(policy: Policy) -> list[Row]:
+    """Two groups of two, in one block of attention and in two."""
+    config = policy.model.config.get_text_config()
+    long = min(attention.ENOUGH // 2, (getattr(config, "max_position_embeddings", None) or attention.ENOUGH) - 8)
+    lengths = [4, 7, long, long + 3]
+    ids = [k % config.vocab_size for k in range(3, 3 + 5 + max(lengths))]
+    return [Row(ids[:5], ids[5 : 5 + n], [1] * n, 0.0, k // 2, [0.0] * n) for k, n in enumerate(lengths)]

@@ -1,0 +1,146 @@
+"""The checkpoints of a run: which one a resume starts from, and which are deleted."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from grpocli.errors import ConfigError, GrpoError
+from grpocli.files import remove
+from grpocli.progress import Progress, unreported
+from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.sessions import run_id
+from grpocli.training import checksums
+from grpocli.training.checkpoint import CHECKSUMS, NAME, STATE, load_state, read_state
+
+UNREADABLE = (GrpoError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
+"""What reading a file with unexpected content raises."""
+LOST = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EIO)
+"""Error numbers of a file that is damaged. With any other, such as a missing permission, it may be whole."""
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    return [path for path in _numbered(folder) if (path / STATE).is_file()]
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """Folders that hold a checkpoint, or what is left of one, oldest first."""
+    found = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(
+        (path for path in found if any(path.iterdir())), key=lambda path: int(path.name.removeprefix("step_"))
+    )
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest whole checkpoint below `folder`."""
+    found = checkpoints(folder)
+    return found[-1] if found else None
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints (0: none)."""
+    for path in checkpoints(folder)[:-keep] if keep else []:
+        # renamed first: half a checkpoint must not look whole; a resume deletes what is called .tmp-
+        doomed = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+        path.rename(doomed)
+        remove(doomed)
+
+
+@contextmanager
+def restoring(path: Path | None) -> Iterator[None]:
+    """Turn the errors of an unreadable checkpoint into a sentence that says how to go on without it."""
+    try:
+        yield
+    except UNREADABLE as error:
+        if path is None:
+            raise
+        raise ConfigError(
+            f"resume: the checkpoint {path} cannot be read ({_cause(error)}); "
+            "remove that folder to go on from the one before"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a run goes on.
+
+    path: the checkpoint; None where the run had not reached its first. damaged: newer checkpoints, and what is wrong
+    with each. has_checksums: False for a checkpoint of an earlier version, in which damage goes unnoticed.
+    """
+
+    path: Path | None = None
+    damaged: dict[Path, str] = field(default_factory=dict)
+    has_checksums: bool = True
+
+    @property
+    def fallback(self) -> list[str]:
+        """A sentence for each damaged checkpoint."""
+        return [
+            f"the checkpoint {path.name} was damaged ({problem}), and is called {_aside(path).name} now"
+            for path, problem in self.damaged.items()
+        ]
+
+    def set_aside(self) -> None:
+        """Rename damaged checkpoints, so that neither a later resume nor `prune` takes them for the newest ones."""
+        for path in self.damaged:
+            shutil.rmtree(_aside(path), ignore_errors=True)
+            path.rename(_aside(path))
+
+
+def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported) -> ResumePoint:
+    """The newest checkpoint of a run, with every file checked.
+
+    fallback: where it is damaged, take the newest one that is whole. Raises ConfigError if `resume=` does not name a
+    run, or there is no such checkpoint; OSError where files cannot be read though they may be whole.
+    """
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError("holds no run: there is no config.yaml in it", key="resume", value=run_dir)
+    damaged: dict[Path, str] = {}
+    found, run = None, run_id(RunDir(run_dir))
+    for path in reversed(_numbered(run_dir / "checkpoints")):
+        try:
+            found = ResumePoint(path, damaged, _check(path, run, progress))
+            break
+        except (OSError, *UNREADABLE) as error:
+            if isinstance(error, OSError) and error.errno not in LOST:
+                raise
+            damaged[path] = _cause(error)
+    if damaged and not (found and fallback):
+        newest, problem = next(iter(damaged.items()))
+        remedy = (
+            f"resume_fallback=true goes on from {found.path.name}, the newest one that is whole"
+            if found and found.path
+            else f"no other one is whole: remove {newest.parent} to begin again"
+        )
+        raise ConfigError(f"resume: the checkpoint {newest} is damaged ({problem}); {remedy}")
+    return found or ResumePoint()
+
+
+def _check(path: Path, run: str, progress: Progress) -> bool:
+    """Whether a checkpoint has checksums. Raises OSError or one of UNREADABLE where it is damaged.
+
+    run: of which it must be; empty where that is not known.
+    """
+    state = load_state(path)
+    if run and state.run and state.run != run:
+        raise ValueError("it is of another run")
+    promised = CHECKSUMS in read_state(path)
+    if promised or (path / checksums.INDEX).exists():
+        checksums.check(path, progress)
+    return promised
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"damaged_{path.name}")
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return f"{Path(error.filename).name} is missing"
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]
