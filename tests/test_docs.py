@@ -1,0 +1,41 @@
+"""The pages name files and links that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/**/*.md")]
+PACKAGES = sorted(path.name for path in (ROOT / "grpocli").iterdir() if path.is_dir())
+MODULE = re.compile(rf"`(?:grpocli/)?((?:{'|'.join(PACKAGES)})/[\w/]+\.(?:py|sh|json))")
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(#[^)\s]*)?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+
+def anchor(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return "#" + re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_modules_named_on_a_page_exist(page: Path) -> None:
+    names = MODULE.findall(page.read_text())
+    assert [name for name in names if not any((base / name).is_file() for base in (ROOT / "grpocli", ROOT))] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target, heading in LINK.findall(page.read_text()):
+        path = (page.parent / target) if target else page
+        headings = HEADING.findall(path.read_text()) if heading and path.is_file() else []
+        if not path.exists() or (heading and heading not in map(anchor, headings)):
+            broken.append(target + heading)
+    assert broken == []
