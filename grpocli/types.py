@@ -227,6 +227,7 @@ class Request:
     """n completions of one prompt; the same seed and weights give the same tokens.
 
     max_tokens: a limit of its own, below the sampling's. stop: strings beside the sampling's.
+    prompt: for an engine that does not sample; of an episode's later turn its text is the conversation so far.
     pasts: one for each completion, where another request may go on from it, whose tokens then begin with this one's
         and all of the completion's, and whose only past is the same. An engine need not use them.
     """
@@ -237,6 +238,7 @@ class Request:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     pasts: tuple[Past, ...] = ()
+    prompt: Prompt | None = None
 
     def under(self, sampling: Sampling) -> Sampling:
         """How its completions are drawn."""

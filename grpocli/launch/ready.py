@@ -22,6 +22,7 @@ def check_ready(run: Run) -> None:
     """Raise a ConfigError for the first thing that is missing. Imports no user's code and loads no data."""
     _check_packages(run)
     _check_engine(run)
+    _check_part(run.engine)
     _check_part(run.model)
     check_data(run)
 

@@ -95,14 +95,17 @@ def _check_batch(run: Run) -> None:
 
 def _check_structure(run: Run) -> None:
     """A regex or schema masks the sampler's tokens, not the trainer's: only a correction makes up for that."""
+    from grpocli.config.choices import choice_of
     from grpocli.rollout.auto import Auto
+    from grpocli.rollout.fake_engine import Fake
     from grpocli.rollout.transformers_engine import Transformers, refuse_structure
 
     name = run.rollout.sampling.structure
     if not name:
         return
-    if isinstance(run.engine.chosen() if isinstance(run.engine, Auto) else run.engine, Transformers):
-        refuse_structure(run.rollout.sampling)
+    engine = run.engine.chosen() if isinstance(run.engine, Auto) else run.engine
+    if isinstance(engine, Transformers | Fake):
+        refuse_structure(run.rollout.sampling, choice_of("engine", engine))
     if not run.algorithm.corrects:
         problem = "samples from a part of the policy's distribution: choose algorithm/correction=token_truncate"
         raise ConfigError(problem, key=f"rollout.{name}", value=getattr(run.rollout, name))

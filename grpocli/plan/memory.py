@@ -174,9 +174,12 @@ def _gathered_gradients(needs: PlanInputs) -> float:
 
 def _generation(needs: PlanInputs) -> list[Item]:
     """What a trainer process has of generation: all of it, a vLLM of its own, or the sync to a server."""
+    from grpocli.rollout.fake_engine import Fake
     from grpocli.rollout.transformers_engine import Transformers
     from grpocli.rollout.vllm.colocate_options import VllmColocate
 
+    if isinstance(needs.engine, Fake):
+        return []  # it scores one completion at a time
     if isinstance(needs.engine, Transformers):
         return _sampling(needs)
     if isinstance(needs.engine, VllmColocate):

@@ -130,6 +130,7 @@ def _length(needs: PlanInputs) -> int:
 
 def _in_process(needs: PlanInputs) -> bool:
     """Whether the trainer's own weights generate, without a sync to anywhere."""
+    from grpocli.rollout.fake_engine import Fake
     from grpocli.rollout.transformers_engine import Transformers
 
-    return isinstance(needs.engine, Transformers)
+    return isinstance(needs.engine, Transformers | Fake)

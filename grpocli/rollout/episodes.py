@@ -193,7 +193,8 @@ class Episodes:
     def _next(self, one: _Live, sampling: Sampling) -> Request:
         room = sampling.max_tokens - len(one.token_ids)
         seed = seed_of(one.request.seed, one.i, one.turns)
-        request = _first(Request([*one.request.token_ids, *one.token_ids], 1, seed), one.play)
+        prompt = replace(one.prompt, text=one.said)
+        request = _first(Request([*one.request.token_ids, *one.token_ids], 1, seed, prompt=prompt), one.play)
         return replace(request, max_tokens=min(room, one.play.turn_tokens or room), pasts=(one.past,))
 
     def _ask(self, live: Sequence[_Live], kinds: Sequence[str], given: Sequence[Sequence[Any]]) -> list[Any]:

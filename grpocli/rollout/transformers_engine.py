@@ -110,10 +110,10 @@ class TransformersEngine:
         """Nothing to stop."""
 
 
-def refuse_structure(sampling: Sampling) -> None:
+def refuse_structure(sampling: Sampling, engine: str = "transformers") -> None:
     """Raise a ConfigError if completions are to match a regex or a JSON schema."""
     if sampling.structure:
-        problem = "engine=transformers cannot hold completions to it: choose engine=vllm, or set it to null"
+        problem = f"engine={engine} cannot hold completions to it: choose engine=vllm, or set it to null"
         raise ConfigError(problem, key=f"rollout.{sampling.structure}", value=getattr(sampling, sampling.structure))
 
 

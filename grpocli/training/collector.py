@@ -65,7 +65,7 @@ class Sampler:
         process, where it was cancelled in any.
         """
         mine = range(self.world.rank, len(prompts), self.world.size)
-        requests = [Request(prompts[i].token_ids, n, seeds[i]) for i in mine]
+        requests = [Request(prompts[i].token_ids, n, seeds[i], prompt=prompts[i]) for i in mine]
 
         def rollouts_of(k: int, completions: Sequence[Completion]) -> list[Rollout]:
             return [Rollout(prompts[mine[k]], done, self._text(done.token_ids)) for done in completions]

@@ -1,0 +1,150 @@
+"""engine=fake: completions are texts of the user's, to try rewards, tasks and configs without a model that can answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import field
+from typing import TYPE_CHECKING, Any
+
+from grpocli.config.parts import Escaped, UserCode, part, require
+from grpocli.errors import RunError
+from grpocli.rollout.engine import Listener, ignore
+from grpocli.types import Completion, Prompt, Request, Sampling
+
+if TYPE_CHECKING:
+    from grpocli.rollout.engine import Engine, EngineContext, EngineJob, OnGroup
+
+COLUMN = re.compile(r"\{(\w+)\}")
+
+
+@part("engine", "fake")
+class Fake:
+    """Each completion is one of several texts, chosen by the prompt's seed; the policy scores and learns it.
+
+    completions: the texts; {answer} in them is that column of the example, as any other of its columns in braces.
+    function: FILE.py:NAME or module:NAME, called as NAME(prompt=..., n=..., seed=..., and the example's columns); it
+        returns n texts, which are taken instead.
+    """
+
+    completions: list[Escaped] = field(default_factory=lambda: ["{answer}", "wrong"])
+    function: UserCode | None = None
+
+    def __post_init__(self) -> None:
+        require(self, "completions", bool(self.completions), "needs at least one text")
+        require(self, "function", ":" in (self.function or ":"), "must be FILE.py:NAME or module:NAME")
+
+    def check_ready(self) -> None:
+        from grpocli.config.user_code import check_exists
+
+        if self.function:
+            check_exists(self.function, "engine.function")
+
+    def launch(self, job: EngineJob) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def connect(self, context: EngineContext) -> Engine:
+        return FakeEngine(self, context.policy, context.tokenizer)
+
+    def texts(self, prompt: Prompt, n: int, seed: int) -> list[str]:
+        """The completions of a prompt. Raises RunError where the user's function does not write n texts."""
+        from grpocli.rollout.seeds import seed_of
+
+        if self.function:
+            return self._written(prompt, n, seed)
+        chosen = [self.completions[seed_of(seed, i) % len(self.completions)] for i in range(n)]
+        return [filled(text, prompt.columns) for text in chosen]
+
+    def _written(self, prompt: Prompt, n: int, seed: int) -> list[str]:
+        from grpocli.config.user_code import load
+        from grpocli.user_frames import raised
+
+        function = load(str(self.function), "engine.function")
+        try:
+            texts = function(**{**prompt.columns, "prompt": prompt.text, "n": n, "seed": seed})
+        except Exception as error:
+            raise RunError(f"engine.function={self.function} raised {raised(error)}") from error
+        if not isinstance(texts, list) or len(texts) != n or not all(isinstance(text, str) for text in texts):
+            raise RunError(f"engine.function={self.function} returned {texts!r:.200}, which is not a list of {n} texts")
+        return texts
+
+
+def filled(text: str, columns: Mapping[str, Any]) -> str:
+    """The text with {NAME} replaced by the column NAME; without such a column it stays."""
+    return COLUMN.sub(lambda found: str(columns.get(found[1], found[0])), text)
+
+
+class FakeEngine:
+    """See `Fake`. Log-probs are the policy's own, so that a step is on-policy, as with engine=transformers."""
+
+    def __init__(self, part: Fake, policy: Any, tokenizer: Any) -> None:
+        self.part, self.policy, self.tokenizer = part, policy, tokenizer
+        self.version = 0
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+    ) -> list[list[Completion]]:
+        """`n` completions for each request, in order."""
+        listener = Listener.wrap(on_group)
+        results: list[list[Completion]] = [[] for _ in requests]
+        with self.policy.sampling_mode():
+            for k, request in enumerate(requests):
+                if listener.watch.cancelled():
+                    break
+                results[k] = self._completions(request, request.under(sampling))
+                listener.watch.progress(k + 1, len(requests), "prompts")
+                listener(k, results[k])
+        return results
+
+    def _completions(self, request: Request, sampling: Sampling) -> list[Completion]:
+        """Each different text is scored once."""
+        prompt = request.prompt or Prompt("", request.token_ids, self.tokenizer.decode(request.token_ids))
+        texts = self.part.texts(prompt, request.n, request.seed)
+        made = {text: self._completion(text, request, sampling) for text in dict.fromkeys(texts)}
+        return [made[text] for text in texts]
+
+    def _completion(self, text: str, request: Request, sampling: Sampling) -> Completion:
+        ids = [*self.tokenizer(text, add_special_tokens=False).input_ids, self.tokenizer.eos_token_id]
+        ids = ids[: self._length(ids, request, sampling)]
+        cut = len(ids) > sampling.max_tokens
+        ids = ids[: sampling.max_tokens]
+        logprobs = self._logprobs(request.token_ids, ids, sampling)
+        return Completion(ids, logprobs, "length" if cut else "stop", self.version)
+
+    def _length(self, ids: Sequence[int], request: Request, sampling: Sampling) -> int:
+        """Tokens up to the one that completes a stop string."""
+        from grpocli.rollout.stop_strings import StopStrings
+
+        if not sampling.stop:
+            return len(ids)
+        watched = StopStrings(self.tokenizer, sampling.stop, request.token_ids)
+        return next((i + 1 for i, token in enumerate(ids) if watched.completed_by(token)), len(ids))
+
+    def _logprobs(self, prompt_ids: Sequence[int], ids: Sequence[int], sampling: Sampling) -> list[float]:
+        """Of each token, in nats, under the policy's sampling distribution; 0 where sampling is greedy."""
+        import torch
+
+        from grpocli.rollout.distribution import sampling_logits
+        from grpocli.rollout.repetition import first_seen
+
+        if sampling.temperature == 0:
+            return [0.0] * len(ids)
+        model = self.policy.model
+        ids_1L = torch.tensor([[*prompt_ids, *ids]], device=model.device)
+        logits_TV = model(input_ids=ids_1L, use_cache=False).logits[0, -len(ids) - 1 : -1]
+        ids_T = ids_1L[0, -len(ids) :]
+        seen_TV = None
+        if sampling.repetition_penalty != 1:
+            first_1V = first_seen(ids_1L, torch.ones_like(ids_1L), len(ids), logits_TV.shape[-1])
+            seen_TV = first_1V < torch.arange(len(ids), device=model.device).unsqueeze(1)
+        logp_TV = sampling_logits(logits_TV, sampling, ids_T, seen_TV).log_softmax(-1)
+        logprobs: list[float] = logp_TV.gather(1, ids_T.unsqueeze(1)).squeeze(1).tolist()
+        return logprobs
+
+    def sync(self, version: int) -> dict[str, float]:
+        self.version = version
+        return {}
+
+    def close(self) -> None:
+        """Nothing to stop."""

@@ -1,0 +1,120 @@
+"""engine=fake: which texts it says, where they end, and that their log-probs are the policy's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpocli.errors import RunError
+from grpocli.models.tiny import make_model, make_tokenizer
+from grpocli.rollout.fake_engine import Fake, FakeEngine
+from grpocli.training.batch import MicroBatch
+from grpocli.training.policy import Policy, completion_logp
+from grpocli.training.row import Row
+from grpocli.types import Prompt, Request, Sampling
+
+TOKENIZER = make_tokenizer()
+SAMPLING = Sampling(20)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    model = make_model(0)
+    return Policy(model, model, torch.float32)
+
+
+def requests(n: int = 4, count: int = 3) -> list[Request]:
+    found = []
+    for i in range(count):
+        text = f"{i}+{i}="
+        prompt = Prompt(str(i), TOKENIZER(text).input_ids, text, {"answer": 2 * i})
+        found.append(Request(prompt.token_ids, n, seed=i, prompt=prompt))
+    return found
+
+
+def said(part: Fake, policy: Policy, sampling: Sampling = SAMPLING, n: int = 4) -> list[list[str]]:
+    found = FakeEngine(part, policy, TOKENIZER).generate(requests(n), sampling)
+    return [[TOKENIZER.decode(one.token_ids, skip_special_tokens=True) for one in group] for group in found]
+
+
+def test_about_half_of_the_default_completions_are_right(policy: Policy) -> None:
+    groups = said(Fake(), policy, n=100)
+    for i, group in enumerate(groups):
+        assert set(group) == {str(2 * i), "wrong"}
+        assert 30 < group.count("wrong") < 70
+
+
+def test_a_prompts_seed_decides_and_not_the_requests_beside_it(policy: Policy) -> None:
+    engine, asked = FakeEngine(Fake(), policy, TOKENIZER), requests()
+    assert engine.generate(asked[2:], SAMPLING) == engine.generate(asked, SAMPLING)[2:]
+    assert said(Fake(), policy) == said(Fake(), policy)
+
+
+def test_braces_that_name_no_column_stay(policy: Policy) -> None:
+    part = Fake([r"\boxed{{answer}} of {nothing}"])
+    assert said(part, policy, Sampling(99))[1] == [r"\boxed{2} of {nothing}"] * 4
+
+
+def test_a_completion_ends_at_a_stop_string_its_limit_or_its_own_end(policy: Policy) -> None:
+    engine, asked = FakeEngine(Fake(["12345"]), policy, TOKENIZER), requests(1, 1)
+    ends = {SAMPLING: ("12345<end>", "stop"), replace(SAMPLING, stop=("3",)): ("123", "stop")}
+    ends |= {Sampling(5): ("12345", "length"), Sampling(6): ("12345<end>", "stop")}
+    for sampling, (text, reason) in ends.items():
+        ((one,),) = engine.generate(asked, sampling)
+        assert (TOKENIZER.decode(one.token_ids), one.finish_reason) == (text, reason)
+        assert len(one.logprobs) == len(one.token_ids)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SAMPLING, Sampling(20, temperature=0.7, top_p=0.5, top_k=3, min_p=0.1), Sampling(20, repetition_penalty=1.5)],
+    ids=["plain", "truncated", "penalised"],
+)
+@torch.no_grad()
+def test_log_probs_are_those_that_the_trainer_computes(policy: Policy, sampling: Sampling) -> None:
+    asked = requests()
+    groups = FakeEngine(Fake(["{answer} and {answer}", "wrong"]), policy, TOKENIZER).generate(asked, sampling)
+    done = [(request, one) for request, group in zip(asked, groups, strict=True) for one in group]
+    rows = [Row(r.token_ids, c.token_ids, [1] * len(c.token_ids), 1.0, 0, c.logprobs) for r, c in done]
+    logp_BT, _ = completion_logp(policy.model, MicroBatch.build(rows, torch.device("cpu")), sampling, nullcontext())
+    for (_, one), logp_T in zip(done, logp_BT, strict=True):
+        torch.testing.assert_close(torch.tensor(one.logprobs), logp_T[: len(one.logprobs)], rtol=0, atol=1e-4)
+
+
+WRITER = """
+def write(prompt, n, seed, answer, **columns):
+    return [f"{prompt}{answer} {seed}"] * n
+
+def counts(n, **others):
+    return [str(i) for i in range(n - 1)]
+
+def breaks(**others):
+    raise ValueError("no idea")
+"""
+
+
+@pytest.fixture
+def written(tmp_path: Path, policy: Policy) -> Callable[[str], list[list[str]]]:
+    (tmp_path / "texts.py").write_text(WRITER)
+    return lambda name: said(Fake(function=f"{tmp_path}/texts.py:{name}"), policy)
+
+
+def test_a_function_of_the_users_writes_completions(written) -> None:
+    assert written("write") == [["0+0=0 0"] * 4, ["1+1=2 1"] * 4, ["2+2=4 2"] * 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("counts", r"texts.py:counts returned \['0', '1', '2'\], which is not a list of 4 texts"),
+        ("breaks", r"texts.py:breaks raised ValueError: no idea \(.*texts.py:9, in breaks: "),
+    ],
+)
+def test_a_function_that_does_not_is_one_sentence(written, name: str, problem: str) -> None:
+    with pytest.raises(RunError, match=problem):
+        written(name)
