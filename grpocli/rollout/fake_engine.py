@@ -1,4 +1,4 @@
-"""engine=fake: completions are texts of the user's, to try rewards, tasks and configs without a model that can answer."""
+"""engine=fake: texts of the user's as completions, to try rewards, tasks and configs without a capable model."""
 
 from __future__ import annotations
 

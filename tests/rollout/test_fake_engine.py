@@ -13,10 +13,9 @@ import torch
 from grpocli.errors import RunError
 from grpocli.models.tiny import make_model, make_tokenizer
 from grpocli.rollout.fake_engine import Fake, FakeEngine
-from grpocli.training.batch import MicroBatch
+from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.policy import Policy, completion_logp
-from grpocli.training.row import Row
-from grpocli.types import Prompt, Request, Sampling
+from grpocli.types import Prompt, Request, Row, Sampling
 
 TOKENIZER = make_tokenizer()
 SAMPLING = Sampling(20)
