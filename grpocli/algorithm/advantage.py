@@ -17,12 +17,10 @@ NOTHING = "A_i = 0 for a completion without a score, which is left out, and wher
 
 @section("algorithm.advantage")
 class Quotient:
-    """What advantages share that are divided by how far scores are apart.
-
-    eps: keeps the quotient bounded.
-    """
+    """Base of the advantages that are divided by the spread of the scores."""
 
     eps: float = 1e-4
+    """Added to the divisor; bounds the advantages of groups with nearly equal scores."""
 
     def __post_init__(self) -> None:
         require(self, "eps", 0 <= self.eps < math.inf, "must be a finite number of 0 or more")

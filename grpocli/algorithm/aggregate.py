@@ -88,16 +88,14 @@ class SequenceMean:
 
 @part("algorithm/aggregate", "token_mean")
 class TokenMean:
-    """Mean over tokens.
-
-    scope: `batch`: over all tokens of the update; `group`: over each group's tokens, then over groups, as DAPO
-    writes it (arXiv 2503.14476), equation 8; `micro_batch`: over each micro-batch's tokens, then over
-    micro-batches, which depends on the split: only to reproduce trainers that do so.
-    informative_only: tokens and groups whose advantages are all 0 are not counted (MathForge, arXiv 2601.20614).
-    """
+    """Mean over tokens."""
 
     scope: str = "batch"
+    """Tokens that the mean runs over. `batch`: all tokens of the update. `group`: each group's tokens, then the mean
+    over groups (DAPO, arXiv 2503.14476, equation 8). `micro_batch`: each micro-batch's tokens, then the mean over
+    micro-batches, which depends on the split; only to reproduce trainers that do so."""
     informative_only: bool = False
+    """Leave out tokens and groups whose advantages are all 0 (MathForge, arXiv 2601.20614)."""
 
     def __post_init__(self) -> None:
         one_of(self, "scope", ("batch", "group", "micro_batch"))
@@ -146,12 +144,10 @@ class TokenMean:
 
 @part("algorithm/aggregate", "constant")
 class Constant:
-    """1 / (rows x length): no bias by length. Dr. GRPO (arXiv 2503.20783), section 3.1.
-
-    length: in place of each completion's length. Any constant; by default `rollout.max_completion_tokens`.
-    """
+    """1 / (rows x length): no bias by length. Dr. GRPO (arXiv 2503.20783), section 3.1."""
 
     length: int | None = follows("rollout.max_completion_tokens")
+    """Divisor of every completion's sum over tokens, in tokens; any constant will do."""
     needs_groups = False
     depends_on_split = False
 

@@ -22,23 +22,29 @@ PARTS = ("advantage", "question_weight", "keep", "objective", "tokens", "correct
 
 @part("algorithm", "parts")
 class Algorithm:
-    """Scores to advantages, and log-probs to a loss.
-
-    combine: how rewards become one score: `sum` of weight x reward over those that apply, or
-    `normalize_then_sum`: each reward is normalised in its group first, and their weighted sum over the batch
-    (GDPO, arXiv 2601.05242).
-    """
+    """Turns scores into advantages, and log-probs into a loss."""
 
     advantage: Any
+    """Turns a group's scores into advantages."""
     question_weight: Any
+    """Weighs questions against each other."""
     keep: Any
+    """Selects the groups to train on."""
     objective: Any
+    """The policy-gradient term of a token."""
     tokens: Any
+    """Selects the tokens of the policy-gradient term."""
     correction: Any
+    """Importance weights from the sampler to the trainer."""
     kl: Any
+    """The penalty for leaving the reference policy."""
     entropy: Any
+    """The entropy bonus."""
     aggregate: Any
+    """Weighs each completion's sum over tokens."""
     combine: str = "sum"
+    """How rewards become one score. `sum`: weight x reward, over the rewards that apply. `normalize_then_sum`: each
+    reward is normalised in its group first, and then their weighted sum over the batch (GDPO, arXiv 2601.05242)."""
 
     def __post_init__(self) -> None:
         one_of(self, "combine", ("sum", "normalize_then_sum"))

@@ -25,7 +25,7 @@ SOURCES = (
 
 @part("algorithm/correction", "none")
 class NoCorrection:
-    """Every token weighs 1."""
+    """No correction: every token has weight 1."""
 
     corrects = False
 
@@ -38,13 +38,12 @@ class NoCorrection:
 
 @section("algorithm.correction")
 class Correction:
-    """min and max bound rho.
-
-    min: the lower bound. max: the upper bound.
-    """
+    """Base of the corrections, which bound rho."""
 
     min: float = 0.0
+    """Lower bound of rho, at least 0."""
     max: float = 2.0
+    """Upper bound of rho."""
     level = "token"
     corrects = True
 
@@ -76,7 +75,7 @@ class Correction:
 
 @part("algorithm/correction", "token_truncate")
 class TokenTruncate(Correction):
-    """clamp(rho, min, max) a token."""
+    """A weight per token: clamp(rho, min, max)."""
 
     def bound(self, ratio: Tensor) -> Tensor:
         return ratio.clamp(self.min, self.max)
@@ -87,12 +86,13 @@ class TokenTruncate(Correction):
 
 @part("algorithm/correction", "auto")
 class AutoCorrection:
-    """token_truncate where completions may be older than the weights that train, else none.
+    """`token_truncate` if completions may be older than the weights that train, else `none`.
 
-    Choose a correction by name to set its bounds. max_staleness: of the completions, in weight versions.
+    Choose a correction by name to set its bounds.
     """
 
     max_staleness: int | None = follows("rollout.max_staleness")
+    """Largest age of a completion, in weight versions; 0: no correction."""
 
     @property
     def chosen(self) -> NoCorrection | TokenTruncate:
@@ -117,7 +117,7 @@ class AutoCorrection:
 
 @part("algorithm/correction", "token_mask")
 class TokenMask(Correction):
-    """rho a token, 0 where it is out of bounds."""
+    """A weight per token: rho, or 0 if rho is out of bounds."""
 
     def bound(self, ratio: Tensor) -> Tensor:
         return ratio.masked_fill((ratio < self.min) | (ratio > self.max), 0.0)
@@ -128,13 +128,13 @@ class TokenMask(Correction):
 
 @part("algorithm/correction", "sequence_truncate")
 class SequenceTruncate(TokenTruncate):
-    """As token_truncate with one rho a sequence, the geometric mean of its tokens'."""
+    """Like token_truncate, with one rho per sequence: the geometric mean of its tokens' rho."""
 
     level = "sequence"
 
 
 @part("algorithm/correction", "sequence_mask")
 class SequenceMask(TokenMask):
-    """As token_mask with one rho a sequence, the geometric mean of its tokens'."""
+    """Like token_mask, with one rho per sequence: the geometric mean of its tokens' rho."""
 
     level = "sequence"

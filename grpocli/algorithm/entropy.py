@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @part("algorithm/entropy", "none")
 class NoEntropy:
-    """Nothing."""
+    """No entropy bonus."""
 
     coefficient = 0.0
 
@@ -27,12 +27,10 @@ class NoEntropy:
 
 @part("algorithm/entropy", "bonus")
 class EntropyBonus:
-    """coefficient x H_it, the entropy in nats of the distribution that token t was drawn from (arXiv 1602.01783).
-
-    coefficient: weight in the loss (0: no bonus).
-    """
+    """coefficient x H_it, the entropy in nats of the distribution that token t was drawn from (arXiv 1602.01783)."""
 
     coefficient: float = 0.001
+    """Weight in the loss; 0: no bonus."""
 
     def __post_init__(self) -> None:
         require(self, "coefficient", 0 <= self.coefficient < math.inf, "must be a finite number of 0 or more")

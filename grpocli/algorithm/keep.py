@@ -20,12 +20,10 @@ TRUNCATED = "|o_i| = 0 for completions cut at the length limit: no loss"
 
 @part("algorithm/keep", "all")
 class All:
-    """Every group; one round of sampling.
-
-    mask_truncated: completions cut at the limit are taken out of the loss.
-    """
+    """Trains on every group, after one round of sampling."""
 
     mask_truncated: bool = False
+    """Take completions that were cut off at rollout.max_completion_tokens out of the loss."""
     max_rounds = 1
     on_exhausted = "train_partial"
     surplus = "discard"
@@ -41,26 +39,25 @@ class All:
 
 @part("algorithm/keep", "dynamic")
 class Dynamic:
-    """Groups whose accuracy is not constant; more are sampled until `rollout.prompts_per_step` are found.
+    """Trains on groups whose accuracy is not constant; samples until `rollout.prompts_per_step` are found.
 
     DAPO (arXiv 2503.14476), section 3.2, equation 11: some answers are right and some are wrong. A refill is sized by
     the share of groups kept so far in the step.
-
-    max_rounds: rounds of sampling in a step.
-    on_exhausted: after them a step trains on what it has (`train_partial`), or the run stops (`error`).
-    mask_truncated: completions cut at the limit are taken out of the loss.
-    surplus: groups beyond the number wanted are discarded, or carried into the next step
-    (`carry`), where the sampler's log-probs are their old log-probs: they are off-policy by one weight version.
-    reward: the one that has to differ within a group. null is the accuracy: of the rewards that score the group's task
-    the one that judges its evaluations, or where that does not apply to the group, the first that does. `score` is the
-    weighted sum of all rewards, which with an overlong punishment also keeps groups that differ in length alone.
     """
 
     max_rounds: int = 10
+    """Most rounds of sampling in a step."""
     on_exhausted: str = "train_partial"
+    """After the last round, `train_partial` trains on the groups found and `error` stops the run."""
     surplus: str = "discard"
+    """`discard` groups beyond `rollout.prompts_per_step`, or `carry` them into the next step. Carried groups are
+    off-policy by one weight version; the sampler's log-probs are their old log-probs."""
     mask_truncated: bool = False
+    """Take completions that were cut off at rollout.max_completion_tokens out of the loss."""
     reward: str | None = None
+    """Name of the reward that must differ within a group. null: the accuracy, which is the reward that judges the
+    evaluations of the group's task or, if it does not apply to the group, the first that does. `score`: the weighted
+    sum of all rewards, which with an overlong punishment also keeps groups that differ in length alone."""
 
     def __post_init__(self) -> None:
         require(self, "max_rounds", self.max_rounds >= 1, "must be at least 1")

@@ -23,7 +23,7 @@ BOUND = f"at most {MAX_K3:g}: NeMo RL (kl_output_clamp_value), verl (low_var_kl)
 
 @part("algorithm/kl", "none")
 class NoKL:
-    """No reference model is loaded."""
+    """No KL term; no reference model is loaded."""
 
     beta = 0.0
     sync_every = 0
@@ -38,22 +38,20 @@ class NoKL:
 
 @section("algorithm.kl")
 class KL:
-    """What the three estimators share.
-
-    beta: weight in the loss (0: no reference).
-    on_policy: multiply by pi / pi_old, so that the estimate is one under the present policy (NeMo RL's GRPO guide).
-    sync_every: steps between moves of the reference (0: none). It becomes alpha x policy + (1 - alpha) x reference,
-    TR-DPO (arXiv 2404.09656).
-    sync_alpha: the policy's share in the new reference.
-    """
+    """Base of the three estimators."""
 
     estimator: ClassVar[tuple[str, ...]] = ()  # its formulas; the last is D_it
     sources: ClassVar[tuple[str, ...]] = ("joschu.net/blog/kl-approx.html",)
 
     beta: float = 0.04
+    """Weight in the loss; 0: no reference model is loaded."""
     on_policy: bool = False
+    """Multiply by pi / pi_old, so that the estimate is one under the current policy (NeMo RL's GRPO guide)."""
     sync_every: int = 0
+    """Steps between updates of the reference; 0: never. It becomes alpha x policy + (1 - alpha) x reference, TR-DPO
+    (arXiv 2404.09656)."""
     sync_alpha: float = 0.6
+    """Share of the policy in the updated reference (alpha), 0 to 1."""
 
     def __post_init__(self) -> None:
         require(self, "beta", 0 <= self.beta < math.inf, "must be a finite number of 0 or more")

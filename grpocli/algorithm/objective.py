@@ -30,21 +30,22 @@ class Clip:
     """-min(r A, clip(r, 1 - low, 1 + high) A), r = pi / pi_old.
 
     GRPO (arXiv 2402.03300), equation 3; `high` > `low` is DAPO's clip-higher (arXiv 2503.14476), section 3.1.
-
-    low: the ratio's room below 1. high: the ratio's room above 1.
-    level: `token`, or `sequence` for GSPO's length-normalised ratio (arXiv 2507.18071), equation 7.
-    dual: the most r counts for where A < 0. The term is at least dual x A, dual > 1 (arXiv 1912.09729), section 4.
-    delta: the most r counts for anywhere. It is cut there first: INTELLECT-2's two-sided clipping (arXiv 2505.07291),
-    section 3.4.
     """
 
     vanishes = True  # with its gradient, where the advantage is 0
 
     low: float = 0.2
+    """How far the ratio may fall below 1, 0 to 1."""
     high: float = 0.2
+    """How far the ratio may rise above 1, at least 0."""
     dual: float | None = None
+    """Largest ratio where A < 0; null: no limit. The term is at least dual x A, dual > 1 (arXiv 1912.09729), section 4.
+    """
     delta: float | None = None
+    """Largest ratio anywhere, applied before the clip; null: no limit. Above 1 + high: INTELLECT-2's two-sided clipping
+    (arXiv 2505.07291), section 3.4."""
     level: str = "token"
+    """`token`, or `sequence` for GSPO's length-normalised ratio (arXiv 2507.18071), equation 7."""
 
     def __post_init__(self) -> None:
         require(self, "low", 0 <= self.low <= 1, "must be between 0 and 1")
@@ -106,14 +107,12 @@ class Clip:
 
 @part("algorithm/objective", "cispo")
 class Cispo:
-    """-sg(min(r, 1 + high)) A log pi: every token keeps a gradient. MiniMax-M1 (arXiv 2506.13585), equation 4.
-
-    high: the weight's room above 1.
-    """
+    """-sg(min(r, 1 + high)) A log pi: every token keeps a gradient. MiniMax-M1 (arXiv 2506.13585), equation 4."""
 
     vanishes = True
 
     high: float = 4.0
+    """How far the weight may rise above 1, at least 0."""
 
     def __post_init__(self) -> None:
         require(self, "high", self.high >= 0, "must be 0 or more")
@@ -137,15 +136,14 @@ class Cispo:
 
 @part("algorithm/objective", "sapo")
 class Sapo:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate for the clip. SAPO (arXiv 2511.20347).
-
-    tau_positive: how soon the gate closes where A > 0. tau_negative: how soon the gate closes elsewhere.
-    """
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate for the clip. SAPO (arXiv 2511.20347)."""
 
     vanishes = True
 
     tau_positive: float = 1.0
+    """Sharpness of the gate where A > 0."""
     tau_negative: float = 1.05
+    """Sharpness of the gate where A <= 0."""
 
     def __post_init__(self) -> None:
         require(self, "tau_positive", 1e-6 <= self.tau_positive < math.inf, SHARPNESS)

@@ -15,12 +15,10 @@ if TYPE_CHECKING:
 
 @part("algorithm/question_weight", "uniform")
 class Uniform:
-    """Every question weighs 1.
-
-    reward: means nothing here; the name every question weight has.
-    """
+    """Every question has weight 1."""
 
     reward: str | None = None
+    """Unused; every question weight has this key."""
 
     def __call__(self, scores_PG: Tensor, accuracy_PG: Tensor) -> Tensor:
         return scores_PG.new_ones(scores_PG.shape[0])
@@ -31,18 +29,17 @@ class Uniform:
 
 @part("algorithm/question_weight", "difficulty")
 class Difficulty:
-    """N x softmax(-mean accuracy / T) over the N questions whose score is not constant; the others weigh 1.
+    """N x softmax(-mean accuracy / T) over the N questions whose score is not constant; the others have weight 1.
 
-    A mean accuracy of 0, or none at all, counts as 1: nothing right was seen there to learn from.
-    DGPO's DQW, MathForge (arXiv 2601.20614).
-
-    temperature: the lower, the more hard questions count.
-    reward: names the reward that is the accuracy (null: the one that judges the evaluations of the question's task,
-    the task's first unless `eval.reward` is another).
+    A mean accuracy of 0, or none at all, counts as 1: the group shows no right answer to learn from. DGPO's DQW,
+    MathForge (arXiv 2601.20614).
     """
 
     temperature: float = 2.0
+    """Softmax temperature; the lower it is, the more hard questions count."""
     reward: str | None = None
+    """Name of the reward that is the accuracy. null: the reward that judges the evaluations of the question's task,
+    `eval.reward` or the task's first."""
 
     def __post_init__(self) -> None:
         require(self, "temperature", 1e-6 <= self.temperature < math.inf, "must be above 0 (at least 1e-6) and finite")

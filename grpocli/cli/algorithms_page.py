@@ -10,7 +10,7 @@ from typing import Any
 
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.config.choices import registered
-from grpocli.config.formula import meanings, summary
+from grpocli.config.field_docs import field_docs, summary
 from grpocli.explain.explanation import Explanation, compared, explanation, part_section, spelled
 from grpocli.explain.render import code, comparison_markdown, explanation_markdown, right_lines, table
 from grpocli.files import write_atomic
@@ -112,7 +112,7 @@ def _choice(kind: str, choice: str, made: type[Any]) -> Iterator[str]:
 
 
 def _fields(prefix: str, made: type[Any], symbols: dict[str, str]) -> list[list[str]]:
-    described = meanings(made)
+    described = field_docs(made)
     return [
         [f"`{prefix}.{f.name}`", symbols.get(f"{prefix}.{f.name}", ""), f"`{_default(f)}`", described.get(f.name, "")]
         for f in dataclasses.fields(made)

@@ -16,23 +16,21 @@ MOST_COMPLETIONS = 10_000_000
 
 @section("train")
 class Train:
-    """How long and in which pieces the policy is updated.
-
-    steps: rollout-and-update rounds.
-    epochs: passes over each step's rollouts (the papers' mu).
-    minibatches: optimizer updates per pass.
-    micro_batch_tokens: tokens (padding included) in one forward; bounds memory, never changes the gradient.
-    gradient_checkpointing: recompute activations in the backward pass to save memory.
-    packed: rows end to end, each prompt once for its group, where the model's attention allows it; false: side by side
-        with padding.
-    """
+    """Length of the training, and how each step's update is split."""
 
     steps: int = 60
+    """Rounds of sampling and updating."""
     epochs: int = 1
+    """Passes over each step's rollouts (mu in the papers)."""
     minibatches: int = 1
+    """Optimizer updates per pass."""
     micro_batch_tokens: int = 8192
+    """Most tokens of a forward pass, padding included; bounds memory, never changes the gradient."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
     packed: bool = True
+    """Put rows end to end, with each prompt once for its group, where the model's attention allows it; false: side by
+    side with padding."""
 
     def __post_init__(self) -> None:
         for field in ("steps", "epochs", "minibatches", "micro_batch_tokens"):
@@ -45,40 +43,48 @@ class Train:
 
 @section("rollout")
 class Rollouts:
-    """What is sampled in a step: `prompts_per_step` x `group_size` completions.
-
-    long_prompts: what happens to prompts over `max_prompt_tokens`: `drop` them, or `truncate` from the left.
-    repetition_penalty: divides the positive logits of tokens that stand in the prompt or earlier in the completion,
-        multiplies the negative ones; 1 is none. The trainer scores tokens under the same penalty.
-    stop: strings that end a completion (`["\\n\\n"]` is two line breaks). The token that completes one is the last;
-        rewards see the text with it.
-    regex, json_schema: every completion matches it, unless it is cut off at `max_completion_tokens` (engine=vllm, one
-        of them). The trainer scores without that constraint, so `algorithm/correction` has to make up for it.
-    max_reward_errors: the run stops when a larger share of a step's samples could not be scored.
-    max_prob_error: the run stops, without that step, when `token_mult_prob_error` is above this: the engine's tokens or
-        weights are then not what it says (null: never; not looked at with `regex` or `json_schema`, nor in a step with
-        completions of older weights).
-    max_staleness: completions may be sampled with weights that are so many versions old, while a step trains.
-    in_flight: weights change under running requests instead of waiting for them (with max_staleness above 0).
-    """
+    """What is sampled in a step: `prompts_per_step` x `group_size` completions."""
 
     prompts_per_step: int = 16
+    """Prompts of a step."""
     group_size: int = 8
+    """Completions of a prompt, at least 2."""
     max_prompt_tokens: int = 512
+    """Most tokens of a prompt."""
     long_prompts: str = "drop"
+    """`drop` prompts over max_prompt_tokens, or `truncate` them from the left."""
     max_completion_tokens: int = 256
+    """Most tokens of a completion."""
     temperature: float = 1.0
+    """Sampling temperature, at least 0.001."""
     top_p: float = 1.0
+    """Sample from the most probable tokens with this total probability; 1: from all."""
     top_k: int = 0
+    """Sample from this number of most probable tokens; 0: from all."""
     min_p: float = 0.0
+    """Sample from tokens with at least this share of the highest probability; 0: from all."""
     repetition_penalty: float = 1.0
+    """Divides the positive logits, and multiplies the negative ones, of tokens in the prompt or earlier in the
+    completion; 1: none. The trainer scores tokens under the same penalty."""
     stop: list[Escaped] = dataclasses.field(default_factory=list)
+    r"""Strings that end a completion (`["\n\n"]` is two line breaks). The token that completes one is the last; rewards
+    see the text with it."""
     regex: str | None = None
+    """Regular expression that every completion matches, unless it is cut off at max_completion_tokens; needs
+    engine=vllm. The trainer scores without this constraint; `algorithm/correction` makes up for it."""
     json_schema: Any = None
+    """JSON schema that every completion matches, with the conditions of regex; use one of them."""
     max_reward_errors: float = 0.1
+    """Largest share of a step's samples that may fail to be scored; above it the run stops."""
     max_prob_error: float | None = 10.0
+    """Largest `token_mult_prob_error` of a step; above it the run stops without that step, since the engine's tokens or
+    weights are not those that it reports. null: no limit. Not checked with regex or json_schema, nor in a step with
+    completions of older weights."""
     max_staleness: int = 0
+    """Largest age of the weights that sample a completion, in weight versions. 0: exactly on-policy; above 0, sampling
+    goes on while a step trains."""
     in_flight: bool = False
+    """Change the weights under running requests instead of waiting for them; needs max_staleness above 0."""
 
     def __post_init__(self) -> None:
         require(self, "prompts_per_step", self.prompts_per_step >= 1, "must be at least 1")
@@ -143,10 +149,12 @@ class Rollouts:
 
 @section("checkpoint")
 class Checkpoint:
-    """every: steps between checkpoints (0: only at the end). keep: how many are kept (0: all)."""
+    """When checkpoints are written, and how many are kept."""
 
     every: int = 20
+    """Steps between checkpoints; 0: only at the end."""
     keep: int = 2
+    """Checkpoints that are kept; 0: all."""
 
     def __post_init__(self) -> None:
         require(self, "every", self.every >= 0, "must be 0 (only at the end) or more")
@@ -155,17 +163,16 @@ class Checkpoint:
 
 @section("eval")
 class Eval:
-    """Accuracy on held-out problems, at temperature 1 (mean over `samples` completions) and greedy.
-
-    every: steps between evaluations (0: only before and after). problems: how many are used (0: none at all;
-    null: 256 on a GPU, 32 on a CPU).
-    reward: which reward judges them (null: the first). A completion is right where it scores 1 or more.
-    """
+    """Accuracy on held-out problems, at temperature 1 (mean over `samples` completions) and greedy."""
 
     every: int = 0
+    """Steps between evaluations; 0: only before and after training."""
     problems: int | None = None
+    """Problems to evaluate on; 0: no evaluation; null: 256 on a GPU, 32 on a CPU."""
     samples: int = 4
+    """Completions of a problem at temperature 1."""
     reward: str | None = None
+    """Name of the reward that judges completions; null: the first. A score of 1 or more is right."""
 
     def __post_init__(self) -> None:
         require(self, "every", self.every >= 0, "must be 0 (only before and after) or more")
@@ -179,29 +186,38 @@ class Eval:
 
 @part("", "run_schema")
 class Run:
-    """A whole run. `algorithm` ... `tracker` are config groups; the rest are sections.
-
-    resume_fallback: where a resume finds the newest checkpoint damaged, go on from the newest one that is whole.
-    overrides: the command line that composed this config; grpocli fills it in, for `resume=`.
-    """
+    """A whole run. `algorithm` ... `tracker` are config groups; the rest are sections."""
 
     algorithm: Any
+    """The algorithm's parts."""
     reward: dict[str, Any]
+    """Rewards by name; the first is the accuracy of evaluations."""
     task: Any
+    """The prompts."""
     model: Any
+    """The policy."""
     engine: Any
+    """The sampler of completions."""
     sync: Any
+    """How weights reach a vLLM server."""
     hardware: Any
+    """Machines, devices and processes."""
     optim: Any
+    """The optimizer."""
     tracker: Any
+    """Where metrics go beside metrics.jsonl."""
     train: Train = Train()
     rollout: Rollouts = Rollouts()
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
     seed: int = 0
+    """Seed of everything random, at least 0."""
     resume: str | None = None
+    """Run folder to resume; null: a new run."""
     resume_fallback: bool = False
+    """If the newest checkpoint is damaged, resume from the newest intact one."""
     overrides: list[str] = dataclasses.field(default_factory=list)
+    """The command line that composed this config; grpocli writes it, for `resume=`."""
 
     def __post_init__(self) -> None:
         require(self, "seed", self.seed >= 0, "must be 0 or more")

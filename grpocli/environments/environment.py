@@ -59,13 +59,22 @@ class Play:
     """
 
     name: UserCode | None = None
+    """The class, FILE.py:NAME or module:NAME. null: no environment, a completion is one turn."""
     arguments: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the class."""
     turns: int = 8
+    """Most turns of the model in an episode."""
     turn_tokens: int | None = None
+    """Most tokens of a turn. null: what is left of rollout.max_completion_tokens, which bounds all turns and the
+    environment's messages together."""
     stop: list[Escaped] = field(default_factory=list)
+    """Strings that end a turn."""
     timeout: float = 10.0
+    """Seconds for a step of the environment."""
     workers: int = 0
+    """Processes that step episodes in parallel; 0: one per core."""
     env: list[str] = field(default_factory=list)
+    """Names of the environment variables that the class needs; keys and tokens are not passed otherwise."""
 
     def __post_init__(self) -> None:
         require(self, "name", self.name is None or ":" in self.name, "must be FILE.py:NAME or module:NAME")

@@ -12,7 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from grpocli.algorithm import Algorithm
 from grpocli.algorithm.algorithm import PARTS
 from grpocli.config.choices import choice_of, flat_keys
-from grpocli.config.formula import Formula, formula_of, meanings, settings
+from grpocli.config.field_docs import field_docs
+from grpocli.config.formula import Formula, formula_of, settings
 from grpocli.config.schema import Rollouts, Run
 from grpocli.rewards.reward import Correctness
 from grpocli.rewards.text import Overlong
@@ -142,13 +143,17 @@ def spelled(value: Any) -> str:
 
 
 def _section(label: str, choice: str, formula: Formula, owner: object, prefix: str) -> Section:
-    values, described = settings(owner), meanings(type(owner))
+    values, described = settings(owner), field_docs(type(owner))
     symbols = tuple(
-        Symbol(name, f"{prefix}.{field}", spelled(values[field]), described.get(field, ""))
+        Symbol(name, f"{prefix}.{field}", spelled(values[field]), _first_sentence(described.get(field, "")))
         for name, field in formula.symbols.items()
     )
     rest = tuple((f"{prefix}.{f}", spelled(v)) for f, v in values.items() if f not in formula.symbols.values())
     return Section(label, choice, formula.lines, formula.note, symbols, rest, formula.source)
+
+
+def _first_sentence(text: str) -> str:
+    return text.partition(". ")[0].rstrip(".")
 
 
 def _chosen(used: dict[str, Section], *kinds: str) -> Iterator[Section]:
@@ -160,12 +165,12 @@ def _sampling(rollout: Rollouts) -> Section:
     cut = f", cut to {', '.join(cuts)}" if cuts else ""
     penalised, structure = rollout.repetition_penalty != 1, rollout.sampling.structure
     keys = {
-        "P": ("prompts_per_step", "questions of a step"),
-        "G": ("group_size", "completions of a question"),
-        "T_s": ("temperature", "sampling temperature"),
-    } | {f: (f, "cuts the distribution off") for f in cuts}
+        "P": ("prompts_per_step", "Questions per step"),
+        "G": ("group_size", "Completions per question"),
+        "T_s": ("temperature", "Sampling temperature"),
+    } | {f: (f, "Cuts off the distribution") for f in cuts}
     if penalised:
-        keys["ν"] = ("repetition_penalty", "penalty for tokens that were seen")
+        keys["ν"] = ("repetition_penalty", "Penalty for repeated tokens")
     return Section(
         "sampling",
         "",
@@ -207,7 +212,7 @@ def _reward(k: int, name: str, reward: Any) -> Section:
     """The formulas of the k-th reward, and its weight."""
     prefix = f"reward.{name}"
     own = _section("", name, formula_of(reward), reward, prefix)
-    weight = Symbol(f"ω_{k}", f"{prefix}.weight", spelled(reward.weight), f"weight of R_{k}")
+    weight = Symbol(f"ω_{k}", f"{prefix}.weight", spelled(reward.weight), f"Weight of R_{k}")
     first, *more = own.lines or (own.note,)
     return replace(
         own,
@@ -254,7 +259,7 @@ def _named(section: Section, run: Run) -> Section:
     accuracy_rewards = accuracy_rewards_of(run)
     names = dict.fromkeys(accuracy_rewards.values())
     each = ", ".join(f"{accuracy_reward} ({task})" for task, accuracy_reward in accuracy_rewards.items())
-    meaning = f"the accuracy; null is {next(iter(names)) if len(names) == 1 else each}"
+    meaning = f"The accuracy; null is {next(iter(names)) if len(names) == 1 else each}"
     symbols = (replace(s, meaning=meaning) if s.value == "null" else s for s in section.symbols)
     return replace(section, symbols=tuple(symbols))
 
@@ -270,7 +275,7 @@ def _update(run: Run) -> Section:
         *((f"μ: π_θ of up to {_count(rollout.max_staleness, 'step')} before",) if rollout.max_staleness else ()),
         *(("π_old = μ for completions of older weights",) if older and not run.algorithm.corrects else ()),
     )
-    keys = {"E": ("epochs", "passes over a step's completions"), "M": ("minibatches", "updates a pass")}
+    keys = {"E": ("epochs", "Passes over a step's completions"), "M": ("minibatches", "Updates per pass")}
     return Section("update", "", lines, symbols=_symbols(train, "train", keys))
 
 

@@ -14,15 +14,15 @@ sharded (torch); `zero2` gradients and optimizer state are, `zero3` weights too 
 
 
 class Hardware:
-    """What both kinds have in common.
-
-    device: `auto` is a GPU where there is one. parallel: see `PARALLEL`.
-    timeout: seconds that a process waits for the others before the run stops.
-    """
+    """Keys that both kinds of hardware share."""
 
     device: str
+    """`auto` (a GPU if there is one), `cpu` or `cuda`."""
     parallel: str
+    """How trainer processes share the update. `ddp`: each has everything. `fsdp2`: weights, gradients and optimizer
+    state are sharded (torch). `zero2`: gradients and optimizer state are sharded; `zero3`: weights too (DeepSpeed)."""
     timeout: int
+    """Seconds that a process waits for the others before the run stops."""
 
     def _check(self) -> None:
         one_of(self, "device", ("auto", "cpu", "cuda"))
@@ -32,16 +32,15 @@ class Hardware:
 
 @part("hardware", "single")
 class Single(Hardware):
-    """One machine, and all of its GPUs.
-
-    processes: trainer processes; any number works. null: one for each training device, one on a CPU.
-    train_devices, rollout_devices: GPUs that train and that serve (engine=vllm), as a number or as a list of their
-    numbers; `auto` gives servers as many as they need and the trainer the rest. Where there is one GPU they share it.
-    """
+    """One machine with all of its GPUs."""
 
     processes: int | None = None
+    """Trainer processes, 1 to 1024. null: one for each GPU that trains, or one on a CPU."""
     train_devices: Any = "auto"
+    """GPUs that train: how many, or a list of their numbers. `auto`: all that the servers leave. A single GPU is shared
+    with the server."""
     rollout_devices: Any = "auto"
+    """GPUs that serve (engine=vllm): how many, or a list of their numbers. `auto`: as many as the servers need."""
     device: str = "auto"
     parallel: str = "ddp"
     timeout: int = 1800
@@ -58,15 +57,14 @@ class Single(Hardware):
 
 @part("hardware", "multinode")
 class Multinode(Hardware):
-    """Several machines of a SLURM allocation (`hydra/launcher=slurm`), all alike.
-
-    train_nodes: machines that train. rollout_nodes: machines that serve completions (engine=vllm); 0 where the engine
-    runs in the trainer processes. devices_per_node: GPUs of each machine; on CPUs, trainer processes on each.
-    """
+    """Several machines of the same kind, of a SLURM allocation (`hydra/launcher=slurm`)."""
 
     train_nodes: int = 1
+    """Machines that train."""
     rollout_nodes: int = 1
+    """Machines that serve completions (engine=vllm); 0 if the engine runs in the trainer processes."""
     devices_per_node: int = 8
+    """GPUs of each machine, 1 to 1024; on CPUs, trainer processes of each machine."""
     device: str = "auto"
     parallel: str = "fsdp2"
     timeout: int = 1800

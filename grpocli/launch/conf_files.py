@@ -15,7 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from grpocli.config.build import TARGET
-from grpocli.config.formula import meanings, summary
+from grpocli.config.field_docs import class_doc, field_docs
 from grpocli.config.parts import CLASSES, SCHEMAS, choices_of, typed_choice
 from grpocli.launch.compose import register_parts
 from grpocli.launch.sources import conf_dir
@@ -43,7 +43,7 @@ def content(group: str, choice: str) -> str:
     typed = typed_choice(group, choice)
     values = OmegaConf.to_container(OmegaConf.structured(typed.node), resolve=False)
     lines = [f"# @package {typed.package}"] if typed.package else []
-    lines += [*_comment(summary(cls), ""), f"{MARK}{cls.__name__}; change the defaults there."]
+    lines += [*_header(cls), f"{MARK}{cls.__name__}; change the defaults there."]
     lines += ["defaults:", f"  - /{SCHEMAS}/{group}/{choice}@_here_", "  - _self_", *_keys(cls, values)]
     return "\n".join(lines) + "\n"
 
@@ -55,27 +55,36 @@ def _groups() -> list[str]:
 
 
 def _keys(cls: type[Any], values: Any, indent: str = "") -> Iterator[str]:
-    meaning = meanings(cls)
+    docs = field_docs(cls)
     for name, value in values.items():
         if name == TARGET:
             continue
-        yield from _comment(meaning.get(name, ""), indent)
+        yield from _comment(docs.get(name, ""), indent)
         section = CLASSES.get(str(value.get(TARGET))) if isinstance(value, dict) else None
         if section:
             yield f"{indent}{name}:"
             yield from _keys(section, value, f"{indent}  ")
         else:
-            yield f"{indent}{name}: {_plain(value)}"
+            yield f"{indent}{name}: {textwrap.indent(_plain(value), indent).lstrip()}"
+
+
+def _header(cls: type[Any]) -> list[str]:
+    """The class's docstring, its paragraphs apart."""
+    paragraphs = [_comment(" ".join(text.split()), "") for text in class_doc(cls).split("\n\n")]
+    return [line for paragraph in paragraphs for line in (*paragraph, "#")]
 
 
 def _plain(value: Any) -> str:
-    """A value on one line, as YAML."""
+    """A value as YAML: on one line, or a text of several lines as a block."""
+    if isinstance(value, str) and "\n" in value:
+        return yaml.safe_dump(value, default_style="|", allow_unicode=True, width=10_000).rstrip("\n")
     one = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=10_000)
     return one.strip()[1:-1]
 
 
 def _comment(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ") if text else []
+    marks = f"{indent}# "
+    return textwrap.wrap(text, WIDTH, initial_indent=marks, subsequent_indent=marks, break_on_hyphens=False)
 
 
 def write(folder: Path) -> None:

@@ -42,31 +42,42 @@ NOT_HERE = {
 
 @part("", "serve_schema")
 class Serve:
-    """model: as for `train`. sync: how weights will come, as for `train`. engine: the keys of `engine=vllm`.
-
-    host: 127.0.0.1 is this machine alone; 0.0.0.0 is everyone who reaches it and has the key. port: 0 takes a
-    free one. verbose: print vLLM's log, too. dtype: auto is what `train` would compute in. max_model_len: tokens of
-    prompt plus completion (null: the model's own limit). lora_rank: of the adapter that runs will send (0: they send
-    all weights).
-    """
+    """A vLLM server that runs can use, as `grpocli vllm-serve` composes it."""
 
     model: Any
+    """The model, as for `grpocli train`."""
     engine: Any
+    """The keys of `engine=vllm`."""
     sync: Any = None
+    """How weights arrive, as for `grpocli train`."""
     host: str = "127.0.0.1"
+    """Address to listen at. 127.0.0.1: this machine alone; 0.0.0.0: everyone who reaches it and has the key."""
     port: int = 8000
+    """Port to listen at; 0: a free one."""
     verbose: bool = False
+    """Print vLLM's log, too."""
     seed: int = 0
+    """Seed of vLLM."""
     dtype: str | None = follows("model.dtype")
+    """What the model computes in, `float32` or `bfloat16`; `auto`: what `grpocli train` would choose."""
     lora_rank: int | None = follows("model.lora.rank")
+    """Rank of the adapter that runs will send; 0: they send all weights."""
     tensor_parallel: int | None = follows("engine.tensor_parallel")
+    """GPUs that share one copy of the model."""
     data_parallel: int | None = follows("engine.data_parallel")
+    """Copies of the model in the server."""
     max_model_len: int | None = follows("engine.max_model_len")
+    """Most tokens of prompt and completion; null: the model's own limit."""
     gpu_memory_utilization: float | None = follows("engine.gpu_memory_utilization")
+    """Share of a GPU's memory that vLLM may take."""
     enforce_eager: bool | None = follows("engine.enforce_eager")
+    """true: no compilation; null: true on a CPU."""
     quantization: str | None = follows("engine.quantization")
+    """vLLM's quantization of the weights, such as fp8; null: none."""
     speculative: Any = follows("engine.speculative")
+    """vLLM's speculative decoding."""
     cpu_kv_cache_gb: int | None = follows("engine.cpu_kv_cache_gb")
+    """Size of the KV cache on a CPU, in GiB."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(Vllm):

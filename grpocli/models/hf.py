@@ -16,18 +16,18 @@ from grpocli.models.loading import ModelPart, Progress
 
 @part("model", "hf")
 class HuggingFace(ModelPart):
-    """path: a folder with config.json, weights and tokenizer, or a name on the hub.
-
-    revision: a branch, tag or commit of the hub's. trust_remote_code: run Python code that comes with the model.
-    chat_template: a file with a Jinja template that replaces the tokenizer's own. chat_template_arguments: what it is
-        given beside the messages: `model.chat_template_arguments.enable_thinking=false`.
-    """
+    """A language model of transformers, from a folder or the hub."""
 
     path: str = MISSING
+    """A folder with config.json, weights and tokenizer, or a name on the hub."""
     revision: str | None = None
+    """Branch, tag or commit on the hub; null: the default branch."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
     chat_template: str | None = None
+    """File with a Jinja template that replaces the tokenizer's own; null: the tokenizer's."""
     chat_template_arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the template beside the messages: `model.chat_template_arguments.enable_thinking=false`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -23,15 +23,14 @@ Progress = Callable[[float, str], None]
 
 @section("model")
 class ModelPart:
-    """dtype: what the model computes in, `float32`, `bfloat16`, or `auto`: whichever is faster on this machine.
-
-    attn_implementation: of transformers, such as `sdpa` or `flash_attention_2` (null: its own choice).
-    lora: train low-rank updates instead of all weights, where `lora.rank` is above 0.
-    """
+    """Base class of the config group `model`."""
 
     dtype: str = "auto"
+    """What the model computes in: `float32`, `bfloat16`, or `auto`, whichever is faster on this machine."""
     attn_implementation: str | None = None
+    """Attention of transformers, such as `sdpa` or `flash_attention_2`; null: its default."""
     lora: Lora = Lora()
+    """Low-rank updates, which train instead of all weights if lora.rank is above 0."""
 
     def __post_init__(self) -> None:
         one_of(self, "dtype", ("auto", "float32", "bfloat16"))

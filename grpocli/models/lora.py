@@ -32,15 +32,15 @@ PREFIX = "base_model.model."
 
 @section("model.lora")
 class Lora:
-    """rank: of the updates; 0 trains all weights instead. alpha: their scale is alpha / rank.
-
-    target_modules: `all-linear` (every linear layer but the output head), a list of module names such as
-    [q_proj,v_proj], or a regular expression that whole names match. There is no dropout: the sampler has none.
-    """
+    """Low-rank updates of linear layers, LoRA (arXiv 2106.09685); without dropout, which the sampler lacks too."""
 
     rank: int = 0
+    """Rank of the updates; 0: train all weights instead."""
     alpha: float = 32.0
+    """The updates are scaled by alpha / rank."""
     target_modules: Any = "all-linear"
+    """Layers with updates: `all-linear` (every linear layer but the output head), a list of module names such as
+    [q_proj,v_proj], or a regular expression that whole names match."""
 
     def __post_init__(self) -> None:
         require(self, "rank", self.rank >= 0, "must be 0 (train all weights) or more")

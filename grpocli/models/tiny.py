@@ -43,20 +43,22 @@ CONTEXT = 512
 
 @part("model", "tiny")
 class Tiny(ModelPart):
-    """A Llama of a third of a million parameters, one character a token, warm-started on arithmetic.
+    """A Llama of 0.3 million parameters, one character per token, warm-started on arithmetic.
 
-    Made at first use, in about half a minute, and kept in the cache folder. The warm start is a short supervised
-    phase on the training problems of `task=arithmetic`, in which a digit of an answer is replaced by a random one
-    with a probability that rises to `noise`: the model learns to add but also to err, and reinforcement learning
-    then has something to sharpen.
-
-    digits, operation: of those problems; the task's own where it has them.
+    It is made at first use, in about half a minute, and kept in the cache folder. The warm start is a short supervised
+    phase on the training problems of `task=arithmetic`. A digit of an answer is replaced by a random one with a
+    probability that rises to `noise`, so the model learns to add but also to err, which leaves reinforcement learning
+    something to improve.
     """
 
     digits: int = field(default=2, metadata={"follows": "oc.select:task.digits,2"})
+    """Digits of the warm start's problems; by default those of the task."""
     operation: str = field(default="+", metadata={"follows": "oc.select:task.operation,+"})
+    """Operation of the warm start's problems; by default that of the task."""
     warm_start_steps: int = 180
+    """Optimizer updates of the warm start."""
     noise: float = 0.3
+    """Probability of a random digit at the end of the warm start, 0 to 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -23,35 +23,39 @@ KEY = "reward.code"
 
 @part("reward", "code", package="reward.code")
 class Code(Correctness):
-    """`right` (1) where the program in a completion passes all of the example's tests, else `wrong` (0).
+    """`right` (1) if the program in a completion passes all of the example's tests, else `wrong` (0).
 
-    The program is the last fenced block of code, else the completion as far as it is Python. It runs in a sandbox
-    (docs/rewards.md), its tests in another one, and what it returns reaches them as plain values.
+    The program is the last fenced block of code or, without one, the completion up to the point where it stops being
+    Python. It runs in a sandbox (docs/rewards.md) and its tests run in another; what it returns reaches them as plain
+    values. A program that could not be run is a failure, not a 0.
 
-    answer_column: the tests, a text or a list of texts; each passes unless it raises. Further columns that an example
-    may have: `before`, code before the program; `setup`, code before the tests; `answer`, a right program, whose other
-    names tests may use; `entry_point`, the name of the function that is asked for.
-    partial: score the share of the tests that pass, between `wrong` and `right`; those after a test that hangs or ends
-    the program run with a new one. timeout: seconds for the program and its tests, of the clock without those of
-    waiting for a core, and of the processor for all its processes together. memory_mb: for all its processes together
-    where there are control groups, else for each. processes: that it may start.
-    disk_mb: for the files it writes. python: an interpreter whose installed packages the programs may import (null:
-    ours, without packages). workers: programs at a time; 0 is one for each core.
-    unsafe: run programs where they cannot be shut in: they may then do whatever you may.
-    A program that could not be run is a failure and no 0.
+    Further columns that an example may have: `before`, code before the program; `setup`, code before the tests;
+    `answer`, a right program, whose other names tests may use; `entry_point`, the name of the function to write.
     """
 
     has_processes = True
     solution_column = "answer"
     answer_column: str = "tests"
+    """Column with the tests, a text or a list of texts; a test passes unless it raises."""
     partial: bool = False
+    """Score the share of the tests that pass, between `wrong` and `right`. Tests after one that hangs or ends the
+    program run with a new program."""
     timeout: float = 5.0
+    """Seconds for a program and its tests: of wall-clock time without the wait for a core, and of processor time for
+    all processes together."""
     memory_mb: int = 512
+    """Memory in MiB, at least 64: for all processes of a program together where there are control groups, else for
+    each."""
     processes: int = 4
+    """Most processes that a program may start."""
     disk_mb: int = 16
+    """Room for the files that a program writes, in MiB."""
     python: str | None = None
+    """Interpreter whose installed packages the programs may import. null: grpocli's interpreter, without packages."""
     workers: int = 0
+    """Programs that run at a time; 0: one per core."""
     unsafe: bool = False
+    """Run programs where there is no sandbox; they may then do whatever you may."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

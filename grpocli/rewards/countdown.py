@@ -18,13 +18,14 @@ LONGEST = 500
 
 @part("reward", "countdown", package="reward.countdown")
 class CountdownReward(Correctness):
-    """`right` (1) where the last <answer> is such an expression, else `wrong` (0).
+    """`right` (1) if the last <answer> uses each number once and equals the target, else `wrong` (0).
 
-    The example has the columns `numbers`, each to be used once, and `target`. Without an <answer> the last line counts.
+    The example has the columns `numbers` and `target`. Without an <answer> the last line counts.
     """
 
     solution_column = "answer"
     answer_column: str = "target"
+    """Column of the example with the target."""
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         return [self._score(sample) for sample in samples]

@@ -10,13 +10,11 @@ from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 
 @part("reward", "environment", package="reward.environment")
 class EnvironmentReward(BaseReward):
-    """The sum of what a task's environment gave over an episode; does not apply to tasks without one.
-
-    key: one of its rewards by name; null: all of them together. For several, with weights of their own, give each a
-    YAML with `_target_: reward/environment` and its `key`.
-    """
+    """The sum of an environment's rewards over an episode; does not apply to tasks without an environment."""
 
     key: str | None = None
+    """Name of one of the environment's rewards; null: all of them together. For several with different weights, give
+    each a YAML with `_target_: reward/environment` and its `key`."""
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         return [self._score(sample) for sample in samples]

@@ -36,33 +36,42 @@ Answer:
 
 @part("reward", "judge", package="reward.judge")
 class Judge(BaseReward):
-    """The number that the judge's answer ends with, clipped to `low` and `high`.
+    """The number at the end of an LLM judge's answer, clipped to `low` and `high`.
 
-    base_url: up to and with `/v1`. model: as the endpoint calls it. prompt: what the judge is asked, with {prompt},
-    {completion} and any column of the task in braces. system: its system message. pattern: a regular expression whose
-    first group is the score; the last match counts.
-    api_key: the environment variable that has the key, if the endpoint wants one.
-    max_tokens, temperature: of the judge's answer. concurrency: requests at a time. timeout: seconds for one. retries:
-    further tries, each twice as long after the one before, where the endpoint is busy, breaks off or is silent.
-    A completion that no judgement could be had of, or one without a score, is a failure: masked and counted, no 0.
+    A completion whose judgement fails or has no score is a failure: masked and counted, not a 0.
     """
 
     verifiable = True
     has_processes = True
     base_url: str = MISSING
+    """URL of an OpenAI-compatible endpoint, up to and with `/v1`."""
     model: str = MISSING
+    """Name of the judge's model at the endpoint."""
     prompt: Escaped = PROMPT
+    """Question to the judge, with {prompt}, {completion} and any column of the task in braces."""
     system: Escaped | None = None
+    """System message of the judge; null: none."""
     pattern: str = r"(?i)score[^\w.]*?([-+]?(?:\d*\.\d+|\d+))"
+    """Regular expression whose first group is the score; the last match counts."""
     low: float = 0.0
+    """Lowest score."""
     high: float = 1.0
+    """Highest score."""
     api_key: str = "OPENAI_API_KEY"
+    """Name of the environment variable with the API key, if the endpoint wants one."""
     max_tokens: int = 512
+    """Most tokens of the judge's answer."""
     temperature: float = 0.0
+    """Sampling temperature of the judge's answer."""
     concurrency: int = 32
+    """Requests at a time."""
     timeout: float = 60.0
+    """Seconds for a request."""
     retries: int = 4
+    """Further tries if the endpoint is busy, breaks off or does not answer; each waits twice as long as the one before.
+    """
     backoff: float = 0.5
+    """Seconds before the first further try."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -43,21 +43,22 @@ def _distinct(pool: Pool, items: Sequence[Any]) -> list[Any]:
 
 @part("reward", "math", package="reward.math")
 class Math(Correctness):
-    """`right` (1) where the final answer equals the reference mathematically (math-verify), else `wrong` (0).
+    r"""`right` (1) if the final answer equals the reference mathematically (math-verify), else `wrong` (0).
 
-    The final answer is what is in the last \\boxed{}, else in the last <answer>, else what follows "####", else the
+    The final answer is the content of the last \boxed{}, else of the last <answer>, else what follows "####", else the
     last expression after the thinking part. The reference is a number, LaTeX, or ends in "#### 42".
-    require_evaluated: where the reference is a number, a sum, a product or a call such as \\binom is wrong even if its
-    value is right; fractions, roots, powers and constants are values. timeout: seconds for a sample: a completion that
-    takes longer is wrong; a reference that takes longer, or cannot be read, is a failure. workers: 0 is one for each
-    core.
     """
 
     has_processes = True
     answer_forms = ("boxed", "tag", "####", "sentence", "decimal", "fraction")
     require_evaluated: bool = True
+    r"""If the reference is a number, count a sum, a product or a call such as \binom as wrong even if its value is
+    right. Fractions, roots, powers and constants are values."""
     timeout: float = 5.0
+    """Seconds for a sample. A completion that takes longer is wrong; a reference that takes longer, or cannot be read,
+    is a failure."""
     workers: int = 0
+    """Worker processes; 0: one per core."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,14 +122,13 @@ class Math(Correctness):
 
 @part("reward", "format", package="reward.format")
 class Format(BaseReward):
-    """1 where the whole completion matches a regular expression (`.` matches newlines too), else 0.
-
-    timeout: seconds for a sample, since some patterns take exponential time; a completion that takes longer scores 0.
-    """
+    """1 if the whole completion matches a regular expression (`.` matches newlines too), else 0."""
 
     has_processes = True
     pattern: str = field(default=r"<think>.*?</think>\s*<answer>.*?</answer>")
+    """Regular expression for the whole completion."""
     timeout: float = 5.0
+    """Seconds for a sample, since some patterns take exponential time; a completion that takes longer scores 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

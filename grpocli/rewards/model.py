@@ -13,19 +13,24 @@ from grpocli.rewards.reward import BaseReward, Sample, Score
 
 @part("reward", "model", package="reward.model")
 class RewardModel(BaseReward):
-    """What the model at `path` (a folder, or a name on the hub) says of prompt and completion.
+    """The score that a reward model gives prompt and completion.
 
-    Conversations go through the model's own chat template, plain text as it stands. device: `auto` (a GPU where there
-    is one), `cpu`, `cuda` or `cuda:1`. dtype: `float32`, or `bfloat16`. batch: rows in a forward. max_tokens: of prompt
-    and completion; longer ones lose their beginning. Every trainer process has a copy of its own.
+    Conversations go through the model's own chat template; plain text stays as it is. Every trainer process has a copy
+    of the model.
     """
 
     path: str = MISSING
+    """A folder, or a name on the hub."""
     revision: str | None = None
+    """Branch, tag or commit on the hub; null: the default branch."""
     device: str = "auto"
+    """`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`."""
     dtype: str = "float32"
+    """What the model computes in, `float32` or `bfloat16`."""
     batch: int = 16
+    """Rows in a forward pass."""
     max_tokens: int = 2048
+    """Most tokens of prompt and completion; longer ones lose their beginning."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,17 +14,17 @@ from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 
 @part("reward", "reasoning_gym", package="reward.reasoning_gym")
 class ReasoningGymReward(BaseReward):
-    """Between 0 and 1, as the generator of `task=reasoning_gym` scores the answer.
-
-    pattern: the answer is what its first group found last; all that follows the thinking part where it
-    is not found. timeout: seconds for a sample; one that takes longer scores 0. workers: 0 is one for each core.
-    """
+    """A score between 0 and 1, from the scorer of the generator that `task=reasoning_gym` names."""
 
     has_processes = True
     verifiable = True
     pattern: str = r"<answer>(.*?)</answer>"
+    """Regular expression whose first group is the answer; the last match counts. Without a match, the answer is all
+    that follows the thinking part."""
     timeout: float = 20.0
+    """Seconds for a sample; one that takes longer scores 0."""
     workers: int = 0
+    """Worker processes; 0: one per core."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

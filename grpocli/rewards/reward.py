@@ -84,21 +84,20 @@ LARGEST = 1e12
 @base("reward")
 @section("reward")
 class BaseReward:
-    """A choice of the config group `reward`, registered with `package="reward.NAME"`.
-
-    weight: the factor of its scores in the sum of a run's rewards. has_processes: it scores in worker processes, and
-    each sample by itself, so it is called group by group while other completions are still being sampled; others are
-    called once, with all samples. verifiable: it says whether an answer is right, so that `grpocli reward-check`
-    can hold it against the examples' own: those in solution_column, or in its answer_column. answer_forms: in which
-    other forms it reads an answer, by their names in `agreement.FORMS`.
-    """
+    """Base class of the config group `reward`; its choices are registered with `package="reward.NAME"`."""
 
     has_processes: ClassVar[bool] = False
+    """It scores in worker processes, each sample by itself, so it is called group by group while other completions are
+    still being sampled. Other rewards are called once, with all samples."""
     verifiable: ClassVar[bool] = False
+    """It says whether an answer is right, so that `grpocli reward-check` can test it with the examples' answers."""
     solution_column: ClassVar[str] = ""
+    """Column of the examples' answers for `grpocli reward-check`; empty: `answer_column`."""
     answer_forms: ClassVar[tuple[str, ...]] = ()
+    """Other forms in which it reads an answer, by their names in `reward_validation.FORMS`."""
 
     weight: float = 1.0
+    """Factor of this reward in the sum of a run's rewards."""
 
     def __post_init__(self) -> None:
         require(self, "weight", math.isfinite(self.weight), "must be a finite number")
@@ -149,18 +148,19 @@ class BaseReward:
 
 @section("reward")
 class Correctness(BaseReward):
-    """What a reward that says whether a completion is right has in common.
+    """Base of rewards that say whether a completion is right.
 
-    answer_column: the example's column with the reference answer.
-    right: the score of a right answer. wrong: that of a wrong one. Evaluations count a score of 1 or more as right, so
-    only `right` may reach that.
+    Evaluations count a score of 1 or more as right, so only `right` may reach that.
     """
 
     verifiable: ClassVar[bool] = True
 
     right: float = 1.0
+    """Score of a right answer, at least 1."""
     wrong: float = 0.0
+    """Score of a wrong answer, below 1."""
     answer_column: str = "answer"
+    """Column of the example with the reference answer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -152,10 +152,12 @@ def _bits(number: Fraction) -> int:
 
 @part("reward", "length", package="reward.length")
 class Length(BaseReward):
-    """1 where the completion has `target` tokens, falling in a line to 0 at `width` tokens more or fewer."""
+    """1 if the completion has `target` tokens, falling linearly to 0 at `width` tokens more or fewer."""
 
     target: int = MISSING
+    """Tokens of a completion that scores 1."""
     width: int = 64
+    """Tokens from `target` to a score of 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,15 +176,16 @@ class Length(BaseReward):
 
 @part("reward", "overlong", package="reward.overlong")
 class Overlong(BaseReward):
-    """DAPO's soft punishment (arXiv 2503.14476), equation 13.
+    """DAPO's soft punishment of long completions (arXiv 2503.14476), equation 13.
 
-    0 up to max_tokens - buffer_tokens, then falling in a line to -1 at max_tokens, and -1 beyond.
-    max_tokens: the limit, `rollout.max_completion_tokens` unless given; null is what the sample was cut at.
-    buffer_tokens: null is a fifth of that, as in the paper (4096 of 20480).
+    0 up to max_tokens - buffer_tokens, then falling linearly to -1 at max_tokens, and -1 beyond.
     """
 
     max_tokens: int | None = follows("rollout.max_completion_tokens")
+    """Tokens at which the score is -1. null: the limit that the sample was cut at."""
     buffer_tokens: int | None = None
+    """Tokens before max_tokens over which the score falls. null: a fifth of max_tokens, as in the paper (4096 of
+    20480)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

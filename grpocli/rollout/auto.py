@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 @part("engine", "auto")
 class Auto:
-    """The default. Choose an engine by name to set its keys."""
+    """vLLM if it is installed and there is a GPU, else transformers.
+
+    Choose an engine by name to set its keys.
+    """
 
     overlaps = True  # some choice does; at the launch the chosen one is asked
 

@@ -49,16 +49,15 @@ def _here(url: str) -> bool:
 
 @section("sync")
 class Sync:
-    """verify_every: syncs between probes of the server's log-probs (the version is compared at every sync).
-
-    bucket_mb: MiB that are sent at a time; at most two buckets are in memory above the model.
-    tolerance: nats by which the server's log-probs may differ from the trainer's on average; null takes what fits
-        the dtype (`grpocli.rollout.vllm.probe.TOLERANCE`).
-    """
+    """How weights reach a vLLM server."""
 
     verify_every: int = 1
+    """Syncs between probes of the server's log-probs, at least 1; every sync compares the weight version."""
     bucket_mb: int = 128
+    """MiB that are sent at a time; at most two buckets are in memory beside the model."""
     tolerance: float | None = None
+    """Largest mean difference of the server's log-probs from the trainer's, in nats; null: what fits the dtype
+    (`grpocli.rollout.vllm.probe.TOLERANCE`)."""
 
     def __post_init__(self) -> None:
         require(self, "verify_every", self.verify_every >= 1, "must be at least 1: every sync")
@@ -84,12 +83,10 @@ class Auto(Sync):
 
 @part("sync", "shm")
 class Shm(Sync):
-    """Safetensors files in shared memory on one machine, or in a folder that two machines share.
-
-    folder: that folder, as this machine sees it; null: the server's own.
-    """
+    """Safetensors files in shared memory on one machine, or in a folder that two machines share."""
 
     folder: str | None = None  # type: ignore[misc]
+    """The shared folder, as this machine sees it; null: the server's."""
 
 
 @part("sync", "nccl")

@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 
 @part("engine", "transformers")
 class Transformers:
-    """max_rows: how many completions are sampled side by side, which bounds memory.
-
-    Of as many, keys and values are kept between the turns of episodes.
-    """
+    """Samples with transformers in the trainer process."""
 
     max_rows: int = 256
+    """Completions that are sampled at a time, which bounds memory. As many keep their keys and values between the turns
+    of episodes."""
 
     def __post_init__(self) -> None:
         require(self, "max_rows", self.max_rows >= 1, "must be at least 1")

@@ -29,15 +29,17 @@ HELD_OUT = 26 / 256
 class Arithmetic(BaseTask):
     """Problems like `47+85=` with the answer `132`, as a conversation of one message.
 
-    digits: of both operands (10 to 99 for 2; 0 to 9 for 1). operation: `+`, `-` or `*`.
-    train_size, eval_size: at most so many problems; where there are fewer pairs, all of them.
-    A pair of operands belongs to `train` or to `eval` by its hash, whatever the sizes are.
+    The hash of a pair of operands puts it into `train` or `eval`, whatever the sizes are.
     """
 
     digits: int = 2
+    """Digits of both operands, 1 to 9: 2 is 10 to 99, 1 is 0 to 9."""
     operation: str = "+"
+    """`+`, `-` or `*`."""
     train_size: int = 10000
+    """Most problems to train on; fewer if there are fewer pairs."""
     eval_size: int = 1000
+    """Most problems to evaluate on; fewer if there are fewer pairs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

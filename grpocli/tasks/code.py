@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @part("task", "code")
 class Code(Jsonl):
-    """Each example has `tests` for reward=[code]: a text or a list of texts.
+    """Programming problems with the column `tests`, a text or a list of texts, for reward=[code].
 
     Further columns: `setup` (code before the tests), `before` (code before the program), `answer` (a right program).
-    Rows as MBPP has them (`test_list`, `code`; arXiv 2108.07732) and as HumanEval has them (`test`, `entry_point`,
-    `canonical_solution`; arXiv 2107.03374) get these columns.
+    Rows in the form of MBPP (`test_list`, `code`; arXiv 2108.07732) and of HumanEval (`test`, `entry_point`,
+    `canonical_solution`; arXiv 2107.03374) are converted to these columns.
     """
 
     format: str = "chat"

@@ -15,15 +15,17 @@ if TYPE_CHECKING:
 
 @part("task", "countdown")
 class Countdown(Generated):
-    """Such as: make 57 from 3, 7, 19, using each number once. `reward=[countdown]` checks the expression.
+    """Puzzles such as: make 57 from 3, 7, 19, using each number once. `reward=[countdown]` checks the expression.
 
-    numbers: how many there are. largest: of the numbers. largest_target: of what is to be reached. Every question has a
-    solution, one of which is the column `answer`.
+    Every puzzle has a solution; the column `answer` holds one.
     """
 
     numbers: int = 4
+    """Numbers of a puzzle, 2 to 8."""
     largest: int = 99
+    """Largest number, at least 2."""
     largest_target: int = 999
+    """Largest target, at least 10."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

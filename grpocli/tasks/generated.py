@@ -30,14 +30,17 @@ def is_held_out(text: str, share: float) -> bool:
 
 @section("task")
 class Generated(BaseTask):
-    """train_size, eval_size: at most so many different examples; little tasks have fewer.
+    """Base of tasks whose examples are made from a seed.
 
-    generator_seed: of the examples. An example belongs to `train` or to `eval` by its hash, whatever the sizes are.
+    The hash of an example puts it into `train` or `eval`, whatever the sizes are.
     """
 
     train_size: int = 10000
+    """Most different examples to train on; small tasks have fewer."""
     eval_size: int = 500
+    """Most different examples to evaluate on; small tasks have fewer."""
     generator_seed: int = 0
+    """Seed of the examples."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

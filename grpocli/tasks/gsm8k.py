@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 @part("task", "gsm8k")
 class Gsm8k(Jsonl):
-    """7,473 problems to train on and 1,319 to evaluate on, of columns `question` and `answer`.
+    """GSM8K (arXiv 2110.14168): 7,473 problems to train on and 1,319 to evaluate on.
 
-    path: a name on the hub, a folder with train.jsonl and test.jsonl, or one file, of which some are held out.
-    `answer` becomes the final number; the worked solution stays as `solution`.
+    The data has the columns `question` and `answer`. `answer` becomes the final number; the worked solution stays as
+    `solution`.
     """
 
     path: str = "openai/gsm8k"
+    """A name on the hub, a folder with train.jsonl and test.jsonl, or one file, part of which is held out."""
     name: str | None = "main"
     eval_split: str | None = "test"
     prompt_template: Escaped | None = (

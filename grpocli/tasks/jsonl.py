@@ -29,48 +29,52 @@ SHOTS = 1
 
 @part("task", "jsonl")
 class Jsonl(BaseTask):
-    """Examples from .jsonl, .json, .csv or .parquet files, or from the hub.
-
-    path: a file, a folder of files, or a name on the hub (with `name`, its configuration).
-    split: which of the hub's splits, or which of a folder's files by their names; a single file has none. null: there
-        is nothing to train on, the task is for `grpocli eval`.
-    eval_path, eval_split: where held-out problems are. Without either, `eval_size` different prompts are held
-        out, at most a fifth of them.
-    prompt_column: text, or a list of messages. answer_column: what rewards get as `answer` (null: there is none).
-    prompt_template: text with {column} fields, instead of prompt_column. In this and other texts `\\n` on the command
-        line is a line break.
-    prefix: text before every prompt, for worked examples.
-    system_prompt: the system message of every prompt, which makes a text a user's message.
-    processor: a function of yours, FILE.py:NAME or module:NAME, instead of the columns and templates: it gets a row and
-        returns `prompt`, text or messages, and whatever rewards and environments want (`answer` ...). With
-        `loss_multiplier` the advantages of that prompt's completions are multiplied (0: not trained on).
-    processor_timeout: seconds for a row.
-    format: `plain` text, `chat` (a text becomes a user's message), or `auto`: as the data has it.
-    shots: so many examples, chosen by `shot_seed` and then neither trained nor evaluated on, are shown before every
-        prompt: as turns of a conversation, or as text. shot_template: what the model would say, of their columns.
-    streaming: what is trained on is read as it is wanted, `shuffle_buffer` rows at a time, which are shuffled, anew
-        each epoch. Without eval_path and eval_split, the first `eval_size` different prompts are held out.
-    """
+    """Examples from .jsonl, .json, .csv or .parquet files, or from the hub."""
 
     path: str = MISSING
+    """A file, a folder of files, or the name of a dataset on the hub."""
     name: str | None = None
+    """Configuration of the dataset on the hub; null: its default."""
     split: str | None = "train"
+    """Split on the hub, or the beginning of file names in a folder; a single file has no splits. null: no training
+    data, the task is for `grpocli eval`."""
     eval_path: str | None = None
+    """Data to evaluate on; null: task.path. Without eval_path and eval_split, eval_size prompts are held out."""
     eval_split: str | None = None
+    """Split to evaluate on. Without eval_path and eval_split, eval_size prompts are held out."""
     eval_size: int = 128
+    """Different prompts to hold out, at most a fifth of all."""
     prompt_column: str = "prompt"
+    """Column with the prompt, text or a list of messages."""
     answer_column: str | None = "answer"
+    """Column that rewards get as `answer`; null: none."""
     prompt_template: Escaped | None = None
+    r"""Text with {column} fields, instead of prompt_column; null: none. On the command line `\n` is a line break in
+    this and other texts."""
     prefix: Escaped = ""
+    """Text before every prompt, such as worked examples."""
     system_prompt: Escaped | None = None
+    """System message of every prompt, with which a text becomes a user message; null: none."""
     format: str = "auto"
+    """`plain` text, `chat` (a text becomes a user message), or `auto`, the form that the data has."""
     processor: UserCode | None = None
+    """Function of yours, FILE.py:NAME or module:NAME, instead of the columns and templates; null: none. It gets a row
+    and returns a dict with `prompt`, text or messages, and the columns that rewards and environments need (`answer`
+    ...). The column `loss_multiplier` multiplies the advantages of the prompt's completions (0: not trained on)."""
     processor_timeout: float = 60.0
+    """Seconds for a row."""
     shots: int = 0
+    """Worked examples before every prompt, as turns of a conversation or as text. They are neither trained nor
+    evaluated on."""
     shot_template: Escaped = "{answer}"
+    """Answer of a worked example, text with {column} fields."""
     shot_seed: int | None = follows("seed")
+    """Seed that chooses the worked examples."""
     streaming: bool = False
+    """Read training data as it is needed, and shuffle runs of shuffle_buffer rows, anew in each epoch. Without
+    eval_path and eval_split, the first eval_size different prompts are held out."""
     shuffle_buffer: int = 10000
+    """Rows of a shuffled run, with streaming."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

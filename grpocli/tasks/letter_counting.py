@@ -19,12 +19,13 @@ SYLLABLES = (
 
 @part("task", "letter_counting")
 class LetterCounting(Generated):
-    """Such as: how many times is the letter r in "rubranester"? `reward=[number]` checks the answer.
+    """Questions such as: how many times is the letter r in "rubranester"? `reward=[number]` checks the answer.
 
-    Words are made of syllables, so that none is known by heart. syllables: of a word, at most.
+    Words are made of random syllables, so that a model knows none by heart.
     """
 
     syllables: int = 6
+    """Most syllables of a word, 2 to 50."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

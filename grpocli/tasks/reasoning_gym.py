@@ -28,19 +28,23 @@ TRIES = 20
 
 @part("task", "reasoning_gym")
 class ReasoningGym(BaseTask):
-    """Questions of the generator `name`, with `config` as its own settings: `task.config.min_terms=2`.
+    """Questions of a generator of reasoning-gym; `reward=[reasoning_gym]` scores with the generator's own scorer.
 
-    `reward=[reasoning_gym]` scores with the generator's own scorer. instructions: text after every question.
-    generator_seed: of the questions. train_size, eval_size: at most so many; a question belongs to `train` or to `eval`
-    by its hash, whatever the sizes are.
+    The hash of a question puts it into `train` or `eval`, whatever the sizes are.
     """
 
     name: str = MISSING
+    """Name of the generator."""
     config: dict[str, Any] = field(default_factory=dict)
+    """Settings of the generator: `task.config.min_terms=2`."""
     instructions: Escaped = ""
+    """Text after every question."""
     generator_seed: int = 0
+    """Seed of the questions."""
     train_size: int = 1000
+    """Most questions to train on."""
     eval_size: int = 100
+    """Most questions to evaluate on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,14 +19,13 @@ INSTRUCTIONS = "Slide the tiles until they are in order. Each turn, name one mov
 
 @part("task", "sliding_puzzle")
 class SlidingPuzzles(Generated):
-    """Square boards, shuffled from the solved one, with the environment `SlidingPuzzle`.
-
-    size: of the board. shuffles: random moves away from the solved board, at least 1; more are harder.
-    """
+    """Square boards, shuffled from the solved one, with the environment `SlidingPuzzle`."""
 
     environment: Play = Play(name="grpocli.environments.sliding_puzzle:SlidingPuzzle")
     size: int = 3
+    """Width and height of the board, 2 to 6."""
     shuffles: int = 4
+    """Random moves away from the solved board, at least 1; more are harder."""
     train_size: int = 1000
     eval_size: int = 100
 

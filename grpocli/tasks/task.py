@@ -32,24 +32,22 @@ class Task(Protocol):
 
 @section("task")
 class BaseTask:
-    """What the tasks that ship have in common.
-
-    weight: a mixture draws from each task in proportion to it.
-    rewards: which of the run's rewards score this task's completions, by name (null: all). Evaluations of the task are
-        judged by the first of them.
-    max_reward_errors: the run stops when a larger share of this task's samples in a step could not be scored (1: never;
-        null: judged together with other tasks, by rollout.max_reward_errors).
-    allow_overlap: evaluate on prompts that are trained on, too.
-    task_name: what it is called where it is the run's only one (null: as its class is registered).
-    environment: what answers the model's turns; see `Play`.
-    """
+    """Keys that all tasks share."""
 
     weight: float = 1.0
+    """Share of the prompts in a mixture, relative to the weights of the other tasks."""
     rewards: list[str] | None = None
+    """Names of the run's rewards that score this task's completions; null: all. The first of them judges evaluations of
+    the task."""
     max_reward_errors: float | None = None
+    """Largest share of this task's samples in a step that may fail to be scored; above it the run stops. 1: no limit;
+    null: judged together with other tasks, by rollout.max_reward_errors."""
     task_name: str | None = None
+    """Name of the task where it is the run's only one; null: the name of its choice."""
     allow_overlap: bool = False
+    """Allow evaluation on prompts that are also trained on."""
     environment: Play = Play()
+    """The environment that answers the model's turns."""
 
     def check_ready(self) -> None:
         """Raise ConfigError where this machine lacks something that the task names. Loads nothing."""

@@ -64,14 +64,14 @@ class NoTracker:
 
 @part("tracker", "accelerate")
 class Accelerate:
-    """One of accelerate's trackers, by `kind`; `tracker=wandb` and so on choose one.
-
-    project: what runs are filed under. options: further arguments of the tracker's own start.
-    """
+    """One of accelerate's trackers; `tracker=wandb` and the others of this group choose its `kind`."""
 
     kind: str = "tensorboard"
+    """Name of the tracker."""
     project: str = "grpocli"
+    """Project that the runs belong to."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Further arguments of the tracker's constructor."""
 
     def __post_init__(self) -> None:
         one_of(self, "kind", BACKENDS)

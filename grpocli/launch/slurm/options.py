@@ -22,45 +22,54 @@ OURS = (
 
 @section("hydra.launcher")
 class Options:
-    """What to ask SLURM for. null leaves an option to the cluster's default.
-
-    name: the job's name. partition, account, qos, constraint, exclude: as sbatch has them.
-    time: limit of one job: minutes, HH:MM:SS or D-HH:MM:SS. cpus: for each node. memory: for each node (`64G`).
-    gpus: for each node, a number or `TYPE:NUMBER`; null: `hardware.devices_per_node` where that is of GPUs, else none.
-    modules: loaded with `module load`. setup: lines of shell that run on the first node before anything else.
-    container: an image that nodes run in (pyxis: `srun --container-image`). container_mounts: `HOST:INSIDE`; the
-        folder of the runs is mounted anyway.
-    python: the interpreter on the nodes; null: the one that submits.
-    extra: any other options of sbatch: `extra.mail_type=END`, `extra.exclusive=true` (false: not given).
-    signal_before: seconds before the time limit at which the run begins to stop, and what a part of the job gets to
-        stop in. max_requeues: how often a job that stopped before its end is queued again.
-    max_parallel: how many jobs of a sweep run at once; null: as many as there is room for.
-    wait: whether the command waits for the jobs. wait_at_most: seconds; the jobs go on after them.
-    dry_run: write and print the batch script, and submit nothing.
-    """
+    """Options of SLURM jobs. null leaves an option to the cluster's default."""
 
     name: str = "grpocli"
+    """Name of the job: letters, digits, dots and dashes."""
     partition: str | None = None
+    """Partition, as for sbatch."""
     account: str | None = None
+    """Account, as for sbatch."""
     qos: str | None = None
+    """Quality of service, as for sbatch."""
     time: str | None = None
+    """Time limit of a job: minutes, HH:MM:SS or D-HH:MM:SS."""
     cpus: int | None = None
+    """CPUs of each node."""
     memory: str | None = None
+    """Memory of each node: megabytes, or a number with K, M, G or T such as 64G."""
     gpus: Any = None
+    """GPUs of each node, a number or TYPE:NUMBER such as h100:8; null: hardware.devices_per_node if those are GPUs,
+    else none."""
     constraint: str | None = None
+    """Features that nodes must have, as for sbatch."""
     exclude: str | None = None
+    """Nodes to leave out, as for sbatch."""
     modules: list[str] = dataclasses.field(default_factory=list)
+    """Modules to load with `module load`."""
     setup: list[str] = dataclasses.field(default_factory=list)
+    """Lines of shell that run on the first node before anything else."""
     container: str | None = None
+    """Image that the nodes run in (pyxis: `srun --container-image`)."""
     container_mounts: list[str] = dataclasses.field(default_factory=list)
+    """Mounts of the container, HOST:INSIDE; the folder of the runs is always mounted."""
     python: str | None = None
+    """Interpreter on the nodes; null: the one that submits."""
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Any other options of sbatch: `extra.mail_type=END`, `extra.exclusive=true` (false: not given)."""
     signal_before: int = 120
+    """Seconds before the time limit at which the run begins to stop; also the time that each part of the job has to
+    stop."""
     max_requeues: int = 10
+    """How often a job that stopped before its end is queued again; 0: never."""
     max_parallel: int | None = None
+    """Jobs of a sweep that run at once; null: no limit."""
     wait: bool = True
+    """Wait for the jobs to end."""
     wait_at_most: int = 7 * 24 * 3600
+    """Seconds to wait; the jobs go on afterwards."""
     dry_run: bool = False
+    """Write and print the batch script, and submit nothing."""
 
     def __post_init__(self) -> None:
         require(self, "name", bool(re.fullmatch(r"[\w.-]+", self.name)), "use letters, digits, dots and dashes")

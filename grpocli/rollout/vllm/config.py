@@ -37,43 +37,46 @@ OF_ITS_START = ("replicas", "port", "tensor_parallel", "data_parallel", "quantiz
 
 @section("engine")
 class VllmOptions:
-    """The keys of `engine=vllm`.
-
-    base_url: e.g. http://127.0.0.1:8000, or a list of several; null starts a server.
-    api_key_file: holds that server's key (one for all, or a list with one for each); null finds the one that
-        `grpocli vllm-serve` wrote on this machine, then the environment's VLLM_API_KEY.
-    replicas: servers of the run's own, which share the prompts. port: of the first of them, on 127.0.0.1 (the others
-        follow); 0 takes free ones.
-    start_timeout: seconds until a server must answer. request_timeout: seconds after which a server that neither
-        answers a request nor computes a token counts as stuck; no answer may take ten times as long.
-    max_restarts: how often a server of the run's own that dies is started again. reconnect_timeout: seconds for which
-        a given server that went away is waited for. patience: seconds for which one that answers that it is busy (429,
-        503), or fails (500), is asked again.
-    gpu_memory_utilization: share of a GPU's memory that vLLM may take. cpu_kv_cache_gb: GiB for its cache on a CPU.
-    tensor_parallel: GPUs that share one model. data_parallel: copies of it in one server.
-    max_model_len: null takes what the run needs.
-    enforce_eager: no compilation; null means on a CPU. quantization, speculative: as vLLM takes them.
-    vllm_args: any other option of vLLM's server: `engine.vllm_args.max_num_seqs=64`.
-    """
+    """The keys of `engine=vllm`."""
 
     base_url: Any = None
+    """URL of a running server, such as http://127.0.0.1:8000, or a list of several. null: the run starts a server."""
     api_key_file: Any = None
+    """File with the key of the server at base_url, or a list with one for each server. null: the file that `grpocli
+    vllm-serve` wrote on this machine, else the environment variable VLLM_API_KEY."""
     replicas: int = 1
+    """Servers that the run starts; they share the prompts."""
     port: int = 0
+    """Port of the first server that the run starts, on 127.0.0.1; the others follow. 0: free ports."""
     start_timeout: int = 600
+    """Seconds until a server must answer."""
     request_timeout: int = 600
+    """Seconds without an answer and without a computed token after which a server counts as stuck; no answer may take
+    ten times as long."""
     max_restarts: int = 2
+    """Most restarts of a server that the run started and that died."""
     reconnect_timeout: int = 300
+    """Seconds to wait for a server at base_url that went away."""
     patience: int = 120
+    """Seconds to repeat a request to a server that answers that it is busy (429, 503) or fails (500)."""
     gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that vLLM may take, above 0 and at most 1."""
     cpu_kv_cache_gb: int = 1
+    """Size of the KV cache on a CPU, in GiB."""
     tensor_parallel: int = 1
+    """GPUs that share one copy of the model."""
     data_parallel: int = 1
+    """Copies of the model in one server."""
     max_model_len: int | None = None
+    """Most tokens of prompt and completion; null: what the run needs."""
     enforce_eager: bool | None = None
+    """true: no compilation; null: true on a CPU."""
     quantization: str | None = None
+    """vLLM's quantization of the weights, such as fp8; null: none."""
     speculative: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """vLLM's speculative decoding, such as {method:ngram,num_speculative_tokens:4}."""
     vllm_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Any other option of vLLM's server: `engine.vllm_args.max_num_seqs=64`."""
 
     def __post_init__(self) -> None:
         self._check_given()
@@ -172,22 +175,22 @@ COLOCATED = frozenset(
 
 @section("engine")
 class ColocateOptions:
-    """The keys of `engine=vllm_colocate`.
-
-    gpu_memory_utilization: share of a GPU's memory that vLLM may take while it generates, beside the trainer's.
-    cpu_kv_cache_gb: GiB for its cache on a CPU, in each trainer process. max_model_len: null takes what the run needs.
-    enforce_eager: no compilation; null means on a CPU. quantization: as vLLM takes it.
-    sleep: give vLLM's memory back between generations; null means on GPUs.
-    vllm_args: any other argument of `vllm.LLM`: `engine.vllm_args.max_num_seqs=64`.
-    """
+    """The keys of `engine=vllm_colocate`."""
 
     gpu_memory_utilization: float = 0.3
+    """Share of a GPU's memory that vLLM may take while it generates, beside the trainer's; above 0 and at most 1."""
     cpu_kv_cache_gb: int = 1
+    """Size of the KV cache on a CPU, in GiB, in each trainer process."""
     max_model_len: int | None = None
+    """Most tokens of prompt and completion; null: what the run needs."""
     enforce_eager: bool | None = None
+    """true: no compilation; null: true on a CPU."""
     quantization: str | None = None
+    """vLLM's quantization of the weights, such as fp8; null: none."""
     sleep: bool | None = None
+    """true: give vLLM's memory back between generations; null: true on GPUs."""
     vllm_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Any other argument of `vllm.LLM`: `engine.vllm_args.max_num_seqs=64`."""
 
     def __post_init__(self) -> None:
         require(self, "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "must be above 0, at most 1")
