@@ -96,7 +96,7 @@ def test_rewards_with_their_weights() -> None:
 
 def test_the_accuracy_of_difficulty_is_named() -> None:
     shown = explained("algorithm=dgpo", "reward=[math,format]")
-    assert next(s.meaning for s in shown.symbols if s.name == "R_a") == "the accuracy; null is math"
+    assert next(s.meaning for s in shown.symbols if s.name == "R_a") == "The accuracy; null is math"
 
 
 def test_updates_of_a_step() -> None:
@@ -138,10 +138,10 @@ def test_explain_names_the_reward_that_groups_are_kept_by() -> None:
         shown = explained("algorithm=dapo", *overrides)
         return next(s.meaning for s in shown.symbols if s.key == "algorithm.keep.reward")
 
-    assert named() == "the accuracy; null is exact_match"
-    assert named("reward=[format,math]", "eval.reward=math") == "the accuracy; null is math"
+    assert named() == "The accuracy; null is exact_match"
+    assert named("reward=[format,math]", "eval.reward=math") == "The accuracy; null is math"
     mixture = ("task=[arithmetic,gsm8k]", "reward=[exact_match,number]", "task.gsm8k.rewards=[number]")
-    assert named(*mixture) == "the accuracy; null is exact_match (arithmetic), number (gsm8k)"
+    assert named(*mixture) == "The accuracy; null is exact_match (arithmetic), number (gsm8k)"
     assert section(explained("algorithm=dapo", "algorithm.keep.reward=score"), "keep")[0] == (
         "keep a question where min_G s < max_G s"
     )

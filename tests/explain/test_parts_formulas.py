@@ -14,7 +14,6 @@ from grpocli.algorithm.kl import K3
 from grpocli.algorithm.objective import Clip
 from grpocli.cli.algorithms_page import VARIANTS
 from grpocli.config.choices import choice_of, registered
-from grpocli.config.field_docs import field_docs
 from grpocli.config.formula import Formula, formula_of
 from grpocli.explain.explanation import part_section
 from grpocli.explain.render import LABEL, WIDTH
