@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from grpocli.config.formula import Formula, summary
+from grpocli.config.field_docs import summary
+from grpocli.config.formula import Formula
 from grpocli.config.parts import base, nearest, require, section
 from grpocli.errors import ConfigError
 from grpocli.rewards.final_answer import final_answer
