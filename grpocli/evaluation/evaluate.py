@@ -171,7 +171,7 @@ def _groups(sampler: Sampler, one: Problems, n: int, sampling: Any, seed: int, w
     """Samples with the seeds of an evaluation within a run, so that models differ by their weights alone."""
     from grpocli.training.accuracy import eval_seeds
 
-    groups, tally = sampler.groups(one.prompts, eval_seeds(seed, one.prompts), n, sampling, watch)
+    groups, tally = sampler.generate_and_score(one.prompts, eval_seeds(seed, one.prompts), n, sampling, watch)
     sampler.scorer.check_errors(tally)
     return groups
 

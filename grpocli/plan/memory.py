@@ -192,10 +192,10 @@ def _generation(needs: PlanInputs) -> list[Item]:
 def sampled_rows(needs: PlanInputs) -> int:
     """Completions that engine=transformers samples side by side in a process."""
     from grpocli.tasks.mixture import tasks_of
-    from grpocli.training.collector import MOST
+    from grpocli.training.collector import MAX_REFILL
 
     run, group = needs.run, needs.run.rollout.group_size
-    prompts = run.rollout.prompts_per_step * (MOST if run.algorithm.keep.max_rounds > 1 else 1)
+    prompts = run.rollout.prompts_per_step * (MAX_REFILL if run.algorithm.keep.max_rounds > 1 else 1)
     problems = run.eval.n_problems(cpu=False) * len(tasks_of(run.task))
     rows = max(math.ceil(prompts / needs.place.trainers) * group, problems * run.eval.samples)
     return int(min(rows, max(group, needs.engine.max_rows // group * group)))

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from grpocli.errors import ConfigError
 from grpocli.files import write_atomic
 from grpocli.tracking.text import words
-from grpocli.types import Group, Message, Prompt, Rollout, Status
+from grpocli.types import Group, Message, Prompt, Rollout, Row, Status
 
 if TYPE_CHECKING:
     from numpy import ndarray
+    from torch import Tensor
 
 LONGEST = 100_000
 """Characters of JSON that one of an example's columns may have; longer ones are cut."""
@@ -26,12 +27,10 @@ LONGEST = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One completion of a step.
+    """One completion of a step's rollout file.
 
-    group: number of its group in the step. sampled_step: the step that it was sampled for, whose metrics count it.
-    reward: the weighted sum of its rewards; NaN where none applies. Of an update alone are advantage (as trained with),
-    loss_mask (1 for each token in the loss; None: none is), logp and entropy (float32 [T], in nats, under the policy
-    that began the step; None where they were not computed).
+    group: the number of its group in the step. sampled_step: the step that sampled it, whose metrics count it. reward:
+    the weighted sum of its rewards; NaN if none applies. row: what the update trained on; None outside of the update.
     """
 
     rollout: Rollout
@@ -39,10 +38,7 @@ class Record:
     status: Status
     sampled_step: int
     reward: float = math.nan
-    advantage: float | None = None
-    loss_mask: Sequence[int] | None = None
-    logp: ndarray[Any, Any] | None = None
-    entropy: ndarray[Any, Any] | None = None
+    row: Row | None = None
 
 
 def evaluated(groups: Sequence[Group]) -> list[Record]:
@@ -116,7 +112,7 @@ def _of_prompt(prompt: Prompt, answers: Sequence[str]) -> dict[str, Any]:
 
 
 def _of_record(record: Record) -> dict[str, Any]:
-    rollout, done = record.rollout, record.rollout.completion
+    rollout, done, row = record.rollout, record.rollout.completion, record.row
     return {
         "sampled_step": record.sampled_step,
         "status": str(record.status),
@@ -126,17 +122,21 @@ def _of_record(record: Record) -> dict[str, Any]:
         "turns": done.episode.turns if done.episode else None,
         "completion_ids": done.token_ids,
         "length": done.written,
-        "loss_mask": record.loss_mask or [0] * len(done.token_ids),
+        "loss_mask": row.mask if row else [0] * len(done.token_ids),
         "logprobs": done.logprobs,
-        "trainer_logprobs": record.logp,
-        "entropies": record.entropy,
+        "trainer_logprobs": _array(row.logp) if row else None,
+        "entropies": _array(row.entropy) if row else None,
         "reward": _number(record.reward),
-        "advantage": record.advantage,
+        "advantage": row.advantage if row else None,
         "finish_reason": done.finish_reason,
         "version": done.version,
         "version_spans": done.spans,
         **{f"reward/{name}": _number(value) for name, value in rollout.rewards.items()},
     }
+
+
+def _array(values_T: Tensor | None) -> ndarray[Any, Any] | None:
+    return None if values_T is None else values_T.numpy()
 
 
 def _schema(records: Sequence[Record]) -> Any:

@@ -221,7 +221,7 @@ class Evaluator:
         """n completions of each problem. before: how many of each there are already."""
         seeds = eval_seeds(self.seed, self.prompts)
         watch = self.watch.part(before * len(self.prompts), (self.samples + 1) * len(self.prompts))
-        groups, tally = self.sampler.groups(self.prompts, seeds, n, sampling, watch)
+        groups, tally = self.sampler.generate_and_score(self.prompts, seeds, n, sampling, watch)
         self.sampler.scorer.check_errors(tally)
         return groups
 

@@ -1,4 +1,4 @@
-"""From a run's parts to a trainer: loads data and models, connects the engine, restores a checkpoint."""
+"""Building a trainer from the parts of a run: load data and models, connect the engine, restore a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpocli.tasks.prompt_source import accuracy_rewards_of
 from grpocli.tracking.sessions import run_id
 from grpocli.training import checkpoint, saved_rollouts
 from grpocli.training.accuracy import AccuracyRewards, Evaluator
-from grpocli.training.checkpointer import Saver
+from grpocli.training.checkpointer import BackgroundWriter, Checkpointer
 from grpocli.training.collector import Collector, RolloutBatch, Sampler
 from grpocli.training.packing_check import find_head, pack
 from grpocli.training.policy import BaseReference, Policy, Reference
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 def build_trainer(
     run: Run, job: EngineJob, world: World, recorder: Recorder, stop: StopSignal, resume: Path | None, data: Data
 ) -> Trainer:
-    """Load everything and put it together. Collective."""
+    """The trainer of a run; resume: the checkpoint to continue from. Collective."""
     _check_rewards(run, data, recorder)
     loaded = _load(run, job, world, data, recorder, resume)
     policy, reference, state = loaded.policy, loaded.reference, loaded.state
     _choose_layout(run, world, policy, reference, recorder)
 
     def recover() -> None:
-        """The thread that generates must not send weights that an update is changing."""
-        trainer.prefetcher.in_main(trainer.sync_again)
+        """Send the weights again. In the main thread, because an update may be changing them in this moment."""
+        trainer.prefetcher.run_in_main_thread(trainer.send_weights)
 
     engine = _engine(run, job, policy, data, world, stop, recover)
     scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards, limits_of(run.task))
@@ -73,7 +73,7 @@ def build_trainer(
         check=UpdateChecks(run, recorder.run_dir, policy, world),
         evaluator=_evaluator(run, sampler, data, Watch(recorder.progress_of("eval"), stop.asked_lately)),
         recorder=recorder,
-        saver=Saver(world),
+        checkpointer=_checkpointer(run, world, loaded, data, recorder),
         stop=stop,
         state=state,
     )
@@ -81,7 +81,7 @@ def build_trainer(
 
 
 def _check_rewards(run: Run, data: Data, recorder: Recorder) -> None:
-    """Check rewards against their tasks' columns, and show what rewards and data have to say."""
+    """Check rewards against the columns of their tasks; show the warnings of rewards and the reports of data sets."""
     for task in data.tasks:
         with about(task.key):
             for name in task.rewards:
@@ -94,7 +94,7 @@ def _check_rewards(run: Run, data: Data, recorder: Recorder) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What a checkpoint, or the base model, gives. leftover: groups for the first step."""
+    """The state, models and optimizer of a checkpoint, or of a new run. leftover: groups for the first step."""
 
     state: checkpoint.State
     leftover: list[Group]
@@ -117,7 +117,7 @@ def _load(run: Run, job: EngineJob, world: World, data: Data, recorder: Recorder
 
 
 def _choose_layout(run: Run, world: World, policy: Policy, reference: Reference | None, recorder: Recorder) -> None:
-    """Save what memory and work the model allows; a note says what it does not."""
+    """Turn on packing and log-probs at the output head where the model supports them; note where it does not."""
     if not find_head(policy, world):
         recorder.view.note("all logits of a micro-batch are kept: this model changes what its output head returns")
     if run.train.packed and not pack(policy, reference, world, run.rollout.longest_row):
@@ -126,10 +126,24 @@ def _choose_layout(run: Run, world: World, policy: Policy, reference: Reference 
         recorder.view.note(f"LoRA trains {trained_share(policy.model)}")
 
 
+def _checkpointer(run: Run, world: World, loaded: _Loaded, data: Data, recorder: Recorder) -> Checkpointer:
+    return Checkpointer(
+        run_dir=recorder.run_dir,
+        keep=run.checkpoint.keep,
+        policy=loaded.policy,
+        optimizer=loaded.updater.optimizer,
+        tokenizer=data.tokenizer,
+        reference=loaded.reference if run.algorithm.kl.sync_every else None,
+        world=world,
+        progress=recorder.progress_of("checkpoint"),
+        writer=BackgroundWriter(world),
+    )
+
+
 def _engine(
     run: Run, job: EngineJob, policy: Policy, data: Data, world: World, stop: StopSignal, recover: Callable[[], None]
 ) -> Engine:
-    """recover: sends the weights again, in the main thread."""
+    """recover: sends the weights again, to an engine that was lost and is back."""
     rollout = run.rollout
     context = EngineContext(
         job,
@@ -153,7 +167,7 @@ def _why_padded(run: Run) -> str:
 
 
 def _policy(run: Run, job: EngineJob, world: World, path: str) -> tuple[Policy, Any]:
-    """With its optimizer."""
+    """The policy and its optimizer."""
     model = load_policy(run.model, job.model_path, path, run.seed)
     if run.train.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -201,7 +215,7 @@ def _leftover(run: Run, data: Data, resume: Path | None) -> list[Group]:
 
 
 def _ready(run: Run, collector: Collector, resume: Path | None) -> list[RolloutBatch]:
-    """What had been collected for the steps after the checkpoint."""
+    """The batches that were collected for the steps after the checkpoint."""
     if resume is None:
         return []
     with restoring(resume):

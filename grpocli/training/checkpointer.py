@@ -1,4 +1,4 @@
-"""Writing checkpoints beside the run: what they hold does not change before the next update, which waits for them."""
+"""Saving checkpoints in the background, while the next rollouts are sampled and before the next update."""
 
 from __future__ import annotations
 
@@ -6,21 +6,31 @@ import atexit
 import logging
 import sys
 import threading
-from collections.abc import Callable
-from os import _exit as leave  # before code of the user's runs, during which the other name refuses
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from os import _exit as exit_at_once  # imported early: while a user's code runs, os._exit refuses
+from typing import TYPE_CHECKING, Any
+
+from grpocli.training import checkpoint
+from grpocli.training.resume_point import prune
 
 if TYPE_CHECKING:
     from grpocli.distributed.world import World
+    from grpocli.progress import Progress
+    from grpocli.tracking.run_dir import RunDir
+    from grpocli.training.collector import RolloutBatch
+    from grpocli.training.policy import Policy, Reference
+    from grpocli.types import Group
 
 logger = logging.getLogger(__name__)
 
 
-class Saver:
-    """One checkpoint at a time, written by a thread while the next rollouts are sampled.
+class BackgroundWriter:
+    """Runs one write at a time in a thread. Every method is collective.
 
-    Where processes share weights or moments these are gathered in collective calls that cannot go beside others: then
-    it is written at once. Every method is collective.
+    Where processes share weights or optimizer state (FSDP2, ZeRO), these are gathered in collective calls that cannot
+    run beside others, so the write runs at once, in the caller's thread.
     """
 
     def __init__(self, world: World) -> None:
@@ -30,21 +40,21 @@ class Saver:
 
     @property
     def writing(self) -> bool:
-        """Whether there is one that nobody has waited for. Not collective."""
+        """Whether a write was started and not waited for. Not collective."""
         return self._thread is not None
 
     def start(self, write: Callable[[], None]) -> None:
-        """Have `write` write a checkpoint, after the one before it, whose errors are raised."""
+        """Start `write` after the write before it, and raise the errors of that one."""
         self.wait()
         if self._channel is None:
             write()
             return
-        # a daemon: after a second signal the process must be able to end
+        # a daemon: after a second signal the process must be able to exit
         self._thread = threading.Thread(target=self._work, args=(write,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Until it is whole. Raises what `write` raised."""
+        """Wait for the write. Raises what it raised."""
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -52,16 +62,16 @@ class Saver:
         if error:
             raise error
 
-    def close(self, patience: float | None = None) -> None:
-        """As `wait`, at the end of a run that has something else to tell.
+    def close(self, timeout: float | None = None) -> None:
+        """As `wait`, but log an error instead of raising it, because the run ends for another reason.
 
-        patience: seconds after which the thread is left alone (None: never).
+        timeout: seconds after which the thread is abandoned (None: never).
         """
         if self._thread:
-            self._thread.join(patience)
+            self._thread.join(timeout)
             if self._thread.is_alive():
-                logger.warning("the last checkpoint was not written: it took longer than %s s", patience)
-                atexit.register(_end_at_once)
+                logger.warning("the last checkpoint was not written: it took longer than %s s", timeout)
+                atexit.register(_exit_without_cleanup)
                 return
         try:
             self.wait()
@@ -77,8 +87,55 @@ class Saver:
             self._error = error
 
 
-def _end_at_once() -> None:
-    """Exit without Python's finalization, which aborts the process while a daemon thread is inside of C++."""
+@dataclass(frozen=True, slots=True)
+class Checkpointer:
+    """Saves the checkpoints of a run and deletes the oldest. Every method is collective.
+
+    keep: how many checkpoints stay (0: all). reference: None unless training changes it.
+    """
+
+    run_dir: RunDir
+    keep: int
+    policy: Policy
+    optimizer: Any
+    tokenizer: Any
+    reference: Reference | None
+    world: World
+    progress: Progress
+    writer: BackgroundWriter
+
+    def save(self, state: checkpoint.State, leftover: Sequence[Group], ahead: Sequence[RolloutBatch]) -> None:
+        """Start to save. The policy, optimizer and reference must not change until `wait` returns."""
+        contents = checkpoint.Contents(
+            self.policy, self.optimizer, self.tokenizer, self.reference, tuple(leftover), tuple(ahead)
+        )
+        path = self.run_dir.checkpoint(state.step)
+        self.writer.start(
+            partial(self._write, partial(checkpoint.save, path, state, contents, self.world, self.progress))
+        )
+
+    def _write(self, save: Callable[[], None]) -> None:
+        save()
+        if self.world.is_main:
+            prune(self.run_dir.checkpoints, self.keep)
+        self.world.barrier()
+
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint was started and not waited for. Not collective."""
+        return self.writer.writing
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is saved. Raises the error of saving it."""
+        self.writer.wait()
+
+    def close(self, timeout: float | None = None) -> None:
+        """See `BackgroundWriter.close`."""
+        self.writer.close(timeout)
+
+
+def _exit_without_cleanup() -> None:
+    """Exit without Python's finalization, which aborts the process while a daemon thread runs C++ code."""
     sys.stdout.flush()
     sys.stderr.flush()
-    leave(1)
+    exit_at_once(1)

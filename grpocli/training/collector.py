@@ -1,4 +1,4 @@
-"""Sampling and scoring: from prompts to the groups that a step trains on."""
+"""Generating and scoring: from prompts to the groups of rollouts that a step trains on."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def rewards_of(groups: Sequence[Group], names: Sequence[str]) -> dict[str, Tenso
 
 @dataclass(slots=True)
 class Sampler:
-    """Completions of prompts, decoded and scored, spread over the processes. May be used by two threads.
+    """Generates, decodes and scores completions, spread over the processes. Two threads may use it at once.
 
-    plays: the environments of those tasks that have one.
+    plays: the environments, by task name. scoring: held while rewards run, which need not be thread-safe.
     """
 
     world: World
@@ -54,15 +54,16 @@ class Sampler:
     tokenizer: PreTrainedTokenizerBase
     scorer: Scorer
     plays: Mapping[str, Play] = field(default_factory=dict)
-    scoring: threading.Lock = field(default_factory=threading.Lock)  # rewards need not be safe with threads
+    scoring: threading.Lock = field(default_factory=threading.Lock)
 
-    def groups(
+    def generate_and_score(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Watch = UNWATCHED
     ) -> tuple[list[Group], Tally]:
-        """A group of `n` rollouts for each prompt, in order, the same in every process; and what scoring took.
+        """One group of `n` scored rollouts for each prompt, in order and the same in every process. Collective.
 
-        watch: called with a count of all completions, estimated from those of this process. Raises Cancelled, in every
-        process, where it was cancelled in any.
+        Each process generates for its share of the prompts and scores groups while others are still being generated.
+        watch: gets the number of completions of all processes, estimated from this one's. Raises Cancelled in every
+        process if any process was cancelled.
         """
         mine = range(self.world.rank, len(prompts), self.world.size)
         requests = [Request(prompts[i].token_ids, n, seeds[i], prompt=prompts[i]) for i in mine]
@@ -85,12 +86,12 @@ class Sampler:
             enter, progress = self.world.enter, watch.progress
             scored, tally = self.scorer.score(rollouts, sampling.max_tokens, known, enter, progress)
         tally = replace(tally, seconds=time.perf_counter() - start)
-        self.world.enter("gather")
-        done = [Rollout(r.prompt, r.completion, r.text, rewards) for r, rewards in zip(rollouts, scored, strict=True)]
+        done = [replace(rollout, rewards=rewards) for rollout, rewards in zip(rollouts, scored, strict=True)]
         groups = [Group(prompts[i], done[k * n : (k + 1) * n]) for k, i in enumerate(mine)]
+        self.world.enter("gather")
         everyone = self.world.gather_objects(list(zip(mine, groups, strict=True)))
         tallies = self.world.gather_objects([tally])
-        return [g for _, g in sorted(everyone, key=lambda pair: pair[0])], reduce(Tally.beside, tallies)
+        return [group for _, group in sorted(everyone, key=lambda pair: pair[0])], reduce(Tally.beside, tallies)
 
     @property
     def episodes(self) -> Episodes:
@@ -104,11 +105,11 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """The groups that one step trains on, and statistics of all that were sampled for it.
+    """The groups that one step trains on, with statistics of everything that was sampled for it.
 
-    metrics: of the step; its `num_tokens` counts this step alone, and the trainer adds those of earlier steps.
-    remarks: as `Scorer.remarks`. rest: groups that the step does not train on, and why; only in the main process, which
-    writes them to the rollout file. carried: uids of the groups that were sampled for the step before.
+    metrics: of this step alone; the trainer adds the earlier steps to `num_tokens`. remarks: see `Scorer.remarks`.
+    rest: groups that the step does not train on, with the reason, for the rollout file; in the main process only.
+    leftover: uids of the groups that were sampled for the step before.
     """
 
     groups: list[Group]
@@ -118,16 +119,16 @@ class RolloutBatch:
     leftover: frozenset[str] = frozenset()
 
 
-MOST = 4
-"""A refill asks for at most so many times `rollout.prompts_per_step`, however few groups were kept before."""
+MAX_REFILL = 4
+"""A refill samples at most this many times `rollout.prompts_per_step` prompts, however few groups were kept before."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutStats:
-    """What metrics want to know of groups, kept or not: a discarded one stays in the main process alone.
+    """What the metrics of a step need of its groups, so that filtered groups can be freed.
 
-    rewards: {name: [P, G]}. tasks: the name of each group's. lengths, truncated: of every completion, in tokens that
-    the model wrote. turns: of those that are episodes. prompt_tokens: a prompt's count for each of its completions.
+    rewards: {name: [P, G]}. tasks: the task of each group. lengths, truncated: of each completion; lengths count tokens
+    that the model wrote. turns: of each episode. prompt_tokens: each prompt counts once for each of its completions.
     """
 
     rewards: dict[str, Tensor]
@@ -139,59 +140,59 @@ class RolloutStats:
 
     @classmethod
     def of(cls, groups: Sequence[Group], names: Sequence[str]) -> RolloutStats:
-        done = [r.completion for g in groups for r in g.rollouts]
+        completions = [r.completion for g in groups for r in g.rollouts]
         return cls(
-            rewards_of(groups, names),
-            [g.prompt.task for g in groups],
-            [c.written for c in done],
-            [c.truncated for c in done],
-            [c.episode.turns for c in done if c.episode],
-            sum(len(g.prompt.token_ids) * len(g.rollouts) for g in groups),
+            rewards=rewards_of(groups, names),
+            tasks=[g.prompt.task for g in groups],
+            lengths=[c.written for c in completions],
+            truncated=[c.truncated for c in completions],
+            turns=[c.episode.turns for c in completions if c.episode],
+            prompt_tokens=sum(len(g.prompt.token_ids) * len(g.rollouts) for g in groups),
         )
 
     def __add__(self, other: RolloutStats) -> RolloutStats:
-        rewards = {name: torch.cat([values, other.rewards[name]]) for name, values in self.rewards.items()}
         return RolloutStats(
-            rewards,
-            self.tasks + other.tasks,
-            self.lengths + other.lengths,
-            self.truncated + other.truncated,
-            self.turns + other.turns,
-            self.prompt_tokens + other.prompt_tokens,
+            rewards={name: torch.cat([values, other.rewards[name]]) for name, values in self.rewards.items()},
+            tasks=self.tasks + other.tasks,
+            lengths=self.lengths + other.lengths,
+            truncated=self.truncated + other.truncated,
+            turns=self.turns + other.turns,
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
         )
 
     @property
     def groups(self) -> int:
+        """The number of groups."""
         return len(next(iter(self.rewards.values())))
 
     def metrics(self, scores_PG: Tensor) -> dict[str, float]:
+        """Means and deviations of rewards, and lengths of completions."""
         from grpocli.algorithm.statistics import constant_P1, count_P1, std_P1
 
         flat = {name: values.reshape(1, -1) for name, values in self.rewards.items()}
+        terminated = [n for n, cut in zip(self.lengths, self.truncated, strict=True) if not cut]
         return {
             "reward": scores_PG.nanmean().item(),
             "reward_std": std_P1(scores_PG).mean().item(),
             "frac_reward_zero_std": constant_P1(scores_PG).double().mean().item(),
-            **_lengths("length", self.lengths),
-            **_lengths(
-                "terminated_length", [n for n, cut in zip(self.lengths, self.truncated, strict=True) if not cut]
-            ),
+            **_length_metrics("length", self.lengths),
+            **_length_metrics("terminated_length", terminated),
             "completions/clipped_ratio": float(np.mean(self.truncated)),
             **({"completions/mean_turns": float(np.mean(self.turns))} if self.turns else {}),
             **{f"rewards/{name}/mean": values.nanmean().item() for name, values in flat.items()},
             **{f"rewards/{name}/std": std_P1(values).item() for name, values in flat.items() if count_P1(values) > 1},
         }
 
-    def by_task(self, scores_PG: Tensor, accuracy_rewards: Mapping[str, str]) -> dict[str, float]:
-        """Of each task's completions, the mean score and how many are right by the accuracy reward of them.
+    def task_metrics(self, scores_PG: Tensor, accuracy_rewards: Mapping[str, str]) -> dict[str, float]:
+        """The mean score of each task, and the share of completions that its accuracy reward calls right.
 
-        NaN where a step has none.
+        NaN for a task without a completion in this step.
         """
         found: dict[str, float] = {}
         for task, accuracy_reward in accuracy_rewards.items():
             own_P = torch.tensor([name == task for name in self.tasks])
-            verdicts = self.rewards[accuracy_reward][own_P]
-            right = (verdicts >= 1).double().where(~verdicts.isnan(), math.nan)
+            accuracies = self.rewards[accuracy_reward][own_P]
+            right = (accuracies >= 1).double().where(~accuracies.isnan(), math.nan)
             found |= {
                 f"task/{task}/reward": scores_PG[own_P].nanmean().item(),
                 f"task/{task}/accuracy": right.nanmean().item(),
@@ -199,8 +200,8 @@ class RolloutStats:
         return found
 
 
-def _lengths(name: str, lengths: Sequence[int]) -> dict[str, float]:
-    """Metrics of the lengths of completions, in tokens; none without completions."""
+def _length_metrics(name: str, lengths: Sequence[int]) -> dict[str, float]:
+    """Mean, minimum and maximum in tokens; empty without completions."""
     if not lengths:
         return {}
     found = {"mean": float(np.mean(lengths)), "min": float(min(lengths)), "max": float(max(lengths))}
@@ -209,9 +210,9 @@ def _lengths(name: str, lengths: Sequence[int]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class SamplingState:
-    """What the rounds of a step have brought so far."""
+    """What the sampling rounds of one step have produced so far."""
 
-    seen: RolloutStats | None = None
+    stats: RolloutStats | None = None
     kept: list[Group] = field(default_factory=list)
     filtered: list[Group] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
@@ -220,13 +221,12 @@ class SamplingState:
 
 @dataclass(slots=True)
 class Collector:
-    """Draws prompts and keeps the groups that the algorithm wants.
+    """Draws prompts, has them sampled and scored, and keeps the groups that the algorithm wants.
 
-    draw: which prompt the n-th draw of the run is. accuracy_rewards: of each task, by name. State to
-    save: `draws`, how many there were, and `carried`, the groups that the last step kept beyond what it wanted: they
-    are the first of the next one. keeps_rest: `RolloutBatch.rest` is wanted; it is as large as a step's groups or
-    several times that, at most MOST times `max_rounds` steps' worth.
-    watch: called with the progress of a step's sampling.
+    draw: the prompt of a draw number. accuracy_rewards: the name of each task's accuracy reward. draws, leftover: the
+    state to save: the number of prompts drawn, and groups that the last step kept beyond what it needed, which the next
+    one trains on first. keeps_rest: whether `RolloutBatch.rest` is filled, which is at most MAX_REFILL times
+    `max_rounds` steps' worth of groups. watch: gets the progress of a step's sampling.
     """
 
     sampler: Sampler
@@ -244,9 +244,9 @@ class Collector:
     watch: Watch = UNWATCHED
 
     def collect(self) -> RolloutBatch:
-        """Sample until there are `prompts_per_step` groups that the algorithm keeps, or its rounds are used up.
+        """Sample until the algorithm has kept `prompts_per_step` groups, or its rounds are used up. Collective.
 
-        An error leaves the state as it was.
+        An error leaves the state unchanged.
         """
         before = self.draws, self.leftover
         try:
@@ -255,129 +255,123 @@ class Collector:
             self.draws, self.leftover = before
             raise
 
+    def advantages(self, groups: Sequence[Group]) -> Tensor:
+        """[P, G]: the advantages of the groups that a step trains on."""
+        if not groups:
+            return torch.zeros(0, self.group_size, dtype=torch.float64)
+        accuracy = self._accuracy([group.prompt.task for group in groups])
+        return self.algorithm.advantages(rewards_of(groups, list(self.weights)), self.weights, accuracy)
+
     def _collect(self) -> RolloutBatch:
         leftover = self.leftover
         step = self._sample(self.prompts_per_step - len(leftover))
         groups = [*leftover, *step.kept]
         wanted, surplus = groups[: self.prompts_per_step], groups[self.prompts_per_step :]
-        # at most one step's worth, so that all of it is used in the next: never older than one weight version
+        # at most one step's worth: the next step trains on all of it, so none gets older than one weight version
         self.leftover = surplus[: self.prompts_per_step] if self.algorithm.keep.surplus == "carry" else []
         if len(wanted) < self.prompts_per_step and self.algorithm.keep.on_exhausted == "error":
             raise RunError(
                 f"algorithm.keep.max_rounds={step.rounds}: only {len(wanted)} of {self.prompts_per_step} prompts had "
                 "completions of different reward; raise it, or choose easier or harder prompts"
             )
-        seen = step.seen or RolloutStats.of(wanted, list(self.weights))
-        metrics = {
-            "sampling/rounds": step.rounds,
-            "sampling/kept": len(wanted),
-            "sampling/carried": len(leftover),
-            "sampling/acceptance": len(step.kept) / seen.groups if step.seen else 1.0,
-            "tokens/generated": float(sum(step.seen.lengths)) if step.seen else 0.0,
-            "num_tokens": sum(step.seen.lengths) + step.seen.prompt_tokens if step.seen else 0,
-        }
-        scores_PG = self.algorithm.scores(seen.rewards, self.weights)
-        shown = seen.metrics(scores_PG)
-        if len(self.accuracy_rewards) > 1:
-            shown |= seen.by_task(scores_PG, self.accuracy_rewards)
-            shown |= {f"task/{task}/errors": float(step.tally.errors_of(task)) for task in self.accuracy_rewards}
         rest = [(Status.FILTERED, group) for group in step.filtered]
         rest += [(Status.CARRIED, group) for group in self.leftover]
         rest += [(Status.SURPLUS, group) for group in surplus[len(self.leftover) :]]
         return RolloutBatch(
             wanted,
-            metrics | step.tally.metrics | shown,
+            self._metrics(step, wanted, len(leftover)),
             remarks=self.sampler.scorer.remarks(step.tally),
             rest=rest if self.keeps_rest else [],
             leftover=frozenset(group.uid for group in leftover),
         )
 
+    def _metrics(self, step: SamplingState, wanted: Sequence[Group], carried: int) -> dict[str, float]:
+        stats = step.stats or RolloutStats.of(wanted, list(self.weights))
+        metrics = {
+            "sampling/rounds": step.rounds,
+            "sampling/kept": len(wanted),
+            "sampling/carried": carried,
+            "sampling/acceptance": len(step.kept) / stats.groups if step.stats else 1.0,
+            "tokens/generated": float(sum(step.stats.lengths)) if step.stats else 0.0,
+            "num_tokens": sum(step.stats.lengths) + step.stats.prompt_tokens if step.stats else 0,
+        }
+        scores_PG = self.algorithm.scores(stats.rewards, self.weights)
+        metrics |= step.tally.metrics | stats.metrics(scores_PG)
+        if len(self.accuracy_rewards) > 1:
+            metrics |= stats.task_metrics(scores_PG, self.accuracy_rewards)
+            metrics |= {f"task/{task}/errors": float(step.tally.errors_of(task)) for task in self.accuracy_rewards}
+        return metrics
+
     def _sample(self, missing: int) -> SamplingState:
         """Rounds of sampling until `missing` groups are kept."""
         step = SamplingState()
         while len(step.kept) < missing and step.rounds < self.algorithm.keep.max_rounds:
-            groups, tally = self._groups(self._ask(missing - len(step.kept), step), self._watch_of(step))
+            groups, tally = self._round(self._refill(missing - len(step.kept), step), self._watch_of(step))
             step.tally = step.tally.then(tally)
             self.sampler.scorer.check_errors(step.tally, self.prompts_per_step * self.group_size)
-            seen = RolloutStats.of(groups, list(self.weights))
-            kept_P = self.algorithm.kept(seen.rewards, self.weights, self._accuracy(seen.tasks))
+            stats = RolloutStats.of(groups, list(self.weights))
+            kept_P = self.algorithm.kept(stats.rewards, self.weights, self._accuracy(stats.tasks))
             for group, keep in zip(groups, kept_P.tolist(), strict=True):
                 if keep:
                     step.kept.append(group)
                 elif self.keeps_rest:
                     step.filtered.append(group)
-            step.seen = step.seen + seen if step.seen else seen
+            step.stats = step.stats + stats if step.stats else stats
             step.rounds += 1
         return step
 
-    def _ask(self, missing: int, step: SamplingState) -> int:
+    def _refill(self, missing: int, step: SamplingState) -> int:
         """How many prompts are likely to give `missing` groups, by the share of groups kept in this step."""
-        if not step.seen:
+        if not step.stats:
             return missing
-        expected = math.ceil(missing * step.seen.groups / max(len(step.kept), 1))
-        return min(expected, MOST * self.prompts_per_step)
+        expected = math.ceil(missing * step.stats.groups / max(len(step.kept), 1))
+        return min(expected, MAX_REFILL * self.prompts_per_step)
 
     def _watch_of(self, step: SamplingState) -> Watch:
-        """The watch of a step's next round; of a refill it hears which one, and how far the step is."""
+        """The watch of the next round; from the second round on its detail names the round and the groups kept."""
         if not step.rounds:
             return self.watch
         progress, kept = self.watch.progress, len(self.leftover) + len(step.kept)
-        said = f"round {step.rounds + 1}, {kept} of {self.prompts_per_step} groups kept"
+        round_ = f"round {step.rounds + 1}, {kept} of {self.prompts_per_step} groups kept"
 
         def report(done: float, total: float, unit: str, detail: str = "") -> None:
-            progress(done, total, unit, ", ".join(filter(None, [said, detail])))
+            progress(done, total, unit, ", ".join(filter(None, [round_, detail])))
 
         return replace(self.watch, progress=report)
 
-    def _groups(self, n: int, watch: Watch) -> tuple[list[Group], Tally]:
+    def _round(self, n: int, watch: Watch) -> tuple[list[Group], Tally]:
+        """Groups of the next `n` prompts."""
         draws = range(self.draws, self.draws + n)
         self.draws += n
         prompts = [self.draw(d) for d in draws]
         seeds = [seed_of(self.seed, d) for d in draws]
-        return self.sampler.groups(prompts, seeds, self.group_size, self.sampling, watch)
-
-    def advantages(self, groups: Sequence[Group]) -> Tensor:
-        """[P, G] of what a step trains on."""
-        if not groups:
-            return torch.zeros(0, self.group_size, dtype=torch.float64)
-        accuracy = self._accuracy([group.prompt.task for group in groups])
-        return self.algorithm.advantages(rewards_of(groups, list(self.weights)), self.weights, accuracy)
+        return self.sampler.generate_and_score(prompts, seeds, self.group_size, self.sampling, watch)
 
     def _accuracy(self, tasks: Sequence[str]) -> list[str] | None:
-        """The name of the reward that is the accuracy of each of these tasks; None: the first reward."""
+        """The name of the accuracy reward of each of these tasks; None: the first reward."""
         return [self.accuracy_rewards[task] for task in tasks] if self.accuracy_rewards else None
 
 
 def records_of(
-    collected: RolloutBatch, rows: Sequence[Row], algorithm: Algorithm, weights: dict[str, float], step: int
+    batch: RolloutBatch, rows: Sequence[Row], algorithm: Algorithm, weights: dict[str, float], step: int
 ) -> list[Record]:
-    """A record for each completion: first those of the update, in its order, then the others.
+    """One record for each completion that was sampled for a step: first those of the update, in order, then the rest.
 
-    rows: of `collected.groups`, after the update. step: its number, from 1.
+    rows: of `batch.groups`, after the update. step: its number, from 1.
     """
-    outcomes = [*((Status.TRAINED, group) for group in collected.groups), *collected.rest]
+    outcomes = [*((Status.TRAINED, group) for group in batch.groups), *batch.rest]
     if not outcomes:
         return []
     scores_PG = algorithm.scores(rewards_of([group for _, group in outcomes], list(weights)), weights)
     records = [
-        Record(rollout, number, status, step - (group.uid in collected.leftover), score)
+        Record(rollout, number, status, step - (group.uid in batch.leftover), score)
         for number, ((status, group), scores) in enumerate(zip(outcomes, scores_PG.tolist(), strict=True))
         for rollout, score in zip(group.rollouts, scores, strict=True)
     ]
-    updated = [_updated(record, row, algorithm) for record, row in zip(records, rows, strict=False)]
-    return [*updated, *records[len(rows) :]]
-
-
-def _updated(record: Record, row: Row, algorithm: Algorithm) -> Record:
-    """The record of a completion that was in the update, with its row's status, advantage, mask and values."""
-    return replace(
-        record,
-        status=status_of(row, algorithm),
-        advantage=row.advantage,
-        loss_mask=row.mask,
-        logp=None if row.logp is None else row.logp.numpy(),
-        entropy=None if row.entropy is None else row.entropy.numpy(),
-    )
+    trained = [
+        replace(record, status=status_of(row, algorithm), row=row) for record, row in zip(records, rows, strict=False)
+    ]
+    return [*trained, *records[len(rows) :]]
 
 
 def status_of(row: Row, algorithm: Algorithm) -> Status:

@@ -1,24 +1,44 @@
-"""From rollouts to micro-batches: ragged until the moment one is built."""
+"""From rollouts to micro-batches: rows are ragged until a micro-batch is built."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from grpocli.training.packing import Layout, Padded, pad
-from grpocli.types import Row
+from grpocli.types import Group, Row
+
+if TYPE_CHECKING:
+    from grpocli.algorithm import Algorithm
+
+
+def rows_of(groups: Sequence[Group], advantages_PG: Tensor, algorithm: Algorithm, version: int) -> list[Row]:
+    """One row for each completion, with its advantage. version: the weight version that the step trains."""
+    return [
+        Row.of(
+            rollout,
+            advantage * group.prompt.loss_multiplier,
+            number,
+            algorithm.keep.mask_truncated,
+            version,
+            algorithm.corrects,
+        )
+        for number, (group, advantages) in enumerate(zip(groups, advantages_PG.tolist(), strict=True))
+        for rollout, advantage in zip(group.rollouts, advantages, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows side by side, as the loss takes them; `layout` is how they lie in the model's forward.
+    """The tensors that the loss takes. `layout` holds the same rows as the model's forward takes them.
 
     completion_ids, mask, rollout_logp, old_logp, ref_logp, selected [B, T]; advantages, group_ids [B]. old_logp is NaN
-    in rows that have none yet.
+    in rows without old log-probs.
     """
 
     layout: Layout
@@ -33,6 +53,7 @@ class MicroBatch:
 
     @classmethod
     def build(cls, rows: Sequence[Row], device: torch.device, layout: type[Layout] = Padded) -> MicroBatch:
+        """The rows, padded, on `device`."""
         return cls(
             layout=layout.build(rows, device),
             completion_ids=pad([torch.tensor(r.completion_ids, dtype=torch.long) for r in rows]).to(device),
@@ -47,7 +68,7 @@ class MicroBatch:
 
 
 def _pad_optional(rows: Sequence[Row], values: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
-    """[B, T] with NaN in the rows without a value; None where no row has one."""
+    """[B, T], NaN in rows without a value; None if no row has one."""
     if all(v is None for v in values):
         return None
     unknown = [torch.full((len(r.completion_ids),), float("nan"), device=device) for r in rows]
@@ -55,7 +76,7 @@ def _pad_optional(rows: Sequence[Row], values: Sequence[Tensor | None], device: 
 
 
 def windows(n_groups: int, minibatches: int) -> list[range]:
-    """The groups of each optimizer update of a pass: as equal as can be, none empty unless there are too few."""
+    """The groups of each optimizer update of an epoch: of equal size up to one group, and none empty."""
     pieces = min(minibatches, n_groups)
     edges = [n_groups * i // pieces for i in range(pieces + 1)] if pieces else []
     return [range(a, b) for a, b in pairwise(edges)]

@@ -1,4 +1,25 @@
-"""Collecting the next steps' rollouts while a step trains: `rollout.max_staleness`, `rollout.in_flight`."""
+"""Collecting the rollouts of later steps while a step trains: `rollout.max_staleness`, `rollout.in_flight`.
+
+Two threads share a `Prefetcher`. The main thread trains; the rollout thread samples and scores whole steps, in order:
+
+    main thread                                   rollout thread
+    -----------                                   --------------
+    rollouts(s): request step s + max_staleness   wait until a requested step may begin
+                 wait for a batch, take it        collect it, append it to `_ready`, and again
+    paused_before(s): let no step after s begin,
+                 wait until the thread is idle,
+                 send the weights                 after the block: go on with the new weights
+    wait_until_idle(s), state: for a checkpoint
+    while waiting: make the call, if there is one <- run_in_main_thread(work): wait for its result
+
+The condition `_changed` guards what they share: the step numbers `_requested`, `_started` and `_collected`, the limits
+`_pause_after` and `_stop_after`, the batches `_ready`, the rollout thread's `_call` and its `_error`.
+
+With several processes each has both threads. The rollout threads make their collective calls in a channel of their own.
+The main process decides when a step begins, because two processes that decide for themselves could wait for each other.
+Main threads wait in rounds: in each round every process reports a `RankStatus`, so that all of them return, make the
+call or raise in the same round.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +50,23 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
-"""How long `close` waits for what is being collected."""
+"""How long `close` waits for the rollout thread."""
 
 POLL_SECONDS = 0.2
-"""How often one of several waiting processes hears of the others."""
+"""With several processes, the longest time between two rounds of `RankStatus`."""
 
 GRACE_SECONDS = 2.0
-"""How long a process waits for its own thread to fail as another's has: an engine's errors are most often shared."""
+"""How long a process waits for its own thread's error when another process has failed: most errors are the engine's."""
 
 
 def version_of(group: Group) -> int:
-    """The oldest weight version that sampled a token of it."""
+    """The oldest weight version that sampled a token of the group."""
     return min(rollout.completion.version for rollout in group.rollouts)
 
 
 @dataclass(frozen=True, slots=True)
 class MainThreadCall:
-    """Work that only the main thread may do, with the weights as they are after whole steps."""
+    """Work that must run in the main thread, between two steps' updates."""
 
     work: Callable[[], Any]
     result: Future[Any]
@@ -53,13 +74,13 @@ class MainThreadCall:
     def run(self) -> None:
         try:
             self.result.set_result(self.work())
-        except Exception as error:  # noqa: BLE001 - the thread raises it
+        except Exception as error:  # noqa: BLE001 - the rollout thread raises it
             self.result.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchState:
-    """What a resume goes on with. ready: collected for the next steps. draws, leftover: the collector's after those."""
+    """What a checkpoint saves. ready: batches of the next steps. draws, leftover: the collector's state after them."""
 
     draws: int
     leftover: list[Group]
@@ -68,26 +89,24 @@ class PrefetchState:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What a process tells the others of its wait: what it has come to, and the error if there is one."""
+    """What a waiting process reports to the others. error_gone: whether the error is a ServiceGone."""
 
     state: Literal["done", "failed", "call", "waiting"]
-    said: str = ""
-    gone: bool = False
+    error: str = ""
+    error_gone: bool = False
 
     @classmethod
-    def of(cls, error: BaseException) -> RankStatus:
-        said = str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
-        return cls("failed", said, isinstance(error, ServiceGone))
+    def failed(cls, error: BaseException) -> RankStatus:
+        message = str(error) if isinstance(error, GrpoError) else f"{type(error).__name__}: {error}"
+        return cls("failed", message, isinstance(error, ServiceGone))
 
 
 class Prefetcher:
-    """Whole steps of rollouts, in order, collected by one thread at most `max_staleness` steps ahead of training.
+    """Provides each step's rollouts, collected by a thread up to `max_staleness` steps before they are trained on.
 
-    What step s asks for is sampled with the weights of step s or later, so at step s + max_staleness none of it is
-    older than allowed. With max_staleness 0 there is no thread, and a step collects for itself.
-
-    Several processes collect together, through a channel beside the main thread's collective calls. Which steps
-    are collected before a sync is the main process's decision, or two processes might each wait for the other.
+    Rollouts that step s requests are sampled with weight version s or later, so none is older than `max_staleness`
+    versions when step s + max_staleness trains on it. With max_staleness 0 there is no thread: each step collects its
+    own rollouts.
     """
 
     def __init__(
@@ -99,103 +118,82 @@ class Prefetcher:
         done: int = 0,
         ready: Sequence[RolloutBatch] = (),
     ) -> None:
-        """steps: of the whole run. done: steps trained. ready: what has been collected for the steps after those."""
+        """steps: of the whole run. done: steps trained so far. ready: batches of a checkpoint, for the next steps."""
         self.collector, self.world, self.steps = collector, world, steps
         self.max_staleness, self.in_flight = rollout.max_staleness, rollout.in_flight
-        self._ready = deque(ready)
-        self._wanted = self._started = self._collected = done + len(ready)  # numbers of steps
         self._changed = threading.Condition()
-        self._last = self._end = math.inf  # the number of the last step that may begin before a sync; in this run
-        self._drawn = collector.draws, collector.leftover
-        self._closing = self._surfaced = False
-        self._error: BaseException | None = None
+        self._ready = deque(ready)
+        self._requested = self._started = self._collected = done + len(ready)
+        self._pause_after = self._stop_after = math.inf
+        self._collector_state = collector.draws, collector.leftover
         self._call: MainThreadCall | None = None
+        self._error: BaseException | None = None
+        self._error_raised = self._closing = False
         self._channel = world.channel() if self.max_staleness else None
         self._thread: threading.Thread | None = None
 
+    # The main thread. Every method but `close` is collective.
+
     @property
-    def progress(self) -> PrefetchState:
-        """All that is ready, and how far prompts were drawn for that: what still runs is not in it."""
+    def state(self) -> PrefetchState:
+        """The batches that are ready, and the collector's state after them. A step being collected is not included."""
         with self._changed:
-            draws, leftover = self._drawn if self.max_staleness else (self.collector.draws, self.collector.leftover)
+            collector = self.collector
+            draws, leftover = self._collector_state if self.max_staleness else (collector.draws, collector.leftover)
             return PrefetchState(draws, leftover, tuple(self._ready))
 
-    def collect(self, step: int) -> RolloutBatch:
-        """The rollouts of step number `step`, those older than `max_staleness` left out.
+    def rollouts(self, step: int) -> RolloutBatch:
+        """The rollouts of a step, without groups older than `max_staleness`; requests the steps after it too.
 
-        Ask for the steps after it too. Raises what the thread raised.
+        Raises the error of the rollout thread.
         """
         if not self.max_staleness:
             return self.collector.collect()
-        self._start()
+        self._start_thread()
         with self._changed:
-            self._wanted = max(self._wanted, min(step + self.max_staleness, self.steps))
+            self._requested = max(self._requested, min(step + self.max_staleness, self.steps))
             self._changed.notify_all()
         self._wait(lambda: bool(self._ready))
         with self._changed:
-            collected = self._ready.popleft()
-        return self._fresh(collected, step)
+            batch = self._ready.popleft()
+        return self._without_stale(batch, step)
 
     @contextmanager
-    def quiet(self, step: int) -> Iterator[None]:
-        """A block before step number `step` in which nothing is collected, so that a completion has one version.
+    def paused_before(self, step: int) -> Iterator[None]:
+        """A block before a step in which nothing is collected, so that no completion mixes weight versions.
 
-        What runs is waited for, and what the step needs. So with max_staleness 1 it is no matter of time which weights
-        sample what. Steps after it that have not begun begin with the weights after the block. With in_flight nothing
-        is waited for.
+        It begins when the running steps and the given step, if requested, are collected: with max_staleness 1 this
+        makes weight versions deterministic. Later steps begin after the block. With `in_flight` it does nothing.
         """
         if not self._thread or self.in_flight:
             yield
             return
         try:
             with self._changed:
-                self._last = step
-            self._settle(step)
+                self._pause_after = step
+            self._wait_collected(step)
             yield
         finally:
             with self._changed:
-                self._last = math.inf
+                self._pause_after = math.inf
                 self._changed.notify_all()
 
-    def drain(self, step: int) -> None:
-        """Wait for what runs, and for step number `step` if it was asked for: what comes next in the run then does not
-        depend on whether it goes on or is resumed.
+    def wait_until_idle(self, step: int) -> None:
+        """Wait until the running steps and the given step, if requested, are collected.
 
-        Raises what the thread raised, unless that was raised before: then what is ready is all there will be.
+        A run that is resumed from `state` then continues exactly as this one. Raises the error of the rollout thread,
+        unless it was raised before; in that case nothing more will be collected.
         """
-        if self._thread and not self._surfaced:
-            self._settle(step)
+        if self._thread and not self._error_raised:
+            self._wait_collected(step)
 
-    def end(self, step: int) -> None:
-        """Begin no step after number `step` any more: the run ends before it."""
+    def stop_after(self, step: int) -> None:
+        """Let no step after this one begin: the run ends."""
         with self._changed:
-            self._end = step
-
-    def _settle(self, step: int) -> None:
-        """Wait for all that has begun by now, and for step number `step` if it was asked for. Collective."""
-        with self._changed:
-            begun = max(self._started, min(step, self._wanted))
-        begun = self.world.broadcast_object(begun)
-        self._wait(lambda: self._collected >= begun)
-
-    def in_main(self, work: Callable[[], T]) -> T:
-        """Have the main thread do `work` when it next waits for rollouts, between two steps' updates.
-
-        For the thread; the main one does it at once. Returns or raises what it did, RunError if the run ends before.
-        """
-        if threading.current_thread() is not self._thread:
-            return work()
-        call = MainThreadCall(work, Future())
-        with self._changed:
-            if self._closing:
-                raise RunError("the run has ended")
-            self._call = call
-            self._changed.notify_all()
-        done: T = call.result.result()  # always set: by the main thread, or by `close`
-        return done
+            self._stop_after = step
 
     def close(self, wait: bool = True) -> None:
-        """End the thread. What does not end in time, or at once if not `wait`, is left to end with the process."""
+        """End the thread. wait: give it CLOSE_SECONDS; a thread that still runs ends with the process."""
         with self._changed:
             self._closing = True
             if self._call:
@@ -207,109 +205,132 @@ class Prefetcher:
             if self._thread.is_alive():
                 logger.warning("rollouts were still being collected %g s after the end of the run", CLOSE_SECONDS)
 
-    def _wait(self, done: Callable[[], bool]) -> None:
-        """Until `done` in every process, in the main thread; does calls, raises the thread's error. Collective.
+    def _start_thread(self) -> None:
+        if not self._thread:
+            # a daemon: the process must be able to exit when `close` gives up
+            self._thread = threading.Thread(target=self._collect_steps, name="rollouts", daemon=True)
+            self._thread.start()
 
-        The processes settle after each look what it has come to, so that all of them return, do an call or raise at
-        the same point, however far their threads are. What is done counts more than an error after it. All that the
-        threads do has deadlines of its own.
+    def _wait_collected(self, step: int) -> None:
+        with self._changed:
+            last = max(self._started, min(step, self._requested))
+        last = self.world.broadcast_object(last)
+        self._wait(lambda: self._collected >= last)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        """Wait until `done` in every process; meanwhile make the thread's calls and raise its error.
+
+        There is no timeout here: everything that a rollout thread does has its own.
         """
         while True:
-            statuses = self.world.gather_objects([self._look(done)])
+            statuses = self.world.gather_objects([self._status(done)])
             failed = [one for one in statuses if one.state == "failed"]
             if failed:
-                raise self._failure(failed[0])
+                raise self._agreed_error(failed[0])
             if all(one.state == "done" for one in statuses):
                 return
             if all(one.state == "call" for one in statuses):
                 self._run_call()
 
-    def _look(self, done: Callable[[], bool]) -> RankStatus:
-        """This process's statuses when there are any; with several processes, also after a while."""
+    def _status(self, done: Callable[[], bool]) -> RankStatus:
+        """Wait for a status other than "waiting"; with several processes, at most POLL_SECONDS.
+
+        "done" comes before "failed": an error of a later step does not matter yet.
+        """
         with self._changed:
-            self._changed.wait_for(
-                lambda: done() or self._error or self._call, POLL_SECONDS if self.world.size > 1 else None
-            )
+            timeout = POLL_SECONDS if self.world.size > 1 else None
+            self._changed.wait_for(lambda: done() or self._error or self._call, timeout)
             if done():
                 return RankStatus("done")
             if self._error:
-                return RankStatus.of(self._error)
+                return RankStatus.failed(self._error)
             return RankStatus("call" if self._call else "waiting")
 
     def _run_call(self) -> None:
-        """Raises what the call raised, once the thread has too: it has no other way to go on."""
+        """Make the thread's call. If it raises, the thread raises the same error and ends; then raise it here."""
         with self._changed:
             call, self._call = self._call, None
         assert call is not None
         call.run()
         if error := call.result.exception():
-            raise self._failure(RankStatus.of(error))
+            raise self._agreed_error(RankStatus.failed(error))
 
-    def _failure(self, told: RankStatus) -> BaseException:
-        """The thread's own error if it is of the kind that the processes have settled on; the one told of if not."""
+    def _agreed_error(self, status: RankStatus) -> BaseException:
+        """This process's own error if it is of the reported kind, else the reported one, so that all stop alike."""
         with self._changed:
             self._changed.wait_for(lambda: self._error, GRACE_SECONDS)
-            self._surfaced = True
-            if self._error and isinstance(self._error, ServiceGone) == told.gone:
+            self._error_raised = True
+            if self._error and isinstance(self._error, ServiceGone) == status.error_gone:
                 return self._error
-        return ServiceGone(told.said) if told.gone else RunError(told.said)
+        return ServiceGone(status.error) if status.error_gone else RunError(status.error)
 
-    def _fresh(self, collected: RolloutBatch, step: int) -> RolloutBatch:
-        """Without groups that have become too old, and with what there is to tell about age."""
+    def _without_stale(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+        """The batch without groups that are too old, with metrics of the ages."""
         groups: list[Group] = []
         stale: list[Group] = []
-        for group in collected.groups:
+        for group in batch.groups:
             (groups if version_of(group) >= step - self.max_staleness else stale).append(group)
         ages = [step - rollout.completion.version for group in groups for rollout in group.rollouts]
-        metrics = collected.metrics | {
+        metrics = batch.metrics | {
             "sampling/kept": len(groups),
             "sampling/stale": len(stale),
             "staleness/mean": float(np.mean(ages)) if ages else 0.0,
             "staleness/max": max(ages, default=0),
         }
-        rest = [*((Status.STALE, group) for group in stale), *collected.rest]
-        return replace(collected, groups=groups, metrics=metrics, rest=rest)
+        rest = [*((Status.STALE, group) for group in stale), *batch.rest]
+        return replace(batch, groups=groups, metrics=metrics, rest=rest)
 
-    def _start(self) -> None:
-        if not self._thread:
-            # a daemon: where `close` gives up on it, the process must be able to end
-            self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
-            self._thread.start()
+    # The rollout thread
 
-    def _work(self) -> None:
-        """The thread: one step after the other until `close`, or until one fails."""
+    def run_in_main_thread(self, work: Callable[[], T]) -> T:
+        """Have the main thread run `work` when it next waits for rollouts, never in the middle of an update.
+
+        The main thread itself runs it at once. Raises what `work` raises, and RunError if the run ends first.
+        """
+        if threading.current_thread() is not self._thread:
+            return work()
+        call = MainThreadCall(work, Future())
+        with self._changed:
+            if self._closing:
+                raise RunError("the run has ended")
+            self._call = call
+            self._changed.notify_all()
+        result: T = call.result.result()  # the main thread always sets it, in `_run_call` or in `close`
+        return result
+
+    def _collect_steps(self) -> None:
         assert self._channel is not None
         try:
             with self._channel():
-                while self._next():
-                    collected = self._timed()
+                while self._next_step():
+                    batch = self._collect()
                     with self._changed:
-                        self._ready.append(collected)
+                        self._ready.append(batch)
                         self._collected += 1
-                        self._drawn = self.collector.draws, self.collector.leftover
+                        self._collector_state = self.collector.draws, self.collector.leftover
                         self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001 - the main thread raises it
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _next(self) -> bool:
-        """Wait for a step to collect, and for the main process to begin it; False at the end."""
+    def _next_step(self) -> bool:
+        """Wait until a step may begin; False at the end of the run."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._collected < min(self._wanted, self._allowed))
-            if self._collected >= self._wanted:
+            self._changed.wait_for(lambda: self._closing or self._collected < min(self._requested, self._limit))
+            if self._collected >= self._requested:
                 return False
-            begins = not self._closing  # if not, the other processes wait to hear it
+            begins = not self._closing
             self._started += begins
-        return self.world.broadcast_object(begins)
+        return self.world.broadcast_object(begins)  # also when closing: the other processes wait for the answer
 
     @property
-    def _allowed(self) -> float:
-        """The last step that may begin; the other processes begin when the main one does."""
-        return min(self._last, self._end) if self.world.is_main else math.inf
+    def _limit(self) -> float:
+        """The last step that may begin now. Only the main process limits: the others begin when it does."""
+        return min(self._pause_after, self._stop_after) if self.world.is_main else math.inf
 
-    def _timed(self) -> RolloutBatch:
+    def _collect(self) -> RolloutBatch:
         start = time.perf_counter()
-        collected = self.collector.collect()
-        seconds = time.perf_counter() - start - collected.metrics["time/reward"]
-        return replace(collected, metrics=collected.metrics | {"time/generate": seconds})
+        batch = self.collector.collect()
+        seconds = time.perf_counter() - start - batch.metrics["time/reward"]
+        return replace(batch, metrics=batch.metrics | {"time/generate": seconds})

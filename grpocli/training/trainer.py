@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +14,11 @@ import torch
 from grpocli.errors import ServiceGone, Stopped
 from grpocli.progress import Cancelled
 from grpocli.rollout.seeds import seed_of
-from grpocli.training import checkpoint
 from grpocli.training.accuracy import Evaluator
-from grpocli.training.checkpointer import Saver
+from grpocli.training.checkpoint import State
+from grpocli.training.checkpointer import Checkpointer
 from grpocli.training.collector import Collector, RolloutBatch, records_of
-from grpocli.training.resume_point import prune
+from grpocli.training.micro_batch import rows_of
 from grpocli.training.update import Updater
 from grpocli.training.update_checks import UpdateChecks
 from grpocli.types import Row
@@ -34,16 +33,18 @@ if TYPE_CHECKING:
     from grpocli.tracking.recorder import Recorder
     from grpocli.training.policy import Policy, Reference
     from grpocli.training.prefetch import Prefetcher
-    from grpocli.types import Group
 
 
 CLOSE_SECONDS = 2.0
-"""Time for a checkpoint that is being written when the user interrupts twice."""
+"""How long a second interrupt waits for the checkpoint that is being written."""
 
 
 @dataclass(slots=True)
 class Trainer:
-    """Trains a policy. `train` is the loop, `step` the algorithm as the papers write it."""
+    """Trains a policy: `train` is the loop, `step` the algorithm as the papers write it.
+
+    state: the counters that a checkpoint saves. synced: the weight version that the engine has. metrics: of this step.
+    """
 
     run: Run
     world: World
@@ -56,117 +57,114 @@ class Trainer:
     updater: Updater
     check: UpdateChecks
     evaluator: Evaluator
+    checkpointer: Checkpointer
     recorder: Recorder
-    saver: Saver
     stop: StopSignal
-    state: checkpoint.State
+    state: State
     synced: int = 0
     started: float = field(default_factory=time.monotonic)
     metrics: dict[str, Any] = field(default_factory=dict)
 
     def train(self) -> dict[str, float]:
-        """Train for `train.steps` steps; the final evaluation.
+        """Train for `train.steps` steps and return the final evaluation.
 
-        Raises Stopped, after a checkpoint, on a signal or when the engine or a scoring service is gone.
+        Raises Stopped, after a checkpoint, on a signal and when the engine or a scoring service is gone.
         """
         try:
-            self.before()
-            self.repeat_evaluation()
+            self.evaluate_at_start()
             self.raise_if_stopped()
             while not self.done:
                 self.step()
                 self.raise_if_stopped()
-            return self.after()
+            return self.finish()
         except ServiceGone as gone:
-            raise self.stopped_by(gone) from gone
+            saved = f"stopped after step {self.state.step}, which is saved"
+            raise self.stopped(f"{gone}; {saved}; when there is a server again, go on with") from gone
         except Cancelled:
-            raise self.stopped() from None
+            raise self.stopped_by_signal() from None
 
     def step(self) -> None:
         """One step of the algorithm."""
-        self.seed_dropout()
-        self.world.enter("start", self.state.step + 1)
+        self.begin_step()
         self.sync()
-        collected = self.collect()
-        advantages_PG = self.collector.advantages(collected.groups)
-        rows = self.rows(collected.groups, advantages_PG)
-        self.update(rows, len(collected.groups))
+        batch = self.generate_and_score()
+        advantages_PG = self.collector.advantages(batch.groups)
+        rows = rows_of(batch.groups, advantages_PG, self.run.algorithm, self.synced)
+        self.update(rows, len(batch.groups))
         try:
             self.evaluate_if_due()
         finally:  # a failed evaluation must not lose the step's metrics
-            self.log(collected, advantages_PG, rows)
+            self.log(batch, advantages_PG, rows)
         if self.due(self.run.checkpoint.every):
             self.checkpoint()
 
-    def seed_dropout(self) -> None:
-        """Seed torch by the number of the step, so that dropout repeats after a resume."""
+    def begin_step(self) -> None:
+        """Seed torch by the step's number, so that dropout repeats after a resume."""
         torch.manual_seed(seed_of(self.run.seed, 2**32 - 2, self.state.step, self.world.rank))
+        self.world.enter("start", self.state.step + 1)
 
     def sync(self) -> None:
-        """Bring the engine to the present weights, unless it has them. Version v is what step v samples with."""
+        """Send the present weights to the engine unless it has them. Step v samples with weight version v."""
         version = self.state.step + 1
-        if self.synced != version:
-            with ExitStack() as until_synced:
-                with self.timed("rollout"):
-                    until_synced.enter_context(self.prefetcher.quiet(version))
-                with self.timed("sync"):
-                    self.metrics |= self.engine.sync(version)
-            self.synced = version
+        if self.synced == version:
+            return
+        with ExitStack() as synced:
+            with self.timed("rollout"):
+                synced.enter_context(self.prefetcher.paused_before(version))
+            with self.timed("sync"):
+                self.send_weights()
 
-    def sync_again(self) -> None:
-        """Bring an engine that was lost, with servers of its own, back to the present weights."""
+    def send_weights(self) -> None:
+        """Send the present weights to the engine, also when it was lost and has new servers."""
         version = self.state.step + 1
         self.metrics |= self.engine.sync(version)
         self.synced = version
 
-    def collect(self) -> RolloutBatch:
-        """Generate and score completions, until there are the groups that the step wants."""
+    def generate_and_score(self) -> RolloutBatch:
+        """The step's groups of scored rollouts, sampled now or, with `rollout.max_staleness`, ahead of time."""
         self.metrics["weight_version"] = self.synced
         with self.timed("rollout"):
-            collected = self.prefetcher.collect(self.synced)
-        self.metrics |= collected.metrics
-        self.metrics["num_tokens"] = self.state.num_tokens + collected.metrics.get("num_tokens", 0)
-        if not self.prefetcher.max_staleness:  # else it is what the trainer has waited
-            self.metrics["time/rollout"] -= collected.metrics["time/reward"]
-        return collected
-
-    def rows(self, groups: Sequence[Group], advantages_PG: Tensor) -> list[Row]:
-        """One row for each completion, with its advantage."""
-        algorithm, version = self.run.algorithm, self.synced
-        return [
-            Row.of(
-                rollout,
-                advantage * group.prompt.loss_multiplier,
-                number,
-                algorithm.keep.mask_truncated,
-                version,
-                algorithm.corrects,
-            )
-            for number, (group, advantages) in enumerate(zip(groups, advantages_PG.tolist(), strict=True))
-            for rollout, advantage in zip(group.rollouts, advantages, strict=True)
-        ]
+            batch = self.prefetcher.rollouts(self.synced)
+        self.metrics |= batch.metrics
+        self.metrics["num_tokens"] = self.state.num_tokens + batch.metrics.get("num_tokens", 0)
+        if not self.prefetcher.max_staleness:  # otherwise time/rollout is how long training waited
+            self.metrics["time/rollout"] -= batch.metrics["time/reward"]
+        return batch
 
     def update(self, rows: list[Row], n_groups: int) -> None:
-        """Optimizer updates, then the reference's own if it follows the policy."""
-        self.saved()
+        """Update the policy, then the reference if it follows the policy."""
+        self.wait_for_checkpoint()
         with self.timed("train"):
             self.metrics |= self.updater.step(rows, n_groups, self.state.step)
             self.updater.gather(rows)
-        self.check(self.state.step + 1, self.metrics)
-        self.state = replace(
-            self.state,
-            step=self.state.step + 1,
-            updates=self.updater.updates,
-            num_tokens=self.metrics["num_tokens"],
-        )
+        step = self.state.step + 1
+        self.check(step, self.metrics)
+        self.state = replace(self.state, step=step, updates=self.updater.updates, num_tokens=self.metrics["num_tokens"])
         kl = self.run.algorithm.kl
-        if self.reference and kl.sync_every and self.state.step % kl.sync_every == 0:
+        if self.reference and kl.sync_every and step % kl.sync_every == 0:
             self.reference.mix(kl.sync_alpha)
 
-    def evaluate(self) -> dict[str, float]:
-        """Held-out accuracy under the present weights; empty where there are no problems.
+    def log(self, batch: RolloutBatch, advantages_PG: Tensor, rows: Sequence[Row]) -> None:
+        """Write and show the step's metrics; write every completion that was sampled for it."""
+        step, weights = self.state.step, self.collector.weights
+        records = records_of(batch, rows, self.run.algorithm, weights, step) if self.world.is_main else []
+        self.recorder.step(step, self.metrics, batch.groups, advantages_PG, batch.remarks, records)
+        self.metrics = {}
 
-        Collective. Raises Cancelled, in every process, where a stop is asked for before it ends.
+    def checkpoint(self) -> None:
+        """Start to save everything that a resume needs. `wait_for_checkpoint` returns when it is saved."""
+        self.prefetcher.wait_until_idle(self.state.step + 1)
+        prefetched = self.prefetcher.state
+        self.state = replace(self.state, draws=prefetched.draws, seconds=self.seconds)
+        with self.timed("checkpoint"):
+            self.checkpointer.save(self.state, prefetched.leftover, prefetched.ready)
+
+    # Evaluation
+
+    def evaluate(self) -> dict[str, float]:
+        """Accuracy on held-out problems under the present weights; empty without problems. Collective.
+
+        Raises Cancelled, in every process, when a stop is asked for meanwhile.
         """
         if not self.evaluator.prompts:
             return {}
@@ -174,96 +172,83 @@ class Trainer:
         with self.timed("eval"):
             return self.evaluator()
 
-    def before(self) -> None:
-        """The evaluation before the first step, kept for the summary; a resumed run has it already."""
+    def evaluate_at_start(self) -> None:
+        """Evaluate before the first step; after a resume, repeat the last step's evaluation if it did not end."""
         if self.state.before is None:
             self.state = replace(self.state, before=self.evaluate())
             self.recorder.evaluated(self.state.step, self.state.before or {})
-
-    def evaluate_if_due(self) -> None:
-        """Evaluate after a step, where that is due; until it ends, checkpoints say that it is missing."""
-        if self.due(self.run.eval.every):
-            self.state = replace(self.state, unevaluated=True)
-            self.metrics |= self.evaluate()
-            self.state = replace(self.state, unevaluated=False)
-
-    def repeat_evaluation(self) -> None:
-        """After a resume, an evaluation of the last step that did not end, added to the metrics of that step."""
         if self.state.unevaluated:
             self.metrics |= self.evaluate()
             self.recorder.amend(self.state.step, self.metrics)
             self.state, self.metrics = replace(self.state, unevaluated=False), {}
 
-    def after(self) -> dict[str, float]:
-        """Evaluate and save what the run leaves behind."""
+    def evaluate_if_due(self) -> None:
+        """Evaluate every `eval.every` steps. A checkpoint saved before it ends says that it is missing."""
+        if self.due(self.run.eval.every):
+            self.state = replace(self.state, unevaluated=True)
+            self.metrics |= self.evaluate()
+            self.state = replace(self.state, unevaluated=False)
+
+    def finish(self) -> dict[str, float]:
+        """The final evaluation, and the last checkpoint."""
         results = self.evaluate()
         if not self.due(self.run.checkpoint.every):
             self.checkpoint()
-        self.saved()
+        self.wait_for_checkpoint()
         self.recorder.evaluated(self.state.step, results)
         return results
 
-    def log(self, collected: RolloutBatch, advantages_PG: Tensor, rows: Sequence[Row]) -> None:
-        """Write the step's metrics and every completion that was sampled for it, and show them."""
-        step, weights = self.state.step, self.collector.weights
-        records = records_of(collected, rows, self.run.algorithm, weights, step) if self.world.is_main else []
-        self.recorder.step(step, self.metrics, collected.groups, advantages_PG, collected.remarks, records)
-        self.metrics = {}
+    # Stopping
 
-    def checkpoint(self) -> None:
-        """Have everything saved that a resume needs. It is there once `saved` returns."""
-        self.prefetcher.drain(self.state.step + 1)
-        progress = self.prefetcher.progress
-        self.state = replace(self.state, draws=progress.draws, seconds=self.seconds)
-        contents = checkpoint.Contents(
-            self.policy,
-            self.updater.optimizer,
-            self.tokenizer,
-            self.reference if self.run.algorithm.kl.sync_every else None,
-            tuple(progress.leftover),
-            progress.ready,
-        )
-        path = self.recorder.run_dir.checkpoint(self.state.step)
-        report = self.recorder.progress_of("checkpoint")
-        write = partial(checkpoint.save, path, self.state, contents, self.world, report)
-        with self.timed("checkpoint"):
-            self.saver.start(lambda: self._keep(write))
+    def raise_if_stopped(self) -> None:
+        """After a signal to any process, save a checkpoint and raise Stopped. Collective."""
+        if self.world.any(self.stop.asked()):
+            raise self.stopped_by_signal()
 
-    def _keep(self, write: Callable[[], None]) -> None:
-        """Write a checkpoint, then delete the oldest. Collective."""
-        write()
-        if self.world.is_main:
-            prune(self.recorder.run_dir.checkpoints, self.run.checkpoint.keep)
-        self.world.barrier()
+    def stopped_by_signal(self) -> Stopped:
+        """Save a checkpoint; return the error that ends the run. Collective."""
+        return self.stopped(f"{self.stop.received or 'asked to stop'} after step {self.state.step}; go on with")
 
-    def saved(self) -> None:
-        """Wait for the checkpoint that is being written, if one is: what it holds is about to change. Collective."""
-        if self.saver.writing:
-            with self.timed("checkpoint"):
-                self.saver.wait()
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds spent to this step's `time/NAME`, and show what is going on."""
-        self.recorder.stage(name)
-        self.world.enter(name)
-        start = time.perf_counter()
-        yield
-        self.metrics[f"time/{name}"] = self.metrics.get(f"time/{name}", 0.0) + time.perf_counter() - start
+    def stopped(self, reason: str) -> Stopped:
+        """Save a checkpoint of the last whole step; return the error that ends the run. Collective."""
+        next_step = self.state.step + 1
+        self.prefetcher.stop_after(next_step)
+        with suppress(ServiceGone):  # the run ends anyway
+            self.prefetcher.wait_until_idle(next_step)
+        self.checkpoint()
+        self.wait_for_checkpoint()
+        return Stopped(f"{reason}: grpocli train resume={self.recorder.run_dir.path}")
 
     def close(self) -> None:
-        """Stop what this process has started."""
-        interrupted = isinstance(sys.exception(), KeyboardInterrupt)  # by a second signal: nobody wants to wait
-        with ExitStack() as closing:  # from the last to the first, each whatever the others do
-            closing.callback(self.saver.close, CLOSE_SECONDS if interrupted else None)
+        """Stop the threads and processes that belong to this trainer, each whatever the others raise."""
+        interrupted = isinstance(sys.exception(), KeyboardInterrupt)  # by a second signal: the user is in a hurry
+        with ExitStack() as closing:  # from the last to the first
+            closing.callback(self.checkpointer.close, CLOSE_SECONDS if interrupted else None)
             closing.callback(self.collector.sampler.scorer.close)
             closing.callback(self.collector.sampler.episodes.close)
             closing.callback(self.engine.close)
             closing.callback(self.prefetcher.close, wait=not interrupted)
 
+    # Time
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the checkpoint being written is saved: the weights it reads are about to change. Collective."""
+        if self.checkpointer.writing:
+            with self.timed("checkpoint"):
+                self.checkpointer.wait()
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Show a stage, and add the seconds of the block to this step's `time/STAGE`."""
+        self.recorder.stage(stage)
+        self.world.enter(stage)
+        start = time.perf_counter()
+        yield
+        self.metrics[f"time/{stage}"] = self.metrics.get(f"time/{stage}", 0.0) + time.perf_counter() - start
+
     @property
     def seconds(self) -> float:
-        """Time spent on this run, earlier sessions included."""
+        """Seconds spent on this run, earlier sessions included."""
         return self.recorder.seconds_before + max(0.0, time.monotonic() - self.started)  # a reward may fake the clock
 
     @property
@@ -271,32 +256,5 @@ class Trainer:
         return self.state.step >= self.run.train.steps
 
     def due(self, every: int) -> bool:
-        """Whether something that happens every so many steps (0: never) is due now."""
+        """Whether an event that happens every so many steps (0: never) is due now."""
         return every > 0 and self.state.step % every == 0
-
-    def raise_if_stopped(self) -> None:
-        """After a signal to any process: checkpoint, then raise Stopped. Collective."""
-        if self.world.any(self.stop.asked()):
-            raise self.stopped()
-
-    def stopped(self) -> Stopped:
-        """Checkpoint after a whole step, or before the first; the error that ends the run. Collective."""
-        self.prefetcher.end(self.state.step + 1)
-        self.checkpoint()
-        self.saved()
-        return Stopped(
-            f"{self.stop.received or 'asked to stop'} after step {self.state.step}; "
-            f"go on with: grpocli train resume={self.recorder.run_dir.path}"
-        )
-
-    def stopped_by(self, gone: ServiceGone) -> Stopped:
-        """Checkpoint the last whole step; the error that ends the run. Collective."""
-        self.prefetcher.end(self.state.step + 1)
-        with suppress(ServiceGone):  # reported already
-            self.prefetcher.drain(self.state.step + 1)
-        self.checkpoint()
-        self.saved()
-        return Stopped(
-            f"{gone}; stopped after step {self.state.step}, which is saved; when there is a server again, go on with: "
-            f"grpocli train resume={self.recorder.run_dir.path}"
-        )

@@ -80,7 +80,7 @@ def test_a_group_is_scored_while_others_are_still_being_sampled() -> None:
         assert alone.called.wait(SOON)  # type: ignore[attr-defined]
         assert not together.calls  # type: ignore[attr-defined]
 
-    groups, tally = sampler(Scripted([2, 0], wait), {"alone": alone, "together": together}).groups(
+    groups, tally = sampler(Scripted([2, 0], wait), {"alone": alone, "together": together}).generate_and_score(
         PROMPTS, [0, 1, 2], 2, Sampling(4)
     )
     assert list(chain(*alone.calls)) == ["14", "15", "10", "11", "12", "13"]  # type: ignore[attr-defined]
@@ -94,7 +94,9 @@ def test_a_group_is_scored_while_others_are_still_being_sampled() -> None:
 def test_when_a_group_comes_changes_nothing() -> None:
     found = []
     for handed in ([], [0], [1, 2], [2, 1, 0]):
-        groups, tally = sampler(Scripted(handed), {"r": Recording(True)}).groups(PROMPTS, [0, 1, 2], 2, Sampling(4))
+        groups, tally = sampler(Scripted(handed), {"r": Recording(True)}).generate_and_score(
+            PROMPTS, [0, 1, 2], 2, Sampling(4)
+        )
         found.append(([repr(r) for g in groups for r in g.rollouts], tally.samples, tally.errors, tally.first))
     assert all(one == found[0] for one in found)
     assert found[0][2] == {("r", ""): 1}
@@ -123,7 +125,7 @@ def test_an_engine_that_fails_does_not_wait_for_scores() -> None:
             raise RuntimeError("the engine broke")
 
     with pytest.raises(RuntimeError, match="the engine broke"):
-        sampler(Fails([]), {"slow": Slow()}).groups(PROMPTS, [0, 1, 2], 2, Sampling(4))
+        sampler(Fails([]), {"slow": Slow()}).generate_and_score(PROMPTS, [0, 1, 2], 2, Sampling(4))
     assert not over.is_set()
     go_on.set()
     assert over.wait(SOON)
@@ -140,7 +142,7 @@ def test_processes_agree_that_something_was_cancelled() -> None:
     reward = Recording(False)
     cancelled = Sampler(Two(), Scripted([]), Texts(), Scorer({"r": reward}, 1.0))  # type: ignore[arg-type]
     with pytest.raises(Cancelled):
-        cancelled.groups(PROMPTS, [0, 1, 2], 2, Sampling(4), Watch(cancelled=lambda: False))
+        cancelled.generate_and_score(PROMPTS, [0, 1, 2], 2, Sampling(4), Watch(cancelled=lambda: False))
     assert reward.calls == []  # type: ignore[attr-defined]
 
 
@@ -150,7 +152,9 @@ def test_scores_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[float, float, str]] = []
     watch = Watch(lambda done, total, unit, detail="": told.append((done, total, unit)))
     alone, together = Recording(True), Recording(False)
-    sampler(Scripted([]), {"alone": alone, "all": together}).groups(PROMPTS, [0, 1, 2], 2, Sampling(4), watch)
+    sampler(Scripted([]), {"alone": alone, "all": together}).generate_and_score(
+        PROMPTS, [0, 1, 2], 2, Sampling(4), watch
+    )
     assert [len(call) for call in alone.calls] == [4, 2]  # type: ignore[attr-defined]
     assert [len(call) for call in together.calls] == [6]  # type: ignore[attr-defined]
     assert told == [(0, 6, "scores of reward.alone"), (4, 6, "scores of reward.alone"), (0, 6, "scores of reward.all")]

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet
 import pytest
+import torch
 
 from grpocli.rewards.countdown import CountdownReward
 from grpocli.rewards.reward import answer_columns
 from grpocli.rewards.text import ExactMatch, Overlong
 from grpocli.tracking.rollouts import Record, evaluated, read_rollouts, write_rollouts
-from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Status
+from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Row, Status
 
 TALK = [{"role": "user", "content": "Wie groß?"}]
 
@@ -80,9 +81,9 @@ def test_a_row_a_completion(tmp_path: Path) -> None:
         group("a", "1+2=", [{"math": 1.0, "format": math.nan}, {"math": 0.0, "format": 0.5}]),
         group("b", TALK, [{"math": 1.0, "extra": 2.0}, {"math": 1.0, "extra": 3.0}]),
     )
-    logp, entropy = np.array([-0.75, -0.125], dtype=np.float32), np.array([1.5, 0.0], dtype=np.float32)
+    computed = {"logp": torch.tensor([-0.75, -0.125]), "entropy": torch.tensor([1.5, 0.0])}
     trained = [
-        Record(r, 0, Status.TRAINED, 2, reward, advantage, [1, 0], logp, entropy)
+        Record(r, 0, Status.TRAINED, 2, reward, Row([1], [7, 8], [1, 0], advantage, 0, [-0.5, -0.25], **computed))
         for r, reward, advantage in zip(first.rollouts, (1.0, 0.5), (0.75, -0.75), strict=True)
     ]
     filtered = [Record(r, 1, Status.FILTERED, 3) for r in second.rollouts]

@@ -53,7 +53,9 @@ class Collector:
                 raise EngineError("only here")
             self.world.gather_objects([step])
             if self.event == "lost":
-                self.recovered.append(self.prefetcher.in_main(lambda: self.world.gather_objects([self.world.rank])))
+                self.recovered.append(
+                    self.prefetcher.run_in_main_thread(lambda: self.world.gather_objects([self.world.rank]))
+                )
             elif self.event == "gone":
                 raise EngineGone("stays away")
         self.world.gather_objects([step])
@@ -73,19 +75,19 @@ def trained(world: World, event: str, staleness: int, in_flight: bool) -> dict[s
             if step == 2:
                 collector.reached.set()
                 time.sleep(LATE if in_flight and world.rank else 0)
-            with prefetcher.quiet(step):
+            with prefetcher.paused_before(step):
                 world.barrier()
-            prefetcher.collect(step)
+            prefetcher.rollouts(step)
             world.sum(torch.ones(3))
             done = step
     except EngineGone as gone:
         error = [type(gone).__name__, str(gone)]
-        prefetcher.end(done + 1)
-        prefetcher.drain(done + 1)
+        prefetcher.stop_after(done + 1)
+        prefetcher.wait_until_idle(done + 1)
         world.barrier()  # as a checkpoint does
     except RunError as other:
         error = [type(other).__name__, str(other)]
-    progress = prefetcher.progress
+    progress = prefetcher.state
     prefetcher.close()
     return {
         "done": done,

@@ -29,7 +29,7 @@ class Scripted:
         self.asked: list[int] = []
         self.scorer = Scorer({"r": ExactMatch()}, max_errors=0.1)
 
-    def groups(self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Watch):
+    def generate_and_score(self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Watch):
         self.asked.append(len(prompts))
         watch.progress(1, 2, "completions", "token 3")
         done = Completion([1, 2], [-1.0, -1.5], "stop", version=len(self.asked))
@@ -244,7 +244,7 @@ def test_a_collector_asks_the_accuracy_reward_of_each_groups_task() -> None:
     made.weights, made.accuracy_rewards = {"r": 1.0, "judge": 1.0}, {"": "judge"}
     plain = sampler.groups
 
-    def groups(*given):
+    def generate_and_score(*given):
         found, tally = plain(*given)
         for rollout in (r for g in found for r in g.rollouts):
             rollout.rewards["judge"] = 1.0
@@ -300,7 +300,7 @@ def test_what_was_sampled_in_trls_terms() -> None:
         return Completion([1] * n, [-1.0] * n, "length" if cut[k] else "stop", version=1, mask=mask)
 
     class Fixed(Scripted):
-        def groups(self, prompts, seeds, n, sampling, watch):
+        def generate_and_score(self, prompts, seeds, n, sampling, watch):
             return [
                 Group(p, [Rollout(p, completion(k), "t", {"r": rewards[k]}) for k in (2 * i, 2 * i + 1)])
                 for i, p in enumerate(prompts)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from grpocli.errors import EngineGone, RewardGone, ServiceGone, Stopped
 from grpocli.training.trainer import Trainer
@@ -21,10 +22,10 @@ class Ended:
         self.error = error
         self.gone, self.steps, self.done_calls = gone, 0, list[tuple[str, int]]()
         self.metrics: dict[str, Any] = {}
-        self.groups = list[Any]()
-        self.collector = SimpleNamespace(advantages=lambda groups: None)
+        self.groups, self.synced = list[Any](), 1
+        self.collector = SimpleNamespace(advantages=lambda groups: torch.zeros(0, 1))
         every = SimpleNamespace(every=1)
-        self.run = SimpleNamespace(seed=0, eval=every, checkpoint=every)
+        self.run = SimpleNamespace(seed=0, eval=every, checkpoint=every, algorithm=None)
         self.state, self.world = SimpleNamespace(step=0), SimpleNamespace(rank=0, enter=lambda *_: None)
 
     train, step = Trainer.train, Trainer.step
@@ -35,7 +36,7 @@ class Ended:
                 raise self.error
             self.steps += verb == "update"
             self.done_calls.append((verb, self.steps))
-            return {"due": True, "after": {}}.get(verb, self)
+            return {"due": True, "finish": {}}.get(verb, self)
 
         return call
 
@@ -43,20 +44,28 @@ class Ended:
     def done(self) -> bool:
         return self.steps == 3
 
-    def stopped_by(self, gone: ServiceGone) -> Stopped:
+    def stopped(self, reason: str) -> Stopped:
         self.done_calls.append(("saved", self.steps))
-        return Stopped(str(gone))
+        return Stopped(reason)
 
 
 def test_a_service_that_scores_is_as_the_engine() -> None:
-    trainer = Ended(("collect", 1), UNJUDGED)
+    trainer = Ended(("generate_and_score", 1), UNJUDGED)
     with pytest.raises(Stopped, match="the judge stays away"):
         trainer.train()
     assert trainer.done_calls[-1] == ("saved", 1)
 
 
 @pytest.mark.parametrize(
-    "gone", [("before", 0), ("sync", 0), ("collect", 1), ("evaluate_if_due", 2), ("checkpoint", 2), ("after", 3)]
+    "gone",
+    [
+        ("evaluate_at_start", 0),
+        ("sync", 0),
+        ("generate_and_score", 1),
+        ("evaluate_if_due", 2),
+        ("checkpoint", 2),
+        ("finish", 3),
+    ],
 )
 def test_wherever_it_goes_steps_that_are_done_are_logged_and_saved(gone: tuple[str, int]) -> None:
     trainer = Ended(gone)

@@ -28,7 +28,7 @@ class Recording:
     def __init__(self) -> None:
         self.asked: list[tuple[int, Sampling]] = []
 
-    def groups(
+    def generate_and_score(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Any = None
     ) -> Any:
         self.asked.append((n, sampling))
@@ -64,7 +64,7 @@ def test_evaluations_keep_what_decides_the_answer_and_its_end() -> None:
 
 def test_several_tasks_have_their_own_accuracy_rewards_and_results() -> None:
     class OfTwo(Recording):
-        def groups(
+        def generate_and_score(
             self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Any = None
         ) -> Any:
             done = Completion([1, 2], [0.0, 0.0], "stop", 1)

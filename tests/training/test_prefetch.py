@@ -59,7 +59,7 @@ class Sampler:
     def allow(self, calls: int) -> None:
         self.turns.release(calls)
 
-    def groups(
+    def generate_and_score(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: object = None
     ) -> tuple[list[Group], Tally]:
         first = self.version
@@ -109,7 +109,7 @@ def versions(collected: RolloutBatch) -> set[int]:
 
 
 def sync(one: Prefetcher, sampler: Sampler, version: int) -> None:
-    with one.quiet(version):
+    with one.paused_before(version):
         sampler.version = version
 
 
@@ -132,11 +132,11 @@ def test_on_policy_there_is_no_thread() -> None:
         for step in (1, 2):
             sync(one, sampler, step)
             sampler.allow(1)
-            assert versions(one.collect(step)) == {step}
-            one.drain(step + 1)
+            assert versions(one.rollouts(step)) == {step}
+            one.wait_until_idle(step + 1)
         assert sampler.threads == {threading.get_ident()}
         assert threading.active_count() == before
-        assert one.progress.ready == ()
+        assert one.state.ready == ()
 
 
 def test_one_step_ahead_every_completion_is_one_version_old() -> None:
@@ -146,7 +146,7 @@ def test_one_step_ahead_every_completion_is_one_version_old() -> None:
         got = []
         for step in range(1, 6):
             sync(one, sampler, step)
-            got.append(one.collect(step))
+            got.append(one.rollouts(step))
     assert [versions(c) for c in got] == [{1}, {1}, {2}, {3}, {4}]
     assert [uids(c) for c in got] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
     assert [c.metrics["staleness/max"] for c in got] == [0, 1, 1, 1, 1]
@@ -162,9 +162,9 @@ def test_the_next_step_is_sampled_while_this_one_trains() -> None:
     with ahead(collector(sampler)) as one:
         sync(one, sampler, 1)
         sampler.allow(1)
-        one.collect(1)
+        one.rollouts(1)
         until(lambda: sampler.calls == [(1, [0, 1]), (1, [2, 3])])
-        assert one.progress.ready == ()
+        assert one.state.ready == ()
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 3])
@@ -174,10 +174,10 @@ def test_nothing_is_older_than_allowed(staleness: int) -> None:
         sampler.allow(99)
         for step in range(1, 10):
             sync(one, sampler, step)
-            collected = one.collect(step)
+            collected = one.rollouts(step)
             assert min(versions(collected)) >= step - staleness
             assert len(collected.groups) == 2
-            assert len(one.progress.ready) <= staleness
+            assert len(one.state.ready) <= staleness
             assert len(sampler.calls) <= step + staleness
 
 
@@ -187,7 +187,7 @@ def test_a_sync_waits_for_what_runs_and_goes_before_what_has_not_begun() -> None
     with ahead(collector(sampler), staleness=2) as one:
         sync(one, sampler, 1)
         sampler.allow(1)
-        one.collect(1)
+        one.rollouts(1)
         until(lambda: len(sampler.calls) == 2)
 
         def meanwhile() -> None:
@@ -196,14 +196,14 @@ def test_a_sync_waits_for_what_runs_and_goes_before_what_has_not_begun() -> None
 
         helper = threading.Thread(target=meanwhile)
         helper.start()
-        with one.quiet(2):
+        with one.paused_before(2):
             synced.set()
             assert len(sampler.calls) == 2, "what had not begun goes after the sync"
             sampler.version = 2
         helper.join()
-        assert versions(one.collect(2)) == {1}
+        assert versions(one.rollouts(2)) == {1}
         sync(one, sampler, 3)
-        assert versions(one.collect(3)) == {2}
+        assert versions(one.rollouts(3)) == {2}
 
 
 def test_in_flight_a_sync_waits_for_nothing_and_the_versions_are_told() -> None:
@@ -211,11 +211,11 @@ def test_in_flight_a_sync_waits_for_nothing_and_the_versions_are_told() -> None:
     with ahead(collector(sampler), in_flight=True) as one:
         sync(one, sampler, 1)
         sampler.allow(1)
-        one.collect(1)
+        one.rollouts(1)
         until(lambda: len(sampler.calls) == 2)
         sync(one, sampler, 2)  # returns, though nothing allows the running call to end
         sampler.allow(9)
-        collected = one.collect(2)
+        collected = one.rollouts(2)
     done = collected.groups[0].rollouts[0].completion
     assert (done.version, done.spans) == (1, [(1, 1), (2, 1)])
     assert collected.metrics["staleness/max"] == 1
@@ -231,7 +231,7 @@ def test_what_is_too_old_is_dropped_with_its_group_and_counted() -> None:
     new = made.collect()
     mixed = RolloutBatch([old.groups[0], new.groups[1]], new.metrics)
     with ahead(made, done=3, ready=[mixed]) as one:
-        collected = one.collect(4)
+        collected = one.rollouts(4)
     assert uids(collected) == [3]
     assert [(status, group.uid) for status, group in collected.rest] == [("stale", "0")]
     assert (collected.metrics["sampling/stale"], collected.metrics["sampling/kept"]) == (1, 1)
@@ -244,17 +244,17 @@ def test_an_error_of_the_thread_is_raised_where_the_trainer_waits() -> None:
     with ahead(made) as one:
         sync(one, sampler, 1)
         sampler.allow(1)
-        one.collect(1)
+        one.rollouts(1)
         drawn = 2
         sampler.error = EngineError("the server is gone")
         sampler.allow(1)
-        with pytest.raises(EngineError, match="the server is gone"), one.quiet(2):
+        with pytest.raises(EngineError, match="the server is gone"), one.paused_before(2):
             pytest.fail("weights went to an engine that had failed")
         assert made.draws == drawn, "what failed was not drawn"
-        one.drain(2)  # for the checkpoint that a server's death is followed by
-        assert one.progress.ready == ()
+        one.wait_until_idle(2)  # for the checkpoint that a server's death is followed by
+        assert one.state.ready == ()
         with pytest.raises(EngineError, match="the server is gone"):
-            one.collect(2)
+            one.rollouts(2)
 
 
 def test_an_error_after_something_was_carried_leaves_it_there() -> None:
@@ -276,26 +276,26 @@ def test_a_checkpoint_s_drain_raises_an_error_that_nobody_has_seen() -> None:
     with ahead(collector(sampler)) as one:
         sync(one, sampler, 1)
         sampler.allow(1)
-        one.collect(1)
+        one.rollouts(1)
         sampler.error = RunError("no")
         sampler.allow(1)
         with pytest.raises(RunError, match="no"):
-            one.drain(2)
-        one.drain(2)
+            one.wait_until_idle(2)
+        one.wait_until_idle(2)
 
 
 def test_what_is_ready_is_used_before_a_later_error_is_raised() -> None:
     sampler = Sampler()
     with ahead(collector(sampler), staleness=2, in_flight=True) as one:
         sampler.allow(2)
-        one.collect(1)
-        until(lambda: len(one.progress.ready) == 1)
+        one.rollouts(1)
+        until(lambda: len(one.state.ready) == 1)
         sampler.error = EngineError("the server is gone")
         sampler.allow(1)
         until(lambda: not one._thread.is_alive())  # type: ignore[union-attr]
-        assert uids(one.collect(2)) == [2, 3]
+        assert uids(one.rollouts(2)) == [2, 3]
         with pytest.raises(EngineError, match="the server is gone"):
-            one.collect(3)
+            one.rollouts(3)
 
 
 def test_before_the_end_only_what_runs_is_waited_for() -> None:
@@ -304,12 +304,12 @@ def test_before_the_end_only_what_runs_is_waited_for() -> None:
     made = collector(sampler)
     with ahead(made, staleness=3) as one:
         sampler.allow(1)
-        one.collect(1)
+        one.rollouts(1)
         until(lambda: len(sampler.calls) == 2)
-        one.end(2)
+        one.stop_after(2)
         sampler.allow(1)
-        one.drain(2)
-        progress = one.progress
+        one.wait_until_idle(2)
+        progress = one.state
         assert [uids(ready) for ready in progress.ready] == [[2, 3]]
         assert progress.draws == made.draws == 4
         one.close()
@@ -322,16 +322,16 @@ def test_a_checkpoint_in_between_saves_what_is_ready_and_no_draw_of_what_runs() 
     made = collector(sampler)
     with ahead(made, staleness=3) as one:
         sampler.allow(2)
-        one.collect(1)
+        one.rollouts(1)
         until(lambda: len(sampler.calls) == 3 and made.draws == 6)
-        progress = one.progress
+        progress = one.state
         assert [uids(ready) for ready in progress.ready] == [[2, 3]]
         assert progress.draws == 4
         sampler.allow(9)
-        one.drain(2)  # waits for the third, which has begun
-        assert [uids(ready) for ready in one.progress.ready][:2] == [[2, 3], [4, 5]]
-        one.collect(2)
-        assert uids(one.collect(3)) == [4, 5], "the run goes on with it"
+        one.wait_until_idle(2)  # waits for the third, which has begun
+        assert [uids(ready) for ready in one.state.ready][:2] == [[2, 3], [4, 5]]
+        one.rollouts(2)
+        assert uids(one.rollouts(3)) == [4, 5], "the run goes on with it"
 
 
 def test_the_thread_can_have_work_done_by_the_waiting_trainer() -> None:
@@ -339,22 +339,22 @@ def test_the_thread_can_have_work_done_by_the_waiting_trainer() -> None:
     sampler = Sampler()
     did: list[int] = []
     with ahead(collector(sampler)) as one:
-        sampler.before = lambda: one.in_main(lambda: did.append(threading.get_ident()))
+        sampler.before = lambda: one.run_in_main_thread(lambda: did.append(threading.get_ident()))
         sync(one, sampler, 1)
         sampler.allow(9)
-        one.collect(1)
+        one.rollouts(1)
         assert did == [threading.get_ident()]
-        with one.quiet(2):
+        with one.paused_before(2):
             assert did == [threading.get_ident()] * 2
-        one.in_main(lambda: did.append(0))  # of the main thread itself, as in an evaluation
+        one.run_in_main_thread(lambda: did.append(0))  # of the main thread itself, as in an evaluation
         assert did[2:] == [0]
 
         def fail() -> None:
             raise EngineError("does not come back")
 
-        sampler.before = lambda: one.in_main(fail)
+        sampler.before = lambda: one.run_in_main_thread(fail)
         with pytest.raises(EngineError, match="does not come back"):
-            one.collect(2), one.collect(3)
+            one.rollouts(2), one.rollouts(3)
 
 
 def test_close_ends_a_thread_that_waits_for_the_trainer() -> None:
@@ -362,12 +362,12 @@ def test_close_ends_a_thread_that_waits_for_the_trainer() -> None:
     with ahead(collector(sampler)) as one:
         sync(one, sampler, 1)
         sampler.allow(1)
-        one.collect(1)
+        one.rollouts(1)
         asked = threading.Event()
 
         def ask() -> None:
             asked.set()
-            one.in_main(lambda: pytest.fail("the run has ended"))
+            one.run_in_main_thread(lambda: pytest.fail("the run has ended"))
 
         sampler.before = ask
         sampler.allow(1)
@@ -385,7 +385,7 @@ def test_close_gives_up_on_a_request_that_does_not_end(
     with ahead(collector(sampler)) as one:
         sync(one, sampler, 1)
         sampler.allow(1)
-        one.collect(1)
+        one.rollouts(1)
         one.close(wait=False)
         assert caplog.text == ""
         one.close()
@@ -400,7 +400,7 @@ def test_a_run_restored_in_the_middle_does_the_same(surplus: str, tmp_path: Path
         got = []
         for step in range(first, last + 1):
             sync(one, sampler, step)
-            collected = one.collect(step)
+            collected = one.rollouts(step)
             records = records_of(collected, [], one.collector.algorithm, one.collector.weights, step)
             write_rollouts(tmp_path / "rollouts.parquet", records, step)
             file = (tmp_path / "rollouts.parquet").read_bytes()
@@ -427,8 +427,8 @@ def test_a_run_restored_in_the_middle_does_the_same(surplus: str, tmp_path: Path
     made = collector(sampler, *overrides)
     with ahead(made, steps=8) as one:
         halves = steps(one, sampler, 1, 4)
-        one.drain(5)
-        progress = one.progress
+        one.wait_until_idle(5)
+        progress = one.state
         saved_rollouts.save_steps(progress.ready, tmp_path)
         saved_rollouts.save(progress.leftover, tmp_path)
         assert all(step.rest for step in progress.ready), "nothing discarded shows nothing"

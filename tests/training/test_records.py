@@ -38,7 +38,7 @@ class Scripted:
         self.version = 1
         self.scorer: Any = SimpleNamespace(check_errors=lambda *_: None, remarks=lambda _: {})
 
-    def groups(
+    def generate_and_score(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Watch
     ) -> tuple[list[Group], Tally]:
         groups = []

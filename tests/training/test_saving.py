@@ -17,16 +17,16 @@ from cli.running import SMALL, metrics
 
 from grpocli.rollout.transformers_engine import TransformersEngine
 from grpocli.training import checkpoint
-from grpocli.training.checkpointer import Saver
+from grpocli.training.checkpointer import BackgroundWriter
 
 WAIT = 60.0
 """Seconds, far more than anything here takes."""
 RUN = ["train", *SMALL, "train.steps=3", "checkpoint.every=1", "eval.problems=0"]
 
 
-def saver(whole: bool = True) -> Saver:
+def saver(whole: bool = True) -> BackgroundWriter:
     world: Any = SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(whole=whole))
-    return Saver(world)
+    return BackgroundWriter(world)
 
 
 def test_it_writes_beside_what_comes_next() -> None:
@@ -123,8 +123,8 @@ import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 import torch
-from grpocli.training.checkpointer import Saver
-one = Saver(SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(whole=True)))
+from grpocli.training.checkpointer import BackgroundWriter
+one = BackgroundWriter(SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(whole=True)))
 begun = threading.Event()
 def work():
     begun.set()
