@@ -242,7 +242,7 @@ def test_a_collector_asks_the_accuracy_reward_of_each_groups_task() -> None:
     assert len(made.collect().groups) == 3
     made, sampler = collector([MIXED], "algorithm=dapo", "algorithm.keep.max_rounds=1")
     made.weights, made.accuracy_rewards = {"r": 1.0, "judge": 1.0}, {"": "judge"}
-    plain = sampler.groups
+    plain = sampler.generate_and_score
 
     def generate_and_score(*given):
         found, tally = plain(*given)
@@ -250,7 +250,7 @@ def test_a_collector_asks_the_accuracy_reward_of_each_groups_task() -> None:
             rollout.rewards["judge"] = 1.0
         return found, tally
 
-    sampler.groups = groups  # type: ignore[method-assign]
+    sampler.generate_and_score = generate_and_score  # type: ignore[method-assign]
     assert made.collect().groups == []
 
 
