@@ -29,7 +29,9 @@ class Scripted:
         self.asked: list[int] = []
         self.scorer = Scorer({"r": ExactMatch()}, max_errors=0.1)
 
-    def generate_and_score(self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Watch):
+    def generate_and_score(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Watch
+    ):
         self.asked.append(len(prompts))
         watch.progress(1, 2, "completions", "token 3")
         done = Completion([1, 2], [-1.0, -1.5], "stop", version=len(self.asked))
