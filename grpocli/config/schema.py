@@ -186,7 +186,7 @@ class Eval:
 
 @part("", "run_schema")
 class Run:
-    """A whole run. `algorithm` ... `tracker` are config groups; the rest are sections."""
+    """A whole run: its config groups, and the keys below, which belong to no group."""
 
     algorithm: Any
     """The algorithm's parts."""

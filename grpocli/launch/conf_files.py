@@ -1,10 +1,11 @@
-"""`make conf`: a commented YAML for every choice, written from the dataclasses: `python -m grpocli.launch.conf_files`.
+"""`make conf`: commented YAML for every choice and for the keys of a run, written from the dataclasses: `python -m grpocli.launch.conf_files`.
 
 The dataclass stays the only source of defaults and types; a test holds the files equal to it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -12,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 
 from grpocli.config.build import TARGET
-from grpocli.config.field_docs import class_doc, field_docs
+from grpocli.config.field_docs import class_doc, field_docs, summary
 from grpocli.config.parts import CLASSES, SCHEMAS, choices_of, typed_choice
 from grpocli.launch.compose import register_parts
 from grpocli.launch.sources import conf_dir
@@ -23,29 +24,45 @@ from grpocli.launch.sources import conf_dir
 WIDTH = 120
 INNER = "algorithm/parts"
 """What every algorithm begins with; nobody chooses it."""
+RUN = "run.yaml"
 MARK = "# Written by `make conf` from the class "
 
 
 def files() -> dict[str, str]:
-    """{path below conf/: content} of every choice that is a dataclass of this package."""
+    """{path below conf/: content} of every choice that is a dataclass of this package, and of a run's own keys."""
     register_parts()
-    return {
+    choices = {
         f"{group}/{choice}.yaml": content(group, choice)
         for group in _groups()
         for choice in choices_of(group)
         if f"{group}/{choice}" != INNER
     }
+    return {**choices, RUN: run_content()}
 
 
 def content(group: str, choice: str) -> str:
-    """The YAML of a choice: its keys with their defaults, each below its meaning."""
-    cls = CLASSES[f"{group}/{choice}"]
+    """The YAML of a choice: its keys with their defaults, each below its documentation."""
     typed = typed_choice(group, choice)
-    values = OmegaConf.to_container(OmegaConf.structured(typed.node), resolve=False)
-    lines = [f"# @package {typed.package}"] if typed.package else []
-    lines += [*_header(cls), f"{MARK}{cls.__name__}; change the defaults there."]
-    lines += ["defaults:", f"  - /{SCHEMAS}/{group}/{choice}@_here_", "  - _self_", *_keys(cls, values)]
-    return "\n".join(lines) + "\n"
+    package = [f"# @package {typed.package}"] if typed.package else []
+    text = _yaml(CLASSES[f"{group}/{choice}"], f"/{SCHEMAS}/{group}/{choice}@_here_", _values(typed.node))
+    return "\n".join([*package, text])
+
+
+def run_content() -> str:
+    """The YAML of the keys that belong to no config group."""
+    cls = CLASSES["run"]
+    return _yaml(cls, "run_schema", {key: value for key, value in _values(cls).items() if value != MISSING})
+
+
+def _yaml(cls: type[Any], schema: str, values: dict[str, Any]) -> str:
+    mark = f"{MARK}{cls.__name__}; change the defaults there."
+    return "\n".join([*_header(cls), mark, "defaults:", f"  - {schema}", "  - _self_", *_keys(cls, values), ""])
+
+
+def _values(node: Any) -> dict[str, Any]:
+    values = OmegaConf.to_container(OmegaConf.structured(node), resolve=False)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
 
 
 def _groups() -> list[str]:
@@ -55,12 +72,13 @@ def _groups() -> list[str]:
 
 
 def _keys(cls: type[Any], values: Any, indent: str = "") -> Iterator[str]:
-    docs = field_docs(cls)
+    docs, defaults = field_docs(cls), {f.name: f.default for f in dataclasses.fields(cls)}
     for name, value in values.items():
         if name == TARGET:
             continue
-        yield from _comment(docs.get(name, ""), indent)
-        section = CLASSES.get(str(value.get(TARGET))) if isinstance(value, dict) else None
+        section = type(defaults[name]) if dataclasses.is_dataclass(defaults[name]) else None
+        doc = docs.get(name) or (summary(section) if section else "")
+        yield from _comment(doc, indent)
         if section:
             yield f"{indent}{name}:"
             yield from _keys(section, value, f"{indent}  ")

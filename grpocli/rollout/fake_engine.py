@@ -21,15 +21,13 @@ COLUMN = re.compile(r"\{(\w+)\}")
 
 @part("engine", "fake")
 class Fake:
-    """Each completion is one of several texts, chosen by the prompt's seed; the policy scores and learns it.
-
-    completions: the texts; {answer} in them is that column of the example, as any other of its columns in braces.
-    function: FILE.py:NAME or module:NAME, called as NAME(prompt=..., n=..., seed=..., and the example's columns); it
-        returns n texts, which are taken instead.
-    """
+    """Completions are texts of yours, chosen by the prompt's seed; the policy scores and learns them."""
 
     completions: list[Escaped] = field(default_factory=lambda: ["{answer}", "wrong"])
+    """Texts to choose from; {answer} in them is that column of the example, and so for its other columns."""
     function: UserCode | None = None
+    """FILE.py:NAME or module:NAME, called as NAME(prompt=..., n=..., seed=..., and the example's columns); it returns n
+    texts, which replace completions. null: none."""
 
     def __post_init__(self) -> None:
         require(self, "completions", bool(self.completions), "needs at least one text")

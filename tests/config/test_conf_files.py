@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpocli.launch.conf_files import MARK, files, write
+from grpocli.launch.conf_files import MARK, RUN, files, write
 from grpocli.launch.sources import conf_dir
 
 FILES = files()
@@ -15,12 +15,19 @@ FILES = files()
 
 def test_every_choice_has_its_file() -> None:
     conf = Path(conf_dir())
-    written = {str(path.relative_to(conf)): path.read_text() for path in conf.glob("*/**/*.yaml")}
+    written = {str(path.relative_to(conf)): path.read_text() for path in conf.rglob("*.yaml")}
     ours = {name: text for name, text in written.items() if MARK in text}
     assert ours == FILES, "conf/ is not what the classes say: run make conf"
 
 
-@pytest.mark.parametrize("name", FILES)
+def test_the_keys_of_a_run_are_documented() -> None:
+    content = yaml.safe_load(FILES[RUN])
+    assert content["rollout"]["group_size"] == 8
+    assert "# Completions of a prompt, at least 2." in FILES[RUN]
+    assert "task" not in content  # a config group, which has files of its choices
+
+
+@pytest.mark.parametrize("name", sorted(set(FILES) - {RUN}))
 def test_a_file_is_yaml_that_begins_with_its_schema(name: str) -> None:
     content = yaml.safe_load(FILES[name])
     assert content["defaults"] == [f"/hydra/schema/{name.removesuffix('.yaml')}@_here_", "_self_"]
