@@ -1,4 +1,6 @@
-"""`make conf`: commented YAML for every choice and for the keys of a run, written from the dataclasses: `python -m grpocli.launch.conf_files`.
+"""`make conf`: YAML files of all choices and of a run's own keys, with comments, written from the dataclasses.
+
+    python -m grpocli.launch.conf_files
 
 The dataclass stays the only source of defaults and types; a test holds the files equal to it.
 """
