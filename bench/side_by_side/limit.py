@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from workloads import ALL
 
-from grpocli.processes.malloc import keep_freed, large_pages
+from grpocli.processes.cpu_tuning import keep_freed_memory, use_large_pages
 from grpocli.training.packing import rounded
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def main() -> None:
     folder, steps, work = sys.argv[2], int(sys.argv[3]), ALL[sys.argv[1]]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    large_pages()
-    keep_freed()
+    use_large_pages()
+    keep_freed_memory()
     model = cast("LlamaForCausalLM", AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device))
     seconds = []
     for step in range(steps):

@@ -18,7 +18,7 @@ from typing import Any
 import ours
 from workloads import WORKLOADS, make_model
 
-from grpocli.cli import wait_briefly
+from grpocli.processes.cpu_tuning import shorten_spinning
 
 AT, STEPS = 4, 6
 WITHIN = {
@@ -58,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", nargs="?", default="W2", choices=WORKLOADS)
     name = parser.parse_args().workload
-    wait_briefly(os.environ)
+    shorten_spinning(os.environ)
     # libgomp has read it when torch is loaded
     from torch.profiler import ProfilerActivity, profile
 

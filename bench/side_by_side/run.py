@@ -22,7 +22,7 @@ from typing import Any
 
 from workloads import ALL, GPU, LINEAR, WHOLE, WORKLOADS, Workload, make_model
 
-from grpocli.cli import wait_briefly
+from grpocli.processes.cpu_tuning import shorten_spinning
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
@@ -48,7 +48,7 @@ def one(script: str, python: str, name: str, folder: Path, steps: int, *more: st
     command = [python, str(HERE / script), name, str(folder), str(steps), *more]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     if script != "theirs.py":
-        wait_briefly(env)  # as `grpocli train` does
+        shorten_spinning(env)  # as `grpocli train` does
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-3000:]}")

@@ -20,7 +20,7 @@ from typing import Any
 from run import WARM, check, measured, write
 from workloads import WORKLOADS, make_model
 
-from grpocli.cli import wait_briefly
+from grpocli.processes.cpu_tuning import shorten_spinning
 
 MARK = "savings"
 
@@ -63,7 +63,7 @@ def any_size() -> None:
 def freed_memory_given_back() -> None:
     import grpocli.launch.train_process as worker
 
-    worker.keep_freed = lambda: False
+    worker.keep_freed_memory = lambda: False
 
 
 def growing_cache() -> None:
@@ -118,7 +118,7 @@ def side(name: str, workload: str, folder: str, steps: str) -> None:
 def run(name: str, workload: str, folder: Path, steps: int) -> dict[str, Any]:
     command = [sys.executable, __file__, "--without", name, workload, str(folder), str(steps)]
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    wait_briefly(env)  # some changes load torch before grpocli could say it
+    shorten_spinning(env)  # some changes load torch before grpocli could say it
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-3000:]}")

@@ -10,8 +10,8 @@ from collections.abc import MutableMapping
 
 from grpocli.errors import GrpoError
 from grpocli.masking import masked
-from grpocli.processes.leave import leave_threads
-from grpocli.processes.malloc import large_pages
+from grpocli.processes.cpu_tuning import use_large_pages
+from grpocli.processes.threads import limit_exit_time
 from grpocli.user_frames import from_user_code, raised
 from grpocli.version import __version__
 
@@ -52,8 +52,8 @@ GRPOCLI_TRACEBACK=1 shows the traceback of an error; GRPOCLI_CACHE is where buil
 def main(argv: list[str] | None = None) -> None:
     """Run a subcommand and exit with its code: 0 done, 2 bad config, 3 stopped after a checkpoint, 1 anything else."""
     args = sys.argv[1:] if argv is None else argv
-    wait_briefly(os.environ)
-    large_pages()
+    shorten_spinning(os.environ)
+    use_large_pages()
     open_closed()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # until training handles it: clean up and go
     try:
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     if argv is None:  # Python ends with this
-        leave_threads(code)
+        limit_exit_time(code)
     sys.exit(code)
 
 
@@ -93,7 +93,7 @@ def open_closed() -> None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
-def wait_briefly(env: MutableMapping[str, str]) -> None:
+def shorten_spinning(env: MutableMapping[str, str]) -> None:
     """Threads that wait for each other spin for a while before they sleep, by default too long by far.
 
     Where another program holds a core, the default makes a run on a CPU ten times slower. libgomp reads this when torch

@@ -17,9 +17,9 @@ from grpocli.config.escapes import literal_escapes
 from grpocli.errors import ConfigError, GrpoError, Stopped
 from grpocli.launch.compose import compose, register_parts
 from grpocli.launch.hydra_errors import friendly
+from grpocli.launch.hydra_sources import conf_dir
 from grpocli.launch.overrides import option_advice, typed
 from grpocli.launch.resume import Resume
-from grpocli.launch.sources import conf_dir
 from grpocli.tracking.text import clean
 
 if TYPE_CHECKING:

@@ -48,6 +48,17 @@ def with_names(config: Any) -> Any:
     return renamed
 
 
+def flat_keys(node: Any, prefix: str = "") -> list[str]:
+    """`a`, `a.b`, ... of nested mappings, without `_target_`."""
+    if not isinstance(node, dict):
+        return []
+    keys: list[str] = []
+    for name, value in node.items():
+        if name != TARGET:
+            keys += [f"{prefix}{name}", *flat_keys(value, f"{prefix}{name}.")]
+    return keys
+
+
 def _refuse_missing(config: DictConfig) -> None:
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:

@@ -150,6 +150,12 @@ def choices_of(group: str) -> list[str]:
     return [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
 
 
+def registered(group: str) -> dict[str, type[Any]]:
+    """{choice: class} of a config group, without the parts of other packages."""
+    ours = {name: cls for name, cls in sorted(CLASSES.items()) if cls.__module__.startswith("grpocli.")}
+    return {name.removeprefix(f"{group}/"): cls for name, cls in ours.items() if name.startswith(f"{group}/")}
+
+
 def typed_choice(group: str, name: str) -> ConfigNode:
     """What Hydra composes of a choice that is a class, with the package of its keys: a copy, which takes a while."""
     return ConfigStore.instance().load(f"{SCHEMAS}/{group}/{name}.yaml")

@@ -18,8 +18,8 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpocli.config.parts import BASES, node, schema, section, stored
-from grpocli.config.user_code import load
+from grpocli.config.parts import BASES, node, schema, section, stored, target_of
+from grpocli.config.user_code import load, short
 from grpocli.errors import ConfigError
 
 SPEC = re.compile(r"(?:[^:=\[\]{},]+|[^=\[\]{},]+\.py):[A-Za-z_]\w*")
@@ -58,6 +58,12 @@ def name_of(spec: str) -> str:
     """The part's name in a config: a function's own, `short_answers` for `ShortAnswers`."""
     name = spec.rpartition(":")[2]
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower() if name[:1].isupper() else name
+
+
+def choice_of(group: str, part: object) -> str:
+    """A part's choice, FILE.py:CLASS of a user's part, or the import path of a class without a name."""
+    target = target_of(type(part))
+    return short(target) if is_spec(target) else target.removeprefix(f"{group}/")
 
 
 class UserParts(ConfigSource):  # type: ignore[misc]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from grpocli.hardware.hardware import Hardware
-    from grpocli.processes.heartbeat import Board
+    from grpocli.processes.heartbeat import HeartbeatWriter
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class World:
     parallel: how they share models and updates.
     """
 
-    def __init__(self, hardware: Hardware, board: Board | None = None) -> None:
+    def __init__(self, hardware: Hardware, heartbeat: HeartbeatWriter | None = None) -> None:
         from accelerate import Accelerator
         from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
@@ -51,13 +51,13 @@ class World:
         self.device: torch.device = self.accelerator.device
         self.parallel: Parallel = parallel_of(hardware, self.accelerator)
         self._thread = threading.local()
-        self._board = board
+        self._heartbeat = heartbeat
 
     def enter(self, stage: str, step: int | None = None) -> None:
         """Say what this process is doing from now on, for who must find the one that the others wait for."""
-        if self._board:
-            self._board.step = self._board.step if step is None else step
-            self._board.enter(stage)
+        if self._heartbeat:
+            self._heartbeat.step = self._heartbeat.step if step is None else step
+            self._heartbeat.enter(stage)
 
     def channel(self) -> Callable[[], AbstractContextManager[None]]:
         """Blocks in which a thread's collective calls go beside those of the main one. Collective, to be made in the

@@ -11,10 +11,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpocli.algorithm import Algorithm
 from grpocli.algorithm.algorithm import PARTS
-from grpocli.config.choices import choice_of, flat_keys
+from grpocli.config.build import flat_keys
 from grpocli.config.field_docs import field_docs
 from grpocli.config.formula import Formula, formula_of, settings
 from grpocli.config.schema import Rollouts, Run
+from grpocli.config.user_parts import choice_of
 from grpocli.rewards.reward import Correctness
 from grpocli.rewards.text import Overlong
 

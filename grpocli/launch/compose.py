@@ -15,8 +15,8 @@ from grpocli.config.build import build
 from grpocli.config.environment import OVERRIDES, needs_environment, without_environment
 from grpocli.errors import ConfigError
 from grpocli.launch.hydra_errors import friendly
+from grpocli.launch.hydra_sources import beside_another_hydra, conf_dir, extend_hydra
 from grpocli.launch.overrides import rewritten
-from grpocli.launch.sources import beside_another_hydra, conf_dir, extend_hydra
 from grpocli.version import PACKAGE
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from grpocli.config.build import TARGET
 from grpocli.config.field_docs import class_doc, field_docs, summary
 from grpocli.config.parts import CLASSES, SCHEMAS, choices_of, typed_choice
 from grpocli.launch.compose import register_parts
-from grpocli.launch.sources import conf_dir
+from grpocli.launch.hydra_sources import conf_dir
 
 WIDTH = 120
 INNER = "algorithm/parts"

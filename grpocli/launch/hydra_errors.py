@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -19,13 +20,12 @@ from hydra.errors import (
 from omegaconf import DictConfig, ListConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
-from grpocli.config.choices import flat_keys
+from grpocli.config.build import flat_keys
 from grpocli.config.foreign_names import choice_advice, key_advice
 from grpocli.config.parts import nearest, stored
-from grpocli.config.quoting import quoted, quoted_list
 from grpocli.config.user_code import names_in
 from grpocli.errors import ConfigError
-from grpocli.launch.sources import beside_another_hydra, conf_dir
+from grpocli.launch.hydra_sources import beside_another_hydra, conf_dir
 
 
 @contextmanager
@@ -159,6 +159,23 @@ def _as_text(override: str, overrides: list[str], config_name: str) -> str:
     if isinstance(found, ListConfig):
         return quoted_list(key, value)
     return quoted(key, value) if isinstance(found, StringNode) else ""
+
+
+def quoted(key: str, value: str) -> str:
+    """An override of a text, with quotes for Hydra inside the shell's: `'KEY="VALUE"'`."""
+    return shlex.quote(f"{key}={_in_quotes(value)}")
+
+
+def quoted_list(key: str, value: str) -> str:
+    """An override of a list of texts: `'KEY=["A","B"]'`."""
+    texts = [text.strip().strip("'\"") for text in value.strip().removeprefix("[").removesuffix("]").split(",")]
+    return shlex.quote(f"{key}=[{','.join(_in_quotes(text) for text in texts if text)}]")
+
+
+def _in_quotes(text: str) -> str:
+    escaped = text.replace("\n", r"\n").replace("\t", r"\t")  # as users type them
+    quotes: str = QuotedString(escaped, Quote.double).with_quotes()
+    return quotes
 
 
 def _choices(group: str) -> list[str]:

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpocli.files import write_atomic
 from grpocli.launch.compose import mode_of, register_parts
-from grpocli.launch.sources import beside_another_hydra, conf_dir
+from grpocli.launch.hydra_sources import beside_another_hydra, conf_dir
 
 RECORD = ".hydra"
 

@@ -25,7 +25,6 @@ from grpocli.config.schema import Run
 from grpocli.config.user_code import absolute
 from grpocli.config.user_parts import GROUP, is_spec, name_of
 from grpocli.errors import ConfigError
-from grpocli.launch.task_override import spread
 
 
 def rewritten(overrides: Sequence[str], config_name: str = "train") -> list[str]:
@@ -157,6 +156,35 @@ def _hf_for_path(overrides: list[str], config_name: str) -> list[str]:
     if "model.path" not in keys or keys & {"model", "resume"}:
         return overrides
     return overrides if "model.path" in known_keys(overrides, config_name) else ["model=hf", *overrides]
+
+
+SEVERAL_TASKS = re.compile(r"task=\[(.*)\]\s*")
+
+
+def spread(overrides: Sequence[str]) -> list[str]:
+    """The overrides with such a list as Hydra takes it: `task=mixture`, and each task below its own name.
+
+    Raises ConfigError for an empty list or a task that is named twice.
+    """
+    return [given for override in overrides for given in _spread(override)]
+
+
+def _spread(override: str) -> list[str]:
+    found = SEVERAL_TASKS.fullmatch(override)
+    if not found:
+        return [override]
+    choices = [choice.strip().strip("'\"") for choice in found[1].split(",") if choice.strip()]
+    names = [_name(choice) for choice in choices]
+    if not names:
+        raise ConfigError("task=[]: choose at least one task")
+    if twice := [choice for i, choice in enumerate(choices) if names[i] in names[:i]]:
+        problem = f"names {_name(twice[0])} twice; leave one out and give it a name: +task@task.NAME={twice[0]}"
+        raise ConfigError(f"{override}: {problem}")
+    return ["task=mixture", *(f"+task@task.{name}={choice}" for name, choice in zip(names, choices, strict=True))]
+
+
+def _name(choice: str) -> str:
+    return name_of(choice) if is_spec(choice) else choice
 
 
 def option_advice(name: str, value: str, options: Iterable[str] = ()) -> str:

@@ -13,13 +13,12 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpocli.config import yaml_text
-from grpocli.config.build import TARGET, with_names
-from grpocli.config.choices import flat_keys
+from grpocli.config.build import TARGET, flat_keys, with_names
 from grpocli.config.environment import raw_value, unresolved
 from grpocli.config.user_parts import is_spec, name_of
 from grpocli.errors import ConfigError
 from grpocli.launch.hydra_errors import known_keys
-from grpocli.launch.task_override import spread
+from grpocli.launch.overrides import spread
 from grpocli.tracking.runs import check_run
 
 CONFIG = "config.yaml"

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 
 from grpocli.config.build import with_names
-from grpocli.config.choices import choice_of
 from grpocli.config.environment import without_environment
+from grpocli.config.user_parts import choice_of
 from grpocli.environments.environment import play_of
 from grpocli.errors import ConfigError, GrpoError, Stopped
 from grpocli.files import write_atomic
@@ -26,12 +26,12 @@ from grpocli.launch.compose import build_run, mode_of, save
 from grpocli.launch.overview import opening_lines, plan_lines
 from grpocli.launch.ready import check_ready
 from grpocli.launch.resume import changes
-from grpocli.launch.train_process import explained, quiet_libraries, work
+from grpocli.launch.train_process import TrainProcess, explained, quiet_libraries
 from grpocli.launch.trainers import SETTLE, again_file, clean, stop_file
 from grpocli.launch.validate import check_nodes, check_overlap, check_shares
-from grpocli.processes.background_task import Meanwhile
 from grpocli.processes.node import Node
-from grpocli.processes.signals import crash_loudly, stop_signal
+from grpocli.processes.signals import enable_crash_tracebacks, stop_signal
+from grpocli.processes.threads import BackgroundTask
 from grpocli.rewards.python import PythonReward
 from grpocli.rollout.auto import chosen
 from grpocli.rollout.engine import EngineJob
@@ -71,7 +71,7 @@ def launch(
     begin: called as soon as the folder is this run's and nobody else's; nothing is written in it before.
     Raises ConfigError, RunError or Stopped; whatever was started is stopped first.
     """
-    crash_loudly()
+    enable_crash_tracebacks()
     run_dir = RunDir(folder, "resume") if resuming else RunDir(folder)
     try:
         if not resuming:
@@ -256,14 +256,14 @@ def _train(run: Run, job: TrainerJob, run_dir: RunDir, view: View, devices: Devi
     with stop_signal() as stop, ExitStack() as engine:
         stop.file = stop_file(run_dir.path)
         here = _in_this_process(devices, node)
-        data = engine.enter_context(Meanwhile(partial(_load_data, run, job))) if here else None
-        with stop.at_once():
+        data = engine.enter_context(BackgroundTask(partial(_load_data, run, job))) if here else None
+        with stop.immediately():
             if node:
                 new_folder(run_dir.path)
                 replace(job, ready=False).save(run_dir.path)
             engine.enter_context(_launched(run, job.engine, view))
         if data:
-            return work(run, job, run_dir, stop, view, data=data.result)
+            return TrainProcess(run, job, run_dir, stop, view, load_data=data.result).train()
         from grpocli.launch.trainers import train_in_processes
 
         job.save(run_dir.path)
@@ -312,7 +312,7 @@ def follow(run: Run, run_dir: RunDir, node: Node) -> float | None:
     quiet_libraries()
     devices = devices_of(run.hardware, chosen(run.engine))
     with stop_signal() as stop:
-        with stop.at_once():
+        with stop.immediately():
             wait_for_job(run_dir.path, node.session, READY_WITHIN)
         try:
             return train_in_processes(run, run_dir, stop, devices, node)

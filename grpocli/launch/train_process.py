@@ -1,4 +1,4 @@
-"""A trainer process: the only one, in the process that the user started, or one of several."""
+"""A trainer process: the process that the user started, or one of several that accelerate starts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.errors import GrpoError, RunError, Stopped
 from grpocli.files import FULL, QuietFileHandler
 from grpocli.masking import masked
-from grpocli.processes.malloc import keep_freed
+from grpocli.processes.cpu_tuning import keep_freed_memory
 from grpocli.tracking.run_dir import FORBIDDEN, RunDir
 from grpocli.training.trainer_job import TrainerJob
 from grpocli.user_frames import raised, where
@@ -21,7 +23,7 @@ from grpocli.user_frames import raised, where
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.distributed.world import World
-    from grpocli.processes.heartbeat import Board
+    from grpocli.processes.heartbeat import HeartbeatWriter
     from grpocli.processes.signals import StopSignal
     from grpocli.tasks.prompt_source import Data
     from grpocli.tracking.recorder import Recorder
@@ -31,59 +33,70 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def work(
-    run: Run,
-    job: TrainerJob,
-    run_dir: RunDir,
-    stop: StopSignal,
-    view: View,
-    report: Callable[[BaseException], None] | None = None,
-    board: Board | None = None,
-    data: Callable[[], Data] | None = None,
-) -> float | None:
-    """Train; leave `model/` at the end, and `summary.json` whatever happens. Returns the final accuracy.
+@dataclass(frozen=True, slots=True)
+class TrainProcess:
+    """A trainer process: builds the trainer, trains, and writes the final model and the summary.
 
-    report: told of an error before the other processes can notice that this one has gone. board: where this one says
-    what it is doing. data: what has been loaded meanwhile.
+    report: called with an error before the other processes can notice that this one ended. heartbeat: where stages
+    are written, with several processes. load_data: returns the prompts; None loads them here.
     """
-    from grpocli.distributed.world import World
-    from grpocli.models.loading import load_tokenizer
-    from grpocli.tasks.prompt_source import Data
-    from grpocli.training.build import build_trainer
 
-    view.stage("loading libraries")
-    if board:
-        board.enter("start")
-    world = World(run.hardware, board)
-    if world.device.type == "cpu":
-        keep_freed()
-    recorder = make_recorder(run, run_dir, world, job, view)
-    trainer = None
-    try:
-        view.stage("loading the data")
-        loaded = data() if data else Data.of(run, load_tokenizer(run.model, job.engine.model_path))
-        view.stage("loading the model")
-        trainer = build_trainer(run, job.engine, world, recorder, stop, job.checkpoint, loaded)
-        results = trainer.train()
-        finish(trainer, job, results)
-        return results.get("eval/accuracy")
-    except BaseException as error:
-        if report:
-            report(error)
-        cause = str(error) if isinstance(error, GrpoError) else raised(error)
-        cause = masked(cause)
+    run: Run
+    job: TrainerJob
+    run_dir: RunDir
+    stop: StopSignal
+    view: View
+    report: Callable[[BaseException], None] = lambda error: None
+    heartbeat: HeartbeatWriter | None = None
+    load_data: Callable[[], Data] | None = None
+
+    def train(self) -> float | None:
+        """Train, write `model/` at the end, and `summary.json` in any case. Returns the final accuracy."""
+        from grpocli.distributed.world import World
+
+        self.view.stage("loading libraries")
+        if self.heartbeat:
+            self.heartbeat.enter("start")
+        world = World(self.run.hardware, self.heartbeat)
+        if world.device.type == "cpu":
+            keep_freed_memory()
+        recorder = make_recorder(self.run, self.run_dir, world, self.job, self.view)
+        trainer = None
         try:
-            if trainer or not run_dir.summary.exists():  # a resume that cannot start keeps what the run had reached
-                summarise(trainer, recorder, cause)
+            trainer = self._trainer(world, recorder)
+            results = trainer.train()
+            finish(trainer, self.job, results)
+            return results.get("eval/accuracy")
+        except BaseException as error:
+            self.report(error)
+            self._summarise_failure(trainer, recorder, error)
+            raise
+        finally:
+            close_all(*([trainer.close] if trainer else []), recorder.close, world.close)
+
+    def _trainer(self, world: World, recorder: Recorder) -> Trainer:
+        from grpocli.models.loading import load_tokenizer
+        from grpocli.tasks.prompt_source import Data
+        from grpocli.training.build import build_trainer
+
+        run, job = self.run, self.job
+        self.view.stage("loading the data")
+        data = self.load_data() if self.load_data else Data.of(run, load_tokenizer(run.model, job.engine.model_path))
+        self.view.stage("loading the model")
+        return build_trainer(run, job.engine, world, recorder, self.stop, job.checkpoint, data)
+
+    def _summarise_failure(self, trainer: Trainer | None, recorder: Recorder, error: BaseException) -> None:
+        if trainer is None and self.run_dir.summary.exists():
+            return  # a resume that could not start keeps the summary of the run so far
+        cause = masked(str(error) if isinstance(error, GrpoError) else raised(error))
+        try:
+            summarise(trainer, recorder, cause)
         except OSError:
             logger.exception("the summary was not written")
-        raise
-    finally:
-        close_all(*([trainer.close] if trainer else []), recorder.close, world.close)
 
 
 def close_all(*closes: Callable[[], None]) -> None:
-    """Call each, even if others fail. Raises the first error unless another is being handled."""
+    """Call each function, even if others fail. Raises their first error, unless another error is being handled."""
     handled, errors = sys.exception(), []
     for close in closes:
         try:
@@ -96,7 +109,7 @@ def close_all(*closes: Callable[[], None]) -> None:
 
 
 def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view: View) -> Recorder:
-    """The files, view and tracker of the main process; nothing but a silent view in the others."""
+    """The recorder of the main process with its files, view and tracker; in other processes one with only a view."""
     from omegaconf import OmegaConf
 
     from grpocli.rewards.reward import answer_columns
@@ -110,7 +123,7 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
     log = MetricsLog(run_dir.metrics)
     done = load_state(job.checkpoint).step if job.checkpoint else 0
     if missing := log.truncate_after(done):
-        warning = f"{run_dir.metrics} has nothing of {missing} of the {done} steps done: what it held is lost"
+        warning = f"{run_dir.metrics} lacks {missing} of the {done} steps done: their metrics are lost"
         logger.warning(warning)
         view.warn(warning)
     run_dir.forget_rollouts_after(done)
@@ -129,7 +142,7 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
 
 
 def finish(trainer: Trainer, job: TrainerJob, results: dict[str, float]) -> None:
-    """The summary and the final model."""
+    """Write the final model and the summary."""
     import torch
 
     from grpocli.models.loading import load_config
@@ -146,13 +159,13 @@ def finish(trainer: Trainer, job: TrainerJob, results: dict[str, float]) -> None
     progress = recorder.progress_of("model")
     save_model(recorder.run_dir.model, trainer.policy, trainer.tokenizer, dtype, card, trainer.world, progress)
     if main:
-        write_summary(recorder.run_dir.summary, summary)  # now the run is finished
+        write_summary(recorder.run_dir.summary, summary)  # written last: it marks the run as finished
         recorder.view.note(f"the final model is in {recorder.run_dir.model}")
     trainer.world.barrier()
 
 
 def summarise(trainer: Trainer | None, recorder: Recorder, cause: str) -> None:
-    """Write summary.json, in the main process."""
+    """Write summary.json, in the main process only."""
     from grpocli.tracking.metrics import write_summary
 
     if recorder.metrics is not None:
@@ -180,58 +193,63 @@ def summary_content(
 
 def main() -> None:
     """One of several trainer processes: accelerate runs `python -m grpocli.launch.train_process RUN_DIR`."""
-    from omegaconf import OmegaConf
-
-    from grpocli.launch.compose import build_run, register_parts
     from grpocli.launch.trainers import stop_file
-    from grpocli.processes.exit_reports import is_lost_peer, report_failure
-    from grpocli.processes.heartbeat import DONE, Board
-    from grpocli.processes.leave import leave_threads
+    from grpocli.processes.heartbeat import DONE, HeartbeatWriter
     from grpocli.processes.reaper import die_with_parent
-    from grpocli.processes.signals import StopSignal, crash_loudly
-    from grpocli.tracking.live_view import make_view
+    from grpocli.processes.signals import StopSignal, enable_crash_tracebacks
+    from grpocli.processes.threads import limit_exit_time
     from grpocli.tracking.text import clean_warnings
-    from grpocli.tracking.view import silent_view
 
-    crash_loudly()
-    die_with_parent()  # what the guard does for the launcher
-    stop = StopSignal()
+    enable_crash_tracebacks()
+    die_with_parent()  # as the launcher dies with its guard
+    run_dir, rank = RunDir(Path(sys.argv[1])), int(os.environ["RANK"])
+    stop = StopSignal(file=stop_file(run_dir.path))
     stop.listen()
-    run_dir = RunDir(Path(sys.argv[1]))
-    stop.file = stop_file(run_dir.path)
-    rank = int(os.environ["RANK"])
-    board = Board(run_dir.path, rank)
-
-    def report(error: BaseException) -> None:
-        if isinstance(error, Exception):
-            with suppress(OSError):  # the launching process notices that this one is gone
-                report_failure(run_dir.path, rank, explained(error, run_dir), is_lost_peer(error))
-
+    heartbeat = HeartbeatWriter(run_dir.path, rank)
     quiet_libraries()
     clean_warnings()
     try:
         log_to(run_dir, rank)
-        register_parts()
-        config = OmegaConf.load(run_dir.config)
-        run = build_run(config)  # type: ignore[arg-type]
-        view = make_view() if rank == 0 else silent_view()
-        view.start(run_dir.name, [], run.train.steps)
-        with run_dir.worked_in():
-            work(run, TrainerJob.load(run_dir.path), run_dir, stop, view, report, board)
+        _train_rank(run_dir, rank, stop, heartbeat)
     except Stopped:
-        pass  # reported; a code would make the launcher end the others before they have finished
+        pass  # reported; with a code the launcher would end the others before they have finished
     except Exception as error:
         logger.exception("process %d failed", rank)
-        report(error)
+        _report(run_dir, rank, error)
         code = explained(error, run_dir).exit_code
-        leave_threads(code)
+        limit_exit_time(code)
         sys.exit(code)
-    board.enter(DONE)
-    leave_threads(0)
+    heartbeat.enter(DONE)
+    limit_exit_time(0)
+
+
+def _train_rank(run_dir: RunDir, rank: int, stop: StopSignal, heartbeat: HeartbeatWriter) -> None:
+    from omegaconf import OmegaConf
+
+    from grpocli.launch.compose import build_run, register_parts
+    from grpocli.tracking.live_view import make_view
+    from grpocli.tracking.view import silent_view
+
+    register_parts()
+    run = build_run(OmegaConf.load(run_dir.config))  # type: ignore[arg-type]
+    view = make_view() if rank == 0 else silent_view()
+    view.start(run_dir.name, [], run.train.steps)
+    report = partial(_report, run_dir, rank)
+    with run_dir.worked_in():
+        TrainProcess(run, TrainerJob.load(run_dir.path), run_dir, stop, view, report, heartbeat).train()
+
+
+def _report(run_dir: RunDir, rank: int, error: BaseException) -> None:
+    """Leave an exit report for the launching process."""
+    from grpocli.processes.exit_reports import is_lost_peer, report_failure
+
+    if isinstance(error, Exception):
+        with suppress(OSError):  # the launching process notices that this one has ended
+            report_failure(run_dir.path, rank, explained(error, run_dir), is_lost_peer(error))
 
 
 def log_to(run_dir: RunDir, rank: int) -> None:
-    """Each process has a log of its own; the console, and the run's log, belong to the first one."""
+    """Log to `logs/rank_N.log`. Only rank 0 also writes to the console and to run.log."""
     own = run_dir.path / "logs" / f"rank_{rank}.log"
     own.parent.mkdir(exist_ok=True)
     if rank:
@@ -241,7 +259,7 @@ def log_to(run_dir: RunDir, rank: int) -> None:
 
 
 def explained(error: Exception, run_dir: RunDir) -> GrpoError:
-    """Any error as one that can be shown without its traceback, which the log has."""
+    """The error as a GrpoError, shown without its traceback, which is in the log."""
     if isinstance(error, GrpoError):
         return error
     if isinstance(error, OSError):
@@ -255,7 +273,7 @@ def explained(error: Exception, run_dir: RunDir) -> GrpoError:
 
 
 def _disk_trouble(error: BaseException | None) -> OSError | None:
-    """The error of a full disk or an unwritable folder among the causes of another error."""
+    """The first error of a full disk or an unwritable folder among the causes of an error."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (*FULL, *FORBIDDEN):
             return error
@@ -264,7 +282,7 @@ def _disk_trouble(error: BaseException | None) -> OSError | None:
 
 
 def redirect_output(path: Path) -> None:
-    """Send this process's output to a file: the console belongs to the first process."""
+    """Redirect stdout and stderr of this process to a file."""
     path.parent.mkdir(exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
@@ -272,14 +290,14 @@ def redirect_output(path: Path) -> None:
 
 
 def quiet_libraries() -> None:
-    """Progress bars and advice of the libraries underneath would tear the live view; their warnings stay in the log."""
+    """Switch off the libraries' progress bars and advice, which would tear the live view. Warnings go to the log."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DATASETS_VERBOSITY", "error")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     logging.captureWarnings(True)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
 
 
 if __name__ == "__main__":

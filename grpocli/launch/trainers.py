@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING
 from grpocli.errors import GrpoError, RunError, Stopped
 from grpocli.files import write_atomic
 from grpocli.masking import masked
-from grpocli.processes.exit_reports import failures, report_failure, verdict
+from grpocli.processes.exit_reports import exit_reports, report_failure, root_cause
 from grpocli.processes.guard import alive, guarded
-from grpocli.processes.heartbeat import DONE, Place, places
+from grpocli.processes.heartbeat import DONE, Heartbeat, heartbeats
 from grpocli.tracking.metrics import read, summary_of, write_summary
 
 if TYPE_CHECKING:
@@ -26,11 +27,15 @@ if TYPE_CHECKING:
     from grpocli.processes.signals import StopSignal
     from grpocli.tracking.run_dir import RunDir
 
-SETTLE = 5.0  # seconds in which the others may still say what they see of a failure
-GRACE = 1.0  # seconds between TERM, which trainer processes take as a wish, and KILL
+SETTLE = 5.0  # seconds after the first failure in which other processes may still report theirs
+GRACE = 1.0  # seconds between SIGTERM, which asks trainer processes to stop after their step, and SIGKILL
 POLL = 0.1
-POLL_SHARED = 1.0  # on a file system that all machines of the run ask
-KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM, -signal.SIGKILL)  # the launcher itself, or its guard
+POLL_SHARED = 1.0  # on a file system that all machines of the run poll
+KILLED = (
+    128 + signal.SIGKILL,
+    128 + signal.SIGTERM,
+    -signal.SIGKILL,
+)  # exit codes of the launcher or its guard
 
 
 def train_in_processes(
@@ -44,13 +49,13 @@ def train_in_processes(
     with guarded(words, name="trainers", env=environment(devices), grace=GRACE) as workers:
         _wait(run_dir.path, workers, stop, POLL_SHARED if node else POLL)
         if node and node.count > 1:
-            _hear_the_others(run_dir.path)
-        error = _why(run, run_dir.path)  # while those that hang still live
-        if workers.returncode in KILLED and not failures(run_dir.path):
+            _wait_for_cause(run_dir.path)
+        error = _root_cause(run, run_dir.path)  # while hanging processes are still alive
+        if workers.returncode in KILLED and not exit_reports(run_dir.path):
             error = RunError(f"the trainer processes were killed from outside; go on with resume={run_dir.path}")
     if error is None and workers.returncode:
         error = RunError(
-            f"the trainer processes ended with code {workers.returncode} before they had begun; see {run_dir.path}/logs"
+            f"the trainer processes ended with code {workers.returncode} before they had begun: see {run_dir.path}/logs"
         )
     if error is None:
         accuracy = json.loads(run_dir.summary.read_text()).get("eval/accuracy")
@@ -61,46 +66,50 @@ def train_in_processes(
 
 
 def _wait(run_dir: Path, workers: Guarded, stop: StopSignal, poll: float) -> None:
-    """Until the processes have ended, or one has failed and the others have had time to say so."""
+    """Wait until the processes have ended, or until SETTLE seconds after one has failed."""
     asked, failed_at = False, None
     while workers.poll() is None:
         if stop.received and not asked:
             stop_file(run_dir).touch()
             asked = True
-        if failed_at is None and (any(f.code != Stopped.exit_code for f in failures(run_dir)) or _silent(run_dir)):
+        if failed_at is None and (any(f.code != Stopped.exit_code for f in exit_reports(run_dir)) or _died(run_dir)):
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > SETTLE:
             return
         time.sleep(poll)
 
 
-def _hear_the_others(run_dir: Path) -> None:
-    """A machine that has only lost its connections waits for the one that knows why."""
+def _wait_for_cause(run_dir: Path) -> None:
+    """Wait up to SETTLE seconds for another machine's report if all reports so far are lost connections."""
     until = time.monotonic() + SETTLE
-    while (said := failures(run_dir)) and all(failure.lost for failure in said) and time.monotonic() < until:
+    while (found := exit_reports(run_dir)) and all(one.lost_peer for one in found) and time.monotonic() < until:
         time.sleep(POLL)
 
 
-def _why(run: Run, run_dir: Path) -> GrpoError | None:
-    """The error that began it. What only this machine can see of its own processes is told to the other ones."""
-    said = {failure.rank for failure in failures(run_dir)}
-    dead = _silent(run_dir)
-    living = [place for place in places(run_dir) if place.rank not in said and place not in dead]
-    error = verdict(failures(run_dir), dead, living, run.hardware.timeout)
+def _root_cause(run: Run, run_dir: Path) -> GrpoError | None:
+    """The error that made the run fail. It is reported for processes of this machine that died without a report, so
+    that other machines know it."""
+    reported = {report.rank for report in exit_reports(run_dir)}
+    dead = _died(run_dir)
+    living = [
+        heartbeat for heartbeat in heartbeats(run_dir) if heartbeat.rank not in reported and heartbeat not in dead
+    ]
+    error = root_cause(exit_reports(run_dir), dead, living, run.hardware.timeout)
     if error and dead:
-        for place in dead:
-            report_failure(run_dir, place.rank, error)
+        for beat in dead:
+            report_failure(run_dir, beat.rank, error)
     return error
 
 
-def _silent(run_dir: Path) -> list[Place]:
-    """Processes of this machine that are gone and have not said why."""
-    said = {failure.rank for failure in failures(run_dir)}
-    return [p for p in places(run_dir) if p.here and p.rank not in said and p.stage != DONE and not alive(p.pid)]
+def _died(run_dir: Path) -> list[Heartbeat]:
+    """Processes of this machine that ended without a report."""
+    reported = {report.rank for report in exit_reports(run_dir)}
+    beats = [beat for beat in heartbeats(run_dir) if beat.here and beat.rank not in reported]
+    return [beat for beat in beats if beat.stage != DONE and not alive(beat.pid)]
 
 
 def _summarise(run_dir: RunDir, cause: str) -> None:
-    """Write the summary of a run whose first process could not: it was ended because another one failed."""
+    """Write the summary of a run whose first process was ended because another one failed."""
     rows = read(run_dir.metrics) if run_dir.metrics.exists() else []
     last = rows[-1] if rows else {}
     seconds = sum(row.get("time/step") or 0.0 for row in rows)
@@ -111,10 +120,9 @@ def _summarise(run_dir: RunDir, cause: str) -> None:
 
 
 def command(processes: int, run_dir: Path, node: Node | None = None) -> list[str]:
-    """accelerate's launcher, with a config file of its own so that the user's default one changes nothing.
+    """The command of accelerate's launcher, with a config file that replaces the user's default one.
 
-    processes: on this machine. On one machine a port is chosen when the first process listens; on several it is the
-    job's.
+    processes: on this machine. On one machine the first process chooses a port; on several the job has one.
     """
     settings = {
         "compute_environment": "LOCAL_MACHINE",
@@ -130,30 +138,55 @@ def command(processes: int, run_dir: Path, node: Node | None = None) -> list[str
     }
     path = run_dir / (f"accelerate_{node.rank}.json" if node else "accelerate.json")
     write_atomic(path, json.dumps({k: v for k, v in settings.items() if v is not None}, indent=2))
-    launcher = [sys.executable, "-m", "grpocli.launch.accelerated", "--config_file", str(path)]
+    launcher = [sys.executable, "-m", "grpocli.launch.trainers", "--config_file", str(path)]
     return [*launcher, "--module", "grpocli.launch.train_process", str(run_dir)]
 
 
 def environment(devices: Devices) -> dict[str, str]:
-    """Ours, with the cores shared out and the training GPUs alone in sight."""
+    """This process's environment, with the cores divided among the processes and only the training GPUs visible."""
     threads = max(1, len(os.sched_getaffinity(0)) // devices.processes)
     gpus = {"CUDA_VISIBLE_DEVICES": ",".join(devices.train)} if devices.train else {}
     return {"OMP_NUM_THREADS": str(threads), **os.environ, "ACCELERATE_LOG_LEVEL": "ERROR", **gpus}
 
 
 def clean(run_dir: Path) -> None:
-    """Forget what earlier sessions of this run left for us."""
+    """Remove the files by which processes of earlier sessions of this run communicated."""
     for path in (stop_file(run_dir), again_file(run_dir)):
         path.unlink(missing_ok=True)
-    for path in [*(run_dir / "logs").glob("failure_*.json"), *(run_dir / "logs").glob("place_*.json")]:
+    for path in [*(run_dir / "logs").glob("failure_*.json"), *(run_dir / "logs").glob("rank_*.json")]:
         path.unlink()
 
 
 def stop_file(run_dir: Path) -> Path:
-    """Its existence asks every process to stop after its step: signals do not reach them all."""
+    """A file whose existence asks every process to stop after its step, since signals do not reach all of them."""
     return run_dir / "stop"
 
 
 def again_file(run_dir: Path) -> Path:
-    """Its existence says that the run was stopped after a checkpoint, and wants to be resumed."""
+    """A file whose existence tells the batch script that the run stopped after a checkpoint and is to be resumed."""
     return run_dir / "again"
+
+
+def main() -> None:
+    """accelerate's launcher: `python -m grpocli.launch.trainers ARGUMENTS OF accelerate launch`.
+
+    It ignores the signals that a whole job gets (SLURM sends them to every process): only `grpocli train`, its parent,
+    decides when the trainer processes end. It logs no failures: exit reports explain them.
+    """
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    arguments = launch_command_parser().parse_args()
+    arguments.log_dir = os.devnull  # else torch leaves an empty log folder in the temporary directory
+    arguments.signals_to_handle = "SIGQUIT"  # torch's launcher would stop at the others; accelerate has no flag for it
+    try:
+        launch_command(arguments)
+    except ChildFailedError:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

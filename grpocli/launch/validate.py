@@ -95,7 +95,7 @@ def _check_batch(run: Run) -> None:
 
 def _check_structure(run: Run) -> None:
     """A regex or schema masks the sampler's tokens, not the trainer's: only a correction makes up for that."""
-    from grpocli.config.choices import choice_of
+    from grpocli.config.user_parts import choice_of
     from grpocli.rollout.auto import Auto
     from grpocli.rollout.fake_engine import Fake
     from grpocli.rollout.transformers_engine import Transformers, refuse_structure
@@ -138,7 +138,7 @@ def _check_waits(run: Run) -> None:
 
 def check_nodes(run: Run, engine: Any) -> None:
     """On several machines, who serves completions, and with all of its GPUs. Asked again of what engine=auto is."""
-    from grpocli.config.choices import choice_of
+    from grpocli.config.user_parts import choice_of
     from grpocli.hardware.hardware import Multinode
     from grpocli.rollout.vllm.options import Vllm
 
@@ -179,7 +179,7 @@ def check_shares(run: Run, processes: int) -> None:
 
 def _check_parallel(run: Run) -> None:
     """What weights in parts cannot do."""
-    from grpocli.config.choices import choice_of
+    from grpocli.config.user_parts import choice_of
     from grpocli.rollout.auto import Auto
 
     parallel, lora = run.hardware.parallel, run.model.lora.rank > 0
@@ -206,7 +206,7 @@ def _check_parallel(run: Run) -> None:
 
 def check_overlap(run: Run, engine: object) -> None:
     """Sampling ahead needs an engine beside the trainer. Asked again of the engine that engine=auto turns out to be."""
-    from grpocli.config.choices import choice_of
+    from grpocli.config.user_parts import choice_of
 
     staleness = run.rollout.max_staleness
     if run.rollout.in_flight and not staleness:

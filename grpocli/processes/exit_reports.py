@@ -1,7 +1,7 @@
-"""What went wrong in trainer processes, told through files: exit codes and messages do not pass accelerate's launcher.
+"""Exit reports: each trainer process writes its error to a file, and `root_cause` finds the one that failed first.
 
-The process that fails first is seldom the first to say so: the others lose their connection to it, and one that hangs
-says nothing at all. `verdict` finds it.
+Files, because exit codes and messages get lost in accelerate's launcher. The first process to report is seldom the
+cause: others lose their connection to a process that died, and a process that hangs reports nothing.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from pathlib import Path
 
 from grpocli.errors import ConfigError, GrpoError, RunError, Stopped
 from grpocli.files import read_shared, write_atomic
-from grpocli.processes.heartbeat import DONE, Place
-from grpocli.processes.node import in_name, session
+from grpocli.processes.heartbeat import DONE, Heartbeat
+from grpocli.processes.node import file_prefix, session
 
-LOST = re.compile(
+LOST_PEER = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket timeout|timed out waiting|no route to host|nccl|gloo",
     re.IGNORECASE,
 )
-"""In what torch says where another process is gone or does not answer."""
+"""Messages of torch about a peer that died or does not answer; torch has no error class for these with gloo."""
 KINDS: dict[int, type[GrpoError]] = {2: ConfigError, 3: Stopped}
+"""Error classes by exit code; a RunError has any other code."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """Of process `rank`, at `time` (seconds since the epoch). code: what the run would exit with.
+class ExitReport:
+    """The error of process `rank` at `time` (seconds since the epoch). code: the exit code of the run.
 
-    lost: it fails because another process is gone or does not answer. session: as of a `Place`.
+    lost_peer: whether the error is that another process died or does not answer. session: as in `Heartbeat`.
     """
 
     time: float
     rank: int
     code: int
     message: str
-    lost: bool = False
+    lost_peer: bool = False
     session: str = ""
 
     @property
@@ -45,65 +46,70 @@ class Failure:
         return KINDS.get(self.code, RunError)(self.message)
 
 
-def failure_file(run_dir: Path, rank: int) -> Path:
-    return run_dir / "logs" / f"failure_{in_name()}{rank}.json"
+def report_file(run_dir: Path, rank: int) -> Path:
+    return run_dir / "logs" / f"failure_{file_prefix()}{rank}.json"
 
 
-def report_failure(run_dir: Path, rank: int, error: GrpoError, lost: bool = False) -> None:
-    """Leave an error for the launching process; what a process has said first in a session counts."""
-    path = failure_file(run_dir, rank)
+def report_failure(run_dir: Path, rank: int, error: GrpoError, lost_peer: bool = False) -> None:
+    """Write the error of a process for the launching process. Only the first report of a session counts."""
+    path = report_file(run_dir, rank)
     path.parent.mkdir(exist_ok=True)
     if not path.exists():
-        failure = Failure(time.time(), rank, error.exit_code, str(error), lost, session())
-        write_atomic(path, json.dumps(asdict(failure)))
+        report = ExitReport(time.time(), rank, error.exit_code, str(error), lost_peer, session())
+        write_atomic(path, json.dumps(asdict(report)))
 
 
-def failures(run_dir: Path) -> list[Failure]:
-    """Of all processes of this session, the first one first."""
-    found = [Failure(**json.loads(read_shared(path))) for path in (run_dir / "logs").glob("failure_*.json")]
-    return sorted((failure for failure in found if failure.session == session()), key=lambda failure: failure.time)
+def exit_reports(run_dir: Path) -> list[ExitReport]:
+    """The reports of this session, oldest first."""
+    found = [ExitReport(**json.loads(read_shared(path))) for path in (run_dir / "logs").glob("failure_*.json")]
+    return sorted((report for report in found if report.session == session()), key=lambda report: report.time)
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error says that another process is gone or does not answer."""
+    """Whether an error says that another process died or does not answer."""
     import torch.distributed
 
     if isinstance(error, torch.distributed.DistError):
         return True
-    return type(error) is RuntimeError and bool(LOST.search(str(error)))
+    return type(error) is RuntimeError and bool(LOST_PEER.search(str(error)))
 
 
-def verdict(
-    failed: Sequence[Failure], dead: Sequence[Place], living: Sequence[Place], timeout: int
+def root_cause(
+    reports: Sequence[ExitReport], dead: Sequence[Heartbeat], living: Sequence[Heartbeat], timeout: int
 ) -> GrpoError | None:
-    """The error that began it; None where nothing is wrong.
+    """The error that made the run fail; None if nothing is wrong.
 
-    dead: processes that are gone without a word; living: those that have not failed. timeout: seconds that one waits
-    for the others.
+    dead: processes that ended without a report; living: those that have not failed. timeout: seconds that a process
+    waits for the others.
     """
-    now = time.time()
-    own = [failure for failure in failed if not failure.lost]
+    own = [report for report in reports if not report.lost_peer]
     if own:
         return own[0].error
-    if not failed and not dead:
+    if not reports and not dead:
         return None
-    # a process that has waited as long as it may has lost nobody: another one did not come
-    waited = any(now - place.since >= timeout for place in dead)
-    waited = waited or any("timed out" in failure.message.lower() for failure in failed)
-    behind = min(living, key=lambda place: (place.step, place.since), default=None)
-    if waited and behind and behind.stage != DONE:
+    if hanging := _hanging(reports, dead, living, timeout):
         return RunError(
-            f"{behind} did not come within hardware.timeout={timeout} s: it has been at {_where(behind)} for "
-            f"{now - behind.since:.0f} s; its own words are in logs/rank_{behind.rank}.log"
+            f"{hanging} did not come within hardware.timeout={timeout} s: it has been at {_position(hanging)} for "
+            f"{time.time() - hanging.since:.0f} s; its log is logs/rank_{hanging.rank}.log"
         )
     if dead:
-        first = min(dead, key=lambda place: place.since)
+        first = min(dead, key=lambda beat: beat.since)
         return RunError(
-            f"{first} ended without a word at {_where(first)}: it was killed, perhaps by the kernel for lack of memory "
-            f"(see dmesg, and logs/rank_{first.rank}.log)"
+            f"{first} ended without an error message at {_position(first)}: it was killed, perhaps by the kernel for "
+            f"lack of memory (see dmesg, and logs/rank_{first.rank}.log)"
         )
-    return failed[0].error
+    return reports[0].error
 
 
-def _where(place: Place) -> str:
-    return f"{place.stage!r} of step {place.step}"
+def _hanging(
+    reports: Sequence[ExitReport], dead: Sequence[Heartbeat], living: Sequence[Heartbeat], timeout: int
+) -> Heartbeat | None:
+    """The process that the others waited for until the timeout; None if no wait timed out."""
+    timed_out = any(time.time() - beat.since >= timeout for beat in dead)  # NCCL's watchdog aborts who waits too long
+    timed_out = timed_out or any("timed out" in report.message.lower() for report in reports)
+    behind = min(living, key=lambda beat: (beat.step, beat.since), default=None)
+    return behind if timed_out and behind and behind.stage != DONE else None
+
+
+def _position(beat: Heartbeat) -> str:
+    return f"{beat.stage!r} of step {beat.step}"

@@ -1,4 +1,4 @@
-"""Where every trainer process is, for the one that started them: `logs/place_N.json`."""
+"""Heartbeats: each trainer process writes its stage to `logs/rank_N.json`, and the launching process reads them all."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from grpocli.files import read_shared
-from grpocli.processes.node import in_name, session
+from grpocli.processes.node import file_prefix, session
 
 DONE = "done"
-"""The stage of a process that ended as it should."""
+"""The stage of a process that ended normally."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What a process is doing. since: when it began to, in seconds since the epoch. step: the one it is working on.
+class Heartbeat:
+    """The stage of a process. since: when the stage began, in seconds since the epoch. step: the current step.
 
-    session: `Node.session`, "" outside of a job.
+    session: `Node.session`, "" outside of a SLURM job.
     """
 
     rank: int
@@ -34,7 +34,7 @@ class Place:
 
     @property
     def here(self) -> bool:
-        """Whether it is on this machine, so that its pid means something."""
+        """Whether the process is on this machine, so that its pid is valid here."""
         return self.host == socket.gethostname()
 
     def __str__(self) -> str:
@@ -42,35 +42,35 @@ class Place:
         return f"process {self.rank}{where} (pid {self.pid})"
 
 
-class Board:
-    """A process's own place. A stage lasts until its thread enters another; that of the main thread is shown first."""
+class HeartbeatWriter:
+    """Writes this process's heartbeat. Each thread has a stage; the main thread's is shown first."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
-        self._path, self._rank, self.step = place_file(run_dir, rank), rank, 0
+        self._path, self._rank, self.step = heartbeat_file(run_dir, rank), rank, 0
         self._path.parent.mkdir(exist_ok=True)
         self._stages: dict[int, str] = {threading.main_thread().ident or 0: "start"}
         self._writing = threading.Lock()
 
     def enter(self, stage: str) -> None:
-        """Renamed into place, not fsynced: nobody needs it after a crash of the machine."""
+        """Write the stage that this thread enters. The file is renamed into place, but not fsynced."""
         with self._writing:
             self._stages[threading.get_ident()] = stage
             shown = stage if stage == DONE else " beside ".join(self._stages.values())
-            place = Place(self._rank, os.getpid(), socket.gethostname(), shown, self.step, time.time(), session())
+            beat = Heartbeat(self._rank, os.getpid(), socket.gethostname(), shown, self.step, time.time(), session())
             beside = self._path.with_name(f".tmp-{self._path.name}")
-            beside.write_text(json.dumps(asdict(place)))
+            beside.write_text(json.dumps(asdict(beat)))
             beside.replace(self._path)
 
 
-def place_file(run_dir: Path, rank: int) -> Path:
-    """Of this session: one that is over cannot write over it."""
-    return run_dir / "logs" / f"place_{in_name()}{rank}.json"
+def heartbeat_file(run_dir: Path, rank: int) -> Path:
+    """The file of a rank. Its name has the session, so that a process of an earlier session cannot overwrite it."""
+    return run_dir / "logs" / f"rank_{file_prefix()}{rank}.json"
 
 
-def places(run_dir: Path) -> list[Place]:
-    """Of all processes of this session that have said where they are, in the order of their ranks.
+def heartbeats(run_dir: Path) -> list[Heartbeat]:
+    """The heartbeats of this session, by rank.
 
-    A machine that was cut off from the others may still be writing for a session that is over.
+    Those of earlier sessions are left out: a machine that lost its connection may still be writing them.
     """
-    found = [Place(**json.loads(read_shared(path))) for path in (run_dir / "logs").glob("place_*.json")]
-    return sorted((place for place in found if place.session == session()), key=lambda place: place.rank)
+    found = [Heartbeat(**json.loads(read_shared(path))) for path in (run_dir / "logs").glob("rank_*.json")]
+    return sorted((beat for beat in found if beat.session == session()), key=lambda beat: beat.rank)

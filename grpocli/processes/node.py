@@ -1,4 +1,4 @@
-"""This machine's place in a job of several, as SLURM and the batch script set it."""
+"""This machine's place in a SLURM job step, read from the variables that SLURM and the batch script set."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class Node:
     """One of `count` machines of a job step, each with one process like this one.
 
-    master, port: where the first trainer process of the run listens for the others. session: of the whole job, another
-    one after each requeue, so that nobody takes what an earlier session left for this one's.
+    master, port: the address at which the run's first trainer process listens. session: identifies this start of the
+    job; a requeue gets another one, so that files of an earlier session are not taken for current ones.
     """
 
     rank: int
@@ -22,7 +22,7 @@ class Node:
 
     @classmethod
     def here(cls) -> Node | None:
-        """None outside of a job step."""
+        """This machine's node; None outside of a job step."""
         env = os.environ
         if not {"SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NTASKS"} <= env.keys():
             return None
@@ -36,11 +36,11 @@ class Node:
 
 
 def session() -> str:
-    """`Node.session` of this process; empty outside of a job."""
+    """`Node.session` of this process; "" outside of a job step."""
     node = Node.here()
     return node.session if node else ""
 
 
-def in_name() -> str:
-    """A session's part of a file's name."""
+def file_prefix() -> str:
+    """The session as the beginning of a file's name; "" outside of a job step."""
     return f"{session()}_" if session() else ""

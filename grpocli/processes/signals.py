@@ -1,4 +1,12 @@
-"""SIGINT, SIGTERM, SIGUSR1 and SIGHUP ask a run to stop after its step; a second SIGINT ends it at once."""
+"""Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP stop a run after its step, with a checkpoint; a second Ctrl-C ends it at once.
+
+The way of a signal through the code:
+
+    signals.py              `stop_signal` catches it in the process that the user started; `StopSignal` remembers it
+    launch/trainers.py      with several trainer processes, creates RUN/stop, since signals do not reach all of them
+    training/trainer.py     asks after each step, writes a checkpoint and raises Stopped: exit code 3
+    guard.py, reaper.py     end servers and trainer processes when the process that started them ends, even by SIGKILL
+"""
 
 from __future__ import annotations
 
@@ -15,27 +23,28 @@ from pathlib import Path
 from types import FrameType
 
 LOOK_SECONDS = 0.25
-"""Between two looks for the stop file in `StopSignal.asked_lately`."""
+"""Seconds between checks for the stop file in `StopSignal.asked_lately`."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
-def crash_loudly() -> None:
-    """Where a library crashes (a segmentation fault), Python says in which function, a reward's for example."""
+def enable_crash_tracebacks() -> None:
+    """Make Python print its stack when native code crashes (a segmentation fault), which names the calling function."""
     if sys.__stderr__ and not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__)
 
 
 @dataclass(slots=True)
 class StopSignal:
-    """Whether the run was asked to stop. file: its existence asks too (for processes that get no signal).
+    """Whether the run was asked to stop.
 
-    no_step: there is no step to finish, so a signal ends whatever is being waited for. looked: when `asked_lately` last
-    looked for the file.
+    received: the name of the first signal. file: a file whose existence asks too, for processes that get no signal.
+    immediate: a signal raises KeyboardInterrupt, because there is no step to finish.
+    looked, seen: when `asked_lately` last checked, and the result.
     """
 
     received: str | None = None
     file: Path | None = None
-    no_step: bool = False
+    immediate: bool = False
     looked: float = -math.inf
     seen: bool = False
 
@@ -43,14 +52,15 @@ class StopSignal:
         return self.received is not None or (self.file is not None and self.file.exists())
 
     def asked_lately(self, clock: Callable[[], float] = time.monotonic) -> bool:
-        """As `asked`, for a call at every token: looks for the file, perhaps on a network, every `LOOK_SECONDS`."""
+        """`asked`, cheap enough for every token: checks for the file, perhaps on a network, every `LOOK_SECONDS`."""
         if self.received is None and not self.seen and clock() - self.looked >= LOOK_SECONDS:
             self.looked, self.seen = clock(), self.asked()
         return self.received is not None or self.seen
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """A scheduler may send its signal several times; only someone at a keyboard means "at once" by that."""
-        if self.no_step or (self.received is not None and number == signal.SIGINT):
+        """The handler of the process that the user started. Only a repeated SIGINT ends the run at once, because
+        schedulers repeat their signals."""
+        if self.immediate or (self.received is not None and number == signal.SIGINT):
             raise KeyboardInterrupt
         if self.received is None:
             self.received = signal.Signals(number).name
@@ -60,28 +70,28 @@ class StopSignal:
                 file=sys.stderr,
             )
 
-    def note(self, number: int, frame: FrameType | None) -> None:
-        """In a trainer process among several: the one that has started it decides on everything else."""
+    def record(self, number: int, frame: FrameType | None) -> None:
+        """The handler of one of several trainer processes: the launching process decides when to end it."""
         self.received = signal.Signals(number).name
 
     def listen(self) -> None:
-        """Note the stopping signals from now on."""
+        """Install `record` as the handler of the stopping signals."""
         for number in STOPPING:
-            signal.signal(number, self.note)
+            signal.signal(number, self.record)
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """A block before the first step, which a signal ends."""
-        self.no_step = True
+    def immediately(self) -> Iterator[None]:
+        """A block in which a signal raises KeyboardInterrupt: before the first step."""
+        self.immediate = True
         try:
             yield
         finally:
-            self.no_step = False
+            self.immediate = False
 
 
 @contextmanager
 def stop_signal() -> Iterator[StopSignal]:
-    """Catch the stopping signals for as long as the block runs."""
+    """Catch the stopping signals within the block."""
     stop = StopSignal()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may set handlers

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from grpocli.config.choices import choice_of
 from grpocli.config.parts import named
-from grpocli.config.user_parts import is_spec, name_of
+from grpocli.config.user_parts import choice_of, is_spec, name_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.scoring import Limit
 

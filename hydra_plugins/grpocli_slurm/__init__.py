@@ -1,5 +1,7 @@
-"""`hydra/launcher=slurm`. Hydra takes launchers from the namespace package `hydra_plugins` only, and imports this at
-every start of every Hydra app of the environment: what does the work is in `grpocli.launch.slurm`."""
+"""`hydra/launcher=slurm`, a launcher for Hydra. The work is done in `grpocli.launch.slurm`.
+
+Hydra finds launchers only in the namespace package `hydra_plugins`, and imports them at the start of every Hydra app.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from grpocli.launch.slurm.options import register
 
 
 class SlurmLauncher(Launcher):
-    """Submits the jobs of a multirun."""
+    """Submits the runs of a multirun to SLURM."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options

@@ -22,7 +22,7 @@ import uvicorn
 from transformers import AutoModelForCausalLM
 
 from grpocli.launch.compose import compose
-from grpocli.launch.vllm_serve import build_serve
+from grpocli.launch.shared_server import build_server_config
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.vllm.auth import RequireKey
 from grpocli.rollout.vllm.client import GENERATE
@@ -143,7 +143,7 @@ class Model:
 def main(overrides: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # which uvicorn raises again at its end: clean up and go
     torch.set_num_threads(1)
-    path = build_serve(compose(overrides, "vllm_serve")).model.prepare(lambda fraction, text: None)
+    path = build_server_config(compose(overrides, "vllm_serve")).model.prepare(lambda fraction, text: None)
     port, key = free_port(), secrets.token_urlsafe(16)
     with tempfile.TemporaryDirectory(prefix="grpocli-chaos-", dir="/dev/shm") as folder:
         app = RequireKey(Model(path, Path(folder)), key)

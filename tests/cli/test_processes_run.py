@@ -15,7 +15,7 @@ from cli.running import SMALL, finish, metrics, start
 from cli.test_survival import wait_for
 
 from grpocli.processes.guard import wait_gone
-from grpocli.processes.heartbeat import places
+from grpocli.processes.heartbeat import heartbeats
 
 REWARD = """
 import os, time
@@ -46,7 +46,7 @@ def test_a_process_that_hangs_is_named_with_its_stage_at_the_deadline(tmp_path: 
     assert "did not come within hardware.timeout=20 s: it has been at 'reward.python' of step 3" in out.splitlines()[-1]
     assert "did not come" in json.loads((tmp_path / "run" / "summary.json").read_text())["exit"]
     assert "Traceback" not in out
-    assert wait_gone([place.pid for place in places(tmp_path / "run")], 20) == []
+    assert wait_gone([beat.pid for beat in heartbeats(tmp_path / "run")], 20) == []
 
 
 def test_a_process_that_is_killed_ends_the_others_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_a_process_that_is_killed_ends_the_others_and_is_named(tmp_path: Path, m
     monkeypatch.setenv("TMPDIR", str(temporary))
     process = start(*run_with_reward(tmp_path, "pass", "hardware.processes=2"))
     wait_for(tmp_path / "run" / "metrics.jsonl")
-    _, victim = places(tmp_path / "run")
+    _, victim = heartbeats(tmp_path / "run")
     os.kill(victim.pid, signal.SIGKILL)
     killed = time.monotonic()
     code, out = finish(process, timeout=180)
@@ -67,7 +67,7 @@ def test_a_process_that_is_killed_ends_the_others_and_is_named(tmp_path: Path, m
     assert list(temporary.glob("torchelastic_*")) == []
 
 
-@pytest.mark.parametrize("killed", ["reaper.py trainers", "grpocli.launch.accelerated"])
+@pytest.mark.parametrize("killed", ["reaper.py trainers", "grpocli.launch.trainers"])
 def test_without_their_guard_or_launcher_no_process_goes_on(tmp_path: Path, killed: str) -> None:
     process = start(*run_with_reward(tmp_path, "pass", "hardware.processes=2"))
     wait_for(tmp_path / "run" / "metrics.jsonl")
@@ -76,7 +76,7 @@ def test_without_their_guard_or_launcher_no_process_goes_on(tmp_path: Path, kill
     code, out = finish(process, timeout=180)
     assert code == 1, out
     assert "kill" in out.splitlines()[-1]
-    assert wait_gone([place.pid for place in places(tmp_path / "run")], 5) == []
+    assert wait_gone([beat.pid for beat in heartbeats(tmp_path / "run")], 5) == []
 
 
 def machine(rank: int, *argv: str, session: str = "77", count: int = 2) -> subprocess.Popen[str]:

@@ -12,8 +12,8 @@ from grpocli.config.parts import CLASSES
 from grpocli.hardware.devices import Devices
 from grpocli.launch.compose import build_run, compose
 from grpocli.launch.conf_files import MARK
+from grpocli.launch.hydra_sources import conf_dir
 from grpocli.launch.overview import opening_lines, plan_lines
-from grpocli.launch.sources import conf_dir
 from grpocli.rollout.engine import EngineJob
 
 TABLE = {

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from grpocli.launch.conf_files import MARK, RUN, files, write
-from grpocli.launch.sources import conf_dir
+from grpocli.launch.hydra_sources import conf_dir
 
 FILES = files()
 

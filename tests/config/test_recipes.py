@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from grpocli.launch.compose import build_run, compose
-from grpocli.launch.sources import conf_dir
+from grpocli.launch.hydra_sources import conf_dir
 
 RECIPES = Path(conf_dir()) / "recipe"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))

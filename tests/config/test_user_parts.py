@@ -13,9 +13,8 @@ import torch
 from omegaconf import OmegaConf
 
 from grpocli.config.build import build
-from grpocli.config.choices import choice_of
 from grpocli.config.parts import CLASSES, stored
-from grpocli.config.user_parts import NEEDS, _check
+from grpocli.config.user_parts import NEEDS, _check, choice_of
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_algorithm, build_run, compose, register_parts, save
 from grpocli.launch.overrides import rewritten

@@ -13,8 +13,9 @@ from grpocli.algorithm.algorithm import PARTS
 from grpocli.algorithm.kl import K3
 from grpocli.algorithm.objective import Clip
 from grpocli.cli.algorithms_page import VARIANTS
-from grpocli.config.choices import choice_of, registered
 from grpocli.config.formula import Formula, formula_of
+from grpocli.config.parts import registered
+from grpocli.config.user_parts import choice_of
 from grpocli.explain.explanation import part_section
 from grpocli.explain.render import LABEL, WIDTH
 from grpocli.launch.compose import register_parts

@@ -1,4 +1,4 @@
-"""A signal before there is a step ends what is being waited for; one in a step lets it finish."""
+"""A signal before the first step ends the run at once; a signal during a step lets the step finish."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpocli.processes.signals import LOOK_SECONDS, StopSignal, stop_signal
 from grpocli.tracking.run_dir import RunDir
 
 
-def test_a_second_interrupt_says_how_to_go_on(
+def test_a_second_interrupt_prints_how_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(args: list[str]) -> int:
@@ -35,7 +35,7 @@ def test_a_second_interrupt_says_how_to_go_on(
     assert capsys.readouterr().err == said
 
 
-def test_a_signal_waits_for_the_step_and_a_second_ctrl_c_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_ctrl_c_waits_for_the_step_and_a_second_one_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     with stop_signal() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.asked()
@@ -44,8 +44,8 @@ def test_a_signal_waits_for_the_step_and_a_second_ctrl_c_does_not(capsys: pytest
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_crash_of_a_library_names_the_function_that_called_it() -> None:
-    source = "from grpocli.processes.signals import crash_loudly\ncrash_loudly()\nimport ctypes\n"
+def test_a_segmentation_fault_names_the_calling_function() -> None:
+    source = "from grpocli.processes.signals import enable_crash_tracebacks\nenable_crash_tracebacks()\nimport ctypes\n"
     source += "def my_reward():\n    ctypes.string_at(0)\nmy_reward()"
     crashed = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
     assert crashed.returncode == -signal.SIGSEGV
@@ -53,7 +53,7 @@ def test_a_crash_of_a_library_names_the_function_that_called_it() -> None:
     assert "in my_reward" in crashed.stderr
 
 
-def test_a_scheduler_may_repeat_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeated_signals_of_a_scheduler_count_once(capsys: pytest.CaptureFixture[str]) -> None:
     with stop_signal() as stop:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1):
             os.kill(os.getpid(), number)
@@ -61,15 +61,15 @@ def test_a_scheduler_may_repeat_itself(capsys: pytest.CaptureFixture[str]) -> No
         assert capsys.readouterr().err.count("stopping after this step") == 1
 
 
-def test_before_the_first_step_there_is_nothing_to_wait_for() -> None:
+def test_before_the_first_step_a_signal_interrupts() -> None:
     with stop_signal() as stop:
-        with pytest.raises(KeyboardInterrupt), stop.at_once():
+        with pytest.raises(KeyboardInterrupt), stop.immediately():
             os.kill(os.getpid(), signal.SIGTERM)
-        assert not stop.no_step
+        assert not stop.immediate
 
 
-def test_a_run_that_waits_for_its_server_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something accepts connections there and never says a word."""
+def test_a_run_that_waits_for_its_server_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address accepts connections and never answers."""
     monkeypatch.setenv("VLLM_API_KEY", "key")
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -81,12 +81,12 @@ def test_a_run_that_waits_for_its_server_ends_at_once(tmp_path: Path, monkeypatc
         run.send_signal(signal.SIGTERM)
         code, out = finish(run)
         connection.close()
-    assert code == 1, out  # had it waited, it would complain about the server, with code 2
+    assert code == 1, out  # an error about the server has code 2
     assert "interrupted" in out
-    assert not (tmp_path / "run").exists(), "nothing has begun"
+    assert not (tmp_path / "run").exists(), "the run had not begun"
 
 
-def test_the_stop_file_is_not_looked_for_at_every_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stop_file_is_not_checked_at_every_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[Path] = []
 
     def exists(path: Path) -> bool:
@@ -97,6 +97,6 @@ def test_the_stop_file_is_not_looked_for_at_every_token(tmp_path: Path, monkeypa
     stop, times = StopSignal(file=tmp_path / "stop"), [k * LOOK_SECONDS / 10 for k in range(100)]
     asked = [stop.asked_lately(lambda now=now: now) for now in times]  # type: ignore[misc]
     assert len(looks) == 3
-    assert asked == sorted(asked), "once true it stays true"
+    assert asked == sorted(asked), "it stays true"
     assert asked[-1]
     assert StopSignal(received="SIGTERM").asked_lately()

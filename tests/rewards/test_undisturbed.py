@@ -202,7 +202,7 @@ def test_a_forked_process_does_not_train_and_lost_descriptors_end_the_run(tmp_pa
 
 LEAVING = """import atexit, sys, threading, time
 from concurrent import futures
-from grpocli.processes import leave as leaving
+from grpocli.processes import threads as leaving
 leaving.GRACE, leaving.EXIT_GRACE = 0.2, 0.2
 """
 
@@ -215,14 +215,14 @@ leaving.GRACE, leaving.EXIT_GRACE = 0.2, 0.2
     ],
 )
 def test_a_thread_that_does_not_end_is_left_behind(start: str, name: str) -> None:
-    code = f"{LEAVING}{start}\nleaving.leave_threads(4)\nsys.exit(4)"
+    code = f"{LEAVING}{start}\nleaving.limit_exit_time(4)\nsys.exit(4)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 4
     assert done.stderr.startswith(f"grpocli: a thread ({name}) that code of yours started in this process did not end")
 
 
 def test_an_exit_handler_that_does_not_end_is_left_behind() -> None:
-    code = f"{LEAVING}atexit.register(time.sleep, 600)\nleaving.leave_threads(4)\nsys.exit(4)"
+    code = f"{LEAVING}atexit.register(time.sleep, 600)\nleaving.limit_exit_time(4)\nsys.exit(4)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 4
     assert done.stderr.startswith("grpocli: an exit handler did not end within 0.4 s, and was left behind; look for")
@@ -231,7 +231,7 @@ def test_an_exit_handler_that_does_not_end_is_left_behind() -> None:
 def test_exit_handlers_run_to_their_end_where_all_threads_have_ended() -> None:
     code = (
         f"{LEAVING}leaving.EXIT_GRACE = 600\natexit.register(lambda: (time.sleep(0.6), print('handled')))\n"
-        "threading.Thread(target=time.sleep, args=(0.05,)).start()\nleaving.leave_threads(4)\nsys.exit(4)"
+        "threading.Thread(target=time.sleep, args=(0.05,)).start()\nleaving.limit_exit_time(4)\nsys.exit(4)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (4, "handled\n", "")

@@ -266,7 +266,7 @@ def test_given_server_that_does_not_fit(running: Running, tmp_path: Path) -> Non
 SERVE = """
 import sys
 from grpocli.rollout.vllm.options import Vllm
-from grpocli.launch.vllm_serve import Serve, serve
+from grpocli.launch.shared_server import Serve, serve
 sys.exit(serve(Serve(model=None, engine=Vllm(), port=int(sys.argv[2]), max_model_len=128), sys.argv[1], "float32"))
 """
 

@@ -18,7 +18,7 @@ import pytest
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.compose import compose
-from grpocli.launch.vllm_serve import SHORT, Serve, build_serve, how_to_use, serve
+from grpocli.launch.shared_server import SHORT, Serve, build_server_config, how_to_use, serve
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync import Auto
 from grpocli.rollout.vllm import server as vllm_server
@@ -40,7 +40,7 @@ VALUES: dict[str, Any] = {
 
 
 def composed(*overrides: str) -> Serve:
-    return build_serve(compose(list(overrides), "vllm_serve"))
+    return build_server_config(compose(list(overrides), "vllm_serve"))
 
 
 def written(value: Any) -> str:

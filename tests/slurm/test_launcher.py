@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from grpocli.launch.slurm.monitor import last_error
 from grpocli.launch.slurm.options import Options, seconds
-from grpocli.launch.slurm.wait import last_error
 
 DRY = ["train", "-m", "hydra/launcher=slurm", "hydra.launcher.dry_run=true", "hydra.launcher.partition=gpu"]
 MULTINODE = ["hardware=multinode", "hardware.train_nodes=4", "engine=vllm", "engine.tensor_parallel=8"]
@@ -137,7 +137,7 @@ def test_a_folder_of_configs_goes_with_the_job(grpocli: Command, tmp_path: Path)
         (["seed=0,-1"], "seed=-1: must be 0 or more (job 1: seed=-1; nothing was submitted)"),
         (
             ["hardware=single,multinode", "engine=vllm", "engine.tensor_parallel=8"],
-            "an array's jobs are alike, and these need one node and 1 train",
+            "all runs of an array need the same nodes, not one node and 1 train",
         ),
     ],
 )
@@ -156,7 +156,7 @@ def test_a_folder_that_no_shell_hands_on_is_refused(grpocli: Command, tmp_path: 
     quoted = name.replace("\\", "\\\\").replace("'", "\\'")
     code, _, err = grpocli(*DRY, f"hydra.sweep.dir='{tmp_path}/{quoted}'")
     assert code == 2
-    assert "quotes, backslashes and line breaks do not get to the nodes" in err
+    assert "quotes, backslashes and line breaks do not reach the nodes" in err
 
 
 def test_the_folder_of_an_earlier_sweep_is_left_alone(grpocli: Command, tmp_path: Path) -> None:

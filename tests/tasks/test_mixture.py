@@ -11,8 +11,8 @@ import pytest
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose
 from grpocli.launch.conf_files import MARK
-from grpocli.launch.sources import conf_dir
-from grpocli.launch.task_override import spread
+from grpocli.launch.hydra_sources import conf_dir
+from grpocli.launch.overrides import spread
 from grpocli.rewards.scoring import Limit
 from grpocli.tasks.mixture import about, limits_of, tasks_of
 from grpocli.tasks.prompt_source import Data

@@ -13,7 +13,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from grpocli.config.build import build
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import compose
-from grpocli.launch.sources import conf_dir
+from grpocli.launch.hydra_sources import conf_dir
 from grpocli.tracking import trackers
 from grpocli.tracking.trackers import BACKENDS, Accelerate, AccelerateTracker, NoTracker, flat
 

@@ -1,4 +1,4 @@
-"""What is asked of SLURM on the machine that submits."""
+"""SLURM commands on the machine that submits: sinfo, sbatch and squeue."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import subprocess
 from grpocli.errors import ConfigError, RunError
 from grpocli.launch.slurm.options import Options
 
-ANSWER = 60
-"""Seconds that SLURM has to answer a command."""
+TIMEOUT = 60
+"""Seconds within which SLURM must answer a command."""
 
 
 def check(options: Options, nodes: int) -> None:
-    """Raise ConfigError where the cluster, the partition or the nodes are not there."""
+    """Raise ConfigError if there is no SLURM, no such partition, or too few nodes in it."""
     if shutil.which("sbatch") is None:
         raise ConfigError(
-            "hydra/launcher=slurm: there is no sbatch on the path; submit from a machine of the cluster, or only "
+            "hydra/launcher=slurm: there is no sbatch on the path: submit from a machine of the cluster, or only "
             "write the script with hydra.launcher.dry_run=true"
         )
     sizes = partitions()
@@ -43,7 +43,7 @@ def check(options: Options, nodes: int) -> None:
 
 
 def partitions() -> dict[str, int]:
-    """Nodes by partition; the default one's name ends in `*`."""
+    """{partition: number of nodes}; the name of the default partition ends in `*`."""
     rows = [line.split() for line in ask("sinfo", "--noheader", "--format=%P %D").splitlines()]
     sizes: dict[str, int] = {}
     for name, count in rows:
@@ -52,18 +52,18 @@ def partitions() -> dict[str, int]:
 
 
 def submit(script: str, partition: str | None) -> str:
-    """Hand a batch script to SLURM; the job's id. Raises ConfigError with what sbatch says against it.
+    """Submit a batch script and return the job's id. Raises ConfigError with sbatch's own message.
 
-    partition: once more, because SBATCH_PARTITION goes before what is in the script.
+    partition: passed as an option too, because SBATCH_PARTITION overrides the script's.
     """
     more = [] if partition is None else [f"--partition={partition}"]
     return ask("sbatch", "--parsable", *more, script, fault=ConfigError).strip().partition(";")[0]
 
 
 def states(job: str) -> dict[str, tuple[str, str]]:
-    """State, and where or why, of a job and of the tasks of its array, by number (a single job is number 0).
+    """{array task: (state, nodes or reason)} of a job; a job without an array is task "0".
 
-    Empty where SLURM has forgotten the job.
+    Empty if SLURM has forgotten the job.
     """
     try:
         said = ask("squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", "--format=%K|%T|%R")
@@ -76,12 +76,12 @@ def states(job: str) -> dict[str, tuple[str, str]]:
 
 
 def ask(*command: str, fault: type[ConfigError] | type[RunError] = RunError) -> str:
-    """What a command of SLURM prints. Raises `fault` where it fails, RunError where it does not answer."""
+    """Run a command of SLURM and return its output. Raises `fault` if it fails, RunError if it does not answer."""
     env = {**os.environ, "LC_ALL": "C"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, env=env)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=env)
     except subprocess.TimeoutExpired as error:
-        raise RunError(f"SLURM did not answer `{command[0]}` within {ANSWER} s") from error
+        raise RunError(f"SLURM did not answer `{command[0]}` within {TIMEOUT} s") from error
     except OSError as error:
         raise RunError(f"{command[0]} could not be run: {error.strerror}") from error
     if done.returncode:

@@ -13,11 +13,11 @@ from omegaconf import OmegaConf
 from grpocli.config.parts import require, schema, section
 
 TIME = re.compile(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})")
-OURS = (
+SET_BY_SCRIPT = (
     *("array", "error", "nodes", "no-requeue", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable"),
     *("requeue", "signal", "wait", "wrap"),
 )
-"""Options of sbatch on whose values the script relies."""
+"""Options of sbatch that the script sets itself."""
 
 
 @section("hydra.launcher")
@@ -90,12 +90,12 @@ class Options:
         for field in ("partition", "account", "qos", "constraint", "exclude", "container"):
             require(self, field, "\n" not in str(getattr(self, field)), "must be one line")
         for name, value in self.extra.items():
-            require(self, "extra", name.replace("_", "-") not in OURS, f"{name} is set by grpocli")
+            require(self, "extra", name.replace("_", "-") not in SET_BY_SCRIPT, f"{name} is set by grpocli")
             require(self, "extra", "\n" not in f"{name}{value}", f"{name} must be one line")
 
 
 def seconds(time: str) -> int:
-    """Of a limit as sbatch takes it: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
+    """Seconds of a time limit of sbatch: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash:
@@ -108,14 +108,14 @@ def seconds(time: str) -> int:
 
 
 def options(values: Mapping[str, Any]) -> Options:
-    """From what Hydra composed. Raises ConfigError for a value that cannot be."""
+    """The options that Hydra composed. Raises ConfigError for an invalid value."""
     plain: dict[str, Any] = {k: OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for k, v in values.items()}
     return Options(**plain)
 
 
 def register(target: str) -> None:
-    """Make `hydra/launcher=slurm` a choice, whose launcher is the class `target`."""
+    """Make `hydra/launcher=slurm` a choice. target: the import path of the launcher class."""
     node = OmegaConf.structured(schema(Options))
     node["_target_"] = target
-    OmegaConf.set_struct(node.extra, False)  # its keys are sbatch's: overriding one needs no `+`
+    OmegaConf.set_struct(node.extra, False)  # any option of sbatch is a key, without `+`
     ConfigStore.instance().store(group="hydra/launcher", name="slurm", node=node, provider="grpocli")

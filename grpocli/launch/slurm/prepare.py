@@ -1,4 +1,4 @@
-"""From the overrides of a multirun to folders in which `grpocli train resume=FOLDER` starts from the beginning."""
+"""The runs of a multirun, each in a folder from which `grpocli train resume=FOLDER` starts it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Run
 
 UNQUOTABLE = "'\"\\\n"
-"""Would have to pass a shell, SLURM and Hydra's grammar."""
+"""Characters that do not survive a shell, SLURM and Hydra's grammar together."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SweepRun:
     """One run of a multirun."""
 
     number: int
@@ -38,22 +38,22 @@ class Job:
 
 def prepared(
     context: HydraContext, config: DictConfig, job_overrides: Sequence[Sequence[str]], first: int
-) -> list[Job]:
-    """Compose and check every job. Raises ConfigError if one of them cannot work; nothing is written."""
+) -> list[SweepRun]:
+    """Compose and check every run. Raises ConfigError if one cannot work. Nothing is written."""
     setup_globals()
     return [_composed(context, config, list(given), first + i) for i, given in enumerate(job_overrides)]
 
 
-def write(context: HydraContext, jobs: Sequence[Job]) -> list[JobReturn]:
-    """Make the jobs' folders. Raises ConfigError where a run is in one already."""
-    for job in jobs:
-        RunDir(job.folder).check_free()
-    for job in jobs:
-        RunDir(job.folder).check_writable(resuming=False)
-    return [_written(context, job) for job in jobs]
+def write(context: HydraContext, runs: Sequence[SweepRun]) -> list[JobReturn]:
+    """Make the runs' folders. Raises ConfigError if a folder already has a run."""
+    for run in runs:
+        RunDir(run.folder).check_free()
+    for run in runs:
+        RunDir(run.folder).check_writable(resuming=False)
+    return [_written(context, run) for run in runs]
 
 
-def _composed(context: HydraContext, config: DictConfig, given: list[str], number: int) -> Job:
+def _composed(context: HydraContext, config: DictConfig, given: list[str], number: int) -> SweepRun:
     composed = context.config_loader.load_sweep_config(config, given)
     with open_dict(composed):
         composed.hydra.job.id = composed.hydra.job.num = number
@@ -63,31 +63,31 @@ def _composed(context: HydraContext, config: DictConfig, given: list[str], numbe
         del task["hydra"]
     if set(str(folder)) & set(UNQUOTABLE):
         raise ConfigError(
-            "quotes, backslashes and line breaks do not get to the nodes", key="hydra.sweep.dir", value=folder
+            "its quotes, backslashes and line breaks do not reach the nodes", key="hydra.sweep.dir", value=folder
         )
     overrides = filter_overrides(given)
     try:
         run = build_run(task)
     except ConfigError as error:
         raise ConfigError(f"{error} (job {number}: {' '.join(overrides)}; nothing was submitted)") from error
-    return Job(number, overrides, composed, run, folder)
+    return SweepRun(number, overrides, composed, run, folder)
 
 
-def _written(context: HydraContext, job: Job) -> JobReturn:
-    """As Hydra does it for a job that runs here."""
+def _written(context: HydraContext, run: SweepRun) -> JobReturn:
+    """Write the run's files within a Hydra job, as for a run on this machine."""
 
     def write(config: DictConfig) -> None:
-        config.overrides = list(job.overrides)
-        write_record(job.folder, config)
+        config.overrides = list(run.overrides)
+        write_record(run.folder, config)
         text = save(config)
-        write_atomic(RunDir(job.folder).config, text, mode_of(text))
+        write_atomic(RunDir(run.folder).config, text, mode_of(text))
 
-    done = run_job(write, job.config, "hydra.sweep.dir", "hydra.sweep.subdir", context, configure_logging=False)
-    _ = done.return_value  # raises what went wrong
+    done = run_job(write, run.config, "hydra.sweep.dir", "hydra.sweep.subdir", context, configure_logging=False)
+    _ = done.return_value  # raises the error of the job
     return done
 
 
 def config_dir(config: DictConfig) -> str | None:
-    """The folder given with `--config-dir`, which a resume needs again."""
+    """The folder given with `--config-dir`, which a resume needs again; None without it."""
     given = [source.path for source in config.hydra.runtime.config_sources if source.provider == "command-line"]
     return str(Path(given[0]).resolve()) if given else None

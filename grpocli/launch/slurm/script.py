@@ -1,4 +1,4 @@
-"""The batch script: options and settings, then `batch.sh`, which is the same for every job."""
+"""The batch script: sbatch options and settings, followed by `batch.sh`, which is the same for every job."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ BODY = Path(__file__).with_name("batch.sh")
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What a run asks for. gpus: for each node (null: none)."""
+class Resources:
+    """The nodes that a run needs. gpus: for each node, as sbatch takes it; None for none."""
 
     train_nodes: int
     rollout_nodes: int
     gpus: str | None
 
     @classmethod
-    def of(cls, run: Run, options: Options) -> Shape:
+    def of(cls, run: Run, options: Options) -> Resources:
         gpus = None if options.gpus is None else str(options.gpus)
         hardware = run.hardware
         if not isinstance(hardware, Multinode):
@@ -44,11 +44,11 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """The runs of one submission. config_dir: what `--config-dir` gave."""
+class BatchScript:
+    """The script that submits `runs`, the folders of one batch. config_dir: the value of `--config-dir`."""
 
     options: Options
-    shape: Shape
+    resources: Resources
     folder: Path
     runs: Sequence[Path]
     name: str
@@ -60,12 +60,12 @@ class Batch:
 
     @property
     def run_list(self) -> Path:
-        """A run's folder a line, for an array."""
+        """The file with the runs' folders, one a line, for an array."""
         return self.folder / f"{self.name}.runs"
 
     @property
     def log(self) -> str:
-        """Where SLURM writes what a job prints, in sbatch's notation."""
+        """The file for a job's output, in sbatch's notation."""
         folder = str(self.folder).replace("%", "%%")
         return f"{folder}/slurm-{'%A_%a' if len(self.runs) > 1 else '%j'}.log"
 
@@ -83,8 +83,8 @@ class Batch:
                 "#!/bin/bash",
                 *lines,
                 "",
-                f"# Written by grpocli {__version__}: {what}, {_shown(self.shape)}.",
-                f"# `sbatch {shlex.quote(str(self.script))}` submits it; runs that were there before go on.",
+                f"# Written by grpocli {__version__}: {what}, {_shown(self.resources)}.",
+                f"# `sbatch {shlex.quote(str(self.script))}` submits it; runs with a checkpoint continue.",
                 "",
             ]
         )
@@ -99,9 +99,9 @@ class Batch:
             "qos": o.qos,
             "time": o.time,
             "array": f"0-{last}{parallel}" if last else None,
-            "nodes": self.shape.nodes,
+            "nodes": self.resources.nodes,
             "ntasks-per-node": 1,
-            "gpus-per-node": self.shape.gpus,
+            "gpus-per-node": self.resources.gpus,
             "cpus-per-task": o.cpus,
             "mem": o.memory,
             "constraint": o.constraint,
@@ -126,10 +126,10 @@ class Batch:
                 f"LOGS={shlex.quote(str(self.folder))}",
                 f'TRAIN=("$PYTHON" {shlex.join(train)} "resume=$RUN_DIR")',
                 'ROLLOUT=("$PYTHON" -m grpocli.launch.rollout_node "$RUN_DIR")',
-                f"TRAIN_NODES={self.shape.train_nodes}",
-                f"ROLLOUT_NODES={self.shape.rollout_nodes}",
+                f"TRAIN_NODES={self.resources.train_nodes}",
+                f"ROLLOUT_NODES={self.resources.rollout_nodes}",
                 f"MAX_REQUEUES={self.options.max_requeues}",
-                f"GRACE={self.options.signal_before} # seconds that a part gets to stop in",
+                f"GRACE={self.options.signal_before} # seconds that a part has to stop",
                 f"SRUN=({shlex.join(self._srun())})",
                 "",
             ]
@@ -148,18 +148,20 @@ class Batch:
         return "\n".join([*lines, ""]) if lines else ""
 
 
-def one_shape(shapes: Sequence[Shape]) -> Shape:
-    """What all runs of an array ask for. Raises ConfigError where they differ."""
-    different = sorted(set(shapes), key=lambda shape: shape.nodes)
+def same_resources(requests: Sequence[Resources]) -> Resources:
+    """The resources of an array. Raises ConfigError if its runs need different ones."""
+    different = sorted(set(requests), key=lambda need: need.nodes)
     if len(different) > 1:
         both = " and ".join(map(_shown, different[:2]))
-        raise ConfigError(f"hardware: an array's jobs are alike, and these need {both}; submit one sweep for each")
+        raise ConfigError(
+            f"all runs of an array need the same nodes, not {both}; submit a sweep for each", key="hardware"
+        )
     return different[0]
 
 
-def _shown(shape: Shape) -> str:
-    nodes = "one node" if shape.nodes == 1 else f"{shape.train_nodes} training and {shape.rollout_nodes} vLLM nodes"
-    return nodes if shape.gpus is None else f"{nodes} with {shape.gpus} GPUs each"
+def _shown(need: Resources) -> str:
+    nodes = "one node" if need.nodes == 1 else f"{need.train_nodes} training and {need.rollout_nodes} vLLM nodes"
+    return nodes if need.gpus is None else f"{nodes} with {need.gpus} GPUs each"
 
 
 def _option(name: str, value: object) -> str:

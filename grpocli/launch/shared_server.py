@@ -122,7 +122,7 @@ class Serve:
         )
 
 
-def build_serve(config: DictConfig) -> Serve:
+def build_server_config(config: DictConfig) -> Serve:
     """The composed config's live objects. Raises ConfigError, also for another engine than vLLM."""
     from grpocli.config.build import build
 

@@ -1,4 +1,4 @@
-"""Freed memory is kept by a trainer's process, unless the environment says otherwise."""
+"""A trainer process keeps freed memory unless the environment configures malloc."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 FAULTS = """
 import ctypes, resource, sys
-from grpocli.processes.malloc import keep_freed
-kept = keep_freed()
+from grpocli.processes.cpu_tuning import keep_freed_memory
+kept = keep_freed_memory()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 def touch():
@@ -33,7 +33,7 @@ def faults(**env: str) -> tuple[str, int]:
     return kept, int(pages)
 
 
-def test_what_was_freed_is_used_again() -> None:
+def test_freed_memory_is_reused() -> None:
     kept, pages = faults()
     assert kept == "True"
     assert pages < 100
@@ -42,7 +42,7 @@ def test_what_was_freed_is_used_again() -> None:
 @pytest.mark.parametrize(
     "theirs", [{"MALLOC_MMAP_THRESHOLD_": "262144"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=262144"}]
 )
-def test_what_the_user_has_set_stays(theirs: dict[str, str]) -> None:
+def test_settings_in_the_environment_stay(theirs: dict[str, str]) -> None:
     kept, pages = faults(**theirs)
     assert kept == "False"
     assert pages > 10_000

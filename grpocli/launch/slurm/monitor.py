@@ -1,4 +1,4 @@
-"""Waiting for submitted jobs without an accounting database: states are squeue's, results are in the runs' folders."""
+"""Waiting for submitted jobs. squeue has their states and the runs' folders their results; sacct is not needed."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import TypeAlias
 
 from grpocli.errors import GrpoError, RunError
 from grpocli.launch.slurm import cluster
-from grpocli.launch.slurm.prepare import Job
+from grpocli.launch.slurm.prepare import SweepRun
 from grpocli.tracking.run_dir import RunDir
 
 OVER = frozenset(
     {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
     | {"REVOKED", "TIMEOUT"}
 )
-"""States in which a job stays, unless it is queued again."""
+"""Final states of a job that is not requeued."""
 SILENCE = 600
-"""Seconds for which SLURM may not answer at all."""
+"""Seconds for which SLURM may be unavailable."""
 SETTLE = 15
-"""Seconds that a state must last to be believed: a job that is queued again is over for a moment."""
+"""Seconds that a final state must last: a job that is requeued has one for a moment."""
 
 Result: TypeAlias = float | Exception | None
 
 
-class Waiting:
-    """The jobs of one submission, until each is over. limit: seconds in all."""
+class JobMonitor:
+    """Follows the jobs of one submission until all are over. limit: seconds in all."""
 
-    def __init__(self, number: str, jobs: Sequence[Job], limit: int) -> None:
+    def __init__(self, number: str, jobs: Sequence[SweepRun], limit: int) -> None:
         self._number, self._jobs = number, jobs
         self._deadline = time.monotonic() + limit
         self._limit = limit
@@ -37,7 +37,7 @@ class Waiting:
         self._since: dict[int, float] = {}
 
     def results(self) -> list[Result]:
-        """`eval/accuracy` of each run, or why it failed. Raises RunError where waiting itself fails."""
+        """Wait for all jobs. Returns each run's `eval/accuracy` or error; raises RunError if waiting itself fails."""
         pause = 1.0
         try:
             while not self._over(self._look()):
@@ -45,12 +45,12 @@ class Waiting:
                 time.sleep(pause)
                 pause = min(pause * 1.2, 15.0)
         except KeyboardInterrupt:
-            print(f"\nnot waiting any more; the jobs go on, `scancel {self._number}` ends them")
+            print(f"\nno longer waiting; the jobs continue, `scancel {self._number}` ends them")
             raise
         return [self._result(i, job) for i, job in enumerate(self._jobs)]
 
     def _look(self) -> dict[str, tuple[str, str]]:
-        """What SLURM says now; it may be restarting."""
+        """The jobs' states. Retries for SILENCE seconds, as SLURM may be restarting."""
         deadline = time.monotonic() + SILENCE
         while True:
             try:
@@ -63,7 +63,7 @@ class Waiting:
     def _over(self, states: dict[str, tuple[str, str]]) -> bool:
         now = time.monotonic()
         for i in range(len(self._jobs)):
-            seen = states.get(str(i), ("COMPLETED", ""))  # forgotten: the run's folder knows how it ended
+            seen = states.get(str(i), ("COMPLETED", ""))  # SLURM has forgotten it: the run's folder has the result
             if seen != self._shown.get(i):
                 self._show(i, *seen)
                 self._shown[i], self._since[i] = seen, now
@@ -80,14 +80,14 @@ class Waiting:
         if time.monotonic() > self._deadline:
             going = [self._name(i) for i, (state, _) in self._shown.items() if state not in OVER]
             raise RunError(
-                f"hydra.launcher.wait_at_most={self._limit}: jobs {', '.join(going)} are not over; they go on, "
+                f"hydra.launcher.wait_at_most={self._limit}: jobs {', '.join(going)} are not over; they continue, "
                 f"`scancel {self._number}` ends them"
             )
 
     def _name(self, i: int) -> str:
         return f"{self._number}_{i}" if len(self._jobs) > 1 else self._number
 
-    def _result(self, i: int, job: Job) -> Result:
+    def _result(self, i: int, job: SweepRun) -> Result:
         state, where = self._shown[i]
         summary = RunDir(job.folder).summary
         try:
@@ -101,7 +101,7 @@ class Waiting:
         print(f"grpocli: {error}", flush=True)
         return error
 
-    def _error(self, i: int, job: Job, state: str, where: str, cause: str) -> GrpoError:
+    def _error(self, i: int, job: SweepRun, state: str, where: str, cause: str) -> GrpoError:
         log = job.folder / "slurm.log"
         reason = last_error(log) or (cause if cause != "done" else "")
         if not reason and not log.exists():
@@ -111,7 +111,7 @@ class Waiting:
 
 
 def last_error(log: Path) -> str | None:
-    """The last line with which grpocli, or SLURM, says why it ended; to have been interrupted is no reason."""
+    """The last error line of grpocli or else of SLURM in a log, without interruptions; None if there is none."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:

@@ -1,0 +1,74 @@
+"""Threads: a task in the background, and a bound on the time that threads of user code delay the exit."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from os import _exit as leave  # bound before user code runs, during which `os._exit` is replaced
+from typing import Generic, Self, TypeVar
+
+T = TypeVar("T")
+
+END_WITHIN = 10.0
+"""Seconds that leaving a `BackgroundTask` waits for its thread."""
+GRACE = 5.0
+"""Seconds that threads may go on after the main thread."""
+EXIT_GRACE = 120.0
+"""Further seconds for exit handlers, which may be sending the last metrics to a dashboard."""
+
+
+class BackgroundTask(Generic[T]):
+    """A function that runs in a thread for the duration of a `with` block. Leaving the block waits for the thread."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._future: Future[T] = Future()
+        self._thread = threading.Thread(target=self._run, args=(work,), name="background task", daemon=True)
+
+    def _run(self, work: Callable[[], T]) -> None:
+        try:
+            self._future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - `result` raises it
+            self._future.set_exception(error)
+
+    def result(self) -> T:
+        """Wait for the function's result; raises the function's error."""
+        return self._future.result()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.join(END_WITHIN)  # a thread inside a library's code would abort the interpreter's exit
+
+
+def limit_exit_time(code: int) -> None:
+    """End this process with `code` if threads or exit handlers keep it alive too long. Call it right before the exit.
+
+    Threads get GRACE seconds, exit handlers EXIT_GRACE more.
+    """
+    threading.Thread(target=_exit_late, args=(code,), name="exit timer", daemon=True).start()
+
+
+def _exit_late(code: int) -> None:
+    time.sleep(GRACE)  # instead of joining the main thread, which ends only after Python has joined the executors
+    if names := ", ".join(thread.name for thread in _non_daemon_threads()):
+        problem = f"a thread ({names}) that code of yours started in this process did not end, and was left behind"
+        remedy = "make it a daemon, or join it"
+    else:
+        time.sleep(EXIT_GRACE)
+        problem = f"an exit handler did not end within {GRACE + EXIT_GRACE:g} s, and was left behind"
+        remedy = "look for atexit.register in code of yours"
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # user code may have closed the streams
+        print(f"grpocli: {problem}; {remedy}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+    leave(code)
+
+
+def _non_daemon_threads() -> list[threading.Thread]:
+    """The threads that Python joins before it exits."""
+    return [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]

@@ -1,0 +1,57 @@
+"""A background task returns its result, raises its error, and is waited for at the end of its block."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from grpocli.processes import threads
+from grpocli.processes.threads import BackgroundTask
+
+
+def test_result_waits_for_the_task() -> None:
+    go_on = threading.Event()
+
+    def work() -> int:
+        assert go_on.wait(30)
+        return 7
+
+    with BackgroundTask(work) as begun:
+        go_on.set()
+        assert begun.result() == 7
+
+
+def test_result_raises_the_error_of_the_task_and_leaving_does_not() -> None:
+    def work() -> None:
+        raise ValueError("no data")
+
+    with BackgroundTask(work):
+        pass
+    with BackgroundTask(work) as begun, pytest.raises(ValueError, match="no data"):
+        begun.result()
+
+
+def test_leaving_waits_for_the_thread_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "END_WITHIN", 0.2)
+    stuck, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        stuck.wait(30)
+        over.set()
+
+    with pytest.raises(KeyError), BackgroundTask(work):
+        raise KeyError
+    assert not over.is_set()
+    stuck.set()
+    monkeypatch.setattr(threads, "END_WITHIN", 30)
+    ended = threading.Event()
+
+    def short() -> None:
+        time.sleep(0.2)
+        ended.set()
+
+    with BackgroundTask(short):
+        pass
+    assert ended.is_set()
