@@ -1,4 +1,4 @@
-"""What flows through a step: Prompt -> Completion -> Rollout -> Group, ragged until a micro-batch is built."""
+"""The records of a step: Prompt -> Completion -> Rollout -> Group -> Row, ragged until a micro-batch is built."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Text: TypeAlias = str | list[Message]  # plain text, or a conversation
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question as it was drawn.
+    """One drawn example of a task.
 
-    uid: names this draw; two draws of the same question, or two equal questions, have different uids.
-    token_ids: what the engine is given.
-    text: the prompt as a reward function sees it, a string or a list of messages.
+    uid: identifies the draw; two draws of one question, and two equal questions, have different uids.
+    token_ids: the engine's input.
+    text: the prompt as reward functions get it, a string or a list of messages.
     columns: every other column of the example (the answer ...), and `task_name`.
     """
 
@@ -30,20 +30,21 @@ class Prompt:
 
     @property
     def loss_multiplier(self) -> float:
-        """What the advantages of its completions are multiplied by."""
+        """The factor on the advantages of its completions."""
         return float(self.columns.get("loss_multiplier", 1.0))
 
     @property
     def task(self) -> str:
-        """The name of the task that it is of."""
+        """The name of its task."""
         return str(self.columns.get("task_name", ""))
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """messages: the model's turns and the environment's, in order. turns: how many were the model's.
+    """A conversation of the model with an environment.
 
-    rewards: by name, summed over the turns. problem: why the environment could not go on, a phrase for the user.
+    messages: the model's turns and the environment's, in order. turns: the number of the model's. rewards: by name,
+    summed over the turns. problem: why the environment could not continue, a phrase for the user.
     """
 
     messages: list[Message]
@@ -59,15 +60,15 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine sampled for a prompt.
+    """The tokens that an engine sampled for a prompt.
 
-    logprobs: per token, in nats, of the distribution that was sampled from (after temperature and truncation).
+    logprobs: per token, in nats, under the distribution that was sampled from (after temperature and truncation).
     finish_reason: "stop" (the model ended) or "length" (it was cut at `max_tokens`).
-    version: the weight version that sampled it, the oldest where weights changed on the way; then spans are the pieces
-        in order, as (version, number of tokens).
-    mask: 1 where the model wrote the token, 0 where it was given (an environment's words between turns);
-        None means all 1. Given tokens have a log-prob of 0.
-    episode: what came of it in its environment; None where the task has none.
+    version: the weight version that sampled it; the oldest if the weights changed meanwhile, and `spans` then lists the
+        pieces in order, as (version, number of tokens).
+    mask: 1 for tokens that the model wrote, 0 for the environment's words between turns, whose log-prob is 0; None
+        means all 1.
+    episode: the conversation with the task's environment; None without an environment.
     """
 
     token_ids: list[int]
@@ -84,13 +85,13 @@ class Completion:
 
     @property
     def written(self) -> int:
-        """How many tokens are the model's own."""
+        """The number of tokens that the model wrote."""
         return len(self.token_ids) if self.mask is None else sum(self.mask)
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A completion with its decoded text and its rewards by name; NaN means "does not apply"."""
+    """A completion with its decoded text and its rewards by name; NaN: the reward does not apply."""
 
     prompt: Prompt
     completion: Completion
@@ -111,33 +112,34 @@ class Group:
 
 
 class Status(StrEnum):
-    """What became of a completion in a step: trained on, or why not."""
+    """Whether a step trained on a completion, or why not."""
 
     TRAINED = "trained"
-    """It is in the loss, with a gradient."""
+    """In the loss, with a gradient."""
     ZERO_ADVANTAGE = "zero_advantage"
-    """It counts in the loss's denominators, but its advantage is 0 and no other term has a gradient."""
+    """In the denominators of the loss only: its advantage is 0, and no other term has a gradient."""
     MASKED = "masked"
-    """No token of it is in the loss, as with algorithm.keep.mask_truncated."""
+    """No token is in the loss (algorithm.keep.mask_truncated)."""
     FILTERED = "filtered"
-    """algorithm.keep left its group out: all of it scored the same."""
+    """algorithm.keep dropped its group: all completions scored the same."""
     SURPLUS = "surplus"
-    """Its group was kept, but the step had enough of them."""
+    """Its group was kept, but the step had enough groups."""
     CARRIED = "carried"
-    """As surplus, and the next step trains on it (algorithm.keep.surplus=carry)."""
+    """As surplus, but the next step trains on it (algorithm.keep.surplus=carry)."""
     STALE = "stale"
-    """Its weights were older than rollout.max_staleness allows."""
+    """Its weight version is older than rollout.max_staleness allows."""
     EVALUATED = "evaluated"
-    """It was sampled to evaluate a model, not to train on."""
+    """Sampled to evaluate a model, not for training."""
 
 
 @dataclass(slots=True)
 class Row:
     """One completion to train on. Log-probs and entropies are per completion token, in nats, without gradient.
 
-    group: which group of the step it belongs to. mask: 1 for tokens in the loss. old_logp: None while the policy is
-    still the one whose log-probs they are. selected: tokens of the policy-gradient term (None: all).
-    logp, entropy: under the policy that begins the step; None until they are computed.
+    group: the number of its group in the step. mask: 1 for tokens in the loss. rollout_logp: the sampler's log-probs.
+    old_logp: the old policy's; None until they differ from the current policy's. ref_logp: the reference's. logp,
+    entropy: under the policy at the start of the step; None until they are computed. selected: 1 for tokens in the
+    policy-gradient term (None: all).
     """
 
     prompt_ids: list[int]
@@ -160,10 +162,10 @@ class Row:
     def of(
         cls, rollout: Rollout, advantage: float, group: int, mask_truncated: bool, version: int, corrected: bool = False
     ) -> Row:
-        """A row of a step that trains weight version `version`; what an older one sampled is off-policy.
+        """The row of a rollout in a step that trains weight version `version`.
 
-        Its old log-probs are then the sampler's, unless the algorithm corrects for the sampler (`corrected`): the
-        correction is from the sampler to the step's start, and the objective's ratio from there on.
+        A rollout of an older version is off-policy: its old log-probs are the sampler's, unless the algorithm has a
+        correction (`corrected`), whose ratio covers the way from the sampler to the policy at the start of the step.
         """
         import torch
 
@@ -175,19 +177,19 @@ class Row:
 
     @classmethod
     def empty(cls) -> Row:
-        """Adds nothing: keeps a process that has run out of rows in step with the others' collective calls."""
+        """A row without effect, for a process without rows that must make the same collective calls as the others."""
         return cls([0], [0], [0], 0.0, -1, [0.0])
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How completions are drawn; the trainer scores them under the same distribution.
+    """The distribution that completions are sampled from; the trainer computes log-probs under the same one.
 
-    Order: the repetition penalty, then logits / temperature, then min_p, then top_k (0 keeps all), then top_p.
-    temperature 0 is greedy.
+    Applied in this order: repetition penalty, temperature, min_p, top_k (0: all), top_p. temperature 0 is greedy.
     stop: strings; a completion ends with the first token whose text completes one, and keeps that token.
-    regex, json_schema: the whole completion must match, by a mask on its tokens (vLLM alone; at most one of them).
-        The trainer scores without that mask.
+    regex, json_schema: the whole completion must match (vLLM only; at most one of them). The sampler masks other
+    tokens;
+        the trainer's log-probs ignore this mask.
     """
 
     max_tokens: int
@@ -206,7 +208,7 @@ class Sampling:
 
     @property
     def structure(self) -> str:
-        """The name of the field that gives completions a form: "regex", "json_schema", or "" for none."""
+        """The field that constrains completions: "regex", "json_schema", or "" for none."""
         if self.regex is not None:
             return "regex"
         return "json_schema" if self.json_schema is not None else ""
@@ -214,9 +216,10 @@ class Sampling:
 
 @dataclass(slots=True, eq=False)
 class Past:
-    """Of one completion that may go on: `held` is what an engine has computed of it, in the engine's own form.
+    """An engine's KV cache of one completion that a later request may continue.
 
-    Empty (None) until an engine puts something there, and when one has used it. Who asks no further empties it.
+    held: in the engine's own format. None until an engine stores it, and after the next request has used it; the caller
+    sets it to None when no request follows.
     """
 
     held: Any = None
@@ -224,12 +227,12 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """n completions of one prompt; the same seed and weights give the same tokens.
+    """A request for n completions of one prompt; the same seed and weights give the same tokens.
 
-    max_tokens: a limit of its own, below the sampling's. stop: strings beside the sampling's.
-    prompt: for an engine that does not sample; of an episode's later turn its text is the conversation so far.
-    pasts: one for each completion, where another request may go on from it, whose tokens then begin with this one's
-        and all of the completion's, and whose only past is the same. An engine need not use them.
+    max_tokens: a lower limit than the sampling's. stop: strings in addition to the sampling's.
+    prompt: for an engine that does not sample; in later turns of an episode its text is the conversation so far.
+    pasts: one for each completion that a later request may continue. That request's tokens begin with this prompt and
+        the completion, and its only past is the same object. Engines may ignore them.
     """
 
     token_ids: list[int]
@@ -241,7 +244,7 @@ class Request:
     prompt: Prompt | None = None
 
     def under(self, sampling: Sampling) -> Sampling:
-        """How its completions are drawn."""
+        """The sampling parameters of this request."""
         if self.max_tokens is None and not self.stop:
             return sampling
         limit = min(sampling.max_tokens, self.max_tokens or sampling.max_tokens)

@@ -1,4 +1,4 @@
-"""Accuracy: pass@k, maj@k and their confidence intervals, from the groups of an evaluation."""
+"""Accuracy on held-out problems: the evaluation during training; pass@k, maj@k and their confidence intervals."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from grpocli.training.collector import Sampler
 from grpocli.types import Group, Prompt, Rollout, Sampling
 
 AGREEING = 2
-"""Questions: as many as keep the coverage of `interval` above 90 % for ten questions and sixteen samples."""
+"""Pseudo-questions of `interval`: two keep its coverage above 90 % for ten questions and sixteen samples."""
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
-    """The chance that any of k samples is right, of `samples` of which `right` are: 1 - C(n - c, k) / C(n, k).
+    """The unbiased estimate of pass@k from n = `samples`, of which c = `right` are right: 1 - C(n - c, k) / C(n, k).
 
-    Unbiased (arXiv 2107.03374, equation 1). Raises ValueError unless 1 <= k <= samples.
+    arXiv 2107.03374, equation 1. Raises ValueError unless 1 <= k <= samples.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} of {samples} samples")
@@ -33,9 +33,9 @@ def pass_at_k(right: int, samples: int, k: int) -> float:
 
 
 def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
-    """1 where the answer that most samples give is right, 0 where it is not; ties are decided by chance.
+    """1 if the most frequent answer is right, else 0; ties count as their mean, the expectation of a random choice.
 
-    votes: each sample's answer. right: whether it is, which may differ between equal answers: their mean counts.
+    votes: the answer of each sample. right: whether it is right; equal answers that differ in this count as their mean.
     """
     verdicts: dict[str, list[bool]] = defaultdict(list)
     for vote, verdict in zip(votes, right, strict=True):
@@ -45,12 +45,12 @@ def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of the mean over questions, from a value between 0 and 1 for each.
+    """The 95 % confidence interval of the mean over questions, given one value between 0 and 1 for each question.
 
-    Wilson's score interval (1927). Values of 0 and 1 count as one draw each; shares of several samples count as more,
-    by the design effect: the variance of 0/1 outcomes over that of the values (Kish, Survey Sampling, 1965). The latter
-    is estimated as if there were `AGREEING` more questions whose samples all agree, since few questions say little of
-    it. Raises ValueError without a value.
+    Wilson's score interval (1927). A value of 0 or 1 counts as one draw; a mean over several samples counts as more, by
+    the design effect: the variance of 0/1 outcomes divided by that of the values (Kish, Survey Sampling, 1965). The
+    latter is estimated with `AGREEING` additional questions whose samples all agree, because few questions give a poor
+    estimate. Raises ValueError without values.
     """
     n = len(values)
     if not n:
@@ -67,7 +67,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """low, high: its 95 % confidence interval over questions, by `interval`."""
+    """A mean over questions; low, high: its 95 % confidence interval (`interval`)."""
 
     value: float
     low: float
@@ -75,7 +75,7 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """The mean of a value for each question; nothing of none."""
+        """The estimate from one value for each question; NaN without questions."""
         if not values:
             return cls(math.nan, math.nan, math.nan)
         return cls(float(np.mean(values)), *interval(values))
@@ -83,10 +83,11 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """questions: with a scored sample; failed: samples that the reward could not score, which are left out.
+    """The accuracy of one task, or of several together.
 
-    scores: `greedy`, `mean@N`, `pass@K`, `maj@N`. mean_length: tokens the model wrote. truncated: share of samples cut
-    off.
+    questions: those with a scored sample. failed: samples that the reward could not score, which are left out. scores:
+    `greedy`, `mean@N`, `pass@K`, `maj@N`. mean_length: tokens that the model wrote. truncated: the share of samples
+    that were cut off.
     """
 
     task: str
@@ -97,14 +98,14 @@ class TaskResult:
     scores: dict[str, Estimate] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, where what is not known is null."""
+        """As JSON values; unknown ones are null."""
         found: dict[str, Any] = _without_nan(asdict(self))
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class AccuracyRewards:
-    """The reward that says what is right: names, by task, and the rewards, by name."""
+    """The rewards that decide whether an answer is right. names: by task. rewards: by name."""
 
     names: Mapping[str, str]
     rewards: Mapping[str, BaseReward]
@@ -113,7 +114,7 @@ class AccuracyRewards:
         return self.names[group.prompt.task]
 
     def right(self, group: Group) -> list[float]:
-        """1 or 0 for each rollout; NaN where it was not scored."""
+        """1 or 0 for each rollout; NaN if it was not scored."""
         scores = (rollout.rewards[self.name(group)] for rollout in group.rollouts)
         return [math.nan if math.isnan(score) else float(score >= 1) for score in scores]
 
@@ -127,7 +128,7 @@ class AccuracyRewards:
 def task_result(
     task: str, accuracy_rewards: AccuracyRewards, greedy: Sequence[Group], sampled: Sequence[Group], max_tokens: int
 ) -> TaskResult:
-    """Of one task's problems, or of several tasks' together."""
+    """The result of one task's groups, or of several tasks' together. greedy: groups of one completion each."""
     rollouts = [rollout for group in [*greedy, *sampled] for rollout in group.rollouts]
     done = [rollout.completion for rollout in rollouts]
     scores: dict[str, Estimate] = {}
@@ -180,15 +181,14 @@ def _without_nan(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """The numbers of `grpocli eval`, at temperature 1: `eval/accuracy` is its mean@N with `samples` of each problem.
+    """The evaluation during training: the numbers of `grpocli eval` at temperature 1, as `eval/...` metrics.
 
-    With several tasks `eval/TASK/accuracy` and so on as well. A completion is right where the accuracy reward of its
-    task (`accuracy_rewards`) scores 1 or more. Every evaluation of a run uses the same problems and seeds, so that two
-    of them differ by the weights alone.
+    `eval/accuracy` is mean@N with N = `samples`; with several tasks there is `eval/TASK/accuracy` and so on as well. A
+    completion is right if the accuracy reward of its task scores 1 or more. Every evaluation of a run uses the same
+    problems and seeds, so that two of them differ only by the weights.
 
-    sampling: the run's. What decides which answer is the likeliest, and where it ends, is kept: the repetition
-    penalty, stop strings, regex or schema. Temperature and truncation are not: neither changes a greedy answer.
-    watch: called with the count of completions; it may cancel the rest.
+    sampling: the run's. Repetition penalty, stop strings, regex and schema are kept, because they change greedy answers
+    too; temperature and truncation are not. watch: gets the number of completions; it may cancel the evaluation.
     """
 
     sampler: Sampler
@@ -200,7 +200,10 @@ class Evaluator:
     watch: Watch = UNWATCHED
 
     def __call__(self) -> dict[str, float]:
-        """Collective. Empty where there are no problems. Raises Cancelled, in every process, where `watch` says so."""
+        """The metrics; empty without problems.
+
+        Collective. Raises Cancelled, in every process, if `watch` is cancelled.
+        """
         if not self.prompts:
             return {}
         untouched = replace(self.sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
@@ -218,7 +221,7 @@ class Evaluator:
         return {**scores, f"{name}/mean_length": result.mean_length, f"{name}/truncated": result.truncated}
 
     def _groups(self, sampling: Sampling, n: int, before: int) -> list[Group]:
-        """n completions of each problem. before: how many of each there are already."""
+        """Groups of n completions of each problem. before: completions of each problem so far, for the progress."""
         seeds = eval_seeds(self.seed, self.prompts)
         watch = self.watch.part(before * len(self.prompts), (self.samples + 1) * len(self.prompts))
         groups, tally = self.sampler.generate_and_score(self.prompts, seeds, n, sampling, watch)
@@ -227,7 +230,7 @@ class Evaluator:
 
 
 def eval_seeds(seed: int, prompts: Sequence[Prompt]) -> list[int]:
-    """By the number of each problem within its task: `grpocli eval` evaluates one task after the other."""
+    """A seed for each problem, by its number within its task, as `grpocli eval` evaluates task by task."""
     numbers: dict[str, int] = defaultdict(int)
     seeds = []
     for prompt in prompts:

@@ -1,4 +1,9 @@
-"""Checkpoints: a folder that transformers can load, plus what a resume needs. Written beside, then renamed."""
+"""Checkpoints: a folder that transformers can load, with the optimizer's state, the run's counters and its rollouts.
+
+The optimizer's state is whole tensors: `NAME.exp_avg` belongs to the parameter `NAME`. So a resume may have another
+number of processes or another `hardware.parallel`. No file is pickled code. A checkpoint is written to a temporary
+folder and renamed, so it is whole or absent.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +42,16 @@ WEIGHTS = "model"
 OPTIMIZER = "optimizer"
 OPTIMIZER_INDEX = f"{OPTIMIZER}.safetensors.index.json"
 CHECKSUMS = "checksums"
-"""The key of STATE that says that there are checksums. Earlier versions wrote none."""
+"""The key of STATE that names the file of checksums. Earlier versions wrote none."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where a run stands. Everything random is drawn from the seed and these counters.
+    """The counters of a run. Everything random is drawn from the seed and these.
 
-    step: steps done. draws: prompts drawn. updates: optimizer updates. seconds: time spent. before: the
-    evaluation before training. num_tokens: of prompts and completions, in the steps done. unevaluated: the evaluation
-    after `step` was due and has not ended. run: `sessions.run_id`. Raises ValueError where one is out of range.
+    step: steps done. draws: prompts drawn. updates: optimizer updates. seconds: time spent. before: the evaluation
+    before training. num_tokens: of prompts and completions, in the steps done. unevaluated: whether the evaluation
+    after `step` was due and has not ended. run: `sessions.run_id`. Raises ValueError if a value is out of range.
     """
 
     step: int = 0
@@ -63,15 +68,15 @@ class State:
         fits = all(type(count) is int and count >= 0 for count in counts)
         fits = fits and isinstance(self.seconds, float | int) and 0 <= self.seconds < math.inf
         if not (fits and isinstance(self.before, dict | None) and isinstance(self.unevaluated, bool)):
-            raise ValueError(f"{STATE} holds a value that no run has")
+            raise ValueError(f"{STATE} holds a value that is out of range")
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint holds beside `State`.
+    """The contents of a checkpoint beside `State`.
 
-    reference: only if it changes in training. carried, ahead: groups and whole steps that have been sampled for the
-    steps to come.
+    reference: None unless it changes in training. carried: groups that the next step trains on first. ahead: batches of
+    the next steps.
     """
 
     policy: Policy
@@ -83,10 +88,9 @@ class Contents:
 
 
 def save(path: Path, state: State, contents: Contents, world: World, progress: Progress = unreported) -> None:
-    """Write the checkpoint `path`; it exists only when it is whole. Collective.
+    """Write the checkpoint `path`, which exists only when it is whole. Collective.
 
-    With LoRA it holds the updates alone: the base model does not change. progress: called for each tensor of the model
-    that is written; the optimizer's state comes last.
+    With LoRA it holds only the adapter. progress: called for each tensor of the model.
     """
     policy, reference = contents.policy, contents.reference
     parallel = policy.parallel
@@ -120,7 +124,7 @@ def save_model(
     world: World,
     progress: Progress = unreported,
 ) -> None:
-    """Write the final model, in `dtype`, with its card; with LoRA, a plain model with the updates added. Collective."""
+    """Write the final model, in `dtype`, with its card; with LoRA, with the updates merged into it. Collective."""
     with _folder(path, world) as folder:
         _save_weights(policy.model, folder, _gathered(policy, policy.weights(), progress), world, dtype)
         if world.is_main:
@@ -130,7 +134,7 @@ def save_model(
 
 @contextmanager
 def _folder(path: Path, world: World) -> Iterator[Path]:
-    """An `atomic_folder` that all processes write to; it is renamed when all are through."""
+    """An `atomic_folder` that all processes write to; it is renamed when all have written. Collective."""
     with atomic_folder(path, replace=True) if world.is_main else full_disk_as_oserror(path) as made:
         yield Path(world.broadcast_object(str(made)))
         world.barrier()
@@ -139,7 +143,7 @@ def _folder(path: Path, world: World) -> Iterator[Path]:
 def _gathered(
     policy: Policy, tensors: Iterable[tuple[str, Tensor]], progress: Progress = unreported
 ) -> Iterator[tuple[str, Tensor]]:
-    """Whole, one at a time. Every process walks through them, to the end."""
+    """Whole tensors, one at a time. Collective: every process iterates to the end."""
     total = sum(1 for _ in policy.model.parameters())
     for i, (name, tensor) in enumerate(tensors):
         progress(i, total, "tensors")
@@ -153,9 +157,9 @@ def _save_weights(
     world: World,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """A folder that `from_pretrained` loads, in files' names and tensors' as transformers writes them.
+    """Write a folder that `from_pretrained` loads, with the file and tensor names of transformers. Collective.
 
-    weights: the parameters, whole; buffers that belong in it are added. Collective.
+    weights: the whole parameters; buffers of the state dict are added.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -174,7 +178,7 @@ def _save_weights(
 
 
 def _save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None) -> None:
-    """All that transformers saves of a model but its weights."""
+    """Save everything that transformers saves of a model except its weights."""
     configured = model.config.dtype
     try:
         model.save_pretrained(folder, state_dict={})
@@ -186,7 +190,7 @@ def _save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None
 
 
 def load_state(path: Path) -> State:
-    """Raises ValueError or TypeError where the file holds something else."""
+    """The counters of a checkpoint. Raises ValueError or TypeError if the file is damaged."""
     state = State(**{key: value for key, value in read_state(path).items() if key != CHECKSUMS})
     if (numbered := NAME.fullmatch(path.name)) and int(numbered[1]) != state.step:
         raise ValueError(f"{STATE} is of step {state.step}")
@@ -196,37 +200,41 @@ def load_state(path: Path) -> State:
 def read_state(path: Path) -> dict[str, Any]:
     state = json.loads((path / STATE).read_text())
     if not isinstance(state, dict):
-        raise ValueError(f"{STATE} holds no state")
+        raise ValueError(f"{STATE} holds no JSON object")
     return state
 
 
 def _write_optimizer(folder: Path, policy: Policy, optimizer: Any, world: World) -> None:
-    """Collective."""
+    """Write the optimizer's state. Collective."""
     files = shards.write(_whole(policy, optimizer), folder, OPTIMIZER, world)
     if world.is_main:
         shards.write_index(files, folder / OPTIMIZER_INDEX)
 
 
 def _trained(policy: Policy) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters that the optimizer changes, in the one order of every process."""
+    """The parameters that the optimizer changes, in the same order in every process."""
     return ((name, p) for name, p in policy.model.named_parameters() if p.requires_grad)
 
 
 def _whole(policy: Policy, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the state, one at a time. Every process walks through it, to its end."""
+    """Every tensor of the state, whole, one at a time. Collective: every process iterates to the end."""
     for name, parameter in _trained(policy):
         for kind, tensor in policy.parallel.moments(optimizer, parameter):
             yield f"{name}.{kind}", tensor
 
 
 def load_optimizer(path: Path, policy: Policy, optimizer: Any) -> None:
-    """Set the state to what was written; a process reads its part. Raises ValueError where it does not fit, or cannot
-    be read."""
+    """Restore the optimizer's state; each process reads its part. Learning rates and decay are the config's.
+
+    Raises ValueError if the state does not fit the policy, or cannot be read.
+    """
     from safetensors import SafetensorError
 
     try:
         with shards.reading(path / OPTIMIZER_INDEX) as stored:
-            state: dict[str, dict[str, shards.Stored]] = defaultdict(dict)  # none of a weight that had no gradient yet
+            state: dict[str, dict[str, shards.Stored]] = defaultdict(
+                dict
+            )  # a weight without a gradient so far has no state
             for key, tensor in stored.items():
                 name, _, kind = key.rpartition(".")
                 state[name][kind] = tensor
@@ -234,11 +242,11 @@ def load_optimizer(path: Path, policy: Policy, optimizer: Any) -> None:
             if unknown:
                 raise ValueError(f"there is optimizer state for {min(unknown)!r}, which is not trained")
             if len({frozenset(kinds) for kinds in state.values()}) > 1:
-                raise ValueError(f"{OPTIMIZER_INDEX} has not the same tensors for each parameter")
+                raise ValueError(f"{OPTIMIZER_INDEX} does not have the same tensors for each parameter")
             for name, parameter in _trained(policy):
                 shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves a parameter flat
                 if other := [kind for kind, one in state[name].items() if one.shape not in ((), shape)]:
-                    raise ValueError(f"{name}.{other[0]} has not the shape of {name}, {shape}")
+                    raise ValueError(f"{name}.{other[0]} does not have the shape of {name}, {shape}")
                 policy.parallel.remember(optimizer, parameter, state[name])
     except (OSError, SafetensorError) as error:
         raise ValueError(f"optimizer: {error}") from error

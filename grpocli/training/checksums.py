@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files, so that a resume trains only on the bytes that were written."""
+"""Checksums of a checkpoint's files, by which a resume detects damage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GB = 1e9
 def write(folder: Path, world: World) -> None:
     """Write the checksums of all files below `folder`. Collective.
 
-    Each process reads the files it has written, which its machine still has in memory.
+    Each process reads the files that it wrote, which are still in its machine's page cache.
     """
     world.barrier()
     names = world.broadcast_object(_names(folder))
@@ -38,7 +38,7 @@ def write(folder: Path, world: World) -> None:
 
 
 def check(folder: Path, progress: Progress = unreported) -> None:
-    """Raise ValueError, naming a file, unless `folder` holds exactly the files that were written.
+    """Raise ValueError, with the name of a file, unless `folder` holds exactly the files that were written.
 
     progress: called with the gigabytes read.
     """
@@ -48,7 +48,7 @@ def check(folder: Path, progress: Progress = unreported) -> None:
     names = _names(folder)
     if differing := sorted(expected.keys() ^ names):
         name = differing[0]
-        raise ValueError(f"{name} is missing" if name in expected else f"{name} is not one of its files")
+        raise ValueError(f"{name} is missing" if name in expected else f"{name} does not belong to the checkpoint")
     total = sum((folder / name).stat().st_size for name in names)
     done, counting = 0, threading.Lock()
 
@@ -67,7 +67,7 @@ def check(folder: Path, progress: Progress = unreported) -> None:
 
 
 def _names(folder: Path) -> list[str]:
-    """Paths of the files below `folder`, without hidden ones, which the file system makes."""
+    """Paths of the files below `folder`, without hidden ones, which file systems create."""
     return sorted(
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -76,7 +76,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _checksum(path: Path, count: Callable[[int], None] = lambda _: None) -> list[int | str]:
-    """Size and digest of a file. count: called with the length of each block that is read."""
+    """Size and digest of a file. count: called with the length of each block read."""
     size, digest = 0, xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while block := file.read(BLOCK):

@@ -1,8 +1,8 @@
-"""Log-probs and entropies at a model's output head, without the logits of a micro-batch in memory.
+"""Log-probs and entropies of completions, computed at the model's output head without all logits in memory.
 
-A causal model of transformers ends with its output head. While `scoring` lasts, that module returns what is asked about
-its logits instead of them: so the model's own forward is one of little tensors, under DDP, FSDP and ZeRO too. Logits
-exist for LOGITS_AT_ONCE numbers at a time, and are computed again in the backward pass.
+A causal model of transformers ends with its output head. In a `scoring` block that module returns log-probs and
+entropies instead of logits, so the model's forward returns small tensors, also under DDP, FSDP and ZeRO. Logits are
+computed for LOGITS_AT_ONCE numbers at a time, and again in the backward pass.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from grpocli.types import Sampling
 
 LOGITS_AT_ONCE = 2**24
-"""64 MiB in float32, and a few copies."""
+"""Logits in memory at once: 64 MiB in float32, times a few copies."""
 IN_CACHE = 2**20
-"""As many in the forward pass on a CPU: all that is computed of a logit finds it in a cache."""
+"""The same in the forward pass on a CPU: few enough to stay in the cache while log-probs are computed from them."""
 COLUMNS = 1024
-"""Of the vocabulary, at once, in that pass: products of matrices are fast from about so many on."""
+"""Tokens of the vocabulary per matrix product in that pass: the smallest number at which products are fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
     """Tokens [N] whose log-probs are wanted, and the distribution they are drawn from.
 
-    before_N: which of the head's inputs each is predicted from; None: one from each. seen: what stood before them, with
-    a repetition penalty. entropy_gradient: whether entropies carry a gradient.
+    before_N: the index of the hidden state that predicts each token; None: token n is predicted from hidden state n.
+    seen: the earlier tokens, for a repetition penalty. entropy_gradient: whether entropies have a gradient.
     """
 
     ids_N: Tensor
@@ -50,21 +50,26 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class TokenHistory:
-    """Which tokens stood before each of N tokens, those of B rows of `completion` places each."""
+    """Which tokens of the vocabulary occur before each of N = B x completion tokens.
+
+    first_BV: where each token first occurs in a row's completion; -1: in the prompt, `completion`: nowhere.
+    """
 
     first_BV: Tensor
     completion: int
 
     def rows(self, start: int, end: int) -> Tensor:
-        """[n, V], bool."""
+        """[n, V], bool: what the tokens start to end have before them."""
         token_N = torch.arange(start, end, device=self.first_BV.device)
         return self.first_BV[token_N // self.completion] < (token_N % self.completion).unsqueeze(1)
 
 
 @contextmanager
 def scoring(head: torch.nn.Module, targets: Targets) -> Iterator[None]:
-    """Have `head` return log-probs and entropies of the targets, float32, nats: [..., 2] for hidden states [..., H], or
-    [1, N, 2] where several targets are predicted from one."""
+    """A block in which `head` returns log-probs and entropies of the targets, in nats and float32.
+
+    They are [..., 2] for hidden states [..., H], or [1, N, 2] if one hidden state predicts several targets.
+    """
 
     def forward(hidden: Tensor) -> Tensor:
         hidden_NH = _picked(hidden.reshape(-1, hidden.shape[-1]), targets.before_N)
@@ -86,7 +91,7 @@ def scoring(head: torch.nn.Module, targets: Targets) -> Iterator[None]:
 
 @contextmanager
 def repeating(head: torch.nn.Module | None, before_N: Tensor | None) -> Iterator[None]:
-    """Have `head` return logits [1, N, V] for hidden states [1, U, H], those of U that N tokens are predicted from."""
+    """A block in which `head` returns logits [1, N, V] for hidden states [1, U, H], which it repeats by `before_N`."""
     if head is None or before_N is None:
         yield
         return
@@ -96,13 +101,13 @@ def repeating(head: torch.nn.Module | None, before_N: Tensor | None) -> Iterator
 
 
 def _picked(hidden_UH: Tensor, before_N: Tensor | None) -> Tensor:
-    """[N, H]. An embedding: its gradient is a sum in one order, where that of an index is a race of threads."""
+    """[N, H]. By an embedding, whose gradient sums in a fixed order; that of an index depends on threads."""
     return hidden_UH if before_N is None else torch.nn.functional.embedding(before_N, hidden_UH)
 
 
 @contextmanager
 def replaced(head: torch.nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """A block in which the module computes something else: no other thread may call the model meanwhile."""
+    """A block in which the module has another forward; no other thread may call the model meanwhile."""
     before = vars(head).get("forward")
     head.forward = forward
     try:
@@ -115,8 +120,10 @@ def replaced(head: torch.nn.Module, forward: Callable[[Tensor], Tensor]) -> Iter
 
 @torch.no_grad()
 def marked(head: torch.nn.Module, model: torch.nn.Module) -> tuple[Tensor, Tensor]:
-    """What the model returns as logits where its output head returns a mark, and the mark, in the dtype that the model
-    computes in. They are equal unless it scales or caps what its head returns."""
+    """The model's logits when its output head returns a mark, and the mark, in the model's compute dtype.
+
+    They are equal unless the model scales or caps the output of its head.
+    """
     marks: list[Tensor] = []
 
     def forward(hidden: Tensor) -> Tensor:
@@ -135,7 +142,7 @@ def _device(model: torch.nn.Module) -> torch.device:
 
 
 def _pieces(n: int, size: int) -> Iterator[slice]:
-    """One at least, which may be empty."""
+    """Slices of `n` items; at least one, which may be empty."""
     return (slice(start, min(start + size, n)) for start in range(0, max(n, 1), size))
 
 
@@ -144,7 +151,7 @@ def _rows_at_once(vocabulary: int) -> int:
 
 
 class _Scores(torch.autograd.Function):
-    """For a linear head and temperature alone. Gradients of hidden states and weights; entropies carry none."""
+    """Log-probs and entropies for a linear head with only a temperature; entropies have no gradient."""
 
     @staticmethod
     def forward(
@@ -170,7 +177,7 @@ class _Scores(torch.autograd.Function):
         gradient_N1 = (gradients[0] / ctx.temperature).unsqueeze(1)
         hidden_NH = torch.zeros_like(cast_NH, dtype=torch.float32) if of_hidden else None
         weight_VH = torch.empty_like(cast_VH, dtype=weight_dtype) if of_weight else None
-        # pieces of the vocabulary, not of the rows: each part of the weights' gradient is whole at once
+        # pieces of the vocabulary, not of the rows, so that each part of the weight's gradient is written once
         for piece in _pieces(len(cast_VH), max(1, LOGITS_AT_ONCE // max(1, len(ids_N)))):
             logits_Nv = _logits(cast_NH, cast_VH[piece], ctx.temperature)
             logits_Nv.sub_(normalizer_N.unsqueeze(1)).exp_().mul_(-gradient_N1)
@@ -188,8 +195,10 @@ class _Scores(torch.autograd.Function):
 def _row_scores(
     hidden_nH: Tensor, weight_VH: Tensor, ids_n: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs of the ids, entropies and normalizers, by pieces of the vocabulary: with the largest logit so far, and
-    relative to it the sum of exp(logit) and that of exp(logit) * logit."""
+    """Log-probs of the ids, entropies and normalizers, by an online softmax over pieces of the vocabulary.
+
+    It keeps the largest logit so far and, relative to it, the sums of exp(logit) and of exp(logit) * logit.
+    """
     n = len(ids_n)
     largest_n = hidden_nH.new_full((n,), torch.finfo(torch.float32).min, dtype=torch.float32)
     sum_n, weighted_n, chosen_n = (torch.zeros_like(largest_n) for _ in range(3))
@@ -209,14 +218,14 @@ def _row_scores(
 
 
 def _logits(hidden_nH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
-    """float32."""
+    """Logits in float32, divided by the temperature."""
     with torch.autocast(hidden_nH.device.type, enabled=False):
         logits_nV = (hidden_nH @ weight_VH.T).float()
     return logits_nV if temperature == 1 else logits_nV.div_(temperature)
 
 
 def _any_scores(head: torch.nn.Module, hidden_NH: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-    """For any head and any distribution, by torch's own gradients."""
+    """Log-probs and entropies for any head and any sampling parameters, with torch's autograd."""
 
     def scores(hidden_nH: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
         logits_nV = type(head).forward(head, hidden_nH)
@@ -232,7 +241,7 @@ def _any_scores(head: torch.nn.Module, hidden_NH: Tensor, targets: Targets) -> t
 
 
 def of_logits(logits_NV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-    """As `scoring`, from the logits [N, V] of a model that changes what its head returns: scaled, or capped."""
+    """Log-probs and entropies from logits [N, V], for a model that scales or caps the output of its head."""
     found = []
     for piece in _pieces(len(targets.ids_N), _rows_at_once(logits_NV.shape[1])):
         seen_nV = targets.seen.rows(piece.start, piece.stop) if targets.seen else None
@@ -255,7 +264,7 @@ def _token_scores(
 
 
 def output_head(model: torch.nn.Module) -> torch.nn.Module | None:
-    """The module of a model, or of one that DDP or DeepSpeed has wrapped, that turns hidden states into logits."""
+    """The module that turns hidden states into logits; the model may be wrapped by DDP or DeepSpeed."""
     plain: Any = getattr(model, "module", model)
     head: torch.nn.Module | None = plain.get_output_embeddings()
     return head
@@ -269,15 +278,15 @@ def completion_logp(
     entropy_gradient: bool = False,
     at_head: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies [B, T] of a micro-batch's completions under any causal model of transformers.
+    """Log-probs and entropies [B, T] of a micro-batch's completions under any causal model of transformers, in nats.
 
-    Values where there is no token mean nothing. at_head: the model's logits are what its output head returns.
+    Values at padding are undefined. at_head: whether the model's logits are exactly the output of its output head.
     """
     head, layout, ids_BT = output_head(model), batch.layout, batch.completion_ids
     seen = None
     if sampling.repetition_penalty != 1:
         if not isinstance(layout, Padded):
-            raise ValueError("a repetition penalty is for rows side by side")
+            raise ValueError("a repetition penalty needs padded rows")
         n = ids_BT.shape[1]
         seen = TokenHistory(first_seen(layout.input_ids, layout.attention_mask, n, _vocabulary(head)), n)
     targets = Targets(layout.targets(ids_BT), layout.before_N, sampling, seen, entropy_gradient)
@@ -288,5 +297,5 @@ def completion_logp(
 
 
 def _vocabulary(head: Any) -> int:
-    """Tokens that it has logits for; ZeRO-3 leaves no shape of its weights."""
+    """The number of logits; ZeRO-3 hides the shape of weights, so `out_features` comes first."""
     return int(getattr(head, "out_features", 0) or len(head.weight))

@@ -52,11 +52,11 @@ class AdamW:
         require(self, "max_grad_norm", self.max_grad_norm >= 0, "must be 0 (no clipping) or more")
 
     def make(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over parameters that take a gradient. Norms and biases are not decayed."""
+        """The optimizer over the parameters with gradients. Norms and biases have no weight decay."""
         import torch
 
         trained = [p for p in parameters if p.requires_grad]
-        dims = {p: len(getattr(p, "ds_shape", p.shape)) for p in trained}  # what ZeRO-3 leaves of a weight is flat
+        dims = {p: len(getattr(p, "ds_shape", p.shape)) for p in trained}  # ZeRO-3 flattens weights
         groups = [
             {"params": [p for p in trained if dims[p] >= 2], "weight_decay": self.weight_decay},
             {"params": [p for p in trained if dims[p] < 2], "weight_decay": 0.0},
@@ -70,7 +70,7 @@ class AdamW:
         )
 
     def rate(self, update: int, total: int) -> float:
-        """The learning rate of update number `update` (from 0) of `total`: a pure function, nothing to save."""
+        """The learning rate of update number `update` (from 0) of `total`: a pure function, without state to save."""
         if update < self.warmup_steps:
             return self.lr * (update + 1) / (self.warmup_steps + 1)
         rest = max(total - self.warmup_steps, 1)

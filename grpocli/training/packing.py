@@ -1,4 +1,4 @@
-"""How the tokens of a micro-batch's rows lie in one forward of the model: end to end, or side by side."""
+"""Packed and padded micro-batches: how rows are dealt to processes, grouped, and laid out in one forward."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 PADDING = 0.1
-"""The most of a padded micro-batch that is padding."""
+"""The largest share of padding in a padded micro-batch."""
 UNEVEN = 0.1
-"""How much more than its share a process may have, so that no prompt is computed in two of them."""
+"""How much more than its share a process may get, so that no prompt is computed in two processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """Rows side by side: prompts padded on the left, completions on the right, so that completions align.
+    """One row per sequence: prompts padded on the left, completions on the right, so that completions align.
 
-    input_ids, attention_mask, position_ids [B, L], of which the last `completion` are completions.
+    input_ids, attention_mask, position_ids [B, L]; the last `completion` columns are completions.
     """
 
     input_ids: Tensor
@@ -51,12 +51,15 @@ class Padded:
 
     @staticmethod
     def deal(rows: Sequence[Row], processes: int) -> list[list[Row]]:
-        """Rows for each process, balanced by tokens: longest first, to whoever has least. The same in every process."""
+        """The rows of each process, balanced by tokens: the longest first, to the least loaded process.
+
+        Deterministic.
+        """
         return _least_loaded([[row] for row in rows], processes)
 
     @staticmethod
     def pack(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-        """Micro-batches of at most max_tokens tokens, padding included, which is at most a tenth of them."""
+        """Micro-batches of at most max_tokens tokens, of which at most PADDING is padding."""
         batches: list[list[Row]] = []
         for row in sorted(rows, key=lambda r: (len(r.completion_ids), len(r.prompt_ids))):
             tried = [*batches[-1], row] if batches else [row]
@@ -68,29 +71,29 @@ class Padded:
 
     @staticmethod
     def size(rows: Sequence[Row]) -> int:
-        """Tokens that the model computes, padding included."""
+        """The number of tokens that the model computes, padding included."""
         return len(rows) * (max(len(r.prompt_ids) for r in rows) + max(len(r.completion_ids) for r in rows))
 
     @staticmethod
     def distinct(rows: Sequence[Row]) -> int:
-        """Tokens of them that are no padding."""
+        """The number of tokens without padding."""
         return sum(row.n_tokens for row in rows)
 
     @property
     def before_N(self) -> None:
-        """Each token is predicted from a place of its own."""
+        """One hidden state per target token."""
         return None
 
     def targets(self, completion_ids_BT: Tensor) -> Tensor:
-        """The tokens [N] that log-probs are wanted of: all of [B, T], padding included."""
+        """The target tokens [N]: all of [B, T], padding included."""
         return completion_ids_BT.reshape(-1)
 
     def spread(self, values_N: Tensor) -> Tensor:
-        """Values of those tokens [B, T]."""
+        """Values of the targets as [B, T]."""
         return values_N.view(len(self.input_ids), self.completion)
 
     def forward(self, model: torch.nn.Module) -> Tensor:
-        """What the output head returns for each of those tokens [N, ...]."""
+        """The output of the output head for each target [N, ...]."""
         length = self.input_ids.shape[1]
         before_T = torch.arange(length - self.completion - 1, length - 1, device=self.input_ids.device)
         found: Tensor = model(
@@ -104,10 +107,10 @@ class Padded:
 
 
 def rounded(n: int) -> int:
-    """The next number that has 5 bits and then zeros.
+    """The next number of at most 5 significant bits, so that micro-batches have few sizes.
 
-    On a CPU each new size of a bfloat16 matrix product compiles a kernel that is never freed: so there are few sizes.
-    On a GPU they cost 3 % more tokens on average, and memory is allocated in few sizes.
+    On a CPU each new size of a bfloat16 matrix product compiles a kernel that is never freed. On a GPU few sizes reuse
+    memory, for 3 % more tokens on average.
     """
     step = 1 << max(0, n.bit_length() - 5)
     return -(-n // step) * step
@@ -115,12 +118,12 @@ def rounded(n: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Rows end to end, a prompt once before its completions, and a little filler, up to the next `rounded` number.
+    """All rows in one sequence: each prompt once, before its completions, and filler up to the next `rounded` number.
 
-    input_ids, position_ids [1, L]. last_U: the tokens that stand before a completion's, each once: the gradients of all
-    completions at a prompt's last token are then summed in one order. before_N: which of them stands before each
-    completion token, row by row; then filler. place_C: where those tokens are among B * T, rows side by side of
-    `completion` places.
+    input_ids, position_ids [1, L]. last_U: the positions whose hidden states predict completion tokens, each once, so
+    that the gradients of all completions at the last token of their prompt are summed in a fixed order. before_N: for
+    each completion token, row by row, the index in last_U of the position that predicts it; then filler. place_C: the
+    indices of the completion tokens in [B, T], flattened, with T = `completion`.
     """
 
     input_ids: Tensor
@@ -134,13 +137,13 @@ class Packed:
 
     @classmethod
     def build(cls, rows: Sequence[Row], device: torch.device, on_cpu: bool | None = None) -> Packed:
-        """on_cpu: how attention is called; by default as on the device."""
+        """on_cpu: whether attention is called as on a CPU; None: as on `device`."""
         on_cpu = device.type == "cpu" if on_cpu is None else on_cpu
         sequence, segments = _TokenSequence(), []
         before: list[list[int]] = [[] for _ in rows]
         for prompt, numbers in by_prompt(rows):
             if not prompt:
-                raise ValueError("a prompt has no tokens: nothing predicts the first one of a completion")
+                raise ValueError("a prompt has no tokens, so nothing predicts the first token of its completions")
             last = sequence.add(prompt) + len(prompt) - 1
             made = []
             for block in blocks_of(len(prompt), [len(rows[k].completion_ids) for k in numbers]):
@@ -172,7 +175,7 @@ class Packed:
 
     @staticmethod
     def deal(rows: Sequence[Row], processes: int) -> list[list[Row]]:
-        """Rows for each process, balanced by tokens; groups are cut only where whole ones cannot be shared evenly."""
+        """The rows of each process, balanced by tokens; groups are split only if whole ones would be UNEVEN."""
         if processes == 1:
             return [list(rows)]
         groups = [[rows[k] for k in numbers] for _, numbers in by_prompt(rows)]
@@ -189,11 +192,11 @@ class Packed:
 
     @staticmethod
     def pack(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-        """Micro-batches of at most max_tokens tokens, a prompt counted once; more where a single row has more."""
+        """Micro-batches of at most max_tokens tokens, counting a prompt once; a longer row has its own micro-batch."""
         batches: list[list[Row]] = []
         size = 0
         for prompt, numbers in by_prompt(rows):
-            due = len(prompt)  # tokens of the prompt that are not in this micro-batch yet
+            due = len(prompt)  # the prompt's tokens if it is not in this micro-batch yet, otherwise 0
             for row in sorted((rows[k] for k in numbers), key=lambda r: -len(r.completion_ids)):
                 if not batches or rounded(size + due + len(row.completion_ids)) > max_tokens:
                     batches.append([])
@@ -205,27 +208,27 @@ class Packed:
 
     @staticmethod
     def size(rows: Sequence[Row]) -> int:
-        """Tokens that the model computes, filler included."""
+        """The number of tokens that the model computes, filler included."""
         return rounded(Packed.distinct(rows))
 
     @staticmethod
     def distinct(rows: Sequence[Row]) -> int:
-        """Tokens of them that are no filler: prompts once."""
+        """The number of tokens without filler; prompts count once."""
         return sum(len(prompt) for prompt, _ in by_prompt(rows)) + sum(len(r.completion_ids) for r in rows)
 
     def targets(self, completion_ids_BT: Tensor) -> Tensor:
-        """The tokens [N] that log-probs are wanted of: the completions', row by row, and filler."""
+        """The target tokens [N]: the completions, row by row, and filler."""
         ids_C = completion_ids_BT.reshape(-1).index_select(0, self.place_C)
         return torch.nn.functional.pad(ids_C, (0, len(self.before_N) - len(ids_C)))
 
     def spread(self, values_N: Tensor) -> Tensor:
-        """Values of those tokens [B, T]; 0 where there is none."""
+        """Values of the targets as [B, T]; 0 at padding."""
         flat = values_N.new_zeros(self.rows * self.completion)
         return flat.index_copy(0, self.place_C, values_N[: len(self.place_C)]).view(self.rows, self.completion)
 
     def forward(self, model: torch.nn.Module) -> Tensor:
-        """What the output head returns for each of those tokens, which it repeats `last_U` for (`head.scoring`)."""
-        # a mask of four dimensions is used as it is: none is made of L x L
+        """The output of the output head for each target; `logprobs.scoring` repeats hidden states by `before_N`."""
+        # transformers uses a mask of four dimensions as it is, instead of making one of L x L
         found: Tensor = model(
             input_ids=self.input_ids,
             attention_mask=self.input_ids.new_zeros(1, 1, 1, 1),
@@ -241,27 +244,27 @@ Layout = Padded | Packed
 
 
 class _TokenSequence:
-    """A sequence that is written from left to right."""
+    """The token ids and positions of a packed sequence under construction."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.positions: list[int] = []
 
     def add(self, ids: Sequence[int], position: int = 0) -> int:
-        """Where they begin. position: of the first of them in its row."""
+        """Append tokens and return the index of the first. position: its position id."""
         start = len(self.ids)
         self.ids += ids
         self.positions += range(position, position + len(ids))
         return start
 
     def fill(self, n: int) -> None:
-        """n tokens that nobody attends to; all in the first place of a row, which every model has."""
+        """Append n tokens that no other token attends to, at position 0."""
         self.ids += [0] * n
         self.positions += [0] * n
 
 
 def _least_loaded(parts: Sequence[list[Row]], processes: int) -> list[list[Row]]:
-    """The largest part first, each to the process that has least."""
+    """Deal parts to processes: the largest first, each to the least loaded process."""
     shares: list[list[Row]] = [[] for _ in range(processes)]
     loads = [0] * processes
     for part in sorted(parts, key=lambda part: -_cost(part)):
@@ -272,12 +275,12 @@ def _least_loaded(parts: Sequence[list[Row]], processes: int) -> list[list[Row]]
 
 
 def _cost(rows: Sequence[Row]) -> int:
-    """Tokens of rows with one prompt."""
+    """The number of tokens of rows with the same prompt."""
     return len(rows[0].prompt_ids) + sum(len(r.completion_ids) for r in rows)
 
 
 def by_prompt(rows: Sequence[Row]) -> Iterator[tuple[list[int], list[int]]]:
-    """Each prompt with the numbers of its rows: those of one group."""
+    """Each group's prompt with the indices of its rows."""
     numbers = sorted(range(len(rows)), key=lambda k: rows[k].group)
     for _, group in groupby(numbers, key=lambda k: (rows[k].group, tuple(rows[k].prompt_ids))):
         found = list(group)
@@ -285,5 +288,5 @@ def by_prompt(rows: Sequence[Row]) -> Iterator[tuple[list[int], list[int]]]:
 
 
 def pad(values: Iterable[Tensor], left: bool = False) -> Tensor:
-    """One row each; 0 where they are shorter than the longest."""
+    """Stack tensors of different lengths [T] into [B, T], padded with 0."""
     return torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True, padding_side="left" if left else "right")

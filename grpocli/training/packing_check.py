@@ -1,4 +1,4 @@
-"""What a model allows: rows end to end, and log-probs at its output head. Asked of it, and tried."""
+"""Tests on the loaded model whether it supports packed rows and log-probs at its output head."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE = 0.05
-"""Relative difference of the two layouts' log-probs. bfloat16 makes 0.03 of it, where it cannot be left out."""
+"""Largest relative difference of log-probs between packed and padded rows in bfloat16, whose rounding gives 0.03."""
 EQUAL = 1e-4
 """The same in float32."""
 
 
 def find_head(policy: Policy, world: World) -> bool:
-    """Whether the model's logits are what its output head returns. Collective."""
+    """Set and return whether the model's logits are exactly the output of its output head. Collective."""
 
     def tried() -> bool:
         found, mark = _marked(policy)
@@ -49,7 +49,7 @@ def _marked(policy: Policy) -> tuple[Tensor, Tensor]:
 
 
 def pack(policy: Policy, reference: Reference | None, world: World | None = None, longest: int = sys.maxsize) -> bool:
-    """Have both models take rows end to end, if they give the log-probs that they give side by side. Collective.
+    """Switch both models to packed rows if that gives the log-probs of padded rows; whether it did. Collective.
 
     longest: the most tokens of a row.
     """
@@ -65,18 +65,18 @@ def pack(policy: Policy, reference: Reference | None, world: World | None = None
 
 
 def _holds(question: Callable[[], bool]) -> bool:
-    """False where a model cannot do what was tried; errors of the machine are raised."""
+    """The answer of a test; False if the model raises. Errors of the machine are raised."""
     try:
         return question()
     except (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError):
         raise
     except (TypeError, ValueError, IndexError, RuntimeError):
-        logger.info("this model does not take it", exc_info=True)
+        logger.info("the model failed a test of its abilities", exc_info=True)
         return False
 
 
 def agrees(policy: Policy) -> bool:
-    """Whether both layouts give the same log-probs of a few rows, and a row end to end does not feel another."""
+    """Whether packed and padded rows have the same log-probs, and packed rows do not influence each other."""
     rows = _rows(policy)
     exact = _marked(policy)[1].dtype == torch.float32
     packed, padded = _logp(policy, rows, Packed), _logp(policy, rows, Padded)
@@ -89,7 +89,7 @@ def agrees(policy: Policy) -> bool:
 
 @torch.no_grad()
 def _logp(policy: Policy, rows: list[Row], layout: type[Layout]) -> Tensor:
-    """Of all tokens, row by row."""
+    """Log-probs of all completion tokens, row by row."""
     batch = MicroBatch.build(rows, policy.model.device, layout)
     context = policy.parallel.computing(policy.model, torch.float32)
     logp_BT, _ = completion_logp(policy.model, batch, Sampling(1), context, at_head=policy.at_head)
@@ -97,12 +97,12 @@ def _logp(policy: Policy, rows: list[Row], layout: type[Layout]) -> Tensor:
 
 
 def _near(one: Tensor, other: Tensor, close: float) -> bool:
-    """Not where either is no number."""
+    """Whether the relative difference is at most `close`; False if either is NaN."""
     return bool((one - other).abs().mean() <= close * other.abs().mean())
 
 
 def _rows(policy: Policy) -> list[Row]:
-    """Two groups of two, in one block of attention and in two."""
+    """Two groups of two rows, one that fits into one block of attention and one that needs two."""
     config = policy.model.config.get_text_config()
     long = min(attention.ENOUGH // 2, (getattr(config, "max_position_embeddings", None) or attention.ENOUGH) - 8)
     lengths = [4, 7, long, long + 3]

@@ -1,4 +1,4 @@
-"""The model that is trained: how it scores tokens, and what an engine may know of it."""
+"""The policy, which is trained, and the reference, which a KL term pulls it towards."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class Policy:
     """A causal language model with float32 weights that computes in `dtype`.
 
-    `wrapped` is what training calls; `model` is underneath, the same object or not. `parallel`: how processes share it;
-    one that has it to itself needs none. packs: whether it takes rows end to end; at_head: whether its logits
-    are what its output head returns (`grpocli.training.packing_check` finds out).
+    model: the model of transformers. wrapped: what training calls, the same object or a wrapper (DDP, DeepSpeed).
+    parallel: how the processes share it; None for a single process. packs: whether it takes packed rows. at_head:
+    whether its logits are exactly the output of its output head. `grpocli.training.packing_check` sets the last two.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class Policy:
         self.packs, self.at_head = False, True
 
     def layout(self, sampling: Sampling) -> type[Layout]:
-        """How micro-batches lie in a forward."""
+        """Whether the rows of a micro-batch are packed or padded."""
         return Packed if self.packs and sampling.repetition_penalty == 1 else Padded
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter under its Hugging Face name, tied ones once; with LoRA, the base model's, updates added.
+        """Every parameter under its Hugging Face name, tied ones once; with LoRA, the base model's with updates added.
 
-        Where processes share them, their parts: `parallel.gather` makes them whole.
+        FSDP2 yields shards, which `parallel.gather` makes whole.
         """
         named = self.parallel.parameters(self.model)
         if is_adapted(self.model):
@@ -51,12 +51,12 @@ class Policy:
         return ((name, parameter.detach()) for name, parameter in named)
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Around a forward, so that it computes in `dtype`."""
+        """A context for a forward in `dtype`."""
         return self.parallel.computing(self.model, self.dtype)
 
     @contextmanager
     def sampling_mode(self) -> Iterator[None]:
-        """Evaluation mode, no gradients; any number of forwards in this process. To enter is collective."""
+        """Evaluation mode without gradients, for any number of forwards in this process. Entering it is collective."""
         with self._evaluating(), self.parallel.sampling(self.model, self.dtype):
             yield
 
@@ -71,8 +71,10 @@ class Policy:
             self.model.train(training)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """log p(token_ids[i] | token_ids[:i]) for i >= 1, in nats, at temperature 1. Collective where weights are
-        shared."""
+        """log p(token_ids[i] | token_ids[:i]) for i >= 1, in nats, at temperature 1.
+
+        Collective if weights are sharded.
+        """
         ids = torch.tensor([list(token_ids)], device=self.model.device)
         with self._evaluating(), self.computing():
             logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, :-1].float()
@@ -82,22 +84,20 @@ class Policy:
     def logp(self, batch: MicroBatch, sampling: Sampling, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probs [B, T] of the completions under the sampling distribution (with gradient), and entropies [B, T].
 
-        Nats; entropies carry a gradient only if asked. Calls `wrapped`: in training every process must call it
-        equally often.
+        In nats; entropies have a gradient only if asked for. Calls `wrapped`: every process must call it equally often.
         """
         return completion_logp(self.wrapped, batch, sampling, self.computing(), entropy_gradient, self.at_head)
 
     @torch.no_grad()
     def logp_without_gradient(self, batch: MicroBatch, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """As `logp`, of this process alone."""
+        """As `logp`, without gradients and in this process alone."""
         return completion_logp(self.model, batch, sampling, self.computing(), at_head=self.at_head)
 
 
 class Reference:
-    """A model of its own: the policy as it was at the start of the run, moved towards it by `mix` if the KL part asks.
+    """A copy of the policy from the start of the run; `mix` moves it towards the policy if the KL part says so.
 
-    It has all weights even where the policy is a base model with LoRA: a mixture of low-rank updates has a higher
-    rank than they have.
+    It has full weights also with LoRA, because a mixture of low-rank updates has a higher rank than each.
     """
 
     def __init__(self, model: PreTrainedModel, policy: Policy) -> None:
@@ -112,7 +112,7 @@ class Reference:
 
     @torch.no_grad()
     def mix(self, alpha: float) -> None:
-        """reference = alpha x policy + (1 - alpha) x reference, weight by weight; of LoRA, the weights W + update.
+        """reference = alpha x policy + (1 - alpha) x reference, weight by weight; with LoRA, of the merged weights.
 
         TR-DPO (arXiv 2404.09656), equation 5.
         """
@@ -124,9 +124,9 @@ class Reference:
 
 
 class BaseReference(Reference):
-    """The base model that a policy with LoRA trains updates to, with these switched off: no second copy in memory.
+    """The policy with its LoRA updates switched off: a fixed reference without a second copy in memory.
 
-    The updates start at 0, so it is the policy as it was at the start of the run, to the bit. It never moves.
+    The updates start at 0, so it equals the policy at the start of the run to the bit.
     """
 
     def __init__(self, policy: Policy) -> None:

@@ -19,9 +19,9 @@ from grpocli.training import checksums
 from grpocli.training.checkpoint import CHECKSUMS, NAME, STATE, load_state, read_state
 
 UNREADABLE = (GrpoError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
-"""What reading a file with unexpected content raises."""
+"""The errors of reading a file with unexpected content."""
 LOST = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EIO)
-"""Error numbers of a file that is damaged. With any other, such as a missing permission, it may be whole."""
+"""Error numbers of a damaged file. With any other, such as a missing permission, the file may be whole."""
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -30,7 +30,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def _numbered(folder: Path) -> list[Path]:
-    """Folders that hold a checkpoint, or what is left of one, oldest first."""
+    """Folders of checkpoints, damaged ones included, oldest first."""
     found = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(
         (path for path in found if any(path.iterdir())), key=lambda path: int(path.name.removeprefix("step_"))
@@ -46,7 +46,7 @@ def latest(folder: Path) -> Path | None:
 def prune(folder: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints (0: none)."""
     for path in checkpoints(folder)[:-keep] if keep else []:
-        # renamed first: half a checkpoint must not look whole; a resume deletes what is called .tmp-
+        # renamed first: a half-deleted checkpoint must not look whole, and a resume deletes .tmp- folders
         doomed = path.with_name(f".tmp-{path.name}-{os.getpid()}")
         path.rename(doomed)
         remove(doomed)
@@ -54,7 +54,7 @@ def prune(folder: Path, keep: int) -> None:
 
 @contextmanager
 def restoring(path: Path | None) -> Iterator[None]:
-    """Turn the errors of an unreadable checkpoint into a sentence that says how to go on without it."""
+    """Turn the errors of an unreadable checkpoint into a ConfigError with the remedy."""
     try:
         yield
     except UNREADABLE as error:
@@ -68,10 +68,10 @@ def restoring(path: Path | None) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a run goes on.
+    """The checkpoint that a resume starts from.
 
-    path: the checkpoint; None where the run had not reached its first. damaged: newer checkpoints, and what is wrong
-    with each. has_checksums: False for a checkpoint of an earlier version, in which damage goes unnoticed.
+    path: None if the run has none yet. damaged: newer checkpoints, with what is wrong with each. has_checksums: False
+    for a checkpoint of an old version, whose damage goes unnoticed.
     """
 
     path: Path | None = None
@@ -87,17 +87,17 @@ class ResumePoint:
         ]
 
     def set_aside(self) -> None:
-        """Rename damaged checkpoints, so that neither a later resume nor `prune` takes them for the newest ones."""
+        """Rename damaged checkpoints, so that a later resume and `prune` ignore them."""
         for path in self.damaged:
             shutil.rmtree(_aside(path), ignore_errors=True)
             path.rename(_aside(path))
 
 
 def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported) -> ResumePoint:
-    """The newest checkpoint of a run, with every file checked.
+    """The newest checkpoint of a run, after checking every file.
 
-    fallback: where it is damaged, take the newest one that is whole. Raises ConfigError if `resume=` does not name a
-    run, or there is no such checkpoint; OSError where files cannot be read though they may be whole.
+    fallback: if it is damaged, take the newest whole one. Raises ConfigError if `run_dir` is not a run or has only
+    damaged checkpoints; OSError if files cannot be read but may be whole.
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError("holds no run: there is no config.yaml in it", key="resume", value=run_dir)
@@ -123,9 +123,9 @@ def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported)
 
 
 def _check(path: Path, run: str, progress: Progress) -> bool:
-    """Whether a checkpoint has checksums. Raises OSError or one of UNREADABLE where it is damaged.
+    """Whether a checkpoint has checksums. Raises OSError or one of UNREADABLE if it is damaged.
 
-    run: of which it must be; empty where that is not known.
+    run: the id of the run that it must belong to; empty if unknown.
     """
     state = load_state(path)
     if run and state.run and state.run != run:

@@ -1,4 +1,7 @@
-"""Groups kept for the next steps, in a checkpoint: tensors and plain values, without pickled code."""
+"""Rollouts of the next steps in a checkpoint: leftover groups and batches collected ahead.
+
+The files hold tensors and plain values, and are read with `weights_only=True`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ AHEAD = "ahead.pt"
 
 
 def save(groups: Sequence[Group], folder: Path) -> None:
-    """Everything but the prompt's text and columns, which the number of its draw, its uid, brings back."""
+    """Write leftover groups. The prompt's text and columns are left out: its draw number, the uid, restores them."""
     if groups:
         torch.save([_group(group) for group in groups], folder / CARRIED)
 
@@ -31,10 +34,10 @@ def save(groups: Sequence[Group], folder: Path) -> None:
 def load(
     folder: Path, draw: Callable[[int], Prompt], group_size: int, rewards: Iterable[str], most: int
 ) -> list[Group]:
-    """The groups again, equal to the bit; at most a step's worth, so that none waits for another step.
+    """The groups of `save`, equal to the bit; at most `most`, a step's worth, so that none waits for a second step.
 
-    Groups that do not fit a config that a resume has changed (seed, task, group size, rewards) are left out, and the
-    log says so. Raises ValueError where a completion is damaged, and what torch.load raises.
+    Groups that do not fit a config changed by a resume (seed, task, group size, rewards) are left out, with a warning
+    in the log. Raises ValueError if a completion is damaged, and the errors of torch.load.
     """
     if not (folder / CARRIED).is_file():
         return []
@@ -42,21 +45,21 @@ def load(
     names = set(rewards)
     groups = [group for one in saved if (group := _restored(one, draw, group_size, names))][:most]
     if len(groups) < len(saved):
-        logger.warning("%d of %d carried groups do not fit the config now", len(saved) - len(groups), len(saved))
+        logger.warning("%d of %d carried groups do not fit the changed config", len(saved) - len(groups), len(saved))
     return groups
 
 
 def save_steps(steps: Sequence[RolloutBatch], folder: Path) -> None:
-    """Whole steps that have been collected ahead, in order, with what their rollout files will need."""
+    """Write the batches collected ahead, in order, with the groups for their rollout files."""
     if steps:
         torch.save([_step(step) for step in steps], folder / AHEAD)
 
 
 def load_steps(folder: Path, collector: Collector, wanted: bool) -> list[RolloutBatch]:
-    """The steps of `save_steps`, equal to the bit.
+    """The batches of `save_steps`, equal to the bit.
 
-    None of them, and a warning, where a resume has changed the config so that groups do not fit (as in `load`), or so
-    that no step is collected ahead (not `wanted`).
+    Empty, with a warning in the log, if they do not fit a config changed by a resume (see `load`), or if no steps are
+    collected ahead any more (not `wanted`).
     """
     if not (folder / AHEAD).is_file():
         return []
@@ -64,7 +67,7 @@ def load_steps(folder: Path, collector: Collector, wanted: bool) -> list[Rollout
     steps = [step for one in saved if (step := _restored_step(one, collector))]
     if wanted and len(steps) == len(saved):
         return steps
-    logger.warning("the rollouts of %d steps collected ahead do not fit the config now", len(saved))
+    logger.warning("the rollouts of %d steps collected ahead do not fit the changed config", len(saved))
     return []
 
 
@@ -78,9 +81,9 @@ def _step(step: RolloutBatch) -> dict[str, Any]:
 
 
 def _restored_step(saved: dict[str, Any], collector: Collector) -> RolloutBatch | None:
-    """The step; None where a group to train on does not fit the config now.
+    """The batch; None if a group to train on does not fit the config.
 
-    `rest`, which the main process alone has, decides nothing: all processes have to agree.
+    `rest` does not count: only the main process has it, and all processes must decide alike.
     """
 
     def restored(group: dict[str, Any]) -> Group | None:
@@ -92,7 +95,9 @@ def _restored_step(saved: dict[str, Any], collector: Collector) -> RolloutBatch 
     left = saved.get("rest", []) if collector.keeps_rest else []
     rest = [(Status(status), group) for status, one in left if (group := restored(one))]
     if len(rest) < len(left):
-        logger.warning("%d of %d groups of a rollout file do not fit the config now", len(left) - len(rest), len(left))
+        logger.warning(
+            "%d of %d groups of a rollout file do not fit the changed config", len(left) - len(rest), len(left)
+        )
     return RolloutBatch(
         groups,
         saved["metrics"],
@@ -124,7 +129,7 @@ def _group(group: Group) -> dict[str, Any]:
 def _rollout(prompt: Prompt, saved: dict[str, Any]) -> Rollout:
     ids, logp = saved.pop("token_ids"), saved.pop("logprobs")
     if ids.shape != logp.shape or not logp.isfinite().all():
-        raise ValueError("a carried completion has not one finite log-prob a token")
+        raise ValueError("a carried completion does not have one finite log-prob for each token")
     text, rewards, episode = saved.pop("text"), saved.pop("rewards"), saved.pop("episode", None)
     done = Completion(ids.tolist(), logp.tolist(), **saved, episode=Episode(**episode) if episode else None)
     return Rollout(prompt, done, text, rewards)

@@ -1,4 +1,4 @@
-"""What the launching process hands to trainer processes, as a file in the run's folder."""
+"""The file in the run's folder by which the launching process starts trainer processes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ POLL = 0.5  # seconds between looks at a file on a shared file system
 
 @dataclass(frozen=True, slots=True)
 class TrainerJob:
-    """engine: what the engine is launched with. checkpoint: where to go on from (null: from the start).
+    """What a trainer process needs beside the config.
 
-    Of a run on several machines, session: `Node.session`; ready: the engine can be connected to.
+    engine: how the engine was launched. checkpoint: where to resume (None: start from the beginning). On several
+    machines, session: `Node.session`; ready: whether the engine accepts connections.
     """
 
     engine: EngineJob
@@ -30,7 +31,7 @@ class TrainerJob:
 
     def save(self, run_dir: Path) -> None:
         values = asdict(self)
-        del values["engine"]["progress"]  # a function of this process
+        del values["engine"]["progress"]  # a callback of this process
         write_atomic(run_dir / NAME, json.dumps(values, indent=2, default=str))
 
     @classmethod
@@ -46,9 +47,9 @@ class TrainerJob:
 def wait_for_job(
     run_dir: Path, session: str, timeout: float, ready: bool = True, give_up: threading.Event | None = None
 ) -> TrainerJob | None:
-    """What the first machine of this session says; None where `give_up` was set before.
+    """The job that the first machine of this session writes; None once `give_up` is set.
 
-    Raises RunError if it says nothing within `timeout` seconds.
+    Raises RunError if there is none within `timeout` seconds.
     """
     until, give_up = time.monotonic() + timeout, give_up or threading.Event()
     while time.monotonic() < until:

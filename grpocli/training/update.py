@@ -1,4 +1,7 @@
-"""The optimizer updates of one step: windows of groups, each a sum of micro-batch losses over all processes."""
+"""The optimizer updates of one step.
+
+Each update trains on a window of groups: the sum of micro-batch losses over all processes.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +30,15 @@ if TYPE_CHECKING:
     from grpocli.types import Sampling
 
 ROUNDING = 1e-5
-"""Relative. Equal tokens whose entropies were rounded in two micro-batches fall on the same side of a threshold."""
+"""Relative tolerance of the entropy threshold: equal tokens of two micro-batches may differ by rounding."""
 
 
 @dataclass(slots=True)
 class Updater:
-    """Turns rows into optimizer updates. `updates` counts them since the start of the run.
+    """Updates the policy on the rows of a step.
 
-    optimizer: what `Parallel.share` made with the policy. progress: called when each micro-batch begins,
-    without waiting for the GPU.
+    optimizer: from `Parallel.share`. updates: the number since the start of the run. sums: the metrics of this step.
+    tokens: the counts of this step. progress: called when a micro-batch begins, without waiting for the GPU.
     """
 
     world: World
@@ -53,10 +56,10 @@ class Updater:
     progress: Progress = unreported
 
     def step(self, rows: Sequence[Row], n_groups: int, step: int = 0) -> dict[str, float]:
-        """Train on the rows (the same in every process) of step number `step` (from 0).
+        """Train on the rows of step number `step` (from 0), which are the same in every process. Collective.
 
-        Metrics are means over the updates; extremes are over their micro-batches, and `lr` is the last. The learning
-        rate follows the step, so that a step with fewer updates, or none, does not shift the schedule.
+        Metrics are means over the updates, extremes over all micro-batches; `lr` is that of the last update. The
+        learning rate depends on `step`, so that a step with fewer updates, or none, does not shift the schedule.
         """
         self.sums, self.tokens = {}, Counter()
         self.policy.wrapped.train()
@@ -77,10 +80,10 @@ class Updater:
         return self._metrics(self.train.epochs * len(spans), self.train.epochs * computed, rows) | {"lr": rate}
 
     def gather(self, rows: Sequence[Row]) -> None:
-        """Bring the log-probs and entropies of a step's rows to the main process, in float32 on the CPU. Collective.
+        """Bring the log-probs and entropies of all rows to the main process, in float32 on the CPU. Collective.
 
-        Until then they are on the device that computed them; 8 bytes a completion token are copied, in one piece from
-        each device. Rows that no process has computed have none.
+        Each process sends its own in one copy from its device, 8 bytes per completion token. Rows that no process has
+        computed keep None.
         """
         computed = {i: (row.logp, row.entropy) for i, row in enumerate(rows) if row.logp is not None}
         mine = []
@@ -93,11 +96,11 @@ class Updater:
                 rows[i].logp, rows[i].entropy = logp, entropy
 
     def _plan(self, rows: list[Row]) -> _Plan:
-        """Deal a window's rows; every process gets as many micro-batches as the busiest one."""
+        """Deal the rows of a window to the processes; all get as many micro-batches as the busiest one."""
         layout = self.policy.layout(self.sampling)
         needed = [row for row in rows if self._matters(row)]
         shares = [layout.pack(share, self.train.micro_batch_tokens) for share in layout.deal(needed, self.world.size)]
-        most = max(1, *(len(share) for share in shares))  # without a gradient, moments would stay as they are
+        most = max(1, *(len(share) for share in shares))  # at least one: without a gradient AdamW would skip its decay
         mine = shares[self.world.rank]
         totals = Totals.from_lengths(
             torch.tensor([r.advantage for r in rows]),
@@ -117,17 +120,17 @@ class Updater:
             self.tokens["tokens/shared"] += sum(r.n_tokens for r in rows) - different
 
     def _matters(self, row: Row) -> bool:
-        """Whether a row can change an update, or say which tokens of others do."""
+        """Whether a row has a gradient, or decides which tokens of other rows have one."""
         if self.algorithm.needs_every_row:
             return True
         return any(row.mask) and (row.advantage != 0 or not self.algorithm.skips)
 
     def _score_before(self, plan: _Plan, old: bool) -> None:
-        """What has to be known of a window's tokens before its first update.
+        """Compute what a window's first update needs before it.
 
-        Log-probs under the reference; entropies where tokens are chosen by them; and, where other windows are
-        updated first (`old`), log-probs under the policy that starts the step. Without those the first update
-        computes them anyway, and keeps them for the next epoch.
+        That is: log-probs under the reference; entropies, if they select tokens; and log-probs under the policy at the
+        start of the step if other windows are updated before this one (`old`). Otherwise the first update's own forward
+        gives them, and keeps them for the next epoch.
         """
         entropy = self.algorithm.tokens.needs_entropy
         if self.reference is None and not old and not entropy:
@@ -147,7 +150,7 @@ class Updater:
             self._select(plan)
 
     def _select(self, plan: _Plan) -> None:
-        """Choose tokens by one threshold over the whole window. Collective."""
+        """Select the tokens of the policy-gradient term by one threshold over the whole window. Collective."""
         rows = [r for micro_batch in plan.micro_batches for r in micro_batch]
         entropies = torch.cat([r.entropy for r in rows if r.entropy is not None]).cpu()
         mask = torch.tensor([m for r in rows for m in r.mask]).bool()
@@ -158,7 +161,7 @@ class Updater:
                 row.selected = (row.entropy >= threshold).float()
 
     def _update(self, plan: _Plan, rate: float, before: int, total: int) -> None:
-        """before: how many of the step's `total` micro-batches are done."""
+        """One optimizer update. before: how many of the step's `total` micro-batches are done, for the progress."""
         parallel = self.policy.parallel
         for i, rows in enumerate(plan.micro_batches):
             self.progress(before + i, total, "micro-batches")
@@ -199,11 +202,9 @@ class Updater:
             self.sums[name] = combined(name, self.sums[name], value) if name in self.sums else value
 
     def _metrics(self, n_updates: int, computed: int, rows: Sequence[Row]) -> dict[str, float]:
-        """The metrics of the whole step, with one transfer of sums and one of extremes.
+        """The metrics of the step, with one transfer of sums and one of extremes (docs/metrics.md).
 
-        computed: updates in which any token of the loss was computed.
-        tokens/trained: in the loss. Of the tokens of all rows, prompts included, tokens/skipped: of rows without a
-        gradient, and tokens/shared: of prompts that were computed once for several rows; tokens/padding: beside them.
+        computed: the number of updates in which a token of the loss was computed.
         """
         self.tokens["tokens/trained"] = sum(sum(r.mask) for r in rows)
         kinds = ("trained", "skipped", "shared", "padding")
@@ -217,7 +218,7 @@ class Updater:
         return tokens | means | self._extremes()
 
     def _extremes(self) -> dict[str, float]:
-        """The extremes over all micro-batches of all updates and processes."""
+        """The extremes over all micro-batches of all updates and processes. Collective."""
         signs = {name: sign for name, sign in EXTREMES.items() if name in self.sums}
         if not signs:
             return {}
@@ -234,7 +235,7 @@ class _Plan:
 
 
 def _keep(rows: Sequence[Row], name: str, values_BT: Tensor) -> None:
-    """Note each row's values where it has none: those of the sampler, or of an earlier update, stay."""
+    """Set an attribute of the rows where it is None: values of the sampler or of an earlier update stay."""
     for row, values in zip(rows, values_BT, strict=True):
         if getattr(row, name) is None:
             setattr(row, name, values[: len(row.completion_ids)])

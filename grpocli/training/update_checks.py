@@ -1,4 +1,4 @@
-"""Checks of an update that stop the run before its weights are saved or sampled with."""
+"""Checks after an update, which stop the run before its weights are saved or sampled with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class UpdateChecks:
-    """Raises RunError for an update that diverged, or whose samples came from another distribution than reported."""
+    """Raises RunError if an update diverged, or if the engine reported wrong log-probs."""
 
     run: Run
     run_dir: RunDir
@@ -43,7 +43,7 @@ class UpdateChecks:
     def _sampler(self, step: int, metrics: Mapping[str, float]) -> None:
         """Compare the engine's log-probs with the policy's.
 
-        Skipped for constrained decoding and for samples of older weights, whose probabilities differ as they should.
+        Not for constrained decoding and rollouts of older weights, whose log-probs differ for good reason.
         """
         rollout, error = self.run.rollout, metrics.get("token_mult_prob_error", 1.0)
         off_policy = metrics.get("staleness/max", 0) > 0 or metrics.get("sampling/carried", 0) > 0
@@ -55,9 +55,9 @@ class UpdateChecks:
             )
 
     def _weights(self, step: int) -> None:
-        """Look for infinite and NaN weights, which the loss would show only in the next step, if there is one."""
+        """Refuse infinite and NaN weights. The loss would only show them in the next step."""
         parameters = (p for p in self.policy.model.parameters() if p.requires_grad)
-        tensors = [getattr(p, "ds_tensor", p.detach()) for p in parameters]  # ZeRO-3 keeps its shard there
+        tensors = [getattr(p, "ds_tensor", p.detach()) for p in parameters]  # where ZeRO-3 keeps the shard
         shards = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
         largest = [torch.linalg.vector_norm(shard, torch.inf) for shard in shards if shard.numel()]
         finite = not largest or bool(torch.stack(largest).isfinite().all())
@@ -66,9 +66,9 @@ class UpdateChecks:
             raise RunError(f"step {step}: its update left weights that are not finite; {remedy}")
 
     def _remedy(self, step: int, began_finite: bool = False) -> str:
-        """What to do after a failed update.
+        """What the user can do after a failed update.
 
-        began_finite: the weights before the update were finite, so that a resume from their checkpoint helps.
+        began_finite: the weights before the update were finite, so a resume from their checkpoint helps.
         """
         change = f"lower optim.lr={self.run.optim.lr}, or set optim.max_grad_norm"
         last = latest(self.run_dir.checkpoints)

@@ -99,7 +99,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a counter": (counted_otherwise, "trainer.json is not what was written"),
     "a cut state": (lambda at: change(at / "trainer.json", cut), "Unterminated string"),
     "no state": (lambda at: (at / "trainer.json").unlink(), "trainer.json is missing"),
-    "another file": (lambda at: (at / "carried.pt").touch(), "carried.pt is not one of its files"),
+    "another file": (lambda at: (at / "carried.pt").touch(), "carried.pt does not belong to the checkpoint"),
     "a file less": (lambda at: (at / "tokenizer.json").unlink(), "tokenizer.json is missing"),
     "no checksums": (lambda at: (at / "checksums.json").unlink(), "checksums.json is missing"),
     "no checksums promised": (
@@ -216,7 +216,7 @@ def test_damage_that_is_found_without_checksums(name: str, damage, grpocli, run:
     ],
 )
 def test_a_state_that_no_run_has(values: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"trainer\.json holds a value that no run has"):
+    with pytest.raises(ValueError, match=r"trainer\.json holds a value that is out of range"):
         State(**values)
 
 
