@@ -1,4 +1,4 @@
-"""hardware.parallel=fsdp2: every process keeps a part of each weight, its gradient and its optimizer state."""
+"""hardware.parallel=fsdp2: every process holds a shard of each weight, its gradient and its optimizer state."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor
 
-    from grpocli.distributed.sharded_safetensors import Stored
+    from grpocli.distributed.sharded_safetensors import StoredTensor
 
 
 class Fsdp2:
-    """torch's `fully_shard` on each decoder layer and on the rest, as accelerate's FSDP2 plugin does it.
+    """torch's `fully_shard` on each decoder layer and on the rest, as in accelerate's FSDP2 plugin.
 
-    Called directly because accelerate refuses it on a CPU (a device mesh for MULTI_CPU) and prepares no model without
-    an optimizer, which the reference model has not; the process group and its device are accelerate's.
+    It is called directly because accelerate does not support it on a CPU, nor a model without an optimizer, such as the
+    reference. The process group and its device are accelerate's.
 
-    Weights are float32 shards; a layer is gathered in the dtype it computes in, and dropped after its forward and its
-    backward. Gradients are summed into shards, in float32, after every micro-batch: whole ones would be as large as
-    what one came here to save.
+    Weights are float32 shards; a layer is gathered in its compute dtype, and freed after its forward and its backward.
+    Gradients are summed into float32 shards after every micro-batch: whole gradients would take the memory that
+    sharding saves.
     """
 
-    whole = False
+    replicated = False
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.size, self.device = accelerator.num_processes, accelerator.device
         self.mesh = init_device_mesh(self.device.type, (self.size,))
 
     def loading(self) -> AbstractContextManager[None]:
-        return read_once()
+        return loading_on_local_rank0()
 
-    def share(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
+    def prepare(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
         self._shard_all(model, dtype)
         return model, make(model.parameters())
 
-    def freeze(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    def prepare_frozen(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
         return self._shard_all(model.requires_grad_(False), dtype)
 
     def _shard_all(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-        """One layer at a time goes to the device, gets the main process's values and is cut up."""
+        """Move one layer at a time to the device, broadcast it from the main process and shard it."""
         policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
         for module in [*layers(model), model]:
             self._receive(module)
-            root = module is model  # its own weights, embeddings and head, are needed first and last: they are kept
+            root = module is model  # embeddings and head are used first and last, so they stay gathered in between
             fully_shard(module, mesh=self.mesh, reshard_after_forward=not root, mp_policy=policy)
             module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo cannot average
-            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # losses are parts of one sum
+            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # losses are summed, not averaged
         return model
 
     @torch.no_grad()
@@ -68,11 +68,11 @@ class Fsdp2:
                 torch.distributed.broadcast(tensor.data, src=0)
 
     @contextmanager
-    def computing(self, model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
-        """No autocast: layers are gathered in `dtype`, and it would keep a cast of every layer."""
+    def autocast(self, model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+        """No autocast, which would cache a cast of every layer: layers are gathered in `dtype` already."""
         yield
         if not torch.is_grad_enabled():
-            model.reshard()  # type: ignore[operator]  # else its own weights wait, whole, for a backward
+            model.reshard()  # type: ignore[operator]  # otherwise the root's weights stay gathered for a backward
 
     def accumulating(self, wrapped: torch.nn.Module, last: bool) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -85,7 +85,7 @@ class Fsdp2:
 
     @contextmanager
     def sampling(self, model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
-        """Layers are kept after a forward of one token, which every process makes."""
+        """All layers stay gathered after a forward of one token, which every process makes."""
         for layer in layers(model):
             layer.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
         try:
@@ -108,12 +108,12 @@ class Fsdp2:
         for name, tensor in optimizer.state.get(parameter, {}).items():
             yield name, self.gather(tensor)
 
-    def remember(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, Stored]) -> None:
+    def restore_moments(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, StoredTensor]) -> None:
         if moments:
             optimizer.state[parameter] = {name: self._part(stored, parameter) for name, stored in moments.items()}
 
-    def _part(self, stored: Stored, parameter: torch.nn.Parameter) -> Tensor:
-        """This process's rows, as `fully_shard` deals them: as many to each, until there are no more."""
+    def _part(self, stored: StoredTensor, parameter: torch.nn.Parameter) -> Tensor:
+        """This process's rows, split as `fully_shard` does: the same number for each process, the last get fewer."""
         if not isinstance(parameter, DTensor) or not stored.shape:  # a counter
             return stored.whole().to(self.device)
         rows = parameter.shape[0]
@@ -129,17 +129,17 @@ class Fsdp2:
 
 
 def layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The decoder layers, innermost first: what transformers says no device boundary may cut."""
+    """The decoder layers, innermost first: the modules that transformers does not split between devices."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [m for m in reversed(list(model.modules())) if {cls.__name__ for cls in type(m).__mro__} & names]
 
 
 LOADING = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-"""Has transformers read weights in one process of each machine only; in the others they are zeros."""
+"""Makes transformers read weights in one process of each machine; in the others they are zeros."""
 
 
 class _Untouched(TorchFunctionMode):
-    """Memory that nobody has written to takes no room: zeros do, and as many as a whole model's."""
+    """Replaces zeros by uninitialised memory, which takes no room until it is written."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -147,20 +147,21 @@ class _Untouched(TorchFunctionMode):
         return (torch.empty_like if func is torch.zeros_like else func)(*args, **(kwargs or {}))
 
 
-def reads() -> bool:
-    """Whether this is the process that reads for its machine."""
+def is_local_rank0() -> bool:
+    """Whether this is the first process of its machine, which reads the weights."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextmanager
-def read_once() -> Iterator[None]:
-    """While models are loaded. In all but the first process of a machine their weights and buffers are anything: who
-    uses this hands out those of the main process.
+def loading_on_local_rank0() -> Iterator[None]:
+    """A block in which only the first process of each machine reads the weights of models from disk.
+
+    In the others weights and buffers are undefined until they are broadcast from the main process.
     """
     before = {name: os.environ.get(name) for name in LOADING}
     os.environ.update(LOADING)
     try:
-        with nullcontext() if reads() else _Untouched():
+        with nullcontext() if is_local_rank0() else _Untouched():
             yield
     finally:
         for name, value in before.items():

@@ -1,4 +1,4 @@
-"""How trainer processes share the update: one class for each choice of `hardware.parallel`."""
+"""How trainer processes share models and updates: one class for each choice of `hardware.parallel`."""
 
 from __future__ import annotations
 
@@ -12,76 +12,80 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor
 
-    from grpocli.distributed.sharded_safetensors import Stored
+    from grpocli.distributed.sharded_safetensors import StoredTensor
 
 Make = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
-"""The optimizer over a model's parameters."""
+"""Makes the optimizer of a model's parameters."""
 
 
 class Parallel(Protocol):
-    """What a trainer process does otherwise because there are others. Every method is collective unless it says so.
+    """What depends on the number of trainer processes. Every method is collective unless it says otherwise.
 
-    whole: whether each has every weight and all of the optimizer's state, so that `gather` and `moments` ask nobody.
+    replicated: whether every process has all weights and all optimizer state, so that `gather` and `moments` do not
+    communicate.
     """
 
-    whole: bool
+    replicated: bool
 
     def loading(self) -> AbstractContextManager[None]:
-        """While models are read from disk, before `share` or `freeze`. Not collective."""
+        """A block in which models are read from disk, before `prepare` and `prepare_frozen`. Not collective."""
         ...
 
-    def share(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
-        """The model on its device as training calls it, and its optimizer. `model` itself stays usable, in place."""
+    def prepare(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
+        """The model as training calls it, on its device, and its optimizer. `model` itself is changed in place."""
         ...
 
-    def freeze(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-        """A model on its device that takes no gradients."""
+    def prepare_frozen(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+        """A model without gradients, on its device."""
         ...
 
-    def computing(self, model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Around every forward of a model that computes in `dtype` with float32 weights. Not collective."""
+    def autocast(self, model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
+        """A context for forwards in `dtype` of a model with float32 weights. Not collective."""
         ...
 
     def accumulating(self, wrapped: torch.nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """Around each micro-batch of an update, forward and `backward`; `last`: of this update."""
+        """A context for the forward and backward of a micro-batch. last: whether it is the last one of the update."""
         ...
 
     def backward(self, wrapped: torch.nn.Module, loss: Tensor) -> None:
-        """Add this loss's gradient. Losses of processes are parts of one sum."""
+        """Add the gradient of a loss. The losses of all processes are summed."""
         ...
 
     def update(self, wrapped: torch.nn.Module, optimizer: Any, rate: float, limit: float) -> Tensor:
-        """One step at learning rate `rate` with gradients scaled down to the norm `limit` (0: never); forget them.
+        """One optimizer step at learning rate `rate`, with gradients clipped to the norm `limit` (0: not clipped).
 
-        Returns their norm before, over the weights of all processes.
+        Clears the gradients and returns their norm before clipping, over all weights.
         """
         ...
 
     def sampling(self, model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """In the block, without gradients, this process calls `model` as often as it likes. To enter is collective."""
+        """A block without gradients in which each process calls `model` as often as it needs.
+
+        Entering is collective.
+        """
         ...
 
     def parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """The parameters by name, as `gather` takes them. Every process walks through them in this order."""
+        """The parameters by name, for `gather`. Every process iterates over all of them."""
         ...
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """One of `parameters`, or a tensor like it of the optimizer's, whole."""
+        """The whole tensor of a parameter or of a tensor of its optimizer state."""
         ...
 
     def moments(self, optimizer: Any, parameter: torch.nn.Parameter) -> Iterator[tuple[str, Tensor]]:
-        """What the optimizer keeps of a trained parameter, by name, whole; nothing before the first update."""
+        """The optimizer state of a parameter: names and whole tensors. Empty before the first update."""
         ...
 
-    def remember(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, Stored]) -> None:
-        """Have the optimizer keep that: each process reads its part. Not collective."""
+    def restore_moments(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, StoredTensor]) -> None:
+        """Restore the optimizer state of a parameter; each process reads its part. Not collective."""
         ...
 
 
-class Alone:
-    """One process: plain torch."""
+class SingleProcess:
+    """A single process: plain torch."""
 
-    whole = True
+    replicated = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -89,15 +93,15 @@ class Alone:
     def loading(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def share(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
+    def prepare(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
         model.to(self.device)
         return model, make(model.parameters())
 
-    def freeze(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    def prepare_frozen(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
         return model.requires_grad_(False).to(self.device)
 
-    def computing(self, model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Autocast to `dtype`, where that is not float32."""
+    def autocast(self, model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
+        """Autocast to `dtype`; nothing for float32."""
         return nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype=dtype)
 
     def accumulating(self, wrapped: torch.nn.Module, last: bool) -> AbstractContextManager[Any]:
@@ -110,8 +114,8 @@ class Alone:
         return step(wrapped, optimizer, rate, limit)
 
     def sampling(self, model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """One autocast region in which every weight is cast once."""
-        return _sampling(model, self.computing(model, dtype))
+        """One autocast region, in which every weight is cast once."""
+        return _sampling(model, self.autocast(model, dtype))
 
     def parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
         return model.named_parameters()
@@ -123,23 +127,23 @@ class Alone:
         for name, tensor in optimizer.state.get(parameter, {}).items():
             yield name, self.gather(tensor)
 
-    def remember(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, Stored]) -> None:
+    def restore_moments(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, StoredTensor]) -> None:
         if moments:
             optimizer.state[parameter] = {name: stored.whole().to(self.device) for name, stored in moments.items()}
 
 
-class Ddp(Alone):
-    """`ddp`: every process has all weights and the whole optimizer; gradients are averaged, by accelerate."""
+class Ddp(SingleProcess):
+    """`ddp`: every process has all weights and all optimizer state; accelerate averages gradients."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator.device)
         self.accelerator = accelerator
 
-    def share(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
+    def prepare(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
         return self.accelerator.prepare_model(model), make(model.parameters())
 
     def accumulating(self, wrapped: torch.nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """Gradients stay in this process until the last backward of an update."""
+        """Gradients are exchanged in the last backward of an update only."""
         no_sync: AbstractContextManager[Any] = self.accelerator.no_sync(wrapped)
         return nullcontext() if last else no_sync
 
@@ -148,7 +152,7 @@ class Ddp(Alone):
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: float, limit: float) -> Tensor:
-    """`Parallel.update` by torch alone: gradients are those of the parameters, plain tensors or DTensors."""
+    """`Parallel.update` with torch, for parameters that are plain tensors or DTensors."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     parameters = [p for p in model.parameters() if p.grad is not None]
@@ -166,7 +170,7 @@ def _sampling(model: torch.nn.Module, computing: AbstractContextManager[Any]) ->
 
 @contextmanager
 def _casts_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Autocast keeps the casts of weights that take gradients only: frozen ones would be cast again for every token."""
+    """Autocast caches casts only of weights that require gradients; frozen ones would be cast for every token."""
     frozen = [p for p in model.parameters() if not p.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)

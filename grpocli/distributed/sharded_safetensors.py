@@ -1,4 +1,4 @@
-"""Whole tensors in safetensors files, as transformers lays out weights: all processes write them, and read parts."""
+"""Safetensors files of whole tensors with an index, as transformers has them, written and read by all processes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FILE_BYTES = 2**31
-"""A file is full when it has so much: what a process holds of the tensors at a time."""
+"""The size at which a file is complete, which is also what a process holds in memory at a time."""
 
 Convert = Callable[[dict[str, "Tensor"]], dict[str, "Tensor"]]
 
 
 class Processes(Protocol):
-    """What writing needs of a `World`."""
+    """The part of `World` that `write` needs."""
 
     rank: int
     size: int
@@ -43,11 +43,11 @@ def write(
     dtype: torch.dtype | None = None,
     convert: Convert | None = None,
 ) -> dict[str, str]:
-    """Write `STEM-00001.safetensors` and so on, one a process at a time, side by side; return each tensor's file.
+    """Write `STEM-00001.safetensors` and so on; return the file of each tensor. Collective.
 
-    tensors: whole in every process, which all walk through them; they may be gathered one by one. dtype: of
-    floating-point numbers in the files, if not their own. convert: what is done to the tensors of a file, names
-    included. Collective.
+    The processes take turns in filling files and write them at the same time. tensors: whole tensors, the same in every
+    process; they may be gathered one by one while they are iterated. dtype: for floating-point tensors (None: their
+    own). convert: applied to the tensors of each file, names included.
     """
     from safetensors.torch import save_file
 
@@ -60,7 +60,9 @@ def write(
             name = f"{stem}-{(number - 1) // world.size * world.size + world.rank + 1:05}.safetensors"
             written = convert(mine) if convert else mine
             save_file(written, folder / name, metadata={"format": "pt"})
-            sync_file(folder / name)  # here: another machine cannot
+            sync_file(
+                folder / name
+            )  # in the process that wrote it, which may be on another machine than the main process
             files.update(dict.fromkeys(written, name))
             mine.clear()
 
@@ -71,7 +73,7 @@ def write(
         size, waiting = size + tensor.numel() * to.itemsize, True
         if size >= FILE_BYTES:
             number, size, waiting = number + 1, 0, False
-            if number % world.size == 0:  # every process has a full one: nobody waits for another's disk in a gather
+            if number % world.size == 0:  # every process has a full file: all write at once
                 flush()
     number += waiting
     flush()
@@ -79,19 +81,19 @@ def write(
 
 
 def writer(name: str, processes: int) -> int:
-    """The rank that wrote a file; the main process wrote all files that `write` did not."""
+    """The rank that wrote a file; the main process wrote all that `write` did not."""
     numbered = re.search(r"-(\d{5,})\.safetensors$", name)
     return (int(numbered[1]) - 1) % processes if numbered else 0
 
 
 def write_index(files: dict[str, str], path: Path) -> None:
-    """Say where `write` has put each tensor."""
+    """Write the index of the files of `write`."""
     path.write_text(json.dumps({"metadata": {}, "weight_map": dict(sorted(files.items()))}, indent=2))
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor in a file of which parts can be read without the rest."""
+class StoredTensor:
+    """A tensor in a file; parts of it can be read without the rest."""
 
     file: Any
     name: str
@@ -105,12 +107,12 @@ class Stored:
         return tensor
 
     def rows(self, start: int, end: int) -> Tensor:
-        """[start, end) of the first dimension."""
+        """Rows [start, end) of the first dimension."""
         part: Tensor = self.file.get_slice(self.name)[start:end]
         return part
 
     def flat(self, start: int, end: int) -> Tensor:
-        """[start, end) of all elements in a row; fewer where the tensor ends before."""
+        """Elements [start, end) of the flattened tensor; fewer at its end."""
         first, *rest = self.shape
         row = math.prod(rest)
         top = min(start // row, first)
@@ -119,16 +121,18 @@ class Stored:
 
 
 @contextmanager
-def reading(index: Path) -> Iterator[dict[str, Stored]]:
-    """Every tensor of the files that an index names, for as long as the block lasts. Raises ValueError where it names
-    others than those beside it."""
+def reading(index: Path) -> Iterator[dict[str, StoredTensor]]:
+    """A block in which every tensor of an index's files can be read, by name.
+
+    Raises ValueError if the index names a file of another folder.
+    """
     from safetensors import safe_open
 
     files: dict[str, str] = json.loads(index.read_text())["weight_map"]
     if elsewhere := [file for file in files.values() if Path(file).name != file]:
-        raise ValueError(f"{index.name} names {elsewhere[0]}, which is no file beside it")
+        raise ValueError(f"{index.name} names {elsewhere[0]}, which is not a file beside it")
     with ExitStack() as closing:
         opened = {
             file: closing.enter_context(safe_open(index.parent / file, framework="pt")) for file in set(files.values())
         }
-        yield {name: Stored(opened[file], name) for name, file in files.items()}
+        yield {name: StoredTensor(opened[file], name) for name, file in files.items()}

@@ -1,4 +1,4 @@
-"""The trainer processes: all of accelerate that the trainer knows."""
+"""The trainer processes and their collective calls. Only this file imports accelerate for training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from grpocli.distributed.parallel import Alone, Ddp, Parallel
+from grpocli.distributed.parallel import Ddp, Parallel, SingleProcess
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 class World:
-    """This process among `size` of them, on `device`. Collective calls must be made by all, in one order.
+    """This process among `size` processes, on `device`. All processes must make collective calls in the same order.
 
-    That order is one for each thread: a thread beside the main one makes its calls in a `channel`.
-    parallel: how they share models and updates.
+    A second thread has its own order: it makes its calls in a `channel`. parallel: how processes share models and
+    updates.
     """
 
     def __init__(self, hardware: Hardware, heartbeat: HeartbeatWriter | None = None) -> None:
@@ -40,7 +40,7 @@ class World:
             cpu=cpu,
             kwargs_handlers=[
                 InitProcessGroupKwargs(timeout=self.timeout),
-                # gradients are kept once, in ddp's buckets; no buffer of a model differs between processes
+                # gradients are stored once, in ddp's buckets; buffers of models are the same in all processes
                 DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
             ],
         )
@@ -54,16 +54,16 @@ class World:
         self._heartbeat = heartbeat
 
     def enter(self, stage: str, step: int | None = None) -> None:
-        """Say what this process is doing from now on, for who must find the one that the others wait for."""
+        """Write the stage and step to this process's heartbeat, by which a process that hangs is found."""
         if self._heartbeat:
             self._heartbeat.step = self._heartbeat.step if step is None else step
             self._heartbeat.enter(stage)
 
     def channel(self) -> Callable[[], AbstractContextManager[None]]:
-        """Blocks in which a thread's collective calls go beside those of the main one. Collective, to be made in the
-        main thread; entered in another.
+        """Returns blocks in which another thread makes collective calls beside the main thread's. Collective.
 
-        It has a process group of its own, on the CPU, so that the engine and the sampler need not know who calls.
+        Create the channel in the main thread and enter it in the other one. It has its own process group, on the CPU,
+        which the methods of this class choose by the calling thread.
         """
         if self.size == 1:
             return nullcontext
@@ -79,7 +79,7 @@ class World:
 
     @property
     def _group(self) -> torch.distributed.ProcessGroup | None:
-        """That of this thread's channel; None in the main thread."""
+        """The process group of this thread's channel; None in the main thread."""
         return getattr(self._thread, "group", None)
 
     @property
@@ -105,7 +105,7 @@ class World:
         return list(gather_object(list(items)))
 
     def gather_to_main(self, items: Sequence[T]) -> list[T]:
-        """Every process's items, in rank order, in the main process; none in the others. Of the main thread's calls."""
+        """Every process's items, in rank order, in the main process; empty in the others. In the main thread only."""
         if self.size == 1:
             return list(items)
         everyone: list[Any] | None = [None] * self.size if self.is_main else None
@@ -126,17 +126,17 @@ class World:
         return box[0]  # type: ignore[no-any-return]
 
     def any(self, flag: bool) -> bool:
-        """Whether any process says so."""
+        """Whether the flag is set in any process."""
         if self._group:
             return any(self.gather_objects([flag]))
         return bool(self.sum(torch.tensor(float(flag), device=self.device)).item())
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over processes, left on the device. Of the main thread's calls only."""
+        """The sum over processes, on the device. In the main thread only."""
         return self.accelerator.reduce(value, reduction="sum") if self.size > 1 else value
 
     def max(self, value: Tensor) -> Tensor:
-        """The largest of each element over processes, left on the device. Of the main thread's calls only."""
+        """The elementwise maximum over processes, on the device. In the main thread only."""
         if self.size == 1:
             return value
         largest = value.clone()
@@ -148,9 +148,9 @@ class World:
 
 
 def parallel_of(hardware: Hardware, accelerator: Accelerator) -> Parallel:
-    """The choice of `hardware.parallel`; a single process has nothing to share, whatever is chosen."""
+    """The class for `hardware.parallel`; SingleProcess if there is only one process."""
     if accelerator.num_processes == 1:
-        return Alone(accelerator.device)
+        return SingleProcess(accelerator.device)
     if hardware.parallel == "fsdp2":
         from grpocli.distributed.fsdp2 import Fsdp2
 

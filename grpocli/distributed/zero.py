@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpocli.distributed.parallel import Alone, Make
+from grpocli.distributed.parallel import Make, SingleProcess
 from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor
 
-    from grpocli.distributed.sharded_safetensors import Stored
+    from grpocli.distributed.sharded_safetensors import StoredTensor
 
 
-class Zero2(Alone):
-    """Every process has all float32 weights, and a part of the gradients and of the optimizer's state.
+class Zero2(SingleProcess):
+    """Every process has all float32 weights, and a shard of the gradients and of the optimizer's state.
 
-    DeepSpeed's engine is made directly: accelerate's takes the optimizer's step in the backward, from its own count of
-    micro-batches, and clips by a limit that is set once.
+    DeepSpeed's engine is made directly: accelerate's takes the optimizer step in the backward, by its own count of
+    micro-batches, and has a fixed limit for gradient clipping.
     """
 
-    stage, whole = 2, False
+    stage, replicated = 2, False
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator.device)
@@ -34,7 +34,7 @@ class Zero2(Alone):
         self.deepspeed = _deepspeed(self.stage, self.device)
 
     def config(self, dtype: torch.dtype) -> dict[str, Any]:
-        """DeepSpeed's. It must know of autocast, or it switches it off."""
+        """DeepSpeed's config. Without `torch_autocast` it would switch autocast off."""
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,  # each backward says whether it is the last
@@ -45,7 +45,7 @@ class Zero2(Alone):
             "steps_per_print": 2**31,
         }
 
-    def share(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
+    def prepare(self, model: torch.nn.Module, dtype: torch.dtype, make: Make) -> tuple[torch.nn.Module, Any]:
         optimizer = make(model.parameters())
         engine, optimizer, _, _ = self.deepspeed.initialize(
             model=model, optimizer=optimizer, config=self.config(dtype), dist_init_required=False
@@ -75,7 +75,7 @@ class Zero2(Alone):
             else:
                 yield name, self._get(parameter, name)
 
-    def remember(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, Stored]) -> None:
+    def restore_moments(self, optimizer: Any, parameter: torch.nn.Parameter, moments: dict[str, StoredTensor]) -> None:
         state = optimizer.optimizer.state
         for flat in self._flat(optimizer):
             if flat not in state and moments:
@@ -89,12 +89,12 @@ class Zero2(Alone):
                 self._set(parameter, name, stored)
 
     def _flat(self, optimizer: Any) -> list[Tensor]:
-        """This process's part of each group of parameters, end to end: what the optimizer knows."""
+        """This process's shard of each parameter group, flattened: the tensors that the optimizer has."""
         flat: list[Tensor] = optimizer.single_partition_of_fp32_groups
         return flat
 
     def _link(self, optimizer: Any) -> None:
-        """DeepSpeed 0.19 looks for states when the first group of parameters has one, and misses the others'."""
+        """Link optimizer states to parameters again: DeepSpeed 0.19 misses all groups but the first."""
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
 
@@ -104,46 +104,46 @@ class Zero2(Alone):
         whole: Tensor = safe_get_full_optimizer_state(parameter, name)
         return whole
 
-    def _set(self, parameter: Any, name: str, stored: Stored) -> None:
+    def _set(self, parameter: Any, name: str, stored: StoredTensor) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state
 
-        if parameter._hp_mapping is not None:  # some of it is in this process's part
+        if parameter._hp_mapping is not None:  # some of it is in this process's shard
             safe_set_full_optimizer_state(parameter, stored.whole().to(self.device), name)
 
 
 class Zero3(Zero2):
-    """Every process has a part of each weight, too; a layer's are gathered for its forward and its backward."""
+    """Weights are sharded, too; those of a layer are gathered for its forward and its backward."""
 
     stage = 3
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """transformers makes models of parts at once and copies into them from mapped files: no GPU could hold one."""
+        """transformers creates sharded models at once, and copies into them from mapped files."""
         from transformers.integrations import HfDeepSpeedConfig
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-        asked = HfDeepSpeedConfig(self.config(torch.float32))  # for as long as it lives
+        asked = HfDeepSpeedConfig(self.config(torch.float32))  # in effect as long as it lives
         try:
             yield
         finally:
             unset_hf_deepspeed_config()
             del asked
 
-    def freeze(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    def prepare_frozen(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
         self.deepspeed.initialize(
             model=model.requires_grad_(False), config=self.config(dtype), dist_init_required=False
         )
         return model
 
-    def computing(self, model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Autocast that keeps no casts: they would be all weights."""
+    def autocast(self, model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
+        """Autocast without its cache, which would hold all weights."""
         if dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
 
     def sampling(self, model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[None]:
         raise ConfigError(
-            "engine=transformers cannot sample from weights in parts: take engine=vllm, or hardware.parallel=fsdp2",
+            "engine=transformers cannot sample from sharded weights: take engine=vllm, or hardware.parallel=fsdp2",
             key="hardware.parallel",
             value="zero3",
         )
@@ -158,10 +158,10 @@ class Zero3(Zero2):
         return flat
 
     def _link(self, optimizer: Any) -> None:
-        """Nothing: states are looked for when they are asked for."""
+        """ZeRO-3 links states on access."""
 
-    def _set(self, parameter: Any, name: str, stored: Stored) -> None:
-        """DeepSpeed's parts are equal: it fills the last ones up."""
+    def _set(self, parameter: Any, name: str, stored: StoredTensor) -> None:
+        """DeepSpeed pads the last shards to the size of the others."""
         from deepspeed.utils import safe_set_local_optimizer_state
 
         size = parameter.ds_tensor.numel()
@@ -170,7 +170,7 @@ class Zero3(Zero2):
 
 
 def _deepspeed(stage: int, device: torch.device) -> Any:
-    """The library, for this device. Raises ConfigError where it is not installed."""
+    """The library, set up for this device. Raises ConfigError if it is not installed."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
@@ -181,6 +181,6 @@ def _deepspeed(stage: int, device: torch.device) -> Any:
             key="hardware.parallel",
             value=f"zero{stage}",
         ) from error
-    if device.type == "cpu":  # gloo does; else it compiles a transport through shared memory
+    if device.type == "cpu":  # use gloo: DeepSpeed would compile a transport through shared memory
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

@@ -172,7 +172,7 @@ def _policy(run: Run, job: EngineJob, world: World, path: str) -> tuple[Policy, 
     if run.train.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     dtype = getattr(torch, job.dtype)
-    wrapped, optimizer = world.parallel.share(model, dtype, run.optim.make)
+    wrapped, optimizer = world.parallel.prepare(model, dtype, run.optim.make)
     return Policy(model, wrapped, dtype, world.parallel), optimizer
 
 

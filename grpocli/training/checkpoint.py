@@ -232,7 +232,7 @@ def load_optimizer(path: Path, policy: Policy, optimizer: Any) -> None:
 
     try:
         with shards.reading(path / OPTIMIZER_INDEX) as stored:
-            state: dict[str, dict[str, shards.Stored]] = defaultdict(
+            state: dict[str, dict[str, shards.StoredTensor]] = defaultdict(
                 dict
             )  # a weight without a gradient so far has no state
             for key, tensor in stored.items():
@@ -247,6 +247,6 @@ def load_optimizer(path: Path, policy: Policy, optimizer: Any) -> None:
                 shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves a parameter flat
                 if other := [kind for kind, one in state[name].items() if one.shape not in ((), shape)]:
                     raise ValueError(f"{name}.{other[0]} does not have the shape of {name}, {shape}")
-                policy.parallel.remember(optimizer, parameter, state[name])
+                policy.parallel.restore_moments(optimizer, parameter, state[name])
     except (OSError, SafetensorError) as error:
         raise ValueError(f"optimizer: {error}") from error

@@ -34,7 +34,7 @@ class BackgroundWriter:
     """
 
     def __init__(self, world: World) -> None:
-        self._channel = world.channel() if world.parallel.whole else None
+        self._channel = world.channel() if world.parallel.replicated else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 

@@ -44,7 +44,7 @@ def find_head(policy: Policy, world: World) -> bool:
 def _marked(policy: Policy) -> tuple[Tensor, Tensor]:
     head = output_head(policy.model)
     assert head is not None
-    with policy.parallel.computing(policy.model, torch.float32):
+    with policy.parallel.autocast(policy.model, torch.float32):
         return marked(head, policy.model)
 
 
@@ -91,7 +91,7 @@ def agrees(policy: Policy) -> bool:
 def _logp(policy: Policy, rows: list[Row], layout: type[Layout]) -> Tensor:
     """Log-probs of all completion tokens, row by row."""
     batch = MicroBatch.build(rows, policy.model.device, layout)
-    context = policy.parallel.computing(policy.model, torch.float32)
+    context = policy.parallel.autocast(policy.model, torch.float32)
     logp_BT, _ = completion_logp(policy.model, batch, Sampling(1), context, at_head=policy.at_head)
     return logp_BT[batch.mask.bool()]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpocli.distributed.parallel import Alone, Parallel
+from grpocli.distributed.parallel import Parallel, SingleProcess
 from grpocli.models.lora import is_adapted, merged, switched_off
 from grpocli.training.logprobs import completion_logp
 from grpocli.training.micro_batch import MicroBatch
@@ -33,7 +33,7 @@ class Policy:
         self, model: PreTrainedModel, wrapped: torch.nn.Module, dtype: torch.dtype, parallel: Parallel | None = None
     ) -> None:
         self.model, self.wrapped, self.dtype = model, wrapped, dtype
-        self.parallel: Parallel = parallel or Alone(model.device)
+        self.parallel: Parallel = parallel or SingleProcess(model.device)
         self.packs, self.at_head = False, True
 
     def layout(self, sampling: Sampling) -> type[Layout]:
@@ -50,9 +50,9 @@ class Policy:
             return merged(self.model, named)
         return ((name, parameter.detach()) for name, parameter in named)
 
-    def computing(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
         """A context for a forward in `dtype`."""
-        return self.parallel.computing(self.model, self.dtype)
+        return self.parallel.autocast(self.model, self.dtype)
 
     @contextmanager
     def sampling_mode(self) -> Iterator[None]:
@@ -76,7 +76,7 @@ class Policy:
         Collective if weights are sharded.
         """
         ids = torch.tensor([list(token_ids)], device=self.model.device)
-        with self._evaluating(), self.computing():
+        with self._evaluating(), self.autocast():
             logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, :-1].float()
         logp: list[float] = logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1).tolist()
         return logp
@@ -86,12 +86,12 @@ class Policy:
 
         In nats; entropies have a gradient only if asked for. Calls `wrapped`: every process must call it equally often.
         """
-        return completion_logp(self.wrapped, batch, sampling, self.computing(), entropy_gradient, self.at_head)
+        return completion_logp(self.wrapped, batch, sampling, self.autocast(), entropy_gradient, self.at_head)
 
     @torch.no_grad()
     def logp_without_gradient(self, batch: MicroBatch, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """As `logp`, without gradients and in this process alone."""
-        return completion_logp(self.model, batch, sampling, self.computing(), at_head=self.at_head)
+        return completion_logp(self.model, batch, sampling, self.autocast(), at_head=self.at_head)
 
 
 class Reference:
@@ -101,13 +101,13 @@ class Reference:
     """
 
     def __init__(self, model: PreTrainedModel, policy: Policy) -> None:
-        self.model: Any = policy.parallel.freeze(model.eval(), policy.dtype)
+        self.model: Any = policy.parallel.prepare_frozen(model.eval(), policy.dtype)
         self.policy = policy
 
     @torch.no_grad()
     def logp(self, batch: MicroBatch, sampling: Sampling) -> Tensor:
         """Log-probs [B, T] of the completions, in nats."""
-        context = self.policy.parallel.computing(self.model, self.policy.dtype)
+        context = self.policy.parallel.autocast(self.model, self.policy.dtype)
         return completion_logp(self.model, batch, sampling, context, at_head=self.policy.at_head)[0]
 
     @torch.no_grad()

@@ -37,7 +37,7 @@ ROUNDING = 1e-5
 class Updater:
     """Updates the policy on the rows of a step.
 
-    optimizer: from `Parallel.share`. updates: the number since the start of the run. sums: the metrics of this step.
+    optimizer: from `Parallel.prepare`. updates: the number since the start of the run. sums: the metrics of this step.
     tokens: the counts of this step. progress: called when a micro-batch begins, without waiting for the GPU.
     """
 

@@ -134,7 +134,7 @@ def updated(
     """Metrics of the second of two steps, weights after it, and the gradients of all updates of both."""
     mine = copy.deepcopy(model)
     optim = AdamW(lr=0.02, max_grad_norm=0.0)  # its rate alone: AdamW would blow up what rounding makes of a 0
-    wrapped, optimizer = world.parallel.share(
+    wrapped, optimizer = world.parallel.prepare(
         mine, torch.float32, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     )
     gradients: list[torch.Tensor] = []
@@ -349,8 +349,8 @@ def test_metrics_of_tokens_are_of_those_that_are_computed(model, world) -> None:
 
 
 @pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
+def two_this_local_rank0():
+    before = torch.get_num_this_local_rank0()
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)

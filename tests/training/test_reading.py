@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpocli.distributed.fsdp2 import LOADING, read_once
+from grpocli.distributed.fsdp2 import LOADING, loading_on_local_rank0
 
 
 def resident() -> int:
@@ -25,7 +25,7 @@ def test_what_is_not_read_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOCAL_RANK", "1")
     weight, before = torch.empty(2**26, device="meta"), resident()
-    with read_once():
+    with loading_on_local_rank0():
         assert {name: os.environ[name] for name in LOADING} == LOADING
         here = torch.zeros_like(weight, device="cpu")
     assert not LOADING.keys() & os.environ.keys()

@@ -25,7 +25,7 @@ RUN = ["train", *SMALL, "train.steps=3", "checkpoint.every=1", "eval.problems=0"
 
 
 def saver(whole: bool = True) -> BackgroundWriter:
-    world: Any = SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(whole=whole))
+    world: Any = SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(replicated=whole))
     return BackgroundWriter(world)
 
 
@@ -124,7 +124,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 import torch
 from grpocli.training.checkpointer import BackgroundWriter
-one = BackgroundWriter(SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(whole=True)))
+one = BackgroundWriter(SimpleNamespace(channel=lambda: nullcontext, parallel=SimpleNamespace(replicated=True)))
 begun = threading.Event()
 def work():
     begun.set()

@@ -77,7 +77,7 @@ def loaded(world: World, path: Path, make: Make, lora: bool = False, dtype: torc
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         if lora:
             model = attach(model, Lora(rank=4), seed=0)
-    wrapped, optimizer = world.parallel.share(model, dtype, make)
+    wrapped, optimizer = world.parallel.prepare(model, dtype, make)
     return Policy(model, wrapped, dtype, world.parallel), optimizer
 
 
