@@ -5,8 +5,8 @@
         eps: float = 1e-4
         def __call__(self, rewards_PG): ...
 
-makes `algorithm/advantage=std` a choice of Hydra's and `algorithm.advantage.eps` a typed key. Parts are
-imported at every start, so their modules import nothing heavy at the top.
+makes `algorithm/advantage=std` a choice of Hydra's and `algorithm.advantage.eps` a typed key. `launch/part_modules.py`
+imports the modules of parts at every start, so they import nothing heavy at the top.
 """
 
 from __future__ import annotations

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-import re
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, cast
@@ -17,7 +15,6 @@ from grpocli.errors import ConfigError
 from grpocli.launch.hydra_errors import friendly
 from grpocli.launch.hydra_sources import beside_another_hydra, conf_dir, extend_hydra
 from grpocli.launch.overrides import rewritten
-from grpocli.version import PACKAGE
 
 if TYPE_CHECKING:
     from grpocli.algorithm import Algorithm
@@ -27,15 +24,12 @@ logger = logging.getLogger(__name__)
 
 
 def register_parts() -> None:
-    """Register the parts of this package, and those that installed packages declare.
+    """Register the parts of this package and of installed packages. Safe to call again.
 
-    A module of this package is found by a line that begins with `@part(` or `@named(`: a new part needs no list to be
-    edited.
-    A package of yours declares `[project.entry-points."grpocli.parts"] NAME = "module"`.
+    A package declares its parts with `[project.entry-points."grpocli.parts"] NAME = "module"`.
     """
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if re.search(rb"\n@(part|named)\(", path.read_bytes()):
-            importlib.import_module(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
+    import grpocli.launch.part_modules  # noqa: F401 - its imports register the parts of this package
+
     for plugin in entry_points(group="grpocli.parts"):
         plugin.load()
     extend_hydra()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ from omegaconf import OmegaConf
 
 from grpocli.config.parts import CLASSES
 from grpocli.hardware.devices import Devices
+from grpocli.launch import part_modules
 from grpocli.launch.compose import build_run, compose
 from grpocli.launch.conf_files import MARK
 from grpocli.launch.hydra_sources import conf_dir
 from grpocli.launch.overview import opening_lines, plan_lines
 from grpocli.rollout.engine import EngineJob
+from grpocli.version import PACKAGE
 
 TABLE = {
     "grpo": ("Std", "Uniform", "All", (0.2, 0.2), ("K3", 0.04), "SequenceMean", {}),
@@ -26,6 +29,16 @@ TABLE = {
 
 def name(node: Any) -> str:
     return CLASSES[node._target_].__name__
+
+
+def test_every_module_with_parts_is_imported_at_start() -> None:
+    imported = set(re.findall(r"^import ([\w.]+)$", Path(part_modules.__file__).read_text(), re.MULTILINE))
+    declaring = {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"^@(part|named)\(", path.read_text(), re.MULTILINE)
+    }
+    assert declaring == imported
 
 
 @pytest.mark.parametrize("algorithm", TABLE)
