@@ -11,6 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when the libraries are first imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of little models two threads are slower, and spin while others work
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait for others leave the core to them
 
 import pytest
 import torch

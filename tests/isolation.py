@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -18,13 +19,15 @@ from grpocli.launch.compose import register_parts
 
 PYTESTS_OWN = "PYTEST_CURRENT_TEST"
 
+registered = functools.cache(register_parts)  # it reads every file of the package, and what it registers stays
+
 
 @contextmanager
 def isolated(made_here: Path) -> Iterator[None]:
     """Forget the parts that are registered inside, the modules of the folder `made_here` that are imported, and the
     changes of `sys.path` and `sys.argv`, of the working directory, the environment, Hydra's own config and the root
     logger's level."""
-    register_parts()
+    registered()
     store = ConfigStore.instance()
     repo, marked = _copied(store.repo), {kind: set(keys) for kind, keys in MARKED.items()}
     classes = dict(CLASSES)
