@@ -1,4 +1,4 @@
-"""The short form of `make chaos`: one or two trials of each kind, and what its table and its seeds promise."""
+"""`make chaos` in short: one or two trials of each kind, its table, and trials that repeat from a seed."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ ASKED = {
     "sandbox": 150,
     "keyless": 2000,
 }
-SHORT: list[Trial] = [
+RUNS: list[Trial] = [  # whole runs; other files have a test of each in `make test`
     Kill("engine=transformers", kills.RUN, signal.SIGKILL, "in a step", 2, 0.05),
     Damage("one flipped bit", WEIGHTS, fallback=False, seed=1),
     Fault("status 503", GENERATE, 5, 1, STAND_IN),
     Fault("log-probs that are NaN", GENERATE, 5, 1, STAND_IN),
+    Misbehaviour("a catastrophic regex", 2, ahead=False),
+]
+SHORT: list[Trial] = [
     Keyless(STAND_IN, seed=1),
     BadRow("a key twice", 7),
-    Misbehaviour("a catastrophic regex", 2, ahead=False),
     Attack("namespaces", "sees a file", THERE, "assert attack('/etc/passwd')", probe=True),
     Attack("namespaces", "lies", LIES["by what is collected"], "assert answer() == 42"),
 ]
@@ -56,12 +58,23 @@ def shared(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     made.close()
 
 
-@pytest.mark.parametrize("trial", SHORT, ids=str)
-def test_it_holds(trial: Trial, shared: Shared, tmp_path: Path) -> None:
+def hold(trial: Trial, shared: Shared, folder: Path) -> None:
     try:
-        trial.hold(Place(tmp_path, shared))
+        trial.hold(Place(folder, shared))
     except LeftOut as error:
         pytest.skip(str(error))
+
+
+@pytest.mark.survival
+@pytest.mark.parametrize("trial", RUNS, ids=str)
+def test_a_run_holds(trial: Trial, shared: Shared, tmp_path: Path) -> None:
+    hold(trial, shared, tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("trial", SHORT, ids=str)
+def test_a_trial_without_a_run_holds(trial: Trial, shared: Shared, tmp_path: Path) -> None:
+    hold(trial, shared, tmp_path)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -110,14 +123,14 @@ def test_the_table_counts_what_was_tried(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kills_8", "kills_9"], "lost ones stay to be looked at"
 
 
-def test_what_has_no_time_left_is_not_called_tried(tmp_path: Path) -> None:
+def test_a_trial_without_time_left_does_not_count_as_tried(tmp_path: Path) -> None:
     trials = [Numbered(KINDS[0], 7, Held())]
     outcomes = list(tried(trials, Shared(tmp_path), deadline=0.0))
     row = as_markdown(trials, outcomes).splitlines()[2]
     assert [cell.strip() for cell in row.strip("|").split("|")] == ["kills", "1", "0", "0", "none", "0"]
 
 
-def test_a_page_keeps_what_is_not_the_table() -> None:
+def test_only_the_table_of_a_page_is_replaced() -> None:
     page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
     assert replaced(page, "new\n") == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
     assert replaced(replaced(page, "other\n"), "new\n") == replaced(page, "new\n")

@@ -1,12 +1,8 @@
-"""engine=vllm_colocate: one start of real vLLM in a process of its own, and the order of calls with a stand-in."""
+"""engine=vllm_colocate: the order of its calls to vLLM, recorded by a stand-in, and the options that it refuses."""
 
 from __future__ import annotations
 
 import gc
-import json
-import os
-import subprocess
-import sys
 import weakref
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,94 +21,6 @@ from grpocli.rollout.vllm.llm import Inside, arguments
 from grpocli.types import Request, Sampling
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What `colocate_child` found; vLLM in this process would change the other tests."""
-    folder = tmp_path_factory.mktemp("colocate")
-    model, results = build_model(folder / "model", tied=True), folder / "results.json"
-    command = [sys.executable, "-m", "rollout.colocate_child", str(model), str(folder / "run"), str(results)]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "2"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert (done.stdout, done.stderr) == ("", "")
-    return json.loads(results.read_text()) | {"log": (folder / "run" / "logs" / "vllm.log").read_text()}
-
-
-@needs_vllm
-@pytest.mark.parametrize("name", ["plain", "truncated"])
-def test_logprobs_are_those_of_transformers(found: Any, name: str) -> None:
-    reasons = set()
-    for one in found["sampled"][name]:
-        assert one["logprobs"] == pytest.approx(one["expected"], abs=1e-3)
-        ended = one["token_ids"][-1] == TOKENIZER.eos_token_id
-        assert one["finish_reason"] == ("stop" if ended else "length")
-        assert ended or len(one["token_ids"]) == 24
-        reasons.add(one["finish_reason"])
-    assert name == "truncated" or reasons == {"stop", "length"}
-
-
-@needs_vllm
-def test_same_seed_same_tokens_in_any_company(found: Any) -> None:
-    together, alone, other = found["seeds"]
-    assert together == alone
-    assert other != together
-    everything = [tuple(ids) for group in together for ids in group]
-    assert len(set(everything)) == len(everything), "neighbouring seeds gave the same completion"
-
-
-@needs_vllm
-def test_greedy(found: Any) -> None:
-    expected, *got = found["greedy"]
-    assert got == [expected] * 2
-
-
-@needs_vllm
-def test_a_sync_brings_the_weights_and_only_a_sync(found: Any) -> None:
-    synced, size = found["synced"]
-    assert synced == {"sync/bytes": size}
-    before, trainer_before, between, trainer_between, after, trainer_after = found["moved"]["scores"]
-    assert before == pytest.approx(trainer_before, abs=1e-4)
-    assert between == before, "vLLM looks into the trainer's own tensors"
-    assert max(abs(a - b) for a, b in zip(trainer_before, trainer_between, strict=True)) > 0.1
-    assert after == pytest.approx(trainer_after, abs=1e-4)
-    assert (found["moved"]["versions"], found["moved"]["weight version"]) == ([2], "2")
-    assert "sync before the first completion" in found["before the first sync"]
-
-
-@needs_vllm
-@pytest.mark.parametrize(
-    "name",
-    ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight", "missing"],
-)
-def test_wrong_weights_are_refused_with_both_numbers(found: Any, name: str) -> None:
-    said, server, trainer = found["corrupted"][name]
-    assert "does not have the trainer's weights" in said
-    assert f"{server:.5f}" in said
-    assert f"{trainer:.5f}" in said
-
-
-@needs_vllm
-def test_a_parameter_that_vllm_does_not_know_is_refused(found: Any) -> None:
-    assert "could not load the weights" in found["corrupted"]["unknown"][0]
-
-
-@needs_vllm
-def test_the_process_is_the_trainers_again_after_every_call(found: Any) -> None:
-    assert found["changed by start"] == {}
-    assert found["changed by use"] == {}
-    assert found["changed in the end"] == {}
-
-
-@needs_vllm
-def test_structured_outputs_of_a_request(found: Any) -> None:
-    assert found["structured outputs"] == ["StructuredOutputsParams", "[0-9]+"]
-
-
-@needs_vllm
-def test_its_log_is_in_the_run_folder(found: Any) -> None:
-    assert "vllm" in found["log"]
 
 
 class Recorded:

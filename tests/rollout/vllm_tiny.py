@@ -14,6 +14,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from grpocli.rollout.distribution import sampling_logits
+from grpocli.rollout.repetition import first_seen
 from grpocli.types import Sampling
 
 VOCABULARY = 96
@@ -91,10 +92,12 @@ class Alone:
 TOKENIZER: Any = SimpleNamespace(eos_token_id=1)
 
 
-def expected_logprobs(policy: TinyPolicy, prompt: list[int], ids: list[int], sampling: Sampling) -> list[float]:
-    """By transformers, under the distribution that is sampled from."""
-    with torch.no_grad():
-        logits = policy.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-    picked = torch.tensor(ids)
-    logp = sampling_logits(logits, sampling, keep_N=picked).log_softmax(-1)
-    return logp.gather(1, picked[:, None])[:, 0].tolist()
+@torch.no_grad()
+def expected_logprobs(policy: TinyPolicy, prompt: list[int], token_ids: list[int], sampling: Sampling) -> list[float]:
+    """Log-probs of the completion by transformers, under the distribution that is sampled from."""
+    ids, n = torch.tensor([prompt + token_ids]), len(token_ids)
+    logits_TV = policy.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    seen_TV = first_seen(ids, torch.ones_like(ids), n, VOCABULARY) < torch.arange(n)[:, None]
+    picked = torch.tensor(token_ids)
+    logp_TV = sampling_logits(logits_TV, sampling, keep_N=picked, seen_NV=seen_TV).log_softmax(-1)
+    return logp_TV.gather(1, picked[:, None])[:, 0].tolist()

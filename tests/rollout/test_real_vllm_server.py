@@ -1,0 +1,472 @@
+"""engine=vllm with one real server, started by `grpocli vllm-serve`: sampling, weight sync, its key and its end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from rollout.letters import cut, letters
+from rollout.vllm_tiny import VOCABULARY, Alone, TinyPolicy, build_model, expected_logprobs
+
+from grpocli.errors import ConfigError, EngineError
+from grpocli.processes.guard import wait_gone
+from grpocli.processes.reaper import descendants
+from grpocli.rollout.engine import EngineContext, EngineJob
+from grpocli.rollout.transformers_engine import Transformers
+from grpocli.rollout.vllm.client import Client
+from grpocli.rollout.vllm.endpoint import Endpoint, run_file, serve_file
+from grpocli.rollout.vllm.engine import VllmEngine
+from grpocli.rollout.vllm.options import Vllm
+from grpocli.rollout.vllm.private_folder import LOCK
+from grpocli.rollout.vllm.protocol import Refused
+from grpocli.rollout.vllm.server import free_port
+from grpocli.types import Completion, Request, Sampling
+
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
+
+TOKENIZER: Any = letters(VOCABULARY)
+A, B, AB = TOKENIZER.convert_tokens_to_ids(["a", "b", "ab"])
+
+SERVE = """
+import sys
+from grpocli.rollout.vllm.options import Vllm
+from grpocli.launch.shared_server import Serve, serve
+sys.exit(serve(Serve(model=None, engine=Vllm(), port=int(sys.argv[2]), max_model_len=128), sys.argv[1], "float32"))
+"""
+
+
+@dataclass
+class Running:
+    """An engine and the server that it was given."""
+
+    engine: VllmEngine
+    policy: TinyPolicy
+    context: EngineContext
+    endpoint: Endpoint
+    first_weights: dict[str, torch.Tensor]
+
+    @property
+    def job(self) -> EngineJob:
+        return self.context.job
+
+    def sync_first_weights(self) -> None:
+        self.policy.model.load_state_dict(self.first_weights)
+        self.engine.sync(0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose output head is not its embedding."""
+    folder = build_model(tmp_path_factory.mktemp("untied") / "model", tied=False)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def endpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    """The only server of this file. Ctrl-C ends it and leaves nothing of it."""
+    folder, port = tmp_path_factory.mktemp("serve"), free_port()
+    output, before = folder / "output", set(descendants())
+    with pytest.MonkeyPatch.context() as patch, output.open("wb") as file:
+        patch.setenv("GRPOCLI_CACHE", str(folder / "cache"))
+        command = [sys.executable, "-c", SERVE, str(model), str(port)]
+        with subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as server:
+            try:
+                wait_for(serve_file(port), server, output)
+                endpoint = Endpoint.load(serve_file(port))
+                started = [pid for pid in descendants() if pid not in before]
+                yield endpoint
+            finally:
+                server.send_signal(signal.SIGINT)
+            assert server.wait(60) == 0, output.read_text()[-2000:]
+        assert f"engine.base_url={endpoint.url}" in output.read_text()
+        assert len(started) >= 4
+        assert wait_gone(started, 5) == []
+        assert not serve_file(port).exists()
+        assert not Path(endpoint.shm_dir).exists()
+
+
+def wait_for(path: Path, server: subprocess.Popen[bytes], output: Path) -> None:
+    """Wait until the server has written the file; it ends by itself where it cannot start (engine.start_timeout)."""
+    while not path.exists():
+        assert server.poll() is None, output.read_text()[-2000:]
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def running(model: Path, endpoint: Endpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A run finds the server's key by its address, and leaves the server running."""
+    run = tmp_path_factory.mktemp("run")
+    job = EngineJob(str(model), "float32", 128, run, seed=0)
+    policy, options = TinyPolicy(model), Vllm(base_url=endpoint.url)
+    context = EngineContext(job, policy, TOKENIZER, Alone())  # type: ignore[arg-type]
+    with options.launch(job):
+        engine = options.connect(context)
+        with pytest.raises(EngineError, match="sync before the first completion"):
+            engine.generate([Request([5], 1, seed=0)], Sampling(4))
+        engine.sync(1)
+        first = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
+        yield Running(engine, policy, context, endpoint, first)  # type: ignore[arg-type]
+        engine.close()
+    assert not run_file(run).exists()
+    assert httpx.get(f"{endpoint.url}/health", trust_env=False).status_code == 200
+
+
+PROMPTS = [[5, 6, 7, 8], [9, 10], [5, 6, 7, 8], [11] * 40]
+
+
+def requests(n: int = 4, seed: int = 0) -> list[Request]:
+    return [Request(prompt, n, seed + i) for i, prompt in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(24), Sampling(24, temperature=0.7, top_p=0.9, top_k=20, min_p=0.02)],
+    ids=["plain", "truncated"],
+)
+def test_logprobs_are_those_of_transformers(running: Running, sampling: Sampling) -> None:
+    completions = running.engine.generate(requests(n=8), sampling)
+    assert [len(group) for group in completions] == [8] * len(PROMPTS)
+    reasons = set()
+    for prompt, group in zip(PROMPTS, completions, strict=True):
+        for one in group:
+            expected = expected_logprobs(running.policy, prompt, one.token_ids, sampling)
+            assert one.logprobs == pytest.approx(expected, abs=1e-3)
+            ended = one.token_ids[-1] == TOKENIZER.eos_token_id
+            assert one.finish_reason == ("stop" if ended else "length")
+            assert ended or len(one.token_ids) == sampling.max_tokens
+            assert TOKENIZER.eos_token_id not in one.token_ids[:-1]
+            reasons.add(one.finish_reason)
+    assert sampling.truncates or reasons == {"stop", "length"}
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(running: Running) -> None:
+    together = running.engine.generate(requests(), Sampling(16))
+    alone = [running.engine.generate([request], Sampling(16))[0] for request in reversed(requests())]
+    assert [[c.token_ids for c in g] for g in together] == [[c.token_ids for c in g] for g in reversed(alone)]
+    everything = [tuple(c.token_ids) for group in together for c in group]
+    assert len(set(everything)) == len(everything), "neighbouring seeds gave the same completion"
+    other = running.engine.generate(requests(seed=100), Sampling(16))
+    assert other != together
+
+
+def test_more_prompts_than_fit_into_a_batch_are_computed(running: Running) -> None:
+    """By default vLLM splits such prompts, and on a CPU it dies of a split prompt with a seed."""
+    asked = [Request([2 + (7 * i + j) % 90 for j in range(120)], 1, seed=i) for i in range(60)]
+    groups = running.engine.generate(asked, Sampling(2))
+    assert [len(group) for group in groups] == [1] * len(asked)
+    for request, (one,) in list(zip(asked, groups, strict=True))[::20]:
+        expected = expected_logprobs(running.policy, request.token_ids, one.token_ids, Sampling(2))
+        assert one.logprobs == pytest.approx(expected, abs=1e-3)
+    assert running.engine.restarts == 0
+
+
+def test_greedy_takes_the_likeliest_tokens(running: Running) -> None:
+    group = running.engine.generate([Request([5, 6, 7, 8], 3, seed=0)], Sampling(8, temperature=0.0))[0]
+    ids = [5, 6, 7, 8]
+    for _ in range(8):
+        with torch.no_grad():
+            ids.append(int(running.policy.model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] == TOKENIZER.eos_token_id:
+            break
+    assert [c.token_ids for c in group] == [ids[4:]] * 3
+
+
+@pytest.mark.parametrize("bucket", [2**29, 20_000], ids=["one file", "many files"])
+def test_a_sync_brings_the_changed_weights(running: Running, monkeypatch: pytest.MonkeyPatch, bucket: int) -> None:
+    monkeypatch.setattr(running.engine._sync.transport, "bucket", bucket)  # type: ignore[attr-defined]
+    for version in (bucket, bucket + 1):
+        running.policy.change(seed=version)
+        metrics = running.engine.sync(version)
+        assert metrics["sync/bytes"] == 4.0 * sum(p.numel() for p in running.policy.model.parameters())
+        assert running.engine.fleet.clients[0].weight_version() == version
+        group = running.engine.generate([Request(PROMPTS[3], 2, seed=1)], Sampling(16))[0]
+        for one in group:
+            assert one.version == version
+            expected = expected_logprobs(running.policy, PROMPTS[3], one.token_ids, Sampling(16))
+            assert one.logprobs == pytest.approx(expected, abs=1e-3)
+        folder = Path(running.endpoint.shm_dir)  # the server's lock and sockets are there too
+        assert [path for path in folder.iterdir() if path.is_file() and path.name != LOCK] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"]
+)
+def test_a_corrupted_sync_is_refused_with_the_log_probs_of_both_sides(running: Running, name: str) -> None:
+    weights = dict(running.policy.model.named_parameters())
+    running.policy.sent = weights | {name: weights[name] + 0.05 * torch.randn_like(weights[name])}
+    with pytest.raises(EngineError, match="does not have the trainer's weights") as caught:
+        running.engine.sync(50)
+    running.policy.sent = None
+    probe = running.engine._sync.probe.token_ids
+    for number in (running.policy.score(probe), running.engine.fleet.clients[0].score(probe)):
+        assert f"{sum(number) / len(number):.5f}" in str(caught.value)
+    running.engine.sync(51)
+
+
+def test_a_sync_without_a_parameter_is_refused(running: Running) -> None:
+    running.policy.change(seed=7)
+    running.policy.sent = {
+        name: p for name, p in running.policy.model.named_parameters() if "layers.0.self_attn.o_proj" not in name
+    }
+    with pytest.raises(EngineError, match="does not have the trainer's weights"):
+        running.engine.sync(60)
+    running.policy.sent = None
+    running.engine.sync(61)
+
+
+def test_weights_change_under_running_requests(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens before the sync are of the old version, those after it of the new one; each has its version's log-prob."""
+    monkeypatch.setattr(running.engine._sync, "mode", "keep")  # type: ignore[attr-defined]
+    running.engine.sync(100)
+    before = TinyPolicy(Path(running.job.model_path))
+    before.model.load_state_dict(running.policy.model.state_dict())
+    version, deadline = 100, time.monotonic() + 120
+    mixed: list[Completion] = []
+    with ThreadPoolExecutor(1) as thread:
+        while not mixed:
+            assert time.monotonic() < deadline, "no sync met a running request within 120 s"
+            asked = [Request(PROMPTS[0], 16, seed=version + i) for i in range(8)]
+            groups = thread.submit(running.engine.generate, asked, Sampling(100))
+            version += 1
+            before.model.load_state_dict(running.policy.model.state_dict())
+            running.policy.change(seed=version)
+            running.engine.sync(version)
+            mixed = [one for group in groups.result() for one in group if one.spans]
+    for one in mixed[:4]:
+        assert one.spans is not None
+        assert [label for label, _ in one.spans] == [version - 1, version]
+        assert sum(tokens for _, tokens in one.spans) == len(one.token_ids)
+        assert one.version == version - 1
+        old, new = (expected_logprobs(p, PROMPTS[0], one.token_ids, Sampling(100)) for p in (before, running.policy))
+        first = one.spans[0][1]
+        assert one.logprobs[:first] == pytest.approx(old[:first], abs=1e-3)
+        assert one.logprobs[first:] == pytest.approx(new[first:], abs=1e-3)
+
+
+def test_a_sync_ends_an_update_that_another_run_left_unfinished(running: Running) -> None:
+    running.engine.fleet.clients[0].pause()
+    running.engine.fleet.clients[0].start_update()
+    running.policy.change(seed=8)
+    running.engine.sync(70)
+    assert running.engine.generate([Request([5], 1, seed=0)], Sampling(4))[0][0].version == 70
+
+
+def test_the_server_reads_weights_from_its_own_folder_only(running: Running, tmp_path: Path) -> None:
+    client = Client(running.endpoint, timeout=60)
+    (tmp_path / "weights.safetensors").write_bytes(b"")
+    Path(running.endpoint.shm_dir, "link").symlink_to(tmp_path / "weights.safetensors")
+    for name in (str(tmp_path / "weights.safetensors"), "../weights", "link", "missing", ""):
+        client.start_update()
+        with pytest.raises(Refused):
+            client.update({"file": name})
+    Path(running.endpoint.shm_dir, "link").unlink()
+    running.engine.sync(80)
+
+
+def test_a_prompt_or_completion_longer_than_the_context_is_refused(running: Running) -> None:
+    with pytest.raises(EngineError, match=r"refused /inference/v1/generate \(400\).*128"):
+        running.engine.generate([Request([5] * 130, 1, seed=0)], Sampling(24))
+    with pytest.raises(EngineError, match="after 8 of 24 tokens"):
+        running.engine.generate([Request([5] * 120, 8, seed=0)], Sampling(24))
+
+
+def test_every_route_needs_the_key(running: Running) -> None:
+    url, key = running.endpoint.url, running.endpoint.api_key
+    with httpx.Client(base_url=url, trust_env=False, timeout=30) as http:
+        paths = http.get("/openapi.json", headers={"Authorization": f"Bearer {key}"}).json()["paths"]
+        assert {"/update_weights", "/collective_rpc", "/pause", "/v1/completions"} <= set(paths)
+        routes = [(method, path) for path, methods in paths.items() for method in methods]
+        routes += [("get", path) for path in ("/metrics", "/docs", "/openapi.json", "/nowhere", "//health", "/")]
+        for method, path in routes:
+            if path != "/health":
+                for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": key}):
+                    assert http.request(method, path, headers=headers).status_code == 401, (method, path)
+        assert http.get("/health").status_code == 200
+
+
+def test_the_key_is_private(running: Running) -> None:
+    assert run_file(running.job.run_dir).stat().st_mode & 0o777 == 0o600
+    assert Path(running.endpoint.shm_dir).stat().st_mode & 0o777 == 0o700
+    lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert "grpocli.rollout.vllm.api_server" in lines
+    assert running.endpoint.api_key not in lines
+    assert running.endpoint.api_key not in Path(str(running.endpoint.log)).read_text()
+
+
+def test_a_given_server_that_does_not_fit_is_refused(running: Running, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text(running.endpoint.api_key)
+    other = build_model(tmp_path / "other", tied=True)
+    good = Vllm(base_url=running.endpoint.url, api_key_file=str(key))
+    job = replace(running.job, run_dir=tmp_path / "run", sync_folder=running.endpoint.shm_dir)
+    cases = [
+        (good, replace(job, dtype="bfloat16"), "computes in float32, the run in bfloat16: serve with dtype"),
+        (good, replace(job, max_tokens=1000), "takes 128 tokens, the run needs 1000"),
+        (good, replace(job, model_path=str(other)), "tie_word_embeddings=False, the run's True"),
+        (good, replace(job, sync_folder=None), "sync.folder=None"),
+        (good, replace(job, most=129), "runs 128 completions at once, one request of the run has 129"),
+    ]
+    for options, needs, message in cases:
+        with pytest.raises(ConfigError, match=message), options.launch(needs):
+            pass
+    key.write_text("wrong")
+    with pytest.raises(ConfigError, match=r"refuses the key: set engine\.api_key_file"), good.launch(job):
+        pass
+
+
+# Penalties, stop strings, structured outputs
+
+FREE = Sampling(40)
+
+
+@pytest.fixture
+def fresh(running: Running) -> Running:
+    """The server has the model's first weights, whatever earlier tests have sent."""
+    running.sync_first_weights()
+    return running
+
+
+@pytest.fixture(scope="module")
+def transformers(running: Running) -> Any:
+    """The in-process sampler with the model's first weights."""
+    policy = SimpleNamespace(model=TinyPolicy(Path(running.job.model_path)).model, sampling_mode=torch.inference_mode)
+    return Transformers().connect(replace(running.context, policy=policy))  # type: ignore[arg-type]
+
+
+def flat(groups: list[list[Completion]]) -> list[tuple[list[int], Completion]]:
+    """Each completion with its prompt."""
+    return [(prompt, one) for prompt, group in zip(PROMPTS, groups, strict=True) for one in group]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        replace(FREE, repetition_penalty=1.5),
+        replace(FREE, repetition_penalty=0.8),
+        replace(FREE, repetition_penalty=1.3, temperature=0.7, top_p=0.9, top_k=20, min_p=0.02),
+    ],
+    ids=["penalty", "reward", "penalty and truncation"],
+)
+def test_log_probs_with_a_penalty_are_the_trainers(fresh: Running, sampling: Sampling) -> None:
+    for prompt, one in flat(fresh.engine.generate(requests(), sampling)):
+        assert one.logprobs == pytest.approx(expected_logprobs(fresh.policy, prompt, one.token_ids, sampling), abs=1e-3)
+
+
+def test_greedy_with_a_penalty_is_the_same_in_both_engines(fresh: Running, transformers: Any) -> None:
+    sampling = replace(FREE, temperature=0.0, repetition_penalty=1.7)
+    both = [[c.token_ids for _, c in flat(e.generate(requests(n=2), sampling))] for e in (fresh.engine, transformers)]
+    assert both[0] == both[1]
+
+
+@pytest.mark.parametrize(
+    ("stop", "regex"), [(("a",), None), (("fc", "3"), None), (("dé", "bé"), "[a-d]{1,3}é[a-p]{3}")], ids=str
+)
+def test_stop_strings_end_a_completion_and_remove_no_token(
+    fresh: Running, stop: tuple[str, ...], regex: str | None
+) -> None:
+    """With the same seeds a completion is the start of the one without stop strings; é is two tokens."""
+    free = replace(FREE, regex=regex)
+    whole = fresh.engine.generate(requests(16), free)
+    stopped = fresh.engine.generate(requests(16), replace(free, stop=stop))
+    reasons = set()
+    for (_, a), (_, b) in zip(flat(whole), flat(stopped), strict=True):
+        assert b.token_ids == cut(TOKENIZER, a.token_ids, stop)
+        assert b.logprobs == pytest.approx(a.logprobs[: len(b.token_ids)], abs=1e-4)
+        said = any(one in TOKENIZER.decode(b.token_ids, skip_special_tokens=True) for one in stop)
+        assert b.finish_reason == ("stop" if said else a.finish_reason)
+        reasons.add((said, b.finish_reason))
+    assert (True, "stop") in reasons
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_completions_match_a_regex(fresh: Running, temperature: float) -> None:
+    sampling = replace(FREE, temperature=temperature, regex=r"[a-d]{2,4}-\d{1,3}", stop=())
+    for _, one in flat(fresh.engine.generate(requests(), sampling)):
+        assert one.finish_reason == "stop"
+        assert re.fullmatch(str(sampling.regex), TOKENIZER.decode(one.token_ids, skip_special_tokens=True))
+
+
+def test_completions_match_a_json_schema(fresh: Running) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["c", "d"]}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    for _, one in flat(fresh.engine.generate(requests(), Sampling(60, json_schema=schema))):
+        assert one.finish_reason == "stop"
+        value = json.loads(TOKENIZER.decode(one.token_ids, skip_special_tokens=True))
+        assert set(value) == {"a", "b"}
+        assert 0 <= value["a"] <= 99
+        assert value["b"] in ("c", "d")
+
+
+def test_log_probs_of_a_structure_are_those_of_what_it_allows(fresh: Running) -> None:
+    """The sampler's are of the masked distribution; the trainer's are of all tokens, so they are less."""
+    one = fresh.engine.generate([Request(PROMPTS[0], 1, 0)], replace(FREE, regex="[abc]-"))[0][0]
+    allowed = [
+        TOKENIZER.convert_tokens_to_ids(["a", "b", "c"]),
+        TOKENIZER.convert_tokens_to_ids(["-"]),
+        [TOKENIZER.eos_token_id],
+    ]
+    assert len(one.token_ids) == len(allowed)
+    ids = torch.tensor([PROMPTS[0] + one.token_ids])
+    with torch.no_grad():
+        logp_TV = fresh.policy.model(input_ids=ids).logits[0, len(PROMPTS[0]) - 1 : -1].log_softmax(-1)
+    of_all = expected_logprobs(fresh.policy, PROMPTS[0], one.token_ids, FREE)
+    for t, tokens in enumerate(allowed):
+        assert one.logprobs[t] == pytest.approx(of_all[t] - float(logp_TV[t, tokens].logsumexp(-1)), abs=1e-3)
+    assert sum(of_all) < sum(one.logprobs)
+
+
+def test_a_sampling_that_vllm_refuses_fails_the_first_sync(fresh: Running) -> None:
+    """Before it, a run that was killed may have left the server paused."""
+
+    def connect(**changes: Any) -> None:
+        context = replace(fresh.context, sampling=replace(FREE, **changes))
+        engine = Vllm(base_url=fresh.endpoint.url).connect(context)
+        fresh.engine.fleet.clients[0].pause()
+        engine.sync(0)
+        engine.close()
+
+    connect(regex="a+")
+    connect(json_schema={"type": "string"})
+    with pytest.raises(ConfigError, match=r"rollout\.regex=\(\?<=a\)b: vLLM cannot use it: .*regex") as caught:
+        connect(regex="(?<=a)b")
+    assert len(str(caught.value).splitlines()) == 1
+    with pytest.raises(ConfigError, match=r"rollout\.json_schema={'type': 'nonsense'}: vLLM cannot use it"):
+        connect(json_schema={"type": "nonsense"})
+    with pytest.raises(ConfigError, match=r"rollout\.temperature=2\.5: .*2 at most"):
+        connect(temperature=2.5)
+
+
+@pytest.mark.parametrize("name", ["vllm", "transformers"])
+def test_prompts_and_completions_stay_tokens(name: str, fresh: Running, transformers: Any) -> None:
+    """Neither is ever text in between, which would come back as other tokens."""
+    engine = fresh.engine if name == "vllm" else transformers
+    prompt = [A, B, A, B]
+    assert TOKENIZER.encode(TOKENIZER.decode(prompt)) == [AB, AB]
+    group = engine.generate([Request(prompt, 24, seed=3)], FREE)[0]
+    changed_by_text = 0
+    for one in group:
+        text = TOKENIZER.decode(one.token_ids, skip_special_tokens=True)
+        changed_by_text += TOKENIZER.encode(text) != [i for i in one.token_ids if i != TOKENIZER.eos_token_id]
+        assert one.logprobs == pytest.approx(expected_logprobs(fresh.policy, prompt, one.token_ids, FREE), abs=1e-3)
+    assert changed_by_text > 12
+    reencoded = expected_logprobs(fresh.policy, [AB, AB], group[0].token_ids, FREE)
+    assert group[0].logprobs != pytest.approx(reencoded, abs=1e-2), "another prompt would look the same"
