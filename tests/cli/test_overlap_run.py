@@ -52,7 +52,7 @@ def test_completions_are_one_version_old(tmp_path: Path) -> None:
 
 
 def test_weights_change_under_running_requests(tmp_path: Path) -> None:
-    """Whether a sync meets a running request is a matter of time here; test_vllm_real.py makes sure of one."""
+    """Whether a sync meets a running request is a matter of time here; test_real_vllm_server.py makes sure of one."""
     slow = ["rollout.max_completion_tokens=50", "model.warm_start_steps=1", "engine.vllm_args.max_num_seqs=4"]
     shape = ["rollout.group_size=2", "checkpoint.every=0", "optim.lr=1e-5", "eval.problems=0"]
     refused = ["algorithm=dapo", "algorithm.keep.reward=format", "reward=[format]", "reward.format.pattern='.*[02468]'"]
