@@ -11,8 +11,8 @@ from grpocli.cli.hydra_app import composed, parser_of
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
-    from grpocli.plan.placement import DeviceOptions
     from grpocli.plan.plan import Plan
+    from grpocli.plan.resources import DeviceOptions
     from grpocli.tracking.view import View
 
 EXAMPLES = """\
@@ -30,7 +30,7 @@ examples
 def main(argv: Sequence[str]) -> int:
     """Print the plan. Returns the exit code: 0, or 1 where it does not fit; raises ConfigError as train does."""
     args = _parser().parse_intermixed_args(argv)
-    from grpocli.plan.placement import DeviceOptions
+    from grpocli.plan.resources import DeviceOptions
 
     asked = DeviceOptions(args.memory, args.devices, args.tflops, args.bandwidth)
     run = _run(args.overrides, args.config_dir)

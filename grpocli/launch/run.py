@@ -47,7 +47,7 @@ from grpocli.training.trainer_job import TrainerJob, wait_for_job
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
-    from grpocli.tasks.prompt_source import Data
+    from grpocli.tasks.prompt_source import PromptSource
     from grpocli.tasks.task import Example, Task
     from grpocli.tracking.view import View
     from grpocli.training.resume_point import ResumePoint
@@ -289,11 +289,11 @@ def _launched(run: Run, job: EngineJob, view: View) -> Iterator[None]:
         yield
 
 
-def _load_data(run: Run, job: TrainerJob) -> Data:
+def _load_data(run: Run, job: TrainerJob) -> PromptSource:
     from grpocli.models.loading import load_tokenizer
-    from grpocli.tasks.prompt_source import Data
+    from grpocli.tasks.prompt_source import PromptSource
 
-    return Data.of(run, load_tokenizer(run.model, job.engine.model_path))
+    return PromptSource.of(run, load_tokenizer(run.model, job.engine.model_path))
 
 
 def _in_this_process(devices: Devices, node: Node | None) -> bool:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from grpocli.distributed.world import World
     from grpocli.processes.heartbeat import HeartbeatWriter
     from grpocli.processes.signals import StopSignal
-    from grpocli.tasks.prompt_source import Data
+    from grpocli.tasks.prompt_source import PromptSource
     from grpocli.tracking.recorder import Recorder
     from grpocli.tracking.view import View
     from grpocli.training.trainer import Trainer
@@ -48,7 +48,7 @@ class TrainProcess:
     view: View
     report: Callable[[BaseException], None] = lambda error: None
     heartbeat: HeartbeatWriter | None = None
-    load_data: Callable[[], Data] | None = None
+    load_data: Callable[[], PromptSource] | None = None
 
     def train(self) -> float | None:
         """Train, write `model/` at the end, and `summary.json` in any case. Returns the final accuracy."""
@@ -76,12 +76,12 @@ class TrainProcess:
 
     def _trainer(self, world: World, recorder: Recorder) -> Trainer:
         from grpocli.models.loading import load_tokenizer
-        from grpocli.tasks.prompt_source import Data
+        from grpocli.tasks.prompt_source import PromptSource
         from grpocli.training.build import build_trainer
 
         run, job = self.run, self.job
         self.view.stage("loading the data")
-        data = self.load_data() if self.load_data else Data.of(run, load_tokenizer(run.model, job.engine.model_path))
+        data = self.load_data() if self.load_data else PromptSource.of(run, load_tokenizer(run.model, job.engine.model_path))
         self.view.stage("loading the model")
         return build_trainer(run, job.engine, world, recorder, self.stop, job.checkpoint, data)
 

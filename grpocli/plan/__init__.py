@@ -1,1 +1,1 @@
-"""What a run needs, from its config and the model's config alone: `grpocli plan`."""
+"""`grpocli plan`: memory and work of a run, from its config and the model's config alone."""

@@ -1,4 +1,4 @@
-"""Bytes on every kind of device of a run: while it updates, and while completions are generated."""
+"""Memory of every kind of device in a run, in bytes: during the update and during generation."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from grpocli.plan.placement import GIB, shares_weights
+from grpocli.plan.resources import GIB, shares_weights
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
-    from grpocli.plan.placement import Placement
-    from grpocli.plan.shape import Shape
-    from grpocli.plan.trace import Traced
+    from grpocli.plan.model_size import ModelSize
+    from grpocli.plan.resources import Resources
+    from grpocli.plan.trace import TracedMemory
 
 FLOAT32 = 4
 LIBRARIES = {"cpu": 0.6 * GIB, "cuda": 1.5 * GIB}
-"""Of a process before any model: on a CPU as measured by bench/memory.py, on a GPU CUDA's context, cuBLAS and NCCL."""
+"""Bytes of a process without a model. CPU: measured by bench/memory.py; GPU: CUDA's context, cuBLAS and NCCL."""
 VLLM = {"cpu": 1.5 * GIB, "cuda": 4 * GIB}
-"""What a vLLM server has beside weights and cache: libraries, activations of a batch, captured graphs."""
+"""Bytes of a vLLM server beside weights and cache: libraries, activations of a batch, captured graphs."""
 SAMPLED = 30
-"""Bytes for each logit of a row that is sampled from: float32 and float64 copies in `grpocli.rollout.sampler`."""
+"""Bytes per logit during sampling: float32 and float64 copies in `grpocli.rollout.sampler`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Bytes of one thing on one device while it updates and while completions are generated."""
+    """A row of the table: the bytes of one kind of tensor on one device, during the update and during generation."""
 
     name: str
     update: float
@@ -39,7 +39,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """name: for people. count: how many there are of the kind. memory: bytes of each, or those that may be taken."""
+    """A kind of device with its tensors.
+
+    name: for display. count: devices of this kind. memory: bytes that the run may use on each.
+    """
 
     name: str
     count: int
@@ -48,207 +51,218 @@ class Device:
 
     @property
     def peak(self) -> float:
-        """Bytes at the worst moment."""
+        """The larger of the bytes during the update and during generation."""
         return max(sum(item.update for item in self.items), sum(item.generation for item in self.items))
 
     @property
     def fits(self) -> bool:
-        return self.peak <= self.memory * (1 + 1e-9)  # vLLM takes its share to the last byte
+        return self.peak <= self.memory * (1 + 1e-9)  # vLLM fills its share exactly
 
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """What memory is reckoned from. dtype_bytes: of a number in the dtype that the model computes in."""
+    """The inputs of the memory and work formulas. dtype_bytes: bytes per number in the dtype of the computation."""
 
     run: Run
     engine: Any
-    shape: Shape
-    place: Placement
-    traced: Traced
+    size: ModelSize
+    resources: Resources
+    traced: TracedMemory
     packed: bool
     micro_batches: int
     dtype_bytes: int
 
     @property
     def shards(self) -> int:
-        """Over how many processes weights are spread."""
-        return self.place.trainers if shares_weights(self.run) else 1
+        """Processes that the weights are sharded over."""
+        return self.resources.trainers if shares_weights(self.run) else 1
 
     @property
     def optimizer_shards(self) -> int:
-        return 1 if self.run.hardware.parallel == "ddp" else self.place.trainers
+        return 1 if self.run.hardware.parallel == "ddp" else self.resources.trainers
 
 
-def devices(needs: PlanInputs) -> list[Device]:
-    """Every kind of device of the run: trainers, then servers; on a CPU the whole machine."""
-    place, trainer = needs.place, trainer_items(needs)
-    if not place.gpu:
-        return _cpus(needs, trainer)
-    if not place.servers:
-        return [Device("training GPU", place.trainers, place.memory, tuple(trainer))]
-    share = needs.engine.gpu_memory_utilization * place.memory
-    serving = Device("vLLM on its GPU", place.servers * place.tensor_parallel, share, _server_items(needs, share))
-    if place.shared:
+def devices(inputs: PlanInputs) -> list[Device]:
+    """The kinds of devices of a run: trainers, then servers. On a CPU: the whole machine."""
+    resources, trainer = inputs.resources, trainer_items(inputs)
+    if not resources.gpu:
+        return _cpus(inputs, trainer)
+    if not resources.servers:
+        return [Device("training GPU", resources.trainers, resources.memory, tuple(trainer))]
+    share = inputs.engine.gpu_memory_utilization * resources.memory
+    serving = Device("vLLM GPU", resources.servers * resources.tensor_parallel, share, _server_items(inputs, share))
+    if resources.shared:
         trainer.append(Item("vLLM", share, share, "engine.gpu_memory_utilization of the same GPU"))
-    return [Device("training GPU", place.trainers, place.memory, tuple(trainer)), serving]
+    return [Device("training GPU", resources.trainers, resources.memory, tuple(trainer)), serving]
 
 
-def _cpus(needs: PlanInputs, trainer: list[Item]) -> list[Device]:
-    """One machine that does everything, or machines that train and, where there are servers, machines that serve."""
-    place = needs.place
-    items = tuple(item.times(place.trainers // place.train_nodes) for item in trainer)
-    servers = place.servers // max(1, place.rollout_nodes)
-    served = tuple(item.times(servers) for item in _server_items(needs, 0)) if servers else ()
-    if place.train_nodes + place.rollout_nodes == 1:
-        return [Device("this machine", 1, place.memory, (*items, *served))]
-    training = Device("each training machine", place.train_nodes, place.memory, items)
-    serving = [Device("each vLLM machine", place.rollout_nodes, place.memory, served)] if place.rollout_nodes else []
+def _cpus(inputs: PlanInputs, trainer: list[Item]) -> list[Device]:
+    """One machine for everything, or training machines and, with servers, vLLM machines."""
+    resources = inputs.resources
+    items = tuple(item.times(resources.trainers // resources.train_nodes) for item in trainer)
+    servers = resources.servers // max(1, resources.rollout_nodes)
+    served = tuple(item.times(servers) for item in _server_items(inputs, 0)) if servers else ()
+    if resources.train_nodes + resources.rollout_nodes == 1:
+        return [Device("this machine", 1, resources.memory, (*items, *served))]
+    training = Device("each training machine", resources.train_nodes, resources.memory, items)
+    serving = (
+        [Device("each vLLM machine", resources.rollout_nodes, resources.memory, served)]
+        if resources.rollout_nodes
+        else []
+    )
     return [training, *serving]
 
 
-def trainer_items(needs: PlanInputs) -> list[Item]:
-    """Of one trainer process."""
-    own = LIBRARIES[needs.place.kind]
+def trainer_items(inputs: PlanInputs) -> list[Item]:
+    """Rows of one trainer process."""
+    own = LIBRARIES[inputs.resources.kind]
     return [
-        Item("libraries", own, own, "assumed" if needs.place.gpu else "measured"),
-        *_state(needs),
-        *_update(needs),
-        *_generation(needs),
+        Item("libraries", own, own, "assumed" if inputs.resources.gpu else "measured"),
+        *_state(inputs),
+        *_update(inputs),
+        *_generation(inputs),
     ]
 
 
-def _state(needs: PlanInputs) -> list[Item]:
-    """What outlives a micro-batch."""
-    shape, run = needs.shape, needs.run
-    weights = FLOAT32 * shape.parameters / needs.shards
-    gradients = FLOAT32 * shape.trained / needs.optimizer_shards
-    moments = 2 * FLOAT32 * shape.trained / needs.optimizer_shards
+def _state(inputs: PlanInputs) -> list[Item]:
+    """Tensors that outlive a micro-batch."""
+    size, run = inputs.size, inputs.run
+    weights = FLOAT32 * size.parameters / inputs.shards
+    gradients = FLOAT32 * size.trained / inputs.optimizer_shards
+    moments = 2 * FLOAT32 * size.trained / inputs.optimizer_shards
     items = [
-        Item("weights", weights, weights, f"float32{_shared(needs.shards)}"),
-        _gradients(needs, gradients),
-        Item("optimizer", moments, moments, f"AdamW's two moments, float32{_shared(needs.optimizer_shards)}"),
+        Item("weights", weights, weights, f"float32{_sharded(inputs.shards)}"),
+        _gradients(inputs, gradients),
+        Item("optimizer", moments, moments, f"AdamW's two moments, float32{_sharded(inputs.optimizer_shards)}"),
     ]
     if run.algorithm.needs_reference and (not run.model.lora.rank or run.algorithm.kl.sync_every):
-        reference = FLOAT32 * (shape.parameters - shape.adapter) / needs.shards
-        items.append(Item("reference model", reference, reference, f"float32{_shared(needs.shards)}"))
+        reference = FLOAT32 * (size.parameters - size.adapter) / inputs.shards
+        items.append(Item("reference model", reference, reference, f"float32{_sharded(inputs.shards)}"))
     return items
 
 
-def _gradients(needs: PlanInputs, whole: float) -> Item:
-    """Of one micro-batch they come as its activations go, so that only the larger of the two counts."""
-    if needs.run.hardware.parallel == "ddp" and needs.place.trainers > 1:
+def _gradients(inputs: PlanInputs, whole: float) -> Item:
+    """With one micro-batch, gradients appear as activations are freed, so only the larger of the two counts."""
+    if inputs.run.hardware.parallel == "ddp" and inputs.resources.trainers > 1:
         return Item("gradients", whole, whole, "float32, in DistributedDataParallel's buckets")
-    if needs.micro_batches > 1:
-        return Item("gradients", whole, 0, f"float32{_shared(needs.optimizer_shards)}")
-    beyond = max(0.0, whole - needs.traced.total)
-    return Item("gradients", beyond, 0, "float32, beyond the activations that they take the place of")
+    if inputs.micro_batches > 1:
+        return Item("gradients", whole, 0, f"float32{_sharded(inputs.optimizer_shards)}")
+    beyond = max(0.0, whole - inputs.traced.total)
+    return Item("gradients", beyond, 0, "float32, beyond the activations that they take the resources of")
 
 
-def _update(needs: PlanInputs) -> list[Item]:
-    """What a micro-batch needs until its backward pass has ended."""
-    shape, traced = needs.shape, needs.traced
-    if needs.shards > 1:
-        gathered = needs.dtype_bytes * (shape.outside + 2 * shape.layer)
+def _update(inputs: PlanInputs) -> list[Item]:
+    """Tensors that live until the backward pass of a micro-batch ends."""
+    size, traced = inputs.size, inputs.traced
+    if inputs.shards > 1:
+        gathered = inputs.dtype_bytes * (size.outside + 2 * size.layer)
         casts = [
             Item("gathered weights", gathered, 0, "embedding, head and two layers at a time"),
-            Item("gathered gradients", _gathered_gradients(needs), 0, "until each process has its part"),
+            Item("gathered gradients", _gathered_gradients(inputs), 0, "whole, until each process has its shard"),
         ]
     else:
         casts = [Item("cast weights", traced.casts, 0, "in the dtype that the model computes in")]
     return [
         *casts,
         Item("activations", traced.activations, 0, "kept by decoder layers for the backward pass"),
-        Item("head", traced.logits, 0, "kept outside of decoder layers; logits are made again in the backward pass"),
-        Item("backward", traced.more, 0, "what the backward pass has beside these at its worst"),
+        Item("head", traced.logits, 0, "kept outside of decoder layers; the backward pass recomputes logits"),
+        Item("backward", traced.more, 0, "further tensors at the peak of the backward pass"),
     ]
 
 
-def _gathered_gradients(needs: PlanInputs) -> float:
-    """A layer's in both dtypes on top of the head's; at the end, when activations are gone, those outside of layers."""
-    if needs.shape.adapter:
-        return FLOAT32 * needs.shape.adapter / needs.shape.layers
-    of_a_layer = (needs.dtype_bytes + FLOAT32) * needs.shape.layer
-    at_the_end = FLOAT32 * needs.shape.outside - needs.traced.activations
-    return needs.dtype_bytes * needs.shape.outside + max(of_a_layer, at_the_end)
+def _gathered_gradients(inputs: PlanInputs) -> float:
+    """Bytes at the larger of two moments: during a layer's backward pass, and after the last one."""
+    if inputs.size.adapter:
+        return FLOAT32 * inputs.size.adapter / inputs.size.layers
+    of_a_layer = (inputs.dtype_bytes + FLOAT32) * inputs.size.layer
+    at_the_end = FLOAT32 * inputs.size.outside - inputs.traced.activations
+    return inputs.dtype_bytes * inputs.size.outside + max(of_a_layer, at_the_end)
 
 
-def _generation(needs: PlanInputs) -> list[Item]:
-    """What a trainer process has of generation: all of it, a vLLM of its own, or the sync to a server."""
+def _generation(inputs: PlanInputs) -> list[Item]:
+    """Tensors of generation in a trainer process: the sampler's, vLLM's, or those of the sync to a server."""
     from grpocli.rollout.fake_engine import Fake
     from grpocli.rollout.transformers_engine import Transformers
     from grpocli.rollout.vllm.colocate_options import VllmColocate
 
-    if isinstance(needs.engine, Fake):
+    if isinstance(inputs.engine, Fake):
         return []  # it scores one completion at a time
-    if isinstance(needs.engine, Transformers):
-        return _sampling(needs)
-    if isinstance(needs.engine, VllmColocate):
-        return _colocated(needs)
-    largest = FLOAT32 * max(needs.shape.embedding, needs.shape.head)  # the largest tensor, whole and cast
-    buckets = 2 * needs.run.sync.bucket_mb * 2**20 + largest
-    return [Item("weight sync", 0, 0 if needs.shape.adapter else buckets, "two of sync.bucket_mb, and a tensor")]
+    if isinstance(inputs.engine, Transformers):
+        return _sampling(inputs)
+    if isinstance(inputs.engine, VllmColocate):
+        return _colocated(inputs)
+    largest = FLOAT32 * max(inputs.size.embedding, inputs.size.head)  # the largest tensor, whole and cast
+    buckets = 2 * inputs.run.sync.bucket_mb * 2**20 + largest
+    return [
+        Item(
+            "weight sync",
+            0,
+            0 if inputs.size.adapter else buckets,
+            "two buckets of sync.bucket_mb, and the largest tensor",
+        )
+    ]
 
 
-def sampled_rows(needs: PlanInputs) -> int:
-    """Completions that engine=transformers samples side by side in a process."""
+def sampled_rows(inputs: PlanInputs) -> int:
+    """Completions that engine=transformers samples at a time in one process."""
     from grpocli.tasks.mixture import tasks_of
     from grpocli.training.collector import MAX_REFILL
 
-    run, group = needs.run, needs.run.rollout.group_size
+    run, group = inputs.run, inputs.run.rollout.group_size
     prompts = run.rollout.prompts_per_step * (MAX_REFILL if run.algorithm.keep.max_rounds > 1 else 1)
     problems = run.eval.n_problems(cpu=False) * len(tasks_of(run.task))
-    rows = max(math.ceil(prompts / needs.place.trainers) * group, problems * run.eval.samples)
-    return int(min(rows, max(group, needs.engine.max_rows // group * group)))
+    rows = max(math.ceil(prompts / inputs.resources.trainers) * group, problems * run.eval.samples)
+    return int(min(rows, max(group, inputs.engine.max_rows // group * group)))
 
 
-def _sampling(needs: PlanInputs) -> list[Item]:
-    shape, run = needs.shape, needs.run
-    rows = sampled_rows(needs)
+def _sampling(inputs: PlanInputs) -> list[Item]:
+    size, run = inputs.size, inputs.run
+    rows = sampled_rows(inputs)
     length = run.rollout.longest_row
-    # on a CPU both are float32; elsewhere under autocast a prompt's keys are, its values are not
-    number = FLOAT32 if needs.dtype_bytes == FLOAT32 or not needs.place.gpu else 3
-    cache = number * shape.cache_per_token * rows * length * (1 + 1 / shape.layers)
+    # on a CPU keys and values are float32; on a GPU, under autocast, only a prompt's keys are
+    number = FLOAT32 if inputs.dtype_bytes == FLOAT32 or not inputs.resources.gpu else 3
+    cache = number * size.cache_per_token * rows * length * (1 + 1 / size.layers)
     rows_of = f"{rows:,} completions of {length:,} tokens"
     if _has_turns(run):
-        cache, rows_of = 2 * cache, f"{rows_of}, and what is kept of as many between turns"
-    whole = needs.dtype_bytes * (shape.multiplied + shape.head)
-    casts = whole if needs.dtype_bytes < FLOAT32 or needs.shards > 1 else 0
+        cache, rows_of = 2 * cache, f"{rows_of}, twice: as many stay between turns"
+    whole = inputs.dtype_bytes * (size.multiplied + size.head)
+    casts = whole if inputs.dtype_bytes < FLOAT32 or inputs.shards > 1 else 0
     return [
-        Item("weights to sample with", 0, casts, "whole, in the dtype that the model computes in"),
+        Item("weights to sample with", 0, casts, "all weights, in the dtype that the model computes in"),
         Item("KV cache", 0, cache, rows_of),
-        Item("sampling", 0, SAMPLED * rows * _vocabulary(needs), "logits, and float32 and float64 copies"),
+        Item("sampling", 0, SAMPLED * rows * _vocabulary(inputs), "logits, and float32 and float64 copies"),
     ]
 
 
 def _has_turns(run: Run) -> bool:
-    """Whether a task has episodes that may go on after a turn."""
+    """Whether a task has episodes of several turns."""
     from grpocli.environments.environment import play_of
     from grpocli.tasks.mixture import tasks_of
 
     return any(play.turns > 1 for task in tasks_of(run.task).values() if (play := play_of(task)))
 
 
-def _colocated(needs: PlanInputs) -> list[Item]:
-    if needs.place.gpu:
-        share = needs.engine.gpu_memory_utilization * needs.place.memory
-        stays = share if needs.engine.sleep is False else 0
+def _colocated(inputs: PlanInputs) -> list[Item]:
+    if inputs.resources.gpu:
+        share = inputs.engine.gpu_memory_utilization * inputs.resources.memory
+        stays = share if inputs.engine.sleep is False else 0
         return [Item("vLLM", stays, share, "engine.gpu_memory_utilization of the GPU")]
-    cache = needs.engine.cpu_kv_cache_gb * GIB
-    weights = needs.dtype_bytes * (needs.shape.parameters - needs.shape.adapter)
+    cache = inputs.engine.cpu_kv_cache_gb * GIB
+    weights = inputs.dtype_bytes * (inputs.size.parameters - inputs.size.adapter)
     return [
         Item("vLLM", VLLM["cpu"] / 2, VLLM["cpu"] / 2, "libraries and workspace"),
-        Item("vLLM's weights", weights, weights, "a copy of its own"),
+        Item("vLLM's weights", weights, weights, "a copy beside the trainer's"),
         Item("KV cache", cache, cache, "engine.cpu_kv_cache_gb"),
     ]
 
 
-def _server_items(needs: PlanInputs, share: float) -> tuple[Item, ...]:
-    """Of one GPU of a server (share: bytes that it may take), or of a server on a CPU."""
-    shape, tp = needs.shape, needs.place.tensor_parallel
-    weights = needs.dtype_bytes * (shape.parameters - shape.adapter) / tp
-    own = VLLM[needs.place.kind]
-    least = sequence_bytes(needs) / tp
-    cache = max(share - weights - own, least) if needs.place.gpu else needs.engine.cpu_kv_cache_gb * GIB
+def _server_items(inputs: PlanInputs, share: float) -> tuple[Item, ...]:
+    """Rows of one GPU of a server, or of a server on a CPU. share: bytes that vLLM may take of the GPU."""
+    size, tp = inputs.size, inputs.resources.tensor_parallel
+    weights = inputs.dtype_bytes * (size.parameters - size.adapter) / tp
+    own = VLLM[inputs.resources.kind]
+    least = sequence_bytes(inputs) / tp
+    cache = max(share - weights - own, least) if inputs.resources.gpu else inputs.engine.cpu_kv_cache_gb * GIB
     fit = int(cache / least)
     note = f"room for {fit:,} completion{'' if fit == 1 else 's'} of full length at a time"
     split = f", over {tp} GPUs" if tp > 1 else ""
@@ -259,16 +273,16 @@ def _server_items(needs: PlanInputs, share: float) -> tuple[Item, ...]:
     )
 
 
-def sequence_bytes(needs: PlanInputs) -> float:
-    """Of the KV cache of one prompt and completion of full length."""
-    rollout = needs.run.rollout
+def sequence_bytes(inputs: PlanInputs) -> float:
+    """Bytes of the KV cache for one prompt and completion of full length."""
+    rollout = inputs.run.rollout
     length = rollout.longest_row
-    return needs.dtype_bytes * needs.shape.cache_per_token * length
+    return inputs.dtype_bytes * inputs.size.cache_per_token * length
 
 
-def _vocabulary(needs: PlanInputs) -> int:
-    return int(needs.shape.config.get_text_config().vocab_size)
+def _vocabulary(inputs: PlanInputs) -> int:
+    return int(inputs.size.config.get_text_config().vocab_size)
 
 
-def _shared(shards: int) -> str:
-    return f", over {shards} processes" if shards > 1 else ""
+def _sharded(shards: int) -> str:
+    return f", sharded over {shards} processes" if shards > 1 else ""

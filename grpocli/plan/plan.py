@@ -1,4 +1,4 @@
-"""A config's plan: the model's sizes, where it runs, the memory of every device, and the work of a step."""
+"""The plan of a config: the model's size, its devices, the memory of each, and the work of a step."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpocli.plan.memory import Device, PlanInputs, devices
-from grpocli.plan.placement import DeviceOptions, find_placement
-from grpocli.plan.shape import Shape, find_shape
+from grpocli.plan.model_size import ModelSize, find_model_size
+from grpocli.plan.resources import DeviceOptions, find_resources
 from grpocli.plan.work import Work, work
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
-    from grpocli.plan.placement import Placement
-    from grpocli.plan.trace import MicroBatchShape, Traced
+    from grpocli.plan.resources import Resources
+    from grpocli.plan.trace import MicroBatchShape, TracedMemory
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """dtype: what the model computes in. rows: a micro-batch of completions of full length; micro_batches: of them in
-    an update of one process."""
+    """The plan of a run.
+
+    dtype: what the model computes in. rows: the largest micro-batch, with completions of full length. micro_batches:
+    micro-batches per update and process.
+    """
 
     run: Run
-    shape: Shape
-    place: Placement
+    size: ModelSize
+    resources: Resources
     dtype: str
     rows: MicroBatchShape
     micro_batches: int
-    traced: Traced
+    traced: TracedMemory
     devices: list[Device]
     work: Work
 
@@ -47,29 +50,31 @@ def load_libraries() -> None:
 
 
 def make_plan(run: Run, asked: DeviceOptions, stage: Callable[[str], None] = lambda text: None) -> Plan:
-    """Raises ConfigError where the model's config cannot be had or torch cannot run it. stage: called with the name of
-    each stage."""
+    """The plan of a run. stage: called with the name of each stage.
+
+    Raises ConfigError if the model's config is not available or transformers cannot build it.
+    """
     import torch
 
     from grpocli.plan.trace import trace
 
     engine = _engine(run)
-    place = find_placement(run, engine, asked)
+    resources = find_resources(run, engine, asked)
     stage("reading the model's sizes")
-    shape = find_shape(run.model)
-    dtype = _dtype(run, shape, place)
-    packed = run.train.packed and run.rollout.repetition_penalty == 1 and _takes_packed(run, shape)
-    rows, micro_batches = _micro_batch(run, place, packed)
+    size = find_model_size(run.model)
+    dtype = _dtype(run, size, resources)
+    packed = run.train.packed and run.rollout.repetition_penalty == 1 and _takes_packed(run, size)
+    rows, micro_batches = _micro_batch(run, resources, packed)
     stage("tracing a micro-batch")
-    traced = trace(run, shape, rows, getattr(torch, dtype))
-    needs = PlanInputs(run, engine, shape, place, traced, packed, micro_batches, getattr(torch, dtype).itemsize)
-    found = devices(needs)
-    return Plan(run, shape, place, dtype, rows, micro_batches, traced, found, work(needs, found))
+    traced = trace(run, size, rows, getattr(torch, dtype))
+    inputs = PlanInputs(run, engine, size, resources, traced, packed, micro_batches, getattr(torch, dtype).itemsize)
+    found = devices(inputs)
+    return Plan(run, size, resources, dtype, rows, micro_batches, traced, found, work(inputs, found))
 
 
 def _engine(run: Run) -> Any:
-    """What engine=auto would be on the devices that the plan is for, which need not be here."""
-    from grpocli.plan.placement import device_kind
+    """The run's engine, with engine=auto resolved for the planned devices, which this machine may lack."""
+    from grpocli.plan.resources import device_kind
     from grpocli.rollout.auto import Auto
     from grpocli.rollout.transformers_engine import Transformers
     from grpocli.rollout.vllm.options import Vllm
@@ -79,25 +84,25 @@ def _engine(run: Run) -> Any:
     return Vllm(gpu_memory_utilization=0.4) if device_kind(run) == "cuda" else Transformers()
 
 
-def _dtype(run: Run, shape: Shape, place: Placement) -> str:
-    """As `grpocli.models.loading` chooses it there."""
+def _dtype(run: Run, size: ModelSize, resources: Resources) -> str:
+    """The dtype that `grpocli.models.loading` would choose on the planned devices."""
     from grpocli.models.loading import LARGE, cpu_has_bfloat16
 
     if run.model.dtype != "auto":
         return str(run.model.dtype)
-    fast = place.gpu or (cpu_has_bfloat16(Path("/proc/cpuinfo")) and shape.parameters > LARGE)
+    fast = resources.gpu or (cpu_has_bfloat16(Path("/proc/cpuinfo")) and size.parameters > LARGE)
     return "bfloat16" if fast else "float32"
 
 
-def _takes_packed(run: Run, shape: Shape) -> bool:
-    """Training tries it, too."""
+def _takes_packed(run: Run, size: ModelSize) -> bool:
+    """Whether training would pack rows, which it tries with the model itself."""
     from grpocli.models.attention import knows
 
-    return run.model.attn_implementation in (None, "sdpa") and knows(shape.config, run.rollout.longest_row)
+    return run.model.attn_implementation in (None, "sdpa") and knows(size.config, run.rollout.longest_row)
 
 
-def _micro_batch(run: Run, place: Placement, packed: bool) -> tuple[MicroBatchShape, int]:
-    """The largest micro-batch of a process, and how many it has in an update: dealt and packed as training does it."""
+def _micro_batch(run: Run, resources: Resources, packed: bool) -> tuple[MicroBatchShape, int]:
+    """The largest micro-batch of a process, and micro-batches per update, packed as in training."""
     from grpocli.plan.trace import MicroBatchShape
     from grpocli.training.packing import Layout, Packed, Padded
     from grpocli.types import Row
@@ -110,9 +115,9 @@ def _micro_batch(run: Run, place: Placement, packed: bool) -> tuple[MicroBatchSh
         Row(one, ids, ids, 0.0, number, []) for number, one in enumerate(prompts) for _ in range(rollout.group_size)
     ]
     layout: type[Layout] = Packed if packed else Padded
-    shares = [layout.pack(share, train.micro_batch_tokens) for share in layout.deal(rows, place.trainers)]
+    shares = [layout.pack(share, train.micro_batch_tokens) for share in layout.deal(rows, resources.trainers)]
     largest = max((batch for share in shares for batch in share), key=layout.size)
     counts = Counter(row.group for row in largest)
-    return MicroBatchShape(tuple(counts.values()), prompt, completion, packed, place.gpu), max(
+    return MicroBatchShape(tuple(counts.values()), prompt, completion, packed, resources.gpu), max(
         len(share) for share in shares
     )

@@ -1,4 +1,4 @@
-"""A plan as text, as data for programs, and the keys to change where it does not fit."""
+"""A plan as text and as JSON, and changes that may make it fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpocli.errors import ConfigError
-from grpocli.plan.placement import GIB
+from grpocli.plan.resources import GIB
 from grpocli.plan.work import EFFICIENCY, LINK, READING
 from grpocli.tracking.console import CleanConsole
 
@@ -23,14 +23,14 @@ WIDTH = 120
 
 
 def as_text(plan: Plan, title: str, advice: Sequence[str]) -> str:
-    """Facts, a table for every kind of device, the step's work, what was assumed, and what to do."""
+    """The model, a table per kind of device, the work of a step, the assumptions and the advice."""
     out = CleanConsole(width=WIDTH)
     with out.capture() as captured:
         out.print(Text(f"grpocli plan {title}".rstrip(), style="bold"), soft_wrap=True)
         _pairs(out, facts(plan))
         for device in plan.devices:
             _device(out, device)
-        out.print(Text("\na step, its prompts and completions all of full length", style="bold"))
+        out.print(Text("\none step, with all prompts and completions of full length", style="bold"))
         _pairs(out, step_facts(plan))
         _list(out, "assumed", assumptions(plan))
         out.print(Text(f"\n{verdict(plan)}", style="bold"), soft_wrap=True)
@@ -40,8 +40,8 @@ def as_text(plan: Plan, title: str, advice: Sequence[str]) -> str:
 
 def as_dict(plan: Plan, advice: Sequence[str]) -> dict[str, Any]:
     """Every figure, in bytes, FLOPs and seconds."""
-    shape = plan.shape
-    sizes = {f.name: getattr(shape, f.name) for f in dataclasses.fields(shape) if f.name != "config"}
+    size = plan.size
+    sizes = {f.name: getattr(size, f.name) for f in dataclasses.fields(size) if f.name != "config"}
     return {
         "fits": plan.fits,
         "model": sizes | {"dtype": plan.dtype},
@@ -49,27 +49,29 @@ def as_dict(plan: Plan, advice: Sequence[str]) -> dict[str, Any]:
         "micro_batch": dataclasses.asdict(plan.rows)
         | {"rows": plan.rows.rows, "tokens": plan.rows.tokens, "per_update": plan.micro_batches},
         "step": dataclasses.asdict(plan.work) | {"bottleneck": plan.work.bottleneck},
-        "trainers": plan.place.trainers,
-        "servers": plan.place.servers,
+        "trainers": plan.resources.trainers,
+        "servers": plan.resources.servers,
         "assumed": assumptions(plan),
         "advice": list(advice),
     }
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
-    shape, place, rows = plan.shape, plan.place, plan.rows
-    trained = "" if shape.trained == shape.parameters else f", {shape.trained:,} trained (LoRA)"
-    servers = f", {place.servers} vLLM server{'s' if place.servers > 1 else ''}" if place.servers else ""
-    split = f" on {place.tensor_parallel} GPUs each" if place.tensor_parallel > 1 else ""
-    lies = f"{_count(rows.prompts, 'prompt')} of {rows.prompt} + {_count(rows.rows, 'completion')} of {rows.completion}"
-    count = _count(place.trainers, "process", "es")
+    size, resources, rows = plan.size, plan.resources, plan.rows
+    trained = "" if size.trained == size.parameters else f", {size.trained:,} trained (LoRA)"
+    servers = f", {resources.servers} vLLM server{'s' if resources.servers > 1 else ''}" if resources.servers else ""
+    split = f" on {resources.tensor_parallel} GPUs each" if resources.tensor_parallel > 1 else ""
+    layout = (
+        f"{_count(rows.prompts, 'prompt')} of {rows.prompt} + {_count(rows.rows, 'completion')} of {rows.completion}"
+    )
+    count = _count(resources.trainers, "process", "es")
     return [
-        ("model", f"{shape.parameters:,} parameters{trained}, {shape.layers} layers ({shape.source})"),
+        ("model", f"{size.parameters:,} parameters{trained}, {size.layers} layers ({size.source})"),
         ("computes in", plan.dtype),
         ("training", f"{count}, {plan.run.hardware.parallel}{servers}{split}"),
         (
             "micro-batch",
-            f"{rows.tokens:,} tokens: {lies}; {plan.micro_batches} in an update of a process",
+            f"{rows.tokens:,} tokens: {layout}; {plan.micro_batches} per update and process",
         ),
     ]
 
@@ -86,9 +88,9 @@ def _device(out: CleanConsole, device: Device) -> None:
         if round(item.update) or round(item.generation):
             table.add_row(item.name, _gib(item.update), _gib(item.generation), item.note)
     update, generation = (sum(getattr(item, name) for item in device.items) for name in ("update", "generation"))
-    share = f"{'fits' if device.fits else 'does not fit'}: {device.peak / device.memory:.0%} at most"
+    share = f"{'fits' if device.fits else 'does not fit'}: {device.peak / device.memory:.0%} at the peak"
     table.add_section()
-    table.add_row("together", _gib(update), _gib(generation), share)
+    table.add_row("total", _gib(update), _gib(generation), share)
     out.print(table)
 
 
@@ -104,7 +106,7 @@ def step_facts(plan: Plan) -> list[tuple[str, str]]:
         ("tokens", f"{work.completions:,} completions, {work.generated:,} tokens generated, {work.tokens:,} trained"),
         (
             "FLOPs",
-            f"{work.forward:.3g} in forwards, {work.backward:.3g} in backwards, {work.generation:.3g} in generation",
+            f"{work.forward:.3g} forward, {work.backward:.3g} backward, {work.generation:.3g} generation",
         ),
         *((part, f"{seconds:,.3g} s") for part, seconds in work.seconds.items()),
         ("bottleneck", work.bottleneck),
@@ -113,14 +115,16 @@ def step_facts(plan: Plan) -> list[tuple[str, str]]:
 
 def assumptions(plan: Plan) -> list[str]:
     found = [
-        *plan.place.assumed,
+        *plan.resources.assumed,
         f"matrix products reach {EFFICIENCY:.0%} of the peak, decoding {READING:.0%} of the bandwidth",
     ]
-    if plan.place.gpu:
-        found.append(f"weights are sent at {LINK / 1e9:g} GB/s; attention keeps what torch's sdpa keeps on a CPU")
+    if plan.resources.gpu:
+        found.append(
+            f"weights are sent at {LINK / 1e9:g} GB/s; attention keeps the tensors that torch's sdpa keeps on a CPU"
+        )
     if plan.run.algorithm.keep.max_rounds > 1:
-        found.append("one round of sampling; algorithm.keep=dynamic may take more")
-    if plan.place.gpu and plan.place.trainers > 1:
+        found.append("one round of sampling; algorithm.keep=dynamic may need more")
+    if plan.resources.gpu and plan.resources.trainers > 1:
         found.append("the formulas for several GPUs have not been compared with a run on GPUs")
     return found
 
@@ -129,11 +133,11 @@ def verdict(plan: Plan) -> str:
     candidates = [device for device in plan.devices if not device.fits] or plan.devices[:1]
     worst = max(candidates, key=lambda device: device.peak / device.memory)
     room = f"{worst.peak / GIB:,.1f} of {worst.memory / GIB:,.1f} GiB on {_article(worst.name)}"
-    return f"It fits: {room} at most." if plan.fits else f"It does not fit: {room}."
+    return f"It fits: at most {room}." if plan.fits else f"It does not fit: {room}."
 
 
 def _article(name: str) -> str:
-    return name if name.startswith(("this", "each", "vLLM")) else f"a {name}"
+    return name if name.startswith(("this", "each")) else f"a {name}"
 
 
 def _pairs(out: CleanConsole, pairs: Sequence[tuple[str, str]]) -> None:
@@ -159,12 +163,12 @@ def _table(*header: str) -> Table:
 
 
 def advice(plan: Plan, again: Callable[[list[str]], Plan]) -> Iterator[str]:
-    """A line for each change that helps. again: the plan with further overrides."""
+    """A line for each change that helps. again: makes the plan with further overrides."""
     before = {device.name: device.peak - device.memory for device in plan.devices}
     for change in candidates(plan):
         try:
             after = again(change)
-        except ConfigError:  # it contradicts another key of this run
+        except ConfigError:  # the change contradicts another key
             continue
         missing = {device.name: device.peak - device.memory for device in after.devices}
         if after.fits or any(value < before.get(name, value) for name, value in missing.items()):
@@ -178,8 +182,8 @@ def outcome(plan: Plan) -> str:
 
 
 def candidates(plan: Plan) -> Iterator[list[str]]:
-    """Changes to try one at a time, then the harmless ones together: those that leave what is learnt alone."""
-    run, place = plan.run, plan.place
+    """Changes to try one at a time, then together those that do not change what the policy learns."""
+    run, resources = plan.run, plan.resources
     length = run.rollout.longest_row
     harmless = []
     if not run.train.gradient_checkpointing:
@@ -189,15 +193,15 @@ def candidates(plan: Plan) -> Iterator[list[str]]:
     rows, group = getattr(run.engine, "max_rows", 0), run.rollout.group_size
     if rows > group:
         harmless.append(f"engine.max_rows={max(group, rows // 4)}")
-    if place.trainers > 1 and run.hardware.parallel in ("ddp", "zero2"):
+    if resources.trainers > 1 and run.hardware.parallel in ("ddp", "zero2"):
         harmless.append("hardware.parallel=fsdp2")
     yield from ([change] for change in harmless)
     if harmless:
         least = [c if "micro_batch" not in c else f"train.micro_batch_tokens={length}" for c in harmless]
         yield least
-    if place.servers and place.gpu:
-        yield [f"engine.tensor_parallel={2 * place.tensor_parallel}"]
-        if place.shared:
+    if resources.servers and resources.gpu:
+        yield [f"engine.tensor_parallel={2 * resources.tensor_parallel}"]
+        if resources.shared:
             yield ["engine.gpu_memory_utilization=0.3"]
-    if place.gpu and not plan.run.model.lora.rank:
+    if resources.gpu and not plan.run.model.lora.rank:
         yield ["model.lora.rank=16", *harmless]

@@ -1,7 +1,7 @@
-"""What one micro-batch keeps in memory: the trainer's own forward and backward, run on tensors without numbers.
+"""The memory of one micro-batch, from the trainer's forward and backward pass on fake tensors.
 
-torch's fake tensors take part in every operation, autocast and gradient checkpointing included, with shapes alone, so
-the bytes are those of the model's own code and of `completion_logp`, and not of a formula for some architecture.
+Fake tensors have shapes and no numbers, and pass through every operation, autocast and gradient checkpointing
+included. So the bytes are those of the model's code and of `completion_logp`, not of a formula for an architecture.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpocli.models import attention
-from grpocli.plan.placement import shares_weights
-from grpocli.plan.shape import empty_model, with_layers
+from grpocli.plan.model_size import empty_model, with_layers
+from grpocli.plan.resources import shares_weights
 from grpocli.training.logprobs import completion_logp, marked, output_head
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing import Packed, Padded
@@ -27,16 +27,19 @@ from grpocli.types import Row
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
-    from grpocli.plan.shape import Shape
+    from grpocli.plan.model_size import ModelSize
 
 DEEP = 4
-"""Decoder layers up to which all are run; beyond, every further one takes what those in the middle took."""
+"""Decoder layers that are run; each further layer counts as much as one of the middle ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchShape:
-    """A micro-batch of completions of full length. groups: how many there are of each prompt; packed: rows lie end to
-    end, and a prompt is computed once."""
+    """A micro-batch of completions of full length.
+
+    groups: completions of each prompt. prompt, completion: tokens. packed: rows lie end to end, and each prompt is
+    computed once.
+    """
 
     groups: tuple[int, ...]
     prompt: int
@@ -50,7 +53,7 @@ class MicroBatchShape:
 
     @property
     def prompts(self) -> int:
-        """How many are computed."""
+        """Prompts that are computed."""
         return len(self.groups) if self.packed else self.rows
 
     @property
@@ -59,14 +62,15 @@ class MicroBatchShape:
 
 
 ALMOST_NOTHING = MicroBatchShape((1,), 1, 1, packed=False)
-"""What is kept of it are the casts of weights."""
+"""A micro-batch of two tokens: it keeps only the casts of weights."""
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
-    """Bytes. casts: of weights cast to the dtype that the model computes in. activations: what decoder layers keep for
-    the backward pass. logits: what is kept outside of them, for the output head. more: what
-    forward and backward have beside all that at their worst.
+class TracedMemory:
+    """Bytes of a micro-batch.
+
+    casts: weights cast to the dtype of the computation. activations: tensors that decoder layers keep for the backward
+    pass. logits: tensors kept outside of them, for the output head. more: further tensors at the peak.
     """
 
     casts: int
@@ -80,8 +84,8 @@ class Traced:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
-    """Bytes as a function of the number of layers."""
+class _LayerBytes:
+    """Bytes that grow linearly with the number of decoder layers."""
 
     outside: float
     layer: float
@@ -90,16 +94,16 @@ class _Line:
         return self.outside + layers * self.layer
 
 
-def trace(run: Run, shape: Shape, rows: MicroBatchShape, dtype: torch.dtype) -> Traced:
-    """Bytes that one micro-batch needs at its worst, beside weights, gradients and optimizer.
+def trace(run: Run, size: ModelSize, rows: MicroBatchShape, dtype: torch.dtype) -> TracedMemory:
+    """Peak bytes of one micro-batch, beside weights, gradients and optimizer.
 
-    Where processes share weights, layers are gathered in `dtype`, and nothing is cast.
+    With sharded weights, layers are gathered in `dtype`, and nothing is cast.
     """
-    kept, forward, backward = _lines(run, shape, rows, dtype)
+    kept, forward, backward = _layer_bytes(run, size, rows, dtype)
     cast = dtype != torch.float32 and not shares_weights(run)
-    casts = _lines(run, shape, ALMOST_NOTHING, dtype)[0] if cast else _Line(0, 0)
-    layers = shape.layers
-    known = Traced(
+    casts = _layer_bytes(run, size, ALMOST_NOTHING, dtype)[0] if cast else _LayerBytes(0, 0)
+    layers = size.layers
+    known = TracedMemory(
         casts=round(casts.at(layers)),
         activations=round(layers * (kept.layer - casts.layer)),
         logits=round(kept.outside - casts.outside),
@@ -108,20 +112,20 @@ def trace(run: Run, shape: Shape, rows: MicroBatchShape, dtype: torch.dtype) -> 
     return replace(known, more=round(max(forward.at(layers), backward.at(layers))) - known.total)
 
 
-def _lines(run: Run, shape: Shape, rows: MicroBatchShape, dtype: torch.dtype) -> list[_Line]:
-    """What `micro_batch` finds, for any number of layers."""
-    many = min(DEEP, shape.layers)
+def _layer_bytes(run: Run, size: ModelSize, rows: MicroBatchShape, dtype: torch.dtype) -> list[_LayerBytes]:
+    """The results of `micro_batch`, as functions of the number of layers."""
+    many = min(DEEP, size.layers)
     few = many // 2
-    at_many = micro_batch(run, shape.config, many, rows, dtype)
+    at_many = micro_batch(run, size.config, many, rows, dtype)
     if few == 0:
-        return [_Line(0, value) for value in at_many]
-    at_few = micro_batch(run, shape.config, few, rows, dtype)
+        return [_LayerBytes(0, value) for value in at_many]
+    at_few = micro_batch(run, size.config, few, rows, dtype)
     slopes = [(high - low) / (many - few) for low, high in zip(at_few, at_many, strict=True)]
-    return [_Line(high - many * slope, slope) for high, slope in zip(at_many, slopes, strict=True)]
+    return [_LayerBytes(high - many * slope, slope) for high, slope in zip(at_many, slopes, strict=True)]
 
 
 def micro_batch(run: Run, config: Any, layers: int, rows: MicroBatchShape, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Bytes of tensors after the forward, at most in it, and at most in the backward; gradients are there already."""
+    """Bytes after the forward pass, at its peak, and at the peak of the backward pass; without gradients."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     model = empty_model(with_layers(config, layers), run.model).train()
@@ -152,7 +156,7 @@ def micro_batch(run: Run, config: Any, layers: int, rows: MicroBatchShape, dtype
 
 
 def _ends_with_its_head(model: torch.nn.Module) -> bool:
-    """Fake tensors have no numbers to compare, but a model that changes nothing returns the very tensor."""
+    """Whether the logits are the output of the head: fake tensors have no numbers, but are the same object."""
     head = output_head(model)
     if head is None:
         return False
@@ -161,9 +165,9 @@ def _ends_with_its_head(model: torch.nn.Module) -> bool:
 
 
 def _fake_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """From the meta device to a CPU's fake tensors, which autocast and attention take for real ones; tied stay tied.
+    """Replace parameters and buffers on the meta device by fake tensors of a CPU, which autocast and attention accept.
 
-    Parameters become `dtype`.
+    Parameters become `dtype`; tied ones stay tied.
     """
     made: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
@@ -189,15 +193,15 @@ def _fake_batch(rows: MicroBatchShape) -> MicroBatch:
         return replace(MicroBatch.build(made, cpu, Packed), layout=Packed.build(made, cpu, on_cpu=not rows.gpu))
     batch, beside = MicroBatch.build(made, cpu, Padded), Padded.build(made, cpu)
     length = rows.prompt + rows.completion
-    # a mask of four dimensions is used as it is; of two, transformers would look at the numbers
+    # transformers uses a mask of four dimensions as it is, and reads the numbers of one of two
     mask = torch.ones(rows.rows, 1, length, length, dtype=torch.bool)
     return replace(batch, layout=replace(beside, attention_mask=mask))
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Counts the bytes of tensors that operations make while it is entered, fake tensors included.
+    """Counts the bytes of tensors that are allocated while the context is active, fake tensors included.
 
-    live: bytes that are still alive; peak: the most so far. known: earlier tensors, which do not count.
+    live: bytes now; peak: the most so far. known: earlier tensors, which do not count.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:

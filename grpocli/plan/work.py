@@ -1,4 +1,4 @@
-"""Tokens, floating-point operations and seconds of a step, and what it would wait for most."""
+"""Tokens, floating-point operations and seconds of a step, and its bottleneck."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grpocli.plan.memory import PlanInputs, sampled_rows, sequence_bytes
-from grpocli.plan.placement import FLOAT32_SLOWER, GIB
+from grpocli.plan.resources import FLOAT32_SLOWER, GIB
 
 if TYPE_CHECKING:
     from grpocli.plan.memory import Device
-    from grpocli.plan.placement import Placement
+    from grpocli.plan.resources import Resources
 
 EFFICIENCY = 0.4
-"""Share of the devices' peak that matrix products of training reach."""
+"""Share of peak FLOP/s that matrix products of training reach."""
 READING = 0.6
-"""Share of the memory's bandwidth that decoding reaches."""
+"""Share of the memory bandwidth that decoding reaches."""
 LINK = 25e9
-"""Bytes a second from trainer to server: a fast network's; within a machine it is more."""
+"""Bytes per second from trainer to server, over a fast network; within a machine it is more."""
 LARGE = 70 * GIB
-"""The GPU memory from which vLLM's default of max_num_seqs is larger."""
+"""GPU memory in bytes from which vLLM's default of max_num_seqs is larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of a step whose prompts and completions all have the longest length. FLOPs of the whole run's devices together.
+    """The work of a step in which all prompts and completions have full length.
 
-    seconds: of its parts, as if they came one after the other.
+    tokens: trained. generated: tokens. forward, backward, generation: FLOPs of all devices together. seconds: of each
+    part, without overlap.
     """
 
     completions: int
@@ -44,23 +45,23 @@ class Work:
         return max(self.seconds, key=lambda part: self.seconds[part])
 
 
-def work(needs: PlanInputs, devices: list[Device]) -> Work:
-    run, shape, place = needs.run, needs.shape, needs.place
+def work(inputs: PlanInputs, devices: list[Device]) -> Work:
+    run, size, resources = inputs.run, inputs.size, inputs.resources
     prompt, completion = run.rollout.max_prompt_tokens, run.rollout.max_completion_tokens
     rows = run.rollout.prompts_per_step * run.rollout.group_size
     prompts = run.rollout.prompts_per_step
-    of_prompt, of_row = forward_flops(needs, prompt, 0), forward_flops(needs, prompt, completion)
-    generation = prompts * of_prompt + rows * (of_row - of_prompt)  # prompts once for their groups
-    once = generation if needs.packed else rows * of_row
-    forward, backward = _passes(needs)
-    head = run.train.epochs * 2 * shape.head * rows * completion  # a backward computes the logits again
-    speed = place.tflops * 1e12 * EFFICIENCY / (FLOAT32_SLOWER[place.kind] if needs.dtype_bytes == 4 else 1)
-    computers = place.trainers if place.gpu else 1
-    generators = (place.servers * place.tensor_parallel or computers) if place.gpu else 1
-    sent = 0.0 if _in_process(needs) else needs.dtype_bytes * (shape.adapter or shape.parameters)
+    of_prompt, of_row = forward_flops(inputs, prompt, 0), forward_flops(inputs, prompt, completion)
+    generation = prompts * of_prompt + rows * (of_row - of_prompt)  # each prompt once for its group
+    once = generation if inputs.packed else rows * of_row
+    forward, backward = _passes(inputs)
+    head = run.train.epochs * 2 * size.head * rows * completion  # the backward pass recomputes the logits
+    speed = resources.tflops * 1e12 * EFFICIENCY / (FLOAT32_SLOWER[resources.kind] if inputs.dtype_bytes == 4 else 1)
+    computers = resources.trainers if resources.gpu else 1
+    generators = (resources.servers * resources.tensor_parallel or computers) if resources.gpu else 1
+    sent = 0.0 if _in_process(inputs) else inputs.dtype_bytes * (size.adapter or size.parameters)
     return Work(
         completions=rows,
-        tokens=(prompts if needs.packed else rows) * prompt + rows * completion,
+        tokens=(prompts if inputs.packed else rows) * prompt + rows * completion,
         generated=rows * completion,
         forward=forward * once,
         backward=backward * once + head,
@@ -69,26 +70,26 @@ def work(needs: PlanInputs, devices: list[Device]) -> Work:
         seconds={
             "training: compute": ((forward + backward) * once + head) / (speed * computers),
             "generation: compute": generation / (speed * generators),
-            "generation: memory bandwidth of decoding": decoding_bytes(needs, devices)
-            / (place.bandwidth * 1e12 * READING),
-            "weight sync": sent / (LINK if place.gpu else place.bandwidth * 1e12 / 4),
+            "generation: memory bandwidth of decoding": decoding_bytes(inputs, devices)
+            / (resources.bandwidth * 1e12 * READING),
+            "weight sync": sent / (LINK if resources.gpu else resources.bandwidth * 1e12 / 4),
         },
     )
 
 
-def forward_flops(needs: PlanInputs, prompt: int, completion: int) -> float:
-    """Of one row: two for each multiplied parameter and token (the head: completion tokens alone), and attention."""
-    shape, length = needs.shape, prompt + completion
-    attention = 2 * shape.layers * shape.attention_width * length**2  # two products over half the pairs of tokens
-    return 2 * shape.multiplied * length + 2 * shape.head * completion + attention
+def forward_flops(inputs: PlanInputs, prompt: int, completion: int) -> float:
+    """FLOPs of a row: two per token and multiplied parameter (head: completion tokens only), and attention."""
+    size, length = inputs.size, prompt + completion
+    attention = 2 * size.layers * size.attention_width * length**2  # two products over half the pairs of tokens
+    return 2 * size.multiplied * length + 2 * size.head * completion + attention
 
 
-def _passes(needs: PlanInputs) -> tuple[float, float]:
-    """How often a step computes a forward, and how many forwards its backward passes cost.
+def _passes(inputs: PlanInputs) -> tuple[float, float]:
+    """Forward passes of a step, and its backward passes in units of a forward pass.
 
-    A backward is two forwards: gradients of activations and of weights, the latter of trained ones only.
+    A backward pass costs two: gradients of activations, and of weights unless LoRA freezes them.
     """
-    run, train = needs.run, needs.run.train
+    run, train = inputs.run, inputs.run.train
     scoring = float(run.algorithm.needs_reference)
     scoring += 1 if run.algorithm.tokens.needs_entropy else (train.minibatches - 1) / train.minibatches
     again = train.epochs if train.gradient_checkpointing else 0
@@ -96,41 +97,41 @@ def _passes(needs: PlanInputs) -> tuple[float, float]:
     return scoring + train.epochs + again, train.epochs * (1 + weights)
 
 
-def decoding_bytes(needs: PlanInputs, devices: list[Device]) -> float:
-    """Bytes that the busiest device reads of weights and cache to generate its share, a token of each row at a time."""
-    run, shape, place = needs.run, needs.shape, needs.place
-    copies = place.servers or (place.trainers if place.gpu else 1)
+def decoding_bytes(inputs: PlanInputs, devices: list[Device]) -> float:
+    """Bytes of weights and cache that the busiest device reads to generate its share, one token per row at a time."""
+    run, size, resources = inputs.run, inputs.size, inputs.resources
+    copies = resources.servers or (resources.trainers if resources.gpu else 1)
     rows = math.ceil(run.rollout.prompts_per_step * run.rollout.group_size / copies)
-    at_once = max(1, min(rows, _running(needs, devices)))
+    at_once = max(1, min(rows, _running(inputs, devices)))
     rounds = math.ceil(rows / at_once)
-    weights = needs.dtype_bytes * (shape.multiplied + shape.head)
-    cache = at_once * sequence_bytes(needs) * (1 + run.rollout.max_prompt_tokens / _length(needs)) / 2
-    return rounds * run.rollout.max_completion_tokens * (weights + cache) / place.tensor_parallel
+    weights = inputs.dtype_bytes * (size.multiplied + size.head)
+    cache = at_once * sequence_bytes(inputs) * (1 + run.rollout.max_prompt_tokens / _length(inputs)) / 2
+    return rounds * run.rollout.max_completion_tokens * (weights + cache) / resources.tensor_parallel
 
 
-def _running(needs: PlanInputs, devices: list[Device]) -> int:
-    if _in_process(needs) and hasattr(needs.engine, "max_rows"):
-        return sampled_rows(needs)
-    limit = getattr(needs.engine, "vllm_args", {}).get("max_num_seqs") or _default_max_num_seqs(needs.place)
+def _running(inputs: PlanInputs, devices: list[Device]) -> int:
+    if _in_process(inputs) and hasattr(inputs.engine, "max_rows"):
+        return sampled_rows(inputs)
+    limit = getattr(inputs.engine, "vllm_args", {}).get("max_num_seqs") or _default_max_num_seqs(inputs.resources)
     caches = [item for device in devices for item in device.items if item.name == "vLLM: KV cache"]
-    room = caches[0].generation * needs.place.tensor_parallel / sequence_bytes(needs) if caches else limit
+    room = caches[0].generation * inputs.resources.tensor_parallel / sequence_bytes(inputs) if caches else limit
     return int(min(limit, max(1, room)))
 
 
-def _default_max_num_seqs(place: Placement) -> int:
+def _default_max_num_seqs(resources: Resources) -> int:
     """vLLM 0.32's default of max_num_seqs for a server (its `engine/arg_utils.py`)."""
-    if not place.gpu:
+    if not resources.gpu:
         return 128
-    return 1024 if place.memory >= LARGE else 256
+    return 1024 if resources.memory >= LARGE else 256
 
 
-def _length(needs: PlanInputs) -> int:
-    return int(needs.run.rollout.longest_row)
+def _length(inputs: PlanInputs) -> int:
+    return int(inputs.run.rollout.longest_row)
 
 
-def _in_process(needs: PlanInputs) -> bool:
-    """Whether the trainer's own weights generate, without a sync to anywhere."""
+def _in_process(inputs: PlanInputs) -> bool:
+    """Whether the trainer's own weights generate, without a sync."""
     from grpocli.rollout.fake_engine import Fake
     from grpocli.rollout.transformers_engine import Transformers
 
-    return isinstance(needs.engine, Transformers | Fake)
+    return isinstance(inputs.engine, Transformers | Fake)

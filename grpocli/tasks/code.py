@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @part("task", "code")
-class Code(Jsonl):
+class CodeProblems(Jsonl):
     """Programming problems with the column `tests`, a text or a list of texts, for reward=[code].
 
     Further columns: `setup` (code before the tests), `before` (code before the program), `answer` (a right program).

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from grpocli.types import Prompt
 
 
-class Training(Protocol):
+class TrainingPrompts(Protocol):
     """The training prompts of a task. report: a sentence about excluded prompts, or empty."""
 
     @property
@@ -38,7 +38,7 @@ class Training(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Epochs:
+class EpochPrompts:
     """Prompts of a task that is read whole, each once an epoch."""
 
     prompts: PromptSet
@@ -54,7 +54,7 @@ class Epochs:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskData:
+class TaskPrompts:
     """One task's prompts. columns: what rewards see of an example; rewards: those that score it.
 
     play: its environment. key: where its keys are.
@@ -62,7 +62,7 @@ class TaskData:
 
     name: str
     key: str
-    train: Training
+    train: TrainingPrompts
     held_out: PromptSet | None
     columns: list[str]
     rewards: list[str]
@@ -75,14 +75,14 @@ class TaskData:
         label = "" if alone else f"{name} "
         seed = (run.seed,) if alone else (run.seed, zlib.crc32(name.encode()))
         examples = task.examples("train")
-        train: Training
+        train: TrainingPrompts
         if getattr(task, "streaming", False):
             stream: ExampleStream = task.stream  # type: ignore[attr-defined]
             buffer: int = task.shuffle_buffer  # type: ignore[attr-defined]
             train = StreamedPrompts(stream, tokenizer, *limits, name, buffer, seed)
         else:
             prompts = PromptSet(examples, tokenizer, *limits, f"{label}train", name)
-            train = Epochs(prompts, Order(len(prompts), *seed))
+            train = EpochPrompts(prompts, Order(len(prompts), *seed))
         held_out = None
         wanted = run.eval.n_problems(cpu=False)  # a run that begins has written its number down
         if wanted:
@@ -106,21 +106,21 @@ class TaskData:
 
 
 @dataclass(frozen=True, slots=True)
-class Data:
+class PromptSource:
     """The prompts of a run's tasks, and the scheduler that draws from them."""
 
     tokenizer: PreTrainedTokenizerBase
-    tasks: list[TaskData]
+    tasks: list[TaskPrompts]
     scheduler: TaskScheduler
 
     @classmethod
-    def of(cls, run: Run, tokenizer: PreTrainedTokenizerBase) -> Data:
+    def of(cls, run: Run, tokenizer: PreTrainedTokenizerBase) -> PromptSource:
         """Raises ConfigError where a task has no usable prompts, or trains on a prompt that is evaluated on."""
         chosen = tasks_of(run.task)
         tasks = []
         for name, task in chosen.items():
             with about(key_of(run.task, name)):
-                tasks.append(TaskData.of(name, task, run, tokenizer, len(chosen) == 1))
+                tasks.append(TaskPrompts.of(name, task, run, tokenizer, len(chosen) == 1))
         _refuse_overlap(tasks, chosen)
         for one in tasks:
             one.draw(0, "")  # streamed rows have not been read yet
@@ -175,7 +175,7 @@ def accuracy_rewards_of(run: Run) -> dict[str, str]:
     return {name: accuracy_reward_of(task, run.reward, run.eval.reward) for name, task in tasks_of(run.task).items()}
 
 
-def _refuse_overlap(tasks: Sequence[TaskData], chosen: Mapping[str, Task]) -> None:
+def _refuse_overlap(tasks: Sequence[TaskPrompts], chosen: Mapping[str, Task]) -> None:
     """Raise ConfigError for prompts both trained and evaluated on; streamed tasks skip such prompts instead."""
     for evaluated in tasks:
         if not evaluated.held_out or getattr(chosen[evaluated.name], "allow_overlap", False):
@@ -183,7 +183,7 @@ def _refuse_overlap(tasks: Sequence[TaskData], chosen: Mapping[str, Task]) -> No
         for trained in tasks:
             if isinstance(trained.train, StreamedPrompts):
                 trained.train.exclude(evaluated.held_out.hashes)
-            elif isinstance(trained.train, Epochs) and (
+            elif isinstance(trained.train, EpochPrompts) and (
                 shared := evaluated.held_out.shared_with(trained.train.prompts)
             ):
                 first = excerpt(str(evaluated.held_out.prompt(shared[0], "").text))

@@ -34,13 +34,19 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.distributed.world import World
     from grpocli.processes.signals import StopSignal
-    from grpocli.tasks.prompt_source import Data
+    from grpocli.tasks.prompt_source import PromptSource
     from grpocli.tracking.recorder import Recorder
     from grpocli.types import Group
 
 
 def build_trainer(
-    run: Run, job: EngineJob, world: World, recorder: Recorder, stop: StopSignal, resume: Path | None, data: Data
+    run: Run,
+    job: EngineJob,
+    world: World,
+    recorder: Recorder,
+    stop: StopSignal,
+    resume: Path | None,
+    data: PromptSource,
 ) -> Trainer:
     """The trainer of a run; resume: the checkpoint to continue from. Collective."""
     _check_rewards(run, data, recorder)
@@ -80,7 +86,7 @@ def build_trainer(
     return trainer
 
 
-def _check_rewards(run: Run, data: Data, recorder: Recorder) -> None:
+def _check_rewards(run: Run, data: PromptSource, recorder: Recorder) -> None:
     """Check rewards against the columns of their tasks; show the warnings of rewards and the reports of data sets."""
     for task in data.tasks:
         with about(task.key):
@@ -103,7 +109,9 @@ class _Loaded:
     updater: Updater
 
 
-def _load(run: Run, job: EngineJob, world: World, data: Data, recorder: Recorder, resume: Path | None) -> _Loaded:
+def _load(
+    run: Run, job: EngineJob, world: World, data: PromptSource, recorder: Recorder, resume: Path | None
+) -> _Loaded:
     with restoring(resume):
         state = checkpoint.load_state(resume) if resume else checkpoint.State(run=run_id(recorder.run_dir))
         leftover = _leftover(run, data, resume)
@@ -126,7 +134,7 @@ def _choose_layout(run: Run, world: World, policy: Policy, reference: Reference 
         recorder.view.note(f"LoRA trains {trained_share(policy.model)}")
 
 
-def _checkpointer(run: Run, world: World, loaded: _Loaded, data: Data, recorder: Recorder) -> Checkpointer:
+def _checkpointer(run: Run, world: World, loaded: _Loaded, data: PromptSource, recorder: Recorder) -> Checkpointer:
     return Checkpointer(
         run_dir=recorder.run_dir,
         keep=run.checkpoint.keep,
@@ -141,7 +149,13 @@ def _checkpointer(run: Run, world: World, loaded: _Loaded, data: Data, recorder:
 
 
 def _engine(
-    run: Run, job: EngineJob, policy: Policy, data: Data, world: World, stop: StopSignal, recover: Callable[[], None]
+    run: Run,
+    job: EngineJob,
+    policy: Policy,
+    data: PromptSource,
+    world: World,
+    stop: StopSignal,
+    recover: Callable[[], None],
 ) -> Engine:
     """recover: sends the weights again, to an engine that was lost and is back."""
     rollout = run.rollout
@@ -188,7 +202,7 @@ def _reference(run: Run, job: EngineJob, policy: Policy, resume: Path | None) ->
 
 
 def _collector(
-    run: Run, sampler: Sampler, data: Data, draws: int, leftover: list[Group], recorder: Recorder
+    run: Run, sampler: Sampler, data: PromptSource, draws: int, leftover: list[Group], recorder: Recorder
 ) -> Collector:
     algorithm: Algorithm = run.algorithm
     return Collector(
@@ -208,7 +222,7 @@ def _collector(
     )
 
 
-def _leftover(run: Run, data: Data, resume: Path | None) -> list[Group]:
+def _leftover(run: Run, data: PromptSource, resume: Path | None) -> list[Group]:
     if resume is None:
         return []
     return saved_rollouts.load(resume, data.draw, run.rollout.group_size, run.reward, run.rollout.prompts_per_step)
@@ -246,7 +260,7 @@ def _updater(
     )
 
 
-def _evaluator(run: Run, sampler: Sampler, data: Data, watch: Watch) -> Evaluator:
+def _evaluator(run: Run, sampler: Sampler, data: PromptSource, watch: Watch) -> Evaluator:
     return Evaluator(
         sampler=sampler,
         prompts=data.problems(),

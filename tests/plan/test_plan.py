@@ -20,9 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grpocli.cli.plan import EXAMPLES, _parser
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose
-from grpocli.plan.placement import GIB, DeviceOptions
+from grpocli.plan.model_size import find_model_size
 from grpocli.plan.plan import Plan, make_plan
-from grpocli.plan.shape import find_shape
+from grpocli.plan.resources import GIB, DeviceOptions
 from grpocli.plan.trace import AllocationTracker
 
 Command = Callable[..., tuple[int, str, str]]
@@ -87,7 +87,7 @@ def on_gpus(config_only: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_models_of_the_config_group_have_their_published_size(model: str) -> None:
-    assert find_shape(build_run(compose([f"model={model}"])).model).parameters == PUBLISHED[model]
+    assert find_model_size(build_run(compose([f"model={model}"])).model).parameters == PUBLISHED[model]
 
 
 @pytest.mark.parametrize("command", DOCUMENTED)
@@ -98,10 +98,10 @@ def test_documented_commands_need_no_network(command: str, monkeypatch: pytest.M
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
     monkeypatch.setattr("grpocli.models.hf.why_unreachable", lambda: "no network")
     args = _parser().parse_intermixed_args(shlex.split(command)[2:])
-    assert find_shape(build_run(compose(args.overrides)).model).parameters > 0
+    assert find_model_size(build_run(compose(args.overrides)).model).parameters > 0
 
 
-def test_vllm_runs_as_many_completions_at_once_as_its_own_default_for_the_device() -> None:
+def test_max_num_seqs_follows_vllm_defaults_for_the_device() -> None:
     """vLLM 0.32's engine/arg_utils.py: the more at once, the fewer rounds of decoding."""
     on_gpu = ("engine=vllm", "hardware.device=cuda", "rollout.prompts_per_step=64", "rollout.group_size=16")
     large, small = (planned(*on_gpu, devices=2, memory=memory).work.seconds for memory in (80, 24))
@@ -111,7 +111,7 @@ def test_vllm_runs_as_many_completions_at_once_as_its_own_default_for_the_device
     assert given[decoding] == pytest.approx(small[decoding])
 
 
-def test_float32_is_slower_on_a_gpu_by_what_no_tensor_core_does(config_only: list[str]) -> None:
+def test_float32_is_15_times_slower_on_a_gpu_and_twice_on_a_cpu(config_only: list[str]) -> None:
     def seconds(device: str, dtype: str) -> float:
         options = (*config_only, "engine=transformers", f"hardware.device={device}", f"model.dtype={dtype}")
         return planned(*options).work.seconds["training: compute"]
@@ -122,29 +122,29 @@ def test_float32_is_slower_on_a_gpu_by_what_no_tensor_core_does(config_only: lis
 
 def test_sizes_are_those_of_the_model_in_memory(config_only: list[str]) -> None:
     model = LlamaForCausalLM(SMALL)
-    shape = find_shape(build_run(compose(config_only)).model)
-    assert shape.parameters == shape.trained == sum(p.numel() for p in model.parameters())
-    assert shape.layer == sum(p.numel() for p in model.model.layers[0].parameters())
-    assert shape.outside == SMALL.vocab_size * SMALL.hidden_size + SMALL.hidden_size
-    assert (shape.layers, shape.tied) == (3, True)
+    size = find_model_size(build_run(compose(config_only)).model)
+    assert size.parameters == size.trained == sum(p.numel() for p in model.parameters())
+    assert size.layer == sum(p.numel() for p in model.model.layers[0].parameters())
+    assert size.outside == SMALL.vocab_size * SMALL.hidden_size + SMALL.hidden_size
+    assert (size.layers, size.tied) == (3, True)
     out = model(torch.zeros(1, 3, dtype=torch.long), use_cache=True)
     cached = sum(layer.keys.numel() + layer.values.numel() for layer in out.past_key_values.layers)
-    assert shape.cache_per_token * 3 == cached
+    assert size.cache_per_token * 3 == cached
 
 
 def test_lora_trains_its_updates_alone(config_only: list[str]) -> None:
     from grpocli.models.lora import Lora, attach
 
     model = attach(LlamaForCausalLM(SMALL), Lora(rank=4), seed=0)
-    shape = find_shape(build_run(compose([*config_only, "model.lora.rank=4"])).model)
-    assert shape.trained == shape.adapter == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    size = find_model_size(build_run(compose([*config_only, "model.lora.rank=4"])).model)
+    assert size.trained == size.adapter == sum(p.numel() for p in model.parameters() if p.requires_grad)
     plan, full = planned(*config_only, "model.lora.rank=4"), planned(*config_only)
-    assert update(plan, "optimizer") == 8 * shape.adapter
-    assert update(full, "reference model") == 4 * full.shape.parameters
+    assert update(plan, "optimizer") == 8 * size.adapter
+    assert update(full, "reference model") == 4 * full.size.parameters
     assert update(plan, "reference model") == 0, "the base model is its own reference"
 
 
-def test_sharding_divides_what_it_must(on_gpus: list[str]) -> None:
+def test_sharding_divides_state_by_processes(on_gpus: list[str]) -> None:
     ddp, zero2, zero3, fsdp2 = (
         planned(
             *(*on_gpus, "engine=vllm", f"hardware.parallel={p}"),
@@ -152,8 +152,8 @@ def test_sharding_divides_what_it_must(on_gpus: list[str]) -> None:
         )
         for p in ("ddp", "zero2", "zero3", "fsdp2")
     )
-    assert ddp.micro_batches > 1, "with one, gradients take the place of activations"
-    size = 4 * ddp.shape.parameters
+    assert ddp.micro_batches > 1, "with one, gradients replace activations"
+    size = 4 * ddp.size.parameters
     assert [update(ddp, n) for n in ("weights", "gradients", "optimizer")] == [size, size, 2 * size]
     assert [update(zero2, n) for n in ("weights", "gradients", "optimizer")] == [size, size / 4, size / 2]
     for plan in (zero3, fsdp2):
@@ -171,53 +171,53 @@ def test_gradient_checkpointing_and_smaller_micro_batches_save_activations(confi
     assert update(half, "activations") == pytest.approx(update(plain, "activations") / 2, rel=0.02)
 
 
-def test_deep_models_are_as_if_all_layers_were_run(config_only: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_deep_models_are_extrapolated(config_only: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = [*config_only, "model.dtype=bfloat16"]
     whole = planned(*overrides)
     monkeypatch.setattr("grpocli.plan.trace.DEEP", 2)
     assert planned(*overrides).traced.total == pytest.approx(whole.traced.total, rel=0.02)
 
 
-def test_the_ledger_counts_what_lives() -> None:
+def test_the_tracker_counts_live_bytes() -> None:
     old = torch.zeros(100)
-    with AllocationTracker([old]) as ledger:
+    with AllocationTracker([old]) as tracker:
         old += 1
         one = old * 2
         view = one[:50]
         del one
-        assert (ledger.live, ledger.peak) == (400, 400)
+        assert (tracker.live, tracker.peak) == (400, 400)
         del view
         two = old + 1
-        assert (ledger.live, ledger.peak) == (400, 400)
+        assert (tracker.live, tracker.peak) == (400, 400)
     del two
 
 
 def test_the_72b_recipe_fits_its_five_nodes() -> None:
     plan = planned("recipe=qwen2.5-72b-slurm")
-    assert (plan.place.trainers, plan.place.servers, plan.place.tensor_parallel) == (32, 1, 8)
-    assert plan.place.memory == 80 * GIB
+    assert (plan.resources.trainers, plan.resources.servers, plan.resources.tensor_parallel) == (32, 1, 8)
+    assert plan.resources.memory == 80 * GIB
     assert plan.fits
 
 
 def test_flops_are_six_for_each_parameter_and_token(config_only: list[str]) -> None:
     plan = planned(*config_only, "algorithm=drgrpo", "rollout.max_prompt_tokens=1", "rollout.max_completion_tokens=31")
-    expected = 6 * plan.shape.parameters * plan.work.tokens
+    expected = 6 * plan.size.parameters * plan.work.tokens
     assert plan.work.forward + plan.work.backward == pytest.approx(expected, rel=0.1)
 
 
-def test_a_gpu_that_trainer_and_server_share_holds_both(config_only: list[str]) -> None:
+def test_a_shared_gpu_holds_trainer_and_server(config_only: list[str]) -> None:
     plan = planned(*config_only, "engine=vllm", "engine.gpu_memory_utilization=0.5", "hardware.device=cuda", memory=40)
     _, server = plan.devices
-    assert plan.place.shared
+    assert plan.resources.shared
     assert server.memory == 20 * GIB
     assert update(plan, "vLLM") == 20 * GIB
     apart = planned(*config_only, "engine=vllm", "hardware.device=cuda", memory=40, devices=8)
-    assert (apart.place.trainers, apart.place.shared) == (7, False)
+    assert (apart.resources.trainers, apart.resources.shared) == (7, False)
     assert update(apart, "vLLM") == 0
 
 
-def test_a_real_run_needs_what_was_planned(tmp_path: Path) -> None:
-    """Resident memory beyond that of the libraries, which a run of next to nothing has too."""
+def test_a_real_run_needs_the_planned_memory(tmp_path: Path) -> None:
+    """Compares resident memory without that of a small run, which has the libraries too."""
     from grpocli.models.tiny import make_tokenizer
 
     LlamaForCausalLM(SMALL).save_pretrained(tmp_path / "model")
@@ -245,7 +245,7 @@ ended = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL)
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 sys.exit(ended.returncode)
 """
-"""In a little process of its own: a peak begins with that of the process that has started it."""
+"""Runs in a small process, since the peak of a child starts at that of its parent."""
 
 
 def _peak(folder: Path, *overrides: str) -> int:
@@ -257,7 +257,7 @@ def _peak(folder: Path, *overrides: str) -> int:
     return int(ended.stdout) * 1024
 
 
-def test_between_turns_as_much_is_kept_as_is_sampled() -> None:
+def test_episodes_double_the_kv_cache() -> None:
     def cache(*overrides: str) -> float:
         items = planned("engine=transformers", "task=sliding_puzzle", *overrides).devices[0].items
         return sum(item.generation for item in items if item.name == "KV cache")
@@ -265,7 +265,7 @@ def test_between_turns_as_much_is_kept_as_is_sampled() -> None:
     assert cache() == 2 * cache("task.environment.turns=1") > 0
 
 
-def test_the_command_says_what_fits_and_what_does_not(grpocli: Command, config_only: list[str]) -> None:
+def test_the_command_says_whether_a_run_fits(grpocli: Command, config_only: list[str]) -> None:
     code, out, err = grpocli("plan", *config_only)
     assert code == 0
     stages = [line for line in err.splitlines() if " so far" not in line]
@@ -325,13 +325,13 @@ def test_help_names_the_exit_code(grpocli: Command) -> None:
     assert "Exit code 1: it does not fit." in out
 
 
-def test_a_config_that_torch_has_no_model_for(tmp_path: Path) -> None:
+def test_a_config_without_a_causal_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    with pytest.raises(ConfigError, match="transformers cannot make a model of its config"):
+    with pytest.raises(ConfigError, match="transformers cannot build a model from its config"):
         planned("model=hf", f"model.path={tmp_path}")
 
 
-def test_machines_that_train_and_machines_that_serve_are_apart() -> None:
+def test_training_and_vllm_machines_are_separate_devices() -> None:
     machines = ["hardware=multinode", "hardware.train_nodes=2", "hardware.rollout_nodes=3", "engine=vllm"]
     cpus = planned(*machines, "hardware.device=cpu", "hardware.devices_per_node=4", "engine.replicas=2")
     assert [(device.name, device.count) for device in cpus.devices] == [
@@ -342,4 +342,4 @@ def test_machines_that_train_and_machines_that_serve_are_apart() -> None:
     assert (notes["libraries"], notes["vLLM: weights"].partition(";")[0]) == ("4 processes; measured", "2 processes")
     gpus = planned(*machines, "hardware.device=cuda", "engine.tensor_parallel=8")
     assert [device.count for device in gpus.devices] == [16, 24]
-    assert (cpus.place.servers, gpus.place.servers) == (6, 3)
+    assert (cpus.resources.servers, gpus.resources.servers) == (6, 3)

@@ -9,7 +9,7 @@ import pytest
 from grpocli.cli.reward_check import main
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose
-from grpocli.tasks.code import Code
+from grpocli.tasks.code import CodeProblems
 
 MBPP = [
     {
@@ -63,7 +63,7 @@ def test_humaneval(tmp_path):
 
 def test_rows_of_ones_own(tmp_path):
     rows = [{"prompt": f"Write f{i}.", "tests": [f"assert f{i}() == {i}"], "answer": ""} for i in range(4)]
-    example = Code(path=str(written(tmp_path / "own.jsonl", rows))).examples("train")[0]
+    example = CodeProblems(path=str(written(tmp_path / "own.jsonl", rows))).examples("train")[0]
     assert example["tests"][0].startswith("assert f")
     assert example["prompt"][0]["role"] == "user"
 
@@ -72,7 +72,7 @@ def test_rows_without_tests(tmp_path):
     rows = [{"prompt": f"Write f{i}.", "tests": [], "answer": ""} for i in range(4)]
     path = written(tmp_path / "own.jsonl", rows)
     with pytest.raises(ConfigError, match=r"row \d of .*own.jsonl has no tests"):
-        list(Code(path=str(path)).examples("train"))
+        list(CodeProblems(path=str(path)).examples("train"))
 
 
 @pytest.mark.parametrize(("task", "rows"), [("mbpp", MBPP), ("humaneval", HUMAN_EVAL)])

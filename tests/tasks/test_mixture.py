@@ -15,7 +15,7 @@ from grpocli.launch.hydra_sources import conf_dir
 from grpocli.launch.overrides import spread
 from grpocli.rewards.scoring import Limit
 from grpocli.tasks.mixture import about, limits_of, tasks_of
-from grpocli.tasks.prompt_source import Data
+from grpocli.tasks.prompt_source import PromptSource
 
 
 def write(path: Path, texts: list[str]) -> Path:
@@ -96,7 +96,7 @@ def two_tasks(tmp_path: Path, *overrides: str) -> Any:
 
 
 def test_draws_are_shared_by_weight_and_every_task_runs_through_its_epochs(tmp_path: Path, plain_tokenizer) -> None:
-    data = Data.of(two_tasks(tmp_path, "task.one.weight=3", "eval.problems=0"), plain_tokenizer)
+    data = PromptSource.of(two_tasks(tmp_path, "task.one.weight=3", "eval.problems=0"), plain_tokenizer)
     prompts = [data.draw(number) for number in range(400)]
     assert [prompt.uid for prompt in prompts[:3]] == ["0", "1", "2"]
     drawn = Counter(prompt.task for prompt in prompts)
@@ -108,7 +108,7 @@ def test_draws_are_shared_by_weight_and_every_task_runs_through_its_epochs(tmp_p
 
 
 def test_problems_of_every_task_are_kept_for_evaluation(tmp_path: Path, plain_tokenizer) -> None:
-    data = Data.of(two_tasks(tmp_path), plain_tokenizer)
+    data = PromptSource.of(two_tasks(tmp_path), plain_tokenizer)
     problems = data.problems()
     assert Counter(problem.task for problem in problems) == {"one": 1, "two": 1}
     assert len({problem.uid for problem in problems}) == 2
@@ -118,8 +118,8 @@ def test_what_is_trained_on_is_not_evaluated_on(tmp_path: Path, plain_tokenizer)
     other = write(tmp_path / "other.jsonl", ["c", "a b"])
     held_out = [f"task.two.eval_path={other}", f"task.one.eval_path={write(tmp_path / 'others.jsonl', ['c c'])}"]
     with pytest.raises(ConfigError, match=r"1 of 2 problems that two is evaluated on are trained on in one.*'a b'"):
-        Data.of(two_tasks(tmp_path, *held_out), plain_tokenizer)
-    Data.of(two_tasks(tmp_path, *held_out, "task.two.allow_overlap=true"), plain_tokenizer)
+        PromptSource.of(two_tasks(tmp_path, *held_out), plain_tokenizer)
+    PromptSource.of(two_tasks(tmp_path, *held_out, "task.two.allow_overlap=true"), plain_tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -156,4 +156,4 @@ def test_an_error_gets_the_key_of_its_task(error: ConfigError, wanted: str) -> N
 )
 def test_a_task_of_a_mixture_that_cannot_work(given: str, said: str, tmp_path: Path, plain_tokenizer) -> None:
     with pytest.raises(ConfigError, match=said):
-        Data.of(two_tasks(tmp_path, given), plain_tokenizer)
+        PromptSource.of(two_tasks(tmp_path, given), plain_tokenizer)

@@ -18,7 +18,7 @@ from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose
 from grpocli.tasks import loading, prompts, streaming
 from grpocli.tasks.jsonl import Jsonl
-from grpocli.tasks.prompt_source import Data
+from grpocli.tasks.prompt_source import PromptSource
 from grpocli.tasks.streaming import StreamedPrompts
 
 N = 30
@@ -44,10 +44,12 @@ def run() -> Any:
 def data(tmp_path: Path, plain_tokenizer, run: Any) -> Any:
     held_out = str(write(tmp_path / "held_out.jsonl", ["c"]))
 
-    def make(path: Path, seed: int = 0, limit: int = 10, long: str = "drop", **settings: Any) -> Data:
+    def make(path: Path, seed: int = 0, limit: int = 10, long: str = "drop", **settings: Any) -> PromptSource:
         given = {"eval_path": held_out, "streaming": True, "shuffle_buffer": 8, **settings}
         rollout = replace(run.rollout, max_prompt_tokens=limit, long_prompts=long)
-        return Data.of(replace(run, seed=seed, rollout=rollout, task=Jsonl(path=str(path), **given)), plain_tokenizer)
+        return PromptSource.of(
+            replace(run, seed=seed, rollout=rollout, task=Jsonl(path=str(path), **given)), plain_tokenizer
+        )
 
     return make
 
@@ -57,7 +59,7 @@ def file(tmp_path: Path) -> Path:
     return write(tmp_path / "train.jsonl", [text(i) for i in range(N)])
 
 
-def texts(data: Data, draws: range) -> list[str]:
+def texts(data: PromptSource, draws: range) -> list[str]:
     return [str(data.draw(number).text) for number in draws]
 
 
@@ -93,8 +95,8 @@ def test_every_process_draws_the_same(data, file: Path) -> None:
 import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
 from conftest import words
 from grpocli.launch.compose import build_run, compose
-from grpocli.tasks.prompt_source import Data
-data = Data.of(build_run(compose({["task=jsonl", "task.shuffle_buffer=8", *config]!r})), words(None))
+from grpocli.tasks.prompt_source import PromptSource
+data = PromptSource.of(build_run(compose({["task=jsonl", "task.shuffle_buffer=8", *config]!r})), words(None))
 print([data.draw(number).text for number in range({2 * N})])
 """
     env = {**os.environ, "PYTHONHASHSEED": "7"}
@@ -163,7 +165,7 @@ def test_of_a_mixture(tmp_path: Path, file: Path, plain_tokenizer) -> None:
         *(f"task.one.path={file}", f"task.one.eval_path={write(tmp_path / 'g.jsonl', ['b'])}"),
         *(f"task.two.path={other}", f"task.two.eval_path={held_out}", "task.one.shuffle_buffer=8"),
     ]
-    made, again = (Data.of(build_run(compose(config)), plain_tokenizer) for _ in range(2))
+    made, again = (PromptSource.of(build_run(compose(config)), plain_tokenizer) for _ in range(2))
     drawn = [made.draw(number) for number in range(4 * N)]
     assert {prompt.task: len({p.text for p in drawn if p.task == prompt.task}) for prompt in drawn} == {
         "one": N - 1,  # but for what two is evaluated on

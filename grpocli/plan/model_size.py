@@ -1,4 +1,4 @@
-"""A model's sizes, from its config: no weight is read, downloaded or made."""
+"""Numbers of parameters of a model, from its config alone: no weights are read, downloaded or allocated."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
     import torch
 
 PUBLIC = Path(__file__).with_name("public_models.json")
-"""Configs of the models that `conf/model/` names, for machines that cannot reach the hub."""
+"""Configs of the models in `conf/model/`, for machines that cannot reach the hub."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """config: transformers'. source: where it was found. All else are numbers of parameters, but `layers`.
+class ModelSize:
+    """Numbers of parameters of a model.
 
-    trained: those that take a gradient. layer: of the largest decoder layer. embedding: of the input embedding,
-    which is looked up and not multiplied with. head: of the output head; tied: they are one. adapter: of LoRA.
+    config: the config of transformers. source: where it was found. trained: parameters with a gradient. layers:
+    decoder layers. layer: parameters of the largest one. embedding: of the input embedding. head: of the output head.
+    tied: embedding and head are one matrix. adapter: parameters of LoRA.
     """
 
     config: Any
@@ -38,23 +39,23 @@ class Shape:
 
     @property
     def outside(self) -> int:
-        """Parameters of no decoder layer: embedding, head, norms."""
+        """Parameters outside of decoder layers: embedding, head, norms."""
         return self.parameters - self.layers * self.layer
 
     @property
     def multiplied(self) -> int:
-        """Parameters of matrix products in a decoder, without embedding and head."""
+        """Parameters in matrix products of the decoder, without embedding and head."""
         return self.parameters - self.embedding - (0 if self.tied else self.head)
 
     @property
     def cache_per_token(self) -> int:
-        """Numbers that the KV cache holds for a token."""
+        """Numbers in the KV cache per token."""
         text = self.config.get_text_config()
         return int(2 * self.layers * text.num_key_value_heads * self.head_size)
 
     @property
     def attention_width(self) -> int:
-        """Heads times their size."""
+        """Heads times head size."""
         return int(self.config.get_text_config().num_attention_heads) * self.head_size
 
     @property
@@ -63,8 +64,8 @@ class Shape:
         return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
-def find_shape(part: Any) -> Shape:
-    """The sizes of the run's choice of `model`. Raises ConfigError, naming the key, where its config cannot be had."""
+def find_model_size(part: Any) -> ModelSize:
+    """The size of a choice of `model`. Raises ConfigError, naming the key, if its config is not available."""
     config, source = find_config(part)
     model = empty_model(config, part)
     parameters = sum(p.numel() for p in model.parameters())
@@ -72,7 +73,7 @@ def find_shape(part: Any) -> Shape:
     adapter = trained if part.lora.rank else 0
     layers = decoder_layers(model)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    return Shape(
+    return ModelSize(
         config=config,
         source=source,
         parameters=parameters,
@@ -87,9 +88,9 @@ def find_shape(part: Any) -> Shape:
 
 
 def empty_model(config: Any, part: Any) -> Any:
-    """The model on torch's meta device, which has shapes and no numbers, with LoRA's updates where they are asked.
+    """The model on torch's meta device, which holds shapes without numbers; with LoRA's updates if the config asks.
 
-    Raises ConfigError where transformers has no such model.
+    Raises ConfigError if transformers cannot build it.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -107,12 +108,12 @@ def empty_model(config: Any, part: Any) -> Any:
             )
             return inject(without_dropout(model), part.lora) if part.lora.rank else without_dropout(model)
     except (ValueError, ImportError, OSError) as error:
-        problem = f"transformers cannot make a model of its config: {str(error).splitlines()[0]}"
+        problem = f"transformers cannot build a model from its config: {str(error).splitlines()[0]}"
         raise ConfigError(problem, key="model.path", value=getattr(part, "path", "")) from error
 
 
 def with_layers(config: Any, layers: int) -> Any:
-    """The same config with the first decoder layers only."""
+    """The config with only the first decoder layers."""
     smaller = deepcopy(config)
     text = smaller.get_text_config()
     text.num_hidden_layers = layers
@@ -122,7 +123,7 @@ def with_layers(config: Any, layers: int) -> Any:
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """The blocks that a decoder repeats."""
+    """The decoder layers of a model."""
     import torch
 
     count = model.config.get_text_config().num_hidden_layers
@@ -131,7 +132,7 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
 
 
 def find_config(part: Any) -> tuple[Any, str]:
-    """transformers' config of the run's choice of `model`, and where it is from."""
+    """The transformers config of a choice of `model`, and where it was found."""
     from grpocli.models.tiny import Tiny
 
     if isinstance(part, Tiny):
@@ -142,15 +143,13 @@ def find_config(part: Any) -> tuple[Any, str]:
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ConfigError(
-                "the folder has no config.json, from which alone a plan is made", key="model.path", value=path
-            )
+            raise ConfigError("the folder has no config.json, which a plan is made from", key="model.path", value=path)
         return _load(part, str(folder)), f"{path}/config.json"
     return _of_the_hub(part, path)
 
 
 def _of_the_hub(part: Any, name: str) -> tuple[Any, str]:
-    """What was downloaded before; else the sizes that come with grpocli; else the hub, which nothing else asks."""
+    """The downloaded config, else the one that comes with grpocli, else the hub's."""
     from transformers import AutoConfig
 
     try:

@@ -1,4 +1,4 @@
-"""Where a run runs, as far as memory and speed depend on it: how many processes and servers on which devices."""
+"""The devices of a run with their memory and speed, and how trainer processes and servers are placed on them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Run
 
 GIB = 2**30
-GPU_MEMORY = 80.0  # GiB, where no GPU is there to ask
-GPUS = {  # dense bfloat16 TFLOP/s and TB/s of memory, from NVIDIA's data sheets
+GPU_MEMORY = 80.0  # GiB, if this machine has no GPU
+GPUS = {  # dense bfloat16 TFLOP/s, and TB/s of memory bandwidth, from NVIDIA's data sheets
     "H200": (989.0, 4.8),
     "H100": (989.0, 3.35),
     "A100": (312.0, 2.0),
     "L40S": (362.0, 0.86),
     "L4": (121.0, 0.3),
 }
-CPU_CORE = (0.05, 0.01)  # TFLOP/s and TB/s of one core: a server's, to within a factor of three
+CPU_CORE = (0.05, 0.01)  # TFLOP/s and TB/s of one core of a server, to within a factor of three
 FLOAT32_SLOWER = {"cpu": 2.0, "cuda": 15.0}
-"""How much slower than in bfloat16 matrix products are in float32: on an H100 67 for 989 TFLOP/s, as TF32 stays off."""
+"""How much slower matrix products are in float32 than in bfloat16: on an H100 67 and 989 TFLOP/s, since TF32 is off."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """What the command line says of devices; None: found out, or assumed.
+    """The command line's options about devices; None: measured or assumed.
 
-    memory: GiB. tflops, bandwidth: 1e12 operations and 1e12 bytes a second. devices: GPUs of one machine, with
-    hardware=single.
+    memory: GiB of one device. devices: GPUs of one machine, with hardware=single. tflops, bandwidth: 1e12 operations
+    and 1e12 bytes per second of one device.
     """
 
     memory: float | None = None
@@ -46,12 +46,14 @@ class DeviceOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """kind: "cpu" or "cuda". memory: bytes of one device (of the whole machine, on a CPU). tflops, bandwidth: of one
-    device, in 1e12 a second. trainers: processes on all machines. servers: copies of the model that generate, each on
-    `tensor_parallel` devices; 0 where the trainer processes generate, or a server elsewhere does. shared: servers are
-    on the trainers' devices. train_nodes: machines that train; rollout_nodes: others, that serve. assumed: what was not
-    measured, for people.
+class Resources:
+    """Devices, trainer processes and servers of a run.
+
+    kind: "cpu" or "cuda". memory: bytes of one device; on a CPU, of the whole machine. tflops, bandwidth: 1e12
+    operations and 1e12 bytes per second of one device. trainers: processes on all machines. servers: copies of the
+    model on vLLM servers that the run starts, each on `tensor_parallel` devices. shared: servers use the trainers'
+    devices. train_nodes, rollout_nodes: machines that train, and further ones that serve. assumed: sentences about
+    values that were not measured.
     """
 
     kind: str
@@ -71,15 +73,15 @@ class Placement:
         return self.kind == "cuda"
 
 
-def find_placement(run: Run, engine: Any, asked: DeviceOptions) -> Placement:
-    """engine: the run's choice, or what engine=auto would be there."""
+def find_resources(run: Run, engine: Any, asked: DeviceOptions) -> Resources:
+    """The resources of a run. engine: the run's engine, with engine=auto resolved."""
     kind = device_kind(run)
     memory, tflops, bandwidth, assumed = _gpu(asked) if kind == "cuda" else _cpu(asked)
     servers, tensor_parallel = _servers(engine)
     rollout_nodes = getattr(run.hardware, "rollout_nodes", 0)
     servers *= max(1, rollout_nodes)
     trainers, shared, more = _split(run, kind, servers * tensor_parallel, asked)
-    return Placement(
+    return Resources(
         kind,
         memory,
         tflops,
@@ -95,14 +97,14 @@ def find_placement(run: Run, engine: Any, asked: DeviceOptions) -> Placement:
 
 
 def device_kind(run: Run) -> str:
-    """hardware.device=auto is what this machine has; a plan may be for GPUs that are elsewhere."""
+    """hardware.device, "cpu" or "cuda"; `auto` is what this machine has."""
     if run.hardware.device != "auto":
         return str(run.hardware.device)
     return "cuda" if gpus_here() else "cpu"
 
 
 def shares_weights(run: Run) -> bool:
-    """Whether each process has a part of every weight."""
+    """Whether weights are sharded over the trainer processes."""
     return run.hardware.parallel in ("fsdp2", "zero3")
 
 
@@ -115,19 +117,19 @@ def gpus_here() -> int:
 def _gpu(asked: DeviceOptions) -> tuple[float, float, float, tuple[str, ...]]:
     import torch
 
-    name, memory, assumed = "H100", GPU_MEMORY, "no GPU is here: an H100 of 80 GiB is assumed (--memory GIB)"
+    name, memory, assumed = "H100", GPU_MEMORY, "no GPU on this machine: an H100 with 80 GiB is assumed (--memory GIB)"
     if gpus_here():
         properties = torch.cuda.get_device_properties(0)
         name, memory = properties.name, properties.total_memory / GIB
-        assumed = f"the GPU that is here: {name}, {memory:.0f} GiB"
+        assumed = f"this machine's GPU: {name}, {memory:.0f} GiB"
     elif asked.memory:
-        assumed = f"no GPU is here: one as fast as an H100, of {asked.memory:g} GiB (--memory)"
+        assumed = f"no GPU on this machine: one as fast as an H100, with {asked.memory:g} GiB (--memory)"
     tflops, bandwidth = next((speed for known, speed in GPUS.items() if known in name), GPUS["A100"])
     return (
         (asked.memory or memory) * GIB,
         asked.tflops or tflops,
         asked.bandwidth or bandwidth,
-        (assumed, f"{asked.tflops or tflops:g} TFLOP/s in bfloat16 and {asked.bandwidth or bandwidth:g} TB/s a GPU"),
+        (assumed, f"{asked.tflops or tflops:g} TFLOP/s in bfloat16 and {asked.bandwidth or bandwidth:g} TB/s per GPU"),
     )
 
 
@@ -141,14 +143,14 @@ def _cpu(asked: DeviceOptions) -> tuple[float, float, float, tuple[str, ...]]:
         tflops,
         bandwidth,
         (
-            f"a CPU with {memory}; for GPUs say hardware.device=cuda",
+            f"a CPU with {memory}; hardware.device=cuda plans for GPUs",
             f"{tflops:g} TFLOP/s in bfloat16 and {bandwidth:g} TB/s for {cores} cores: a guess (--tflops, --bandwidth)",
         ),
     )
 
 
 def _servers(engine: Any) -> tuple[int, int]:
-    """How many copies of the model the run's own vLLM servers hold, and how many GPUs each takes."""
+    """Copies of the model on vLLM servers that the run starts, and the GPUs of each copy."""
     from grpocli.rollout.vllm.options import Vllm
 
     if not isinstance(engine, Vllm) or engine.base_url is not None:
@@ -157,7 +159,7 @@ def _servers(engine: Any) -> tuple[int, int]:
 
 
 def _split(run: Run, kind: str, serving: int, asked: DeviceOptions) -> tuple[int, bool, tuple[str, ...]]:
-    """Trainer processes; whether servers share their devices; what was assumed."""
+    """Trainer processes, whether servers share their devices, and assumptions."""
     from grpocli.hardware.hardware import Multinode
 
     hardware = run.hardware
@@ -173,7 +175,7 @@ def _split(run: Run, kind: str, serving: int, asked: DeviceOptions) -> tuple[int
 
 
 def _number(devices: Any) -> int | None:
-    """Of hardware.train_devices; None for auto."""
+    """The number of devices in hardware.train_devices; None for auto."""
     if devices == "auto":
         return None
     return devices if isinstance(devices, int) else len(devices)
