@@ -81,7 +81,11 @@ class TrainProcess:
 
         run, job = self.run, self.job
         self.view.stage("loading the data")
-        data = self.load_data() if self.load_data else PromptSource.of(run, load_tokenizer(run.model, job.engine.model_path))
+        data = (
+            self.load_data()
+            if self.load_data
+            else PromptSource.of(run, load_tokenizer(run.model, job.engine.model_path))
+        )
         self.view.stage("loading the model")
         return build_trainer(run, job.engine, world, recorder, self.stop, job.checkpoint, data)
 
