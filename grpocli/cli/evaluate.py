@@ -129,7 +129,7 @@ def _sampled(
     from grpocli.evaluation.evaluate import EvaluationOptions, evaluate
     from grpocli.progress import Watch
     from grpocli.rewards.reward import answer_columns
-    from grpocli.tracking.rollouts import evaluated, write_rollouts
+    from grpocli.tracking.rollouts import evaluation_records, write_rollouts
 
     asked = EvaluationOptions(args.problems, args.samples, not args.no_greedy)
     found: list[Evaluated] = []
@@ -138,7 +138,7 @@ def _sampled(
         for kind, groups in (("greedy", one.greedy), ("sampled", one.sampled)):
             if groups:
                 path = out / "samples" / f"{len(found):03d}_{name}_{kind}.parquet"
-                write_rollouts(path, evaluated(groups), 0, answer_columns(run.reward.values()))
+                write_rollouts(path, evaluation_records(groups), 0, answer_columns(run.reward.values()))
         found.append(one)
     return found
 

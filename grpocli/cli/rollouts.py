@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 from grpocli.errors import ConfigError, RunError
 from grpocli.tracking.console import paged
-from grpocli.tracking.text import clean, words
+from grpocli.tracking.text import clean, prompt_text
 from grpocli.types import Status
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from rich.console import Console
 
-    from grpocli.tracking.rollout_query import Row
+    from grpocli.tracking.rollout_query import RolloutRow
 
 EXAMPLES = """\
 examples
@@ -47,13 +47,13 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--n {args.n}: must be 0 (all) or more")
     if args.export:
         _check_target(args.export)
-    from grpocli.tracking.rollout_query import Condition, rows_of, steps_of
+    from grpocli.tracking.rollout_query import Condition, matching_rows, step_files
 
     conditions = [Condition.parse(text) for text in args.where]
     conditions += [Condition("finish_reason", "=", args.finish)] if args.finish else []
     conditions += [Condition("task", "=", args.task)] if args.task else []
-    files = steps_of(args.run, args.step or ":")[0 if args.step else -1 :]
-    rows: Iterable[Row] = rows_of(files, conditions)
+    files = step_files(args.run, args.step or ":")[0 if args.step else -1 :]
+    rows: Iterable[RolloutRow] = matching_rows(files, conditions)
     if args.n:
         rows = islice(rows, args.n)
     if args.export:
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _page(rows: Iterable[Row], whole: bool) -> int:
+def _page(rows: Iterable[RolloutRow], whole: bool) -> int:
     rest = iter(rows)
     first = list(islice(rest, 1))
     if not first:
@@ -111,7 +111,7 @@ def _page(rows: Iterable[Row], whole: bool) -> int:
     return 0
 
 
-def _show(console: Console, row: Row, whole: bool) -> None:
+def _show(console: Console, row: RolloutRow, whole: bool) -> None:
     def say(text: str, style: str = "") -> None:
         console.print(clean(text), style=style, soft_wrap=True)
 
@@ -122,7 +122,7 @@ def _show(console: Console, row: Row, whole: bool) -> None:
         say(f"reference: {_cut(row['answer'], whole)}", "cyan")
 
 
-def _title(row: Row) -> str:
+def _title(row: RolloutRow) -> str:
     """Where a completion is from, its scores, and its status where it was not trained on."""
     rewards = {name.removeprefix("reward/"): value for name, value in row.items() if name.startswith("reward/")}
     status = row.get("status", Status.TRAINED)
@@ -137,13 +137,13 @@ def _title(row: Row) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def _prompt(row: Row) -> str:
+def _prompt(row: RolloutRow) -> str:
     """As text; files of older versions have a conversation as JSON."""
     prompt: str = row["prompt"]
     if "messages" in row:
         return prompt
     try:
-        return words([{"role": message["role"], "content": message["content"]} for message in json.loads(prompt)])
+        return prompt_text([{"role": message["role"], "content": message["content"]} for message in json.loads(prompt)])
     except (json.JSONDecodeError, TypeError, KeyError):
         return prompt
 
@@ -153,7 +153,7 @@ def _cut(text: str, whole: bool) -> str:
     return text if whole or more <= 0 else f"{text[:SHOWN]} ... ({more:,} more characters: --whole)"
 
 
-def _export(rows: Iterable[Row], files: Sequence[Path], target: str) -> int:
+def _export(rows: Iterable[RolloutRow], files: Sequence[Path], target: str) -> int:
     from datasets import Dataset, disable_progress_bars
     from pyarrow import Table, unify_schemas
 

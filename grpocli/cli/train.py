@@ -16,7 +16,7 @@ from grpocli.config.environment import raw_value
 from grpocli.errors import ConfigError
 from grpocli.launch.ready import check_ready
 from grpocli.launch.resume import Resume
-from grpocli.tracking.metrics import finished
+from grpocli.tracking.metrics import finished_steps
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.text import clean
 
@@ -76,7 +76,7 @@ def _check(args: Any, resume: Resume | None) -> Run | None:
 
 def _finished(run_dir: RunDir, run: Run) -> str | None:
     """The message for a run that has nothing left to do; None for any other."""
-    done = finished(run_dir.summary)
+    done = finished_steps(run_dir.summary)
     if done is None or done < run.train.steps or not run_dir.model.is_dir():
         return None
     return f"{run_dir.path} is finished after {done} steps, and stays as it is; train.steps=N above {done} trains more"

@@ -39,10 +39,10 @@ from grpocli.rollout.sync import placement
 from grpocli.rollout.vllm.nodes import new_folder, weights_of
 from grpocli.tasks.mixture import about, key_of, tasks_of
 from grpocli.tasks.task import columns_of
-from grpocli.tracking.metrics import read
+from grpocli.tracking.metrics import read_metrics
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import saved_choices
-from grpocli.tracking.sessions import Changes, Session, add_session, run_id, shown
+from grpocli.tracking.sessions import Changes, Session, add_session, format_value, run_id
 from grpocli.training.trainer_job import TrainerJob, wait_for_job
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _locked(
         if resuming:
             _report(point, view)
         for key, (old, new) in changed.items():
-            view.note(f"changed {key}: {shown(old)} -> {shown(new)}")
+            view.note(f"changed {key}: {format_value(old)} -> {format_value(new)}")
         if any(key.startswith(("reward", "algorithm")) for key in changed):
             view.note(f"rewards from now on: {', '.join(run.reward)}")
         return _train(run, job, run_dir, view, devices, node)
@@ -153,7 +153,7 @@ def _resume_point(run: Run, run_dir: RunDir, view: View, resuming: bool) -> Resu
         return ResumePoint()
     view.stage("checking the checkpoint")
     if run_dir.metrics.exists():
-        read(run_dir.metrics)  # a damaged line is found before anything is started
+        read_metrics(run_dir.metrics)  # a damaged line is found before anything is started
     return resume_point(run_dir.path, run.resume_fallback, view.progress)
 
 

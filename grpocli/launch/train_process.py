@@ -117,13 +117,13 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
     from omegaconf import OmegaConf
 
     from grpocli.rewards.reward import answer_columns
-    from grpocli.tracking.metrics import MetricsLog, reserve
+    from grpocli.tracking.metrics import MetricsLog, reserve_space
     from grpocli.tracking.recorder import Recorder
     from grpocli.training.checkpoint import load_state
 
     if not world.is_main:
         return Recorder(run_dir, view, None, None)
-    reserve(run_dir.summary)
+    reserve_space(run_dir.summary)
     log = MetricsLog(run_dir.metrics)
     done = load_state(job.checkpoint).step if job.checkpoint else 0
     if missing := log.truncate_after(done):

@@ -17,7 +17,7 @@ from grpocli.masking import masked
 from grpocli.processes.exit_reports import exit_reports, report_failure, root_cause
 from grpocli.processes.guard import alive, guarded
 from grpocli.processes.heartbeat import DONE, Heartbeat, heartbeats
-from grpocli.tracking.metrics import read, summary_of, write_summary
+from grpocli.tracking.metrics import read_metrics, summary_of, write_summary
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
@@ -110,7 +110,7 @@ def _died(run_dir: Path) -> list[Heartbeat]:
 
 def _summarise(run_dir: RunDir, cause: str) -> None:
     """Write the summary of a run whose first process was ended because another one failed."""
-    rows = read(run_dir.metrics) if run_dir.metrics.exists() else []
+    rows = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
     last = rows[-1] if rows else {}
     seconds = sum(row.get("time/step") or 0.0 for row in rows)
     summary = summary_of(

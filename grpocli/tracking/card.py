@@ -10,7 +10,7 @@ import yaml
 
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import saved_choices
-from grpocli.tracking.sessions import Stretch, read_sessions, shown, stretches
+from grpocli.tracking.sessions import SessionSteps, format_value, read_sessions, steps_by_session
 from grpocli.version import __version__
 
 CARD = """\
@@ -55,7 +55,7 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
     named = str((config.get("model") or {}).get("path"))
     base = named if "${" in named else base
     choices = saved_choices(run_dir.path, config)
-    trained = stretches(read_sessions(run_dir), summary["steps"])
+    trained = steps_by_session(read_sessions(run_dir), summary["steps"])
     why = str(summary.get("eval/incomparable", ""))
     return CARD.format(
         front=front_matter(base),
@@ -79,18 +79,18 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
     )
 
 
-def _session(one: Stretch, first: bool) -> str:
+def _session(one: SessionSteps, first: bool) -> str:
     """When and with which versions, which checkpoints were damaged, and what had changed since the steps before."""
     if one.session is None:
         return "in sessions that were not recorded"
     versions = ", ".join(f"{name} {version}" for name, version in one.session.versions.items())
     changes = {} if first else one.session.changes
-    changed = "".join(f"; `{key}` {shown(old)} -> {shown(new)}" for key, (old, new) in changes.items())
+    changed = "".join(f"; `{key}` {format_value(old)} -> {format_value(new)}" for key, (old, new) in changes.items())
     found = "".join(f"; {sentence}" for sentence in one.session.fallback)
     return f"started {one.session.time} with {versions}{found}{changed}".replace("|", "\\|")
 
 
-def _in_turn(last: Any, trained: Sequence[Stretch]) -> str:
+def _in_turn(last: Any, trained: Sequence[SessionSteps]) -> str:
     """The algorithms of all sessions, in order; `last`: that of the last one."""
     names = [last]
     for one in reversed(trained):

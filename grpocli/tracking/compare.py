@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpocli.errors import ConfigError
-from grpocli.tracking.runs import GROUPS, LAST, RESULTS, RunRow, find
+from grpocli.tracking.runs import GROUPS, LAST_STEPS, RESULTS, RunRow, find_runs
 from grpocli.tracking.text import clean, one_line
 
 LONGEST = 40
@@ -22,7 +22,7 @@ LONGEST = 40
 IGNORED = ("resume", "tracker", "hydra")
 FOOTER = (
     "before, accuracy: held-out accuracy at temperature 1 before and after training; "
-    f"final reward: the mean over the last {LAST} steps"
+    f"final reward: the mean over the last {LAST_STEPS} steps"
 )
 AVERAGED = ("before", "accuracy", "change", "final reward", "seconds")
 
@@ -53,17 +53,17 @@ def main(argv: Sequence[str]) -> int:
 
 def compare(folders: Sequence[Path], sort: str = "accuracy") -> list[RunTable]:
     """A table of the runs, best first, and where they differ by seed one of means over seeds."""
-    rows = list({row.path.resolve(): row for folder in folders for row in find(folder)}.values())
+    rows = list({row.path.resolve(): row for folder in folders for row in find_runs(folder)}.values())
     if not rows:
         raise ConfigError(f"there is no run below {', '.join(map(str, folders))}: no folder has a config.yaml of one")
     if sort != "path":
         rows.sort(key=lambda row: _best_first(row.results[sort]))
-    keys = differing(rows)
+    keys = differing_settings(rows)
     names = short_names(keys)
-    found = [_runs(rows, keys, names)]
+    found = [_run_table(rows, keys, names)]
     others = [key for key in keys if key != "seed"]
-    if "seed" in keys and any(len(group) > 1 for group in _by(rows, others).values()):
-        found.append(_over_seeds(rows, others, names))
+    if "seed" in keys and any(len(group) > 1 for group in _group_by(rows, others).values()):
+        found.append(_seed_means(rows, others, names))
     return found
 
 
@@ -71,7 +71,7 @@ def _best_first(value: float | None) -> tuple[bool, float]:
     return value is None, -(value or 0.0)
 
 
-def differing(rows: Sequence[RunRow]) -> list[str]:
+def differing_settings(rows: Sequence[RunRow]) -> list[str]:
     """The settings that tell the runs apart, and no more: not the many keys that follow from a choice.
 
     First the choices of whole groups; then what was typed on a command line; then whatever still differs
@@ -88,7 +88,7 @@ def differing(rows: Sequence[RunRow]) -> list[str]:
     rest = sorted((k for k in differ if k not in (*found, *seed)), key=lambda k: ("/" not in k, k))
     for key in rest:
         above = [*found, *seed] if all_typed else [k for k in found if _is_above(k, key)]
-        if any(_values(group, key) > 1 for group in _by(readable, above).values()):
+        if any(_values(group, key) > 1 for group in _group_by(readable, above).values()):
             found.append(key)
     return found + seed
 
@@ -113,22 +113,22 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def _runs(rows: Sequence[RunRow], keys: Sequence[str], names: dict[str, str]) -> RunTable:
-    body = [[_name(row, rows), *[row.settings.get(k) for k in keys], *row.results.values()] for row in rows]
-    notes = [f"{_name(row, rows)} has no change: {row.incomparable}" for row in rows if row.incomparable]
+def _run_table(rows: Sequence[RunRow], keys: Sequence[str], names: dict[str, str]) -> RunTable:
+    body = [[_short_path(row, rows), *[row.settings.get(k) for k in keys], *row.results.values()] for row in rows]
+    notes = [f"{_short_path(row, rows)} has no change: {row.incomparable}" for row in rows if row.incomparable]
     return RunTable("runs", ["run", *(names[k] for k in keys), *RESULTS], body, notes)
 
 
-def _by(rows: Sequence[RunRow], keys: Sequence[str]) -> dict[tuple[str, ...], list[RunRow]]:
+def _group_by(rows: Sequence[RunRow], keys: Sequence[str]) -> dict[tuple[str, ...], list[RunRow]]:
     groups: dict[tuple[str, ...], list[RunRow]] = {}
     for row in rows:
         groups.setdefault(tuple(str(row.settings.get(k)) for k in keys), []).append(row)
     return groups
 
 
-def _over_seeds(rows: Sequence[RunRow], keys: Sequence[str], names: dict[str, str]) -> RunTable:
+def _seed_means(rows: Sequence[RunRow], keys: Sequence[str], names: dict[str, str]) -> RunTable:
     """Means and sample standard deviations over the runs that are done."""
-    groups = _by([row for row in rows if row.done], keys).values()
+    groups = _group_by([row for row in rows if row.done], keys).values()
     body = [
         [*[group[0].settings.get(k) for k in keys], len(group), *[_mean(group, result) for result in AVERAGED]]
         for group in groups
@@ -143,7 +143,7 @@ def _mean(rows: Sequence[RunRow], result: str) -> Any:
     return f"{statistics.mean(numbers):.3f} ± {statistics.stdev(numbers):.3f}"
 
 
-def _name(row: RunRow, rows: Sequence[RunRow]) -> str:
+def _short_path(row: RunRow, rows: Sequence[RunRow]) -> str:
     """The part of a path in which runs differ."""
     paths = [other.path.resolve() for other in rows]
     common = Path(os.path.commonpath(paths)) if len(paths) > 1 else paths[0].parent

@@ -20,7 +20,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text as Line
 
-from grpocli.tracking.text import clean, duration, number, one_line, sparkline, trend, words
+from grpocli.tracking.text import clean, format_duration, format_number, one_line, prompt_text, sparkline, trend
 from grpocli.tracking.view import CurrentStage, Pace, ShownCompletion, View, plain_view
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ FIRST = ("reward", "loss", "kl", "grad_norm", "entropy", "completions/mean_lengt
 """What stays when there is no room for everything."""
 
 
-class Screen:
+class LiveScreen:
     """The live view as something rich can draw, at the size of the moment."""
 
     def __init__(self, view: LiveView) -> None:
@@ -90,8 +90,8 @@ class Screen:
         pace = self._view.pace
         if pace.seconds_a_step is None:
             return ""
-        left = "" if self._view.shown.over or pace.left is None else f"{duration(pace.left)} left"
-        speed = f"{number(pace.seconds_a_step)} s/step" if width >= 44 or not left else ""
+        left = "" if self._view.shown.over or pace.left is None else f"{format_duration(pace.left)} left"
+        speed = f"{format_number(pace.seconds_a_step)} s/step" if width >= 44 or not left else ""
         return ", ".join(part for part in (speed, left) if part)
 
     def _stage(self, console: Console) -> RenderableType:
@@ -105,7 +105,7 @@ def stage_line(stage: Stage, spinner: Spinner, console: Console) -> RenderableTy
     """What is going on, for how long, and how much of it is done; what does not fit is cut off."""
     now = time.monotonic()
     text = Line(f"{stage.text}  ", no_wrap=True, overflow="ellipsis")
-    text.append(duration(now - stage.since), style="dim")
+    text.append(format_duration(now - stage.since), style="dim")
     text.append(f"  {stage.progress(now)}")
     row = Table.grid(padding=(0, 1))
     row.add_column(no_wrap=True)
@@ -118,7 +118,7 @@ def reward_line(rewards: Sequence[float], width: int) -> RenderableType:
     """The course of the reward, with where it began and where it is."""
     if not rewards:
         return Line("")
-    ends = f"{number(rewards[0])} → {number(rewards[-1])}"
+    ends = f"{format_number(rewards[0])} → {format_number(rewards[-1])}"
     curve = sparkline(rewards, max(0, min(60, width - len(ends) - 10)))
     return Line.assemble(("reward ", "bold"), (curve, "green"), f" {ends}", no_wrap=True, overflow="ellipsis")
 
@@ -180,7 +180,7 @@ def _cell(section: str, name: str, value: Any, before: Any) -> RenderableType:
     row.add_column(ratio=1, no_wrap=True, overflow="ellipsis", style="dim")
     row.add_column(justify="right", no_wrap=True)
     unit = " s" if name.startswith("time/") else ""
-    row.add_row(Line(one_line(_short(section, name))), Line(f"{number(value)}{unit} {trend(value, before)}"))
+    row.add_row(Line(one_line(_short(section, name))), Line(f"{format_number(value)}{unit} {trend(value, before)}"))
     return row
 
 
@@ -210,14 +210,14 @@ def _sample_height(sample: ShownCompletion | None, width: int, room: int) -> int
 def sample_panel(console: Console, sample: ShownCompletion, width: int, height: int) -> RenderableType:
     """The end of the prompt and of the completion, and the reference answer, in exactly `height` lines or fewer."""
     inner = width - 4
-    prompt = _tail(console, words(sample.prompt), inner, max(1, height // 3), "dim")
+    prompt = _tail(console, prompt_text(sample.prompt), inner, max(1, height // 3), "dim")
     reference = [] if sample.answer is None else [Line(f"reference: {sample.answer}", "cyan", no_wrap=True)]
     for line in reference:
         line.truncate(inner - 2, overflow="ellipsis")
     room = height - len(prompt) - len(reference)
     completion = _tail(console, sample.completion or "(nothing)", inner, room, "")
-    scores = "  ".join(f"{one_line(name)} {number(value)}" for name, value in sample.rewards.items())
-    foot = Line(f"{scores}  advantage {number(sample.advantage)}", no_wrap=True, overflow="ellipsis")
+    scores = "  ".join(f"{one_line(name)} {format_number(value)}" for name, value in sample.rewards.items())
+    foot = Line(f"{scores}  advantage {format_number(sample.advantage)}", no_wrap=True, overflow="ellipsis")
     foot.truncate(max(1, inner - 2), overflow="ellipsis")
     body = Line("\n").join([*prompt, *completion, *reference])
     return Panel(Padding(body, 0), title="a completion", subtitle=foot, border_style="dim", width=width)
@@ -235,7 +235,7 @@ def _tail(console: Console, text: str, width: int, height: int, style: str) -> l
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ViewState:
     """What is on the screen; the sample's texts are safe to print. Replaced, never changed: another thread draws it."""
 
     title: str = ""
@@ -253,9 +253,9 @@ class LiveView(View):
         self._console = console
         self.pace = Pace()
         self.current = CurrentStage()
-        self.shown = Shown()
+        self.shown = ViewState()
         self._live = Live(
-            Screen(self), console=console, refresh_per_second=6, transient=False, vertical_overflow="crop"
+            LiveScreen(self), console=console, refresh_per_second=6, transient=False, vertical_overflow="crop"
         )
         self._live.start()
         atexit.register(self.stop)  # a cursor left hidden outlives the run
@@ -288,7 +288,7 @@ class LiveView(View):
         self._show(
             sample=replace(
                 sample,
-                prompt=clean(words(sample.prompt)),
+                prompt=clean(prompt_text(sample.prompt)),
                 completion=clean(sample.completion),
                 answer=None if sample.answer is None else one_line(sample.answer),
             )

@@ -24,7 +24,7 @@ class MetricsLog:
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Raises OSError where the line cannot be written; then nothing of it is left in the file."""
-        left = line(step, metrics).encode()
+        left = json_line(step, metrics).encode()
         with self.path.open("ab", buffering=0) as file:
             whole = file.tell()
             try:
@@ -37,8 +37,8 @@ class MetricsLog:
 
     def amend(self, step: int, more: Mapping[str, Any]) -> None:
         """Add metrics to the line of a step that is there."""
-        rows = read(self.path)
-        lines = [line(row["step"], row | dict(more) if row["step"] == step else row) for row in rows]
+        rows = read_metrics(self.path)
+        lines = [json_line(row["step"], row | dict(more) if row["step"] == step else row) for row in rows]
         write_atomic(self.path, "".join(lines))
 
     def truncate_after(self, step: int) -> int:
@@ -49,18 +49,18 @@ class MetricsLog:
         """
         if not self.path.exists():
             return step
-        kept = {row.pop("step"): row for row in read(self.path) if row["step"] <= step}
-        write_atomic(self.path, "".join(line(n, kept[n]) for n in sorted(kept)))
+        kept = {row.pop("step"): row for row in read_metrics(self.path) if row["step"] <= step}
+        write_atomic(self.path, "".join(json_line(n, kept[n]) for n in sorted(kept)))
         return len(set(range(1, step + 1)) - kept.keys())
 
 
-def line(step: int, metrics: Mapping[str, Any]) -> str:
+def json_line(step: int, metrics: Mapping[str, Any]) -> str:
     """A row of valid JSON: what is not finite is null."""
-    row = {"step": step} | {name: finite(metrics[name]) for name in sorted(metrics) if name != "step"}
+    row = {"step": step} | {name: to_json(metrics[name]) for name in sorted(metrics) if name != "step"}
     return json.dumps(row, allow_nan=False) + "\n"
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl; a last line that was torn is left out.
 
     Raises ConfigError, with the line's number, where a line before the last is broken.
@@ -70,12 +70,12 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows + [row for row in [_parse(torn)] if row is not None]
 
 
-def finite(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """A value as JSON has it: null for what is not finite, plain numbers for those of numpy and torch."""
     if isinstance(value, Mapping):
-        return {name: finite(v) for name, v in value.items()}
+        return {name: to_json(v) for name, v in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(v) for v in value]
+        return [to_json(v) for v in value]
     if not isinstance(value, str | bool | int | float | None) and hasattr(value, "item"):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -96,7 +96,7 @@ def _parse(text: str) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def finished(path: Path) -> int | None:
+def finished_steps(path: Path) -> int | None:
     """The steps of a finished run; None for a run that is not finished, or has no readable summary."""
     try:
         summary = json.loads(path.read_text())
@@ -105,7 +105,7 @@ def finished(path: Path) -> int | None:
         return None
 
 
-def reserve(path: Path) -> None:
+def reserve_space(path: Path) -> None:
     """Reserve space for the summary at `path`, in case the disk fills up before the run ends."""
     write_atomic(path.with_name(RESERVE), os.urandom(RESERVE_BYTES))
 
@@ -113,7 +113,7 @@ def reserve(path: Path) -> None:
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     """Write a `summary_of` a run, in the space that was reserved for it."""
     path.with_name(RESERVE).unlink(missing_ok=True)
-    write_atomic(path, json.dumps(finite(summary), indent=2) + "\n")
+    write_atomic(path, json.dumps(to_json(summary), indent=2) + "\n")
 
 
 def summary_of(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from grpocli.tracking.rollouts import Record, reference_of, write_rollouts
+from grpocli.tracking.rollouts import Record, reference_answer, write_rollouts
 from grpocli.tracking.view import ShownCompletion, View
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-MISMATCH = {"float32": 1.02, "bfloat16": 1.1}
+MISMATCH_LIMITS = {"float32": 1.02, "bfloat16": 1.1}
 """`token_mult_prob_error` above which to look for a fault, by what the model computes in.
 
 1.02 is that of NeMo RL's GRPO guide. In bfloat16 rounding alone gives 1.05 to 1.07 (docs/vllm.md).
@@ -117,7 +117,7 @@ class Recorder:
 
     def _watch_mismatch(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Warn where sampler and trainer disagree on the tokens' probabilities: every time in the log, once aloud."""
-        error, limit = metrics.get("token_mult_prob_error", 1.0), MISMATCH[self.dtype]
+        error, limit = metrics.get("token_mult_prob_error", 1.0), MISMATCH_LIMITS[self.dtype]
         if error <= limit:
             return
         if self.mismatch_expected or metrics.get("staleness/max", 0) > 0:  # corrected for, as is what was trained since
@@ -143,7 +143,7 @@ class Recorder:
         """Show the completion of a group that its rewards praise most."""
         best = max(range(len(advantages)), key=advantages.__getitem__)
         rollout = group.rollouts[best]
-        answer = reference_of(rollout.prompt.columns, self.answers)
+        answer = reference_answer(rollout.prompt.columns, self.answers)
         self.view.sample(ShownCompletion(rollout.prompt.text, rollout.text, rollout.rewards, advantages[best], answer))
 
     def amend(self, step: int, results: Mapping[str, float]) -> None:

@@ -27,7 +27,7 @@ COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
     "!=": lambda a, b: a != b,
 }
 
-Row = dict[str, Any]
+RolloutRow = dict[str, Any]
 KINDS: dict[str, Any] = {
     "step": int,
     "group": int,
@@ -58,7 +58,7 @@ class Condition:
             raise ConfigError(f"--where {text!r}: write COLUMN<VALUE, such as math<1, with one of {signs}")
         return cls(*found.groups())
 
-    def holds(self, row: Row) -> bool:
+    def holds(self, row: RolloutRow) -> bool:
         """Numbers are compared as numbers, everything else as text. Raises ConfigError without such a column."""
         value = self._value(row)
         if value is None:
@@ -70,7 +70,7 @@ class Condition:
                 raise ConfigError(f"--where {self.column}: {self.value!r} is no number") from error
         return COMPARISONS[self.comparison](str(value), self.value)
 
-    def _value(self, row: Row) -> Any:
+    def _value(self, row: RolloutRow) -> Any:
         if self.column in row:
             return row[self.column]
         if f"reward/{self.column}" in row:
@@ -82,7 +82,7 @@ class Condition:
         raise ConfigError(f"--where {self.column}: there is no such column{near}")
 
 
-def steps_of(run: Path, wanted: str = ":") -> list[Path]:
+def step_files(run: Path, wanted: str = ":") -> list[Path]:
     """The files of the steps `3`, `10:20` (both included), `:5`, `10:`, in order. Raises ConfigError."""
     found = STEPS.fullmatch(wanted.strip())
     if not found or not (wanted.strip()):
@@ -104,7 +104,7 @@ def steps_of(run: Path, wanted: str = ":") -> list[Path]:
     return chosen
 
 
-def _columns(row: Row) -> dict[str, Any]:
+def _columns(row: RolloutRow) -> dict[str, Any]:
     try:
         columns = json.loads(row["columns"])
     except (ValueError, TypeError, RecursionError):
@@ -114,7 +114,7 @@ def _columns(row: Row) -> dict[str, Any]:
     raise ConfigError(f"--where: the columns of an example in step {row['step']} cannot be read; name other steps")
 
 
-def _check(row: Row, path: Path) -> None:
+def _check_row(row: RolloutRow, path: Path) -> None:
     """Raise ConfigError for a row that no run has written."""
     scores = (name for name in row if name.startswith("reward/"))
     kinds = KINDS | dict.fromkeys(("advantage", *scores), int | float | None)
@@ -124,10 +124,10 @@ def _check(row: Row, path: Path) -> None:
             raise ConfigError(f"{path}: holds no rollouts, a row {found}; remove it, or name other steps")
 
 
-def rows_of(files: list[Path], conditions: list[Condition]) -> Iterator[Row]:
+def matching_rows(files: list[Path], conditions: list[Condition]) -> Iterator[RolloutRow]:
     """Of each step in turn, those that fit all conditions."""
     for path in files:
         for row in read_rollouts(path):
-            _check(row, path)
+            _check_row(row, path)
             if all(condition.holds(row) for condition in conditions):
                 yield row

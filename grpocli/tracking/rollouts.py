@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
 from grpocli.files import write_atomic
-from grpocli.tracking.text import words
+from grpocli.tracking.text import prompt_text
 from grpocli.types import Group, Message, Prompt, Rollout, Row, Status
 
 if TYPE_CHECKING:
@@ -41,12 +41,12 @@ class Record:
     row: Row | None = None
 
 
-def evaluated(groups: Sequence[Group]) -> list[Record]:
+def evaluation_records(groups: Sequence[Group]) -> list[Record]:
     """Records of completions that nothing is trained on."""
     return [Record(r, i, Status.EVALUATED, 0) for i, group in enumerate(groups) for r in group.rollouts]
 
 
-def reference_of(columns: Mapping[str, Any], names: Iterable[str]) -> str | None:
+def reference_answer(columns: Mapping[str, Any], names: Iterable[str]) -> str | None:
     """An example's reference answer as text: the first of these columns that holds something."""
     found = next((columns[name] for name in names if columns.get(name) is not None), None)
     return found if found is None or isinstance(found, str) else _json(found)
@@ -99,11 +99,11 @@ def _readable(path: Path) -> Iterator[None]:
 
 def _of_prompt(prompt: Prompt, answers: Sequence[str]) -> dict[str, Any]:
     """What all completions of a prompt have in common."""
-    reference = reference_of(prompt.columns, answers)
+    reference = reference_answer(prompt.columns, answers)
     return {
         "task": prompt.task,
         "uid": prompt.uid,
-        "prompt": _utf8(words(prompt.text)),
+        "prompt": _utf8(prompt_text(prompt.text)),
         "messages": None if isinstance(prompt.text, str) else _messages(prompt.text),
         "answer": None if reference is None else _utf8(reference),
         "columns": _columns(prompt),

@@ -29,7 +29,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Of a network file system that is mounted without locks."""
 
 
-LEFT_BY_A_START = {
+STARTUP_FILES = {
     ".hydra",
     ".lock",
     ".reserve",
@@ -181,7 +181,7 @@ class RunDir:
             file = (self.path / name).open("a")  # not "w", which changes the file before the lock is held
         except OSError as error:
             raise ConfigError(f"cannot be written: {self._why(error)}", key=self.key, value=self.path) from error
-        with file, _own(file):
+        with file, _closed_after_fork(file):
             try:
                 self._lock(file, kind, time.monotonic() + patience, problem)
             except OSError as error:
@@ -211,7 +211,7 @@ class RunDir:
 
     def forget(self) -> None:
         """Remove the folder of a run that never began, which `is_fresh` before: it holds what every start leaves."""
-        if {p.name for p in self.path.iterdir()} <= LEFT_BY_A_START:
+        if {p.name for p in self.path.iterdir()} <= STARTUP_FILES:
             shutil.rmtree(self.path)
 
     def trouble(self, error: OSError) -> GrpoError:
@@ -229,7 +229,7 @@ class RunDir:
 
 
 @contextmanager
-def _own(file: IO[str]) -> Iterator[None]:
+def _closed_after_fork(file: IO[str]) -> Iterator[None]:
     """A lock that forked processes do not share: one that code of the user's leaves behind would keep it."""
     _locks.add(file)
     try:
@@ -238,10 +238,10 @@ def _own(file: IO[str]) -> Iterator[None]:
         _locks.discard(file)
 
 
-def _let_go() -> None:
+def _close_locks() -> None:
     for file in _locks:
         file.close()
 
 
 _locks: set[IO[str]] = set()
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_locks)

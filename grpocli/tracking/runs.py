@@ -17,13 +17,13 @@ from typing import Any
 from grpocli.config import yaml_text
 from grpocli.config.former_targets import FORMER
 from grpocli.errors import ConfigError, GrpoError
-from grpocli.tracking.metrics import read
+from grpocli.tracking.metrics import read_metrics
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import why_incomparable
 
 GROUPS = ("algorithm", "task", "model", "engine", "hardware", "optim", "tracker", "recipe")
 
-LAST = 10
+LAST_STEPS = 10
 """Steps over whose rewards the final reward is averaged: single steps are noisy."""
 
 Results = dict[str, Any]
@@ -54,22 +54,22 @@ class RunRow:
         return "seed" in self.settings
 
 
-def find(folder: Path) -> list[RunRow]:
+def find_runs(folder: Path) -> list[RunRow]:
     """The runs in and below a folder, unfinished and broken ones too. Raises ConfigError without such a folder."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder{offered(folder)}")
+        raise ConfigError(f"{folder}: there is no such folder{suggest_run(folder)}")
     return [read_run(path) for path in sorted(_run_folders(folder))]
 
 
 def check_run(folder: Path, typed: str) -> None:
     """Raise ConfigError, which begins with what was `typed`, unless the folder is a run's. It offers one that is."""
     if not folder.is_dir():
-        raise ConfigError(f"{typed}: there is no such folder{offered(folder)}")
+        raise ConfigError(f"{typed}: there is no such folder{suggest_run(folder)}")
     if not RunDir(folder).config.is_file():
-        raise ConfigError(f"{typed}: holds no run of grpocli, there is no config.yaml in it{offered(folder)}")
+        raise ConfigError(f"{typed}: holds no run of grpocli, there is no config.yaml in it{suggest_run(folder)}")
 
 
-def offered(folder: Path) -> str:
+def suggest_run(folder: Path) -> str:
     """The run around a folder that is none, else the newest below it, one of a similar name, or the newest of runs/."""
     near = (path.parent for at in (folder, folder.parent) for path in at.glob("*/config.yaml"))
     runs = {*_run_folders(Path("runs")), *near}
@@ -99,7 +99,7 @@ def _is_run(path: Path, files: list[str]) -> bool:
 def read_run(path: Path) -> RunRow:
     """A run; where a file is broken, its `exit` says which, and what could be read is there."""
     try:
-        settings, typed = _settings(path), overridden(path)
+        settings, typed = _settings(path), overridden_keys(path)
     except ValueError as error:
         return RunRow(path, {}, _no_results(f"unreadable: {error}"))
     except (TypeError, AttributeError, OSError):  # a YAML, but not one of a run
@@ -126,27 +126,27 @@ def _settings(path: Path) -> dict[str, Any]:
     rewards = "+".join(config.get("reward") or {})
     choices = saved_choices(path, config)
     config.pop("overrides", None)  # they say again what the keys say
-    return choices | ({"reward": rewards} if rewards else {}) | leaves(config)
+    return choices | ({"reward": rewards} if rewards else {}) | flatten(config)
 
 
-def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} as {"a.b": 1}, without the names of classes."""
     if not isinstance(node, dict):
         return {prefix[:-1]: node}
     rows: dict[str, Any] = {}
     for name, value in node.items():
         if name != "_target_":
-            rows |= leaves(value, f"{prefix}{name}.")
+            rows |= flatten(value, f"{prefix}{name}.")
     return rows
 
 
 def _results(run: RunDir) -> Results:
     try:
-        metrics = read(run.metrics) if run.metrics.is_file() else []
+        metrics = read_metrics(run.metrics) if run.metrics.is_file() else []
         summary = _summary(run.summary)
     except (GrpoError, ValueError, OSError) as error:
         return _no_results(f"unreadable: {error}")
-    rewards = [reward for m in metrics[-LAST:] if (reward := _number(m.get("reward"))) is not None]
+    rewards = [reward for m in metrics[-LAST_STEPS:] if (reward := _number(m.get("reward"))) is not None]
     before, after = (_number(summary.get(name)) for name in ("eval/accuracy_before", "eval/accuracy"))
     return {
         "steps": metrics[-1]["step"] if metrics else 0,
@@ -202,18 +202,18 @@ def saved_choices(run: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
     Groups inside groups (`algorithm/kl`) are there only where Hydra's file is, and whole.
     """
-    if found := _of_hydra(run / ".hydra" / "hydra.yaml"):
+    if found := _hydra_choices(run / ".hydra" / "hydra.yaml"):
         choices = {
-            _group(name): _text(choice)
+            _group(name): _choice_text(choice)
             for name, choice in found.items()
             if choice is not None and not name.startswith("hydra/")
         }
-        return choices | _chosen_later(config, choices)
+        return choices | _resumed_choices(config, choices)
     targets = {g: config[g].get("_target_") for g in GROUPS if isinstance(config.get(g), Mapping)}
     return {g: str(FORMER.get(str(target), target)).removeprefix(f"{g}/") for g, target in targets.items() if target}
 
 
-def _of_hydra(file: Path) -> Mapping[str, Any]:
+def _hydra_choices(file: Path) -> Mapping[str, Any]:
     """The choices in Hydra's file; none where it is missing or damaged."""
     try:
         saved = load_yaml(file) if file.is_file() else None
@@ -224,14 +224,14 @@ def _of_hydra(file: Path) -> Mapping[str, Any]:
     return saved if isinstance(saved, dict) else {}
 
 
-def _chosen_later(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, str]:
+def _resumed_choices(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, str]:
     """By a resume: Hydra's file is of the first start, the config's command line of all."""
     given = dict(str(text).split("=", 1) for text in config.get("overrides") or () if "=" in str(text))
     names = {name: re.sub(r"[\[\]'\"\s]", "", choice) for name, choice in given.items() if name in choices}
     return {name: choice.replace(",", "+") for name, choice in names.items()}
 
 
-def overridden(run: Path) -> list[str]:
+def overridden_keys(run: Path) -> list[str]:
     """The keys given on the command line of a run, in their order; config groups as `algorithm/kl`."""
     config, saved = run / "config.yaml", run / ".hydra" / "overrides.yaml"
     given = (load_yaml(config) or {}).get("overrides") if config.is_file() else None
@@ -244,5 +244,5 @@ def _group(name: str) -> str:
     return name.partition("@")[0]
 
 
-def _text(choice: Any) -> str:
+def _choice_text(choice: Any) -> str:
     return "+".join(map(str, choice)) if isinstance(choice, list) else str(choice)

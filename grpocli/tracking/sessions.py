@@ -55,7 +55,7 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class SessionSteps:
     """The steps from `first` to `last` that a session has trained. session: None where it was not recorded."""
 
     first: int
@@ -95,13 +95,15 @@ def _session(line: str) -> Session | None:
         return None
 
 
-def stretches(sessions: Sequence[Session], steps: int) -> list[Stretch]:
+def steps_by_session(sessions: Sequence[Session], steps: int) -> list[SessionSteps]:
     """Which session trained each of the steps 1 to `steps` of the final model.
 
     A session whose steps were all lost (it ended before its first checkpoint) is left out; what it changed, and the
     damaged checkpoints it found, count for the next one.
     """
-    found = [] if sessions and sessions[0].step == 0 else [Stretch(1, sessions[0].step if sessions else steps, None)]
+    found = (
+        [] if sessions and sessions[0].step == 0 else [SessionSteps(1, sessions[0].step if sessions else steps, None)]
+    )
     ends = [session.step for session in sessions[1:]] + [steps]
     pending: dict[str, tuple[Any, Any]] = {}
     fallback: list[str] = []
@@ -110,7 +112,7 @@ def stretches(sessions: Sequence[Session], steps: int) -> list[Stretch]:
         fallback += session.fallback
         last = min(ends[i:])  # a later one may have gone back further
         if last > session.step:
-            found.append(Stretch(session.step + 1, last, replace(session, changes=pending, fallback=fallback)))
+            found.append(SessionSteps(session.step + 1, last, replace(session, changes=pending, fallback=fallback)))
             pending, fallback = {}, []
     return [one for one in found if one.last >= one.first]
 
@@ -123,7 +125,11 @@ def why_incomparable(run_dir: RunDir) -> str:
     changed: Changes = {}
     for session in read_sessions(run_dir):
         changed = _merged(changed, session.changes)
-    found = [f"{key} {shown(old)} -> {shown(new)}" for key, (old, new) in changed.items() if _decides_problems(key)]
+    found = [
+        f"{key} {format_value(old)} -> {format_value(new)}"
+        for key, (old, new) in changed.items()
+        if _decides_problems(key)
+    ]
     return f"before and after are of different evaluations: {', '.join(found)}" if found else ""
 
 
@@ -133,7 +139,7 @@ def _decides_problems(key: str) -> bool:
     return key.startswith("task.") and key.rpartition(".")[2] not in TRAINING_ONLY
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A config value as one types it, on one line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

@@ -52,7 +52,7 @@ def _clean_record(*args: Any, **more: Any) -> logging.LogRecord:
     return record
 
 
-def number(value: Any) -> str:
+def format_number(value: Any) -> str:
     """A number in about six characters; `-` where there is none."""
     if value is None or value != value:
         return "-"
@@ -68,7 +68,7 @@ def number(value: Any) -> str:
     return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.3f}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`42 s`, `3:05` or `1:02:03`."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
@@ -96,7 +96,7 @@ def trend(value: Any, before: Any) -> str:
     return "↑" if value > before else "↓" if value < before else " "
 
 
-def words(prompt: Text) -> str:
+def prompt_text(prompt: Text) -> str:
     """A prompt as text: plain, or a conversation's messages with their roles."""
     if isinstance(prompt, str):
         return prompt

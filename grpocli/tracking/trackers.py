@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from grpocli.config.parts import one_of, part
 from grpocli.errors import ConfigError
-from grpocli.tracking.metrics import finite
+from grpocli.tracking.metrics import to_json
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class AccelerateTracker:
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """What a dashboard can draw; MLflow takes no `@` in a name."""
-    plain = {name.replace("@", "_at_"): finite(value) for name, value in metrics.items()}
+    plain = {name.replace("@", "_at_"): to_json(value) for name, value in metrics.items()}
     return {name: value for name, value in plain.items() if isinstance(value, int | float)}
 
 

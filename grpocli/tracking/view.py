@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any
 
 from grpocli.files import FULL
-from grpocli.tracking.text import clean, duration, number, one_line, words
+from grpocli.tracking.text import clean, format_duration, format_number, one_line, prompt_text
 from grpocli.types import Text
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Stage:
         parts = (
             count or self.unit,
             "" if share is None else f"{share:.0%}",
-            "" if left is None else f"{duration(left)} left",
+            "" if left is None else f"{format_duration(left)} left",
             self.detail,
         )
         return ", ".join(filter(None, parts))
@@ -235,7 +235,7 @@ class PlainView(View):
         if not self._stages or now - self._said < quiet:
             return
         so_far = stage.progress(now)
-        self._say(f"{stage.text} ... {so_far + ', ' if so_far else ''}{duration(now - stage.since)} so far")
+        self._say(f"{stage.text} ... {so_far + ', ' if so_far else ''}{format_duration(now - stage.since)} so far")
 
     def keep_ticking(self) -> None:
         """Tick in a thread until `stop`."""
@@ -253,20 +253,20 @@ class PlainView(View):
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._pace.step(step, metrics.get("time/step"))
-        parts = [f"{label} {number(metrics[key])}" for key, label in LINE.items() if key in metrics]
-        parts.append(f"{number(self._pace.seconds_a_step)} s/step")
+        parts = [f"{label} {format_number(metrics[key])}" for key, label in LINE_METRICS.items() if key in metrics]
+        parts.append(f"{format_number(self._pace.seconds_a_step)} s/step")
         if self._pace.left is not None:
-            parts.append(f"{duration(self._pace.left)} left")
+            parts.append(f"{format_duration(self._pace.left)} left")
         self._say(f"{self._pace.count}  {'  '.join(parts)}")
 
     def sample(self, sample: ShownCompletion) -> None:
         if self._clock() < self._next_sample:
             return
         self._next_sample = self._clock() + SAMPLE_SECONDS
-        scores = "  ".join(f"{name} {number(value)}" for name, value in sample.rewards.items())
-        said = f"{_quoted(words(sample.prompt))} -> {_quoted(sample.completion)}"
+        scores = "  ".join(f"{name} {format_number(value)}" for name, value in sample.rewards.items())
+        said = f"{_quoted(prompt_text(sample.prompt))} -> {_quoted(sample.completion)}"
         reference = "" if sample.answer is None else f"  reference {_quoted(sample.answer)}"
-        self._say(f"  {said}{reference}  {scores}  advantage {number(sample.advantage)}")
+        self._say(f"  {said}{reference}  {scores}  advantage {format_number(sample.advantage)}")
 
     def note(self, text: str) -> None:
         self._say(text)
@@ -293,7 +293,7 @@ class PlainView(View):
         os.close(null)
 
 
-LINE = {
+LINE_METRICS = {
     "reward": "reward",
     "loss": "loss",
     "kl": "kl",

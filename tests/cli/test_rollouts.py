@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from grpocli.tracking.rollouts import evaluated, read_rollouts, write_rollouts
+from grpocli.tracking.rollouts import evaluation_records, read_rollouts, write_rollouts
 from grpocli.types import Completion, Group, Prompt, Rollout, Status
 
 
@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> Path:
             )
         records = [
             dataclasses.replace(record, status=Status.TRAINED, advantage=(-1.0, 1.0)[k % 2])
-            for k, record in enumerate(evaluated(groups))
+            for k, record in enumerate(evaluation_records(groups))
         ]
         records[-1] = dataclasses.replace(records[-1], status=Status.FILTERED, advantage=None)
         write_rollouts(tmp_path / "rollouts" / f"step_{step:06d}.parquet", records, step)

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpocli.errors import ConfigError
-from grpocli.tracking.metrics import MetricsLog, finite, line, read
+from grpocli.tracking.metrics import MetricsLog, json_line, read_metrics, to_json
 
 
 def steps(path: Path) -> list[int]:
-    return [row["step"] for row in read(path)]
+    return [row["step"] for row in read_metrics(path)]
 
 
 def test_a_line_a_step(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_a_line_a_step(tmp_path: Path) -> None:
 
 def test_numbers_of_libraries_become_plain() -> None:
     values = {"a": np.float32(0.5), "b": torch.tensor(2.0), "c": np.float64("nan"), "d": [np.int64(3), math.inf]}
-    assert json.loads(json.dumps(finite(values))) == {"a": 0.5, "b": 2.0, "c": None, "d": [3, None]}
+    assert json.loads(json.dumps(to_json(values))) == {"a": 0.5, "b": 2.0, "c": None, "d": [3, None]}
 
 
 def test_truncation_for_a_resume(tmp_path: Path) -> None:
@@ -41,9 +41,9 @@ def test_truncation_for_a_resume(tmp_path: Path) -> None:
     log.truncate_after(3)
     assert not log.path.exists()
     rows = [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (4, 0.4)]
-    log.path.write_text("".join(line(step, {"reward": r}) for step, r in rows) + '{"step": 5, "rew')
+    log.path.write_text("".join(json_line(step, {"reward": r}) for step, r in rows) + '{"step": 5, "rew')
     log.truncate_after(3)
-    assert [(row["step"], row["reward"]) for row in read(log.path)] == [(1, 0.1), (2, 0.25), (3, 0.3)]
+    assert [(row["step"], row["reward"]) for row in read_metrics(log.path)] == [(1, 0.1), (2, 0.25), (3, 0.3)]
     log.append(4, {"reward": 0.5})
     assert steps(log.path) == [1, 2, 3, 4]
 
@@ -51,7 +51,7 @@ def test_truncation_for_a_resume(tmp_path: Path) -> None:
 @given(cut=st.integers(min_value=0), resume_at=st.integers(min_value=0, max_value=6))
 def test_cut_anywhere_a_resume_goes_on(tmp_path_factory: pytest.TempPathFactory, cut: int, resume_at: int) -> None:
     log = MetricsLog(tmp_path_factory.mktemp("run") / "metrics.jsonl")
-    whole = "".join(line(step, {"reward": step / 7, "note": "päper"}) for step in range(1, 6)).encode()
+    whole = "".join(json_line(step, {"reward": step / 7, "note": "päper"}) for step in range(1, 6)).encode()
     log.path.write_bytes(whole[: cut % (len(whole) + 1)])
     survived = steps(log.path)
     assert survived == list(range(1, len(survived) + 1))
@@ -63,9 +63,9 @@ def test_cut_anywhere_a_resume_goes_on(tmp_path_factory: pytest.TempPathFactory,
 
 def test_a_broken_line_in_the_middle_is_not_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(line(1, {}) + "oops\n" + line(2, {}))
+    path.write_text(json_line(1, {}) + "oops\n" + json_line(2, {}))
     with pytest.raises(ConfigError, match=r"metrics\.jsonl: line 2 is not a JSON object"):
-        read(path)
+        read_metrics(path)
 
 
 def test_a_line_that_fails_leaves_nothing_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_a_line_that_fails_leaves_nothing_of_itself(tmp_path: Path, monkeypatch:
         patch.setattr(os, "fsync", disk_fills_up)
         with pytest.raises(OSError, match="No space left"):
             log.append(2, {"reward": 0.6})
-    assert log.path.read_text() == line(1, {"reward": 0.5})
+    assert log.path.read_text() == json_line(1, {"reward": 0.5})
 
 
 def test_a_full_disk_keeps_the_lines_before(small_disk: Path) -> None:
@@ -101,5 +101,5 @@ def test_an_evaluation_that_comes_later_is_added_to_its_step(tmp_path: Path) -> 
     log.append(2, {"loss": 2.0})
     whole = log.path.read_text()
     log.amend(2, {"eval/accuracy": 0.75})
-    assert read(log.path)[-1] == {"step": 2, "loss": 2.0, "eval/accuracy": 0.75}
+    assert read_metrics(log.path)[-1] == {"step": 2, "loss": 2.0, "eval/accuracy": 0.75}
     assert log.path.read_text().startswith(whole.splitlines()[0] + "\n")

@@ -21,7 +21,7 @@ import torch
 from grpocli.rewards.countdown import CountdownReward
 from grpocli.rewards.reward import answer_columns
 from grpocli.rewards.text import ExactMatch, Overlong
-from grpocli.tracking.rollouts import Record, evaluated, read_rollouts, write_rollouts
+from grpocli.tracking.rollouts import Record, evaluation_records, read_rollouts, write_rollouts
 from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Row, Status
 
 TALK = [{"role": "user", "content": "Wie groß?"}]
@@ -39,7 +39,7 @@ def group(uid: str, text: object, rewards: list[dict[str, float]], columns: dict
 
 
 def written(path: Path, *groups: Group, answers: Sequence[str] = ("answer",)) -> list[dict[str, Any]]:
-    write_rollouts(path / "rollouts.parquet", evaluated(groups), 0, answers)
+    write_rollouts(path / "rollouts.parquet", evaluation_records(groups), 0, answers)
     return read_rollouts(path / "rollouts.parquet")
 
 
@@ -208,5 +208,5 @@ def test_a_full_disk_leaves_no_half_file(full_disk: Path) -> None:
     noise = random.Random(0).randbytes(2_000_000).hex()  # more than a MiB can hold, however well compressed
     path = full_disk / "step_000001.parquet"
     with pytest.raises(OSError, match="No space left"):
-        write_rollouts(path, evaluated([group("a", noise, [{"math": 1.0}])]), step=1)
+        write_rollouts(path, evaluation_records([group("a", noise, [{"math": 1.0}])]), step=1)
     assert list(full_disk.iterdir()) == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpocli.tracking.run_dir import RunDir
-from grpocli.tracking.sessions import Session, add_session, read_sessions, run_id, shown, stretches
+from grpocli.tracking.sessions import Session, add_session, format_value, read_sessions, run_id, steps_by_session
 
 LR = {"optim.lr": (1e-3, 5e-4)}
 BACK = {"optim.lr": (5e-4, 1e-3)}
@@ -32,7 +32,7 @@ def test_who_trained_what(kind: str, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for step, changes in started:
         add_session(run, Session.now(step, changes))
-    found = stretches(read_sessions(run), 60)
+    found = steps_by_session(read_sessions(run), 60)
     assert [(one.first, one.last, one.session.changes if one.session else {}) for one in found] == trained
 
 
@@ -61,5 +61,5 @@ def test_a_session_names_its_versions(tmp_path: Path) -> None:
     [(1e-6, "1e-06"), (None, "null"), (True, "true"), ("a\nb\x1b[31m", "a b"), ([1, "x"], "[1, 'x']"), (7, "7")],
 )
 def test_values_are_shown_on_one_line(value: Any, text: str) -> None:
-    assert shown(value) == text
-    assert len(shown("x" * 1000)) < 200
+    assert format_value(value) == text
+    assert len(format_value("x" * 1000)) < 200

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from grpocli.tracking.card import model_card
-from grpocli.tracking.metrics import finished, reserve, summary_of, write_summary
+from grpocli.tracking.metrics import finished_steps, reserve_space, summary_of, write_summary
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.sessions import Session, add_session
 
@@ -70,14 +70,14 @@ def test_summary(run: RunDir) -> None:
 
 
 def test_a_run_is_finished_when_its_summary_says_so(run: RunDir) -> None:
-    assert finished(run.summary) is None
+    assert finished_steps(run.summary) is None
     summary(run)
-    assert finished(run.summary) == 60
+    assert finished_steps(run.summary) == 60
     summary(run, cause="stopped")
-    assert finished(run.summary) is None
+    assert finished_steps(run.summary) is None
     for damaged in ("", "{", "[]", '{"exit": "done"}', "null"):
         run.summary.write_text(damaged)
-        assert finished(run.summary) is None
+        assert finished_steps(run.summary) is None
 
 
 def test_summary_of_a_run_that_failed(run: RunDir) -> None:
@@ -89,13 +89,13 @@ def test_summary_of_a_run_that_failed(run: RunDir) -> None:
 
 def test_a_summary_has_room_on_a_full_disk(small_disk: Path) -> None:
     run = RunDir(small_disk)
-    reserve(run.summary)
+    reserve_space(run.summary)
     with (small_disk / "filler").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(small_disk).free)
     summary(run, cause="no space left")
     assert json.loads(run.summary.read_text())["exit"] == "no space left"
     with pytest.raises(OSError, match="No space left"):
-        reserve(run.summary)
+        reserve_space(run.summary)
 
 
 def front(card: str) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from grpocli.tracking.live_view import LiveView, Screen, make_view, sections
-from grpocli.tracking.text import clean, duration, number, sparkline, trend, words
+from grpocli.tracking.live_view import LiveScreen, LiveView, make_view, sections
+from grpocli.tracking.text import clean, format_duration, format_number, prompt_text, sparkline, trend
 from grpocli.tracking.view import CurrentStage, Pace, PlainView, ShownCompletion, Stage, View, silent_view
 
 METRICS: dict[str, Any] = {
@@ -176,7 +176,7 @@ def test_the_time_left_follows_the_last_steps() -> None:
 
 def screen(view: LiveView, width: int, height: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
-    console.print(Screen(view))
+    console.print(LiveScreen(view))
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -334,11 +334,11 @@ def test_the_silent_view_says_nothing(capsys: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_numbers(value: Any, text: str) -> None:
-    assert number(value) == text
+    assert format_number(value) == text
 
 
 def test_durations_and_sparklines() -> None:
-    assert [duration(s) for s in (-1, 5, 185, 3723)] == ["0 s", "5 s", "3:05", "1:02:03"]
+    assert [format_duration(s) for s in (-1, 5, 185, 3723)] == ["0 s", "5 s", "3:05", "1:02:03"]
     assert sparkline([0, 1, 2, 3], 10) == "▁▃▅█"
     assert len(sparkline(list(range(100)), 10)) == 10
     assert [sparkline([], 5), sparkline([1, 1], 5), sparkline([1], 0)] == ["", "▁▁", ""]
@@ -348,7 +348,10 @@ def test_durations_and_sparklines() -> None:
 def test_text_of_models_cannot_command_the_terminal() -> None:
     assert clean("a\x1b[2Jb\x07\r\nc\x1b]0;title\x07d\te") == "ab\ncd  e"
     assert clean("\u202eright to left\u200b \x9b31m") == "right to left 31m"
-    assert words([{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}]) == "user: hi\nassistant: "  # type: ignore[dict-item]
+    assert (
+        prompt_text([{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}])
+        == "user: hi\nassistant: "
+    )  # type: ignore[dict-item]
 
 
 def test_metrics_have_their_sections() -> None:
