@@ -85,7 +85,7 @@ def launch(
     if node and node.rank:
         return follow(run, run_dir, node)
     ours = not resuming and run_dir.is_fresh()
-    with run_dir.locked(patience=LOCK_WITHIN if node else 0.0), _ending(run_dir, ours):
+    with run_dir.locked(timeout=LOCK_WITHIN if node else 0.0), _ending(run_dir, ours):
         return _locked(config, run, run_dir, resuming, node, begin)
 
 
@@ -97,7 +97,7 @@ def _ending(run_dir: RunDir, ours: bool) -> Iterator[None]:
     except (ConfigError, KeyboardInterrupt) as error:
         if ours:
             with suppress(OSError):
-                run_dir.forget()
+                run_dir.remove_unstarted()
         if isinstance(error, KeyboardInterrupt) and run_dir.config.exists():
             raise KeyboardInterrupt(f"interrupted; resume={run_dir.path} goes on from the last checkpoint") from error
         raise
@@ -105,7 +105,7 @@ def _ending(run_dir: RunDir, ours: bool) -> Iterator[None]:
         try:
             again_file(run_dir.path).touch()
         except OSError as error:
-            raise run_dir.trouble(error) from error
+            raise run_dir.run_error(error) from error
         raise
     except GrpoError:
         raise

@@ -130,7 +130,7 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
         warning = f"{run_dir.metrics} lacks {missing} of the {done} steps done: their metrics are lost"
         logger.warning(warning)
         view.warn(warning)
-    run_dir.forget_rollouts_after(done)
+    run_dir.delete_rollouts_after(done)
     view.resumed(done)
     config = OmegaConf.to_container(OmegaConf.load(run_dir.config))
     tracker = run.tracker.start(run_dir.path.name, run_dir.path, config)
@@ -141,7 +141,7 @@ def make_recorder(run: Run, run_dir: RunDir, world: World, job: TrainerJob, view
         tracker,
         mismatch_expected=bool(run.rollout.sampling.structure),
         dtype=job.engine.dtype,
-        answers=answer_columns(run.reward.values()),
+        answer_columns=answer_columns(run.reward.values()),
     )
 
 
@@ -239,7 +239,7 @@ def _train_rank(run_dir: RunDir, rank: int, stop: StopSignal, heartbeat: Heartbe
     view = make_view() if rank == 0 else silent_view()
     view.start(run_dir.name, [], run.train.steps)
     report = partial(_report, run_dir, rank)
-    with run_dir.worked_in():
+    with run_dir.worker_lock():
         TrainProcess(run, TrainerJob.load(run_dir.path), run_dir, stop, view, report, heartbeat).train()
 
 
@@ -267,11 +267,11 @@ def explained(error: Exception, run_dir: RunDir) -> GrpoError:
     if isinstance(error, GrpoError):
         return error
     if isinstance(error, OSError):
-        return run_dir.trouble(error)
+        return run_dir.run_error(error)
     if where(error):
         return RunError(f"{raised(error)}; the traceback is in {run_dir.log}")
     if below := _disk_trouble(error):
-        return run_dir.trouble(below)
+        return run_dir.run_error(below)
     cause = " ".join(str(error).split()) or "no message"
     return RunError(f"{type(error).__name__}: {cause[:500]} (traceback in {run_dir.log}; a bug, or a broken part)")
 

@@ -47,9 +47,9 @@ tokenizer = AutoTokenizer.from_pretrained("PATH_TO_THIS_FOLDER")
 
 
 def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
-    """The card of a run's final model. base: the folder or the hub's name of the model it started from.
+    """The README of a run's final model. base: the folder or hub id of the start model.
 
-    It is meant to be published: it names environment variables and never holds their values.
+    The card may be published, so it has the names of environment variables, never their values.
     """
     config = yaml.safe_load(run_dir.config.read_text()) or {}
     named = str((config.get("model") or {}).get("path"))
@@ -80,7 +80,7 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
 
 
 def _session(one: SessionSteps, first: bool) -> str:
-    """When and with which versions, which checkpoints were damaged, and what had changed since the steps before."""
+    """The start, versions, damaged checkpoints and changed keys of a session."""
     if one.session is None:
         return "in sessions that were not recorded"
     versions = ", ".join(f"{name} {version}" for name, version in one.session.versions.items())
@@ -91,7 +91,7 @@ def _session(one: SessionSteps, first: bool) -> str:
 
 
 def _in_turn(last: Any, trained: Sequence[SessionSteps]) -> str:
-    """The algorithms of all sessions, in order; `last`: that of the last one."""
+    """The algorithms of all sessions, in order. last: that of the last one."""
     names = [last]
     for one in reversed(trained):
         if one.session and "algorithm" in one.session.changes:
@@ -100,7 +100,7 @@ def _in_turn(last: Any, trained: Sequence[SessionSteps]) -> str:
 
 
 def front_matter(base: str) -> str:
-    """What a hub reads. A folder of this machine is no base model that anybody could look up."""
+    """The YAML that the hub reads. `base_model` is left out for a local folder."""
     facts: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",

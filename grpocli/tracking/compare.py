@@ -29,7 +29,7 @@ AVERAGED = ("before", "accuracy", "change", "final reward", "seconds")
 
 @dataclass(frozen=True, slots=True)
 class RunTable:
-    """Cells are numbers, texts, lists, or None where there is nothing. notes: sentences about some of them."""
+    """A table to print. Cells are numbers, texts, lists or None. notes: sentences printed below it."""
 
     title: str
     header: list[str]
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def compare(folders: Sequence[Path], sort: str = "accuracy") -> list[RunTable]:
-    """A table of the runs, best first, and where they differ by seed one of means over seeds."""
+    """A table of the runs, best first, and a table of means over seeds if there are several seeds."""
     rows = list({row.path.resolve(): row for folder in folders for row in find_runs(folder)}.values())
     if not rows:
         raise ConfigError(f"there is no run below {', '.join(map(str, folders))}: no folder has a config.yaml of one")
@@ -72,10 +72,10 @@ def _best_first(value: float | None) -> tuple[bool, float]:
 
 
 def differing_settings(rows: Sequence[RunRow]) -> list[str]:
-    """The settings that tell the runs apart, and no more: not the many keys that follow from a choice.
+    """The keys that distinguish the runs, without the many keys that follow from a choice.
 
-    First the choices of whole groups; then what was typed on a command line; then whatever still differs
-    between runs that are equal in all of that (in the groups above it, where the command line is not known).
+    In this order: choices of config groups; keys given on a command line; keys that differ between runs that are equal
+    in all of these (if a command line is unknown: equal in the groups above the key).
     """
     readable = [row for row in rows if row.configured] or rows
     keys = dict.fromkeys(key for row in readable for key in row.settings)
@@ -103,7 +103,7 @@ def _values(rows: Sequence[RunRow], key: str) -> int:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """`optim.lr` as `lr`; of longer keys and of clashing ones a component more."""
+    """`lr` for `optim.lr`; two components for longer keys and names that clash."""
     names: dict[str, str] = {}
     for key in keys:
         parts = key.split(".")
@@ -127,7 +127,7 @@ def _group_by(rows: Sequence[RunRow], keys: Sequence[str]) -> dict[tuple[str, ..
 
 
 def _seed_means(rows: Sequence[RunRow], keys: Sequence[str], names: dict[str, str]) -> RunTable:
-    """Means and sample standard deviations over the runs that are done."""
+    """Means and sample standard deviations over the finished runs."""
     groups = _group_by([row for row in rows if row.done], keys).values()
     body = [
         [*[group[0].settings.get(k) for k in keys], len(group), *[_mean(group, result) for result in AVERAGED]]
@@ -144,14 +144,14 @@ def _mean(rows: Sequence[RunRow], result: str) -> Any:
 
 
 def _short_path(row: RunRow, rows: Sequence[RunRow]) -> str:
-    """The part of a path in which runs differ."""
+    """The path of a run below the folder that all runs share."""
     paths = [other.path.resolve() for other in rows]
     common = Path(os.path.commonpath(paths)) if len(paths) > 1 else paths[0].parent
     return str(row.path.resolve().relative_to(common))
 
 
 def cell(value: Any) -> str:
-    """A value for people: three decimals, `-` for nothing, long texts cut, no escape sequences."""
+    """A value for people: three decimals, `-` for None, long texts cut, no escape sequences."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -161,7 +161,7 @@ def cell(value: Any) -> str:
 
 
 def print_terminal(tables: Sequence[RunTable]) -> None:
-    """Tables as rich draws them; not wrapped where the output is a file or a pipe."""
+    """Print tables with rich; lines are not wrapped in a file or a pipe."""
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -180,7 +180,7 @@ def print_terminal(tables: Sequence[RunTable]) -> None:
 
 
 def print_markdown(tables: Sequence[RunTable]) -> None:
-    """GitHub's tables, one below the other."""
+    """Print tables as GitHub Markdown."""
     for table in tables:
         header, *body = ([cell(value).replace("|", "\\|") for value in row] for row in (table.header, *table.body))
         lines = [header, ["---"] * len(header), *body]
@@ -188,14 +188,14 @@ def print_markdown(tables: Sequence[RunTable]) -> None:
 
 
 def print_csv(tables: Sequence[RunTable]) -> None:
-    """The first table, in full precision."""
+    """Print the first table as CSV, in full precision."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
     for row in (tables[0].header, *tables[0].body):
         writer.writerow([clean(value) if isinstance(value, str) else value for value in row])
 
 
 def print_json(tables: Sequence[RunTable]) -> None:
-    """The first table, an object a row, in full precision."""
+    """Print the first table as a JSON list of one object per row, in full precision."""
     table = tables[0]
     print(json.dumps([dict(zip(table.header, row, strict=True)) for row in table.body], indent=2, default=str))
 

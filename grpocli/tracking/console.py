@@ -1,4 +1,4 @@
-"""A console for untrusted text: config keys and values, columns, completions."""
+"""Output of commands: a console for untrusted text (config values, columns, completions), and a pager."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from grpocli.tracking.text import clean
 
 
 class CleanConsole(Console):
-    """No markup; escape sequences in printed text are removed, those of the console's own styles stay."""
+    """A console without markup that removes escape sequences from text, but keeps those of its own styles."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, highlight=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The segments of what is printed, cleaned."""
+        """The segments to print, cleaned."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(clean(segment.text), segment.style)
 
@@ -35,10 +35,10 @@ DEFAULT = "less"
 
 
 def pager_of(env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """The command of $PAGER, `less` if there is none, and the environment to start it in; empty for no pager.
+    """The command of $PAGER (`less` if unset) and its environment; empty if there is no pager.
 
-    `less` shows colours with -R alone, whatever $LESS says besides. Without $LESS it also leaves short output on the
-    screen, as git's does, and takes text for UTF-8.
+    `less` gets -R for colours. If $LESS is unset, it also leaves short output on the screen, as git does, and reads
+    UTF-8.
     """
     try:
         command = shlex.split(env.get("PAGER", DEFAULT))
@@ -58,10 +58,10 @@ def is_less(command: list[str]) -> bool:
 
 @contextmanager
 def paged() -> Iterator[Console]:
-    """A console whose output a pager shows as it comes; the terminal's own where there is no pager or no terminal.
+    """A console whose output goes to a pager; the terminal's own console without a pager or a terminal.
 
-    Only `less` is given colours: another pager might show their escape codes. The block ends when the user leaves the
-    pager, or with Ctrl-C, after which the pager still shows what there is.
+    Only `less` gets colours, because other pagers may show escape codes. The block ends when the user quits the pager,
+    or at Ctrl-C, after which the pager still shows the output so far.
     """
     plain = CleanConsole()
     command, env = pager_of(os.environ)
@@ -80,7 +80,7 @@ def paged() -> Iterator[Console]:
             colours: Literal["auto"] | None = "auto" if is_less(command) else None
             yield Paged(file=process.stdin, force_terminal=True, color_system=colours, width=plain.width)
     finally:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # from here on Ctrl-C is the pager's
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # from now on Ctrl-C is for the pager
         with suppress(BrokenPipeError):
             process.stdin.close()
         process.wait()

@@ -1,6 +1,6 @@
-"""Views that are redrawn in a terminal: of a run, and one line for other commands.
+"""Views for terminals: the live view of a run, and a status line for other commands.
 
-Whatever the terminal's size, nothing wraps and nothing is cut in half.
+They fit the size of the terminal: nothing wraps.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from grpocli.tracking.view import Stage
 
 FIXED = 4
-"""Lines of progress, stage, reward, and one to spare (a terminal scrolls when its last line is written)."""
+"""Lines for progress, stage and reward, and an empty one: a terminal scrolls when its last line is written."""
 COLUMN = 36
-"""Characters that a column of metrics needs."""
+"""The width of a column of metrics."""
 
 HEADED = 16
-"""Lines of metrics from which on there is room for the sections' headings."""
+"""Headings of sections are shown if there is room for this many lines of metrics."""
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "rewards": ("reward", "reward_std", "rewards/", "eval/", "frac_reward_zero_std", "reward_"),
@@ -49,14 +49,14 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "time": ("time/step", "time/", "weight_version", "sync/"),
 }
-"""Metrics by section, in order: names, and beginnings of names that end in `/` or `_`. Others go to `policy`."""
+"""Metrics by section, in order: names, or prefixes that end in `/` or `_`. Other metrics go to `policy`."""
 
 FIRST = ("reward", "loss", "kl", "grad_norm", "entropy", "completions/mean_length", "reward_std", "eval/accuracy")
-"""What stays when there is no room for everything."""
+"""The metrics that are shown first when there is no room for all."""
 
 
 class LiveScreen:
-    """The live view as something rich can draw, at the size of the moment."""
+    """Renders the live view at the current size of the terminal."""
 
     def __init__(self, view: LiveView) -> None:
         self._view = view
@@ -102,7 +102,7 @@ class LiveScreen:
 
 
 def stage_line(stage: Stage, spinner: Spinner, console: Console) -> RenderableType:
-    """What is going on, for how long, and how much of it is done; what does not fit is cut off."""
+    """The stage, its duration and its progress; cut off at the width of the terminal."""
     now = time.monotonic()
     text = Line(f"{stage.text}  ", no_wrap=True, overflow="ellipsis")
     text.append(format_duration(now - stage.since), style="dim")
@@ -115,7 +115,7 @@ def stage_line(stage: Stage, spinner: Spinner, console: Console) -> RenderableTy
 
 
 def reward_line(rewards: Sequence[float], width: int) -> RenderableType:
-    """The course of the reward, with where it began and where it is."""
+    """The curve of the reward, with its first and last value."""
     if not rewards:
         return Line("")
     ends = f"{format_number(rewards[0])} → {format_number(rewards[-1])}"
@@ -126,7 +126,7 @@ def reward_line(rewards: Sequence[float], width: int) -> RenderableType:
 def metrics_table(
     metrics: Mapping[str, Any], before: Mapping[str, Any], width: int, rows: int
 ) -> Iterable[RenderableType]:
-    """Metrics by section, in as many columns as fit; where rows are short, the ones people look at first."""
+    """Metrics by section in as many columns as fit; if not all fit, those of FIRST come first."""
     columns = max(1, min(4, width // COLUMN))
     if rows < 1 or not metrics:
         return
@@ -141,7 +141,7 @@ def metrics_table(
 
 
 def sections(names: Iterable[str]) -> dict[str, list[str]]:
-    """Metric names by the section they belong to, in the sections' order."""
+    """Metric names by section, in the order of SECTIONS."""
     found: dict[str, list[tuple[int, str]]] = {section: [] for section in SECTIONS}
     for name in names:
         section, place = _place(name)
@@ -158,12 +158,13 @@ def _place(name: str) -> tuple[str, int]:
 
 
 def _fitting(metrics: Mapping[str, Any], room: int) -> list[str]:
-    """As many names as there is room for beside the headings."""
+    """The names that fit beside the headings."""
     wanted = [n for n in FIRST if n in metrics] + [n for n in metrics if n not in FIRST]
     return wanted[: room - len(SECTIONS) if room >= HEADED else room]
 
 
-Cell = tuple[bool, Any]  # whether it is a heading, and what is drawn
+Cell = tuple[bool, Any]
+"""Whether it is a heading, and what rich draws."""
 
 
 def _cells(names: Sequence[str], metrics: Mapping[str, Any], before: Mapping[str, Any], headed: bool) -> list[Cell]:
@@ -185,14 +186,14 @@ def _cell(section: str, name: str, value: Any, before: Any) -> RenderableType:
 
 
 def _short(section: str, name: str) -> str:
-    """A name below its heading: `time/rollout` is `rollout`, `rewards/math/mean` is `math`."""
+    """A name without the section: `rollout` for `time/rollout`, `math` for `rewards/math/mean`."""
     if name.startswith("rewards/"):
         return name.removeprefix("rewards/").removesuffix("/mean")
     return name.removeprefix(f"{section}/")
 
 
 def _flow(cells: Sequence[Cell], height: int, columns: int) -> list[list[Cell]]:
-    """Newspaper columns: no heading at the foot of a column; what does not fit is left out."""
+    """Fill columns from top to bottom, without a heading in the last line; cells that do not fit are left out."""
     flow: list[list[Cell]] = [[]]
     for cell in cells:
         is_heading = cell[0]
@@ -203,12 +204,12 @@ def _flow(cells: Sequence[Cell], height: int, columns: int) -> list[list[Cell]]:
 
 
 def _sample_height(sample: ShownCompletion | None, width: int, room: int) -> int:
-    """Lines of text in the sample's panel: about a third of the screen, none on a small one."""
+    """Lines of text in the panel of the completion: a third of the screen; 0 on a small one."""
     return 0 if sample is None or room < 14 or width < 30 else min(12, room // 3)
 
 
 def sample_panel(console: Console, sample: ShownCompletion, width: int, height: int) -> RenderableType:
-    """The end of the prompt and of the completion, and the reference answer, in exactly `height` lines or fewer."""
+    """The ends of prompt and completion and the reference answer, in at most `height` lines."""
     inner = width - 4
     prompt = _tail(console, prompt_text(sample.prompt), inner, max(1, height // 3), "dim")
     reference = [] if sample.answer is None else [Line(f"reference: {sample.answer}", "cyan", no_wrap=True)]
@@ -224,8 +225,8 @@ def sample_panel(console: Console, sample: ShownCompletion, width: int, height: 
 
 
 def _tail(console: Console, text: str, width: int, height: int, style: str) -> list[Line]:
-    """The last lines of a text that was wrapped; `…` where there was more."""
-    # a screen holds no more than this; wrapping a whole book six times a second would be felt
+    """The last lines of a wrapped text; `…` if there are more."""
+    # cut first: wrapping a long text six times a second would be slow
     end = text.strip()[-width * height * 2 :]
     lines = [line for line in Line(end, style=style).wrap(console, width - 2) if line.plain.strip()] or [Line("")]
     if len(lines) > height:
@@ -236,7 +237,7 @@ def _tail(console: Console, text: str, width: int, height: int, style: str) -> l
 
 @dataclass(frozen=True, slots=True)
 class ViewState:
-    """What is on the screen; the sample's texts are safe to print. Replaced, never changed: another thread draws it."""
+    """What the live view shows, with cleaned texts. Immutable, because another thread draws it."""
 
     title: str = ""
     metrics: Mapping[str, Any] | None = None
@@ -247,7 +248,7 @@ class ViewState:
 
 
 class LiveView(View):
-    """Redrawn in place; notes scroll above it."""
+    """A view that is redrawn in place; notes scroll above it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -258,7 +259,7 @@ class LiveView(View):
             LiveScreen(self), console=console, refresh_per_second=6, transient=False, vertical_overflow="crop"
         )
         self._live.start()
-        atexit.register(self.stop)  # a cursor left hidden outlives the run
+        atexit.register(self.stop)  # otherwise the cursor may stay hidden
 
     def start(self, title: str, plan: Sequence[str], total_steps: int) -> None:
         self.pace.total = total_steps
@@ -312,7 +313,7 @@ class LiveView(View):
 
 
 class StatusView(View):
-    """One line with the present stage, removed at the end."""
+    """One line with the current stage, removed at the end."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._spinner = console, Spinner("dots")
@@ -339,11 +340,11 @@ class StatusView(View):
 
 
 def make_view(is_terminal: bool | None = None) -> View:
-    """The live view in a terminal that can be redrawn, plain lines elsewhere. None: look at standard output."""
+    """A live view in a terminal, plain lines elsewhere. is_terminal: None to look at standard output."""
     from rich.console import Console
 
     console = Console()
-    # not rich's own guess: FORCE_COLOR makes it take a file for a terminal, and fill it with redrawn frames
+    # not rich's check, which takes a file for a terminal if FORCE_COLOR is set
     if is_terminal is None:
         is_terminal = sys.stdout.isatty()
     if is_terminal and not console.is_dumb_terminal:
@@ -352,7 +353,7 @@ def make_view(is_terminal: bool | None = None) -> View:
 
 
 def status_view() -> View:
-    """Of a command that does not train, on standard error: one line in a terminal, plain lines elsewhere."""
+    """The view of a command that does not train, on standard error: one line in a terminal, plain lines elsewhere."""
     from rich.console import Console
 
     console = Console(stderr=True)

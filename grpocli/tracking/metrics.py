@@ -17,13 +17,13 @@ RESERVE_BYTES = 1 << 14
 
 
 class MetricsLog:
-    """Appends a line a step; each is on the disk before `append` returns."""
+    """The file metrics.jsonl. A line is on the disk before `append` returns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Raises OSError where the line cannot be written; then nothing of it is left in the file."""
+        """Add the line of a step. Raises OSError, and leaves the file unchanged, if it cannot be written."""
         left = json_line(step, metrics).encode()
         with self.path.open("ab", buffering=0) as file:
             whole = file.tell()
@@ -36,16 +36,15 @@ class MetricsLog:
                 raise
 
     def amend(self, step: int, more: Mapping[str, Any]) -> None:
-        """Add metrics to the line of a step that is there."""
+        """Add metrics to the line of a step."""
         rows = read_metrics(self.path)
         lines = [json_line(row["step"], row | dict(more) if row["step"] == step else row) for row in rows]
         write_atomic(self.path, "".join(lines))
 
     def truncate_after(self, step: int) -> int:
-        """Forget steps after `step`, and a last line that was torn: what follows will be done again.
+        """Delete the lines after `step`, which a resume does again, and a torn last line.
 
-        Of a step that is there twice the later line counts: it belongs to the run that went on. Returns how many of
-        the steps up to `step` are missing.
+        If a step has two lines, the later one stays. Returns how many of the steps 1 to `step` are missing.
         """
         if not self.path.exists():
             return step
@@ -55,15 +54,15 @@ class MetricsLog:
 
 
 def json_line(step: int, metrics: Mapping[str, Any]) -> str:
-    """A row of valid JSON: what is not finite is null."""
+    """A line of valid JSON; numbers that are not finite are null."""
     row = {"step": step} | {name: to_json(metrics[name]) for name in sorted(metrics) if name != "step"}
     return json.dumps(row, allow_nan=False) + "\n"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that was torn is left out.
+    """The rows of a metrics.jsonl; a torn last line is left out.
 
-    Raises ConfigError, with the line's number, where a line before the last is broken.
+    Raises ConfigError, with the line number, if another line is broken.
     """
     *lines, torn = path.read_text(errors="replace").split("\n")
     rows = [_row(path, number, text) for number, text in enumerate(lines, start=1)]
@@ -71,7 +70,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def to_json(value: Any) -> Any:
-    """A value as JSON has it: null for what is not finite, plain numbers for those of numpy and torch."""
+    """A value in JSON types: null for numbers that are not finite, plain numbers for those of numpy and torch."""
     if isinstance(value, Mapping):
         return {name: to_json(v) for name, v in value.items()}
     if isinstance(value, list | tuple):
@@ -97,7 +96,7 @@ def _parse(text: str) -> dict[str, Any] | None:
 
 
 def finished_steps(path: Path) -> int | None:
-    """The steps of a finished run; None for a run that is not finished, or has no readable summary."""
+    """The number of steps of a finished run; None if it is not finished, or its summary cannot be read."""
     try:
         summary = json.loads(path.read_text())
         return int(summary["steps"]) if summary["exit"] == "done" else None
@@ -106,12 +105,12 @@ def finished_steps(path: Path) -> int | None:
 
 
 def reserve_space(path: Path) -> None:
-    """Reserve space for the summary at `path`, in case the disk fills up before the run ends."""
+    """Reserve disk space for the summary at `path`, in case the disk fills up before the run ends."""
     write_atomic(path.with_name(RESERVE), os.urandom(RESERVE_BYTES))
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Write a `summary_of` a run, in the space that was reserved for it."""
+    """Write a `summary_of` a run, using the reserved disk space."""
     path.with_name(RESERVE).unlink(missing_ok=True)
     write_atomic(path, json.dumps(to_json(summary), indent=2) + "\n")
 
@@ -126,8 +125,10 @@ def summary_of(
     cause: str,
     incomparable: str = "",
 ) -> dict[str, Any]:
-    """How a run ended. cause: "done", or why the run ended before it was. incomparable: why the change from `before` to
-    `after` is not given."""
+    """The content of summary.json.
+
+    cause: "done", or why the run ended early. incomparable: why `before` and `after` cannot be compared.
+    """
     summary: dict[str, Any] = {"steps": steps, "seconds": round(seconds, 1), "exit": cause}
     summary |= {f"{name}_before": value for name, value in before.items()}
     summary |= after

@@ -1,4 +1,4 @@
-"""Everything that a run tells the world: files, the live view and trackers. Only the main process speaks."""
+"""Recording a run: its files, the live view and trackers. Only the main process records."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 MISMATCH_LIMITS = {"float32": 1.02, "bfloat16": 1.1}
-"""`token_mult_prob_error` above which to look for a fault, by what the model computes in.
+"""The `token_mult_prob_error` above which the run warns, by compute dtype.
 
-1.02 is that of NeMo RL's GRPO guide. In bfloat16 rounding alone gives 1.05 to 1.07 (docs/vllm.md).
+1.02 is the limit of NeMo RL's GRPO guide. In bfloat16 rounding alone gives 1.05 to 1.07 (docs/vllm.md).
 """
 
 STAGES = {
@@ -41,11 +41,11 @@ STAGES = {
 
 @dataclass(slots=True)
 class Recorder:
-    """Files are None in the other processes. seconds_before: what earlier sessions of this run took.
+    """Records the metrics, rollouts and stages of a run.
 
-    mismatch_expected: the sampler is held to a form (a regex, a schema) that the trainer does not know of.
-    answers: the examples' columns in which the reference answer may be. dtype: what the model computes in. now: the
-    present stage.
+    metrics, tracker: None in processes other than the main one. seconds_before: the time of earlier sessions. last: the
+    metrics of the last step. mismatch_expected: constrained decoding makes the sampler's log-probs differ. dtype: the
+    compute dtype. answer_columns: the example columns that may hold the reference answer.
     """
 
     run_dir: RunDir
@@ -58,20 +58,20 @@ class Recorder:
     mismatches: int = 0
     mismatch_expected: bool = False
     dtype: str = "float32"
-    remarked: set[str] = field(default_factory=set)
-    answers: Sequence[str] = ("answer",)
-    now: str = ""
+    shown_remarks: set[str] = field(default_factory=set)
+    answer_columns: Sequence[str] = ("answer",)
+    current_stage: str = ""
 
     def stage(self, name: str) -> None:
-        """Show what is going on."""
-        self.now = name
+        """Begin a stage, a key of STAGES."""
+        self.current_stage = name
         self.view.stage(STAGES.get(name, name))
 
     def progress_of(self, name: str) -> Progress:
-        """Shows the progress of a stage while it is the present one: another thread may work for a later one."""
+        """A callback that shows the progress of a stage while it is the current one; other threads may be ahead."""
 
         def report(done: float, total: float, unit: str, detail: str = "") -> None:
-            if self.now == name:
+            if self.current_stage == name:
                 self.view.progress(done, total, unit, detail)
 
         return report
@@ -85,24 +85,24 @@ class Recorder:
         remarks: Mapping[str, str],
         records: Sequence[Record] = (),
     ) -> None:
-        """Record a step's metrics and rollouts, and show them.
+        """Record and show a step's metrics and rollouts.
 
-        groups, advantages_PG: what was trained on. remarks: warnings by kind, shown once each. records: all that was
-        sampled, for the rollout file.
+        groups, advantages_PG: those trained on. remarks: warnings by kind; each kind is shown once. records: of
+        everything that was sampled, for the rollout file.
         """
         now = time.perf_counter()
         metrics["time/step"] = now - self.step_started
         self.step_started = now
         if self.metrics is None:
             return
-        write_rollouts(self.run_dir.rollouts(step), records, step, self.answers)
+        write_rollouts(self.run_dir.rollouts(step), records, step, self.answer_columns)
         self.metrics.append(step, metrics)
         self.last = dict(metrics)
         if self.tracker:
             self.tracker.log(metrics, step)
         self.view.step(step, metrics)
-        self._watch_mismatch(step, metrics)
-        self._remark(step, remarks)
+        self._warn_of_mismatch(step, metrics)
+        self._show_remarks(step, remarks)
         if not groups:
             stale = metrics.get("sampling/stale")
             self.view.warn(
@@ -115,12 +115,12 @@ class Recorder:
         else:
             self._sample(groups[0], advantages_PG[0].tolist())
 
-    def _watch_mismatch(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Warn where sampler and trainer disagree on the tokens' probabilities: every time in the log, once aloud."""
+    def _warn_of_mismatch(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Warn if the log-probs of sampler and trainer differ: every time in the log, once in the view."""
         error, limit = metrics.get("token_mult_prob_error", 1.0), MISMATCH_LIMITS[self.dtype]
         if error <= limit:
             return
-        if self.mismatch_expected or metrics.get("staleness/max", 0) > 0:  # corrected for, as is what was trained since
+        if self.mismatch_expected or metrics.get("staleness/max", 0) > 0:  # the weights differ, too
             return
         logger.warning("step %d: token_mult_prob_error is %.4f, above %s", step, error, limit)
         self.mismatches += 1
@@ -131,23 +131,23 @@ class Recorder:
                 "algorithm/correction=token_truncate corrects for it"
             )
 
-    def _remark(self, step: int, remarks: Mapping[str, str]) -> None:
-        """Say the first of a kind aloud."""
+    def _show_remarks(self, step: int, remarks: Mapping[str, str]) -> None:
+        """Show the first warning of each kind."""
         for kind, text in remarks.items():
-            if kind not in self.remarked:
-                self.remarked.add(kind)
+            if kind not in self.shown_remarks:
+                self.shown_remarks.add(kind)
                 logger.warning("step %d: %s", step, text)
                 self.view.warn(f"step {step}: {text}")
 
     def _sample(self, group: Group, advantages: list[float]) -> None:
-        """Show the completion of a group that its rewards praise most."""
+        """Show the completion of a group with the highest advantage."""
         best = max(range(len(advantages)), key=advantages.__getitem__)
         rollout = group.rollouts[best]
-        answer = reference_answer(rollout.prompt.columns, self.answers)
+        answer = reference_answer(rollout.prompt.columns, self.answer_columns)
         self.view.sample(ShownCompletion(rollout.prompt.text, rollout.text, rollout.rewards, advantages[best], answer))
 
     def amend(self, step: int, results: Mapping[str, float]) -> None:
-        """Add the results of an evaluation that a resume has repeated to the metrics of its step."""
+        """Add the results of an evaluation that a resume repeated to the metrics of its step."""
         self.step_started = time.perf_counter()
         if self.metrics is None:
             return
@@ -157,7 +157,7 @@ class Recorder:
             self.tracker.log(dict(results), step)
 
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
-        """Show and track an evaluation outside of a step."""
+        """Show and track an evaluation before the first step or after the last."""
         self.step_started = time.perf_counter()
         if self.metrics is None or not results:
             return

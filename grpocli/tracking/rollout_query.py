@@ -1,4 +1,4 @@
-"""What a run has sampled, read back from its folder: `rollouts/step_000001.parquet` and so on."""
+"""Reading the rollout files of a run by step and condition, for `grpocli rollouts`."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ KINDS: dict[str, Any] = {
     "completion_ids": list,
     "finish_reason": str,
 }
-"""The columns that a completion needs to be shown, and their types."""
+"""The columns that are needed to show a completion, and their types."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """`COLUMN < VALUE` and the like; what has no value fits `!=` alone.
+    """A condition such as `COLUMN < VALUE`. A missing value satisfies only `!=`.
 
-    `reward/NAME` may be written NAME. `columns.NAME` is a column of the examples, which not every task need have.
+    `reward/NAME` may be written NAME. `columns.NAME` is a column of the examples, which some tasks may lack.
     """
 
     column: str
@@ -59,7 +59,10 @@ class Condition:
         return cls(*found.groups())
 
     def holds(self, row: RolloutRow) -> bool:
-        """Numbers are compared as numbers, everything else as text. Raises ConfigError without such a column."""
+        """Whether a row satisfies the condition. Numbers are compared as numbers, everything else as text.
+
+        Raises ConfigError if there is no such column, or the value is not a number as the column's are.
+        """
         value = self._value(row)
         if value is None:
             return self.comparison == "!="
@@ -67,7 +70,7 @@ class Condition:
             try:
                 return COMPARISONS[self.comparison](value, float(self.value))
             except ValueError as error:
-                raise ConfigError(f"--where {self.column}: {self.value!r} is no number") from error
+                raise ConfigError(f"--where {self.column}: {self.value!r} is not a number") from error
         return COMPARISONS[self.comparison](str(value), self.value)
 
     def _value(self, row: RolloutRow) -> Any:
@@ -83,7 +86,10 @@ class Condition:
 
 
 def step_files(run: Path, wanted: str = ":") -> list[Path]:
-    """The files of the steps `3`, `10:20` (both included), `:5`, `10:`, in order. Raises ConfigError."""
+    """The files of the steps `3`, `10:20` (both included), `:5` or `10:`, in order.
+
+    Raises ConfigError if there are none.
+    """
     found = STEPS.fullmatch(wanted.strip())
     if not found or not (wanted.strip()):
         raise ConfigError(f"--step {wanted!r}: write N, or FROM:TO")
@@ -92,7 +98,7 @@ def step_files(run: Path, wanted: str = ":") -> list[Path]:
     high = int(last) if last else (None if colon else low)
     if not (run / "rollouts").is_dir():
         check_run(run, f"RUN {run}")
-        raise ConfigError(f"RUN {run}: the run has sampled nothing yet, there is no folder `rollouts` in it")
+        raise ConfigError(f"RUN {run}: the run has sampled nothing yet: there is no folder `rollouts` in it")
     files = {int(m[1]): path for path in (run / "rollouts").iterdir() if (m := NAME.fullmatch(path.name))}
     chosen = [files[step] for step in sorted(files) if low <= step and (high is None or step <= high)]
     if not chosen:
@@ -115,7 +121,7 @@ def _columns(row: RolloutRow) -> dict[str, Any]:
 
 
 def _check_row(row: RolloutRow, path: Path) -> None:
-    """Raise ConfigError for a row that no run has written."""
+    """Raise ConfigError unless a row has the columns of a rollout file."""
     scores = (name for name in row if name.startswith("reward/"))
     kinds = KINDS | dict.fromkeys(("advantage", *scores), int | float | None)
     for name, kind in kinds.items():
@@ -125,7 +131,7 @@ def _check_row(row: RolloutRow, path: Path) -> None:
 
 
 def matching_rows(files: list[Path], conditions: list[Condition]) -> Iterator[RolloutRow]:
-    """Of each step in turn, those that fit all conditions."""
+    """The rows that satisfy all conditions, file by file."""
     for path in files:
         for row in read_rollouts(path):
             _check_row(row, path)

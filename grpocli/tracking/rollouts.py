@@ -1,4 +1,4 @@
-"""rollouts/step_000001.parquet: every completion that was sampled for a step, and what became of it."""
+"""Rollout files: rollouts/step_000001.parquet has every completion that was sampled for a step, with its status."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LONGEST = 100_000
-"""Characters of JSON that one of an example's columns may have; longer ones are cut."""
+"""The longest JSON of an example's column in characters; longer ones are cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +42,20 @@ class Record:
 
 
 def evaluation_records(groups: Sequence[Group]) -> list[Record]:
-    """Records of completions that nothing is trained on."""
+    """Records of the completions of an evaluation."""
     return [Record(r, i, Status.EVALUATED, 0) for i, group in enumerate(groups) for r in group.rollouts]
 
 
 def reference_answer(columns: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """An example's reference answer as text: the first of these columns that holds something."""
+    """The reference answer of an example as text: the first of these columns that is not None."""
     found = next((columns[name] for name in names if columns.get(name) is not None), None)
     return found if found is None or isinstance(found, str) else _json(found)
 
 
 def write_rollouts(path: Path, records: Sequence[Record], step: int, answers: Sequence[str] = ("answer",)) -> None:
-    """A row for each record; missing values are null. docs/rollouts.md describes the columns.
+    """Write a row for each record, with the columns of docs/rollouts.md; missing values are null.
 
-    answers: names of the examples' columns in which the reference answer may be.
+    answers: the example columns that may hold the reference answer.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -65,14 +65,14 @@ def write_rollouts(path: Path, records: Sequence[Record], step: int, answers: Se
     rows = [{"step": step, **_of_record(record), **shared[id(record.rollout.prompt)]} for record in records]
     table = pa.Table.from_pylist(rows, schema=_schema(records))
     out = pa.BufferOutputStream()
-    # hardly two log-probs are equal: a dictionary of them makes the file half as large again
+    # log-probs hardly repeat, so a dictionary encoding makes the file 1.5 times as large
     pq.write_table(table, out, compression="zstd", use_dictionary=False)
     path.parent.mkdir(exist_ok=True)
     write_atomic(path, out.getvalue().to_pybytes())
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """The rows of such a file. Raises ConfigError for one that is broken."""
+    """The rows of a rollout file. Raises ConfigError if it is broken."""
     import pyarrow.parquet as pq
 
     with _readable(path):
@@ -81,7 +81,7 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
 
 
 def read_schema(path: Path) -> Any:
-    """Its columns and their types, as Arrow has them. Raises ConfigError as `read_rollouts` does."""
+    """The Arrow schema of a rollout file. Raises ConfigError if it is broken."""
     import pyarrow.parquet as pq
 
     with _readable(path):
@@ -92,13 +92,13 @@ def read_schema(path: Path) -> Any:
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError) as error:  # Arrow's own are such errors, and so is text that is not UTF-8
+    except (OSError, ValueError) as error:  # the errors of Arrow, and of text that is not UTF-8
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path}: is broken or no parquet file: {reason}; remove it, or name other steps") from error
 
 
 def _of_prompt(prompt: Prompt, answers: Sequence[str]) -> dict[str, Any]:
-    """What all completions of a prompt have in common."""
+    """The columns that all completions of a prompt share."""
     reference = reference_answer(prompt.columns, answers)
     return {
         "task": prompt.task,
@@ -178,12 +178,12 @@ def _schema(records: Sequence[Record]) -> Any:
 
 
 def _number(value: float) -> float | None:
-    """A reward that does not apply is null: where it is averaged, NaN would spread."""
+    """null for a reward that does not apply, because a mean over NaN is NaN."""
     return None if math.isnan(value) else value
 
 
 def _messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Role and content as text; `_columns` keeps what else there is."""
+    """Messages with role and content as text; `_columns` keeps messages that have more."""
     return [{"role": _text(m.get("role")), "content": _text(m.get("content"))} for m in messages]
 
 
@@ -192,9 +192,9 @@ def _text(value: Any) -> str:
 
 
 def _columns(prompt: Prompt) -> str:
-    """The example's columns that rewards see, as a JSON object.
+    """The columns of the example that rewards get, as a JSON object.
 
-    With the prompt's messages where they hold more than roles and texts.
+    It includes the prompt's messages if they have more than a role and a text.
     """
     columns = {name: value for name, value in prompt.columns.items() if name != "task_name"}
     if not isinstance(prompt.text, str) and not all(_is_plain(message) for message in prompt.text):
@@ -209,7 +209,7 @@ def _is_plain(message: Mapping[str, Any]) -> bool:
 
 
 def _short(value: Any) -> Any:
-    """The value, or the beginning of its JSON where that is too long."""
+    """The value, or the first LONGEST characters of its JSON."""
     text = json.dumps(value, ensure_ascii=False)
     return value if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text) - LONGEST:,} more characters)"
 
@@ -219,7 +219,7 @@ def _json(value: Any) -> str:
 
 
 def _jsonable(value: Any) -> Any:
-    """A value of a data set in JSON's types.
+    """A value of a data set in JSON types.
 
     Arrays become lists, dates and decimals text; images, bytes and large arrays become the name of their type.
     """
@@ -239,5 +239,5 @@ def _jsonable(value: Any) -> Any:
 
 
 def _utf8(text: str) -> str:
-    """Data sets hold lone surrogates now and then, and Arrow refuses them."""
+    """Replace lone surrogates, which some data sets have and Arrow refuses."""
     return text.encode(errors="replace").decode()

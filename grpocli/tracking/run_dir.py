@@ -1,4 +1,4 @@
-"""The folder of a run, and what is where in it."""
+"""The folder of a run: its paths, its locks, and its errors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 KEY = "hydra.run.dir"
 LOCK_POLL = 0.5  # seconds between two tries
 WORKERS_WITHIN = 15.0
-"""Seconds in which trainer processes notice that the one that had started them was killed, and end."""
+"""Seconds in which trainer processes end after the process that started them was killed."""
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Of a network file system that is mounted without locks."""
+"""Error numbers of a network file system that is mounted without locks."""
 
 
 STARTUP_FILES = {
@@ -45,19 +45,19 @@ STARTUP_FILES = {
     "stop",
     "summary.json",
 }
-"""What is in a run's folder before its first step."""
+"""The files of a run that has not begun its first step."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths below `path`. Files are made by whoever writes them. key: what errors call the folder, as it was typed."""
+    """The folder of a run, with the paths below it. key: the config key of the folder, for errors."""
 
     path: Path
     key: str = KEY
 
     @property
     def name(self) -> str:
-        """What the run is called: its folder and the one above."""
+        """The name of the run: its folder and the one above."""
         return f"{self.path.parent.name}/{self.path.name}"
 
     @property
@@ -67,7 +67,7 @@ class RunDir:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a step."""
+        """One JSON object per step."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -82,12 +82,12 @@ class RunDir:
 
     @property
     def log(self) -> Path:
-        """Everything that is too much for the console."""
+        """The log."""
         return self.path / "run.log"
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of `step_000010/` and so on."""
+        """The folder of the checkpoints `step_000010/` and so on."""
         return self.path / "checkpoints"
 
     def checkpoint(self, step: int) -> Path:
@@ -100,17 +100,17 @@ class RunDir:
         return self.path / "model"
 
     def rollouts(self, step: int) -> Path:
-        """What was sampled and kept in a step."""
+        """The completions that were sampled for a step."""
         return self.path / "rollouts" / f"step_{step:06d}.parquet"
 
-    def forget_rollouts_after(self, step: int) -> None:
-        """Delete those of later steps, which will be sampled again."""
+    def delete_rollouts_after(self, step: int) -> None:
+        """Delete the rollout files of later steps, which a resume samples again."""
         for path in self.rollouts(0).parent.glob("step_*.parquet"):
             if path.stem.removeprefix("step_").isdigit() and int(path.stem.removeprefix("step_")) > step:
                 path.unlink()
 
     def check_free(self) -> None:
-        """Raise ConfigError where a run would write over a run or over somebody's files. Writes nothing."""
+        """Raise ConfigError if a new run would overwrite a run or other files. Writes nothing."""
         if self.metrics.exists() or self.config.exists():
             raise ConfigError(
                 f"holds a run already; go on with resume={self.path}, or choose another folder",
@@ -121,16 +121,14 @@ class RunDir:
             path.name for path in (self.model, self.checkpoints, self.path / "rollouts", self.summary) if path.exists()
         ]
         if taken:
-            problem = f"has a {taken[0]} already, which the run would write over; choose another folder"
+            problem = f"has a {taken[0]} already, which the run would overwrite; choose another folder"
             raise ConfigError(problem, key=self.key, value=self.path)
         for folder in self.path.absolute().parents:
             if RunDir(folder).config.exists() and RunDir(folder).metrics.exists():
-                raise ConfigError(
-                    f"is inside of the run {folder}; choose another folder", key=self.key, value=self.path
-                )
+                raise ConfigError(f"is inside the run {folder}; choose another folder", key=self.key, value=self.path)
 
     def check_writable(self, resuming: bool) -> None:
-        """Make the folder and try to write. Raises ConfigError where that fails or another run is there."""
+        """Create the folder and write to it. Raises ConfigError if that fails, or if it holds another run."""
         if not resuming:
             self.check_free()
         try:
@@ -146,48 +144,48 @@ class RunDir:
                 clear_leftovers(folder)
 
     @contextmanager
-    def locked(self, patience: float = 0.0) -> Iterator[None]:
-        """Hold the folder for this process; the kernel lets go of it however the process ends.
+    def locked(self, timeout: float = 0.0) -> Iterator[None]:
+        """Lock the folder for this process. The kernel releases the lock however the process ends.
 
-        Raises ConfigError while another process runs in it, after `patience` seconds: a file server takes a while to
+        Raises ConfigError if another process still has it after `timeout` seconds: a file server takes a while to
         notice that a machine has died.
         """
-        patience = max(patience, LOCK_POLL)  # `is_running` may be asking in this moment
-        with self._holding(".lock", patience, "another process is running in it; wait, or stop it"):
+        timeout = max(timeout, LOCK_POLL)  # `is_running` may hold the lock for a moment
+        with self._holding(".lock", timeout, "another process is running in it; wait, or stop it"):
             problem = "trainer processes of an earlier start still run in it; wait, or kill them"
-            with self._holding(".workers", max(patience, WORKERS_WITHIN), problem):
-                pass  # those that come now are this process's
+            with self._holding(".workers", max(timeout, WORKERS_WITHIN), problem):
+                pass  # from now on only this process starts trainer processes
             yield
 
     def is_running(self) -> bool:
-        """Whether a process holds the folder."""
+        """Whether a process has locked the folder."""
         try:
             with (self.path / ".lock").open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        except OSError:  # never begun, or a file system without locks
+        except OSError:  # the run never began, or the file system has no locks
             return False
         return False
 
-    def worked_in(self) -> AbstractContextManager[None]:
-        """Say that this trainer process runs in the folder: it may outlive the one that holds it, which was killed."""
+    def worker_lock(self) -> AbstractContextManager[None]:
+        """A shared lock of a trainer process, which may outlive the launching process when that one is killed."""
         return self._holding(".workers", WORKERS_WITHIN, "another process is being started in it", fcntl.LOCK_SH)
 
     @contextmanager
-    def _holding(self, name: str, patience: float, problem: str, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
+    def _holding(self, name: str, timeout: float, problem: str, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            file = (self.path / name).open("a")  # not "w", which changes the file before the lock is held
+            file = (self.path / name).open("a")  # not "w", which would empty the file before it is locked
         except OSError as error:
             raise ConfigError(f"cannot be written: {self._why(error)}", key=self.key, value=self.path) from error
         with file, _closed_after_fork(file):
             try:
-                self._lock(file, kind, time.monotonic() + patience, problem)
+                self._lock(file, kind, time.monotonic() + timeout, problem)
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
-                logger.warning("%s has no locks (%s): nothing keeps a second process out", self.path, error.strerror)
+                logger.warning("%s has no locks (%s): a second process is not kept out", self.path, error.strerror)
             yield
 
     def _lock(self, file: IO[str], kind: int, until: float, problem: str) -> None:
@@ -206,16 +204,16 @@ class RunDir:
         return f"{error.strerror or error}{where}; {', or '.join(advice) or 'make it writable'}"
 
     def is_fresh(self) -> bool:
-        """Whether nothing is in the folder but what Hydra has just put there."""
+        """Whether the folder holds nothing but the log that Hydra has just created."""
         return not self.path.is_dir() or {p.name for p in self.path.iterdir()} <= {self.log.name}
 
-    def forget(self) -> None:
-        """Remove the folder of a run that never began, which `is_fresh` before: it holds what every start leaves."""
+    def remove_unstarted(self) -> None:
+        """Remove the folder of a run that never began, which holds only STARTUP_FILES."""
         if {p.name for p in self.path.iterdir()} <= STARTUP_FILES:
             shutil.rmtree(self.path)
 
-    def trouble(self, error: OSError) -> GrpoError:
-        """An OSError in the middle of a run, as a sentence."""
+    def run_error(self, error: OSError) -> GrpoError:
+        """The error for an OSError during a run, with the remedy."""
         where = error.filename or self.path
         reason = error.strerror or str(error)
         if error.errno in FULL:
@@ -225,12 +223,12 @@ class RunDir:
         if not self.config.exists():
             problem = "the folder was removed or emptied while the run was writing in it; start again in another one"
             return RunError(f"{self.key}={self.path}: {problem}")
-        return RunError(f"{where}: {reason}; put that right, then resume={self.path}")
+        return RunError(f"{where}: {reason}; fix that, then resume={self.path}")
 
 
 @contextmanager
 def _closed_after_fork(file: IO[str]) -> Iterator[None]:
-    """A lock that forked processes do not share: one that code of the user's leaves behind would keep it."""
+    """Close a locked file in forked processes: one that user code leaves behind would keep the lock."""
     _locks.add(file)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Reading runs back from their folders: what was chosen, and what came of it."""
+"""Reading runs from their folders: their settings and results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from grpocli.tracking.sessions import why_incomparable
 GROUPS = ("algorithm", "task", "model", "engine", "hardware", "optim", "tracker", "recipe")
 
 LAST_STEPS = 10
-"""Steps over whose rewards the final reward is averaged: single steps are noisy."""
+"""The final reward is the mean over this many steps, because single steps are noisy."""
 
 Results = dict[str, Any]
 
@@ -33,9 +33,8 @@ Results = dict[str, Any]
 class RunRow:
     """One run.
 
-    settings: the choices of config groups (`algorithm`, `algorithm/kl`, `reward`) and every key of its config.
-    typed: the keys given on its command line; None where that is not known. incomparable: why it has a `before` and
-    an `accuracy`, and no `change`.
+    settings: the choices of config groups (`algorithm`, `algorithm/kl`, `reward`) and every key of its config. typed:
+    the keys given on its command line; None if unknown. incomparable: why `before` and `accuracy` cannot be compared.
     """
 
     path: Path
@@ -50,19 +49,19 @@ class RunRow:
 
     @property
     def configured(self) -> bool:
-        """Whether its config is there, not just what was chosen for it."""
+        """Whether its config could be read, not only its choices."""
         return "seed" in self.settings
 
 
 def find_runs(folder: Path) -> list[RunRow]:
-    """The runs in and below a folder, unfinished and broken ones too. Raises ConfigError without such a folder."""
+    """The runs in and below a folder, unfinished and broken ones included. Raises ConfigError if it does not exist."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder{suggest_run(folder)}")
     return [read_run(path) for path in sorted(_run_folders(folder))]
 
 
 def check_run(folder: Path, typed: str) -> None:
-    """Raise ConfigError, which begins with what was `typed`, unless the folder is a run's. It offers one that is."""
+    """Raise ConfigError unless the folder is a run's. typed: the beginning of the message. It suggests a run."""
     if not folder.is_dir():
         raise ConfigError(f"{typed}: there is no such folder{suggest_run(folder)}")
     if not RunDir(folder).config.is_file():
@@ -70,7 +69,10 @@ def check_run(folder: Path, typed: str) -> None:
 
 
 def suggest_run(folder: Path) -> str:
-    """The run around a folder that is none, else the newest below it, one of a similar name, or the newest of runs/."""
+    """The end of an error message: a suggestion of a run.
+
+    It is the run that contains the folder, else one below it or of a similar name, else the newest.
+    """
     near = (path.parent for at in (folder, folder.parent) for path in at.glob("*/config.yaml"))
     runs = {*_run_folders(Path("runs")), *near}
     names = {name: path for path in runs for name in (str(path), path.name)}
@@ -86,7 +88,7 @@ def _run_folders(folder: Path) -> Iterator[Path]:
     for here, below, files in os.walk(folder):
         path = Path(here)
         if _is_run(path, files):
-            below.clear()  # checkpoints and models are no runs
+            below.clear()  # checkpoints and models are not runs
             yield path
         below[:] = [name for name in below if not name.startswith(".")]
 
@@ -97,12 +99,12 @@ def _is_run(path: Path, files: list[str]) -> bool:
 
 
 def read_run(path: Path) -> RunRow:
-    """A run; where a file is broken, its `exit` says which, and what could be read is there."""
+    """A run as far as its files can be read; `exit` names a broken one."""
     try:
         settings, typed = _settings(path), overridden_keys(path)
     except ValueError as error:
         return RunRow(path, {}, _no_results(f"unreadable: {error}"))
-    except (TypeError, AttributeError, OSError):  # a YAML, but not one of a run
+    except (TypeError, AttributeError, OSError):  # valid YAML, but not the config of a run
         return RunRow(path, {}, _no_results("unreadable: config.yaml is broken"))
     results, incomparable = _results(RunDir(path)), _why_incomparable(RunDir(path))
     if results["change"] is None or not incomparable:
@@ -113,7 +115,7 @@ def read_run(path: Path) -> RunRow:
 def _why_incomparable(run: RunDir) -> str:
     with suppress(
         OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
-    ):  # a damaged sessions.jsonl takes no results with it
+    ):  # a damaged sessions.jsonl does not affect results
         return why_incomparable(run)
     return ""
 
@@ -125,12 +127,12 @@ def _settings(path: Path) -> dict[str, Any]:
         raise ValueError("config.yaml is broken")
     rewards = "+".join(config.get("reward") or {})
     choices = saved_choices(path, config)
-    config.pop("overrides", None)  # they say again what the keys say
+    config.pop("overrides", None)  # the keys have the same values
     return choices | ({"reward": rewards} if rewards else {}) | flatten(config)
 
 
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}, without the names of classes."""
+    """{"a": {"b": 1}} as {"a.b": 1}, without `_target_`."""
     if not isinstance(node, dict):
         return {prefix[:-1]: node}
     rows: dict[str, Any] = {}
@@ -160,7 +162,7 @@ def _results(run: RunDir) -> Results:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number; None for anything else that a damaged file may hold."""
+    """A finite number; None for anything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and -sys.float_info.max <= value <= sys.float_info.max else None
 
@@ -198,9 +200,9 @@ def load_yaml(path: Path) -> Any:
 
 
 def saved_choices(run: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """{group: choice}: as Hydra saved them, else what the config builds.
+    """{group: choice}: as Hydra saved them, otherwise from the config's `_target_`.
 
-    Groups inside groups (`algorithm/kl`) are there only where Hydra's file is, and whole.
+    Nested groups (`algorithm/kl`) are included only if Hydra's file can be read.
     """
     if found := _hydra_choices(run / ".hydra" / "hydra.yaml"):
         choices = {
@@ -214,7 +216,7 @@ def saved_choices(run: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _hydra_choices(file: Path) -> Mapping[str, Any]:
-    """The choices in Hydra's file; none where it is missing or damaged."""
+    """The choices in Hydra's file; empty if it is missing or damaged."""
     try:
         saved = load_yaml(file) if file.is_file() else None
     except ValueError:
@@ -225,14 +227,14 @@ def _hydra_choices(file: Path) -> Mapping[str, Any]:
 
 
 def _resumed_choices(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, str]:
-    """By a resume: Hydra's file is of the first start, the config's command line of all."""
+    """The choices that a resume changed: Hydra's file is of the first start, `overrides` of all starts."""
     given = dict(str(text).split("=", 1) for text in config.get("overrides") or () if "=" in str(text))
     names = {name: re.sub(r"[\[\]'\"\s]", "", choice) for name, choice in given.items() if name in choices}
     return {name: choice.replace(",", "+") for name, choice in names.items()}
 
 
 def overridden_keys(run: Path) -> list[str]:
-    """The keys given on the command line of a run, in their order; config groups as `algorithm/kl`."""
+    """The keys given on the command line of a run, in order; config groups as `algorithm/kl`."""
     config, saved = run / "config.yaml", run / ".hydra" / "overrides.yaml"
     given = (load_yaml(config) or {}).get("overrides") if config.is_file() else None
     if given is None:

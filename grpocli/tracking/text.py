@@ -1,4 +1,4 @@
-"""Numbers, durations and other people's text, made fit for a terminal."""
+"""Numbers, durations and untrusted text, formatted for a terminal."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u2
 
 
 def clean(text: str) -> str:
-    """Without escape sequences, control and direction characters: a model may write them, a terminal would obey."""
+    """Text without escape sequences, control and direction characters, which a terminal would obey."""
     return CONTROLS.sub("", ESCAPES.sub("", text.replace("\r\n", "\n"))).expandtabs(4)
 
 
 def one_line(text: str) -> str:
-    """A cleaned text whose line breaks are spaces."""
+    """Cleaned text on one line."""
     return " ".join(clean(text).split())
 
 
@@ -33,9 +33,9 @@ class CleanFormatter(logging.Formatter):
 
 
 def clean_warnings() -> None:
-    """Clean what Python prints of the log where no log file is open, and what libraries print themselves.
+    """Clean log messages that do not go to the log file: those of Python's last resort and of libraries' own handlers.
 
-    transformers quotes a model's files, with a handler that it adds when it is imported.
+    For example, transformers adds a handler when it is imported, and quotes a model's files in messages.
     """
     if logging.lastResort:
         logging.lastResort.setFormatter(CleanFormatter())
@@ -44,8 +44,8 @@ def clean_warnings() -> None:
 
 def _clean_record(*args: Any, **more: Any) -> logging.LogRecord:
     record = logging.LogRecord(*args, **more)
-    if (record.name or "").partition(".")[0] != "grpocli":  # whose handlers clean
-        with suppress(Exception):  # of wrong arguments, or an argument's `__str__`: the handler tells
+    if (record.name or "").partition(".")[0] != "grpocli":  # grpocli's handlers clean its own
+        with suppress(Exception):  # wrong arguments, or an error in `__str__`: the handler reports it
             message = record.getMessage()
             if (cleaned := clean(message)) != message:
                 record.msg, record.args = cleaned, ()
@@ -53,7 +53,7 @@ def _clean_record(*args: Any, **more: Any) -> logging.LogRecord:
 
 
 def format_number(value: Any) -> str:
-    """A number in about six characters; `-` where there is none."""
+    """A number in about six characters; `-` for None and NaN."""
     if value is None or value != value:
         return "-"
     if not isinstance(value, float):
@@ -78,7 +78,7 @@ def format_duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The course of a number in at most `width` characters, each the mean of as many values."""
+    """Values as bars in at most `width` characters, each the mean of the same number of values."""
     if not values or width < 1:
         return ""
     per = -(-len(values) // width)
@@ -90,14 +90,14 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def trend(value: Any, before: Any) -> str:
-    """An arrow for the change since the last step."""
+    """An arrow for the change since the step before."""
     if not isinstance(value, int | float) or not isinstance(before, int | float):
         return " "
     return "↑" if value > before else "↓" if value < before else " "
 
 
 def prompt_text(prompt: Text) -> str:
-    """A prompt as text: plain, or a conversation's messages with their roles."""
+    """A prompt as text: a plain one, or the messages of a conversation with their roles."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message.get('role', '?')}: {message.get('content') or ''}" for message in prompt)

@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backend:
-    """How a tracker of accelerate's is told what every tracker wants to know.
+    """The arguments of one of accelerate's trackers.
 
-    module: what must be importable. pip: what to install for it. name, folder: its keywords for the run's name and
-    for where it writes (None: it has none).
+    module: the module that it needs. pip: the package to install. name, folder: its keyword arguments for the run's
+    name and for its folder (None: it has none).
     """
 
     module: str
@@ -56,7 +56,7 @@ class NoTracker:
     """metrics.jsonl alone."""
 
     def check(self) -> None:
-        """It needs nothing."""
+        """Nothing to check."""
 
     def start(self, name: str, folder: Path, config: Any) -> LiveTracker | None:
         return None
@@ -77,13 +77,13 @@ class Accelerate:
         one_of(self, "kind", BACKENDS)
 
     def check(self) -> None:
-        """Raises ConfigError where its package is not installed; costs nothing, so ask before a run begins."""
+        """Raise ConfigError if its package is not installed. Imports nothing."""
         backend = BACKENDS[self.kind]
         if find_spec(backend.module) is None:
             raise ConfigError(f"it is not installed: pip install {backend.pip}", key="tracker", value=self.kind)
 
     def start(self, name: str, folder: Path, config: Any) -> LiveTracker | None:
-        """Raises ConfigError where the tracker does not start (not installed, no account, wrong options ...)."""
+        """Start the tracker. Raises ConfigError if it fails (not installed, no account, wrong options ...)."""
         self.check()
         try:
             tracker = self._make(name, folder)
@@ -101,17 +101,17 @@ class Accelerate:
         known = {backend.name: name, backend.folder: str(folder / self.kind)}
         options = {key: value for key, value in known.items() if key is not None} | self.options
         make = LOGGER_TYPE_TO_CLASS[self.kind]
-        if self.kind == "tensorboard":  # its "run name" is a folder below; TensorBoard names runs by folder
+        if self.kind == "tensorboard":  # it names runs by folder
             return make("tensorboard", logging_dir=str(folder), **options)
-        if self.kind == "aim":  # one repository for all runs, where they can be compared; its own default place
+        if self.kind == "aim":  # one repository for all runs, in its default folder, so that they can be compared
             return make(name, **{"logging_dir": ".", "experiment": self.project} | options)
         return make(self.project, **options)
 
 
 class AccelerateTracker:
-    """A GeneralTracker of accelerate's, given the finite numbers among grpocli's metrics.
+    """One of accelerate's trackers, which gets the finite numbers among the metrics.
 
-    A dashboard that fails later never ends a run: the failure is in run.log, the numbers are in metrics.jsonl.
+    A dashboard that fails later does not end the run: the failure is in run.log, the numbers are in metrics.jsonl.
     """
 
     def __init__(self, tracker: Any, kind: str) -> None:
@@ -136,13 +136,13 @@ class AccelerateTracker:
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """What a dashboard can draw; MLflow takes no `@` in a name."""
+    """The finite numbers among the metrics. Names have `_at_` for `@`, which MLflow refuses."""
     plain = {name.replace("@", "_at_"): to_json(value) for name, value in metrics.items()}
     return {name: value for name, value in plain.items() if isinstance(value, int | float)}
 
 
 def flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}; lists and nulls as text, which is all that some dashboards take."""
+    """{"a": {"b": 1}} as {"a.b": 1}; lists and nulls as text, because some dashboards take nothing else."""
     if not isinstance(node, dict):
         return {prefix: node if isinstance(node, int | float | str | bool) else str(node)}
     rows: dict[str, Any] = {}

@@ -1,4 +1,7 @@
-"""What a person sees of a run: a live view in a terminal, plain lines elsewhere, nothing in the other processes."""
+"""Views of a run: stages with their progress, and plain lines for logs and pipes.
+
+live_view.py has those for terminals.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,11 @@ SETTLED = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """text: the name of the stage, which began at `since` (seconds of a clock). done, total, unit, detail: its
-    `Progress`.
+    """A stage of a run, such as sampling, and its progress.
 
-    The rate is measured from `began`, when `first` units were done. As long as no more are done, `began` moves on: work
-    before the first unit, such as reading prompts, does not count in the rate.
+    text: its name. since: when it began (seconds of a clock). done, total, unit, detail: as in `Progress`. The rate is
+    measured from `began`, when `first` units were done; time before the first unit, such as for reading prompts, does
+    not count.
     """
 
     text: str
@@ -48,33 +51,33 @@ class Stage:
 
     @property
     def kind(self) -> str:
-        """The text up to the first comma; a count follows it."""
+        """The text up to the first comma, after which there is a count."""
         return self.text.partition(",")[0]
 
     @property
     def fraction(self) -> float | None:
-        """From 0 to 1; None where the total is unknown."""
+        """The share that is done, from 0 to 1; None if the total is unknown."""
         return min(1.0, self.done / self.total) if self.total else None
 
     def renamed(self, text: str, now: float) -> Stage:
-        """A new stage, or this one under its new text where only the count has changed."""
+        """This stage with a new text if only the count differs, else a new stage."""
         fresh = Stage(text, now)
         return replace(self, text=text) if fresh.kind == self.kind else fresh
 
     def at(self, now: float, done: float, total: float, unit: str, detail: str = "") -> Stage:
-        """This stage with its progress."""
+        """This stage with new progress."""
         counted = replace(self, done=done, total=total, unit=unit, detail=detail)
         same = (total, unit) == (self.total, self.unit) and done >= self.done and done > self.first
         return counted if same else replace(counted, began=now, first=done)
 
     def left(self, now: float) -> float | None:
-        """Seconds left at the rate so far; None before there is an estimate."""
+        """Seconds left at the rate so far; None without an estimate."""
         if not self.total or self.done <= self.first or now - self.began < SETTLED:
             return None
         return max(0.0, (self.total - self.done) * (now - self.began) / (self.done - self.first))
 
     def progress(self, now: float) -> str:
-        """`312/1,280 completions, 24%, 2:05 left, token 12 of at most 256`; empty where nothing is counted."""
+        """`312/1,280 completions, 24%, 2:05 left, token 12 of at most 256`; empty without progress."""
         share, left = self.fraction, self.left(now)
         count = f"{int(self.done):,}/{self.total:,.0f} {self.unit}" if self.unit and self.total else ""
         parts = (
@@ -87,7 +90,7 @@ class Stage:
 
 
 class CurrentStage:
-    """The stage that a run is in. The trainer begins stages; its progress may come from any thread."""
+    """The current stage of a run. Any thread may report progress."""
 
     def __init__(self, clock: Clock = time.monotonic, text: str = "starting") -> None:
         self._clock = clock
@@ -95,7 +98,7 @@ class CurrentStage:
         self.stage = Stage(text, clock())
 
     def begin(self, text: str, fraction: float | None = None) -> Stage:
-        """Begin a stage, or count on in the present one. fraction: of it that is done, from 0 to 1."""
+        """Begin a stage, or update the count of the current one. fraction: the share that is done, from 0 to 1."""
         with self._lock:
             now = self._clock()
             stage = self.stage.renamed(text, now)
@@ -103,14 +106,14 @@ class CurrentStage:
             return self.stage
 
     def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
-        """A `Progress`."""
-        with self._lock:  # without it a late report brings the previous stage back
+        """A `Progress` callback."""
+        with self._lock:  # otherwise a late report could bring the previous stage back
             self.stage = self.stage.at(self._clock(), done, total, unit, detail)
 
 
 @dataclass(frozen=True, slots=True)
 class ShownCompletion:
-    """A completion to show, as the model wrote it. answer: the reference answer, where there is one."""
+    """A completion to show, as the model wrote it. answer: the reference answer, if known."""
 
     prompt: Text
     completion: str
@@ -120,34 +123,37 @@ class ShownCompletion:
 
 
 class View:
-    """Shows nothing; PlainView, LiveView and StatusView do. Every method works before `start`."""
+    """A view that shows nothing, and the interface of PlainView, LiveView and StatusView."""
 
     def start(self, title: str, plan: Sequence[str], total_steps: int) -> None:
-        """The run's name, its batch plan, and how many steps it has."""
+        """Show the name of the run, the lines of its plan, and its number of steps. Other methods may come before."""
 
     def resumed(self, done_steps: int) -> None:
-        """How many steps were done in earlier sessions."""
+        """Show how many steps were done in earlier sessions."""
 
     def stage(self, text: str, fraction: float | None = None) -> None:
-        """What is going on now, and how much of it is done (0 to 1)."""
+        """Begin a stage. fraction: the share of it that is done, from 0 to 1."""
 
     def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
-        """A `Progress` of the stage; may be called in any thread."""
+        """A `Progress` callback of the stage, for any thread."""
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """A step is done."""
+        """Show the metrics of a step."""
 
     def sample(self, sample: ShownCompletion) -> None:
-        """A completion of the last step."""
+        """Show a completion of the last step."""
 
     def note(self, text: str) -> None:
-        """A sentence that stays."""
+        """Show a sentence that stays."""
 
     def warn(self, text: str) -> None:
-        """A sentence that stays, and that someone should act on."""
+        """Show a warning that stays."""
 
     def stop(self, last_line: str = "") -> None:
-        """Leave the terminal as it was. Safe to call twice. last_line: what goes on without this view."""
+        """End the view and restore the terminal.
+
+        Safe to call twice. last_line: what happens next, without this view.
+        """
 
 
 class Pace:
@@ -160,19 +166,19 @@ class Pace:
         self._last = clock()
 
     def step(self, step: int, seconds: float | None) -> None:
-        """seconds: what the step took; None: all the time since the last."""
+        """Count a step. seconds: its duration; None: the time since the last one."""
         now = self._clock()
         self._seconds.append(now - self._last if seconds is None else seconds)
         self.done, self._last = step, now
 
     @property
     def seconds_a_step(self) -> float | None:
-        """Mean over the last steps; None before the first."""
+        """The mean over the last steps; None before the first."""
         return sum(self._seconds) / len(self._seconds) if self._seconds else None
 
     @property
     def left(self) -> float | None:
-        """Seconds until the last step is done; None where nobody can know."""
+        """Seconds until the last step is done; None if unknown."""
         if self.seconds_a_step is None or not self.total:
             return None
         return max(0.0, (self.total - self.done) * self.seconds_a_step - (self._clock() - self._last))
@@ -189,13 +195,13 @@ class Pace:
 
 QUIET_SECONDS = 4.0
 LONGEST_QUIET = 30.0
-"""While a stage lasts, plain lines are a fifth of its time apart, but between these two."""
+"""While a stage lasts, lines are a fifth of its duration apart, but at least and at most these seconds."""
 TICK_SECONDS = 0.5
 SAMPLE_SECONDS = 30.0
 
 
 class PlainView(View):
-    """One line a step, for logs and pipes; a stage when it first begins and while it lasts, a sample now and then."""
+    """One line per step; a line when a stage first begins and while it lasts; a completion now and then."""
 
     def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
         self._console = console
@@ -203,53 +209,53 @@ class PlainView(View):
         self._pace = Pace(clock)
         self._stages: set[str] = set()
         self._current = CurrentStage(clock)
-        self._said = self._next_sample = clock()
-        self._saying = threading.RLock()
-        self._over = threading.Event()
+        self._printed_at = self._next_sample = clock()
+        self._print_lock = threading.RLock()
+        self._stopped = threading.Event()
 
     def start(self, title: str, plan: Sequence[str], total_steps: int) -> None:
         self._pace.total = total_steps
         if plan:
-            self._say(f"run {title}")
+            self._print(f"run {title}")
         for line in plan:
-            self._say(f"  {line}")
+            self._print(f"  {line}")
 
     def resumed(self, done_steps: int) -> None:
         self._pace.done = done_steps
         if done_steps:
-            self._say(f"going on after step {done_steps}")
+            self._print(f"going on after step {done_steps}")
 
     def stage(self, text: str, fraction: float | None = None) -> None:
         stage = self._current.begin(text, fraction)
-        if stage.kind not in self._stages:  # those of a step come back sixty times and more: the first time is enough
+        if stage.kind not in self._stages:  # the stages of a step recur in every step: the first time is enough
             self._stages.add(stage.kind)
-            self._say(f"{stage.kind} ...")
+            self._print(f"{stage.kind} ...")
 
     def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
         self._current.progress(done, total, unit, detail)
 
     def tick(self) -> None:
-        """Print the stage and its progress, unless a line was printed lately."""
+        """Print the stage and its progress, unless a line was printed a short time ago."""
         now, stage = self._clock(), self._current.stage
         quiet = min(LONGEST_QUIET, max(QUIET_SECONDS, (now - stage.since) / 5))
-        if not self._stages or now - self._said < quiet:
+        if not self._stages or now - self._printed_at < quiet:
             return
         so_far = stage.progress(now)
-        self._say(f"{stage.text} ... {so_far + ', ' if so_far else ''}{format_duration(now - stage.since)} so far")
+        self._print(f"{stage.text} ... {so_far + ', ' if so_far else ''}{format_duration(now - stage.since)} so far")
 
     def keep_ticking(self) -> None:
         """Tick in a thread until `stop`."""
 
         def work() -> None:
-            while not self._over.wait(TICK_SECONDS):
+            while not self._stopped.wait(TICK_SECONDS):
                 self.tick()
 
         threading.Thread(target=work, name="view", daemon=True).start()
 
     def stop(self, last_line: str = "") -> None:
-        self._over.set()
+        self._stopped.set()
         if last_line:
-            self._say(f"{last_line} ...")
+            self._print(f"{last_line} ...")
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._pace.step(step, metrics.get("time/step"))
@@ -257,7 +263,7 @@ class PlainView(View):
         parts.append(f"{format_number(self._pace.seconds_a_step)} s/step")
         if self._pace.left is not None:
             parts.append(f"{format_duration(self._pace.left)} left")
-        self._say(f"{self._pace.count}  {'  '.join(parts)}")
+        self._print(f"{self._pace.count}  {'  '.join(parts)}")
 
     def sample(self, sample: ShownCompletion) -> None:
         if self._clock() < self._next_sample:
@@ -266,27 +272,27 @@ class PlainView(View):
         scores = "  ".join(f"{name} {format_number(value)}" for name, value in sample.rewards.items())
         said = f"{_quoted(prompt_text(sample.prompt))} -> {_quoted(sample.completion)}"
         reference = "" if sample.answer is None else f"  reference {_quoted(sample.answer)}"
-        self._say(f"  {said}{reference}  {scores}  advantage {format_number(sample.advantage)}")
+        self._print(f"  {said}{reference}  {scores}  advantage {format_number(sample.advantage)}")
 
     def note(self, text: str) -> None:
-        self._say(text)
+        self._print(text)
 
     def warn(self, text: str) -> None:
-        self._say(f"warning: {text}")
+        self._print(f"warning: {text}")
 
-    def _say(self, text: str) -> None:
-        with self._saying:
-            self._said = self._clock()
+    def _print(self, text: str) -> None:
+        with self._print_lock:
+            self._printed_at = self._clock()
             try:
                 self._console.print(clean(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
                 self._console.file.flush()
             except OSError as error:
                 if error.errno not in FULL:
                     raise
-                self._give_up(error)
+                self._discard_output(error)
 
-    def _give_up(self, error: OSError) -> None:
-        """A full disk below the terminal's file ends no run: nothing is written there any more."""
+    def _discard_output(self, error: OSError) -> None:
+        """After a full disk write no more to standard output, so that the run continues."""
         logger.warning("standard output cannot be written (%s): the run goes on without it", error.strerror)
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self._console.file.fileno())
@@ -300,11 +306,11 @@ LINE_METRICS = {
     "completions/mean_length": "length",
     "eval/accuracy": "accuracy",
 }
-"""Metrics of a plain line, and what it calls them."""
+"""The metrics of a step's line, and their labels."""
 
 
 def _quoted(text: str, longest: int = 60) -> str:
-    """The end of a text on one line."""
+    """The end of a text, quoted, on one line."""
     line = one_line(text)
     return f'"{line}"' if len(line) <= longest else f'"...{line[-longest:]}"'
 

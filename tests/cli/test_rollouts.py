@@ -121,7 +121,7 @@ def test_what_is_exported(grpocli, run: Path, tmp_path: Path) -> None:
         (["--where", "rigth=1"], 'there is no such column; did you mean "right"'),
         (["--where", "nonsense=1"], "there is no such column; there are "),
         (["--where", "nonsense=1"], ", right, "),
-        (["--where", "right=one"], "'one' is no number"),
+        (["--where", "right=one"], "'one' is not a number"),
         (["--where", "right"], "write COLUMN<VALUE"),
         (["--status", "filtered"], "there is no option --status; write --where status=filtered"),
         (["--right=1"], "there is no option --right; write --where right=1"),

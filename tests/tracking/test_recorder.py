@@ -89,7 +89,7 @@ def test_a_step_that_trained_on_nothing_is_told(tmp_path: Path, monkeypatch: pyt
 def test_the_sample_is_shown_with_the_reference_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view, shown = silent_view(), list[ShownCompletion]()
     monkeypatch.setattr(view, "sample", shown.append)
-    recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "m"), None, answers=("target", "answer"))
+    recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "m"), None, answer_columns=("target", "answer"))
     done = Completion([1], [-1.0], "stop", version=1)
     for step, columns in enumerate([{"target": 24, "answer": "x"}, {"answer": "x"}, {}], start=1):
         prompt = Prompt("0", [1], "p", columns)

@@ -77,7 +77,7 @@ def test_a_run_that_never_began_is_forgotten(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "a")
     (run.path / ".hydra").mkdir(parents=True)
     run.log.touch()
-    run.forget()
+    run.remove_unstarted()
     assert not run.path.exists()
 
 
@@ -85,7 +85,7 @@ def test_a_run_that_began_is_kept(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "a")
     run.path.mkdir()
     run.metrics.touch()
-    run.forget()
+    run.remove_unstarted()
     assert run.metrics.exists()
 
 
@@ -119,7 +119,7 @@ def test_a_forked_process_does_not_keep_the_folder_locked(tmp_path: Path) -> Non
 def test_trouble_in_the_middle_of_a_run(tmp_path: Path, code: int, inside: bool, said: str) -> None:
     RunDir(tmp_path).config.touch()
     where = tmp_path / "metrics.jsonl" if inside else Path("/etc/shadow")
-    error = RunDir(tmp_path).trouble(OSError(code, os.strerror(code), str(where)))
+    error = RunDir(tmp_path).run_error(OSError(code, os.strerror(code), str(where)))
     assert error.exit_code == 1
     with pytest.raises(type(error), match=said):
         raise error
@@ -127,7 +127,7 @@ def test_trouble_in_the_middle_of_a_run(tmp_path: Path, code: int, inside: bool,
 
 def test_a_folder_that_was_removed_is_told(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    error = run.trouble(FileNotFoundError(errno.ENOENT, "No such file or directory", str(run.metrics)))
+    error = run.run_error(FileNotFoundError(errno.ENOENT, "No such file or directory", str(run.metrics)))
     assert "the folder was removed or emptied while the run was writing in it" in str(error)
 
 
@@ -149,12 +149,12 @@ def test_a_resume_waits_for_trainer_processes_that_outlive_a_kill(
     run = RunDir(tmp_path / "run")
     monkeypatch.setattr("grpocli.tracking.run_dir.WORKERS_WITHIN", 1.0)
     still = pytest.raises(ConfigError, match="trainer processes of an earlier start still run in it")
-    with run.worked_in(), run.worked_in(), still, run.locked():
+    with run.worker_lock(), run.worker_lock(), still, run.locked():
         pass
     monkeypatch.setattr("grpocli.tracking.run_dir.WORKERS_WITHIN", 30.0)
     left = ExitStack()
-    left.enter_context(run.worked_in())
+    left.enter_context(run.worker_lock())
     threading.Timer(1.0, left.close).start()
     start = time.monotonic()
-    with run.locked(), run.worked_in():
+    with run.locked(), run.worker_lock():
         assert 0.9 < time.monotonic() - start < 20

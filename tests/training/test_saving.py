@@ -73,10 +73,10 @@ def test_who_ends_at_once_waits_a_moment_for_it() -> None:
     """A thread that Python's end finds inside of C++ aborts the process."""
     go, done, one = threading.Event(), [], saver()
     one.start(lambda: (go.wait(WAIT), done.append(1)))
-    one.close(patience=0.01)
+    one.close(timeout=0.01)
     assert not done
     go.set()
-    one.close(patience=WAIT)
+    one.close(timeout=WAIT)
     assert done == [1]
 
 

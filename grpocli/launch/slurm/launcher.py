@@ -82,7 +82,7 @@ def _submit(batch: BatchScript, runs: Sequence[SweepRun]) -> str:
         return cluster.submit(str(batch.script), batch.options.partition)
     except ConfigError:
         for run in runs:
-            RunDir(run.folder).forget()
+            RunDir(run.folder).remove_unstarted()
         raise
 
 
