@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -36,6 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         ranks = [LONG.index(marker.name) for marker in item.iter_markers() if marker.name in LONG]
         rank[item.path] = min([rank[item.path], *ranks])
+        if item.get_closest_marker("vllm") and find_spec("vllm") is None:
+            item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
     items.sort(key=lambda item: rank[item.path])
 
 

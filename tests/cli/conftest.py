@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 
+@pytest.fixture(scope="module", autouse=True)
+def with_the_shared_cache(shared_cache: Path) -> Iterator[None]:
+    """For runs that a file's fixtures make, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPOCLI_CACHE", str(shared_cache))
+        yield
+
+
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(shared_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRPOCLI_CACHE", str(shared_cache))
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

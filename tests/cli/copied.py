@@ -45,7 +45,8 @@ class Copied:
 
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
         deadline = time.monotonic() + FOR_EVER
-        while self.starts_after_data and not any(isinstance(one, PromptSet) for one in gc.get_objects()):
+        before = prompt_sets() if self.starts_after_data else []
+        while self.starts_after_data and len(prompt_sets()) <= len(before):
             if time.monotonic() > deadline:
                 raise RuntimeError("no prompts were tokenised while the engine started")
             time.sleep(0.1)
@@ -53,6 +54,10 @@ class Copied:
 
     def connect(self, context: EngineContext) -> CopiedEngine:
         return CopiedEngine(self, context)
+
+
+def prompt_sets() -> list[PromptSet]:
+    return [one for one in gc.get_objects() if isinstance(one, PromptSet)]
 
 
 class CopiedEngine:

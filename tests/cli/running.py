@@ -1,13 +1,20 @@
-"""Running grpocli in processes of its own, and reading what it left."""
+"""Running grpocli in this process or in another one, and reading what a run has left."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from grpocli.cli import main
 
 SMALL = [
     "model.warm_start_steps=20",
@@ -17,17 +24,26 @@ SMALL = [
     "eval.problems=4",
     "eval.samples=2",
 ]
+EVEN = ["reward=[format]", "reward.format.pattern='.*[02468]'"]
+"""Rewards about half of all answers, so that every step has something to learn."""
+
+
+def run_here(*argv: str) -> int:
+    """Run a command in this process; its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(argv))
+    return int(ended.value.code or 0)
 
 
 def start(*argv: str) -> subprocess.Popen[str]:
-    """Start a command in a process of its own."""
+    """Start a command in another process."""
     command = [sys.executable, "-m", "grpocli", *argv]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 300) -> tuple[int, str]:
-    """Its exit code and output. One that does not end is killed, or the next test would be told of it."""
+    """Its exit code and output. A process that does not end is killed, so that the next test starts without it."""
     try:
         out, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -37,9 +53,35 @@ def finish(process: subprocess.Popen[str], timeout: float = 300) -> tuple[int, s
     return process.returncode, out
 
 
+def wait_for(path: Path, seconds: float = 180) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear within {seconds} s"
+        time.sleep(0.02)
+
+
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+def killed_after(step: int, run: Path, copy: Path) -> Path:
+    """A copy of a finished run as a kill after a step leaves it."""
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "model")
+    (copy / "summary.json").unlink()
+    for path in [*(copy / "checkpoints").iterdir(), *(copy / "rollouts").iterdir()]:
+        if int(path.stem.removeprefix("step_")) > step:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return copy
+
+
+def assert_same_run(run: Path, other: Path) -> None:
+    """The same metrics and, to the bit, the same final weights."""
+    assert without_times(metrics(run)) == without_times(metrics(other))
+    one, two = (load_file(folder / "model" / "model.safetensors") for folder in (run, other))
+    assert one.keys() == two.keys()
+    assert all(one[name].equal(two[name]) for name in one)

@@ -10,28 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.running import SMALL, metrics, without_times
+from cli.running import EVEN, SMALL, assert_same_run, metrics, run_here
 from cli.test_failures import failed
 
-from grpocli.cli import main
 from grpocli.errors import ConfigError
 from grpocli.training import checksums
 from grpocli.training.checkpoint import State
 from grpocli.training.resume_point import resume_point
 
-TRAINS = ["eval.problems=0", "reward=[format]", "reward.format.pattern='.*[02468]'"]
-"""Completions get different rewards, so no step leaves the weights as they are."""
+pytestmark = pytest.mark.processes
+
+RUN = ["train", *SMALL, *EVEN, "eval.problems=0", "checkpoint.every=1", "optim.warmup_steps=2"]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps; the checkpoints of the last two are there."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRPOCLI_CACHE", str(shared_cache))
-        with pytest.raises(SystemExit) as ended:
-            main(["train", *SMALL, *TRAINS, "checkpoint.every=1", f"hydra.run.dir={run}"])
-    assert not ended.value.code
+    assert run_here(*RUN, f"hydra.run.dir={run}") == 0
     assert all(row["grad_norm"] > 0 for row in metrics(run))
     return run
 
@@ -145,16 +141,27 @@ def test_the_next_older_one_is_taken_if_asked_for(grpocli, undisturbed: Path, ru
     assert sentence in (run / "run.log").read_text()
     assert json.loads((run / "sessions.jsonl").read_text().splitlines()[-1])["fallback"] == [sentence]
     assert f"; {sentence}" in (run / "model" / "README.md").read_text()
-    assert without_times(metrics(run)) == without_times(metrics(undisturbed))
-    for model in ("model", "checkpoints/step_000003"):
-        files = [path.relative_to(undisturbed) for path in (undisturbed / model).glob("*.safetensors")]
-        assert files
-        assert all((run / file).read_bytes() == (undisturbed / file).read_bytes() for file in files)
+    assert_same_run(run, undisturbed)
+    for file in newest(undisturbed).glob("*.safetensors"):
+        assert (newest(run) / file.name).read_bytes() == file.read_bytes()
     assert {path.name for path in (run / "checkpoints").iterdir()} == {
         "step_000002",
         "step_000003",
         "damaged_step_000003",
     }
+
+
+def test_a_resume_after_a_kill_within_a_checkpoint_equals_never_having_stopped(undisturbed: Path, run: Path) -> None:
+    """The folder of the checkpoint is there without its files, or under its temporary name; the log has a cut line."""
+    shutil.rmtree(newest(run))
+    newest(run).mkdir()
+    half = run / "checkpoints" / ".tmp-step_000003-1"
+    half.mkdir()
+    (half / "trainer.json").write_text('{"step": 3')
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss": 1.0}\n{"step": 4, "lo')
+    assert run_here("train", f"resume={run}") == 0
+    assert_same_run(run, undisturbed)
 
 
 def test_no_checkpoint_is_whole(run: Path) -> None:

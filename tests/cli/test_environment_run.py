@@ -5,9 +5,13 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from cli.running import SMALL, finish, metrics, start, without_times
+import pytest
+from cli.running import SMALL, assert_same_run, killed_after, metrics, run_here
+from cli.test_failures import failed
 
 from grpocli.tracking.rollouts import read_rollouts
+
+pytestmark = pytest.mark.processes
 
 SCRIPTED = Path(__file__).parents[1] / "environments" / "scripted.py"
 TWO = [
@@ -27,10 +31,10 @@ def mean(rows: list[dict[str, float]], key: str) -> float:
     return statistics.mean(row[key] for row in rows)
 
 
+@pytest.mark.survival
 def test_two_environments_are_learned_at_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    code, out = finish(start(*TWO, "train.steps=40", "eval.samples=2", "eval.problems=64", f"hydra.run.dir={run}"))
-    assert code == 0, out
+    assert run_here(*TWO, "train.steps=40", "eval.problems=0", f"hydra.run.dir={run}") == 0
     rows = metrics(run)
     for key in ("task/arithmetic/reward", "task/again/reward"):
         assert mean(rows[-8:], key) > mean(rows[:4], key) + 0.05, [row[key] for row in rows]
@@ -41,40 +45,39 @@ def test_two_environments_are_learned_at_once(tmp_path: Path) -> None:
 
 
 def test_a_run_of_episodes_is_resumed_exactly(tmp_path: Path) -> None:
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    options = [*TWO, *SMALL, "algorithm=dapo", "algorithm.keep.surplus=carry", "checkpoint.every=1"]
-    code, out = finish(start(*options, "train.steps=4", f"hydra.run.dir={whole}"))
-    assert code == 0, out
-    code, out = finish(start(*options, "train.steps=2", f"hydra.run.dir={halves}"))
-    assert code == 0, out
-    code, out = finish(start("train", f"resume={halves}", "train.steps=4"))
-    assert code == 0, out
-    assert without_times(metrics(halves)) == without_times(metrics(whole))
+    whole = tmp_path / "whole"
+    options = [*SMALL, "algorithm=dapo", "algorithm.keep.surplus=carry", "checkpoint.every=1", "checkpoint.keep=0"]
+    assert run_here(*TWO, *options, "eval.problems=0", "train.steps=4", f"hydra.run.dir={whole}") == 0
+    assert all(row["token_mult_prob_error"] < 1.01 for row in metrics(whole)), "the trainer scores the very tokens"
+    killed = killed_after(2, whole, tmp_path / "killed")
+    assert run_here("train", f"resume={killed}") == 0
+    assert_same_run(killed, whole)
 
 
+@pytest.mark.survival
 def test_two_processes_play_the_same_episodes(tmp_path: Path) -> None:
     runs = []
     for options in ((), ("hardware.processes=2", "hardware.timeout=120")):
         runs.append(tmp_path / f"{len(options)}")
-        code, out = finish(start(*TWO, *SMALL, *options, "train.steps=2", f"hydra.run.dir={runs[-1]}"))
-        assert code == 0, out
+        assert run_here(*TWO, *SMALL, *options, "train.steps=2", f"hydra.run.dir={runs[-1]}") == 0
     one, two = (read_rollouts(run / "rollouts" / "step_000001.parquet") for run in runs)
     assert [row["completion_ids"] for row in one] == [row["completion_ids"] for row in two]
 
 
-def test_an_environment_that_cannot_begin_is_one_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Env", "arithmetic: its environment could not be reset: KeyError: 'board' ("),
+        ("Evn", 'has no function or class Evn; did you mean "Env"'),
+    ],
+)
+def test_an_environment_that_cannot_begin_is_one_sentence(grpocli, name: str, said: str, tmp_path: Path) -> None:
     broken = tmp_path / "env.py"
     broken.write_text("class Env:\n    def reset(self, metadata):\n        raise KeyError('board')\n")
-    begins = "arithmetic: its environment could not be reset: KeyError: 'board' ("
-    for name, said in (
-        (f"{broken}:Env", begins),
-        (f"{broken}:Evn", 'has no function or class Evn; did you mean "Env"'),
-    ):
-        code, out = finish(start("train", *SMALL, f"task.environment.name={name}", f"hydra.run.dir={tmp_path}/run"))
-        assert code == 2, out
-        assert f"task.environment.name={name}: " in out
-        assert said in out
-        assert "Traceback" not in out
+    code, sentence = failed(grpocli, "train", *SMALL, f"task.environment.name={broken}:{name}")
+    assert code == 2
+    assert f"task.environment.name={broken}:{name}: " in sentence
+    assert said in sentence
 
 
 def test_the_calculator_beside_plain_arithmetic(tmp_path: Path) -> None:
@@ -82,9 +85,7 @@ def test_the_calculator_beside_plain_arithmetic(tmp_path: Path) -> None:
         "task=[arithmetic,calculator]",
         "reward=[exact_match,environment]",
         "task.calculator.rewards=[environment]",
+        "task.arithmetic.rewards=[exact_match]",
     ]
-    code, out = finish(
-        start("train", *SMALL, *options, "task.arithmetic.rewards=[exact_match]", f"hydra.run.dir={tmp_path}/run")
-    )
-    assert code == 0, out
+    assert run_here("train", *SMALL, *options, "train.steps=1", f"hydra.run.dir={tmp_path}/run") == 0
     assert all(row["completions/mean_turns"] >= 1 for row in metrics(tmp_path / "run"))

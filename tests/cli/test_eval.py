@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.running import SMALL, finish, start
+from cli.running import SMALL, run_here
 
 from grpocli.tracking.rollouts import read_rollouts
+
+pytestmark = pytest.mark.processes
 
 
 def results(out: Path) -> Any:
@@ -28,8 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "eval.samples=3",
         "optim.lr=0.01",
     ]
-    code, out = finish(start("train", *SMALL, *more, f"hydra.run.dir={folder}"))
-    assert code == 0, out
+    assert run_here("train", *SMALL, *more, f"hydra.run.dir={folder}") == 0
     return folder
 
 

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from cli.running import finish, metrics, start, without_times
+from cli.running import assert_same_run, killed_after, metrics, run_here
+from cli.test_failures import failed
 from safetensors.torch import load_file
 from training.recomputed import IN_UPDATE, recomputed
 
 from grpocli.tracking.rollouts import read_rollouts
 from grpocli.training.saved_rollouts import CARRIED
+
+pytestmark = pytest.mark.processes
 
 RUN = [
     "train",
@@ -30,9 +33,8 @@ RUN = [
 
 
 def test_carried_groups_are_off_policy_by_one_version_and_survive_a_resume(tmp_path: Path) -> None:
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    code, out = finish(start(*RUN, "train.steps=6", f"hydra.run.dir={whole}"))
-    assert code == 0, out
+    whole = tmp_path / "whole"
+    assert run_here(*RUN, "train.steps=6", f"hydra.run.dir={whole}") == 0
     rows = metrics(whole)
     carrying = [row["step"] for row in rows if row["sampling/carried"]]
     assert carrying, "a run that carries nothing shows nothing"
@@ -53,33 +55,27 @@ def test_carried_groups_are_off_policy_by_one_version_and_survive_a_resume(tmp_p
     before = f"step_{first - 1:06d}"
     saved = torch.load(whole / "checkpoints" / before / CARRIED, weights_only=True)
     assert len(saved) == carried / 2
-    code, out = finish(start(*RUN, f"train.steps={first - 1}", f"hydra.run.dir={halves}"))
-    assert code == 0, out
-    code, out = finish(start("train", f"resume={halves}", "train.steps=6"))
-    assert code == 0, out
-    assert without_times(metrics(halves)) == without_times(rows)
+    killed = killed_after(first - 1, whole, tmp_path / "killed")
+    assert run_here("train", f"resume={killed}") == 0
+    assert_same_run(killed, whole)
     totals = [row["num_tokens"] for row in rows]
     assert totals == sorted(totals), "of the whole run, not of a session"
     assert totals[0] < totals[-1]
-    one, two = (load_file(folder / "model" / "model.safetensors") for folder in (whole, halves))
-    assert all(one[name].equal(two[name]) for name in one)
     for step in range(1, 7):
-        assert rollouts(halves, step) == rollouts(whole, step)
+        assert rollouts(killed, step) == rollouts(whole, step)
 
 
 def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
     return read_rollouts(run / "rollouts" / f"step_{step:06d}.parquet")
 
 
-def test_a_damaged_carried_group_is_one_sentence(tmp_path: Path) -> None:
+def test_a_damaged_carried_group_is_one_sentence(grpocli, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    code, out = finish(start(*RUN, "train.steps=1", f"hydra.run.dir={run}"))
-    assert code == 0, out
+    assert run_here(*RUN, "train.steps=1", f"hydra.run.dir={run}") == 0
     (run / "checkpoints" / "step_000001" / CARRIED).write_bytes(b"half a file")
-    code, out = finish(start("train", f"resume={run}", "train.steps=2"))
-    assert code == 2, out
-    assert f"damaged ({CARRIED} is not what was written)" in out
-    assert "Traceback" not in out
+    code, said = failed(grpocli, "train", f"resume={run}", "train.steps=2")
+    assert code == 2
+    assert f"damaged ({CARRIED} is not what was written)" in said
 
 
 def test_several_processes_that_shard_carry_the_same(tmp_path: Path) -> None:
@@ -87,8 +83,7 @@ def test_several_processes_that_shard_carry_the_same(tmp_path: Path) -> None:
     runs = []
     for options in ((), ("hardware.processes=2", "hardware.parallel=fsdp2", "hardware.timeout=120")):
         run = tmp_path / f"{len(options)}"
-        code, out = finish(start(*RUN, *options, "train.steps=3", f"hydra.run.dir={run}"))
-        assert code == 0, out
+        assert run_here(*RUN, *options, "train.steps=3", f"hydra.run.dir={run}") == 0
         runs.append(run)
     names = ("reward", "loss", "grad_norm", "entropy", "tokens/trained", "sampling/carried", "sampling/rounds")
     for one, two in zip(*map(metrics, runs), strict=True):

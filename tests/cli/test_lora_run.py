@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from cli.running import SMALL, finish, metrics, start, without_times
-from cli.test_survival import EVEN, wait_for
+from cli.running import (
+    EVEN,
+    SMALL,
+    assert_same_run,
+    finish,
+    killed_after,
+    metrics,
+    run_here,
+    start,
+    wait_for,
+    without_times,
+)
+from cli.test_failures import failed
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-LORA = ["train", *SMALL, *EVEN, "model.lora.rank=4", "train.steps=8", "checkpoint.every=2", "eval.problems=0"]
+pytestmark = pytest.mark.processes
+
+LORA = ["train", *SMALL, *EVEN, "model.lora.rank=4", "train.steps=8", "checkpoint.every=2", "checkpoint.keep=0"]
+LORA += ["eval.problems=0"]
 KINDS = {"still": [], "moving": ["algorithm.kl.sync_every=3", "algorithm.kl.sync_alpha=0.4"]}
 """What the KL term pulls towards: the base model, or TR-DPO's mixture."""
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> dict[str, Path]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A run of each kind that nothing happens to."""
     runs = {kind: tmp_path_factory.mktemp(kind) / "run" for kind in KINDS}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRPOCLI_CACHE", str(shared_cache))
-        for kind, run in runs.items():
-            code, out = finish(start(*LORA, *KINDS[kind], f"hydra.run.dir={run}"))
-            assert code == 0, out
+    for kind, run in runs.items():
+        assert run_here(*LORA, *KINDS[kind], f"hydra.run.dir={run}") == 0
     return runs
 
 
@@ -71,6 +80,14 @@ def test_a_moving_reference_is_saved_whole(undisturbed: dict[str, Path]) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_resume_equals_never_having_stopped(kind: str, undisturbed: dict[str, Path], tmp_path: Path) -> None:
+    run = killed_after(4, undisturbed[kind], tmp_path / "run")
+    assert run_here("train", f"resume={run}") == 0
+    assert_same_to_the_adapter(run, undisturbed[kind])
+
+
+@pytest.mark.survival
+@pytest.mark.parametrize("kind", KINDS)
 def test_kill_9_then_resume(kind: str, undisturbed: dict[str, Path], tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(*LORA, *KINDS[kind], f"hydra.run.dir={run}")
@@ -78,48 +95,44 @@ def test_kill_9_then_resume(kind: str, undisturbed: dict[str, Path], tmp_path: P
     process.kill()
     finish(process)
     assert not (run / "summary.json").exists()
-    code, out = finish(start("train", f"resume={run}"))
-    assert code == 0, out
-    assert [row["step"] for row in metrics(run)] == list(range(1, 9))
-    assert without_times(metrics(run)) == without_times(metrics(undisturbed[kind]))
-    for name in ("model/model.safetensors", "checkpoints/step_000008/adapter_model.safetensors"):
-        one, two = (load_file(folder / name) for folder in (run, undisturbed[kind]))
-        assert one.keys() == two.keys()
-        assert all(one[key].equal(two[key]) for key in one)
+    assert run_here("train", f"resume={run}") == 0
+    assert_same_to_the_adapter(run, undisturbed[kind])
 
 
+def assert_same_to_the_adapter(run: Path, other: Path) -> None:
+    assert_same_run(run, other)
+    one, two = (load_file(folder / "checkpoints/step_000008/adapter_model.safetensors") for folder in (run, other))
+    assert one.keys() == two.keys()
+    assert all(one[key].equal(two[key]) for key in one)
+
+
+@pytest.mark.parametrize("rank", [8, 0])
+def test_a_run_goes_on_only_with_the_same_updates(
+    rank: int, grpocli, undisturbed: dict[str, Path], tmp_path: Path
+) -> None:
+    run = killed_after(4, undisturbed["still"], tmp_path / "run")
+    code, said = failed(grpocli, "train", f"resume={run}", f"model.lora.rank={rank}")
+    assert code == 2
+    assert f"model.lora.rank={rank}: the run so far has 4" in said
+
+
+@pytest.mark.survival
 def test_two_processes_that_shard_do_what_one_does(undisturbed: dict[str, Path], tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = ["hardware.processes=2", "hardware.parallel=fsdp2", "hardware.timeout=120", "train.steps=4"]
-    code, out = finish(start(*LORA, *options, f"hydra.run.dir={run}"))
-    assert code == 0, out
+    assert run_here(*LORA, *options, f"hydra.run.dir={run}") == 0
     for two, one in zip(metrics(run), metrics(undisturbed["still"])[:4], strict=True):
         for name in ("reward", "loss", "grad_norm", "kl", "entropy", "tokens/trained"):
             assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
 
 
-def test_a_stopped_run_goes_on_only_with_the_same_updates(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = start(*LORA, "train.steps=500", f"hydra.run.dir={run}")
-    wait_for(run / "metrics.jsonl")
-    process.send_signal(signal.SIGTERM)
-    code, out = finish(process)
-    assert code == 3, out
-    for rank in (8, 0):
-        code, out = finish(start("train", f"resume={run}", f"model.lora.rank={rank}"))
-        assert code == 2, out
-        assert f"model.lora.rank={rank}: the run so far has 4" in out
-    code, out = finish(start("train", f"resume={run}", f"train.steps={len(metrics(run)) + 1}"))
-    assert code == 0, out
-
-
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.survival
+@pytest.mark.vllm
 def test_a_vllm_server_samples_with_the_adapter(tmp_path: Path) -> None:
     """Each sync sends as much as the updates are, and no more."""
     run = tmp_path / "run"
     options = ["engine=vllm", "model.dtype=float32", "train.steps=4", "optim.lr=0.01", "sync.tolerance=1e-4"]
-    code, out = finish(start(*LORA, *options, f"hydra.run.dir={run}"))
-    assert code == 0, out
+    assert run_here(*LORA, *options, f"hydra.run.dir={run}") == 0
     rows = metrics(run)
     assert [row["weight_version"] for row in rows] == [1, 2, 3, 4]
     assert rows[2]["kl"] > 1e-3, "the updates matter"

@@ -7,9 +7,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from cli.running import SMALL, finish, metrics, start, without_times
+from cli.running import SMALL, assert_same_run, killed_after, metrics, run_here
 
 from grpocli.tracking.rollouts import read_rollouts
+
+pytestmark = pytest.mark.processes
 
 TWO = [
     "train",
@@ -25,14 +27,15 @@ TWO = [
     "rollout.prompts_per_step=8",
     "rollout.group_size=2",
     "checkpoint.every=1",
+    "checkpoint.keep=0",
+    "eval.problems=0",
     "train.steps=4",
 ]
 
 
 def test_a_mixture_and_its_resume(tmp_path: Path) -> None:
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    code, out = finish(start(*TWO, f"hydra.run.dir={whole}"))
-    assert code == 0, out
+    whole = tmp_path / "whole"
+    assert run_here(*TWO, f"hydra.run.dir={whole}") == 0
     rows = metrics(whole)
     drawn: Counter[str] = Counter()
     for row in rows:
@@ -48,11 +51,9 @@ def test_a_mixture_and_its_resume(tmp_path: Path) -> None:
         assert row["task/minus/reward"] == pytest.approx(sum(right) / len(right))
     assert drawn["minus"] == pytest.approx(64 / 4, abs=2)  # of two completions each
 
-    code, out = finish(start(*TWO, "train.steps=2", f"hydra.run.dir={halves}"))
-    assert code == 0, out
-    code, out = finish(start("train", f"resume={halves}", "train.steps=4"))
-    assert code == 0, out
-    assert without_times(metrics(halves)) == without_times(rows)
+    killed = killed_after(2, whole, tmp_path / "killed")
+    assert run_here("train", f"resume={killed}") == 0
+    assert_same_run(killed, whole)
 
 
 BREAKS = """

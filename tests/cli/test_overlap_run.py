@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from cli.running import SMALL, finish, metrics, start
 
 from grpocli.tracking.rollouts import read_rollouts
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = pytest.mark.vllm
 
 RUN = ["train", *SMALL, "engine=vllm", "checkpoint.every=3", "rollout.max_staleness=1"]
 

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 from cli.copied import config_dir
-from cli.running import finish, metrics, start, without_times
-from cli.test_survival import EVEN
-from safetensors.torch import load_file
+from cli.running import EVEN, assert_same_run, finish, killed_after, metrics, run_here, start, wait_for, without_times
+from cli.test_failures import failed
 
 from grpocli.tracking.rollouts import read_rollouts
 from grpocli.training.saved_rollouts import AHEAD
 
+pytestmark = pytest.mark.processes
+
 TESTS = Path(__file__).parents[1]
+PROCESSES = [1, pytest.param(2, marks=pytest.mark.survival)]
 RUN = [
     "train",
     "model.warm_start_steps=20",
@@ -37,15 +39,8 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def trained(run: Path, *options: str) -> list[dict[str, Any]]:
-    code, out = finish(start(*RUN, *options, f"hydra.run.dir={run}"))
-    assert code == 0, out
+    assert run_here(*RUN, *options, f"hydra.run.dir={run}") == 0
     return metrics(run)
-
-
-def assert_same(one: Path, two: Path) -> None:
-    assert without_times(metrics(one)) == without_times(metrics(two))
-    first, second = (load_file(run / "model" / "model.safetensors") for run in (one, two))
-    assert all(first[name].equal(second[name]) for name in first)
 
 
 def versions(run: Path, step: int) -> set[int]:
@@ -62,7 +57,7 @@ def test_staleness_0_is_what_the_trainer_s_own_model_gives(engine: list[str], tm
 
 
 def test_staleness_1_is_one_version_old_and_a_resume_repeats_it_to_the_bit(engine: list[str], tmp_path: Path) -> None:
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    whole = tmp_path / "whole"
     options = [*engine, *EVEN, "rollout.max_staleness=1", "train.steps=8", "eval.problems=4", "eval.every=3"]
     rows = trained(whole, *options)
     assert all(row["grad_norm"] > 0 for row in rows), "weights that do not change have no age"
@@ -75,21 +70,27 @@ def test_staleness_1_is_one_version_old_and_a_resume_repeats_it_to_the_bit(engin
     assert [len(step["groups"]) for step in saved] == [4]
     assert not (whole / "checkpoints" / "step_000008" / AHEAD).exists(), "the last step has none after it"
 
-    process = start(*RUN, *options, "engine.slow=0.5", f"hydra.run.dir={halves}")
-    deadline = time.monotonic() + 120
-    while not (halves / "checkpoints" / "step_000004").exists():
-        assert process.poll() is None, finish(process)
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    killed = killed_after(4, whole, tmp_path / "killed")
+    assert run_here("train", *engine[:2], f"resume={killed}") == 0
+    assert_same_run(killed, whole)
+    for path in sorted((whole / "rollouts").iterdir()):
+        assert read_rollouts(path) == read_rollouts(killed / "rollouts" / path.name)
+
+
+@pytest.mark.survival
+def test_kill_9_while_a_step_is_collected_then_resume(engine: list[str], tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    options = [*engine, *EVEN, "rollout.max_staleness=1", "train.steps=8"]
+    trained(whole, *options)
+    process = start(*RUN, *options, "engine.slow=0.5", f"hydra.run.dir={killed}")
+    wait_for(killed / "checkpoints" / "step_000004")
     process.kill()
     finish(process)
-    code, out = finish(start("train", *engine[:2], f"resume={halves}", "engine.slow=0"))
-    assert code == 0, out
-    assert_same(whole, halves)
-    for path in sorted((whole / "rollouts").iterdir()):
-        assert read_rollouts(path) == read_rollouts(halves / "rollouts" / path.name)
+    assert run_here("train", *engine[:2], f"resume={killed}", "engine.slow=0") == 0
+    assert_same_run(killed, whole)
 
 
+@pytest.mark.survival
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_two_processes_collect_the_same(engine: list[str], staleness: int, tmp_path: Path) -> None:
     """With two steps ahead it is a matter of time which weights sample what, and nothing is too old."""
@@ -115,7 +116,7 @@ def test_training_and_sampling_take_place_at_the_same_time(engine: list[str], tm
     assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", PROCESSES)
 def test_an_engine_that_is_lost_while_a_step_trains_is_synced_again(
     engine: list[str], processes: int, tmp_path: Path
 ) -> None:
@@ -125,42 +126,40 @@ def test_an_engine_that_is_lost_while_a_step_trains_is_synced_again(
     assert [row["staleness/max"] for row in rows] == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", PROCESSES)
 def test_an_engine_that_is_gone_while_a_step_trains_ends_the_run_with_a_checkpoint(
-    engine: list[str], processes: int, tmp_path: Path
+    grpocli, engine: list[str], processes: int, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     options = [*engine, "engine.lost=4", "engine.gone=true", "rollout.max_staleness=1", "train.steps=9"]
     options += [f"hardware.processes={processes}", "hardware.timeout=60", f"hydra.run.dir={run}"]
-    code, out = finish(start(*RUN, *options))
-    assert code == 3, out
-    assert "the engine stays away" in out
-    assert "Traceback" not in out
+    code, said = failed(grpocli, *RUN, *options)
+    assert code == 3
+    assert "the engine stays away" in said
     assert len(metrics(run)) == 3
     assert (run / "checkpoints" / "step_000003").exists()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_an_engine_that_breaks_ends_the_run_with_its_error(engine: list[str], processes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_an_engine_that_breaks_ends_the_run_with_its_error(
+    grpocli, engine: list[str], processes: int, tmp_path: Path
+) -> None:
     options = [*engine, "rollout.max_staleness=1", "train.steps=9", "engine.fails=3", f"hardware.processes={processes}"]
-    code, out = finish(start(*RUN, *options, "hardware.timeout=900", f"hydra.run.dir={tmp_path}/run"))
-    assert code == 1, out
-    assert out.splitlines()[-1].startswith("grpocli: error: RuntimeError: the engine broke")
-    assert processes > 1 or "Traceback" not in out  # of several, torch's launcher shows its own
+    code, _, err = grpocli(*RUN, *options, "hardware.timeout=900", f"hydra.run.dir={tmp_path}/run")
+    assert code == 1
+    assert err.splitlines()[-1].startswith("grpocli: error: RuntimeError: the engine broke")
+    assert processes > 1 or "Traceback" not in err  # of several, torch's launcher shows its own
     assert len(metrics(tmp_path / "run")) >= 1
 
 
+@pytest.mark.survival
 def test_a_signal_ends_the_run_after_a_checkpoint_and_a_second_one_at_once(engine: list[str], tmp_path: Path) -> None:
     for signals, code in ((1, 3), (2, 1)):
         run = tmp_path / f"{signals}"
         options = [*engine, "rollout.max_staleness=1", "train.steps=999"]
         options += ["engine.slow=1"] if signals == 1 else ["engine.stuck=2"]
         process = start(*RUN, *options, f"hydra.run.dir={run}")
-        deadline = time.monotonic() + 120
-        while not (run / "metrics.jsonl").exists():
-            assert process.poll() is None, finish(process)
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(run / "metrics.jsonl")
         for _ in range(signals):
             process.send_signal(signal.SIGINT)
             time.sleep(0.1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from cli.family import Family, wait_for_steps
 from cli.running import SMALL, finish, metrics, start
 from cli.test_environment_run import TWO
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = pytest.mark.vllm
 
 RUN = ["train", *SMALL, "train.steps=5", "engine=vllm"]
 

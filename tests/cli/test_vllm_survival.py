@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -15,7 +14,7 @@ from cli.running import SMALL, finish, metrics, start
 from grpocli.processes.guard import wait_gone
 from grpocli.rollout.vllm.private_folder import sweep
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = [pytest.mark.vllm, pytest.mark.survival]
 
 RUN = ["train", *SMALL, "engine=vllm", "eval.problems=0"]
 
