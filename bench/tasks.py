@@ -16,14 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpocli.environments.environment import Play
-from grpocli.rewards.math_format import Math
-from grpocli.rewards.scoring import sample_of
+from grpocli.environments.environment import EnvironmentConfig
+from grpocli.rewards.math import Math
+from grpocli.rewards.reward import Sample
 from grpocli.rollout.engine import OnGroup, ignore
 from grpocli.rollout.episodes import Episodes
-from grpocli.sandbox.backends import python_of, unsafe
-from grpocli.sandbox.sandbox import Job, Limits, run
-from grpocli.sandbox.select_backend import best, way_of
+from grpocli.sandbox.backends import interpreter, no_isolation
+from grpocli.sandbox.sandbox import Limits, Submission, run
+from grpocli.sandbox.select_backend import backend_named, select_backend
 from grpocli.types import Completion, Prompt, Request, Rollout, Sampling
 
 COMPLETIONS, EPISODES, TURNS, TOKENS = 1024, 64, 4, 32
@@ -45,7 +45,7 @@ def rewards(folder: Path, rounds: int) -> None:
         said = answer.strip() if i % 2 else f"{int(answer.replace(',', '')) + 1}"
         prompt = Prompt("0", [1], row["question"], {"answer": answer.strip()})
         text = f"{solution}The answer is \\boxed{{{said}}}."
-        samples.append(sample_of(Rollout(prompt, Completion([1], [0.0], "stop", 0), text), 999))
+        samples.append(Sample.of(Rollout(prompt, Completion([1], [0.0], "stop", 0), text), 999))
     reward = Math()
     reward(samples[:16])
     took = []
@@ -99,8 +99,8 @@ def episodes(folder: Path, rounds: int) -> None:
     requests = [Request(ids, 8, i) for i in range(len(prompts))]
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "echo.py").write_text(ENVIRONMENT % TURNS)
-        play = Play(name=f"{scratch}/echo.py:Echo", turn_tokens=TOKENS)
-        whole = Episodes(engine, tokenizer, {"talk": play}, Alone())  # type: ignore[arg-type]
+        environment = EnvironmentConfig(name=f"{scratch}/echo.py:Echo", turn_tokens=TOKENS)
+        whole = Episodes(engine, tokenizer, {"talk": environment}, Alone())  # type: ignore[arg-type]
         took: dict[str, list[tuple[float, float, float]]] = {"kept": [], "anew": [], "one turn": []}
         for _ in range(rounds + 1):  # the first one starts the workers
             for how, seconds in took.items():
@@ -126,9 +126,9 @@ def episodes(folder: Path, rounds: int) -> None:
 
 def sandboxes(rounds: int) -> None:
     """Milliseconds of a program that does nothing, one after the other: both of its processes from start to end."""
-    limits, python = Limits(), python_of(None)
-    job = Job("def add(a, b):\n    return a + b\n", ["assert add(1, 2) == 3"])
-    for way in (way_of(best(None, limits), None), unsafe(python)):
+    limits, python = Limits(), interpreter(None)
+    job = Submission("def add(a, b):\n    return a + b\n", ["assert add(1, 2) == 3"])
+    for way in (backend_named(select_backend(None, limits), None), no_isolation(python)):
         took = []
         for _ in range(10 * rounds + 3):
             start = time.perf_counter()

@@ -13,13 +13,13 @@ import pytest
 
 from grpocli import cli
 from grpocli.config.user_code import load
-from grpocli.environments.stepping import _made, call
+from grpocli.environments.worker import _made, call
 from grpocli.errors import GrpoError
 from grpocli.launch.compose import build_run, compose
 from grpocli.launch.train_process import explained
 from grpocli.rewards.python import PythonReward
 from grpocli.rewards.reward import Failure, Sample
-from grpocli.rewards.scoring import call as score
+from grpocli.rewards.scorer import call as score
 from grpocli.tasks.dataset import processed
 from grpocli.tracking.run_dir import RunDir
 from grpocli.user_frames import where

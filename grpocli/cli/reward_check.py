@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from grpocli.config.schema import Run
     from grpocli.rewards.reward import BaseReward
-    from grpocli.rewards.reward_validation import Agreement, Verdict
+    from grpocli.rewards.reward_validation import Agreement, ScoredAnswer
     from grpocli.tasks.task import Example
     from grpocli.tracking.view import View
 
@@ -129,9 +129,9 @@ def _show(checked: Sequence[tuple[Agreement, Sequence[Example]]], rewards: Mappi
         table.add_column(column, justify="right", no_wrap=True)
     for one in found:
         kinds = [one.of(kind) for kind in ("own", "empty", "other")]
-        errors = sum(verdict.score is None for verdict in one.verdicts)
-        cells = [f"{sum(v.agrees for v in verdicts)}/{len(verdicts)}" for verdicts in kinds]
-        each = 1000 * one.seconds / max(len(one.verdicts), 1)
+        errors = sum(answer.score is None for answer in one.answers)
+        cells = [f"{sum(v.agrees for v in answers)}/{len(answers)}" for answers in kinds]
+        each = 1000 * one.seconds / max(len(one.answers), 1)
         table.add_row(one.task, one.split, one.reward, *cells, str(errors), f"{one.share:.2%}", f"{each:.2f}")
     console = CleanConsole(width=None if sys.stdout.isatty() else 160)
     console.print(table)
@@ -139,10 +139,10 @@ def _show(checked: Sequence[tuple[Agreement, Sequence[Example]]], rewards: Mappi
     if any(one.forms for one in found):
         console.print(_forms(found))
     for one, source in checked:
-        failures, wrong = one.failures, [verdict for verdict in one.disagreements if verdict.score is not None]
+        failures, wrong = one.failures, [answer for answer in one.disagreements if answer.score is not None]
         lines = chain(
-            (_failure_line(one, verdicts, source) for verdicts in failures),
-            (_line(one, verdict, rewards[one.reward], source) for verdict in wrong),
+            (_failure_line(one, answers, source) for answers in failures),
+            (_line(one, answer, rewards[one.reward], source) for answer in wrong),
         )
         for line in islice(lines, most):
             console.print(one_line(line), soft_wrap=True)
@@ -164,33 +164,33 @@ def _forms(found: Sequence[Agreement]) -> Table:
         table.add_column(form, justify="right", no_wrap=True)
     for one in found:
         tried = [one.of(form) for form in FORMS]
-        cells = [f"{sum(v.agrees for v in verdicts)}/{len(verdicts)}" if verdicts else "" for verdicts in tried]
+        cells = [f"{sum(v.agrees for v in answers)}/{len(answers)}" if answers else "" for answers in tried]
         table.add_row(one.task, one.split, one.reward, *cells)
     return table
 
 
-def _failure_line(one: Agreement, verdicts: Sequence[Verdict], source: Sequence[Example]) -> str:
+def _failure_line(one: Agreement, answers: Sequence[ScoredAnswer], source: Sequence[Example]) -> str:
     """All answers that a reward failed on for one reason."""
-    answers = f"{len(verdicts):,} answer{'s' * (len(verdicts) > 1)}"
-    first = f"first of {_row(verdicts[0], source)}"
-    return f"{one.task} {one.split} {one.reward}: fails on {answers}, {first}: {verdicts[0].reason}"
+    count = f"{len(answers):,} answer{'s' * (len(answers) > 1)}"
+    first = f"first of {_row(answers[0], source)}"
+    return f"{one.task} {one.split} {one.reward}: fails on {count}, {first}: {answers[0].reason}"
 
 
-def _line(one: Agreement, verdict: Verdict, reward: BaseReward, source: Sequence[Example]) -> str:
+def _line(one: Agreement, answer: ScoredAnswer, reward: BaseReward, source: Sequence[Example]) -> str:
     """A wrong score."""
-    from grpocli.rewards.scoring import excerpt
+    from grpocli.rewards.score_stats import excerpt
 
     what = {"own": "its own answer", "empty": "an empty answer", "other": "another's answer"}.get(
-        verdict.kind, f"its own answer ({verdict.kind})"
+        answer.kind, f"its own answer ({answer.kind})"
     )
-    why = reward.explain(verdict.sample)
-    score = f"scores {verdict.score:g}" + (f" ({why})" if why else "")
-    answer = excerpt(str(verdict.sample.columns.get(one.column)))
-    where = f"{one.task} {one.split} {one.reward}: {_row(verdict, source)}"
-    return f"{where}: {what} {excerpt(verdict.sample.text)} {score} (answer {answer})"
+    why = reward.explain(answer.sample)
+    score = f"scores {answer.score:g}" + (f" ({why})" if why else "")
+    own = excerpt(str(answer.sample.columns.get(one.column)))
+    where = f"{one.task} {one.split} {one.reward}: {_row(answer, source)}"
+    return f"{where}: {what} {excerpt(answer.sample.text)} {score} (answer {own})"
 
 
-def _row(verdict: Verdict, source: Sequence[Example]) -> str:
+def _row(answer: ScoredAnswer, source: Sequence[Example]) -> str:
     from grpocli.tasks.dataset import Examples
 
-    return source.where(verdict.number) if isinstance(source, Examples) else f"example {verdict.number + 1}"
+    return source.where(answer.number) if isinstance(source, Examples) else f"example {answer.number + 1}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpocli.environments.environment import Step
 from grpocli.rewards.final_answer import final_answer
-from grpocli.rewards.text import last_number
+from grpocli.rewards.text_match import last_number
 from grpocli.types import Message
 
 CALL = re.compile(r"<<([^<>]*)>>")

@@ -1,26 +1,27 @@
-"""What a model acts in, turn by turn."""
+"""The interface of environments, in which a model acts over several turns, their config, and reward=[environment]."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any, NamedTuple, Protocol
 
-from grpocli.config.parts import Escaped, UserCode, require, section
+from grpocli.config.parts import Escaped, UserCode, part, require, section
+from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 from grpocli.types import Message
 
 ROLES = ("system", "user", "tool", "developer")
-"""Of what an environment says: never the model's own."""
+"""The roles of an environment's messages, which exclude the model's."""
 
 
 class Step(NamedTuple):
-    """What came of a turn; a plain tuple of the same four will do.
+    """The result of a turn; a plain tuple of the same four values works too.
 
-    observation: messages that the model sees next; empty where there is nothing to say.
-    reward: a number, or several by name; those of an episode's turns are added up.
-    done: the episode is over, and what was observed is not shown.
-    metadata: the episode's state from here on, JSON values.
+    observation: messages that the model sees next; may be empty.
+    reward: a number, or several by name; those of an episode's turns are summed.
+    done: whether the episode is over; then the model does not see the observation.
+    metadata: the new state of the episode, as JSON values.
     """
 
     observation: list[Message]
@@ -30,33 +31,24 @@ class Step(NamedTuple):
 
 
 class Environment(Protocol):
-    """A class of your own, made once in each worker process with the arguments `task.environment.arguments`.
+    """A class of the user. Each worker process makes one object, with the arguments `task.environment.arguments`.
 
-    It keeps nothing of an episode: any process may be asked for its next step. What a step has to know is in
-    `metadata`, JSON values.
+    The object keeps no state of an episode, since any process may compute its next step. The state is `metadata`, JSON
+    values.
     """
 
     def reset(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """The state of a new episode, from its example's columns."""
+        """The state of a new episode, from the columns of its example."""
         ...
 
     def step(self, messages: list[Message], metadata: dict[str, Any]) -> Step:
-        """After the model's turn, the last of the messages: those of the prompt, of the model and of this one."""
+        """The result of the model's turn, which is the last of the messages; the prompt's messages come first."""
         ...
 
 
 @section("task.environment")
-class Play:
-    """The environment of a task.
-
-    name: the class, FILE.py:NAME or module:NAME; null: none, a completion is one turn.
-    arguments: what the class is called with.
-    turns: the model's, at most; the episode ends after the last one. turn_tokens: of each, at most; null: as many as
-        rollout.max_completion_tokens leaves, which bounds all turns and the environment's words together.
-    stop: strings that end a turn.
-    timeout: seconds for a step. workers: processes that step episodes side by side; 0 is one for each core.
-    env: environment variables that the class needs, by their names; keys and tokens are not passed on otherwise.
-    """
+class EnvironmentConfig:
+    """The environment of a task: its class and the limits of an episode."""
 
     name: UserCode | None = None
     """The class, FILE.py:NAME or module:NAME. null: no environment, a completion is one turn."""
@@ -85,7 +77,29 @@ class Play:
         require(self, "workers", self.workers >= 0, "must be 0 (one for each core) or more")
 
 
-def play_of(task: object) -> Play | None:
-    """The environment of a task that has one."""
-    play: Play | None = getattr(task, "environment", None)
-    return play if play and play.name else None
+def environment_of(task: object) -> EnvironmentConfig | None:
+    """The environment of a task; None if it has none."""
+    environment: EnvironmentConfig | None = getattr(task, "environment", None)
+    return environment if environment and environment.name else None
+
+
+@part("reward", "environment", package="reward.environment")
+class EnvironmentReward(BaseReward):
+    """The sum of an environment's rewards over an episode; does not apply to tasks without an environment."""
+
+    key: str | None = None
+    """Name of one of the environment's rewards; null: all of them together. For several with different weights, give
+    each a YAML with `_target_: reward/environment` and its `key`."""
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        return [self._score(sample) for sample in samples]
+
+    def _score(self, sample: Sample) -> Score:
+        if sample.episode is None:
+            return None
+        rewards = sample.episode.rewards
+        if self.key is None:
+            return sum(rewards.values())
+        if self.key not in rewards:
+            return Failure(f"the environment gave {', '.join(rewards) or 'nothing'}, but no {self.key!r}")
+        return rewards[self.key]

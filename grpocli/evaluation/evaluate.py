@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from grpocli.environments.environment import play_of
+from grpocli.environments.environment import environment_of
 from grpocli.progress import Watch
-from grpocli.rewards.scoring import Scorer
+from grpocli.rewards.scorer import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.tasks.mixture import about, key_of, limits_of, tasks_of
 from grpocli.tasks.prompt_source import accuracy_reward_of
@@ -143,10 +143,12 @@ def _sampler(
     model = load_policy(run.model, job.model_path, path, run.seed).to(world.device)
     policy = Policy(model, model, getattr(torch, job.dtype))
     engine = run.engine.connect(EngineContext(job, policy, tokenizer, world, run.sync, sampling=run.rollout.sampling))
-    plays = {name: play for name, task in tasks_of(run.task).items() if (play := play_of(task))}
+    environments = {
+        name: environment for name, task in tasks_of(run.task).items() if (environment := environment_of(task))
+    }
     accuracy_rewards = {one.task: [one.accuracy_reward] for one in problems}
     scorer = Scorer(run.reward, run.rollout.max_reward_errors, accuracy_rewards, limits_of(run.task))
-    return Sampler(world, engine, tokenizer, scorer, plays)
+    return Sampler(world, engine, tokenizer, scorer, environments)
 
 
 def _of_task(
@@ -171,8 +173,8 @@ def _groups(sampler: Sampler, one: Problems, n: int, sampling: Any, seed: int, w
     """Samples with the seeds of an evaluation within a run, so that models differ by their weights alone."""
     from grpocli.training.accuracy import eval_seeds
 
-    groups, tally = sampler.generate_and_score(one.prompts, eval_seeds(seed, one.prompts), n, sampling, watch)
-    sampler.scorer.check_errors(tally)
+    groups, stats = sampler.generate_and_score(one.prompts, eval_seeds(seed, one.prompts), n, sampling, watch)
+    sampler.scorer.check_errors(stats)
     return groups
 
 

@@ -16,8 +16,8 @@ from grpocli.config.field_docs import field_docs
 from grpocli.config.formula import Formula, formula_of, settings
 from grpocli.config.schema import Rollouts, Run
 from grpocli.config.user_parts import choice_of
+from grpocli.rewards.length import Overlong
 from grpocli.rewards.reward import Correctness
-from grpocli.rewards.text import Overlong
 
 ORDER = (
     "sampling",

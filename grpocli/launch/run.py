@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from grpocli.config.build import with_names
 from grpocli.config.environment import without_environment
 from grpocli.config.user_parts import choice_of
-from grpocli.environments.environment import play_of
+from grpocli.environments.environment import environment_of
 from grpocli.errors import ConfigError, GrpoError, Stopped
 from grpocli.files import write_atomic
 from grpocli.hardware.devices import Devices, devices_of, visible_gpus
@@ -241,8 +241,8 @@ def _check_functions(run: Run, name: str, task: Task, example: Example) -> None:
     for scorer in rewards_for(task, run.reward):
         if isinstance(run.reward[scorer], PythonReward):
             run.reward[scorer].check(columns_of(example))
-    if play := play_of(task):
-        check_environment(name, play, example)
+    if environment := environment_of(task):
+        check_environment(name, environment, example)
 
 
 def _check_device(run: Run) -> None:

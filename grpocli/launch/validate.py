@@ -27,8 +27,7 @@ def check_run(run: Run) -> None:
 
 def _check_rewards(run: Run) -> None:
     from grpocli.algorithm.keep import SCORE
-    from grpocli.environments.environment import play_of
-    from grpocli.rewards.environment import EnvironmentReward
+    from grpocli.environments.environment import EnvironmentReward, environment_of
     from grpocli.tasks.mixture import key_of, tasks_of
 
     if not run.reward:
@@ -44,7 +43,7 @@ def _check_rewards(run: Run) -> None:
                 f"choose one of this run's rewards: {', '.join(names)}{nearest(name, names)}", key=key, value=name
             )
     if any(isinstance(reward, EnvironmentReward) for reward in run.reward.values()) and not any(
-        play_of(task) for task in tasks_of(run.task).values()
+        environment_of(task) for task in tasks_of(run.task).values()
     ):
         raise ConfigError("reward=[environment]: no task of this run has an environment; give task.environment.name")
     for task, chosen in tasks_of(run.task).items():

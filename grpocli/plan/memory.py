@@ -236,10 +236,11 @@ def _sampling(inputs: PlanInputs) -> list[Item]:
 
 def _has_turns(run: Run) -> bool:
     """Whether a task has episodes of several turns."""
-    from grpocli.environments.environment import play_of
+    from grpocli.environments.environment import environment_of
     from grpocli.tasks.mixture import tasks_of
 
-    return any(play.turns > 1 for task in tasks_of(run.task).values() if (play := play_of(task)))
+    environments = map(environment_of, tasks_of(run.task).values())
+    return any(environment.turns > 1 for environment in environments if environment)
 
 
 def _colocated(inputs: PlanInputs) -> list[Item]:

@@ -1,19 +1,19 @@
-"""reward=[code]: whether a program that the model wrote passes its tests, in a sandbox."""
+"""reward=[code]: whether the program in a completion passes its tests, in a sandbox."""
 
 from __future__ import annotations
 
 import math
 import subprocess
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import part, require
 from grpocli.errors import ConfigError
 from grpocli.rewards.final_answer import after_thinking
-from grpocli.rewards.math_format import pool_of
-from grpocli.rewards.pool import Pool
 from grpocli.rewards.reward import Correctness, Failure, Sample, Score
+from grpocli.rewards.worker_pool import WorkerPool, shared_pool
 
 if TYPE_CHECKING:
     from grpocli.sandbox.sandbox import Limits
@@ -22,7 +22,7 @@ KEY = "reward.code"
 
 
 @part("reward", "code", package="reward.code")
-class Code(Correctness):
+class CodeReward(Correctness):
     """`right` (1) if the program in a completion passes all of the example's tests, else `wrong` (0).
 
     The program is the last fenced block of code or, without one, the completion up to the point where it stops being
@@ -66,89 +66,102 @@ class Code(Correctness):
         require(self, "workers", self.workers >= 0, "must be 0 (one for each core) or more")
 
     def check(self, columns: Sequence[str]) -> None:
-        """Raises ConfigError where nothing holds a program back here."""
+        """Raises ConfigError if no sandbox works on this machine, too."""
         super().check(columns)
-        self._way()
+        self._backend()
         self._pool().start()
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        found = self._verdicts(samples)
-        return [one if isinstance(one, Failure) else self._score(one["passed"]) for one in found]
+        results = self._results(samples)
+        return [one if isinstance(one, Failure) else self._score(one["passed"]) for one in results]
 
     def explain(self, sample: Sample) -> str:
-        """What the first test that does not pass says, and the end of what the program printed."""
-        (found,) = self._verdicts([sample])
-        if isinstance(found, Failure):
-            return found.reason
-        printed = " ".join(found["printed"].split())[-200:]
-        return str(found["wrong"]) + (f"; it printed {printed!r}" if printed else "")
+        """The error of the first test that fails, and the end of the program's output."""
+        (result,) = self._results([sample])
+        if isinstance(result, Failure):
+            return result.reason
+        printed = " ".join(result["printed"].split())[-200:]
+        return str(result["error"]) + (f"; it printed {printed!r}" if printed else "")
 
     def close(self) -> None:
         self._pool().close()
 
     @property
     def warning(self) -> str:
-        from grpocli.sandbox.cgroup import place
+        from grpocli.sandbox.cgroup import parent_group
 
         if self.unsafe:
             return f"{KEY}.unsafe=true: programs that the model writes run as you, with your files and your network"
-        what = "bounds each process of a program and not all together, as control groups cannot be had here"
-        return "" if place() else f"{KEY}.memory_mb={self.memory_mb} {what}"
+        limits = "limits each process of a program, not all together: control groups are not available here"
+        return "" if parent_group() else f"{KEY}.memory_mb={self.memory_mb} {limits}"
 
     def _score(self, passed: Sequence[bool]) -> float:
         if not self.partial or all(passed):
             return self.value(all(passed))
         return self.wrong + (self.right - self.wrong) * sum(passed) / len(passed)
 
-    def _verdicts(self, samples: Sequence[Sample]) -> list[Any]:
-        way = self._way()
-        jobs = [_job(sample, self.answer_column) for sample in samples]
-        items = [[job, self._limits, way, self.python, self.partial] for job in jobs if not isinstance(job, Failure)]
-        found = iter(self._pool().map(items))
-        return [job if isinstance(job, Failure) else next(found) for job in jobs]
+    def _results(self, samples: Sequence[Sample]) -> list[Any]:
+        """A `SubmissionResult` as a dict, or a Failure, for each sample."""
+        backend = self._backend()
+        results: list[Any] = [_submission(sample, self.answer_column) for sample in samples]
+        valid = [i for i, submission in enumerate(results) if not isinstance(submission, Failure)]
+        items = [[results[i], self._limits, backend, self.python, self.partial] for i in valid]
+        for i, result in zip(valid, self._pool().map(items), strict=True):
+            results[i] = result
+        return results
 
     @property
     def _limits(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("timeout", "memory_mb", "processes", "disk_mb")}
 
-    def _way(self) -> str:
+    def _backend(self) -> str:
         from grpocli.sandbox.sandbox import Limits
 
-        return way_for(self.python, Limits(**self._limits), self.unsafe)
+        return working_backend(self.python, Limits(**self._limits), self.unsafe)
 
-    def _pool(self) -> Pool:
-        from grpocli.sandbox.clock import BUSY
+    def _pool(self) -> WorkerPool:
+        from grpocli.sandbox.clock import MOST_WAITING
 
-        # the sandbox ends programs at their time limit; the pool is for a sandbox that hangs
-        longest = self.timeout * BUSY * (2 if self.partial else 1)
-        return pool_of("grpocli.rewards.code_runner:run_job", self.workers, longest + 30)
+        # the sandbox enforces the time limit; the pool's timeout is for a sandbox that hangs
+        longest = self.timeout * MOST_WAITING * (2 if self.partial else 1)
+        return shared_pool("grpocli.rewards.code:run_submission", self.workers, longest + 30)
 
 
 @lru_cache(maxsize=8)
-def way_for(python: str | None, limits: Limits, unsafe: bool) -> str:
-    """How programs are shut in. Raises ConfigError, where they cannot be, unless `unsafe`."""
+def working_backend(python: str | None, limits: Limits, unsafe: bool) -> str:
+    """The name of the sandbox backend; "none" if `unsafe`. Raises ConfigError if no backend works."""
     from grpocli.sandbox.sandbox import SandboxError
-    from grpocli.sandbox.select_backend import best
+    from grpocli.sandbox.select_backend import select_backend
 
     if unsafe:
         return "none"
     try:
-        return best(python, limits)
+        return select_backend(python, limits)
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"does not start: {error}", key=f"{KEY}.python", value=python) from error
     except SandboxError as error:
         raise ConfigError(
-            f"reward=[code]: programs that a model writes cannot be shut in on this machine ({error}); install "
-            f"bubblewrap or allow user namespaces, or accept the risk with {KEY}.unsafe=true"
+            f"reward=[code]: no sandbox for programs works on this machine ({error}); install bubblewrap or allow user "
+            f"namespaces, or accept the risk with {KEY}.unsafe=true"
         ) from error
 
 
-def _job(sample: Sample, column: str) -> dict[str, Any] | Failure:
+def _submission(sample: Sample, column: str) -> dict[str, Any] | Failure:
     columns = sample.columns
     tests = columns.get(column)
     tests = [tests] if isinstance(tests, str) else tests
     if not isinstance(tests, Sequence) or not tests or not all(isinstance(test, str) for test in tests):
         return Failure(f"the example has no tests in the column {column!r}: a text or a list of texts")
-    known = {"before": "before", "setup": "setup", "reference": "answer", "entry": "entry_point"}
-    texts = {name: columns[own] for name, own in known.items() if isinstance(columns.get(own), str)}
+    optional = {"before": "before", "setup": "setup", "reference": "answer", "entry_point": "entry_point"}
+    texts = {name: columns[own] for name, own in optional.items() if isinstance(columns.get(own), str)}
     return {"text": after_thinking(sample.text), "tests": list(tests), **texts}
+
+
+def run_submission(
+    submission: dict[str, Any], limits: dict[str, Any], backend: str, python: str | None, all_tests: bool
+) -> dict[str, Any]:
+    """A `SubmissionResult` as a dict. Raises SandboxError if the program could not be run. Runs in a worker process."""
+    from grpocli.sandbox.sandbox import Limits, Submission, run
+    from grpocli.sandbox.select_backend import backend_named
+
+    return asdict(run(Submission(**submission), Limits(**limits), backend_named(backend, python), all_tests))

@@ -1,4 +1,4 @@
-"""reward=[countdown]: an expression of the given numbers that has the wanted value."""
+"""reward=[countdown]: whether an expression of the given numbers has the target value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpocli.rewards.reward import Correctness, Failure, Sample, Score
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 LONGEST = 500
-"""Characters of an expression."""
+"""Characters of an expression that are parsed."""
 
 
 @part("reward", "countdown", package="reward.countdown")
@@ -40,7 +40,7 @@ class CountdownReward(Correctness):
 
 
 def reaches(expression: str, numbers: Sequence[int], target: int) -> bool:
-    """Whether it is an expression of + - * / and exactly these numbers, with that value; "= VALUE" may follow it."""
+    """Whether the text is an expression of + - * / and exactly these numbers with that value; "= VALUE" may follow."""
     try:
         tree = ast.parse(expression.partition("=")[0].strip()[:LONGEST], mode="eval").body
         used: list[int] = []

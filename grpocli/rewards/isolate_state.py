@@ -1,4 +1,4 @@
-"""A reward is somebody else's code in the process that trains: what it changes for everybody is put back."""
+"""Restores process-wide state that a user's reward changes in the trainer process."""
 
 from __future__ import annotations
 
@@ -26,55 +26,55 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOCKS = (".lock", ".workers")
-"""Names of the lock files of a run's folder."""
+"""Names of the lock files in a run folder."""
 
 
-class Damage(RunError):
-    """A reward has broken the process that trains beyond repair."""
+class ProcessDamaged(RunError):
+    """A reward has closed files of the trainer process that cannot be restored."""
 
 
 @contextmanager
-def undisturbed(name: str, samples: Sequence[Sample]) -> Iterator[None]:
-    """While the reward `name` scores `samples`.
+def isolated_state(name: str, samples: Sequence[Sample]) -> Iterator[None]:
+    """Isolate the state of this process from the reward `name` while it scores `samples`.
 
-    Its random numbers depend on the samples alone, so that a resumed run repeats them, and everybody else's on nothing
-    that it draws.
+    The reward's random numbers depend only on the samples, so that a resumed run repeats them, and drawing them does
+    not change other random numbers of the process.
     """
     with _settings(name), _random(seed_for(samples)), _descriptors(name), staying(name):
         yield
 
 
 def seed_for(samples: Sequence[Sample]) -> int:
-    """The seed of the random numbers that a reward draws for these samples."""
-    beginnings = [sample.token_ids[:16] for sample in samples]  # enough to differ from step to step
+    """The seed of a reward's random numbers for these samples."""
+    beginnings = [sample.token_ids[:16] for sample in samples]  # enough to differ between steps
     return zlib.crc32(repr(beginnings).encode())
 
 
 @contextmanager
 def _settings(name: str) -> Iterator[None]:
-    """Restore only what has changed: another thread may be computing, or waiting for a signal."""
-    before = {what: _value(what) for what in SETTINGS}
+    """Restore the settings that have changed; setting the others could disturb another thread."""
+    before = {setting: _value(setting) for setting in SETTINGS}
     try:
         yield
     finally:
-        changed = [what for what, value in before.items() if value is not UNKNOWN and _value(what) != value]
-        for what in changed:
+        changed = [setting for setting, value in before.items() if value is not UNKNOWN and _value(setting) != value]
+        for setting in changed:
             with suppress(RuntimeError):
-                SETTINGS[what][1](before[what])
+                SETTINGS[setting][1](before[setting])
         if changed:
             logger.warning("%s changed %s for the whole process, which was undone", name, ", ".join(changed))
 
 
-def _value(what: str) -> Any:
-    """Of a setting. torch refuses to tell some of them where its older and newer names for one were mixed."""
+def _value(setting: str) -> Any:
+    """The value of a setting; UNKNOWN where torch refuses to read it, because old and new names for it were mixed."""
     try:
-        return SETTINGS[what][0]()
+        return SETTINGS[setting][0]()
     except RuntimeError:
         return UNKNOWN
 
 
 def _handlers() -> dict[int, Any] | None:
-    """Signal handlers; None outside the main thread, where neither we nor the reward can change them."""
+    """Signal handlers; None outside the main thread, where nobody can change them."""
     if threading.current_thread() is not threading.main_thread():
         return None
     return {number: signal.getsignal(number) for number in signal.valid_signals()}
@@ -87,7 +87,7 @@ def _handle(before: dict[int, Any]) -> None:
 
 
 def _alarms() -> list[bool]:
-    """Whether each timer that sends a signal is running."""
+    """Whether each of the process's interval timers is running."""
     return [signal.getitimer(timer)[0] > 0 for timer in TIMERS]
 
 
@@ -98,7 +98,7 @@ def _stop_alarms(before: list[bool]) -> None:
 
 
 def _folder() -> Path:
-    """The working directory; "/" where it has been removed."""
+    """The working directory; "/" if it has been removed."""
     try:
         return Path.cwd()
     except OSError:
@@ -106,7 +106,7 @@ def _folder() -> Path:
 
 
 def _casts() -> list[tuple[bool, torch.dtype]]:
-    """Whether autocast is on, and what it casts to, by kind of device."""
+    """Whether autocast is on, and its dtype, for each type of device."""
     return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICES]
 
 
@@ -118,7 +118,7 @@ def _cast(before: list[tuple[bool, torch.dtype]]) -> None:
 
 
 def _nesting() -> int:
-    """Of autocast's blocks: casts of weights are kept until the outermost one ends."""
+    """The number of nested autocast blocks: cast weights are cached until the outermost block ends."""
     torch.autocast_increment_nesting()
     depth: int = torch.autocast_decrement_nesting()
     return depth
@@ -162,19 +162,19 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     ),
     "sys.stdout or sys.stderr": (lambda: (sys.stdout, sys.stderr), _print_to),
     "the working directory": (_folder, os.chdir),
-    "alarms": (_alarms, _stop_alarms),  # before its handler, without which it would end the run
+    "alarms": (_alarms, _stop_alarms),  # before the handlers: an alarm without a handler ends the process
     "handlers of signals": (_handlers, _handle),
 }
-"""What is restored, with its getter and setter."""
+"""The settings that are restored, each with its getter and setter."""
 
 
 @contextmanager
 def _descriptors(name: str) -> Iterator[None]:
-    """Restore those of the terminal, the log and the locks: the next file opened gets the number of a closed one.
+    """Restore closed descriptors of the terminal, the log and the locks, whose numbers new files would get.
 
-    Raises Damage where they cannot be restored.
+    Raises ProcessDamaged if they cannot be restored.
     """
-    before = {file: _identity(file) for file in _lasting()}
+    before = {file: _identity(file) for file in _protected()}
     copies = {file: os.dup(file) for file in before}
     try:
         yield
@@ -190,13 +190,13 @@ def _descriptors(name: str) -> Iterator[None]:
             if copy != file and _identity(copy) == _identity(file):
                 os.close(copy)
         if lost:
-            raise Damage(f"{name} closed files of the run (descriptors {', '.join(map(str, lost))})")
+            raise ProcessDamaged(f"{name} closed files of the run (descriptors {', '.join(map(str, lost))})")
         if changed:
             logger.warning("%s closed or replaced descriptors %s, which was undone", name, changed)
 
 
-def _lasting() -> set[int]:
-    """Descriptors that nobody closes while a reward scores."""
+def _protected() -> set[int]:
+    """Descriptors that must stay open while a reward scores."""
     handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
     found = {handler.stream.fileno() for handler in handlers if handler.stream and not handler.stream.closed}
     for link in Path("/proc/self/fd").iterdir():
@@ -207,7 +207,7 @@ def _lasting() -> set[int]:
 
 
 def _identity(file: int) -> tuple[int, int] | None:
-    """Device and inode of an open descriptor; None where it is closed."""
+    """Device and inode of an open descriptor; None for a closed one."""
     try:
         found = os.fstat(file)
     except OSError:

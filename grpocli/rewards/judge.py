@@ -1,7 +1,8 @@
-"""reward=[judge]: a language model behind an OpenAI-compatible endpoint says how good a completion is."""
+"""reward=[judge]: a language model behind an OpenAI-compatible endpoint scores each completion."""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -14,10 +15,12 @@ from omegaconf import MISSING
 
 from grpocli.config.parts import Escaped, nearest, part, regular, require, template_fields
 from grpocli.errors import ConfigError
-from grpocli.rewards.reward import BaseReward, Sample, Score
+from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 
 if TYPE_CHECKING:
-    from grpocli.rewards.llm_judge import Asking
+    from grpocli.rewards.chat_client import ChatClient, Messages
+
+logger = logging.getLogger(__name__)
 
 PROMPT = """\
 You judge answers. Compare the answer with the reference, and end with "Score: 1" where it is right, "Score: 0" where it
@@ -96,58 +99,64 @@ class Judge(BaseReward):
 
     @property
     def fields(self) -> list[str]:
-        """What is in braces. Raises ConfigError where the braces do not match."""
+        """The names in braces in the prompt. Raises ConfigError if the braces do not match."""
         return template_fields(self.prompt, "reward.judge.prompt")
 
     def check(self, columns: Sequence[str]) -> None:
-        from grpocli.rewards.llm_judge import refuse_unreachable
-
         given = {"prompt", "completion", *columns}
         for name in self.fields:
             if name not in given:
                 problem = f"wants {{{name}}}, but the task has no such column{nearest(name, given)}"
                 raise ConfigError(problem, key="reward.judge.prompt", value=repr(self.prompt[:60]))
-        refuse_unreachable(self)
+        if reason := self._client.unreachable():
+            raise ConfigError(f"cannot be reached: {reason}", key="reward.judge.base_url", value=self.base_url)
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        return self._asking.judged(self, samples)
+        questions = [self._question(sample) for sample in samples]
+        asked = [i for i, question in enumerate(questions) if not isinstance(question, Failure)]
+        scores: list[Score] = [q if isinstance(q, Failure) else None for q in questions]
+        answers = self._client.answers([q for q in questions if not isinstance(q, Failure)])
+        for i, answer in zip(asked, answers, strict=True):
+            scores[i] = answer if isinstance(answer, Failure) else self.score(answer)
+        return scores
 
     def close(self) -> None:
-        self._asking.close()
+        self._client.close()
 
     @cached_property
-    def _asking(self) -> Asking:
-        from grpocli.rewards.llm_judge import Asking
+    def _client(self) -> ChatClient:
+        from grpocli.rewards.chat_client import ChatClient
 
-        return Asking()
+        body = {"model": self.model, "max_tokens": self.max_tokens, "temperature": self.temperature}
+        key = os.environ.get(self.api_key)  # never in a config, a log or a message
+        return ChatClient(self.base_url, key, body, self.concurrency, self.timeout, self.retries, self.backoff)
 
-    def question(self, sample: Sample) -> list[dict[str, str]]:
-        """The messages that the judge gets."""
+    def _question(self, sample: Sample) -> Messages | Failure:
+        """The messages for the judge; a Failure if a column's value cannot be formatted."""
         values = {name: sample.columns.get(name) for name in self.fields}
         values |= {"prompt": _text(sample.prompt), "completion": _text(sample.completion)}
-        asked = {"role": "user", "content": self.prompt.format(**values)}
-        return [asked] if self.system is None else [{"role": "system", "content": self.system}, asked]
-
-    def score(self, answer: str) -> float | None:
-        """None where there is no score in the judge's answer."""
-        found = re.findall(self.pattern, answer)
-        if not found:
-            return None
-        last = found[-1] if isinstance(found[-1], str) else found[-1][0]
         try:
-            score = float(last)
-        except ValueError:
-            return None
-        return None if math.isnan(score) else min(max(score, self.low), self.high)
+            question = {"role": "user", "content": self.prompt.format(**values)}
+        except Exception as error:  # noqa: BLE001 - one sample's error must not fail the others
+            return Failure(f"no judgement: {type(error).__name__}: {error}")
+        return [question] if self.system is None else [{"role": "system", "content": self.system}, question]
 
-    @property
-    def key(self) -> str | None:
-        """From the environment; never in a config, a log or a message."""
-        return os.environ.get(self.api_key)
+    def score(self, answer: str) -> float | Failure:
+        """The score in the judge's answer."""
+        found = re.findall(self.pattern, answer)
+        last = found[-1] if found else ""
+        try:
+            score = float(last if isinstance(last, str) else last[0])
+        except ValueError:
+            score = math.nan
+        if math.isnan(score):
+            logger.warning("the judge gave no score: %r", answer[:200])
+            return Failure(f"the judge gave no score: {answer[:80]!r}")
+        return min(max(score, self.low), self.high)
 
 
 def _text(value: object) -> str:
-    """A conversation as text: what was said in it."""
+    """A text as it is; a conversation as the text of its messages."""
     if isinstance(value, list):
         if len(value) == 1:
             return str(value[0]["content"])

@@ -43,9 +43,8 @@ from sympy import (  # type: ignore[import-untyped]
     zoo,
 )  # fmt: skip
 
-from grpocli.rewards.answer_text import Written, plus_minus, rounded_equal, written
-from grpocli.rewards.final_answer import COMMAND, DIGIT, answer_expression, chosen_letter, is_choice
-from grpocli.rewards.number_words import CHANGES
+from grpocli.rewards.final_answer import CHANGES, COMMAND, DIGIT, answer_expression, chosen_letter, is_choice
+from grpocli.rewards.math_text import NormalizedText, normalized, plus_minus, rounded_equal
 
 LONGEST_ANSWER = 2000
 """Characters of an answer that are read, or four times the reference's, where that is longer."""
@@ -96,7 +95,7 @@ class Unreadable(ValueError):
 class Value:
     """An answer as mathematics. decimal: a decimal fraction is in it, so it may be rounded."""
 
-    written: Written
+    source: NormalizedText
     expression: Any
     decimal: bool = False
 
@@ -150,15 +149,15 @@ def _gold(gold: str) -> Value:
 
 def _answers(reference: Value, text: str, require_evaluated: bool) -> bool:
     """Whether an expression, or any side of an approximation that holds, is the reference."""
-    if len(text) > max(LONGEST_ANSWER, 4 * len(reference.written.text)):
+    if len(text) > max(LONGEST_ANSWER, 4 * len(reference.source.text)):
         return False
-    if "=" not in reference.written.text:
+    if "=" not in reference.source.text:
         text = NAMED.sub("", text)
     strict = require_evaluated and _evaluated(reference)
     parts = _members(text)
-    if strict and not any(_calls(written(part).text) <= _calls(reference.written.text) for part in parts):
+    if strict and not any(_calls(normalized(part).text) <= _calls(reference.source.text) for part in parts):
         return False  # before it is computed
-    times = TIME.match(reference.written.text) is not None
+    times = TIME.match(reference.source.text) is not None
     values = [_value(part, times) for part in parts if part.strip()]
     if len(values) > 1 and isinstance(values[0].expression, Symbol):  # x is about 11
         values = values[1:]
@@ -169,7 +168,7 @@ def _answers(reference: Value, text: str, require_evaluated: bool) -> bool:
 
 def _members(text: str) -> list[str]:
     """The sides of an approximation, and of equations of numbers that end in a percentage, such as 1/2 = 50\\%."""
-    if written(text).percent and not LETTER.search(COMMAND.sub("", text)):
+    if normalized(text).percent and not LETTER.search(COMMAND.sub("", text)):
         return re.split(rf"{APPROXIMATELY.pattern}|{EQUALS.pattern}", text)
     return APPROXIMATELY.split(text)
 
@@ -179,8 +178,8 @@ def _rounds(value: Value, rounded: Value) -> bool:
     exact, near = _last(value.expression), _last(rounded.expression)
     if not (_is_number(exact) and _is_number(near)):
         return False
-    places = len(rounded.written.text.rpartition(".")[2]) if "." in rounded.written.text else 0
-    scale = 10 ** (places + 2 * (rounded.written.percent and not value.written.percent))
+    places = len(rounded.source.text.rpartition(".")[2]) if "." in rounded.source.text else 0
+    scale = 10 ** (places + 2 * (rounded.source.percent and not value.source.percent))
     exact, near = _number(exact) * scale, _number(near) * 10**places
     cut = places and exact * near >= 0 and 0 <= abs(exact) - abs(near) < 1
     return bool(abs(exact - near) <= Rational(1, 2) or cut)
@@ -192,7 +191,7 @@ def _value(text: str, times: bool = True) -> Value:
         raise Unreadable("there is no answer")
     if _depth(text) > DEEPEST:
         raise Unreadable("its brackets are too deep")  # the parser's time grows exponentially
-    found = written(text)
+    found = normalized(text)
     if TIME.match(found.text) and (times or found.text.endswith(":00")):  # a ratio with 0 is none
         return Value(found, Symbol(found.text.replace(" ", "")))
     if found.base is not None:
@@ -257,7 +256,7 @@ def _exact(expression: Any) -> Any:
 
 def _equal(reference: Value, answer: Value) -> bool:
     """Whether bases, units and brackets allow it and the expressions are equal, as they are or as percents."""
-    a, b = reference.written, answer.written
+    a, b = reference.source, answer.source
     if a.base != b.base or (a.unit and b.unit and a.unit != b.unit):
         return False
     if {a.brackets, b.brackets} in ({"{", "("}, {"{", "["}):
@@ -436,8 +435,8 @@ def _size(node: Any, digits: float) -> float:
 
 def _evaluated(value: Value, reference: Value | None = None) -> bool:
     """Whether a value is computed to its end: no sum or product of rationals, and no call but the reference's."""
-    text = value.written.text
-    if not _calls(text) <= (_calls(reference.written.text) if reference else set()):
+    text = value.source.text
+    if not _calls(text) <= (_calls(reference.source.text) if reference else set()):
         return False
     if any(int(above or one) >= int(below or other) for above, one, below, other in MIXED.findall(text)):
         return False  # 51 23/1 is a sum
@@ -447,7 +446,7 @@ def _evaluated(value: Value, reference: Value | None = None) -> bool:
         return False
     products = bool(PRODUCT.search(text))
     expression = _last(value.expression)
-    if value.decimal and value.written.number is None:
+    if value.decimal and value.source.number is None:
         expression = _last(_parsed(POINT.sub(_whole, plus_minus(text))))  # the parser computes with decimals at once
     if getattr(expression, "free_symbols", True):
         return reference is not None

@@ -1,4 +1,4 @@
-"""reward=[python]: any function of the user's, called as TRL calls it."""
+"""reward=[python]: a function of the user, called as TRL calls reward functions."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from omegaconf import MISSING
 from grpocli.config.parts import UserCode, nearest, part, require
 from grpocli.config.user_code import check_exists, load, short
 from grpocli.errors import ConfigError
-from grpocli.rewards.deadline import within
-from grpocli.rewards.pool import Pool
+from grpocli.processes.deadline import within
 from grpocli.rewards.reward import BaseReward, Failure, Overrun, Sample, Score, as_score
+from grpocli.rewards.worker_pool import WorkerPool
 from grpocli.user_frames import raised
 
 TRL_ONLY = ("trainer_state", "log_extra", "log_metric", "environments")
-"""What TRL gives a reward function beside columns, and grpocli does not."""
+"""Arguments that TRL passes to a reward function and grpocli does not."""
 
 
 @part("reward", "python", package="reward.python")
@@ -58,7 +58,7 @@ class PythonReward(BaseReward):
 
     @property
     def key(self) -> str:
-        """Of `function`, in this run: `reward.NAME.function`."""
+        """The config key of `function` in this run: `reward.NAME.function`."""
         return f"{self.config_key}.function"
 
     def check_ready(self) -> None:
@@ -77,14 +77,14 @@ class PythonReward(BaseReward):
                 inspect.Parameter.KEYWORD_ONLY,
             )
             if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-                problem = f"it is called with keyword arguments, which {name!r} before `/` is not"
+                problem = f"is called with keyword arguments, but {name!r} before `/` is positional only"
                 raise ConfigError(problem, key=self.key, value=self.function)
             if needed and name in TRL_ONLY and name not in given:
-                problem = f"it wants TRL's {name!r}, which is not given here: give it a default, {name}=None"
+                problem = f"needs TRL's argument {name!r}, which grpocli does not pass: give it a default, {name}=None"
                 raise ConfigError(problem, key=self.key, value=self.function)
             if needed and name not in given:
                 raise ConfigError(
-                    f"it wants {name!r}, but the task has no such column{nearest(name, given)}",
+                    f"needs {name!r}, but the task has no such column{nearest(name, given)}",
                     key=self.key,
                     value=self.function,
                 )
@@ -97,10 +97,10 @@ class PythonReward(BaseReward):
         self._pool.close()
 
     def _within_time(self, samples: Sequence[Sample]) -> list[Score] | Failure:
-        """Reading the result is part of what takes time: a lazy one is computed then."""
+        """The scores of a call in this process. The timeout includes reading the result, which may be lazy."""
         function, given = load(self.function, self.key), arguments(samples)
         late = f"no answer within {self.timeout:g} s ({self.config_key}.timeout)"
-        remedy = f"{self.config_key}.process=true runs it where it can be ended"
+        remedy = f"{self.config_key}.process=true runs it in a process that can be killed"
         return within(self.timeout, late, lambda: _scores(_called(function, given), len(samples)), remedy)
 
     def _in_process(self, samples: Sequence[Sample]) -> list[Score] | Failure:
@@ -115,12 +115,12 @@ class PythonReward(BaseReward):
         return _scores(result, len(samples))
 
     @cached_property
-    def _pool(self) -> Pool:
-        return Pool("grpocli.rewards.python:call_in_worker", 1, self.timeout, variables=os.environ)
+    def _pool(self) -> WorkerPool:
+        return WorkerPool("grpocli.rewards.python:call_in_worker", 1, self.timeout, variables=os.environ)
 
 
 def call_in_worker(spec: str, key: str, seed: int, given: dict[str, list[Any]]) -> Any:
-    """What the function returns, as JSON values. Raises RuntimeError where it raises."""
+    """The function's result, as JSON values. Raises RuntimeError if it raises. Runs in a worker process."""
     try:
         function = load(spec, key)
         random.seed(seed)
@@ -139,7 +139,7 @@ def call_in_worker(spec: str, key: str, seed: int, given: dict[str, list[Any]]) 
 def _scores(result: Any, count: int) -> list[Score] | Failure:
     """The `count` scores that a function returned."""
     if isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
-        return Failure(f"it returned {result!r}, no list of numbers")
+        return Failure(f"it returned {result!r}, expected a list of numbers")
     if len(result) != count:
         return Failure(f"it returned {len(result)} values for {count} samples")
     return [as_score(value) for value in result]
@@ -155,7 +155,7 @@ async def _awaited(result: Any) -> Any:
 
 
 def arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """What a reward function of TRL's is called with. A column that a sample lacks is None there."""
+    """The keyword arguments of a TRL reward function. A column that a sample lacks is None for it."""
     columns = dict.fromkeys(name for sample in samples for name in sample.columns)
     return {
         **{name: [s.columns.get(name) for s in samples] for name in columns},

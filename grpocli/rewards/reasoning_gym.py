@@ -1,15 +1,22 @@
-"""reward=[reasoning_gym]: the scorer of the generator that made the question."""
+"""reward=[reasoning_gym]: the library's scorer of the generator that made the question."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
-from grpocli.config.parts import part, regular, require
+from grpocli.config.parts import nearest, part, regular, require
+from grpocli.errors import ConfigError
 from grpocli.rewards.final_answer import after_thinking
-from grpocli.rewards.math_format import pool_of, scored_alone
-from grpocli.rewards.reasoning_gym_scorer import COLUMN
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
+from grpocli.rewards.worker_pool import WorkerPool, score_items, shared_pool
+
+COLUMN = "reasoning_gym"
+"""The example's column that says where its question is from; the arguments of `score`."""
+MISSING_LIBRARY = "needs the library reasoning-gym: pip install reasoning-gym"
 
 
 @part("reward", "reasoning_gym", package="reward.reasoning_gym")
@@ -36,9 +43,8 @@ class ReasoningGymReward(BaseReward):
         known = [i for i, sample in enumerate(samples) if COLUMN in sample.columns]
         scores: list[Score] = [Failure("the example is not of task=reasoning_gym")] * len(samples)
         items = [[samples[i].columns[COLUMN], self.answer(samples[i].text)] for i in known]
-        pool = pool_of("grpocli.rewards.reasoning_gym_scorer:score", self.workers, self.timeout)
-        alone = [[samples[i].columns[COLUMN], ""] for i in known]
-        for i, score in zip(known, scored_alone(pool, items, alone), strict=True):
+        empty = [[samples[i].columns[COLUMN], ""] for i in known]
+        for i, score in zip(known, score_items(self._pool(), items, empty), strict=True):
             scores[i] = score
         return scores
 
@@ -46,11 +52,44 @@ class ReasoningGymReward(BaseReward):
         return self.answer(sample.text)
 
     def answer(self, text: str) -> str:
-        """What is scored."""
+        """The answer in a completion's text."""
         text = after_thinking(text)
         found = re.findall(self.pattern, text, re.DOTALL)
         last = found[-1] if found else text
         return (last if isinstance(last, str) else last[0]).strip()
 
     def close(self) -> None:
-        pool_of("grpocli.rewards.reasoning_gym_scorer:score", self.workers, self.timeout).close()
+        self._pool().close()
+
+    def _pool(self) -> WorkerPool:
+        return shared_pool("grpocli.rewards.reasoning_gym:score", self.workers, self.timeout)
+
+
+def score(source: dict[str, Any], answer: str) -> float:
+    """The score of an answer. Runs in a worker process.
+
+    source: name, config, seed and size of the dataset, and the question's index. From these the library makes the
+    question again, with the data that its scorer needs.
+    """
+    dataset = _dataset(source["name"], source["config"], source["seed"], source["size"])
+    return float(dataset.score_answer(answer, dataset[source["index"]]))
+
+
+@lru_cache(maxsize=32)
+def _dataset(name: str, config: str, seed: int, size: int) -> Any:
+    return make(name, config, seed, size)
+
+
+def make(name: str, config: str, seed: int, size: int) -> Any:
+    """A dataset of the library, which makes its entries on access. Raises ConfigError."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ConfigError(f"task=reasoning_gym: {MISSING_LIBRARY} ({error})") from error
+    if name not in DATASETS:
+        raise ConfigError(f"reasoning-gym has no such generator{nearest(name, DATASETS)}", key="task.name", value=name)
+    try:
+        return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(config))
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"{name} refuses it: {error}", key="task.config", value=config) from error

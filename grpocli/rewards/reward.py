@@ -1,4 +1,4 @@
-"""What scores completions."""
+"""The base class of rewards, the sample that a reward scores, and the scores that it returns."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from grpocli.config.formula import Formula
 from grpocli.config.parts import base, nearest, require, section
 from grpocli.errors import ConfigError
 from grpocli.rewards.final_answer import final_answer
-from grpocli.types import Episode, Text
+from grpocli.types import Episode, Rollout, Text
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One completion as a reward sees it.
 
-    prompt and completion are both strings (plain data), or both lists of messages (conversational data).
-    text: the completion's text in either case; of several turns, the last one's. columns: the example's other columns.
-    n_tokens: the completion's length. max_tokens: the limit it was sampled under. truncated: it was cut there.
-    episode: what came of it in its task's environment, if there is one.
+    prompt, completion: both strings (plain data), or both lists of messages (conversational data).
+    text: the completion's text in either case; in an episode of several turns, the text of the last turn.
+    columns: the other columns of the example.
+    max_tokens: the length limit of sampling. truncated: whether the completion was cut off at that limit.
+    episode: the result of the task's environment; None for a task without an environment.
     """
 
     prompt: Text
@@ -34,39 +35,57 @@ class Sample:
     truncated: bool
     episode: Episode | None = None
 
+    @classmethod
+    def of(cls, rollout: Rollout, max_tokens: int) -> Self:
+        """The sample of a rollout that was drawn with the length limit `max_tokens`."""
+        done, text = rollout.completion, rollout.text
+        completion: Text = text if isinstance(rollout.prompt.text, str) else [{"role": "assistant", "content": text}]
+        if done.episode:
+            completion, text = list(done.episode.messages), done.episode.last
+        return cls(
+            prompt=rollout.prompt.text,
+            completion=completion,
+            text=text,
+            columns=rollout.prompt.columns,
+            token_ids=done.token_ids,
+            max_tokens=max_tokens,
+            truncated=done.truncated,
+            episode=done.episode,
+        )
+
     @property
     def n_tokens(self) -> int:
         return len(self.token_ids)
 
     @property
     def task(self) -> str:
-        """The name of the task that it is of."""
+        """The name of the sample's task."""
         return str(self.columns.get("task_name", ""))
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A sample that could not be scored: never a 0. `reason` is a phrase for the user."""
+    """Marks a sample that could not be scored, which is not a score of 0. reason: a phrase for the user."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Overrun(Failure):
-    """An item that its worker process did not finish before the deadline, or (late is False) crashed on."""
+    """A worker process missed the item's deadline, or, with late=False, crashed on the item."""
 
     late: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Unreachable(Failure):
-    """The scoring service was unavailable or busy at every retry; it may score this sample later."""
+    """The scoring service was unavailable or busy at every retry; a later attempt may succeed."""
 
 
 class Forfeit(float):
-    """The score of a completion that took too long to score. It counts as wrong, not as a Failure.
+    """The score of a completion that took too long to score: a wrong answer, not a Failure.
 
-    Otherwise a model that does not know the answer could escape its score. `reason` is a phrase for the user.
+    Otherwise a model that does not know the answer could avoid its score. reason: a phrase for the user.
     """
 
     reason: str
@@ -77,9 +96,10 @@ class Forfeit(float):
         return self
 
 
-Score = float | None | Failure  # None: does not apply to this sample
-LARGEST = 1e12
-"""Of a score: its square is still far from what float32 can hold."""
+Score = float | None | Failure
+"""None: the reward does not apply to the sample."""
+LARGEST_SCORE = 1e12
+"""Its square is far below the largest float32."""
 
 
 @base("reward")
@@ -104,26 +124,26 @@ class BaseReward:
         require(self, "weight", math.isfinite(self.weight), "must be a finite number")
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        """One score a sample, in order. An exception counts as a Failure of every sample."""
+        """One score for each sample, in order. An exception counts as a Failure of every sample."""
         raise NotImplementedError
 
     def vote(self, sample: Sample) -> str:
-        """The answer that a sample gives, as text."""
+        """The sample's answer, as text."""
         return final_answer(sample.text)
 
     def votes(self, samples: Sequence[Sample]) -> list[str]:
-        """The answers of samples of one prompt, for a majority: equal texts are one answer."""
+        """The answers of samples of one prompt, for majority voting: equal texts are one answer."""
         return [self.vote(sample) for sample in samples]
 
     def explain(self, sample: Sample) -> str:
-        """Why it scores a sample as it does, as a phrase; empty where there is no more to say than the score."""
+        """The reason for a sample's score, as a phrase; empty if the score says it all."""
         return ""
 
     def check_ready(self) -> None:
-        """Raise ConfigError where this machine lacks something that the reward names. Loads nothing."""
+        """Raise ConfigError if a file or folder that the config names is missing. Loads nothing."""
 
     def check(self, columns: Sequence[str]) -> None:
-        """Find out before training what cannot work with examples of these columns. Raises ConfigError."""
+        """Raise ConfigError if the reward cannot score examples with these columns. Runs before training."""
         wanted = getattr(self, "answer_column", None)
         if wanted is not None and wanted not in columns:
             key = f"{getattr(self, 'config_key', 'reward')}.answer_column"
@@ -134,16 +154,16 @@ class BaseReward:
             )
 
     def close(self) -> None:
-        """Stop what was started."""
+        """Stop worker processes and requests."""
 
     @property
     def warning(self) -> str:
-        """What somebody who uses it as it is set should be told, as a sentence without its end."""
+        """A warning about these settings, as a sentence without a full stop; empty for none."""
         return ""
 
     @property
     def label(self) -> str:
-        """What an error calls it, beside its key."""
+        """Names the reward in error messages, beside its key."""
         return type(self).__name__
 
 
@@ -178,7 +198,7 @@ class Correctness(BaseReward):
 
 
 def answer_columns(rewards: Iterable[BaseReward]) -> tuple[str, ...]:
-    """The examples' columns in which people will look for the reference answer, the likeliest first."""
+    """The columns that may hold the reference answer, the most likely first."""
     named = ((reward.solution_column, getattr(reward, "answer_column", "")) for reward in rewards)
     return tuple(dict.fromkeys([*(name for names in named for name in names if name), "answer"]))
 
@@ -192,17 +212,17 @@ def answer_of(sample: Sample, column: str) -> str | Failure:
 
 
 def as_score(value: Any) -> Score:
-    """A returned value as a finite float or None; a Failure that says why where it is neither."""
+    """A reward's return value as a finite float or None; a Failure with the reason for any other value."""
     if value is None or isinstance(value, Failure | Forfeit):
         return value
     if not hasattr(value, "__float__"):
-        return Failure(f"it returned {value!r}, which is no number")
+        return Failure(f"it returned {value!r}, expected a number")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        return Failure(f"it returned what is no number: {error}")
+        return Failure(f"it returned a value that is not a number: {error}")
     if not math.isfinite(number):
         return Failure(f"it returned {number}")
-    if abs(number) > LARGEST:
-        return Failure(f"it returned {number:g}, beyond {LARGEST:g}, too large to train on")
+    if abs(number) > LARGEST_SCORE:
+        return Failure(f"it returned {number:g}, which is too large to train on (limit {LARGEST_SCORE:g})")
     return number

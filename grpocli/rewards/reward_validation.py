@@ -1,4 +1,4 @@
-"""Whether rewards agree with the answers of a task's own examples, before anything is trained."""
+"""Checks, before training, that rewards agree with the answers of a task's own examples."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from decimal import Decimal
 from itertools import chain
 from typing import Any
 
-from grpocli.rewards.answer_text import plain_number
 from grpocli.rewards.final_answer import final_answer
+from grpocli.rewards.math_text import plain_number
 from grpocli.rewards.reward import BaseReward, Failure, Sample
-from grpocli.rewards.scoring import call
+from grpocli.rewards.scorer import call
 from grpocli.types import Text
 
 KINDS = {"own": True, "empty": False, "other": False}
-"""Answers given to every example, and whether each is right."""
+"""The answers to every example, and whether each is right."""
 FORM_EXAMPLES = 200
-"""How many of a split, spread over it, are answered in other forms."""
+"""Number of examples of a split, evenly spaced, that are answered in other forms."""
 
 
 def _decimal(answer: str) -> str | None:
     number = plain_number(answer)
-    if number is None or 10**28 % number.denominator:  # its decimals do not end, or not within Decimal's 28
+    if number is None or 10**28 % number.denominator:  # more decimals than Decimal's 28, or endless
         return None
     return f"{Decimal(number.numerator) / Decimal(number.denominator):f}" + (".0" if number.denominator == 1 else "")
 
@@ -41,14 +41,14 @@ FORMS: dict[str, Callable[[str], str | None]] = {
     "decimal": _decimal,
     "fraction": _fraction,
 }
-"""Writes an answer in another form; None where it has none."""
+"""Functions that write an answer in another form; None if it has no such form."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """The score of one answer to one example.
+class ScoredAnswer:
+    """An answer to an example and its score.
 
-    kind: of KINDS or FORMS. number: of the example. score: None where the reward failed, for a `reason`.
+    kind: one of KINDS or FORMS. number: index of the example. score: None if the reward failed, with the `reason`.
     """
 
     kind: str
@@ -59,42 +59,43 @@ class Verdict:
 
     @property
     def agrees(self) -> bool:
-        """An answer is right where it scores 1 or more, as in evaluations."""
+        """Whether the score is what it should be; a score of 1 or more is right, as in evaluations."""
         return self.score is not None and (self.score >= 1) == KINDS.get(self.kind, True)
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Agreement of a reward with a split of a task.
+    """How far a reward agrees with the answers of a split of a task.
 
-    seconds: for all of `verdicts`, without what a reward does once. column: of the examples' own answers.
-    forms: verdicts on the same answers in other forms; they do not count in `share`.
+    answers: the examples' answers, empty ones and other examples' answers. seconds: time to score these, without
+    imports and the start of workers. column: column of the examples' own answers.
+    forms: the examples' answers in other forms, which do not count in `share`.
     """
 
     task: str
     reward: str
-    verdicts: list[Verdict]
+    answers: list[ScoredAnswer]
     seconds: float
     column: str
     split: str = ""
-    forms: list[Verdict] = field(default_factory=list)
+    forms: list[ScoredAnswer] = field(default_factory=list)
 
     @property
     def share(self) -> float:
-        """Of all verdicts, failures included."""
-        return sum(one.agrees for one in self.verdicts) / len(self.verdicts) if self.verdicts else 1.0
+        """The share of `answers` that agree; failures do not."""
+        return sum(one.agrees for one in self.answers) / len(self.answers) if self.answers else 1.0
 
-    def of(self, kind: str) -> list[Verdict]:
-        return [one for one in [*self.verdicts, *self.forms] if one.kind == kind]
-
-    @property
-    def disagreements(self) -> list[Verdict]:
-        return [one for one in [*self.verdicts, *self.forms] if not one.agrees]
+    def of(self, kind: str) -> list[ScoredAnswer]:
+        return [one for one in [*self.answers, *self.forms] if one.kind == kind]
 
     @property
-    def failures(self) -> list[list[Verdict]]:
-        """The verdicts without a score, those with the same reason together."""
-        found: dict[str, list[Verdict]] = {}
+    def disagreements(self) -> list[ScoredAnswer]:
+        return [one for one in [*self.answers, *self.forms] if not one.agrees]
+
+    @property
+    def failures(self) -> list[list[ScoredAnswer]]:
+        """The answers without a score, grouped by reason."""
+        found: dict[str, list[ScoredAnswer]] = {}
         for one in self.disagreements:
             if one.score is None:
                 found.setdefault(one.reason, []).append(one)
@@ -104,47 +105,48 @@ class Agreement:
 def agreement(
     task: str, name: str, reward: BaseReward, examples: Sequence[Mapping[str, Any]], template: str, split: str = ""
 ) -> Agreement:
-    """Score each example's own answer, an empty one and another example's, written as `template` says.
+    """Score three answers to each example: its own, an empty one and another example's; `template` formats them.
 
-    Of `FORM_EXAMPLES` whose own answer is right, also in the forms that the reward reads.
+    Of the examples whose own answer is right, FORM_EXAMPLES are also answered in the other forms that the reward reads.
     """
     column = reward.solution_column or getattr(reward, "answer_column", "answer")
-    answers = [str(example.get(column, "")) for example in examples]
-    finals = [final_answer(answer) for answer in answers]
-    cases = list(chain.from_iterable(_cases(i, answers, finals, template) for i in range(len(answers))))
-    _verdicts(task, reward, examples, cases[:1])  # imports, and workers that start
+    texts = [str(example.get(column, "")) for example in examples]
+    finals = [final_answer(text) for text in texts]
+    cases = list(chain.from_iterable(_cases(i, texts, finals, template) for i in range(len(texts))))
+    _scored(task, reward, examples, cases[:1])  # imports libraries and starts workers
     start = time.perf_counter()
-    verdicts = _verdicts(task, reward, examples, cases)
+    answers = _scored(task, reward, examples, cases)
     seconds = time.perf_counter() - start
-    right = [one.number for one in verdicts if one.kind == "own" and one.agrees]
+    right = [one.number for one in answers if one.kind == "own" and one.agrees]
     some = right[:: max(1, -(-len(right) // FORM_EXAMPLES))]
-    texts = ((kind, i, FORMS[kind](finals[i])) for i in some for kind in reward.answer_forms)
-    forms = _verdicts(task, reward, examples, [(kind, i, text) for kind, i, text in texts if text is not None])
-    return Agreement(task, name, verdicts, seconds, column, split, forms)
+    in_forms = ((kind, i, FORMS[kind](finals[i])) for i in some for kind in reward.answer_forms)
+    forms = _scored(task, reward, examples, [(kind, i, text) for kind, i, text in in_forms if text is not None])
+    return Agreement(task, name, answers, seconds, column, split, forms)
 
 
-def _verdicts(
+def _scored(
     task: str, reward: BaseReward, examples: Sequence[Mapping[str, Any]], cases: Sequence[tuple[str, int, str]]
-) -> list[Verdict]:
+) -> list[ScoredAnswer]:
     samples = [_sample({**examples[i], "task_name": task}, text) for _, i, text in cases]
-    verdicts = []
+    answers = []
     for (kind, i, _), sample, score in zip(cases, samples, call(reward, samples), strict=True):
         if score is None:
             score = Failure("it does not apply")
         if isinstance(score, Failure):
-            verdicts.append(Verdict(kind, i, sample, None, score.reason))
+            answers.append(ScoredAnswer(kind, i, sample, None, score.reason))
         else:
-            verdicts.append(Verdict(kind, i, sample, score))
-    return verdicts
+            answers.append(ScoredAnswer(kind, i, sample, score))
+    return answers
 
 
-def _cases(i: int, answers: Sequence[str], finals: Sequence[str], template: str) -> Iterator[tuple[str, int, str]]:
-    yield "own", i, template.replace("{answer}", answers[i])
+def _cases(i: int, texts: Sequence[str], finals: Sequence[str], template: str) -> Iterator[tuple[str, int, str]]:
+    """Answers to the i-th example, as (kind, i, text)."""
+    yield "own", i, template.replace("{answer}", texts[i])
     yield "empty", i, ""
-    others = ((i + k) % len(answers) for k in range(1, len(answers)))
+    others = ((i + k) % len(texts) for k in range(1, len(texts)))
     other = next((j for j in others if finals[j].strip() != finals[i].strip()), None)
     if other is not None:
-        yield "other", i, template.replace("{answer}", answers[other])
+        yield "other", i, template.replace("{answer}", texts[other])
 
 
 def _sample(example: Mapping[str, Any], text: str) -> Sample:

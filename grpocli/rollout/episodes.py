@@ -10,8 +10,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
-from grpocli.rewards.pool import Pool, default_workers
 from grpocli.rewards.reward import Failure
+from grpocli.rewards.worker_pool import WorkerPool, default_workers
 from grpocli.rollout.engine import Listener, OnGroup, ignore
 from grpocli.rollout.seeds import seed_of
 from grpocli.rollout.turns import Turns
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from grpocli.distributed.world import World
-    from grpocli.environments.environment import Play
+    from grpocli.environments.environment import EnvironmentConfig
     from grpocli.rollout.engine import Engine
 
 
 @lru_cache(maxsize=8)
-def _pool(workers: int, timeout: float, variables: tuple[str, ...]) -> Pool:
-    return Pool("grpocli.environments.stepping:call", workers or default_workers(), timeout, variables)
+def _pool(workers: int, timeout: float, variables: tuple[str, ...]) -> WorkerPool:
+    return WorkerPool("grpocli.environments.worker:call", workers or default_workers(), timeout, variables)
 
 
-def _pool_of(play: Play) -> Pool:
-    return _pool(play.workers, play.timeout, tuple(play.env))
+def _pool_of(environment: EnvironmentConfig) -> WorkerPool:
+    return _pool(environment.workers, environment.timeout, tuple(environment.env))
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +42,7 @@ class _Live:
     i: int
     prompt: Prompt
     request: Request
-    play: Play
+    environment: EnvironmentConfig
     past: Past
     state: dict[str, Any] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
@@ -94,11 +94,11 @@ class _Live:
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """An engine whose completions may have several turns: those of tasks that have an environment (`plays`)."""
+    """An engine whose completions may have several turns: those of tasks that have an environment (`environments`)."""
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
-    plays: Mapping[str, Play]
+    environments: Mapping[str, EnvironmentConfig]
     world: World
 
     def generate(
@@ -106,24 +106,25 @@ class Episodes:
     ) -> list[list[Completion]]:
         """`n` completions for each request, in order. on_group: as an engine's. Collective."""
         first = [
-            _first(request, self.plays.get(prompt.task)) for prompt, request in zip(prompts, requests, strict=True)
+            _first(request, self.environments.get(prompt.task))
+            for prompt, request in zip(prompts, requests, strict=True)
         ]
 
         listener = Listener.wrap(on_group)
         watch = listener.watch
 
         def over(k: int, completions: list[Completion]) -> None:
-            if prompts[k].task not in self.plays:
+            if prompts[k].task not in self.environments:
                 listener(k, completions)
 
         found = self.engine.generate(first, sampling, Listener(over, watch))
-        if not self.plays:
+        if not self.environments:
             return found
         begun = [] if watch.cancelled() else enumerate(zip(prompts, requests, strict=True))
         live = [
-            _Live(k, i, prompt, request, self.plays[prompt.task], past)
+            _Live(k, i, prompt, request, self.environments[prompt.task], past)
             for k, (prompt, request) in begun
-            if prompt.task in self.plays
+            if prompt.task in self.environments
             for i, past in enumerate(first[k].pasts or [Past()] * request.n)
         ]
         everyone = list(live)
@@ -144,11 +145,13 @@ class Episodes:
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """That an episode of each can begin. Raises ConfigError."""
-        live = [_Live(0, 0, prompt, Request([], 1, 0), self.plays[prompt.task], Past()) for prompt in prompts]
+        live = [_Live(0, 0, prompt, Request([], 1, 0), self.environments[prompt.task], Past()) for prompt in prompts]
         self._reset(live)
         for one in live:
             if one.problem:
-                raise ConfigError(f"{one.prompt.task}: {one.problem}", key="task.environment.name", value=one.play.name)
+                raise ConfigError(
+                    f"{one.prompt.task}: {one.problem}", key="task.environment.name", value=one.environment.name
+                )
 
     def _reset(self, live: Sequence[_Live]) -> None:
         answers = self._ask(live, ["reset"] * len(live), [[_columns(one.prompt)] for one in live])
@@ -184,7 +187,7 @@ class Episodes:
         except ConfigError as error:
             one.problem = f"turn {one.turns} of its environment: {error}"
             return False
-        if one.turns == one.play.turns or len(one.token_ids) + len(ids) >= sampling.max_tokens:
+        if one.turns == one.environment.turns or len(one.token_ids) + len(ids) >= sampling.max_tokens:
             one.finish_reason = "length"
             return False
         one.heard(ids, observation)
@@ -194,52 +197,54 @@ class Episodes:
         room = sampling.max_tokens - len(one.token_ids)
         seed = seed_of(one.request.seed, one.i, one.turns)
         prompt = replace(one.prompt, text=one.said)
-        request = _first(Request([*one.request.token_ids, *one.token_ids], 1, seed, prompt=prompt), one.play)
-        return replace(request, max_tokens=min(room, one.play.turn_tokens or room), pasts=(one.past,))
+        request = _first(Request([*one.request.token_ids, *one.token_ids], 1, seed, prompt=prompt), one.environment)
+        return replace(request, max_tokens=min(room, one.environment.turn_tokens or room), pasts=(one.past,))
 
     def _ask(self, live: Sequence[_Live], kinds: Sequence[str], given: Sequence[Sequence[Any]]) -> list[Any]:
         """All of them side by side, in the worker processes."""
         answers: list[Any] = [None] * len(live)
-        for pool in dict.fromkeys(_pool_of(one.play) for one in live):
-            own = [i for i, one in enumerate(live) if _pool_of(one.play) is pool]
-            items = [[kinds[i], live[i].play.name, json.dumps(live[i].play.arguments), *given[i]] for i in own]
+        for pool in dict.fromkeys(_pool_of(one.environment) for one in live):
+            own = [i for i, one in enumerate(live) if _pool_of(one.environment) is pool]
+            items = [
+                [kinds[i], live[i].environment.name, json.dumps(live[i].environment.arguments), *given[i]] for i in own
+            ]
             for i, answer in zip(own, pool.map(items), strict=True):
                 answers[i] = answer
         return answers
 
     def close(self) -> None:
         """End the worker processes."""
-        for play in self.plays.values():
-            _pool_of(play).close()
+        for environment in self.environments.values():
+            _pool_of(environment).close()
 
 
-def check_environment(task: str, play: Play, example: Mapping[str, Any]) -> None:
+def check_environment(task: str, environment: EnvironmentConfig, example: Mapping[str, Any]) -> None:
     """Check, before a model is fetched, that an episode of the example can begin. Raises ConfigError.
 
     The environment runs in a worker process, as always: it may import what this process should not have.
     """
-    if missing := [name for name in play.env if name not in os.environ]:
+    if missing := [name for name in environment.env if name not in os.environ]:
         raise ConfigError(
             "is not set here; set it, or leave it out", key="task.environment.env", value=f"[{missing[0]}]"
         )
     given = {name: value for name, value in example.items() if name != "prompt"} | {"task_name": task}
     columns = json.loads(json.dumps(given, default=str))
-    pool = Pool("grpocli.environments.stepping:call", 1, play.timeout, play.env)
+    pool = WorkerPool("grpocli.environments.worker:call", 1, environment.timeout, environment.env)
     try:
-        (answer,) = pool.map([["reset", play.name, json.dumps(play.arguments), columns]])
+        (answer,) = pool.map([["reset", environment.name, json.dumps(environment.arguments), columns]])
     finally:
         pool.close()
     if isinstance(answer, Failure):
         problem = f"{task}: its environment could not be reset: {answer.reason}"
-        raise ConfigError(problem, key="task.environment.name", value=play.name)
+        raise ConfigError(problem, key="task.environment.name", value=environment.name)
 
 
-def _first(request: Request, play: Play | None) -> Request:
+def _first(request: Request, environment: EnvironmentConfig | None) -> Request:
     """With the limits of a turn, and what another turn needs."""
-    if play is None:
+    if environment is None:
         return request
-    pasts = tuple(Past() for _ in range(request.n)) if play.turns > 1 else ()
-    return replace(request, max_tokens=play.turn_tokens, stop=tuple(play.stop), pasts=pasts)
+    pasts = tuple(Past() for _ in range(request.n)) if environment.turns > 1 else ()
+    return replace(request, max_tokens=environment.turn_tokens, stop=tuple(environment.stop), pasts=pasts)
 
 
 def _columns(prompt: Prompt) -> dict[str, Any]:

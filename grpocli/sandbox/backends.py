@@ -1,4 +1,4 @@
-"""How a process is shut in: by bubblewrap where that is installed, else by namespaces of our own."""
+"""The ways to isolate a process: bubblewrap if it is installed, else the kernel's namespaces, entered by ourselves."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
 INSIDE = str(Path(__file__).parent / "inside")
-"""What a sandboxed process begins with; in namespaces of ours it has it before it enters them."""
+"""The code that a sandboxed process starts with. With our namespaces the process imports it before it enters them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Python:
-    """The interpreter that code runs with, and what of the machine it needs to see."""
+class Interpreter:
+    """The Python interpreter that runs programs. folders: those that it needs to read."""
 
     path: str
     options: Sequence[str]
@@ -27,64 +27,68 @@ class Python:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """command: what comes before the interpreter's own, given the size of /tmp in MB. order: for `inside.main`."""
+class Backend:
+    """A way to isolate a process.
+
+    command: from the size of /tmp in MB, the words before the interpreter's command line.
+    order: fields for `inside.main`, which does the rest from within the process.
+    """
 
     name: str
-    python: Python
+    python: Interpreter
     command: Callable[[int], list[str]]
     order: dict[str, Any]
 
 
 @lru_cache(maxsize=8)
-def python_of(path: str | None) -> Python:
-    """Ours without the installed packages, or the one at `path` with its own.
+def interpreter(path: str | None) -> Interpreter:
+    """The interpreter at `path` with its installed packages; None is this one, without them.
 
-    Raises OSError or subprocess.SubprocessError where that does not start.
+    Raises OSError or subprocess.SubprocessError if it does not start.
     """
     if path is None:
         real = os.path.realpath(sys.executable)
-        return Python(real, ("-S",), _with_targets([sys.base_prefix]))
-    ask = "import sys; print(sys.prefix); print(sys.base_prefix)"
-    said = subprocess.run([path, "-I", "-c", ask], check=True, capture_output=True, text=True, timeout=60).stdout
-    return Python(path, (), _with_targets(said.split("\n")[:2]))
+        return Interpreter(real, ("-S",), _with_targets([sys.base_prefix]))
+    code = "import sys; print(sys.prefix); print(sys.base_prefix)"
+    output = subprocess.run([path, "-I", "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
+    return Interpreter(path, (), _with_targets(output.split("\n")[:2]))
 
 
 def _with_targets(folders: Sequence[str]) -> tuple[str, ...]:
-    """Also where they really are: an interpreter that is reached by a link finds its library there."""
+    """The folders and the targets of links, where an interpreter started by a link finds its library."""
     return tuple(dict.fromkeys(path for folder in folders for path in (folder, os.path.realpath(folder))))
 
 
-def bubblewrap(python: Python, program: str) -> Way:
-    """https://github.com/containers/bubblewrap."""
+def bubblewrap(python: Interpreter, program: str) -> Backend:
+    """Isolation by bubblewrap (https://github.com/containers/bubblewrap), at the path `program`."""
 
     def command(disk_mb: int) -> list[str]:
         shown = [arg for path in _existing(SYSTEM) for arg in _shown(path)]
         shown += [arg for path in (*python.folders, INSIDE) for arg in ("--ro-bind", os.path.realpath(path), path)]
-        tmp = ["--size", str(disk_mb * 2**20), "--tmpfs", "/tmp"]  # first: an interpreter may be below it
+        tmp = ["--size", str(disk_mb * 2**20), "--tmpfs", "/tmp"]  # first, since an interpreter may be below /tmp
         closed = ["--remount-ro", "/dev", "--remount-ro", "/"]
         return [
             program, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL",
             "--uid", "65534", "--gid", "65534", *tmp, *shown, "--dev", "/dev", *closed, "--chdir", "/tmp", "--",
         ]  # fmt: skip
 
-    return Way("bubblewrap", python, command, {"namespaces": False, "shut_in": True, "readable": []})
+    return Backend("bubblewrap", python, command, {"namespaces": False, "isolated": True, "readable": []})
 
 
-def namespaces(python: Python) -> Way:
-    """The kernel's namespaces, entered by the process itself: `inside.namespaces`."""
+def namespaces(python: Interpreter) -> Backend:
+    """Isolation by the kernel's namespaces, which the process enters itself: see `inside.namespaces`."""
     readable = [(path, path) for path in SYSTEM]
     readable += [(os.path.realpath(path), path) for path in python.folders if not path.startswith("/usr/")]
-    return Way("namespaces", python, lambda _: [], {"namespaces": True, "shut_in": True, "readable": readable})
+    return Backend("namespaces", python, lambda _: [], {"namespaces": True, "isolated": True, "readable": readable})
 
 
-def unsafe(python: Python) -> Way:
-    """Limits on resources, and nothing else: the code may do what the user may."""
-    return Way("none", python, lambda _: [], {"namespaces": False, "shut_in": False, "readable": []})
+def no_isolation(python: Interpreter) -> Backend:
+    """Resource limits and nothing else: the program can do whatever the user can."""
+    return Backend("none", python, lambda _: [], {"namespaces": False, "isolated": False, "readable": []})
 
 
-def ways(python: Python) -> list[Way]:
-    """What may work here, the better one first."""
+def available_backends(python: Interpreter) -> list[Backend]:
+    """The backends that may work on this machine, the preferred one first."""
     if not sys.platform.startswith("linux"):
         return []
     installed = shutil.which("bwrap")

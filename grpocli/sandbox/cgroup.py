@@ -1,4 +1,4 @@
-"""A bound on the memory of all processes of a sandbox together: Linux's control groups, where they can be had."""
+"""Limits the memory of all processes of a sandbox together, by Linux's control groups if the user may create them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 NAME = "grpocli-sandbox-"
 LIMITS = ("memory.max", "memory.limit_in_bytes")
-"""In version 2, and in version 1."""
+"""The file of the memory limit in version 2 and in version 1."""
 SWAP = {"memory.swap.max": 0, "memory.memsw.limit_in_bytes": 1}
-"""Where there is swap: none, or as much as memory and swap together may be (times the limit)."""
+"""Swap: none in version 2; in version 1 the limit of memory and swap together, as a multiple of the memory limit."""
 ENTER = ["/bin/sh", "-c", 'echo 0 > "$0" && exec "$@"']
-"""Puts itself into a group, and is then the command after it."""
+"""Enters a group and then executes the command that follows."""
 OLD = 600.0
-"""Seconds after which a group without processes is nobody's: they enter it as soon as it is made."""
+"""Seconds after which a group without processes is left over: processes enter their group at once."""
 _numbers = count()
 
 
 @contextmanager
 def group(memory_mb: int) -> Iterator[list[str]]:
-    """What comes before a command that is to be in a group with so much memory; nothing where none can be made.
+    """The words before a command that make it run in a group with this memory limit; none if groups are unavailable.
 
-    Its processes have to end within the block.
+    The group's processes must end within the block.
     """
-    parent = place()
+    parent = parent_group()
     if parent is None:
         yield []
         return
@@ -43,8 +43,11 @@ def group(memory_mb: int) -> Iterator[list[str]]:
 
 
 @lru_cache(maxsize=1)
-def place() -> Path | None:
-    """Where groups can be made: in this process's own, or beside it, as one with processes may have none below it."""
+def parent_group() -> Path | None:
+    """The group below which groups can be made: this process's group, or its parent; None if neither works.
+
+    In version 2 a group with processes may have no groups below it.
+    """
     for folder in _candidates():
         trial = folder / f"{NAME}{os.getpid()}-trial"
         try:
@@ -53,7 +56,7 @@ def place() -> Path | None:
             continue
         finally:
             _remove(trial)
-        for left in folder.glob(f"{NAME}*"):  # by workers that were killed; one in use cannot be removed
+        for left in folder.glob(f"{NAME}*"):  # of workers that were killed; rmdir fails for a group in use
             with suppress(OSError):
                 if time.time() - left.stat().st_mtime > OLD:
                     left.rmdir()
@@ -62,7 +65,7 @@ def place() -> Path | None:
 
 
 def _candidates() -> list[Path]:
-    """Of this process's group and the one above it, in version 1 for memory."""
+    """This process's group and its parent; in version 1 those of the memory controller."""
     found = []
     with suppress(OSError):
         for line in OWN.read_text().splitlines():
@@ -74,7 +77,7 @@ def _candidates() -> list[Path]:
 
 
 def _make(folder: Path, size: int) -> None:
-    """Raises OSError where that is not allowed, or has no limit on memory."""
+    """Raises OSError if the user may not create the group, or it has no memory limit."""
     folder.mkdir()
     limit = next((folder / name for name in LIMITS if (folder / name).exists()), None)
     if limit is None:
@@ -82,7 +85,7 @@ def _make(folder: Path, size: int) -> None:
     limit.write_text(str(size))
     for name, factor in SWAP.items():
         if (folder / name).exists():
-            with suppress(OSError):  # there is no swap
+            with suppress(OSError):  # no swap
                 (folder / name).write_text(str(size * factor))
 
 
@@ -92,5 +95,5 @@ def _remove(folder: Path) -> None:
             folder.rmdir()
         except FileNotFoundError:
             return
-        except OSError:  # what was killed has not quite ended
+        except OSError:  # killed processes have not ended yet
             time.sleep(0.01)

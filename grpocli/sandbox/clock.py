@@ -1,4 +1,4 @@
-"""The time that a sandbox has spent, so that a busy machine makes no right program wrong."""
+"""The time that a sandbox has used. Waiting for a core does not count, so a busy machine makes no program wrong."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-BUSY = 4.0
-"""So many times its time limit a program may take on a busy machine."""
+MOST_WAITING = 4.0
+"""On a busy machine a program may take up to this many times its time limit."""
 TICK = os.sysconf("SC_CLK_TCK")
 
 
 class Clock:
-    """Of processes and all that they start, from now on."""
+    """Measures processes and all processes below them, from now on."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
@@ -22,33 +22,33 @@ class Clock:
         self._computed, self._waited = self._used()
 
     def spent(self) -> float:
-        """Seconds by the clock without those of waiting for a core, or the processor's where they are more."""
+        """Seconds of wall-clock time without waiting for a core, or of processor time, whichever is more."""
         elapsed = time.monotonic() - self._began
-        if elapsed < SOON:
+        if elapsed < RESOLUTION:
             return elapsed
         computed, waited = self._used()
-        waited = min(waited - self._waited, elapsed * (1 - 1 / BUSY))
+        waited = min(waited - self._waited, elapsed * (1 - 1 / MOST_WAITING))
         return max(computed - self._computed, elapsed - waited)
 
     def _used(self) -> tuple[float, float]:
-        """Seconds that cores computed for the processes, and that these waited for a core."""
+        """Processor seconds of the processes, and seconds that they waited for a core."""
         computed = waited = 0.0
         for pid in _below(self._pids):
             try:
                 fields = _fields(pid)
-                computed += sum(map(int, fields[11:15])) / TICK  # its own, and of children that have ended
+                computed += sum(map(int, fields[11:15])) / TICK  # of the process and of its ended children
                 waited += int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-            except (OSError, IndexError):  # it has ended, or the kernel does not count
+            except (OSError, IndexError):  # it has ended, or the kernel has no such count
                 continue
         return computed, waited
 
 
-SOON = 0.01
-"""Seconds in which nothing is worth looking at."""
+RESOLUTION = 0.01
+"""Seconds below which wall-clock time is exact enough."""
 
 
 def _below(pids: Iterable[int]) -> Iterator[int]:
-    """These processes and all below them."""
+    """The processes and all processes below them."""
     for pid in pids:
         yield pid
         for children in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -57,5 +57,5 @@ def _below(pids: Iterable[int]) -> Iterator[int]:
 
 
 def _fields(pid: int) -> list[str]:
-    """Of /proc/PID/stat, from the process's state on."""
+    """The fields of /proc/PID/stat after the process's name."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

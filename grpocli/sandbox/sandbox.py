@@ -1,4 +1,12 @@
-"""Running code that a model wrote: the program in one process, its tests in another, neither able to leave."""
+"""Runs a program that a model wrote, and its tests, in two isolated processes.
+
+`run` starts both processes and connects them by a socket. Each one isolates itself (`inside.main`): namespaces or
+bubblewrap hide the network, other processes and most files, resource limits bound memory, processor time, processes and
+file sizes, and a seccomp filter refuses dangerous system calls. Then one executes the program (`inside.program`), the
+other runs the tests (`inside.tests`) and asks the first for each result it needs, as plain values (`inside.protocol`).
+`run` waits until the tests end or the time limit is over, kills both, and reads the results that the tests' process has
+written. The program cannot reach the file with the results.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from grpocli.sandbox.backends import Way
+from grpocli.sandbox.backends import Backend
 from grpocli.sandbox.cgroup import group
 from grpocli.sandbox.clock import Clock
 from grpocli.sandbox.inside.protocol import encode, plain
@@ -25,22 +33,23 @@ HERE = str(Path(__file__).parent)
 START = f"import sys; sys.path.insert(0, {HERE!r}); from inside.main import main; main()"
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 TESTS_MB = 64
-"""Of memory, for the processes that are no program's."""
-SHORTEST = 0.02
-"""Seconds between two looks at what a program has spent."""
-START_SECONDS = 10.0
-"""To begin, on a busy machine; the time limit of the code begins after that."""
-SHUT_IN = "shut in"
+"""Memory of the processes that do not run the program."""
+SHORTEST_WAIT = 0.02
+"""Seconds between two looks at the clock."""
+START_TIMEOUT = 10.0
+"""Seconds to start and isolate a process on a busy machine. The program's time limit begins after that."""
+ISOLATED = "isolated"
+"""The status that `inside.main` reports."""
 GONE = "Closed: "
-"""How the problem of a test begins whose program has ended."""
+"""Beginning of the error of a test whose program has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """timeout: seconds for the program and all tests. processes: that it may start. memory_mb: of each process, and of
-    all together where there are control groups.
+    """timeout: seconds for the program and all tests. processes: number that the program may start.
 
-    disk_mb: in its folder /tmp, which is in memory, and of what it prints.
+    memory_mb: of each process, and with control groups of all processes together.
+    disk_mb: of the folder /tmp, which is in memory, and of the program's output.
     """
 
     timeout: float = 5.0
@@ -50,11 +59,12 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """text: a completion with the program. before: code before it. setup: code before the tests.
+class Submission:
+    """A program to test.
 
-    tests: each passes unless it raises. reference: a right program, and entry: the name of the function that is asked
-    for; both say which names of the tests are the program's (`inside.tests.Example`).
+    text: a completion with the program. before: code before the program. setup: code before the tests.
+    tests: each passes unless it raises. reference: a right program. entry_point: the name of the function that the
+    question asks for. These two decide which of the names in the tests are the program's: see `inside.tests.Example`.
     """
 
     text: str
@@ -62,120 +72,133 @@ class Job:
     before: str = ""
     setup: str = ""
     reference: str = ""
-    entry: str = ""
+    entry_point: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """passed: for each test, in order. wrong: why the first one that did not pass did not. printed: by the program.
+class SubmissionResult:
+    """passed: for each test, in order. error: of the first test that failed. printed: the program's output.
 
-    heard: after so many tests the program was gone, or out of time.
+    completed: number of tests up to the one at which the program ended or ran out of time.
     """
 
     passed: list[bool]
-    wrong: str = ""
+    error: str = ""
     printed: str = ""
-    heard: int = 0
+    completed: int = 0
 
 
 class SandboxError(Exception):
-    """The program could not be run or tested; it is not known whether it is right. The text says why."""
+    """The program could not be run or tested, so it is unknown whether it is right. The text gives the reason."""
 
 
-def run(job: Job, limits: Limits, way: Way, every: bool = False) -> Verdict:
-    """Raises SandboxError where a process could not be shut in, or where the fault is not the program's.
+def run(submission: Submission, limits: Limits, backend: Backend, all_tests: bool = False) -> SubmissionResult:
+    """Run a program and its tests.
 
-    every: tests after one that hangs or ends the program run too, with a new one, as long as twice `timeout` allows.
+    all_tests: tests after one that hangs or ends the program run too, with a new process, up to twice the timeout.
+    Raises SandboxError if a process could not be isolated, or for another cause that is not the program's.
     """
-    verdict, spent = _run(job, limits, way)
-    passed, done = list(verdict.passed), verdict.heard
-    while every and done < len(job.tests) and (left := 2 * limits.timeout - spent) > SHORTEST:
-        rest = replace(job, tests=job.tests[done:])
+    result, used = _run_once(submission, limits, backend)
+    passed, done = list(result.passed), result.completed
+    while all_tests and done < len(submission.tests) and (left := 2 * limits.timeout - used) > SHORTEST_WAIT:
+        rest = replace(submission, tests=submission.tests[done:])
         try:
-            more, seconds = _run(rest, replace(limits, timeout=min(left, limits.timeout)), way)
-        except SandboxError:  # too little time was left; the verdict on the first tests stands
+            more, seconds = _run_once(rest, replace(limits, timeout=min(left, limits.timeout)), backend)
+        except SandboxError:  # not enough time was left; the results of the first tests stand
             break
         passed[done:] = more.passed
-        done, spent = done + more.heard, spent + seconds
-    return replace(verdict, passed=passed)
+        done, used = done + more.completed, used + seconds
+    return replace(result, passed=passed)
 
 
-def _run(job: Job, limits: Limits, way: Way) -> tuple[Verdict, float]:
-    """And the seconds that it has spent."""
+def _run_once(submission: Submission, limits: Limits, backend: Backend) -> tuple[SubmissionResult, float]:
+    """The result and the seconds used."""
     ours, theirs = socket.socketpair()
     with ours, theirs, contextlib.ExitStack() as stack:
         enter = stack.enter_context(group(limits.memory_mb + limits.disk_mb + TESTS_MB))
-        program = stack.enter_context(_process(way, limits, theirs, {"text": job.text, "before": job.before}, enter))
-        tests = stack.enter_context(_process(way, limits, ours, _of_tests(job), enter))
+        task = {"text": submission.text, "before": submission.before}
+        program = stack.enter_context(_process(backend, limits, theirs, task, enter))
+        tests = stack.enter_context(_process(backend, limits, ours, _tests_of(submission), enter))
         ours.close()
         theirs.close()
-        program.wait_shut()
-        tests.wait_shut()
+        program.wait_isolated()
+        tests.wait_isolated()
         clock = Clock([program.process.pid, tests.process.pid])
         in_time = tests.ended_within(limits.timeout, clock)
-        spent = clock.spent()
-        tests.kill()  # first, or it would still write that the program is gone
+        used = clock.spent()
+        tests.kill()  # before the program, whose end it would report as a failed test
         program.kill()
-        return _verdict(job, tests.verdict().split("\n")[:-1], program.printed(), in_time, limits), spent
+        lines = tests.results().split("\n")[:-1]
+        return _result(submission, lines, program.printed(), in_time, limits), used
 
 
-def _verdict(job: Job, lines: list[str], printed: str, in_time: bool, limits: Limits) -> Verdict:
-    """lines: as `inside.tests.run` writes them."""
+def _result(submission: Submission, lines: list[str], printed: str, in_time: bool, limits: Limits) -> SubmissionResult:
+    """The result from the lines that `inside.tests.run` has written."""
     late = f"took longer than {limits.timeout:g} s"
     if not lines:
         raise SandboxError(f"what comes before its tests {'ended early' if in_time else late}")
     if lines[0]:
         raise SandboxError(f"its tests cannot be run: {lines[0]}")
-    results = lines[1 : 1 + len(job.tests)]
-    passed = [result == "" for result in results] + [False] * (len(job.tests) - len(results))
-    wrong = next(filter(None, results), "")
-    if not wrong and not all(passed):
-        wrong = "the tests ended early" if in_time else f"it {late}"
-    ended = next((i for i, result in enumerate(results) if result.startswith(GONE)), len(results))
-    return Verdict(passed, wrong, printed, heard=min(ended + 1, len(job.tests)))
+    errors = lines[1 : 1 + len(submission.tests)]
+    passed = [error == "" for error in errors] + [False] * (len(submission.tests) - len(errors))
+    first = next(filter(None, errors), "")
+    if not first and not all(passed):
+        first = "the tests ended early" if in_time else f"it {late}"
+    gone = next((i for i, error in enumerate(errors) if error.startswith(GONE)), len(errors))
+    return SubmissionResult(passed, first, printed, completed=min(gone + 1, len(submission.tests)))
 
 
-def _of_tests(job: Job) -> dict[str, Any]:
-    whole = job.before + job.reference if job.reference else ""
-    return {"tests": list(job.tests), "setup": job.setup, "reference": whole, "entry": job.entry if whole else ""}
+def _tests_of(submission: Submission) -> dict[str, Any]:
+    """The task of the tests' process."""
+    reference = submission.before + submission.reference if submission.reference else ""
+    entry_point = submission.entry_point if reference else ""
+    return {
+        "tests": list(submission.tests),
+        "setup": submission.setup,
+        "reference": reference,
+        "entry_point": entry_point,
+    }
 
 
-class _Shut:
-    """A process on its way into the sandbox, or in it."""
+class _IsolatedProcess:
+    """One of the two processes.
 
-    def __init__(self, process: subprocess.Popen[bytes], status: int, verdict: int, printed: IO[bytes]) -> None:
-        self.process, self._status, self._verdict, self._printed = process, status, verdict, printed
-        self._deadline = time.monotonic() + START_SECONDS
+    status: pipe for the report of `inside.main`. results: file of the tests' results. printed: file of the output.
+    """
 
-    def wait_shut(self) -> None:
-        """Raises SandboxError."""
-        waited = select.select([self._status], [], [], max(0.0, self._deadline - time.monotonic()))[0]
-        said = os.read(self._status, 4096).decode(errors="replace") if waited else "it did not start in time"
-        if said != SHUT_IN:
+    def __init__(self, process: subprocess.Popen[bytes], status: int, results: int, printed: IO[bytes]) -> None:
+        self.process, self._status, self._results, self._printed = process, status, results, printed
+        self._deadline = time.monotonic() + START_TIMEOUT
+
+    def wait_isolated(self) -> None:
+        """Wait until the process is isolated. Raises SandboxError if it fails to isolate itself."""
+        ready = select.select([self._status], [], [], max(0.0, self._deadline - time.monotonic()))[0]
+        status = os.read(self._status, 4096).decode(errors="replace") if ready else "it did not start in time"
+        if status != ISOLATED:
             self.kill()
-            raise SandboxError(said or self.printed().strip()[-300:] or "it ended at once")
+            raise SandboxError(status or self.printed().strip()[-300:] or "it ended at once")
 
     def ended_within(self, seconds: float, clock: Clock) -> bool:
         try:
-            ended = os.pidfd_open(self.process.pid)  # waiting with a timeout would look every 50 ms
+            ended = os.pidfd_open(self.process.pid)  # Popen.wait with a timeout polls every 50 ms
         except OSError as error:
             raise SandboxError(f"cannot wait for a process: {error.strerror}; Linux 5.3 or later is needed") from error
         try:
             while (left := seconds - clock.spent()) > 0:
-                if select.select([ended], [], [], max(SHORTEST, min(left, seconds / 4)))[0]:
+                if select.select([ended], [], [], max(SHORTEST_WAIT, min(left, seconds / 4)))[0]:
                     return True
             return False
         finally:
             os.close(ended)
 
     def kill(self) -> None:
-        """The whole group; what is in a namespace of processes ends with the first one in it."""
-        if self.process.returncode is None:  # once it is waited for, its number may be another's
+        """Kill the process group; processes in a pid namespace end with its first process."""
+        if self.process.returncode is None:  # after wait() another process may have the pid
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
-    def verdict(self) -> str:
-        return _text(self._verdict)
+    def results(self) -> str:
+        return os.pread(self._results, 2**20, 0).decode(errors="replace")
 
     def printed(self) -> str:
         self._printed.seek(0)
@@ -184,43 +207,45 @@ class _Shut:
 
 @contextlib.contextmanager
 def _process(
-    way: Way, limits: Limits, end: socket.socket, part: dict[str, Any], enter: Sequence[str]
-) -> Iterator[_Shut]:
-    """Start one of the two; it is killed at the end. enter: what comes before its command."""
+    backend: Backend, limits: Limits, wire: socket.socket, task: dict[str, Any], enter: Sequence[str]
+) -> Iterator[_IsolatedProcess]:
+    """Start one of the two processes; it is killed at the end of the block.
+
+    wire: its end of the socket. task: for `inside.program` or `inside.tests`. enter: the words before its command.
+    """
     with contextlib.ExitStack() as stack:
-        verdict, said = (stack.enter_context(os.fdopen(os.memfd_create(name), "r+b")) for name in ("verdict", "said"))
-        status, told = (
+        results, printed = (
+            stack.enter_context(os.fdopen(os.memfd_create(name), "r+b")) for name in ("results", "printed")
+        )
+        status, report = (
             stack.enter_context(os.fdopen(fd, mode)) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True)
         )
-        handed = [end.fileno(), told.fileno(), *([verdict.fileno()] if "tests" in part else [])]
-        order = {**asdict(limits), **way.order, **part}
-        order |= {"status": told.fileno(), "wire": end.fileno(), "verdict": verdict.fileno()}
-        command = [*way.command(limits.disk_mb), way.python.path, "-I", "-u", *way.python.options, "-c", START]
-        process = _started(enter, command, said, handed)
-        told.close()
-        shut = _Shut(process, status.fileno(), verdict.fileno(), said)
+        inherited = [wire.fileno(), report.fileno(), *([results.fileno()] if "tests" in task else [])]
+        order = {**asdict(limits), **backend.order, **task}
+        order |= {"status": report.fileno(), "wire": wire.fileno(), "results": results.fileno()}
+        python = backend.python
+        command = [*backend.command(limits.disk_mb), python.path, "-I", "-u", *python.options, "-c", START]
+        process = _start(enter, command, printed, inherited)
+        report.close()
+        isolated = _IsolatedProcess(process, status.fileno(), results.fileno(), printed)
         try:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError), process.stdin:
                 process.stdin.write(encode(order, plain))
-            yield shut
+            yield isolated
         finally:
-            shut.kill()
+            isolated.kill()
 
 
-def _started(
-    enter: Sequence[str], command: Sequence[str], said: IO[bytes], handed: Sequence[int]
+def _start(
+    enter: Sequence[str], command: Sequence[str], printed: IO[bytes], inherited: Sequence[int]
 ) -> subprocess.Popen[bytes]:
     try:
         if not shutil.which(command[0]):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         return subprocess.Popen(
-            [*enter, *command], stdin=subprocess.PIPE, stdout=said, stderr=said, env=ENVIRONMENT, pass_fds=handed,
-            start_new_session=True,
+            [*enter, *command], stdin=subprocess.PIPE, stdout=printed, stderr=printed, env=ENVIRONMENT,
+            pass_fds=inherited, start_new_session=True,
         )  # fmt: skip
     except OSError as error:
         raise SandboxError(f"{command[0]} does not start: {error.strerror}") from error
-
-
-def _text(file: int) -> str:
-    return os.pread(file, 2**20, 0).decode(errors="replace")

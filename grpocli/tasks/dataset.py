@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from grpocli.config.parts import nearest, template_fields
 from grpocli.config.user_code import load
 from grpocli.errors import ConfigError
-from grpocli.rewards.deadline import within
+from grpocli.processes.deadline import within
 from grpocli.tasks.loading import Row, Table, need_columns, nothing_in, short
 from grpocli.tasks.prompts import text_hash, text_of
 from grpocli.types import Message, Text

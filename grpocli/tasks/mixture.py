@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from grpocli.config.parts import named
 from grpocli.config.user_parts import choice_of, is_spec, name_of
 from grpocli.errors import ConfigError
-from grpocli.rewards.scoring import Limit
+from grpocli.rewards.score_stats import ErrorLimit
 
 if TYPE_CHECKING:
     from grpocli.tasks.task import Task
@@ -66,11 +66,11 @@ def tasks_of(chosen: object) -> dict[str, Task]:
     return {getattr(chosen, "task_name", None) or (name_of(choice) if is_spec(choice) else choice): one}
 
 
-def limits_of(chosen: object) -> dict[str, Limit]:
+def limits_of(chosen: object) -> dict[str, ErrorLimit]:
     """The limit of scoring errors of each task that has its own."""
     shares = {name: getattr(task, "max_reward_errors", None) for name, task in tasks_of(chosen).items()}
     return {
-        name: Limit(f"{key_of(chosen, name)}.max_reward_errors", share)
+        name: ErrorLimit(f"{key_of(chosen, name)}.max_reward_errors", share)
         for name, share in shares.items()
         if share is not None
     }

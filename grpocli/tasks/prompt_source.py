@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
-from grpocli.environments.environment import play_of
+from grpocli.environments.environment import environment_of
 from grpocli.errors import ConfigError
-from grpocli.rewards.scoring import excerpt
+from grpocli.rewards.score_stats import excerpt
 from grpocli.tasks.mixture import about, key_of, tasks_of
 from grpocli.tasks.order import Order, TaskScheduler
 from grpocli.tasks.prompts import PromptSet
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from grpocli.config.schema import Run
-    from grpocli.environments.environment import Play
+    from grpocli.environments.environment import EnvironmentConfig
     from grpocli.tasks.streaming import ExampleStream
     from grpocli.tasks.task import Task
     from grpocli.types import Prompt
@@ -57,7 +57,7 @@ class EpochPrompts:
 class TaskPrompts:
     """One task's prompts. columns: what rewards see of an example; rewards: those that score it.
 
-    play: its environment. key: where its keys are.
+    environment: its environment. key: where its keys are.
     """
 
     name: str
@@ -66,7 +66,7 @@ class TaskPrompts:
     held_out: PromptSet | None
     columns: list[str]
     rewards: list[str]
-    play: Play | None
+    environment: EnvironmentConfig | None
 
     @classmethod
     def of(cls, name: str, task: Task, run: Run, tokenizer: PreTrainedTokenizerBase, alone: bool) -> Self:
@@ -96,7 +96,7 @@ class TaskPrompts:
             held_out,
             columns,
             rewards_for(task, run.reward),
-            play_of(task),
+            environment_of(task),
         )
 
     def draw(self, nth: int, uid: str) -> Prompt:
@@ -147,9 +147,9 @@ class PromptSource:
         return {task.name: task.rewards for task in self.tasks}
 
     @property
-    def plays(self) -> dict[str, Play]:
+    def environments(self) -> dict[str, EnvironmentConfig]:
         """The environments of the tasks that have one."""
-        return {task.name: task.play for task in self.tasks if task.play}
+        return {task.name: task.environment for task in self.tasks if task.environment}
 
     @property
     def reports(self) -> list[str]:

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
-from grpocli.rewards.deadline import within
+from grpocli.processes.deadline import within
 from grpocli.tasks.loading import encodable, short
 from grpocli.types import Prompt, Text
 

@@ -13,7 +13,7 @@ from omegaconf import MISSING
 
 from grpocli.config.parts import Escaped, part, require
 from grpocli.errors import ConfigError
-from grpocli.rewards.reasoning_gym_scorer import COLUMN, MISSING_LIBRARY, make
+from grpocli.rewards.reasoning_gym import COLUMN, MISSING_LIBRARY, make
 from grpocli.tasks.generated import is_held_out
 from grpocli.tasks.task import BaseTask
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from grpocli.config.parts import part, require
-from grpocli.environments.environment import Play
+from grpocli.environments.environment import EnvironmentConfig
 from grpocli.environments.sliding_puzzle import MOVES, is_solved, show, slide, solved_board
 from grpocli.tasks.generated import Generated
 
@@ -21,7 +21,7 @@ INSTRUCTIONS = "Slide the tiles until they are in order. Each turn, name one mov
 class SlidingPuzzles(Generated):
     """Square boards, shuffled from the solved one, with the environment `SlidingPuzzle`."""
 
-    environment: Play = Play(name="grpocli.environments.sliding_puzzle:SlidingPuzzle")
+    environment: EnvironmentConfig = EnvironmentConfig(name="grpocli.environments.sliding_puzzle:SlidingPuzzle")
     size: int = 3
     """Width and height of the board, 2 to 6."""
     shuffles: int = 4

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from grpocli.config.parts import require, section
 from grpocli.config.user_code import check_exists
-from grpocli.environments.environment import Play
+from grpocli.environments.environment import EnvironmentConfig
 
 Example = dict[str, Any]
 """`prompt` (a string, or a list of messages with `role` and `content`) and any further columns."""
@@ -46,7 +46,7 @@ class BaseTask:
     """Name of the task where it is the run's only one; null: the name of its choice."""
     allow_overlap: bool = False
     """Allow evaluation on prompts that are also trained on."""
-    environment: Play = Play()
+    environment: EnvironmentConfig = EnvironmentConfig()
     """The environment that answers the model's turns."""
 
     def check_ready(self) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from grpocli.progress import UNWATCHED, Watch
-from grpocli.rewards.reward import BaseReward
-from grpocli.rewards.scoring import sample_of
+from grpocli.rewards.reward import BaseReward, Sample
 from grpocli.rollout.seeds import seed_of
 from grpocli.training.collector import Sampler
 from grpocli.types import Group, Prompt, Rollout, Sampling
@@ -121,7 +120,7 @@ class AccuracyRewards:
     def majority(self, group: Group, max_tokens: int) -> float:
         name = self.name(group)
         known: list[Rollout] = [rollout for rollout in group.rollouts if not math.isnan(rollout.rewards[name])]
-        votes = self.rewards[name].votes([sample_of(rollout, max_tokens) for rollout in known])
+        votes = self.rewards[name].votes([Sample.of(rollout, max_tokens) for rollout in known])
         return majority(votes, [rollout.rewards[name] >= 1 for rollout in known])
 
 
@@ -224,8 +223,8 @@ class Evaluator:
         """Groups of n completions of each problem. before: completions of each problem so far, for the progress."""
         seeds = eval_seeds(self.seed, self.prompts)
         watch = self.watch.part(before * len(self.prompts), (self.samples + 1) * len(self.prompts))
-        groups, tally = self.sampler.generate_and_score(self.prompts, seeds, n, sampling, watch)
-        self.sampler.scorer.check_errors(tally)
+        groups, stats = self.sampler.generate_and_score(self.prompts, seeds, n, sampling, watch)
+        self.sampler.scorer.check_errors(stats)
         return groups
 
 

@@ -13,7 +13,7 @@ from grpocli.algorithm import Algorithm
 from grpocli.models.loading import load_model, load_policy
 from grpocli.models.lora import trained_share
 from grpocli.progress import Watch
-from grpocli.rewards.scoring import Scorer
+from grpocli.rewards.scorer import Scorer
 from grpocli.rollout.engine import Engine, EngineContext, EngineJob
 from grpocli.tasks.mixture import about, limits_of
 from grpocli.tasks.prompt_source import accuracy_rewards_of
@@ -60,8 +60,8 @@ def build_trainer(
 
     engine = _engine(run, job, policy, data, world, stop, recover)
     scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards, limits_of(run.task))
-    sampler = Sampler(world, engine, data.tokenizer, scorer, data.plays)
-    sampler.episodes.check([task.draw(0, "") for task in data.tasks if task.play])
+    sampler = Sampler(world, engine, data.tokenizer, scorer, data.environments)
+    sampler.episodes.check([task.draw(0, "") for task in data.tasks if task.environment])
     recorder.seconds_before = state.seconds
     collector = _collector(run, sampler, data, state.draws, loaded.leftover, recorder)
     trainer = Trainer(

@@ -15,8 +15,8 @@ import torch
 
 from grpocli.errors import RunError
 from grpocli.progress import UNWATCHED, Cancelled, Watch
-from grpocli.rewards.scoring import Tally
-from grpocli.rewards.streaming_scorer import EarlyScorer
+from grpocli.rewards.score_stats import ScoreStats
+from grpocli.rewards.scorer import StreamingScorer
 from grpocli.rollout.engine import Listener
 from grpocli.rollout.episodes import Episodes
 from grpocli.rollout.seeds import seed_of
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from grpocli.algorithm import Algorithm
     from grpocli.distributed.world import World
-    from grpocli.environments.environment import Play
-    from grpocli.rewards.scoring import Scorer
+    from grpocli.environments.environment import EnvironmentConfig
+    from grpocli.rewards.scorer import Scorer
     from grpocli.rollout.engine import Engine
 
 
@@ -46,19 +46,19 @@ def rewards_of(groups: Sequence[Group], names: Sequence[str]) -> dict[str, Tenso
 class Sampler:
     """Generates, decodes and scores completions, spread over the processes. Two threads may use it at once.
 
-    plays: the environments, by task name. scoring: held while rewards run, which need not be thread-safe.
+    environments: by task name. scoring: held while rewards run, which need not be thread-safe.
     """
 
     world: World
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     scorer: Scorer
-    plays: Mapping[str, Play] = field(default_factory=dict)
+    environments: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
     scoring: threading.Lock = field(default_factory=threading.Lock)
 
     def generate_and_score(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Watch = UNWATCHED
-    ) -> tuple[list[Group], Tally]:
+    ) -> tuple[list[Group], ScoreStats]:
         """One group of `n` scored rollouts for each prompt, in order and the same in every process. Collective.
 
         Each process generates for its share of the prompts and scores groups while others are still being generated.
@@ -71,32 +71,26 @@ class Sampler:
         def rollouts_of(k: int, completions: Sequence[Completion]) -> list[Rollout]:
             return [Rollout(prompts[mine[k]], done, self._text(done.token_ids)) for done in completions]
 
-        with EarlyScorer(self.scorer, sampling.max_tokens, rollouts_of, self.scoring) as early:
+        with StreamingScorer(self.scorer, sampling.max_tokens, rollouts_of, self.scoring) as streaming:
             whole = watch.part(0, len(prompts) * n, len(prompts) / max(1, len(mine)))
-            listener = Listener(early.take, whole)
+            listener = Listener(streaming.add, whole)
             sampled = self.episodes.generate([prompts[i] for i in mine], requests, sampling, listener)
             if watch.cancellable and self.world.any(watch.cancelled()):
                 raise Cancelled
             start = time.perf_counter()
             self.world.enter("reward")
-        parts = [early.group(k, completions) for k, completions in enumerate(sampled)]
-        rollouts = [rollout for group, _ in parts for rollout in group]
-        with self.scoring:
-            known = [scores for _, group in parts for scores in group]
-            enter, progress = self.world.enter, watch.progress
-            scored, tally = self.scorer.score(rollouts, sampling.max_tokens, known, enter, progress)
-        tally = replace(tally, seconds=time.perf_counter() - start)
-        done = [replace(rollout, rewards=rewards) for rollout, rewards in zip(rollouts, scored, strict=True)]
-        groups = [Group(prompts[i], done[k * n : (k + 1) * n]) for k, i in enumerate(mine)]
+        rollouts, stats = streaming.finish(sampled, self.world.enter, watch.progress)
+        stats = replace(stats, seconds=time.perf_counter() - start)
+        groups = [Group(prompts[i], rollouts[k * n : (k + 1) * n]) for k, i in enumerate(mine)]
         self.world.enter("gather")
         everyone = self.world.gather_objects(list(zip(mine, groups, strict=True)))
-        tallies = self.world.gather_objects([tally])
-        return [group for _, group in sorted(everyone, key=lambda pair: pair[0])], reduce(Tally.beside, tallies)
+        all_stats = self.world.gather_objects([stats])
+        return [group for _, group in sorted(everyone, key=lambda pair: pair[0])], reduce(ScoreStats.beside, all_stats)
 
     @property
     def episodes(self) -> Episodes:
         """The engine, for completions of several turns."""
-        return Episodes(self.engine, self.tokenizer, self.plays, self.world)
+        return Episodes(self.engine, self.tokenizer, self.environments, self.world)
 
     def _text(self, token_ids: list[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -107,7 +101,7 @@ class Sampler:
 class RolloutBatch:
     """The groups that one step trains on, with statistics of everything that was sampled for it.
 
-    metrics: of this step alone; the trainer adds the earlier steps to `num_tokens`. remarks: see `Scorer.remarks`.
+    metrics: of this step alone; the trainer adds the earlier steps to `num_tokens`. remarks: see `Scorer.warnings`.
     rest: groups that the step does not train on, with the reason, for the rollout file; in the main process only.
     leftover: uids of the groups that were sampled for the step before.
     """
@@ -215,7 +209,7 @@ class SamplingState:
     stats: RolloutStats | None = None
     kept: list[Group] = field(default_factory=list)
     filtered: list[Group] = field(default_factory=list)
-    tally: Tally = field(default_factory=Tally)
+    score_stats: ScoreStats = field(default_factory=ScoreStats)
     rounds: int = 0
 
 
@@ -280,7 +274,7 @@ class Collector:
         return RolloutBatch(
             wanted,
             self._metrics(step, wanted, len(leftover)),
-            remarks=self.sampler.scorer.remarks(step.tally),
+            remarks=self.sampler.scorer.warnings(step.score_stats),
             rest=rest if self.keeps_rest else [],
             leftover=frozenset(group.uid for group in leftover),
         )
@@ -296,19 +290,21 @@ class Collector:
             "num_tokens": sum(step.stats.lengths) + step.stats.prompt_tokens if step.stats else 0,
         }
         scores_PG = self.algorithm.scores(stats.rewards, self.weights)
-        metrics |= step.tally.metrics | stats.metrics(scores_PG)
+        metrics |= step.score_stats.metrics | stats.metrics(scores_PG)
         if len(self.accuracy_rewards) > 1:
             metrics |= stats.task_metrics(scores_PG, self.accuracy_rewards)
-            metrics |= {f"task/{task}/errors": float(step.tally.errors_of(task)) for task in self.accuracy_rewards}
+            metrics |= {
+                f"task/{task}/errors": float(step.score_stats.errors_of(task)) for task in self.accuracy_rewards
+            }
         return metrics
 
     def _sample(self, missing: int) -> SamplingState:
         """Rounds of sampling until `missing` groups are kept."""
         step = SamplingState()
         while len(step.kept) < missing and step.rounds < self.algorithm.keep.max_rounds:
-            groups, tally = self._round(self._refill(missing - len(step.kept), step), self._watch_of(step))
-            step.tally = step.tally.then(tally)
-            self.sampler.scorer.check_errors(step.tally, self.prompts_per_step * self.group_size)
+            groups, score_stats = self._round(self._refill(missing - len(step.kept), step), self._watch_of(step))
+            step.score_stats = step.score_stats.then(score_stats)
+            self.sampler.scorer.check_errors(step.score_stats, self.prompts_per_step * self.group_size)
             stats = RolloutStats.of(groups, list(self.weights))
             kept_P = self.algorithm.kept(stats.rewards, self.weights, self._accuracy(stats.tasks))
             for group, keep in zip(groups, kept_P.tolist(), strict=True):
@@ -339,7 +335,7 @@ class Collector:
 
         return replace(self.watch, progress=report)
 
-    def _round(self, n: int, watch: Watch) -> tuple[list[Group], Tally]:
+    def _round(self, n: int, watch: Watch) -> tuple[list[Group], ScoreStats]:
         """Groups of the next `n` prompts."""
         draws = range(self.draws, self.draws + n)
         self.draws += n

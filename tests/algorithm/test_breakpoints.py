@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from grpocli.algorithm.objective import Cispo, Clip
 from grpocli.errors import ConfigError
+from grpocli.rewards.length import Overlong
 from grpocli.rewards.reward import Sample
-from grpocli.rewards.text import Overlong
 
 NEAR = 1e-6
 

@@ -219,13 +219,13 @@ class Right:
 
 
 def run_attack(way: str, program: str, test: str, probe: bool) -> dict[str, object]:
-    """The verdict, as JSON knows it; called in a process of its own."""
-    from grpocli.sandbox.sandbox import Job, Limits, SandboxError, run
-    from grpocli.sandbox.select_backend import way_of
+    """The result as JSON values. Runs in its own process."""
+    from grpocli.sandbox.sandbox import Limits, SandboxError, Submission, run
+    from grpocli.sandbox.select_backend import backend_named
 
     limits = Limits(timeout=TIMEOUT, memory_mb=MEMORY_MB, processes=PROCESSES, disk_mb=DISK_MB)
     try:
-        made = way_of(way, None)
+        made = backend_named(way, None)
     except SandboxError as error:
         return {"left out": str(error)}
     with tempfile.NamedTemporaryFile("w", dir=Path.home(), prefix="secret") as secret, _listening() as port:
@@ -236,11 +236,11 @@ def run_attack(way: str, program: str, test: str, probe: bool) -> dict[str, obje
         tests = filled[1].split("\0")
         program = filled[0] + "\ndef control(): return 1\n" * probe
         try:
-            job = Job(program, (*tests, *(["assert control() == 1"] * probe)))
-            verdict = run(job, limits, made, every=len(tests) > 1)
+            job = Submission(program, (*tests, *(["assert control() == 1"] * probe)))
+            result = run(job, limits, made, all_tests=len(tests) > 1)
         except SandboxError as error:
             return {"passed": None, "printed": "", "wrong": f"SandboxError: {error}"}
-    return {"passed": verdict.passed, "printed": verdict.printed, "wrong": verdict.wrong[:300]}
+    return {"passed": result.passed, "printed": result.printed, "wrong": result.error[:300]}
 
 
 class _listening:

@@ -81,7 +81,7 @@ def test_a_reward_that_wants_a_column_the_task_lacks(grpocli, tmp_path: Path) ->
 REWARDS = {
     "raises": ("raise KeyError('oops')", "it raised KeyError"),
     "short": ("return [0.0]", "it returned 1 values for 16 samples"),
-    "words": ("return ['good'] * len(completions)", "it returned 'good', which is no number"),
+    "words": ("return ['good'] * len(completions)", "it returned 'good', expected a number"),
     "exits": ("import sys; sys.exit(0)", "it raised SystemExit"),
     "leaves": ("import os; os._exit(3)", "it raised SystemExit: os._exit(3)"),
     "slow": ("import time; time.sleep(60)", "no answer within 0.5 s"),

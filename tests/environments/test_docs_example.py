@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from grpocli.environments import stepping
+from grpocli.environments import worker
 
 DOCS = Path(__file__).parents[2] / "docs" / "tasks.md"
 
@@ -17,10 +17,10 @@ def test_the_documented_environment_works_as_it_stands(tmp_path: Path) -> None:
     assert block
     (tmp_path / "guess.py").write_text(textwrap.dedent(block[1]))
     named = f"{tmp_path}/guess.py:Guess", '{"bonus": 0.5}'
-    (state,) = stepping.reset(*named, {"answer": "42", "task_name": "numbers"})
+    (state,) = worker.reset(*named, {"answer": "42", "task_name": "numbers"})
 
     def say(text: str, state: dict[str, Any]) -> list[Any]:
-        return stepping.step(*named, [{"role": "assistant", "content": text}], state)
+        return worker.step(*named, [{"role": "assistant", "content": text}], state)
 
     hints = []
     for guess in ("7", "50", "what?"):

@@ -13,7 +13,7 @@ import pytest
 from environments.test_turns import FAMILIES
 
 from grpocli.distributed.world import World
-from grpocli.environments.environment import Play
+from grpocli.environments.environment import EnvironmentConfig
 from grpocli.errors import ConfigError
 from grpocli.progress import Watch
 from grpocli.rollout.engine import Listener, OnGroup, ignore
@@ -62,12 +62,12 @@ class Alone:
 
 
 @pytest.fixture
-def play() -> Iterator[Any]:
+def make_episodes() -> Iterator[Any]:
     made: list[Episodes] = []
 
-    def episodes(engine: Any, play: Play, tokenizer: Any) -> Episodes:
+    def episodes(engine: Any, environment: EnvironmentConfig, tokenizer: Any) -> Episodes:
         world: World = Alone()  # type: ignore[assignment]
-        made.append(Episodes(engine, tokenizer, {"game": play}, world))
+        made.append(Episodes(engine, tokenizer, {"game": environment}, world))
         return made[-1]
 
     yield episodes
@@ -84,12 +84,12 @@ def prompt_of(tokenizer: Any, task: str = "game", **columns: Any) -> Prompt:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_trained_on_is_what_the_engine_saw(play, family: str) -> None:
+def test_what_is_trained_on_is_what_the_engine_saw(make_episodes, family: str) -> None:
     tokenizer = FAMILIES[family]()
     engine = Scripted(tokenizer)
     prompts = [prompt_of(tokenizer, turns=3), prompt_of(tokenizer, turns=1)]
     requests = [Request(prompt.token_ids, 2, seed) for seed, prompt in enumerate(prompts)]
-    episodes = play(engine, Play(name=f"{SCRIPTED}:Counting"), tokenizer)
+    episodes = make_episodes(engine, EnvironmentConfig(name=f"{SCRIPTED}:Counting"), tokenizer)
     found = episodes.generate(prompts, requests, Sampling(200))
     assert [len(asked) for asked in engine.seen] == [2, 2, 2]
     assert len({request.seed for asked in engine.seen for request in asked}) == 6
@@ -120,12 +120,12 @@ def test_what_is_trained_on_is_what_the_engine_saw(play, family: str) -> None:
         assert not done.truncated
 
 
-def test_tasks_without_an_environment_are_one_turn_of_the_same(play) -> None:
+def test_tasks_without_an_environment_are_one_turn_of_the_same(make_episodes) -> None:
     tokenizer = FAMILIES["tiny"]()
     engine, told = Scripted(tokenizer), []
     prompts = [prompt_of(tokenizer), prompt_of(tokenizer, task="other")]
     requests = [Request(prompt.token_ids, 2, 0) for prompt in prompts]
-    episodes = play(engine, Play(name=f"{SCRIPTED}:Counting"), tokenizer)
+    episodes = make_episodes(engine, EnvironmentConfig(name=f"{SCRIPTED}:Counting"), tokenizer)
     found = episodes.generate(prompts, requests, Sampling(200), lambda k, _: told.append(k))
     assert told == [1]  # scored early; episodes are not over yet
     assert [done.episode for done in found[1]] == [None, None]
@@ -133,13 +133,15 @@ def test_tasks_without_an_environment_are_one_turn_of_the_same(play) -> None:
     assert [len(asked) for asked in engine.seen] == [2, 2, 2]
 
 
-def test_limits_on_turns_and_tokens(play) -> None:
+def test_limits_on_turns_and_tokens(make_episodes) -> None:
     tokenizer = FAMILIES["tiny"]()
     prompt = prompt_of(tokenizer, turns=9)
     request = Request(prompt.token_ids, 1, 0)
 
     def one(limit: int, **settings: Any) -> Completion:
-        episodes = play(Scripted(tokenizer), Play(name=f"{SCRIPTED}:Counting", **settings), tokenizer)
+        episodes = make_episodes(
+            Scripted(tokenizer), EnvironmentConfig(name=f"{SCRIPTED}:Counting", **settings), tokenizer
+        )
         ((done,),) = episodes.generate([prompt], [request], Sampling(limit))
         return done
 
@@ -156,19 +158,21 @@ def test_limits_on_turns_and_tokens(play) -> None:
     at_the_limit = one(14, turn_tokens=8)
     assert at_the_limit.finish_reason == "length"
     done = [prompt_of(tokenizer, turns=1)]
-    over = play(Scripted(tokenizer), Play(name=f"{SCRIPTED}:Counting"), tokenizer)
+    over = make_episodes(Scripted(tokenizer), EnvironmentConfig(name=f"{SCRIPTED}:Counting"), tokenizer)
     assert over.generate(done, [request], Sampling(2))[0][0].finish_reason == "stop"
     assert over.generate(done, [request], Sampling(1))[0][0].finish_reason == "length"  # cut, whatever it was worth
     ends = [token for token, written in zip(cut.token_ids, cut.mask, strict=True) if not written]
     assert ends[0] == tokenizer.eos_token_id  # the template's end of a turn, where the model was cut
 
 
-def test_what_the_engine_keeps_of_an_episode_comes_back_and_goes_with_it(play) -> None:
+def test_what_the_engine_keeps_of_an_episode_comes_back_and_goes_with_it(make_episodes) -> None:
     tokenizer = FAMILIES["tiny"]()
     engine = Scripted(tokenizer)
     prompts = [prompt_of(tokenizer, turns=turns) for turns in (3, 1, 2)]
     requests = [Request(prompt.token_ids, 2, 0) for prompt in prompts]
-    play(engine, Play(name=f"{SCRIPTED}:Counting"), tokenizer).generate(prompts, requests, Sampling(200))
+    make_episodes(engine, EnvironmentConfig(name=f"{SCRIPTED}:Counting"), tokenizer).generate(
+        prompts, requests, Sampling(200)
+    )
     first, second, third = engine.seen
     assert engine.found_kept == [[None] * 6, [0] * 4, [1] * 2]
     assert [request.pasts for request in second] == [(past,) for k in (0, 2) for past in first[k].pasts]
@@ -176,12 +180,14 @@ def test_what_the_engine_keeps_of_an_episode_comes_back_and_goes_with_it(play) -
     assert all(past.held is None for request in first for past in request.pasts)
 
 
-def test_of_a_single_turn_nothing_is_kept(play) -> None:
+def test_of_a_single_turn_nothing_is_kept(make_episodes) -> None:
     tokenizer = FAMILIES["tiny"]()
     engine = Scripted(tokenizer)
     prompts = [prompt_of(tokenizer), prompt_of(tokenizer, task="other")]
     requests = [Request(prompt.token_ids, 2, 0) for prompt in prompts]
-    play(engine, Play(name=f"{SCRIPTED}:Counting", turns=1), tokenizer).generate(prompts, requests, Sampling(200))
+    make_episodes(engine, EnvironmentConfig(name=f"{SCRIPTED}:Counting", turns=1), tokenizer).generate(
+        prompts, requests, Sampling(200)
+    )
     ((one, other),) = engine.seen
     assert one.pasts == other.pasts == ()
 
@@ -190,7 +196,7 @@ def test_of_a_single_turn_nothing_is_kept(play) -> None:
 def breakable() -> Iterator[Any]:
     """The tokenizer and the episodes of an environment that breaks in many ways; its two workers outlast each."""
     tokenizer, world = FAMILIES["tiny"](), Alone()
-    games = {"game": Play(name=f"{SCRIPTED}:Broken", timeout=1.0, workers=2)}
+    games = {"game": EnvironmentConfig(name=f"{SCRIPTED}:Broken", timeout=1.0, workers=2)}
     episodes = Episodes(Scripted(tokenizer), tokenizer, games, world)  # type: ignore[arg-type]
     yield tokenizer, episodes
     episodes.close()
@@ -223,18 +229,18 @@ def test_an_environment_that_breaks_ends_its_own_episodes_only(breakable, how: s
     assert (fine.episode.problem, fine.episode.rewards) == (None, {"reward": 1.0})
 
 
-def test_an_environment_that_never_ends_is_ended(play) -> None:
+def test_an_environment_that_never_ends_is_ended(make_episodes) -> None:
     tokenizer = FAMILIES["tiny"]()
     prompt = prompt_of(tokenizer, how="forever")
     engine = Scripted(tokenizer)
-    episodes = play(engine, Play(name=f"{SCRIPTED}:Broken", turns=4), tokenizer)
+    episodes = make_episodes(engine, EnvironmentConfig(name=f"{SCRIPTED}:Broken", turns=4), tokenizer)
     ((done,),) = episodes.generate([prompt], [Request(prompt.token_ids, 1, 0)], Sampling(10_000))
     assert len(engine.seen) == 4
     assert done.truncated
 
 
 @pytest.mark.parametrize("turn", [0, 1])
-def test_a_stop_in_any_turn_ends_the_episodes(play, turn: int) -> None:
+def test_a_stop_in_any_turn_ends_the_episodes(make_episodes, turn: int) -> None:
     tokenizer = FAMILIES["tiny"]()
     prompt = prompt_of(tokenizer, turns=3)
 
@@ -248,7 +254,7 @@ def test_a_stop_in_any_turn_ends_the_episodes(play, turn: int) -> None:
 
     engine = Stopped(tokenizer)
     listener = Listener(watch=Watch(cancelled=engine.over))
-    episodes = play(engine, Play(name=f"{SCRIPTED}:Counting"), tokenizer)
+    episodes = make_episodes(engine, EnvironmentConfig(name=f"{SCRIPTED}:Counting"), tokenizer)
     episodes.generate([prompt], [Request(prompt.token_ids, 2, 0)], Sampling(200), listener)
     assert len(engine.seen) == turn + 1
 
@@ -257,24 +263,24 @@ def test_a_stop_in_any_turn_ends_the_episodes(play, turn: int) -> None:
     ("how", "said"), [("reset", "game: its environment could not be reset: Runtime"), ("fine", "")]
 )
 def test_whether_an_episode_can_begin_is_known_without_a_model(how: str, said: str) -> None:
-    task = Play(name=f"{SCRIPTED}:Broken", timeout=10.0)
+    task = EnvironmentConfig(name=f"{SCRIPTED}:Broken", timeout=10.0)
     example = {"prompt": "not sent", "how": how, "board": Path("no JSON")}
     with pytest.raises(ConfigError, match=said) if said else nullcontext():
         check_environment("game", task, example)
 
 
 def test_variables_that_an_environment_needs_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    play = Play(name=f"{SCRIPTED}:Broken", timeout=10.0, env=["SEARCH_KEY"])
+    environment = EnvironmentConfig(name=f"{SCRIPTED}:Broken", timeout=10.0, env=["SEARCH_KEY"])
     with pytest.raises(ConfigError, match=r"task\.environment\.env=\[SEARCH_KEY\]: is not set here"):
-        check_environment("game", play, {"how": "fine"})
+        check_environment("game", environment, {"how": "fine"})
     monkeypatch.setenv("SEARCH_KEY", "secret")
-    check_environment("game", play, {"how": "SEARCH_KEY"})
+    check_environment("game", environment, {"how": "SEARCH_KEY"})
     with pytest.raises(ConfigError, match="KeyError: 'SEARCH_KEY'"):
-        check_environment("game", replace(play, env=[]), {"how": "SEARCH_KEY"})
+        check_environment("game", replace(environment, env=[]), {"how": "SEARCH_KEY"})
 
 
 @pytest.mark.parametrize("turns", [0, 1])
-def test_cancelled_episodes_end_with_the_turns_they_have(play, turns: int) -> None:
+def test_cancelled_episodes_end_with_the_turns_they_have(make_episodes, turns: int) -> None:
     """An engine that is cancelled may return nothing."""
     tokenizer = FAMILIES["chatml"]()
     stop = threading.Event()
@@ -289,7 +295,7 @@ def test_cancelled_episodes_end_with_the_turns_they_have(play, turns: int) -> No
             return [[] for _ in requests]
 
     prompt = prompt_of(tokenizer, turns=3)
-    episodes = play(Cancelled(tokenizer), Play(name=f"{SCRIPTED}:Counting"), tokenizer)
+    episodes = make_episodes(Cancelled(tokenizer), EnvironmentConfig(name=f"{SCRIPTED}:Counting"), tokenizer)
     listener = Listener(watch=Watch(cancelled=stop.is_set))
     (found,) = episodes.generate([prompt], [Request(prompt.token_ids, 2, 0)], Sampling(200), listener)
     assert [done.episode.turns for done in found if done.episode] == [1, 1][: 2 * turns]

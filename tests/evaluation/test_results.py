@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from grpocli.rewards.math_format import Math
-from grpocli.rewards.scoring import sample_of
-from grpocli.rewards.text import Number
+from grpocli.rewards.math import Math
+from grpocli.rewards.reward import Sample
+from grpocli.rewards.text_match import Number
 from grpocli.training.accuracy import AccuracyRewards, task_result
 from grpocli.types import Completion, Group, Prompt, Rollout
 
@@ -52,7 +52,7 @@ def test_a_majority_is_of_values_and_not_of_texts() -> None:
     texts = ["\\boxed{0.5}", "so $\\frac12$", "<think>9</think><answer>1/2</answer>", "\\boxed{9}", "9 (apples)"]
     try:
         found = task_result("sums", accuracy_rewards, [], [group("a", texts, [1.0, 1.0, 1.0, 0.0, 0.0])], 8)
-        samples = [sample_of(rollout, 8) for rollout in group("a", texts, [0.0] * 5).rollouts]
+        samples = [Sample.of(rollout, 8) for rollout in group("a", texts, [0.0] * 5).rollouts]
         votes = reward.votes(samples)
     finally:
         reward.close()
@@ -63,6 +63,6 @@ def test_a_majority_is_of_values_and_not_of_texts() -> None:
 def test_numbers_in_digits_vote_without_a_worker_process() -> None:
     reward = Math(workers=1, timeout=20)
     texts = [r"\boxed{7}", "work\n#### 7.0", "that is 1,009 in all", "1009"]
-    votes = reward.votes([sample_of(rollout, 8) for rollout in group("a", texts, [0.0] * 4).rollouts])
+    votes = reward.votes([Sample.of(rollout, 8) for rollout in group("a", texts, [0.0] * 4).rollouts])
     assert votes[0] == votes[1] != votes[2] == votes[3]
     assert not reward._pool()._workers

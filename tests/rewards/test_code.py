@@ -8,10 +8,10 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.rewards import code
-from grpocli.rewards.code import Code
+from grpocli.rewards.code import CodeReward
 from grpocli.rewards.reward import Failure, Sample
 from grpocli.sandbox import cgroup, select_backend
-from grpocli.sandbox.backends import unsafe
+from grpocli.sandbox.backends import no_isolation
 
 ADD = "```python\ndef add(a, b):\n    return a + b\n```"
 TESTS = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
@@ -23,7 +23,7 @@ def sample(text, **columns):
 
 @pytest.fixture
 def reward():
-    made = Code(timeout=3, workers=2)
+    made = CodeReward(timeout=3, workers=2)
     try:
         made.check(["tests"])
     except ConfigError as error:
@@ -42,7 +42,7 @@ def test_right_wrong_and_unknown(reward):
 
 
 def test_part_of_the_tests():
-    reward = Code(partial=True, right=2.0, wrong=-1.0, timeout=3)
+    reward = CodeReward(partial=True, right=2.0, wrong=-1.0, timeout=3)
     try:
         assert reward([sample(ADD.replace("+", "*")), sample(ADD), sample("")]) == [0.5, 2.0, -1.0]
         ends = "import os\ndef add(a, b):\n    return a + b if a == b else os._exit(0)"
@@ -67,7 +67,7 @@ def test_another_interpreters_packages():
     """Its installed packages can be imported, ours cannot."""
     program = "import numpy\ndef add(a, b):\n    return int(numpy.add(a, b))"
     for python, expected in ((sys.executable, 1), (None, 0)):
-        reward = Code(python=python, timeout=20, memory_mb=2048)
+        reward = CodeReward(python=python, timeout=20, memory_mb=2048)
         try:
             assert reward([sample(program)]) == [expected], reward.explain(sample(program))
         finally:
@@ -75,30 +75,32 @@ def test_another_interpreters_packages():
 
 
 def test_a_machine_without_control_groups_is_told_of(monkeypatch):
-    monkeypatch.setattr(cgroup, "place", lambda: None)
-    assert Code().warning.startswith("reward.code.memory_mb=512 bounds each process of a program and not all together")
-    monkeypatch.setattr(cgroup, "place", lambda: "here")
-    assert Code().warning == ""
+    monkeypatch.setattr(cgroup, "parent_group", lambda: None)
+    assert CodeReward().warning.startswith(
+        "reward.code.memory_mb=512 limits each process of a program, not all together"
+    )
+    monkeypatch.setattr(cgroup, "parent_group", lambda: "here")
+    assert CodeReward().warning == ""
 
 
 def test_an_interpreter_that_is_none():
     with pytest.raises(ConfigError, match=r"reward.code.python=/no/python: does not start"):
-        Code(python="/no/python").check(["tests"])
+        CodeReward(python="/no/python").check(["tests"])
 
 
 def test_a_machine_without_isolation_is_refused(monkeypatch):
-    monkeypatch.setattr(select_backend, "ways", lambda python: [unsafe(python)])
-    code.way_for.cache_clear()
-    with pytest.raises(ConfigError, match=r"cannot be shut in on this machine .*reward.code.unsafe=true"):
-        Code(memory_mb=256).check(["tests"])
-    reward = Code(unsafe=True)
+    monkeypatch.setattr(select_backend, "available_backends", lambda python: [no_isolation(python)])
+    code.working_backend.cache_clear()
+    with pytest.raises(ConfigError, match=r"no sandbox for programs works on this machine .*reward.code.unsafe=true"):
+        CodeReward(memory_mb=256).check(["tests"])
+    reward = CodeReward(unsafe=True)
     try:
         reward.check(["tests"])
         assert reward.warning.startswith("reward.code.unsafe=true: programs that the model writes run as you")
         assert reward([sample(ADD)]) == [1]
     finally:
         reward.close()
-        code.way_for.cache_clear()
+        code.working_backend.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -106,9 +108,9 @@ def test_a_machine_without_isolation_is_refused(monkeypatch):
 )
 def test_values_that_cannot_be(field, value):
     with pytest.raises(ConfigError, match=rf"reward.code.{field}={value}: "):
-        Code(**{field: value})
+        CodeReward(**{field: value})
 
 
 def test_a_column_that_is_missing():
     with pytest.raises(ConfigError, match=r"reward.code.answer_column=tests: .*columns answer"):
-        Code().check(["answer"])
+        CodeReward().check(["answer"])

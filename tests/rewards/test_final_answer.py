@@ -6,9 +6,9 @@ import pytest
 
 from grpocli.rewards.countdown import CountdownReward
 from grpocli.rewards.final_answer import answer_expression, final_answer
-from grpocli.rewards.math_format import Math
+from grpocli.rewards.math import Math
 from grpocli.rewards.reasoning_gym import ReasoningGymReward
-from grpocli.rewards.text import ExactMatch, Number
+from grpocli.rewards.text_match import ExactMatch, Number
 
 MARKS = [
     ("<think>a 7</think><answer>5</answer>", "5"),

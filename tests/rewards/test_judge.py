@@ -14,8 +14,8 @@ import pytest
 
 from grpocli.errors import ConfigError, RewardError, RewardGone, ServiceGone
 from grpocli.rewards.judge import Judge
-from grpocli.rewards.reward import Failure
-from grpocli.rewards.scoring import Scorer, sample_of
+from grpocli.rewards.reward import Failure, Sample
+from grpocli.rewards.scorer import Scorer
 from grpocli.types import Completion, Prompt, Rollout
 
 
@@ -104,7 +104,7 @@ def rollouts(*texts: str) -> list[Rollout]:
 
 
 def samples(*texts: str) -> list[Any]:
-    return [sample_of(rollout, 9) for rollout in rollouts(*texts)]
+    return [Sample.of(rollout, 9) for rollout in rollouts(*texts)]
 
 
 def judge(endpoint: Endpoint, **settings: Any) -> Judge:

@@ -119,7 +119,7 @@ def test_conversations_come_as_lists_of_messages(reward, sample) -> None:
     assert reward("starts_well")(given) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(("name", "said"), [("short", "1 values for 2 samples"), ("scalar", "1.0, no list")])
+@pytest.mark.parametrize(("name", "said"), [("short", "1 values for 2 samples"), ("scalar", "1.0, expected a list")])
 def test_a_result_of_the_wrong_shape_fails_every_sample(reward, sample, name: str, said: str) -> None:
     scores = reward(name)([sample("a"), sample("b")])
     assert all(isinstance(s, Failure) and said in s.reason for s in scores)
@@ -155,7 +155,7 @@ def test_a_process_of_its_own_gives_what_the_function_gives(reward, sample) -> N
         assert asked("ask", tokens=2)[0] == first  # what it keeps is still there
         assert asked("draw") == asked("draw") != asked("draw", tokens=2)
         assert all("it raised SystemExit: enough (" in score.reason for score in asked("leave"))
-        assert all("1.0, no list" in score.reason for score in asked("scalar"))
+        assert all("1.0, expected a list" in score.reason for score in asked("scalar"))
     finally:
         made.close()
 
@@ -165,7 +165,7 @@ def test_a_process_of_its_own_gives_what_the_function_gives(reward, sample) -> N
     [
         ("longr", 'has no function or class longr; did you mean "longer"'),
         ("not_callable", "is of type int; give a function or a class"),
-        ("equals", "it wants 'truth', but the task has no such column"),
+        ("equals", "needs 'truth', but the task has no such column"),
     ],
 )
 def test_what_cannot_work_is_found_before_training(reward, name: str, said: str) -> None:

@@ -11,9 +11,9 @@ from hydra import compose, initialize_config_dir
 from grpocli.config.build import build
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import register_parts
-from grpocli.rewards.math_format import Format
+from grpocli.rewards.length import Overlong
 from grpocli.rewards.python import PythonReward
-from grpocli.rewards.text import Overlong
+from grpocli.rewards.text_match import Format
 
 
 @pytest.fixture

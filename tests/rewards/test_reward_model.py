@@ -10,8 +10,8 @@ import torch
 
 from grpocli.errors import ConfigError
 from grpocli.models.tiny import make_tokenizer
-from grpocli.rewards.model import RewardModel
-from grpocli.rewards.scoring import sample_of
+from grpocli.rewards.reward import Sample
+from grpocli.rewards.reward_model import RewardModel
 from grpocli.types import Completion, Prompt, Rollout
 
 
@@ -38,7 +38,7 @@ def save(folder: Path, labels: int, template: bool = True) -> Path:
 
 def samples(texts: list[str], chat: bool) -> list[Any]:
     prompt = Prompt("0", [1], [{"role": "user", "content": "2+2="}] if chat else "2+2=")
-    return [sample_of(Rollout(prompt, Completion([1], [0.0], "stop", 0), text), 9) for text in texts]
+    return [Sample.of(Rollout(prompt, Completion([1], [0.0], "stop", 0), text), 9) for text in texts]
 
 
 @pytest.mark.parametrize("chat", [True, False])

@@ -12,7 +12,7 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose
-from grpocli.rewards.scoring import Scorer
+from grpocli.rewards.scorer import Scorer
 from grpocli.training.collector import rewards_of
 from grpocli.types import Completion, Group, Prompt, Rollout
 
@@ -75,12 +75,12 @@ def scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         prompt = Prompt("0", [1], rows[0]["prompt"], columns)
         rollouts = [Rollout(prompt, Completion([2, 3], [0.0, 0.0], "stop", 1), text) for text in texts]
         scorer = Scorer(run.reward, 0.0)
-        found, tally = scorer.score(rollouts, 8)
-        scorer.check_errors(tally)
-        group = Group(prompt, [Rollout(prompt, r.completion, r.text, f) for r, f in zip(rollouts, found, strict=True)])
+        scored, stats = scorer.score(rollouts, 8)
+        scorer.check_errors(stats)
+        group = Group(prompt, scored)
         weights = {name: reward.weight for name, reward in run.reward.items()}
         summed = run.algorithm.scores(rewards_of([group], list(weights)), weights)
-        return summed[0].tolist(), list(scorer.remarks(tally).values())
+        return summed[0].tolist(), list(scorer.warnings(stats).values())
 
     return score
 
@@ -125,7 +125,7 @@ def test_where_no_reward_applies_that_is_said(scores) -> None:
 
 
 def test_what_only_trl_gives_is_named(scores) -> None:
-    said = "it wants TRL's 'trainer_state', which is not given here: give it a default, trainer_state=None"
+    said = "needs TRL's argument 'trainer_state', which grpocli does not pass: give it a default, trainer_state=None"
     with pytest.raises(ConfigError, match=said):
         scores(PLAIN, ["a"], *python("by_step"))
 
@@ -133,10 +133,10 @@ def test_what_only_trl_gives_is_named(scores) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("by_step", "^reward.by_step.function=.*mine.py:by_step: it wants TRL's"),
+        ("by_step", "^reward.by_step.function=.*mine.py:by_step: needs TRL's argument"),
         (
             "by_place",
-            "^reward.by_place.function=.*it is called with keyword arguments, which 'completions' before `/` is",
+            "^reward.by_place.function=.*is called with keyword arguments, but 'completions' before `/` is",
         ),
     ],
 )

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from grpocli.sandbox.backends import Way
-from grpocli.sandbox.sandbox import Job, Limits, SandboxError, Verdict, run
-from grpocli.sandbox.select_backend import best, way_of
+from grpocli.sandbox.backends import Backend
+from grpocli.sandbox.sandbox import Limits, SandboxError, Submission, SubmissionResult, run
+from grpocli.sandbox.select_backend import backend_named, select_backend
 
 LIMITS = Limits(timeout=3, memory_mb=256, processes=4, disk_mb=4)
 
 
 @pytest.fixture(scope="session")
-def way() -> Way:
+def backend() -> Backend:
     try:
-        return way_of(best(None, LIMITS), None)
+        return backend_named(select_backend(None, LIMITS), None)
     except SandboxError as error:
         pytest.skip(f"programs cannot be shut in here: {error}")
 
 
 class Sandbox:
-    def __init__(self, way: Way) -> None:
-        self.way, self.limits = way, LIMITS
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self.limits = backend, LIMITS
 
-    def __call__(self, program: str, *tests: str, **rest: str) -> Verdict:
-        return run(Job(program, tests, **rest), self.limits, self.way)
+    def __call__(self, program: str, *tests: str, **rest: str) -> SubmissionResult:
+        return run(Submission(program, tests, **rest), self.limits, self.backend)
 
 
 @pytest.fixture
-def sandbox(way: Way) -> Sandbox:
-    return Sandbox(way)
+def sandbox(backend: Backend) -> Sandbox:
+    return Sandbox(backend)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from grpocli.sandbox import select_backend
-from grpocli.sandbox.backends import python_of, unsafe
-from grpocli.sandbox.sandbox import SandboxError
+from grpocli.sandbox.backends import interpreter, no_isolation
+from grpocli.sandbox.sandbox import Limits, SandboxError
 
 TEST = "assert answer() == 42"
 RIGHT = "def answer():\n    return 42\n"
@@ -111,7 +111,7 @@ def test_the_time_limit(sandbox, program, nothing_is_left):
     verdict = sandbox(program, TEST, "assert True")
     assert time.monotonic() - start < 10
     assert verdict.passed == [False, False]
-    assert verdict.wrong == "it took longer than 0.5 s"
+    assert verdict.error == "it took longer than 0.5 s"
 
 
 def test_filling_the_disk(sandbox):
@@ -135,7 +135,7 @@ def fill(folder):
 
 def test_a_file_without_a_name_does_not_count_for_nothing(sandbox):
     program = "import os\ndef f():\n    return os.memfd_create('x')\n"
-    assert "PermissionError" in sandbox(program, "f()").wrong
+    assert "PermissionError" in sandbox(program, "f()").error
 
 
 def test_printing_without_end(sandbox):
@@ -156,7 +156,7 @@ def test_printing_without_end(sandbox):
 def test_exhausting_memory(sandbox, grab):
     verdict = sandbox(f"def grab():\n    return {grab}\n", "grab()")
     assert verdict.passed == [False]
-    assert "Error" in verdict.wrong
+    assert "Error" in verdict.error
 
 
 def test_reading_files_of_the_machine(sandbox, tmp_path):
@@ -193,7 +193,7 @@ def test_opening_a_socket(sandbox, kind):
             f"    with socket.socket(socket.{kind}, socket.SOCK_STREAM) as s:\n"
             f"        s.connect(('127.0.0.1', {server.getsockname()[1]}))\n"
         )
-        assert "PermissionError" in sandbox(program, "reach()").wrong
+        assert "PermissionError" in sandbox(program, "reach()").error
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_helpers_that_the_tests_compare_with_are_the_references(sandbox):
     before = "def error(x):\n    return abs(x - 42)\n\n"
     program = "def error(x): return 0\ndef answer(): return 0"
     check = "def check(f):\n    assert error(f()) == 0\n\ncheck(answer)"
-    given = {"before": before, "reference": RIGHT, "entry": "answer"}
+    given = {"before": before, "reference": RIGHT, "entry_point": "answer"}
     assert sandbox(program, check, **given).passed == [False]
     assert sandbox(RIGHT, check, **given).passed == [True]
 
@@ -303,9 +303,9 @@ for module in list(sys.modules.values()):
 @pytest.mark.parametrize("program", ["", "x = 1", "```python\ndel answer\n```", "answer: int"])
 def test_the_reference_is_not_tested_in_place_of_the_program(sandbox, program):
     before = 'def answer():\n    """42."""\n'
-    given = {"before": before, "reference": "    return 42\n", "entry": "answer"}
+    given = {"before": before, "reference": "    return 42\n", "entry_point": "answer"}
     assert sandbox(program, TEST, **given).passed == [False]
-    assert sandbox(program, TEST, reference=RIGHT, entry="answer").passed == [False]
+    assert sandbox(program, TEST, reference=RIGHT, entry_point="answer").passed == [False]
 
 
 def test_a_loop_of_the_tests_does_not_end_early(sandbox):
@@ -318,31 +318,31 @@ def test_a_right_program_beside_all_that_passes(sandbox):
     assert sandbox(RIGHT, TEST).passed == [True]
 
 
-def test_a_way_that_is_gone_is_not_replaced_by_none(monkeypatch):
-    monkeypatch.setattr(select_backend, "ways", lambda python: [])
-    with pytest.raises(SandboxError, match="bubblewrap was here when the run began"):
-        select_backend.way_of("bubblewrap", None)
+def test_a_missing_backend_is_not_replaced_by_no_isolation(monkeypatch):
+    monkeypatch.setattr(select_backend, "available_backends", lambda python: [])
+    with pytest.raises(SandboxError, match="bubblewrap was available when the run began"):
+        select_backend.backend_named("bubblewrap", None)
 
 
-def test_without_isolation_nothing_runs(monkeypatch):
+def test_no_backend_is_selected_if_a_program_can_escape(monkeypatch):
     """The probe finds that limits alone are no sandbox."""
-    monkeypatch.setattr(select_backend, "ways", lambda python: [unsafe(python)])
+    monkeypatch.setattr(select_backend, "available_backends", lambda python: [no_isolation(python)])
     with pytest.raises(SandboxError, match=r"none: a program in it can .*reach a port of this machine"):
-        select_backend.best(None, select_backend.Limits(memory_mb=256))
+        select_backend.select_backend(None, Limits(memory_mb=256))
 
 
-def test_a_sandbox_that_cannot_be_entered_is_no_result(way, sandbox):
-    order = {**way.order, "namespaces": True, "readable": ["/" + "x" * 300]}
-    sandbox.way = select_backend.Way("broken", python_of(None), lambda _: ["/bin/false"], order)
+def test_a_sandbox_that_cannot_be_entered_is_no_result(backend, sandbox):
+    order = {**backend.order, "namespaces": True, "readable": ["/" + "x" * 300]}
+    sandbox.backend = select_backend.Backend("broken", interpreter(None), lambda _: ["/bin/false"], order)
     with pytest.raises(SandboxError, match="ended at once"):
         sandbox(RIGHT, TEST)
-    sandbox.way = select_backend.Way("missing", python_of(None), lambda _: ["/no/such/program"], order)
+    sandbox.backend = select_backend.Backend("missing", interpreter(None), lambda _: ["/no/such/program"], order)
     with pytest.raises(SandboxError, match="/no/such/program does not start"):
         sandbox(RIGHT, TEST)
 
 
 def test_what_a_refusal_says_is_told(sandbox):
     refuse = ["/bin/sh", "-c", 'echo "no namespaces here" >&2; exit 1', "--"]
-    sandbox.way = select_backend.Way("refused", python_of(None), lambda _: refuse, sandbox.way.order)
+    sandbox.backend = select_backend.Backend("refused", interpreter(None), lambda _: refuse, sandbox.backend.order)
     with pytest.raises(SandboxError, match="no namespaces here"):
         sandbox(RIGHT, TEST)

@@ -8,9 +8,8 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.rewards.countdown import CountdownReward, reaches
-from grpocli.rewards.reward import Failure
-from grpocli.rewards.scoring import sample_of
-from grpocli.rewards.text import Number
+from grpocli.rewards.reward import Failure, Sample
+from grpocli.rewards.text_match import Number
 from grpocli.tasks.countdown import Countdown
 from grpocli.tasks.generated import HELD_OUT, Generated, is_held_out
 from grpocli.tasks.letter_counting import LetterCounting
@@ -19,7 +18,7 @@ from grpocli.types import Completion, Prompt, Rollout
 
 
 def sample(columns: dict[str, Any], text: str) -> Any:
-    return sample_of(Rollout(Prompt("0", [1], "?", columns), Completion([1], [0.0], "stop", 0), text), 99)
+    return Sample.of(Rollout(Prompt("0", [1], "?", columns), Completion([1], [0.0], "stop", 0), text), 99)
 
 
 @pytest.mark.parametrize("task", [Countdown, LetterCounting, SlidingPuzzles])

@@ -13,7 +13,7 @@ from grpocli.launch.compose import build_run, compose
 from grpocli.launch.conf_files import MARK
 from grpocli.launch.hydra_sources import conf_dir
 from grpocli.launch.overrides import spread
-from grpocli.rewards.scoring import Limit
+from grpocli.rewards.score_stats import ErrorLimit
 from grpocli.tasks.mixture import about, limits_of, tasks_of
 from grpocli.tasks.prompt_source import PromptSource
 
@@ -69,7 +69,7 @@ def test_the_name_of_the_only_task_may_be_given() -> None:
 
 def test_a_limit_of_errors_of_a_task_has_its_key() -> None:
     assert limits_of(run_of("task=[arithmetic,gsm8k]", "task.gsm8k.max_reward_errors=0.5").task) == {
-        "gsm8k": Limit("task.gsm8k.max_reward_errors", 0.5)
+        "gsm8k": ErrorLimit("task.gsm8k.max_reward_errors", 0.5)
     }
     assert str(limits_of(run_of("task.max_reward_errors=1").task)["arithmetic"]) == "task.max_reward_errors=1"
     with pytest.raises(ConfigError, match=r"task\.gsm8k\.max_reward_errors=2\.0: must be between 0 and 1, or null"):

@@ -8,8 +8,7 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.rewards.reasoning_gym import ReasoningGymReward
-from grpocli.rewards.reward import Failure
-from grpocli.rewards.scoring import sample_of
+from grpocli.rewards.reward import Failure, Sample
 from grpocli.tasks.reasoning_gym import ReasoningGym
 from grpocli.types import Completion, Prompt, Rollout
 
@@ -46,7 +45,7 @@ def reward() -> Iterator[ReasoningGymReward]:
 
 def sample(example: dict, text: str):
     columns = {name: value for name, value in example.items() if name != "prompt"}
-    return sample_of(Rollout(Prompt("0", [1], example["prompt"], columns), Completion([1], [0.0], "stop", 0), text), 99)
+    return Sample.of(Rollout(Prompt("0", [1], example["prompt"], columns), Completion([1], [0.0], "stop", 0), text), 99)
 
 
 @pytest.mark.parametrize("name", TWENTY)

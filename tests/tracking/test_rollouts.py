@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from grpocli.rewards.countdown import CountdownReward
+from grpocli.rewards.length import Overlong
 from grpocli.rewards.reward import answer_columns
-from grpocli.rewards.text import ExactMatch, Overlong
+from grpocli.rewards.text_match import ExactMatch
 from grpocli.tracking.rollouts import Record, evaluation_records, read_rollouts, write_rollouts
 from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Row, Status
 

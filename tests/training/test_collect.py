@@ -12,8 +12,9 @@ from composed import built
 
 from grpocli.errors import ConfigError, RewardError, RunError
 from grpocli.progress import Watch
-from grpocli.rewards.scoring import Scorer, Tally
-from grpocli.rewards.text import ExactMatch
+from grpocli.rewards.score_stats import RewardStats, ScoreStats
+from grpocli.rewards.scorer import Scorer
+from grpocli.rewards.text_match import ExactMatch
 from grpocli.rollout.seeds import seed_of
 from grpocli.training import saved_rollouts
 from grpocli.training.collector import Collector, RolloutStats
@@ -39,9 +40,8 @@ class Scripted:
             Group(p, [Rollout(p, done, "t", {"r": value}) for value in self.rewards[int(p.uid) % len(self.rewards)]])
             for p in prompts
         ]
-        return groups, Tally(
-            Counter({"": len(prompts) * n}), 1.0, Counter({("r", ""): self.errors}), {("r", ""): "a reason"}
-        )
+        found = RewardStats(errors=self.errors, first_error="a reason")
+        return groups, ScoreStats(Counter({"": len(prompts) * n}), 1.0, {("r", ""): found})
 
 
 def prompt(number: int) -> Prompt:
@@ -247,10 +247,10 @@ def test_a_collector_asks_the_accuracy_reward_of_each_groups_task() -> None:
     plain = sampler.generate_and_score
 
     def generate_and_score(*given):
-        found, tally = plain(*given)
+        found, stats = plain(*given)
         for rollout in (r for g in found for r in g.rollouts):
             rollout.rewards["judge"] = 1.0
-        return found, tally
+        return found, stats
 
     sampler.generate_and_score = generate_and_score  # type: ignore[method-assign]
     assert made.collect().groups == []
@@ -306,7 +306,7 @@ def test_what_was_sampled_in_trls_terms() -> None:
             return [
                 Group(p, [Rollout(p, completion(k), "t", {"r": rewards[k]}) for k in (2 * i, 2 * i + 1)])
                 for i, p in enumerate(prompts)
-            ], Tally(Counter({"": 6}))
+            ], ScoreStats(Counter({"": 6}))
 
     made, _ = collector([], "algorithm=grpo")
     made.sampler = Fixed([])  # type: ignore[assignment]

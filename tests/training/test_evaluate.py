@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from grpocli.progress import Watch
-from grpocli.rewards.scoring import Tally
-from grpocli.rewards.text import ExactMatch
+from grpocli.rewards.score_stats import ScoreStats
+from grpocli.rewards.text_match import ExactMatch
 from grpocli.training.accuracy import AccuracyRewards, Evaluator, eval_seeds
 from grpocli.types import Completion, Group, Prompt, Rollout, Sampling
 
 
 class ErrorCheck:
-    def check_errors(self, tally: Tally) -> None:
+    def check_errors(self, stats: ScoreStats) -> None:
         return
 
 
@@ -36,7 +36,9 @@ class Recording:
             watch.progress(len(prompts) * n, len(prompts) * n, "completions")
         scores = [1.0, 0.0, math.nan, 0.5]
         done = Completion([1, 2], [0.0, 0.0], "stop", 1)
-        return [Group(p, [Rollout(p, done, "", {"right": scores[i % 4]}) for i in range(n)]) for p in prompts], Tally()
+        return [
+            Group(p, [Rollout(p, done, "", {"right": scores[i % 4]}) for i in range(n)]) for p in prompts
+        ], ScoreStats()
 
 
 def test_evaluations_keep_what_decides_the_answer_and_its_end() -> None:
@@ -69,7 +71,7 @@ def test_several_tasks_have_their_own_accuracy_rewards_and_results() -> None:
         ) -> Any:
             done = Completion([1, 2], [0.0, 0.0], "stop", 1)
             scores = {"sums": {"right": 1.0, "other": math.nan}, "words": {"right": math.nan, "other": 0.5}}
-            return [Group(p, [Rollout(p, done, "", scores[p.task])] * n) for p in prompts], Tally()
+            return [Group(p, [Rollout(p, done, "", scores[p.task])] * n) for p in prompts], ScoreStats()
 
     prompts = [Prompt("0", [1], "?", {"task_name": "sums"}), Prompt("1", [1], "?", {"task_name": "words"})]
     sampler: Any = OfTwo()

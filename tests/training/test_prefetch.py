@@ -16,7 +16,7 @@ import torch
 from composed import built
 
 from grpocli.errors import EngineError, RunError
-from grpocli.rewards.scoring import Tally
+from grpocli.rewards.score_stats import ScoreStats
 from grpocli.tracking.rollouts import write_rollouts
 from grpocli.training import saved_rollouts
 from grpocli.training.collector import Collector, RolloutBatch, records_of
@@ -54,14 +54,14 @@ class Sampler:
         self.threads: set[int] = set()
         self.error: BaseException | None = None
         self.before: Callable[[], None] = lambda: None
-        self.scorer = SimpleNamespace(check_errors=lambda *_: None, remarks=lambda _: {})
+        self.scorer = SimpleNamespace(check_errors=lambda *_: None, warnings=lambda _: {})
 
     def allow(self, calls: int) -> None:
         self.turns.release(calls)
 
     def generate_and_score(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: object = None
-    ) -> tuple[list[Group], Tally]:
+    ) -> tuple[list[Group], ScoreStats]:
         first = self.version
         self.threads.add(threading.get_ident())
         self.calls.append((first, [int(p.uid) for p in prompts]))
@@ -75,7 +75,7 @@ class Sampler:
             rewards = self.rewards[int(p.uid) % len(self.rewards)]
             done = Completion([int(p.uid) % 7, first], [-1.0, -0.5], "stop", first, spans=spans)
             groups.append(Group(p, [Rollout(p, done, "t", {"r": value}) for value in rewards]))
-        return groups, Tally(Counter({"": len(prompts) * n}))
+        return groups, ScoreStats(Counter({"": len(prompts) * n}))
 
 
 def collector(sampler: Sampler, *overrides: str) -> Collector:

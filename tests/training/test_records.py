@@ -15,7 +15,7 @@ from composed import built
 from training.recomputed import recomputed
 
 from grpocli.progress import Watch
-from grpocli.rewards.scoring import Tally
+from grpocli.rewards.score_stats import ScoreStats
 from grpocli.tracking.rollouts import read_rollouts, write_rollouts
 from grpocli.training.collector import Collector, RolloutBatch, records_of, status_of
 from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Row, Sampling
@@ -36,11 +36,11 @@ class Scripted:
 
     def __init__(self) -> None:
         self.version = 1
-        self.scorer: Any = SimpleNamespace(check_errors=lambda *_: None, remarks=lambda _: {})
+        self.scorer: Any = SimpleNamespace(check_errors=lambda *_: None, warnings=lambda _: {})
 
     def generate_and_score(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], n: int, sampling: Sampling, watch: Watch
-    ) -> tuple[list[Group], Tally]:
+    ) -> tuple[list[Group], ScoreStats]:
         groups = []
         for prompt in prompts:
             number = int(prompt.uid)
@@ -53,7 +53,7 @@ class Scripted:
                 done = Completion(ids, [-1.0] * len(ids), ended, self.version, mask, episode=episode)
                 rollouts.append(Rollout(prompt, done, "t", dict(zip(WEIGHTS, scores, strict=True))))
             groups.append(Group(prompt, rollouts))
-        return groups, Tally(Counter({"": len(prompts) * n}))
+        return groups, ScoreStats(Counter({"": len(prompts) * n}))
 
 
 def collector(*overrides: str) -> Collector:

@@ -1,5 +1,6 @@
-"""What runs inside of a sandbox.
+"""The code that runs inside a sandbox.
 
-Every program pays for what is imported here, so it is the standard library only, and little of that: `typing`, `json`
-and `re` would take longer than all the rest. The imports are relative because it starts without the package around it.
+Every program waits for the imports of this package, so it uses little of the standard library and nothing else:
+`typing`, `json` and `re` would take longer than the rest together. Its imports are relative because the sandboxed
+process starts without the package around it.
 """

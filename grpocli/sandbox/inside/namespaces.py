@@ -1,4 +1,4 @@
-"""A world of its own for a process: no network, no other processes, and of the files only some, read-only."""
+"""Isolates a process by Linux namespaces: no network, no other processes, and only some files, read-only."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def enter(readable: Sequence[tuple[str, str]], disk_mb: int) -> None:
-    """Return in a process that sees a folder /tmp of `disk_mb`, of the machine's files only `readable`, no network.
+    """Return in a new process that sees an empty /tmp of `disk_mb`, the files in `readable`, and no network.
 
-    readable: (what, where it is to be seen).
-
-    The processes before it stay outside and wait: they end as it does, and it ends with them.
-    Raises Unavailable, outside, where the kernel does not allow it.
+    readable: pairs of a path outside and its path inside.
+    The calling process and the ones between stay outside and wait. They end as the new process does, and it ends with
+    them. Raises Unavailable, outside, if the kernel does not allow it.
     """
     user, group = os.getuid(), os.getgid()
     made, mapped = os.pipe(), os.pipe()
@@ -57,15 +56,15 @@ def enter(readable: Sequence[tuple[str, str]], disk_mb: int) -> None:
     os.close(mapped[0])
     os.close(mapped[1])
     _build_root(readable, disk_mb)
-    first = os.fork()  # of the new namespace of processes, which the kernel ends with it
+    first = os.fork()  # the first process of the pid namespace: when it ends, the kernel kills all others
     if first:
         _end_as(first)
     die_with_parent()
-    inner = os.fork()  # code of others is not the first: it could undo what ends that one with the processes outside
+    inner = os.fork()  # the program is not the first process, or it could undo die_with_parent for the namespace
     if inner:
         _end_as(inner)
     os.setsid()
-    if user == 0:  # limits on the number of processes do not hold for root
+    if user == 0:  # the limit on the number of processes does not apply to root
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -83,7 +82,7 @@ def _unshare(made: int) -> None:
 
 
 def _map_users(child: int, user: int, group: int, made: int, mapped: int) -> None:
-    """Give the child's namespace its users: whoever runs this; of root's, nobody too."""
+    """Map the users of the child's namespace: the present user and, for root, nobody."""
     said = os.read(made, 200)
     if said != b"y":
         raise Unavailable(f"the kernel does not allow namespaces here: {said.decode() or 'no reason given'}")
@@ -99,7 +98,7 @@ def _map_users(child: int, user: int, group: int, made: int, mapped: int) -> Non
 
 
 def _build_root(readable: Sequence[tuple[str, str]], disk_mb: int) -> None:
-    """A new root in place of this process's."""
+    """Replace this process's root directory."""
     _mount(None, "/", None, RECURSIVE | PRIVATE)
     _mount("tmpfs", "/tmp", "tmpfs", NO_SETUID | NO_DEVICES, "size=1m,nr_inodes=4k,mode=755")
     os.mkdir("/tmp" + OLD)
@@ -108,7 +107,10 @@ def _build_root(readable: Sequence[tuple[str, str]], disk_mb: int) -> None:
     os.mkdir("/tmp")
     size = f"size={disk_mb}m,nr_inodes=4k,mode=1777"
     _mount("tmpfs", "/tmp", "tmpfs", NO_SETUID | NO_DEVICES, size)
-    for what, path in (*readable, *((device, device) for device in DEVICES)):  # after it: Python may be below /tmp
+    for what, path in (
+        *readable,
+        *((device, device) for device in DEVICES),
+    ):  # after the mount, since Python may be below /tmp
         _show(what, path)
     _checked(libc.umount2(OLD.encode(), DETACH), "umount")
     os.rmdir(OLD)
@@ -117,7 +119,7 @@ def _build_root(readable: Sequence[tuple[str, str]], disk_mb: int) -> None:
 
 
 def _show(what: str, path: str) -> None:
-    """Make something of the old root visible in the new one, to read."""
+    """Make a path of the old root readable in the new one."""
     old = OLD + what
     if not os.path.lexists(old) or os.path.lexists(path):
         return
@@ -138,7 +140,7 @@ def _make_read_only(old: str, path: str) -> None:
     wanted = struct.pack("QQQQ", READ_ONLY | NO_SETUID | NO_DEVICES, 0, 0, 0)
     if libc.syscall(MOUNT_SETATTR, -100, path.encode(), AT_RECURSIVE, wanted, len(wanted)) == 0:
         return
-    # before Linux 5.12: one mount at a time; what is mounted below it is then left out
+    # before Linux 5.12 only one mount at a time, without the mounts below it
     _checked(libc.umount2(path.encode(), DETACH), f"umount {path}")
     _mount(old, path, None, BIND)
     _mount(None, path, None, REMOUNT | BIND | READ_ONLY | NO_SETUID | NO_DEVICES | os.statvfs(path).f_flag & 0x40E)
@@ -163,7 +165,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _end_as(child: int) -> NoReturn:
-    """Wait for a process and end in the same way. What else has ended meanwhile is cleared away."""
+    """Wait for a process and end with the same status, after collecting other children that have ended."""
     pid, status = os.wait()
     while pid != child:
         pid, status = os.wait()

@@ -1,4 +1,4 @@
-"""The program's process: runs the code that a model wrote, and does what the tests' process asks of it."""
+"""The program's process: executes the program and answers requests of the tests' process."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ LONGEST_LIST = 100_000
 MODULE = type(sys)
 
 
-class Kept:
-    """Objects that the tests' process knows by a number: the same one has always the same."""
+class ObjectTable:
+    """Objects that the tests' process refers to by number."""
 
     def __init__(self) -> None:
         self.objects: list[Any] = []
         self._numbers: dict[int, int] = {}
 
     def number(self, one: Any) -> tuple[int, str]:
-        """And the name of its type."""
+        """The object's number, which never changes, and the name of its type."""
         number = self._numbers.setdefault(id(one), len(self.objects))
         if number == len(self.objects):
             self.objects.append(one)
@@ -33,22 +33,22 @@ class Kept:
 
 
 def serve(wire: Wire, text: str, before: str) -> None:
-    """Run the program of a completion, say what it defines, and answer until the other end is gone."""
+    """Run the program of a completion, send what it defines, and answer requests until the connection closes."""
     space: dict[str, Any] = {"__name__": "solution"}
-    kept = Kept()
-    wire.send(_answer(kept, lambda: _defined(source(text, before), space)))
+    table = ObjectTable()
+    wire.send(_answer(table, lambda: _execute(source(text, before), space)))
     while True:
         try:
             message = wire.receive()
         except Closed:
             return
-        wire.send(_answer(kept, _done, message, kept))
+        wire.send(_answer(table, _perform, message, table))
 
 
 def source(text: str, before: str) -> str:
-    """What is in the last fenced block of code, else the lines of the text up to where they are Python no more.
+    """The last fenced code block, else the longest beginning of the text, in lines, that is Python.
 
-    before: what comes before it: imports, or the beginning of a function that the text goes on with.
+    before: code before it: imports, or the beginning of a function that the text continues.
     """
     block = _last_block(text)
     if block is not None:
@@ -65,7 +65,7 @@ def source(text: str, before: str) -> str:
 
 
 def _last_block(text: str) -> str | None:
-    """The last block that is closed, or one that is still open where there is no other."""
+    """The last closed block, or an open block if there is no other."""
     blocks: list[list[str]] = []
     inside = False
     for line in text.split("\n"):
@@ -80,39 +80,39 @@ def _last_block(text: str) -> str | None:
     return "\n".join(blocks[-1]) if blocks else None
 
 
-def _defined(code: str, space: dict[str, Any]) -> dict[str, Any]:
-    """Run it, and say what it defines: modules by their name, everything else as it is sent."""
+def _execute(code: str, space: dict[str, Any]) -> dict[str, Any]:
+    """Execute the code; the names that it defines: modules with their names, everything else with its value."""
     exec(compile(code, "<program>", "exec", dont_inherit=True), space)
     found = {name: value for name, value in space.items() if not name.startswith("__")}
     modules = {name: value.__name__ for name, value in found.items() if isinstance(value, MODULE)}
     return {"modules": modules, "values": {name: value for name, value in found.items() if name not in modules}}
 
 
-def _done(message: bytes, kept: Kept) -> Any:
-    what, arguments, named = decode(message, lambda number, _: kept.objects[number])
-    return OPERATIONS[what](*arguments, **named)
+def _perform(message: bytes, table: ObjectTable) -> Any:
+    operation, arguments, named = decode(message, lambda number, _: table.objects[number])
+    return OPERATIONS[operation](*arguments, **named)
 
 
-def _answer(kept: Kept, action: Callable[..., Any], *given: Any) -> bytes:
-    """Its value, or what it raised."""
+def _answer(table: ObjectTable, action: Callable[..., Any], *given: Any) -> bytes:
+    """The action's value or exception, as a message."""
     try:
-        return encode(("value", action(*given)), kept.number)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the tests' process gets it
-        return encode(("raised", *_raised(error)), kept.number)
+        return encode(("value", action(*given)), table.number)
+    except BaseException as error:  # noqa: BLE001 - sent to the tests' process
+        return encode(("raised", *_raised(error)), table.number)
 
 
 def _raised(error: BaseException) -> tuple[str, str]:
-    """The nearest built-in kind, and what it says."""
+    """The nearest built-in class of an exception, and its text."""
     kind = next(base for base in type(error).__mro__ if base.__module__ == "builtins")
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001 - an error of the model's own may raise another one when it is printed
+    except Exception:  # noqa: BLE001 - the program's __str__ may raise
         text = ""
     return kind.__name__, text[:500]
 
 
 def _next(iterator: Any) -> tuple[bool, Any]:
-    """Whether it has ended, and what comes."""
+    """Whether the iterator has ended, and its next value."""
     try:
         return False, next(iterator)
     except StopIteration:

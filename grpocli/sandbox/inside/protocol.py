@@ -1,6 +1,6 @@
-"""Plain values as bytes: nothing that is read here can run code, or be an object with operators of its own.
+"""Encodes plain values as bytes. Decoding yields built-in types only: it runs no code and makes no other objects.
 
-A value is a letter, a number and a colon, and then that many bytes or values: `s3:abc`, `l2:i1:4i2:17`.
+A value is a letter, a number and a colon, then that many bytes or values: `s3:abc`, `l2:i1:4i2:17`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ if TYPE_CHECKING:
 LONGEST = 16 * 2**20
 """Bytes of a message."""
 DEEPEST = 200
-"""Lists in lists."""
+"""Levels of nested containers."""
 
 
 class Closed(Exception):
-    """The other end is gone, or says what is no message."""
+    """The other end has closed the connection, or sent something other than a message."""
 
 
 def encode(value: Any, keep: Callable[[Any], tuple[int, str]]) -> bytes:
-    """keep: gives a number and a name to what is no plain value. Raises RecursionError for a list within itself."""
+    """The bytes of a value. keep: gives a number and a type name to an object that is not plain.
+
+    Raises RecursionError for a list within itself.
+    """
     pieces: list[bytes] = []
     _write(value, keep, pieces)
     return b"".join(pieces)
@@ -69,13 +72,13 @@ CONTAINERS: tuple[tuple[type[Any], bytes], ...] = (
 
 
 def decode(message: bytes, found: Callable[[int, str], Any]) -> Any:
-    """The value, of exact built-in types. found: what has that number and name. Raises Closed for anything else."""
+    """The value of a message. found: the object with a number and a type name. Raises Closed for invalid bytes."""
     try:
         value, end = _read(message, 0, found, DEEPEST)
     except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
-        raise Closed("it sent what is no value") from error
+        raise Closed("it sent an invalid value") from error
     if end != len(message):
-        raise Closed("it sent more than a value")
+        raise Closed("it sent more than one value")
     return value
 
 
@@ -114,24 +117,24 @@ FROM_ITEMS: dict[bytes, Callable[[list[Any]], Any]] = {
 
 
 def plain(value: Any) -> tuple[int, str]:
-    """For `keep`, where everything has to be a plain value."""
-    raise TypeError(f"{type(value).__name__} is no plain value")
+    """For `keep`: raises TypeError, since only plain values are allowed."""
+    raise TypeError(f"{type(value).__name__} is not a plain value")
 
 
 def nothing(number: int, name: str) -> Any:
-    """For `found`, where everything has to be a plain value."""
-    raise ValueError(f"{name} is no plain value")
+    """For `found`: raises ValueError, since only plain values are allowed."""
+    raise ValueError(f"{name} is not a plain value")
 
 
 class Wire:
-    """One end of a pair of sockets."""
+    """One end of the connection between the two processes."""
 
     def __init__(self, fd: int) -> None:
         self._in = os.fdopen(fd, "rb")
         self._out = os.fdopen(os.dup(fd), "wb")
 
     def send(self, message: bytes) -> None:
-        """Raises Closed."""
+        """Send a message. Raises Closed."""
         try:
             self._out.write(b"%d\n%s" % (len(message), message))
             self._out.flush()
@@ -139,13 +142,13 @@ class Wire:
             raise Closed("it has ended") from error
 
     def receive(self) -> bytes:
-        """Raises Closed."""
+        """The next message. Raises Closed."""
         try:
             size = self._in.readline(20)
             if not size.strip().isdigit():
-                raise Closed("it has ended" if not size else "it sent what is no message")
+                raise Closed("it has ended" if not size else "it sent an invalid message")
             if int(size) > LONGEST:
-                raise Closed("it sent more than a test can look at")
+                raise Closed("it sent a message that is too long")
             message = self._in.read(int(size))
         except ConnectionError as error:
             raise Closed("it has ended") from error

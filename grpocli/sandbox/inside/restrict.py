@@ -1,4 +1,4 @@
-"""What a process gives up for good before it runs code of others: resources, and kinds of system calls."""
+"""Irrevocable restrictions of this process: resource limits, no privileges, and a filter of system calls."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import struct
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_FILTER = 1, 38, 22, 2
 EPERM, ENOSYS = 1, 38
-SIGKILL = 9  # the module that has its name takes 5 ms
+SIGKILL = 9  # importing `signal` would take 5 ms
 NAMESPACES = 0x7E020000
-"""The flags of clone(2) that make a new namespace: in a namespace of users of its own a process may mount anything."""
+"""Flags of clone(2) that make a new namespace: within its own user namespace a process may mount anything."""
 
 LOAD, EQUAL, ANY_BIT, AT_LEAST, RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
-"""Instructions of the kernel's packet filter."""
+"""Instructions of the kernel's filter programs (BPF)."""
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 REFUSED = {
-    "socket": (41, 198),  # also those that no namespace holds back, such as a virtual machine's to its host
-    "memfd_create": (319, 279),  # files that no limit on disk space counts
+    "socket": (41, 198),  # some, such as vsock from a virtual machine to its host, ignore namespaces
+    "memfd_create": (319, 279),  # files that no disk limit counts
     "memfd_secret": (447, 447),
-    "shmget": (29, 194),  # memory that stays when nobody holds it
+    "shmget": (29, 194),  # memory that outlives its process
     "msgget": (68, 186),
     "semget": (64, 190),
     "unshare": (272, 97),
@@ -44,23 +44,23 @@ REFUSED = {
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),  # does what is refused here without a system call
+    "io_uring_setup": (425, 425),  # performs refused operations without a system call
     "personality": (135, 92),
 }
-"""Their numbers on x86_64 and on aarch64."""
+"""Refused system calls, with their numbers on x86_64 and on aarch64."""
 ARCHITECTURES = {"x86_64": (0xC000003E, 0, 56), "aarch64": (0xC00000B7, 1, 220)}
-"""How the kernel calls it, its column of REFUSED, and the number of clone(2)."""
+"""The kernel's constant, the column in REFUSED, and the number of clone(2)."""
 CLONE3 = 435
 X32 = 0x40000000
-"""Numbers from here on are those of another calling convention of x86_64."""
+"""System calls from this number on belong to the x32 ABI of x86_64."""
 
 
 class Unavailable(Exception):
-    """This machine cannot hold a program back. The text says why."""
+    """This machine cannot isolate a program. The text gives the reason."""
 
 
 def limit(seconds: float, memory_mb: int, disk_mb: int) -> None:
-    """Of this process and of each that it starts. seconds: of the processor's time, a little more than of the clock."""
+    """Limit the resources of this process and of each process that it starts. seconds: of processor time, plus two."""
     memory, size, time = memory_mb * 2**20, disk_mb * 2**20, int(seconds) + 2
     for what, most in (
         (resource.RLIMIT_AS, memory),
@@ -75,7 +75,7 @@ def limit(seconds: float, memory_mb: int, disk_mb: int) -> None:
 
 
 def limit_processes(most: int) -> None:
-    """Of this user in this namespace of users, threads included; of root there is no such limit."""
+    """Limit the processes and threads of this user in this user namespace. The limit does not apply to root."""
     _lower(resource.RLIMIT_NPROC, most)
 
 
@@ -86,7 +86,7 @@ def _lower(what: int, most: int) -> None:
 
 
 def give_up_privileges() -> None:
-    """No capabilities, no programs that give any, and none of the system calls of REFUSED. Raises Unavailable."""
+    """Drop all capabilities for good and install the filter of system calls. Raises Unavailable."""
     libc = ctypes.CDLL(None, use_errno=True)
     header, data = struct.pack("Ii", 0x20080522, 0), bytes(24)
     _checked(libc.capset(header, data), "capset")
@@ -98,23 +98,23 @@ def give_up_privileges() -> None:
 
 
 def die_with_parent() -> None:
-    """Be killed when the process that started this one ends."""
+    """Ask the kernel to kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
 
 
 def _filter() -> list[bytes]:
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
-        raise Unavailable(f"no list of system calls for a {machine} processor")
+        raise Unavailable(f"{machine} processors are not supported")
     architecture, column, clone = ARCHITECTURES[machine]
-    number, kernel, flags = 0, 4, 16  # where they are in what the filter sees
+    number, kernel, flags = 0, 4, 16  # offsets in the kernel's struct seccomp_data
     return [
         _instruction(LOAD, kernel),
         _instruction(EQUAL, architecture, 1, 0),
         _instruction(RETURN, KILL),
         _instruction(LOAD, number),
         *_answer(AT_LEAST, X32, ENOSYS),
-        *_answer(EQUAL, CLONE3, ENOSYS),  # its flags cannot be seen from here; the C library then takes clone
+        *_answer(EQUAL, CLONE3, ENOSYS),  # the filter cannot see its flags; the C library falls back to clone
         *(one for numbers in REFUSED.values() for one in _answer(EQUAL, numbers[column], EPERM)),
         _instruction(EQUAL, clone, 0, 3),
         _instruction(LOAD, flags),

@@ -1,7 +1,7 @@
-"""The tests' process: runs tests of a program that is in another process, out of its reach.
+"""The tests' process: runs the tests of a program that runs in another process.
 
-What the program defines is here by proxies; what they return is plain values. So a program cannot end the tests early,
-print their result, patch what they compare with, or return an object that says it is equal to everything.
+The program's objects are proxies here, and their results are plain values. So a program cannot end the tests, write
+their results, patch built-in functions that they use, or return an object that equals everything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Remote:
-    """An object of the program's that is no plain value."""
+    """A proxy of an object in the program's process."""
 
     def __init__(self, ask: Callable[..., Any], number: int, kind: str) -> None:
         self.__dict__.update(_ask=ask, _number=number, _kind=kind)
@@ -53,7 +53,7 @@ class Remote:
         return str(self._ask("text", self))
 
     def __bool__(self) -> bool:
-        raise TypeError(f"the program gave an object of its type {self._kind}, which is neither true nor false here")
+        raise TypeError(f"the program gave an object of its type {self._kind}, which has no truth value here")
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Remote):
@@ -64,66 +64,67 @@ class Remote:
 
 
 class Program:
-    """What the tests' process knows of the program's."""
+    """The connection to the program's process."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
     def names(self) -> dict[str, Any]:
-        """What the program defines. Raises what it raised."""
+        """The names that the program defines. Raises the program's exception."""
         found = self._received()
         imported = (name for name, module in found["modules"].items() if module == name)
         modules = {name: __import__(name) for name in imported if name in sys.stdlib_module_names}
         return {name: value for name, value in (modules | found["values"]).items() if not name.startswith("__")}
 
-    def ask(self, what: str, /, *arguments: Any, **named: Any) -> Any:
-        """Have the program do something. Raises what it raises."""
-        self._wire.send(encode((what, arguments, named), _number))
+    def ask(self, operation: str, /, *arguments: Any, **named: Any) -> Any:
+        """The result of one of `program.OPERATIONS`. Raises the program's exception."""
+        self._wire.send(encode((operation, arguments, named), _number))
         return self._received()
 
     def _received(self) -> Any:
         try:
-            what, *rest = decode(self._wire.receive(), lambda number, kind: Remote(self.ask, number, kind))
+            kind, *rest = decode(self._wire.receive(), lambda number, name: Remote(self.ask, number, name))
         except Closed as closed:
             raise Closed(f"the program gave no answer: {closed}") from closed
-        if what != "value":
+        if kind != "value":
             raise _error(*map(str, rest))
         return rest[0]
 
 
 class Example:
-    """What of the tests does not come from the program. Made before the program is heard; raises what is wrong with it.
+    """The names that tests use and the program does not define. Made before the program sends anything.
 
-    entry: the one name that is the program's; all others are then the reference's. Without it, Python's own names are
-    the program's only where the reference defines them too, and what the reference imports is imported here.
+    entry_point: the only name that tests take from the program; all others are the reference's. Without it, a built-in
+    name or a standard module is taken from the program only if the reference defines it too, and the reference's
+    imports are imported here. Raises the exception of a broken example.
     """
 
-    def __init__(self, reference: str, entry: str, setup: str, tests: Sequence[str]) -> None:
-        self._entry = entry
+    def __init__(self, reference: str, entry_point: str, setup: str, tests: Sequence[str]) -> None:
+        self._entry_point = entry_point
         self._own: dict[str, Any] = {"__name__": "tests"}
         self._reserved = {*dir(builtins), *sys.stdlib_module_names}
-        if entry:
+        if entry_point:
             exec(_compiled(reference, "<reference>"), self._own)
-            self._own.pop(entry, None)  # or the reference would be tested where the program has none
+            self._own.pop(entry_point, None)  # or the reference would be tested if the program does not define it
         elif reference:
-            defined, imports = _of(reference)
+            defined, imports = _definitions(reference)
             self._reserved -= defined
             exec(imports, self._own)
         self._setup = _compiled(setup, "<setup>")
         try:
             exec(self._setup, dict(self._own))
-        except NameError:  # it needs what the program defines
+        except NameError:  # it uses names that the program defines
             pass
         self.tests = [_compiled(test, "<test>") for test in tests]
 
-    def names(self, theirs: dict[str, Any]) -> dict[str, Any]:
-        """What tests may use, with those names of the program's that cannot judge it. Runs the setup."""
-        if self._entry:
-            space = {name: value for name, value in theirs.items() if name == self._entry} | self._own
+    def names(self, defined: dict[str, Any]) -> dict[str, Any]:
+        """The names for the tests, from those that the program defines. Runs the setup."""
+        if self._entry_point:
+            space = {name: value for name, value in defined.items() if name == self._entry_point} | self._own
         else:
-            space = {name: value for name, value in theirs.items() if name not in self._reserved}
+            space = {name: value for name, value in defined.items() if name not in self._reserved}
             modules = self._reserved & sys.stdlib_module_names
-            space |= {name: __import__(name) for name in theirs if name in modules} | self._own
+            space |= {name: __import__(name) for name in defined if name in modules} | self._own
         exec(self._setup, space)
         return space
 
@@ -132,8 +133,8 @@ def _compiled(code: str, name: str) -> CodeType:
     return compile(code, name, "exec", dont_inherit=True)
 
 
-def _of(reference: str) -> tuple[set[str], CodeType]:
-    """The functions and classes that it defines, and what it imports."""
+def _definitions(reference: str) -> tuple[set[str], CodeType]:
+    """The functions and classes that the reference defines, and its import statements."""
     import ast
 
     statements = ast.parse(reference).body
@@ -144,12 +145,12 @@ def _of(reference: str) -> tuple[set[str], CodeType]:
 
 def _error(name: str, text: str) -> Exception:
     kind = getattr(builtins, name, None)
-    # of a program's function, a StopIteration would end a loop of the test's without a word
+    # a StopIteration of the program would silently end a loop in a test
     ends = (StopIteration, StopAsyncIteration)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ends):
         try:
             return kind(text)
-        except TypeError:  # it takes other arguments
+        except TypeError:  # the class takes other arguments
             return RuntimeError(f"{name}: {text}")
     return RuntimeError(f"{name}: {text}")
 
@@ -157,13 +158,13 @@ def _error(name: str, text: str) -> Exception:
 def _number(value: Any) -> tuple[int, str]:
     if isinstance(value, Remote):
         return value._number, ""
-    raise TypeError(f"a test gave the program a {type(value).__name__}, which is no plain value")
+    raise TypeError(f"a test gave the program a {type(value).__name__}, which is not a plain value")
 
 
-def run(wire: Wire, reference: str, entry: str, setup: str, tests: Sequence[str], out: int) -> None:
-    """A line for the example: empty, or what is wrong with it. Then a line for each test: empty, or what was wrong."""
+def run(wire: Wire, reference: str, entry_point: str, setup: str, tests: Sequence[str], out: int) -> None:
+    """Run the tests and write one line for the example and one for each test: empty, or the error."""
     examples: list[Example] = []
-    broken = _problem(lambda: examples.append(Example(reference, entry, setup, tests)))
+    broken = _problem(lambda: examples.append(Example(reference, entry_point, setup, tests)))
     _write(out, broken)
     if broken:
         return
@@ -183,6 +184,6 @@ def _problem(action: Callable[..., object], *given: Any) -> str:
         action(*given)
     except AssertionError as error:
         return f"AssertionError: {str(error)[:500]}" if str(error) else "AssertionError"
-    except BaseException as error:  # noqa: BLE001 - whatever a test raises, it did not pass
+    except BaseException as error:  # noqa: BLE001 - a test that raises anything fails
         return f"{type(error).__name__}: {str(error)[:500]}"
     return ""

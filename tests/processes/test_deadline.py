@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpocli.rewards import deadline as deadlines
-from grpocli.rewards.deadline import deadline, within
+from grpocli.processes import deadline as deadlines
+from grpocli.processes.deadline import deadline, within
 
 
 @pytest.mark.parametrize("work", [lambda: time.sleep(30), lambda: [None for _ in iter(int, 1)]])
@@ -76,7 +76,7 @@ CATASTROPHIC = "re.match('(a+)+$', 'a' * 60 + 'b')"
 
 def ended(code: str) -> tuple[int, str]:
     """The exit code and the errors of a process in which a reward hangs."""
-    code = f"import re, threading\nfrom grpocli.rewards import deadline\ndeadline.GRACE = 0.5\n{code}"
+    code = f"import re, threading\nfrom grpocli.processes import deadline\ndeadline.GRACE = 0.5\n{code}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     return done.returncode, done.stderr
 

@@ -1,4 +1,4 @@
-"""Normalizes an answer's text: units, percent signs, bases, separators and delimiters are taken out of it."""
+"""Normalizes the text of an answer: removes units, percent signs, bases, separators and delimiters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from grpocli.rewards.number_words import MULTIPLIERS, NO_UNIT
+from grpocli.rewards.final_answer import MULTIPLIERS, NO_UNIT
 
 UNICODE = str.maketrans(
     {
@@ -65,14 +65,14 @@ UNITS = {
     }.items()
     for name in names.split()
 }  # fmt: skip
-"""Units by each of their names; two answers that both name one have to name the same."""
+"""Units by name. Two answers that both name a unit must name the same one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class NormalizedText:
     """An answer's normalized text.
 
-    percent: a percent sign was taken out. base: of a numeral such as 110_2. unit: one of UNITS, or empty.
+    percent: whether a percent sign was removed. base: base of a numeral such as 110_2. unit: one of UNITS, or empty.
     """
 
     text: str
@@ -82,23 +82,23 @@ class Written:
 
     @property
     def number(self) -> Fraction | None:
-        """Its value where it is a plain number or fraction; else None."""
+        """The value of a plain number or fraction, else None."""
         return plain_number(self.text)
 
     @property
     def brackets(self) -> str:
-        """The bracket that it begins with: "(", "[", or "{" where that encloses all of it; else empty."""
+        """The opening bracket: "(", "[", or "{" if the braces enclose the whole text; else empty."""
         text = self.text.replace("\\left", "").replace("\\right", "").strip()
         first = text.removeprefix("\\")[:1]
         return first if first in ("(", "[") or (text.startswith("\\{") and _encloses(text.removeprefix("\\"))) else ""
 
 
-def written(text: str) -> Written:
+def normalized(text: str) -> NormalizedText:
     """Normalize the text of a final answer."""
     text = FRACTION_NAMES.sub(r"\\frac", NEGATIVE_SPACE.sub("", text.translate(UNICODE)))
     text = _bare(SPACES.sub(" ", text))
     if (base := BASE.match(text)) and base[1][0].isdigit():
-        return Written(base[1].upper().lstrip("0") or "0", base=int(base[2][:4]))
+        return NormalizedText(base[1].upper().lstrip("0") or "0", base=int(base[2][:4]))
     text = REPEATING.sub(_repeating, text)
     text = MIXED.sub(lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{found[3]}", text)
     text = MULTIPLIER.sub(_multiplied, text)
@@ -109,16 +109,16 @@ def written(text: str) -> Written:
     text = _without(DEGREES, text)[0]
     text = CURRENCY.sub("", text).strip()
     text = _numbers(text)
-    return Written(text, percent, unit=unit)
+    return NormalizedText(text, percent, unit=unit)
 
 
 def rounded_equal(one: Any, other: Any) -> bool:
-    """Whether two numbers, one of which may be rounded, agree to six places, or to six digits below 1."""
+    """Whether two numbers, one of which may be rounded, agree to six decimals, or below 1 to six digits."""
     return bool(abs(one - other) * 10**6 <= min(1, max(abs(one), abs(other))))
 
 
-def plain_equal(one: Written, other: Written) -> bool | None:
-    """Whether two plain numbers are equal; None where either is no plain number, or their percents or units differ."""
+def plain_equal(one: NormalizedText, other: NormalizedText) -> bool | None:
+    """Whether two plain numbers are equal; None if either is not a plain number, or their percents or units differ."""
     a, b = one.number, other.number
     if a is None or b is None or (one.percent, one.base, one.unit) != (other.percent, other.base, other.unit):
         return None
@@ -138,7 +138,7 @@ def plain_number(text: str) -> Fraction | None:
 
 
 def _bare(text: str) -> str:
-    """The text without delimiters, styles and punctuation around it."""
+    """The text without surrounding delimiters, styles and punctuation."""
     before = None
     while text != before:
         before = text
@@ -156,7 +156,7 @@ def _bare(text: str) -> str:
 
 
 def _without(pattern: re.Pattern[str], text: str) -> tuple[str, bool]:
-    """The text before the pattern, and whether it was found with text before it; else the whole text."""
+    """The text before a match of the pattern, and True; the whole text and False if nothing else would be left."""
     found = pattern.search(text[-200:])
     if found is None or not (rest := text[: len(text) - len(found[0])].strip()) or rest == "-":
         return text, False
@@ -164,7 +164,7 @@ def _without(pattern: re.Pattern[str], text: str) -> tuple[str, bool]:
 
 
 def _without_unit(text: str) -> tuple[str, str]:
-    """The text before a unit, an ordinal's ending or a remark in brackets, and the unit if it is one of UNITS."""
+    """The text without a unit, an ordinal ending or a remark in brackets, and the unit if it is one of UNITS."""
     for pattern in (REMARK, ORDINAL, TEXT_UNIT, LONG_UNIT, GLUED_UNIT):
         found = pattern.search(text[-200:])
         if found is None or NO_UNIT.search(found[0]):
@@ -187,7 +187,7 @@ def _numbers(text: str) -> str:
 
 
 def _repeating(found: re.Match[str]) -> str:
-    """0.1\\overline{6} as a fraction."""
+    """Writes 0.1\\overline{6} as a fraction."""
     whole, fixed, period = found[1] or "0", found[2], found[3]
     below = (10 ** len(period) - 1) * 10 ** len(fixed)
     above = int(whole + fixed + period) - int(whole + fixed or "0")
@@ -195,7 +195,7 @@ def _repeating(found: re.Match[str]) -> str:
 
 
 def _multiplied(found: re.Match[str]) -> str:
-    """1.5 million in digits."""
+    """Writes 1.5 million in digits."""
     return f"{(Decimal(found[1]) * MULTIPLIERS[found[2]]).normalize():f}"
 
 
@@ -204,7 +204,7 @@ def _enclosed(text: str) -> bool:
 
 
 def plus_minus(text: str) -> str:
-    """Each element of a list that has a \\pm as two elements, with + and with -."""
+    """Writes each element of a list that has a \\pm as two elements, with + and with -."""
     if "\\pm" not in text:
         return text
     elements = []
@@ -220,7 +220,7 @@ def plus_minus(text: str) -> str:
 
 
 def _split(text: str) -> list[str]:
-    """At commas outside of brackets."""
+    """Split at commas outside of brackets."""
     parts, depth, start = [], 0, 0
     for i, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
@@ -231,7 +231,7 @@ def _split(text: str) -> list[str]:
 
 
 def _encloses(text: str) -> bool:
-    """Whether the first bracket is closed by the last character."""
+    """Whether the last character closes the first bracket."""
     depth = 0
     for i, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")

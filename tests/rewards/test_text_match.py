@@ -7,8 +7,9 @@ import math
 import pytest
 
 from grpocli.errors import ConfigError
+from grpocli.rewards.length import Overlong
 from grpocli.rewards.reward import Correctness, Failure
-from grpocli.rewards.text import ExactMatch, Number, Overlong
+from grpocli.rewards.text_match import ExactMatch, Number
 
 
 def test_exact_match_ignores_surrounding_space_only(sample) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from grpocli.sandbox import cgroup
-from grpocli.sandbox.sandbox import Job, SandboxError, run
+from grpocli.sandbox.sandbox import SandboxError, Submission, run
 
 ADD = "def add(a, b):\n    return a + b\n"
 
@@ -19,7 +19,7 @@ ADD = "def add(a, b):\n    return a + b\n"
 def test_each_test_has_a_result(sandbox):
     verdict = sandbox(ADD, "assert add(1, 2) == 3", "assert add(1, 2) == 4, 'four'", "assert add('a', 'b') == 'ab'")
     assert verdict.passed == [True, False, True]
-    assert verdict.wrong == "AssertionError: four"
+    assert verdict.error == "AssertionError: four"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_errors_of_the_programs(sandbox):
     test = "try:\n    f()\nexcept ValueError as error:\n    assert str(error) == 'no'\nelse:\n    assert False"
     verdict = sandbox(program, test, "f()")
     assert verdict.passed == [True, False]
-    assert verdict.wrong == "ValueError: no"
+    assert verdict.error == "ValueError: no"
 
 
 def test_what_the_program_imports_the_tests_have_too(sandbox):
@@ -106,8 +106,8 @@ def test_setup_comes_before_the_tests(sandbox):
         ({"setup": "def"}, "SyntaxError"),
         ({"reference": "import nothing_of_that_name"}, "ModuleNotFoundError"),
         ({"reference": "def add("}, "SyntaxError"),
-        ({"reference": "1 / 0", "entry": "add"}, "ZeroDivisionError"),
-        ({"reference": "while True: pass", "entry": "add"}, "took longer than 3 s"),
+        ({"reference": "1 / 0", "entry_point": "add"}, "ZeroDivisionError"),
+        ({"reference": "while True: pass", "entry_point": "add"}, "took longer than 3 s"),
     ],
 )
 def test_an_example_that_is_broken_says_nothing_of_the_program(sandbox, given, reason):
@@ -136,7 +136,7 @@ class Fixed:
     test = "a, b = Node(1), Node(2)\na.next = b\nassert length(a) == 2 and a.next == b and a.me() == a and a != b"
     verdict = sandbox(program, test, "Fixed().y = 5")
     assert verdict.passed == [True, False]
-    assert verdict.wrong.startswith("AttributeError")
+    assert verdict.error.startswith("AttributeError")
 
 
 def test_a_function_called_as_a_built_in_one_where_the_reference_has_it(sandbox):
@@ -154,13 +154,13 @@ def test_a_function_called_as_a_built_in_one_where_the_reference_has_it(sandbox)
         ("x" * 100_000 + "(" * 5000, "SyntaxError"),
         ("def add(a, b):\n    return add(a, b)", "RecursionError"),
         ("def add(a, b):\n    x = []\n    x.append(x)\n    return x", "RecursionError"),
-        ("def add(a, b):\n    return 'x' * (20 * 2**20)", "more than a test can look at"),
+        ("def add(a, b):\n    return 'x' * (20 * 2**20)", "a message that is too long"),
     ],
 )
 def test_programs_that_break(sandbox, program, reason):
     verdict = sandbox(program, "assert add(1, 2) == 3")
     assert verdict.passed == [False]
-    assert reason in verdict.wrong
+    assert reason in verdict.error
 
 
 def test_what_it_printed_is_kept_for_reading(sandbox):
@@ -211,21 +211,21 @@ def one_busy_core() -> Iterator[None]:
 def test_a_busy_machine_makes_no_right_program_wrong(sandbox, one_busy_core):
     sandbox.limits = replace(sandbox.limits, timeout=1)
     assert sandbox(SPIN, "assert spin(0.6) == 1").passed == [True]
-    assert sandbox(SPIN, "assert spin(1.6) == 1").wrong == "it took longer than 1 s"
+    assert sandbox(SPIN, "assert spin(1.6) == 1").error == "it took longer than 1 s"
 
 
 def test_processes_of_a_program_have_its_time_together(sandbox):
     sandbox.limits = replace(sandbox.limits, timeout=1)
-    assert sandbox(SPIN, "assert spin_together(4, 0.45) == [0] * 4").wrong == "it took longer than 1 s"
+    assert sandbox(SPIN, "assert spin_together(4, 0.45) == [0] * 4").error == "it took longer than 1 s"
 
 
 def test_processes_of_a_program_have_its_memory_together(sandbox):
-    if not cgroup.place():
+    if not cgroup.parent_group():
         pytest.skip("control groups cannot be had here")
     size = sandbox.limits.memory_mb * 2**20 // 2
     tests = [f"assert fill_together(1, {size}) == [0]", f"assert 9 in fill_together(4, {size})"]
     assert sandbox(SPIN, *tests).passed == [True, True]
-    assert not list(cgroup.place().glob("grpocli-sandbox-*"))
+    assert not list(cgroup.parent_group().glob("grpocli-sandbox-*"))
 
 
 def test_where_control_groups_are_looked_for(monkeypatch, tmp_path):
@@ -235,7 +235,7 @@ def test_where_control_groups_are_looked_for(monkeypatch, tmp_path):
     (tmp_path / "user").mkdir()
     where = ["memory/a/b", "memory/a", "user/run.scope", "user"]
     assert cgroup._candidates() == [tmp_path / path for path in where]
-    assert cgroup.place.__wrapped__() is None  # a folder that is no control group
+    assert cgroup.parent_group.__wrapped__() is None  # a folder that is no control group
     assert list((tmp_path / "user").iterdir()) == []
 
 
@@ -249,7 +249,9 @@ def f(n):
 """
     sandbox.limits = replace(sandbox.limits, timeout=1)
     tests = [f"assert f({n}) == {n}" for n in (0, 1, 3, 2, 4)]
-    verdict = run(Job(program, tests), sandbox.limits, sandbox.way, every=True)
+    verdict = run(Submission(program, tests), sandbox.limits, sandbox.backend, all_tests=True)
     assert verdict.passed == [True, False, True, False, True]
-    assert verdict.wrong.startswith("Closed: the program gave no answer")
-    assert run(Job(program, tests[3:] * 9), sandbox.limits, sandbox.way, every=True).passed.count(True) == 1
+    assert verdict.error.startswith("Closed: the program gave no answer")
+    assert (
+        run(Submission(program, tests[3:] * 9), sandbox.limits, sandbox.backend, all_tests=True).passed.count(True) == 1
+    )

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from grpocli.errors import ConfigError, RunError
-from grpocli.rewards.math_format import Format, Math
-from grpocli.rewards.pool import Pool, PoolClosed, default_workers
+from grpocli.rewards.math import Math
 from grpocli.rewards.reward import Failure, Forfeit, Overrun
+from grpocli.rewards.text_match import Format
+from grpocli.rewards.worker_pool import PoolClosed, WorkerPool, default_workers
 
 ENDLESS = r"\boxed{\binom{10^7}{5 \cdot 10^6}}"
 
@@ -29,7 +30,7 @@ def math():
 
 @pytest.fixture
 def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A pool over a function of a light module: probes(seconds, workers) -> Pool."""
+    """A pool over a function of a light module: probes(seconds, workers) -> WorkerPool."""
     (tmp_path / "probes.py").write_text(
         "import os, pathlib, signal, time\n"
         "here = pathlib.Path(__file__).parent\n"
@@ -47,12 +48,12 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         "    return os.getpid() if what == 'pid' else 1.0\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    pools: list[Pool] = []
+    pools: list[WorkerPool] = []
 
     def make(
         seconds: float = 30.0, workers: int = 2, function: str = "probes:run", variables: tuple[str, ...] = ()
-    ) -> Pool:
-        pools.append(Pool(function, workers, seconds, variables))
+    ) -> WorkerPool:
+        pools.append(WorkerPool(function, workers, seconds, variables))
         return pools[-1]
 
     yield make
@@ -151,11 +152,11 @@ def test_completions_that_are_alike_are_asked_once(sample, monkeypatch: pytest.M
     """A slow answer that a whole group gives must not stall the step once for each."""
     asked: list[list[object]] = []
 
-    def slow(pool: Pool, items: list[list[object]]) -> list[object]:
+    def slow(pool: WorkerPool, items: list[list[object]]) -> list[object]:
         asked.extend(items)
         return [Overrun("slow") if "slow" in str(item[2]) else 1.0 for item in items]
 
-    monkeypatch.setattr(Pool, "map", slow)
+    monkeypatch.setattr(WorkerPool, "map", slow)
     scores = Math(workers=1)([sample(text, answer="1") for text in ("slow", "slow", "1", "slow")])
     assert scores == [0.0, 0.0, 1.0, 0.0]
     assert len(asked) == 3, "two texts, and once the reference alone"
@@ -164,11 +165,11 @@ def test_completions_that_are_alike_are_asked_once(sample, monkeypatch: pytest.M
 def test_an_answer_that_is_too_slow_is_asked_once_for_a_majority(sample, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[object]] = []
 
-    def slow(pool: Pool, items: list[list[object]]) -> list[object]:
+    def slow(pool: WorkerPool, items: list[list[object]]) -> list[object]:
         asked.extend(items)
         return [Overrun("slow") if any("!" in str(one) for one in item) else 0.0 for item in items]
 
-    monkeypatch.setattr(Pool, "map", slow)
+    monkeypatch.setattr(WorkerPool, "map", slow)
     texts = [r"\boxed{1!}", r"\boxed{2!}", r"\boxed{3!}", r"\boxed{x}", r"\boxed{y}"]
     assert Math(workers=1).votes([sample(text) for text in texts]) == ["1!", "2!", "3!", "x", "y"]
     assert [sum(text in str(item) for item in asked) for text in ("1!", "2!", "3!")] == [1, 1, 1]
@@ -247,7 +248,7 @@ def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(probes, monkey
     pool = probes(workers=1)
     pool.map([["ok"]])
     with monkeypatch.context() as patched:
-        patched.setattr(pool, "_listen", lambda results: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(pool, "_receive", lambda results: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             pool.map([["pid"]])
     assert pool.map([["ok"]]) == [1.0]
@@ -302,8 +303,8 @@ def test_workers_die_with_a_killed_parent(probes, tmp_path: Path) -> None:
     """Even one that is stuck and reads no input."""
     script = (
         "import sys, threading\n"
-        "from grpocli.rewards.pool import Pool\n"
-        "pool = Pool('probes:run', 1, 600)\n"
+        "from grpocli.rewards.worker_pool import WorkerPool\n"
+        "pool = WorkerPool('probes:run', 1, 600)\n"
         "print(int(pool.map([['pid']])[0]), flush=True)\n"
         "pool.map([['hang']])\n"
     )

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
-from grpocli.rewards.scoring import call
+from grpocli.rewards.scorer import call
 
 
 def reward(does: Callable[[], float]) -> BaseReward:
@@ -92,7 +92,7 @@ def test_an_exit_fails_its_samples(sample) -> None:
     assert failure.reason.startswith(
         "it raised SystemExit: os._exit(3), which would have ended the run without a word ("
     )
-    assert "test_undisturbed.py" in failure.reason
+    assert "test_isolate_state.py" in failure.reason
     assert os._exit is leave
 
 
@@ -167,9 +167,9 @@ def test_closed_descriptors_are_opened_again(sample, lock, tmp_path: Path, caplo
 
 BREAKS = """
 import os, sys
-from grpocli.rewards.scoring import call
+from grpocli.rewards.scorer import call
 from grpocli.rewards.reward import BaseReward, Sample
-from grpocli.rewards.isolate_state import Damage
+from grpocli.rewards.isolate_state import ProcessDamaged
 
 class Mine(BaseReward):
     def __call__(self, samples):
@@ -185,7 +185,7 @@ for does in (lambda: 1, lambda: 1 / 0, lambda: sys.exit(3), os.closerange):
     Mine.does = staticmethod(does)
     try:
         print(call(Mine(), [Sample("", "", "", {}, [], 1, False)]), flush=True)
-    except Damage as damage:
+    except ProcessDamaged as damage:
         print(damage, lock.fileno())
 """
 
@@ -248,8 +248,8 @@ def test_autocast_that_one_call_enters_and_the_next_one_leaves(sample) -> None:
 def test_a_setting_that_torch_refuses_to_tell(sample) -> None:
     """Its older and newer names for one must not be mixed."""
     code = (
-        "import torch\nfrom rewards.test_undisturbed import reward\nfrom grpocli.rewards.reward import Sample\n"
-        "from grpocli.rewards.scoring import call\ntorch.backends.cuda.matmul.fp32_precision = 'tf32'\n"
+        "import torch\nfrom rewards.test_isolate_state import reward\nfrom grpocli.rewards.reward import Sample\n"
+        "from grpocli.rewards.scorer import call\ntorch.backends.cuda.matmul.fp32_precision = 'tf32'\n"
         "torch.backends.fp32_precision = 'ieee'\n"
         "print(call(reward(lambda: 1.0), [Sample('a', 'a', 'a', {}, [1], 8, False)]))"
     )

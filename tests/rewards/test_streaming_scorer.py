@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from grpocli.progress import Cancelled, Watch
-from grpocli.rewards import scoring
+from grpocli.rewards import scorer as scorer_module
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
-from grpocli.rewards.scoring import Scorer
+from grpocli.rewards.scorer import Scorer
 from grpocli.training.collector import Sampler
 from grpocli.types import Completion, Prompt, Request, Sampling
 
@@ -80,26 +80,26 @@ def test_a_group_is_scored_while_others_are_still_being_sampled() -> None:
         assert alone.called.wait(SOON)  # type: ignore[attr-defined]
         assert not together.calls  # type: ignore[attr-defined]
 
-    groups, tally = sampler(Scripted([2, 0], wait), {"alone": alone, "together": together}).generate_and_score(
+    groups, stats = sampler(Scripted([2, 0], wait), {"alone": alone, "together": together}).generate_and_score(
         PROMPTS, [0, 1, 2], 2, Sampling(4)
     )
     assert list(chain(*alone.calls)) == ["14", "15", "10", "11", "12", "13"]  # type: ignore[attr-defined]
     assert alone.calls[-1] == ["12", "13"]  # type: ignore[attr-defined]
     assert together.calls == [["10", "11", "12", "13", "14", "15"]]  # type: ignore[attr-defined]
     assert [r.rewards["alone"] for g in groups for r in g.rollouts][:3] == [10.0, 11.0, 12.0]
-    assert tally.samples.total() == 6
-    assert tally.errors == {("alone", ""): 1, ("together", ""): 1}
+    assert stats.samples.total() == 6
+    assert {name: one.errors for (name, _), one in stats.rewards.items()} == {"alone": 1, "together": 1}
 
 
 def test_when_a_group_comes_changes_nothing() -> None:
     found = []
     for handed in ([], [0], [1, 2], [2, 1, 0]):
-        groups, tally = sampler(Scripted(handed), {"r": Recording(True)}).generate_and_score(
+        groups, stats = sampler(Scripted(handed), {"r": Recording(True)}).generate_and_score(
             PROMPTS, [0, 1, 2], 2, Sampling(4)
         )
-        found.append(([repr(r) for g in groups for r in g.rollouts], tally.samples, tally.errors, tally.first))
+        found.append(([repr(r) for g in groups for r in g.rollouts], stats.samples, stats.rewards))
     assert all(one == found[0] for one in found)
-    assert found[0][2] == {("r", ""): 1}
+    assert found[0][2]["r", ""].errors == 1
 
 
 def test_an_engine_that_fails_does_not_wait_for_scores() -> None:
@@ -148,7 +148,7 @@ def test_processes_agree_that_something_was_cancelled() -> None:
 
 def test_scores_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces where a reward scores each sample by itself; one that sees all of them is asked once."""
-    monkeypatch.setattr(scoring, "PIECE", 4)
+    monkeypatch.setattr(scorer_module, "BATCH", 4)
     told: list[tuple[float, float, str]] = []
     watch = Watch(lambda done, total, unit, detail="": told.append((done, total, unit)))
     alone, together = Recording(True), Recording(False)

@@ -1,4 +1,4 @@
-"""A worker process of `Pool`: JSON items in, JSON results out, gone when its parent is."""
+"""A worker process of `WorkerPool`: reads items and writes results, as JSON lines, until its parent ends."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from typing import Any, TextIO
 
 from grpocli.processes.reaper import die_with_parent
 
-MAX_BYTES = 4 * 2**30
+MOST_MEMORY = 4 * 2**30
+"""Bytes of address space."""
 READY = "ready"
+FORKED = 70
+"""Exit code of a process that the function has forked and that returned from it."""
 
 
 def main() -> None:
     """Serve `module:function` until the input ends."""
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are for the run, which finishes its step and then ends us
+        signal.signal(number, signal.SIG_IGN)  # the run finishes its step and then ends its workers
     _limit_memory()
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # a library's output must not mix with the results
     try:
         module, _, name = sys.argv[1].partition(":")
         function = getattr(importlib.import_module(module), name)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the parent says it
+    except Exception as error:  # noqa: BLE001 - the parent reports it
         print(json.dumps([None, f"{type(error).__name__}: {error}"]), file=out, flush=True)
         return
     print(json.dumps(READY), file=out, flush=True)
@@ -36,9 +39,9 @@ def main() -> None:
 
 
 def _limit_memory() -> None:
-    """A power tower written by a model may ask for all of the machine's memory before its time is up."""
+    """Bound the address space: a power tower in a completion can request all of the machine's memory."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = MAX_BYTES if hard == resource.RLIM_INFINITY else min(MAX_BYTES, hard)
+    limit = MOST_MEMORY if hard == resource.RLIM_INFINITY else min(MOST_MEMORY, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
@@ -46,12 +49,12 @@ def _serve(function: Callable[..., Any], out: TextIO) -> None:
     process = os.getpid()
     for line in sys.stdin:
         try:
-            answer = json.dumps([function(*json.loads(line))])
-        except Exception as error:  # noqa: BLE001 - whatever it is, the parent counts it
-            answer = json.dumps([None, str(error) or type(error).__name__])
-        if os.getpid() != process:  # forked by the function: it must not become a second worker
-            os._exit(70)
-        print(answer, file=out, flush=True)
+            message = json.dumps([function(*json.loads(line))])
+        except Exception as error:  # noqa: BLE001 - the parent counts it
+            message = json.dumps([None, str(error) or type(error).__name__])
+        if os.getpid() != process:  # a process that the function forked must not serve items
+            os._exit(FORKED)
+        print(message, file=out, flush=True)
 
 
 if __name__ == "__main__":

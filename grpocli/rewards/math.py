@@ -1,0 +1,89 @@
+"""reward=[math]: whether the final answer equals the reference mathematically."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from grpocli.config.parts import part, require
+from grpocli.rewards.final_answer import answer_expression
+from grpocli.rewards.math_text import normalized, plain_equal
+from grpocli.rewards.reward import Correctness, Failure, Forfeit, Sample, Score, answer_of
+from grpocli.rewards.worker_pool import WorkerPool, score_items, shared_pool
+
+
+@part("reward", "math", package="reward.math")
+class Math(Correctness):
+    r"""`right` (1) if the final answer equals the reference mathematically (math-verify), else `wrong` (0).
+
+    The final answer is the content of the last \boxed{}, else of the last <answer>, else what follows "####", else the
+    last expression after the thinking part. The reference is a number, LaTeX, or ends in "#### 42".
+    """
+
+    has_processes = True
+    answer_forms = ("boxed", "tag", "####", "sentence", "decimal", "fraction")
+    require_evaluated: bool = True
+    r"""If the reference is a number, count a sum, a product or a call such as \binom as wrong even if its value is
+    right. Fractions, roots, powers and constants are values."""
+    timeout: float = 5.0
+    """Seconds for a sample. A completion that takes longer is wrong; a reference that takes longer, or cannot be read,
+    is a failure."""
+    workers: int = 0
+    """Worker processes; 0: one per core."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "timeout", self.timeout > 0, "must be above 0 seconds")
+        require(self, "workers", self.workers >= 0, "must be 0 (one for each core) or more")
+
+    def check(self, columns: Sequence[str]) -> None:
+        super().check(columns)
+        self._pool().start()
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        answers = [answer_of(sample, self.answer_column) for sample in samples]
+        known = [i for i, answer in enumerate(answers) if isinstance(answer, str)]
+        scores: list[Score] = [a if isinstance(a, Failure) else None for a in answers]
+        items = [["equal", answers[i], samples[i].text, self.require_evaluated] for i in known]
+        references = [["equal", answers[i], None] for i in known]
+        for i, score in zip(known, score_items(self._pool(), items, references), strict=True):
+            match score:
+                case Failure():
+                    scores[i] = score
+                case Forfeit():
+                    scores[i] = Forfeit(self.wrong, score.reason)
+                case _:
+                    scores[i] = self.value(score == 1)
+        return scores
+
+    def vote(self, sample: Sample) -> str:
+        return answer_expression(sample.text)
+
+    def votes(self, samples: Sequence[Sample]) -> list[str]:
+        """The answers; answers of equal value get the same text, so that 0.5 and \\frac{1}{2} are one answer."""
+        texts = [self.vote(sample) for sample in samples]
+        distinct = list(dict.fromkeys(texts))
+        others = [text for text in distinct if normalized(text).number is None]
+        parsed = self._pool().map([["equal", text, None] for text in others])
+        readable = set(distinct) - {t for t, score in zip(others, parsed, strict=True) if isinstance(score, Failure)}
+        votes: dict[str, str] = {}
+        for text in distinct:
+            if text not in readable:  # cannot be parsed, or not in time: equal only to itself
+                votes[text] = text
+                continue
+            known = [one for one in dict.fromkeys(votes.values()) if one in readable]
+            votes[text] = next((one for one, same in zip(known, self._same(text, known), strict=True) if same), text)
+        return [votes[text] for text in texts]
+
+    def _same(self, text: str, others: Sequence[str]) -> list[bool]:
+        """Whether each of `others` is the same answer as `text`. Plain numbers need no worker process."""
+        plain = [plain_equal(normalized(text), normalized(other)) for other in others]
+        asked = [i for i, equal in enumerate(plain) if equal is None]
+        results = self._pool().map([["same", others[i], text] for i in asked])
+        computed = dict(zip(asked, results, strict=True))
+        return [bool(equal) if equal is not None else computed[i] == 1 for i, equal in enumerate(plain)]
+
+    def close(self) -> None:
+        self._pool().close()
+
+    def _pool(self) -> WorkerPool:
+        return shared_pool("grpocli.rewards.math_worker:compute", self.workers, self.timeout)

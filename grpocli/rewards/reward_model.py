@@ -1,0 +1,141 @@
+"""reward=[model]: a learned reward, a sequence classification model with one output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import MISSING
+
+from grpocli.config.parts import one_of, part, require
+from grpocli.errors import ConfigError
+from grpocli.hub import check_folder
+from grpocli.rewards.reward import BaseReward, Sample, Score
+
+if TYPE_CHECKING:
+    import torch
+
+KEY = "reward.model.path"
+
+
+@part("reward", "model", package="reward.model")
+class RewardModel(BaseReward):
+    """The score that a reward model gives prompt and completion.
+
+    Conversations go through the model's own chat template; plain text stays as it is. Every trainer process has a copy
+    of the model.
+    """
+
+    path: str = MISSING
+    """A folder, or a name on the hub."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub; null: the default branch."""
+    device: str = "auto"
+    """`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`."""
+    dtype: str = "float32"
+    """What the model computes in, `float32` or `bfloat16`."""
+    batch: int = 16
+    """Rows in a forward pass."""
+    max_tokens: int = 2048
+    """Most tokens of prompt and completion; longer ones lose their beginning."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = self.device in ("auto", "cpu", "cuda") or self.device.startswith("cuda:")
+        require(self, "device", known, "must be auto, cpu, cuda or cuda:N")
+        one_of(self, "dtype", ("float32", "bfloat16"))
+        require(self, "batch", self.batch >= 1, "must be at least 1")
+        require(self, "max_tokens", self.max_tokens >= 1, "must be at least 1")
+
+    @property
+    def label(self) -> str:
+        return self.path
+
+    def check_ready(self) -> None:
+        check_folder(KEY, self.path)
+
+    def check(self, columns: Sequence[str]) -> None:
+        _classifier(self)
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        return list(_classifier(self).scores(samples))
+
+    def close(self) -> None:
+        _loaded.pop(self, None)  # frees the model's memory
+
+
+class Classifier:
+    """The tokenizer and the model of a `RewardModel`."""
+
+    def __init__(self, reward: RewardModel) -> None:
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        self.reward, path = reward, reward.path
+        self.device = _device(reward.device)
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=reward.revision)
+            model, found = AutoModelForSequenceClassification.from_pretrained(
+                path, revision=reward.revision, dtype=getattr(torch, reward.dtype), output_loading_info=True
+            )
+        except (OSError, ValueError, KeyError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(f"is no sequence classification model: {reason}", key=KEY, value=path) from error
+        if model.config.num_labels != 1:
+            raise ConfigError(f"has {model.config.num_labels} outputs; a reward model has one", key=KEY, value=path)
+        if missing := sorted(found["missing_keys"]):
+            raise ConfigError(f"has no weights for {missing[0]}: it is no reward model", key=KEY, value=path)
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+        self.model = model.to(self.device).eval()
+
+    def scores(self, samples: Sequence[Sample]) -> list[float]:
+        """The scores in the order of the samples. Rows of similar length share a batch."""
+        import torch
+
+        rows = [self._ids(sample) for sample in samples]
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        found = [0.0] * len(rows)
+        for start in range(0, len(order), self.reward.batch):
+            chosen = order[start : start + self.reward.batch]
+            padded = self.tokenizer.pad(
+                {"input_ids": [rows[i] for i in chosen]}, padding_side="right", return_tensors="pt"
+            ).to(self.device)
+            with torch.no_grad():
+                logits = self.model(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]).logits
+            for i, score in zip(chosen, logits[:, 0].float().tolist(), strict=True):
+                found[i] = score
+        return found
+
+    def _ids(self, sample: Sample) -> list[int]:
+        if isinstance(sample.prompt, str):
+            ids: list[int] = self.tokenizer(f"{sample.prompt}{sample.completion}", verbose=False).input_ids
+        else:
+            if not self.tokenizer.chat_template:
+                problem = "has no chat template, but the prompts are conversations"
+                raise ConfigError(problem, key=KEY, value=self.reward.path)
+            messages = [*sample.prompt, *sample.completion]
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+            ids = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        return ids[-self.reward.max_tokens :]
+
+
+_loaded: dict[RewardModel, Classifier] = {}
+
+
+def _classifier(reward: RewardModel) -> Classifier:
+    """The loaded model of a reward."""
+    if reward not in _loaded:
+        _loaded[reward] = Classifier(reward)
+    return _loaded[reward]
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name != "cpu" and not torch.cuda.is_available():
+        raise ConfigError("torch finds no GPU here; take cpu or auto", key="reward.model.device", value=name)
+    return torch.device(name)

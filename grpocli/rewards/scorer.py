@@ -1,0 +1,256 @@
+"""Scores rollouts with all rewards of a run. A sample that cannot be scored is counted, never scored 0.
+
+One route leads from a rollout to its scores: a `ScoredRollout` gets a score from each reward, which
+`Scorer.add_scores` adds where it is missing. `StreamingScorer` calls it for the groups that have arrived, with the
+rewards that score samples independently, and at the end for all rollouts, with all rewards.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Self
+
+from grpocli.progress import Progress, unreported
+from grpocli.rewards import score_stats
+from grpocli.rewards.reward import BaseReward, Failure, Sample, Score, as_score
+from grpocli.rewards.score_stats import ErrorLimit, ErrorLimits, RewardStats, ScoreStats, excerpt
+from grpocli.types import Completion, Rollout
+from grpocli.user_frames import raised
+
+logger = logging.getLogger(__name__)
+
+BATCH = 256
+"""Samples in one call of a reward with worker processes; progress is reported between calls."""
+
+
+@dataclass(slots=True)
+class ScoredRollout:
+    """A rollout, the sample that rewards see of it, and its scores so far, by reward."""
+
+    rollout: Rollout
+    sample: Sample
+    scores: dict[str, Score] = field(default_factory=dict)
+
+    def result(self, names: Iterable[str]) -> Rollout:
+        """The rollout with these rewards as numbers; NaN where a reward does not apply or failed."""
+        return replace(self.rollout, rewards={name: _number(self.scores[name]) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """The rewards of a run by name, and the share of a step's samples that may fail.
+
+    tasks: names of the rewards that score a task's samples; a task that is not listed uses all rewards.
+    limits: error limits of tasks that have their own.
+    """
+
+    rewards: dict[str, BaseReward]
+    max_errors: float
+    tasks: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    limits: Mapping[str, ErrorLimit] = field(default_factory=dict)
+
+    def score(
+        self,
+        rollouts: Sequence[Rollout],
+        max_tokens: int,
+        enter: Callable[[str], None] = lambda stage: None,
+        progress: Progress = unreported,
+    ) -> tuple[list[Rollout], ScoreStats]:
+        """The rollouts with their rewards, and counts of errors.
+
+        max_tokens: length limit of sampling. enter: called with the name of each reward before its call.
+        progress: called with the number of samples scored.
+        """
+        return self.finish([ScoredRollout(one, Sample.of(one, max_tokens)) for one in rollouts], enter, progress)
+
+    def finish(
+        self, rows: Sequence[ScoredRollout], enter: Callable[[str], None], progress: Progress
+    ) -> tuple[list[Rollout], ScoreStats]:
+        """As `score`, for rollouts that may have some of their scores."""
+        start = time.perf_counter()
+        for name in self.rewards:
+            enter(f"reward.{name}")
+            self.add_scores(name, rows, progress)
+            _log_failures(name, rows)
+        return [row.result(self.rewards) for row in rows], self._stats(rows, time.perf_counter() - start)
+
+    def add_scores(self, name: str, rows: Iterable[ScoredRollout], progress: Progress = unreported) -> None:
+        """Add the score of one reward to each rollout that lacks it.
+
+        The reward sees only samples of its tasks, and none whose episode failed.
+        """
+        missing = []
+        for row in rows:
+            if name in row.scores:
+                continue
+            if name not in self.rewards_for(row.sample.task):
+                row.scores[name] = None
+            elif row.sample.episode and row.sample.episode.problem:
+                row.scores[name] = Failure(row.sample.episode.problem)
+            else:
+                missing.append(row)
+        reward = self.rewards[name]
+        size = BATCH if reward.has_processes else max(1, len(missing))
+        for begin in range(0, len(missing), size):
+            progress(begin, len(missing), f"scores of reward.{name}")
+            batch = missing[begin : begin + size]
+            for row, score in zip(batch, call(reward, [row.sample for row in batch]), strict=True):
+                row.scores[name] = score
+
+    def _stats(self, rows: Sequence[ScoredRollout], seconds: float) -> ScoreStats:
+        by_task: dict[str, list[ScoredRollout]] = {}
+        for row in rows:
+            by_task.setdefault(row.sample.task, []).append(row)
+        rewards = {}
+        for name, reward in self.rewards.items():
+            for task, own in by_task.items():
+                scores = [row.scores[name] for row in own]
+                silent = scores.count(None) if name in self.rewards_for(task) else 0
+                rewards[name, task] = RewardStats.of([row.sample for row in own], scores, reward.has_processes, silent)
+        unscored = {
+            task: sum(all(score is None for score in row.scores.values()) for row in own)
+            for task, own in by_task.items()
+        }
+        return ScoreStats(Counter({t: len(own) for t, own in by_task.items()}), seconds, rewards, Counter(unscored))
+
+    def check_errors(self, stats: ScoreStats, expected: int = 0) -> None:
+        """Raise RewardError or RewardGone if too many samples could not be scored: see `ErrorLimits.check`."""
+        ErrorLimits(self.max_errors, self.limits).check(stats, self.rewards, expected)
+
+    def warnings(self, stats: ScoreStats) -> dict[str, str]:
+        """Warnings about samples without a training signal, as sentences; a repeated cause has the same key."""
+        found = score_stats.unscored(stats)
+        for name, reward in self.rewards.items():
+            tasks = [task for task in stats.samples if name in self.rewards_for(task)]
+            found |= score_stats.silent(stats, name, reward, tasks)
+        tolerated = ErrorLimits(self.max_errors, self.limits).tolerated(stats, self.rewards)
+        return found | tolerated | score_stats.timed_out(stats, self.rewards)
+
+    def rewards_for(self, task: str) -> Collection[str]:
+        """The names of the rewards that score a task's samples."""
+        return self.tasks.get(task, self.rewards)
+
+    def close(self) -> None:
+        for reward in self.rewards.values():
+            reward.close()
+
+
+class StreamingScorer:
+    """Scores the groups of a round of sampling as they arrive; a context manager around the sampling.
+
+    Rewards with worker processes score in one thread, each time all groups that have arrived meanwhile. `finish`, after
+    the block, scores the rest. Leaving the block waits for the thread, but not after an error.
+
+    rollouts_of(k, completions): the rollouts of the k-th request. lock: held while a reward is called.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        max_tokens: int,
+        rollouts_of: Callable[[int, Sequence[Completion]], list[Rollout]],
+        lock: threading.Lock,
+    ) -> None:
+        self.scorer, self.max_tokens, self.rollouts_of, self.lock = scorer, max_tokens, rollouts_of, lock
+        self._thread = ThreadPoolExecutor(1, "rewards")
+        self._calls: list[Future[None]] = []
+        self._arrived: deque[tuple[int, Sequence[Completion]]] = deque()
+        self._groups: dict[int, list[ScoredRollout]] = {}
+        self._failed = False
+
+    def add(self, k: int, completions: Sequence[Completion]) -> None:
+        """Start to score all completions of the k-th request. Returns at once."""
+        self._arrived.append((k, completions))
+        self._calls.append(self._thread.submit(self._score_arrived))
+
+    def _score_arrived(self) -> None:
+        """Score the groups that have arrived; none if the call before has taken them."""
+        arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
+        groups = {k: self._group(k, completions) for k, completions in arrived}
+        rows = [row for group in groups.values() for row in group]
+        with self.lock:
+            if self._failed:  # the rewards are being closed
+                return
+            for name, reward in self.scorer.rewards.items():
+                if reward.has_processes:
+                    self.scorer.add_scores(name, rows)
+        self._groups |= groups
+
+    def _group(self, k: int, completions: Sequence[Completion]) -> list[ScoredRollout]:
+        return [ScoredRollout(one, Sample.of(one, self.max_tokens)) for one in self.rollouts_of(k, completions)]
+
+    def finish(
+        self, sampled: Sequence[Sequence[Completion]], enter: Callable[[str], None], progress: Progress
+    ) -> tuple[list[Rollout], ScoreStats]:
+        """The rollouts of all requests with their rewards, in order, and counts of errors: see `Scorer.score`."""
+        groups = [self._groups.get(k) or self._group(k, completions) for k, completions in enumerate(sampled)]
+        with self.lock:
+            return self.scorer.finish([row for group in groups for row in group], enter, progress)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._failed = kind is not None
+        self._thread.shutdown(wait=kind is None, cancel_futures=kind is not None)
+        if kind is None:
+            for done in self._calls:
+                done.result()  # raises the call's error
+
+
+def call(reward: BaseReward, samples: Sequence[Sample]) -> list[Score]:
+    """The scores of one call of a reward; Failures if it raises, or returns something else than numbers and None."""
+    from grpocli.rewards.isolate_state import ProcessDamaged, isolated_state
+    from grpocli.rewards.worker_pool import PoolClosed
+
+    if not samples:
+        return []
+    try:
+        if reward.has_processes:
+            return [as_score(score) for score in reward(samples)]
+        own = [_copy_of(sample) for sample in samples]
+        with isolated_state(reward.label, samples):
+            return [as_score(score) for score in reward(own)]
+    except (ProcessDamaged, PoolClosed):
+        raise
+    except (Exception, SystemExit) as error:
+        logger.exception("%s raised", reward.label)
+        return [Failure(f"it raised {raised(error)}")] * len(samples)
+
+
+def _number(score: Score) -> float:
+    return math.nan if score is None or isinstance(score, Failure) else float(score)
+
+
+def _log_failures(name: str, rows: Sequence[ScoredRollout]) -> None:
+    failed = [(row.sample, score) for row in rows if isinstance(score := row.scores[name], Failure)]
+    for sample, failure in failed[:3]:
+        logger.warning("reward.%s could not score %s: %s", name, excerpt(sample.text), failure.reason)
+
+
+def _copy_of(sample: Sample) -> Sample:
+    """A copy that a reward may change, since the rollout file and later rewards use the original."""
+    return replace(
+        sample,
+        prompt=_copied(sample.prompt),
+        completion=_copied(sample.completion),
+        columns=_copied(sample.columns),
+        token_ids=list(sample.token_ids),
+    )
+
+
+def _copied(value: Any) -> Any:
+    """Copies lists and dicts, at any depth; other values are shared."""
+    if isinstance(value, dict):
+        return {name: _copied(one) for name, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list) else value
