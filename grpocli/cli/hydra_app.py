@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from grpocli.config.escapes import literal_escapes
 from grpocli.errors import ConfigError, GrpoError, Stopped
 from grpocli.launch.compose import compose, register_parts
-from grpocli.launch.hydra_errors import friendly
+from grpocli.launch.hydra_errors import hydra_errors
 from grpocli.launch.hydra_sources import conf_dir
 from grpocli.launch.overrides import option_advice, typed
 from grpocli.launch.resume import Resume
@@ -154,7 +154,7 @@ def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[st
             return None
 
     app = hydra.main(version_base="1.3", config_path=conf_dir(), config_name=config_name)(job)
-    with friendly([a for a in argv if not a.startswith("-")], config_name):
+    with hydra_errors([a for a in argv if not a.startswith("-")], config_name):
         try:
             app()
         except OSError as error:  # the task's own have become sentences: this is Hydra making its folders

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from grpocli.config.build import build
 from grpocli.config.environment import OVERRIDES, needs_environment, without_environment
 from grpocli.errors import ConfigError
-from grpocli.launch.hydra_errors import friendly
+from grpocli.launch.hydra_errors import hydra_errors
 from grpocli.launch.hydra_sources import beside_another_hydra, conf_dir, extend_hydra
 from grpocli.launch.overrides import rewritten
 
@@ -43,7 +43,7 @@ def compose(overrides: list[str], config_name: str = "train") -> DictConfig:
     register_parts()
     overrides = rewritten(overrides, config_name)
     with (
-        friendly(overrides, config_name),
+        hydra_errors(overrides, config_name),
         beside_another_hydra(),
         initialize_config_dir(conf_dir(), version_base="1.3"),
     ):

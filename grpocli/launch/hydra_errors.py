@@ -1,4 +1,7 @@
-"""Hydra's complaints as one sentence that names the key and the nearest valid name."""
+"""Hydra's and OmegaConf's errors as a ConfigError with the key, the value and the nearest valid name.
+
+Both libraries have few error classes and put the details into their messages, so this module parses these messages.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -27,138 +31,200 @@ from grpocli.config.user_code import names_in
 from grpocli.errors import ConfigError
 from grpocli.launch.hydra_sources import beside_another_hydra, conf_dir
 
+NEEDS_QUOTES = "text with commas, braces or other special characters needs quotes inside the shell's"
+SYNTAX = "write KEY=VALUE or GROUP=[A,B], with every bracket and quote closed"
+
 
 @contextmanager
-def friendly(overrides: list[str], config_name: str) -> Iterator[None]:
-    """Turn what Hydra raises while composing into a ConfigError."""
+def hydra_errors(overrides: list[str], config_name: str) -> Iterator[None]:
+    """Raise errors of Hydra and OmegaConf within the block as ConfigError."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain(error, overrides, config_name)) from error
+        raise _CommandLine(overrides, config_name).explain(error) from error
 
 
-def explain(error: Exception, overrides: list[str], config_name: str) -> str:
-    """One sentence for an error of Hydra's or OmegaConf's."""
-    text = str(error)
-    if isinstance(error, OverrideParseException):
-        return f"cannot read the override {_unreadable(error.override, overrides, config_name)}"
-    if isinstance(error, MissingConfigException):
-        return _unknown_choice(text)
-    if isinstance(error, ConfigCompositionException):
-        if several := re.match(r"Ambiguous value for argument '(.*)'$", text.partition("\n1. ")[0], re.DOTALL):
-            return _several(several[1], overrides, config_name)
-        wrong_type = re.match(r"Error merging override (.*)", text, re.DOTALL)
-        if wrong_type:
-            return _wrong_type(wrong_type[1].partition("\n")[0], error.__cause__, overrides, config_name)
-        unknown = re.match(r"Could not (?:override|delete from config\.) '([^'@]+)", text)
-        group = re.search(r"Could not override '([^']+)'\.\s*No match in the defaults list", text)
-        if unknown or group:
-            return _unknown_key((group or unknown)[1], overrides, config_name)  # type: ignore[index]
-    missing_in_part = re.search(r"^In '([^']+)'.*Key '(\w+)' not in '(\w+)'\s*full_key: (\S+)", text, re.DOTALL)
-    if missing_in_part:
-        config, _, cls, key = missing_in_part.groups()
-        part = key.rpartition(".")[0].replace(".", "/")
-        return (
-            f"{config} sets {key}, which the choice of {part} ({cls}) does not have; keep the choice that it makes, "
-            "or start from another config"
-        )
-    return " ".join(text.split("Config search path")[0].split())
+def known_keys(overrides: list[str], config_name: str) -> list[str]:
+    """Every key and group of the config that the group choices among `overrides` compose."""
+    return _CommandLine(overrides, config_name).known_keys()
 
 
-def _unreadable(override: str, overrides: list[str], config_name: str) -> str:
-    """An override that Hydra cannot parse, and how it is typed: most often the shell has divided it at a space."""
-    whole = _with_neighbours(override, overrides)
-    key, equals, value = whole.partition("=")
-    spaced, key = key != key.rstrip(), key.rstrip()
-    value = value.strip(" ") if spaced or whole != override else value
-    joined = f"{key}={value}"
-    if not (key and equals and value) or any(value.count(a) != value.count(b) for a, b in ("[]", "{}", "()")):
-        how = _quotes(whole, overrides, config_name) if equals else ""
-        return f"{override}: {how or 'write KEY=VALUE or GROUP=[A,B], with every bracket and quote closed'}"
-    form = shlex.quote(joined) if _parses(joined) else _as_text(joined, overrides, config_name) or quoted(key, value)
-    if spaced:
-        return f"{whole}: write {form}, without a space before ="
-    if whole != override:
-        part = "a space ends an override" + ("" if "=" in override else "; where this is part of the one before")
-        return f"{override}: {part}, write {form}"
-    return f"{override}: {WHY_QUOTES} {form}"
+@dataclass(frozen=True, slots=True)
+class _CommandLine:
+    """The overrides of a config that could not be composed."""
+
+    overrides: list[str]
+    config_name: str
+
+    def explain(self, error: Exception) -> ConfigError:
+        """The ConfigError for an error of Hydra's or OmegaConf's."""
+        text = str(error)
+        if isinstance(error, OverrideParseException):
+            return self._unreadable(error.override)
+        if isinstance(error, MissingConfigException):
+            return _unknown_choice(text)
+        if isinstance(error, ConfigCompositionException):
+            if several := re.match(r"Ambiguous value for argument '(.*)'$", text.partition("\n1. ")[0], re.DOTALL):
+                return self._several_values(several[1])
+            if wrong_type := re.match(r"Error merging override (.*)", text, re.DOTALL):
+                return self._wrong_type(wrong_type[1].partition("\n")[0], error.__cause__)
+            unknown = re.search(r"Could not override '([^']+)'\.\s*No match in the defaults list", text)
+            unknown = unknown or re.match(r"Could not (?:override|delete from config\.) '([^'@]+)", text)
+            if unknown:
+                return self._unknown_key(unknown[1])
+        return _key_of_wrong_part(text) or ConfigError(_first_paragraph(text))
+
+    def known_keys(self, hydra: bool = False) -> list[str]:
+        """Every key and group of the config, or the keys of Hydra's own."""
+        config = self._composed_choices(hydra)
+        if config is None:
+            return []
+        if hydra:
+            return flat_keys(OmegaConf.to_container(config.hydra, resolve=False), "hydra.")
+        groups = [f"algorithm/{name}" for name in config.get("algorithm", {})] + ["recipe"]
+        return flat_keys(OmegaConf.to_container(config, resolve=False)) + groups
+
+    def _unreadable(self, override: str) -> ConfigError:
+        """An override that Hydra cannot parse, usually because the shell split it at a space."""
+        whole = self._with_neighbours(override)
+        key, equals, value = whole.partition("=")
+        spaced, key = key != key.rstrip(), key.rstrip()
+        value = value.strip(" ") if spaced or whole != override else value
+        joined = f"{key}={value}"
+        if not (key and equals and value) or any(value.count(a) != value.count(b) for a, b in ("[]", "{}", "()")):
+            form = self._as_text(whole) if equals else ""
+            return _needs_quotes(override, form) if form else ConfigError("cannot be read", key=override, hint=SYNTAX)
+        form = shlex.quote(joined) if _parses(joined) else self._as_text(joined) or quoted(key, value)
+        if spaced:
+            hint = f"write {form}, without a space before ="
+            return ConfigError("cannot be read", key=whole, hint=hint)
+        if whole != override:
+            hint = f"write {form}" + ("" if "=" in override else " if it is part of the override before")
+            return ConfigError("cannot be read, because a space ends an override", key=override, hint=hint)
+        return _needs_quotes(override, form)
+
+    def _with_neighbours(self, override: str) -> str:
+        """The override joined with the words around it that the shell split off."""
+        overrides = self.overrides
+        if override not in overrides:
+            return override
+        start = overrides.index(override)
+        end = start + 1
+        while end < len(overrides) and ("=" not in overrides[end] or overrides[end].startswith("=")):
+            end += 1
+        begun = "=" in override or (end > start + 1 and overrides[start + 1].startswith("="))
+        while start and not begun:
+            start -= 1
+            begun = "=" in overrides[start]
+        return " ".join(overrides[start:end])
+
+    def _several_values(self, override: str) -> ConfigError:
+        """A value with commas that is neither in brackets nor in quotes."""
+        key, _, value = override.lstrip("+").partition("=")
+        if key == "reward":
+            return ConfigError(f"several rewards stand in brackets: '{key}=[{value}]'", key=key, value=value)
+        if form := self._as_text(override):
+            return _needs_quotes(override, form)
+        if key not in self.known_keys():
+            return self._unknown_key(key)
+        return ConfigError("give one value; -m tries several in turn", key=key, value=value)
+
+    def _wrong_type(self, override: str, cause: BaseException | None) -> ConfigError:
+        key, _, value = override.partition("=")
+        if value[:1] in ("[", "{") and (form := self._as_text(override)):
+            return _needs_quotes(override, form)
+        reason = str(cause).splitlines()[0] if cause else "it does not fit"
+        expected = re.search(r"could not be converted to (\w+)", reason)
+        return ConfigError(f"must be of type {expected[1].lower()}" if expected else reason, key=key, value=value)
+
+    def _unknown_key(self, key: str) -> ConfigError:
+        problem = f"there is no key {key}"
+        if elsewhere := self._key_of_another_choice(key):
+            return elsewhere
+        given = {o.lstrip("+~").partition("=")[0]: o.partition("=")[2] for o in self.overrides}
+        if advice := key_advice(key.rpartition(".")[2], given.get(key, "VALUE")):
+            return ConfigError(problem, hint=advice)
+        if (reward := re.match(r"reward\.(\w+)\.", key)) and reward[1] in stored("reward"):
+            hint = f"add it: reward=[...,{reward[1]}]"
+            return ConfigError(f"{problem}, since {reward[1]} is not one of the rewards", hint=hint)
+        keys = self.known_keys(hydra=key.startswith("hydra."))
+        return ConfigError(f"{problem}{nearest(key, keys) or _same_last_word(key, keys)}")
+
+    def _key_of_another_choice(self, key: str) -> ConfigError | None:
+        """The error for `algorithm.tokens.quantile` where the chosen `algorithm/tokens` has no such key."""
+        section, _, name = key.rpartition(".")
+        group = section.replace(".", "/")
+        having = sorted(choice for choice, node in stored(group).items() if name in node)
+        if not having:
+            return None
+        config = self._composed_choices(hydra=True)
+        now = config.hydra.runtime.choices.get(group) if config is not None else None
+        choices = " or ".join(filter(None, [", ".join(having[:-1]), having[-1]]))
+        return ConfigError(f"{key} belongs to {group}={choices}", hint=f"now it is {now}" if now else "")
+
+    def _as_text(self, override: str) -> str:
+        """The override quoted for Hydra and the shell; "" unless its key takes a text or a list of texts."""
+        key, _, value = override.lstrip("+").partition("=")
+        others = _CommandLine([o for o in self.overrides if o != override], self.config_name)
+        composed = others._composed_choices()
+        section, _, name = key.rpartition(".")
+        node = OmegaConf.select(composed, section) if composed and section else None
+        found = node._get_node(name) if isinstance(node, DictConfig) and name in node.keys() else None  # noqa: SIM118
+        if isinstance(found, ListConfig):
+            return quoted_list(key, value)
+        return quoted(key, value) if isinstance(found, StringNode) else ""
+
+    def _composed_choices(self, hydra: bool = False) -> DictConfig | None:
+        """The config that the group choices compose; the default config if one of the choices is wrong."""
+        from hydra import compose, initialize_config_dir
+
+        choices = [text for text in self.overrides if _is_group_choice(text)]
+        with beside_another_hydra(), initialize_config_dir(conf_dir(), version_base="1.3"):
+            for attempt in (choices, []):
+                with suppress(HydraException):
+                    return cast("DictConfig", compose(self.config_name, attempt, return_hydra_config=hydra))
+        return None
 
 
-def _with_neighbours(override: str, overrides: list[str]) -> str:
-    """The override with the words beside it that are none, as they were before the shell took the spaces."""
-    if override not in overrides:
-        return override
-    start = overrides.index(override)
-    end = start + 1
-    while end < len(overrides) and ("=" not in overrides[end] or overrides[end].startswith("=")):
-        end += 1
-    begun = "=" in override or (end > start + 1 and overrides[start + 1].startswith("="))
-    while start and not begun:
-        start -= 1
-        begun = "=" in overrides[start]
-    return " ".join(overrides[start:end])
+def _needs_quotes(override: str, form: str) -> ConfigError:
+    return ConfigError(NEEDS_QUOTES, key=override, hint=f"write {form}")
 
 
-def _parses(override: str) -> bool:
-    try:
-        OverridesParser.create().parse_override(override)
-    except HydraException:
-        return False
-    return True
-
-
-def _several(override: str, overrides: list[str], config_name: str) -> str:
-    """A value with commas that is neither in brackets nor in quotes."""
-    key, _, value = override.lstrip("+").partition("=")
-    if key == "reward":
-        return f"{override}: several rewards stand in brackets: '{key}=[{value}]'"
-    if how := _quotes(override, overrides, config_name):
-        return f"{override}: {how}"
-    if key not in known_keys(overrides, config_name):
-        return _unknown_key(key, overrides, config_name)
-    return f"{override}: give one value; -m tries several in turn"
-
-
-def _unknown_choice(text: str) -> str:
+def _unknown_choice(text: str) -> ConfigError:
     found = re.search(r"Could not (?:find|load) '(algorithm/\w+(?=/)|[^'/]+)/([^']+)'", text)
     if not found:
-        return " ".join(text.split("Config search path")[0].split())
+        return ConfigError(_first_paragraph(text))
     group, choice = found.groups()
     if choice.endswith(".py"):
         names = names_in(Path(choice).expanduser())
-        which = f"; it has {', '.join(names)}" if names else ""
-        return f"{group}={choice}: name what to take from the file: {choice}:NAME{which}"
+        hint = f"it has {', '.join(names)}" if names else ""
+        return ConfigError(f"name a function or class of the file: {choice}:NAME", key=group, value=choice, hint=hint)
     if group == "task" and choice.endswith((".jsonl", ".json", ".csv", ".parquet")):
-        return f"{group}={choice}: write task=jsonl task.path={choice}"
+        return ConfigError(f"write task=jsonl task.path={choice}", key=group, value=choice)
     if advice := choice_advice(group, choice):
-        return f"{group}={choice}: {advice}"
+        return ConfigError(advice, key=group, value=choice)
     names = [name for name in _choices(group) if name not in ("parts", "base")]
     more = {
         "model": f", or model=hf model.path={choice} for a folder or a name on the hub",
         "task": f", or task=jsonl task.path={choice} for a file, task=hub task.path={choice} for data on the hub",
     }.get(group, "")
-    return f"{group}={choice}: choose one of {', '.join(names)}{more}{nearest(choice, names)}"
+    return ConfigError(f"choose one of {', '.join(names)}{more}{nearest(choice, names)}", key=group, value=choice)
 
 
-def _quotes(override: str, overrides: list[str], config_name: str) -> str:
-    """That a text, or a list of texts, needs quotes, and which; empty where the key is for neither."""
-    form = _as_text(override, overrides, config_name)
-    return f"{WHY_QUOTES} {form}" if form else ""
+def _key_of_wrong_part(text: str) -> ConfigError | None:
+    """The error for a YAML that sets a key which the chosen part does not have."""
+    found = re.search(r"^In '([^']+)'.*Key '(\w+)' not in '(\w+)'\s*full_key: (\S+)", text, re.DOTALL)
+    if not found:
+        return None
+    config, _, cls, key = found.groups()
+    part = key.rpartition(".")[0].replace(".", "/")
+    problem = f"{config} sets {key}, which the choice of {part} ({cls}) does not have"
+    return ConfigError(problem, hint="keep the choice that it makes, or start from another config")
 
 
-WHY_QUOTES = "text with commas, braces or other special characters needs quotes inside the shell's:"
-
-
-def _as_text(override: str, overrides: list[str], config_name: str) -> str:
-    """How a text, or a list of texts, is typed so that Hydra takes it whole; empty where the key is for neither."""
-    key, _, value = override.lstrip("+").partition("=")
-    composed = _composed_choices([o for o in overrides if o != override], config_name)
-    section, _, name = key.rpartition(".")
-    node = OmegaConf.select(composed, section) if composed and section else None
-    found = node._get_node(name) if isinstance(node, DictConfig) and name in node.keys() else None  # noqa: SIM118
-    if isinstance(found, ListConfig):
-        return quoted_list(key, value)
-    return quoted(key, value) if isinstance(found, StringNode) else ""
+def _first_paragraph(text: str) -> str:
+    """Hydra's message on one line, without its search path."""
+    return " ".join(text.split("Config search path")[0].split())
 
 
 def quoted(key: str, value: str) -> str:
@@ -183,84 +249,23 @@ def _choices(group: str) -> list[str]:
     return sorted(files | set(stored(group)))
 
 
-def _wrong_type(override: str, cause: BaseException | None, overrides: list[str], config_name: str) -> str:
-    key, _, value = override.partition("=")
-    reason = str(cause).splitlines()[0] if cause else "it does not fit"
-    if value[:1] in ("[", "{") and (how := _quotes(override, overrides, config_name)):
-        return f"{key}={value}: {how}"
-    expected = re.search(r"could not be converted to (\w+)", reason)
-    need = f"must be of type {expected[1].lower()}" if expected else reason
-    return f"{key}={value}: {need}"
-
-
-def _unknown_key(key: str, overrides: list[str], config_name: str) -> str:
-    elsewhere = _key_of_another_choice(key, overrides, config_name)
-    if elsewhere:
-        return elsewhere
-    given = {o.lstrip("+~").partition("=")[0]: o.partition("=")[2] for o in overrides}
-    if advice := key_advice(key.rpartition(".")[2], given.get(key, "VALUE")):
-        return f"there is no key {key}; {advice}"
-    if (reward := re.match(r"reward\.(\w+)\.", key)) and reward[1] in stored("reward"):
-        return f"there is no key {key}, since {reward[1]} is not one of the rewards; add it: reward=[...,{reward[1]}]"
-    keys = known_keys(overrides, config_name, hydra=key.startswith("hydra."))
-    return f"there is no key {key}{nearest(key, keys) or nearest_leaf(key, keys)}"
-
-
-def _key_of_another_choice(key: str, overrides: list[str], config_name: str) -> str | None:
-    """`algorithm.tokens.quantile` where `algorithm/tokens` is another choice than the one that has it."""
-    section, _, name = key.rpartition(".")
-    group = section.replace(".", "/")
-    having = sorted(choice for choice, node in stored(group).items() if name in node)
-    if not having:
-        return None
-    now = _chosen(group, overrides, config_name)
-    choices = " or ".join(filter(None, [", ".join(having[:-1]), having[-1]]))
-    return f"{key} belongs to {group}={choices}" + (f"; now it is {now}" if now else "")
-
-
-def _chosen(group: str, overrides: list[str], config_name: str) -> str | None:
-    """The choice of a group that the group choices among `overrides` lead to."""
-    config = _composed_choices(overrides, config_name, hydra=True)
-    choice: str | None = config.hydra.runtime.choices.get(group) if config is not None else None
-    return choice
-
-
-def nearest_leaf(key: str, keys: list[str]) -> str:
-    """A key elsewhere with the same last word: `lr` is `optim.lr`."""
+def _same_last_word(key: str, keys: list[str]) -> str:
+    """`; did you mean "optim.lr"?` for `lr`; "" if no key ends with the same word."""
     leaf = key.rpartition(".")[2]
     same = [name for name in keys if name.rpartition(".")[2] == leaf]
     return f'; did you mean "{same[0]}"?' if same else ""
 
 
-def known_keys(overrides: list[str], config_name: str, hydra: bool = False) -> list[str]:
-    """Every key and group of the config that the group choices among `overrides` compose; `hydra`: Hydra's own."""
-    config = _composed_choices(overrides, config_name, hydra)
-    if config is None:
-        return []
-    if hydra:
-        return flat_keys(OmegaConf.to_container(config.hydra, resolve=False), "hydra.")
-    return flat_keys(OmegaConf.to_container(config, resolve=False)) + _groups(config)
-
-
-def _composed_choices(overrides: list[str], config_name: str, hydra: bool = False) -> DictConfig | None:
-    """What the group choices among `overrides` compose, or the defaults where one of them is wrong."""
-    from hydra import compose, initialize_config_dir
-
-    groups = [text for text in overrides if _is_group_choice(text)]
-    with beside_another_hydra(), initialize_config_dir(conf_dir(), version_base="1.3"):
-        for attempt in (groups, []):
-            with suppress(HydraException):  # the defaults are still worth comparing with
-                return cast("DictConfig", compose(config_name, overrides=attempt, return_hydra_config=hydra))
-    return None
-
-
-def _groups(config: DictConfig) -> list[str]:
-    return [f"algorithm/{name}" for name in config.get("algorithm", {})] + ["recipe"]
+def _parses(override: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException:
+        return False
+    return True
 
 
 def _is_group_choice(text: str) -> bool:
-    try:
-        override = OverridesParser.create().parse_override(text)
-    except HydraException:
+    if not _parses(text):
         return False
-    return bool(override.key_or_group) and "." not in override.key_or_group
+    key = OverridesParser.create().parse_override(text).key_or_group
+    return bool(key) and "." not in key
