@@ -1,13 +1,13 @@
-"""The errors a user may see. Each is one sentence that says what to change, and knows its exit code."""
+"""The errors that users see: one sentence that says what to change, and an exit code."""
 
 from __future__ import annotations
 
-NOTHING = object()
-"""The value of a key that has none to show."""
+NO_VALUE = object()
+"""Marks a ConfigError without a value."""
 
 
 class GrpoError(Exception):
-    """Anything grpocli reports without a traceback."""
+    """Base class of errors that are reported without a traceback."""
 
     exit_code = 1
 
@@ -15,19 +15,18 @@ class GrpoError(Exception):
 class ConfigError(GrpoError):
     """The config cannot work. Its text is `KEY=VALUE: PROBLEM; HINT`, without the parts that are not given.
 
-    problem: what is wrong, without the key.
-    key: the config key, as a user types it, or the command's option; value: what it was given.
-    hint: what to do about it.
+    problem: what is wrong, without the key. key: the config key as a user types it, or a command's option.
+    value: the key's value. hint: the remedy.
     """
 
     exit_code = 2
 
-    def __init__(self, problem: str, *, key: str = "", value: object = NOTHING, hint: str = "") -> None:
+    def __init__(self, problem: str, *, key: str = "", value: object = NO_VALUE, hint: str = "") -> None:
         self.problem, self.key, self.value, self.hint = problem, key, value, hint
         super().__init__(problem)
 
     def __str__(self) -> str:
-        subject = self.key if self.value is NOTHING else f"{self.key}={self.value}"
+        subject = self.key if self.value is NO_VALUE else f"{self.key}={self.value}"
         sentence = f"{subject}: {self.problem}" if subject else self.problem
         return f"{sentence}; {self.hint}" if self.hint else sentence
 
@@ -35,13 +34,19 @@ class ConfigError(GrpoError):
         """The same error for another key."""
         return ConfigError(self.problem, key=key, value=self.value, hint=self.hint)
 
+    def with_note(self, note: str) -> ConfigError:
+        """The same error with a note in parentheses at its end."""
+        if self.hint:
+            return ConfigError(self.problem, key=self.key, value=self.value, hint=f"{self.hint} ({note})")
+        return ConfigError(f"{self.problem} ({note})", key=self.key, value=self.value)
+
 
 class RunError(GrpoError):
-    """The run failed after it had started."""
+    """The run failed after its start."""
 
 
 class EngineError(RunError):
-    """The rollout engine failed, or could not prove that it has the trainer's weights."""
+    """The rollout engine failed, or its weights could not be verified."""
 
 
 class ServiceGone(RunError):
@@ -51,7 +56,7 @@ class ServiceGone(RunError):
 
 
 class EngineGone(ServiceGone, EngineError):
-    """The engine is gone and does not come back."""
+    """The engine is unavailable and was not restarted."""
 
 
 class RewardError(RunError):
@@ -63,6 +68,6 @@ class RewardGone(ServiceGone, RewardError):
 
 
 class Stopped(GrpoError):
-    """A signal ended the run after a checkpoint: run it again with `resume=`."""
+    """A signal ended the run after a checkpoint; `resume=` continues it."""
 
     exit_code = 3

@@ -76,7 +76,7 @@ def _run(args: argparse.Namespace) -> tuple[DictConfig, Run]:
     overrides = list(args.overrides)
     if args.run:
         if any(one.startswith(("model=", "model.path=", "resume=")) for one in overrides):
-            raise ConfigError("--run: the model is the run's own; leave out model= and model.path=")
+            raise ConfigError("the model is the run's own", key="--run", hint="leave out model= and model.path=")
         check_run(args.run, f"--run {args.run}")
         overrides.insert(0, f"resume={args.run}")
     config = composed(overrides, args.config_dir)
@@ -99,7 +99,7 @@ def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[Evaluated]:
 
     models = _models(args)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out}: is there already; give another folder")
+        raise ConfigError("exists already", key="--out", value=out, hint="give another folder")
     quiet_libraries()
     view = status_view()
     try:
@@ -118,7 +118,7 @@ def _models(args: argparse.Namespace) -> list[tuple[str, str]]:
     if args.checkpoints:
         return checkpoints_of(args.run, args.checkpoints)
     if args.run and not (args.run / "model").is_dir():
-        raise ConfigError(f"--run {args.run}: it has no final model yet; give --checkpoints all")
+        raise ConfigError("has no final model yet", key="--run", value=args.run, hint="give --checkpoints all")
     return [(str(args.run / "model"), str(args.run / "model"))] if args.run else []
 
 

@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
 def _sides(overrides: Sequence[str]) -> list[list[str]]:
     """The overrides of one config, or of the two that `vs` stands between."""
     if other := [word for word in overrides if word.strip(".").lower() in LIKE_VS and word != "vs"]:
-        raise ConfigError(f"{other[0]}: write vs between the two lists of overrides")
+        raise ConfigError("write vs between the two lists of overrides", key=other[0])
     sides: list[list[str]] = [[]]
     for word in overrides:
         if word == "vs":
@@ -51,7 +51,7 @@ def _sides(overrides: Sequence[str]) -> list[list[str]]:
         else:
             sides[-1].append(word)
     if len(sides) > 2:
-        raise ConfigError(f"vs: compares two configs, and there are {len(sides)}")
+        raise ConfigError(f"compares two configs, and there are {len(sides)}", key="vs")
     return sides
 
 

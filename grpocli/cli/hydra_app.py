@@ -113,7 +113,7 @@ def search_path(config_dir: str | None) -> list[str]:
     if config_dir is None:
         return []
     if not Path(config_dir).is_dir():
-        raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
+        raise ConfigError("there is no such folder", key="--config-dir", value=config_dir)
     return [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
 
 
@@ -161,7 +161,7 @@ def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[st
             if isinstance(error, HydraException):  # a missing choice is an OSError to Hydra
                 raise
             folder = error.filename or "the output folder"
-            raise ConfigError(f"hydra.run.dir: {folder} cannot be written: {error.strerror}") from error
+            raise ConfigError(f"{folder} cannot be written: {error.strerror}", key="hydra.run.dir") from error
         finally:
             _close_log()
     if failures:

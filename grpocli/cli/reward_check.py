@@ -104,7 +104,12 @@ def _agreements(
                 yield agreement(name, reward, accuracy_reward, examples, template, one), source
     if not asked:
         names = ", ".join(run.reward)
-        raise ConfigError(f"reward=[{names}]: none of them says whether an answer is right; choose one that does")
+        raise ConfigError(
+            "none of them judges whether an answer is right",
+            key="reward",
+            value=f"[{names}]",
+            hint="choose one that does",
+        )
 
 
 def _splits(task: Any, asked: str) -> Sequence[str]:

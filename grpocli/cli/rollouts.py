@@ -190,9 +190,9 @@ def _check_target(target: str) -> None:
     if target.startswith("hub:"):
         return
     if path.suffix not in WRITERS:
-        raise ConfigError(f"--export {path}: must end in {' or '.join(WRITERS)}, or be hub:OWNER/NAME")
+        raise ConfigError(f"must end in {' or '.join(WRITERS)}, or be hub:OWNER/NAME", key="--export", value=path)
     if not path.parent.is_dir():
-        raise ConfigError(f"--export {path}: there is no folder {path.parent}")
+        raise ConfigError(f"there is no folder {path.parent}", key="--export", value=path)
 
 
 def _to_file(table: object, path: Path) -> None:
@@ -201,6 +201,6 @@ def _to_file(table: object, path: Path) -> None:
         getattr(table, WRITERS[path.suffix])(str(beside))
         beside.replace(path)
     except OSError as error:
-        raise ConfigError(f"--export {path}: {error.strerror or error}") from error
+        raise ConfigError(str(error.strerror or error), key="--export", value=path) from error
     finally:
         beside.unlink(missing_ok=True)

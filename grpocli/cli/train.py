@@ -32,16 +32,18 @@ def main(argv: list[str]) -> int:
     args = arguments(argv)
     if only_prints(args):
         if args.multirun and not args.help:
-            raise ConfigError("-m: a sweep has several configs; leave it out to print one")
+            raise ConfigError("a sweep has several configs", key="-m", hint="leave it out to print one")
         hydra_app(_nothing, "train", argv)
         return 0
     if sys.stdout.isatty():  # what comes next begins on the same line
         print("reading the config ...", end="\r", flush=True)
     resume = Resume.asked_for(args.overrides)
     if resume and args.multirun:
-        raise ConfigError("resume: goes on with one run; leave out -m")
+        raise ConfigError("cannot be combined with -m", key="resume=")
     if "hydra/launcher=slurm" in args.overrides and not args.multirun:
-        raise ConfigError("hydra/launcher=slurm: Hydra launches jobs of a multirun only: add -m (it makes one job too)")
+        raise ConfigError(
+            "only a multirun can be submitted", key="hydra/launcher", value="slurm", hint="add -m, also for one run"
+        )
     if resume:
         argv = [a for a in argv if a not in args.overrides] + resume.overrides(args.overrides)
         args = arguments(argv)

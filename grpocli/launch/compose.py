@@ -49,9 +49,9 @@ def compose(overrides: list[str], config_name: str = "train") -> DictConfig:
     ):
         try:
             return cast("DictConfig", hydra_compose(config_name, overrides=overrides))
-        except (TypeError, ValueError) as error:  # Hydra's, of a choice that is null or a list in a list
+        except (TypeError, ValueError) as error:  # Hydra raises these for a choice that is null or a list in a list
             choices = " ".join(o for o in overrides if "." not in o.partition("=")[0])
-            raise ConfigError(f"cannot read {choices}: a choice is GROUP=NAME, or GROUP=[A,B] of several") from error
+            raise ConfigError("cannot be read", key=choices, hint="a choice is GROUP=NAME or GROUP=[A,B]") from error
 
 
 def build_run(config: DictConfig) -> Run:

@@ -113,8 +113,7 @@ class CheckedFiles(FileConfigSource):  # type: ignore[misc]
                 yaml_text.check(file.read_text(encoding="utf-8"))
             return super().load_config(config_path)
         except (*yaml_text.BROKEN, OmegaConfBaseException) as error:
-            problem = f"cannot be read: {yaml_text.reason(error)}; repair it"
-            raise ConfigError(f"{file}: {problem}") from error
+            raise ConfigError(f"cannot be read: {yaml_text.reason(error)}", key=str(file), hint="repair it") from error
 
 
 CheckedFiles.__name__ = FileConfigSource.__name__

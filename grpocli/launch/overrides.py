@@ -137,10 +137,9 @@ def _refuse_two_of_a_name(overrides: Sequence[str]) -> None:
         for one in chosen:
             name = name_of(one) if is_spec(one) else one
             if name in first and (is_spec(one) or is_spec(first[name])):
-                problem = (
-                    f"{first[name]} and {one} are both called {name}; leave one out of the list and give it a name"
-                )
-                raise ConfigError(f"reward: {problem}: +reward@reward.NAME={one}")
+                problem = f"{first[name]} and {one} are both called {name}"
+                hint = f"leave one out of the list and give it a name: +reward@reward.NAME={one}"
+                raise ConfigError(problem, key="reward", hint=hint)
             first.setdefault(name, one)
 
 
@@ -176,10 +175,10 @@ def _spread(override: str) -> list[str]:
     choices = [choice.strip().strip("'\"") for choice in found[1].split(",") if choice.strip()]
     names = [_name(choice) for choice in choices]
     if not names:
-        raise ConfigError("task=[]: choose at least one task")
+        raise ConfigError("choose at least one task", key="task", value="[]")
     if twice := [choice for i, choice in enumerate(choices) if names[i] in names[:i]]:
-        problem = f"names {_name(twice[0])} twice; leave one out and give it a name: +task@task.NAME={twice[0]}"
-        raise ConfigError(f"{override}: {problem}")
+        hint = f"leave one out and give it a name: +task@task.NAME={twice[0]}"
+        raise ConfigError(f"names {_name(twice[0])} twice", key="task", value=f"[{found[1]}]", hint=hint)
     return ["task=mixture", *(f"+task@task.{name}={choice}" for name, choice in zip(names, choices, strict=True))]
 
 
@@ -205,7 +204,9 @@ def _refuse_empty(overrides: Sequence[str]) -> None:
     for override in overrides:
         key, equals, value = override.partition("=")
         if equals and not value.strip(" '\"") and NAMED.fullmatch(_key(override)):
-            raise ConfigError(f"{key}= has no value: give one, or leave {key}= out (is a variable of the shell unset?)")
+            raise ConfigError(
+                "has no value", key=f"{key}=", hint=f"give one, or leave {key}= out (is a shell variable unset?)"
+            )
 
 
 NAMED = re.compile(rf"{GROUP.pattern}|algorithm|recipe|resume|hydra/\w+|hydra\.(run|sweep)\.dir")
@@ -216,8 +217,8 @@ def _refuse_foreign(overrides: Sequence[str], config_name: str) -> None:
     """Raise ConfigError for the keys of other trainers, all in one sentence; Hydra stops at the first."""
     mine = ("lora_rank", "dtype") if config_name == "vllm_serve" else ()
     given = [override.lstrip("+").partition("=") for override in overrides]
-    told = {key: advice for key, _, value in given if key not in mine and (advice := key_advice(key, value))}
-    if len(told) == 1:
-        raise ConfigError("".join(f"there is no key {key}; {advice}" for key, advice in told.items()))
-    if told:
-        raise ConfigError("there are no keys " + ", ".join(f"{key} ({advice})" for key, advice in told.items()))
+    foreign = {key: advice for key, _, value in given if key not in mine and (advice := key_advice(key, value))}
+    if len(foreign) > 1:
+        raise ConfigError("there are no keys " + ", ".join(f"{key} ({advice})" for key, advice in foreign.items()))
+    for key, advice in foreign.items():
+        raise ConfigError(f"there is no key {key}", hint=advice)

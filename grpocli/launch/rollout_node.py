@@ -72,11 +72,13 @@ def _reachable_name() -> str:
     try:
         addresses = {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
     except OSError as error:
-        raise ConfigError(f"hardware=multinode: {name} has no address here: {error.strerror}") from error
+        raise ConfigError(f"{name} has no address here: {error.strerror}", key="hardware", value="multinode") from error
     if all(is_loopback(address) for address in addresses):
         raise ConfigError(
-            f"hardware=multinode: {name} is {', '.join(sorted(addresses))} here, which other machines do not reach: "
-            "take that line out of its /etc/hosts"
+            f"{name} is {', '.join(sorted(addresses))} here, which other machines do not reach",
+            key="hardware",
+            value="multinode",
+            hint="remove that line from its /etc/hosts",
         )
     return name
 

@@ -100,7 +100,7 @@ class Serve:
         try:
             options: Vllm = dataclasses.replace(self.engine, **given)
         except ConfigError as error:
-            raise ConfigError(str(error).removeprefix("engine.")) from error
+            raise error.with_key(error.key.removeprefix("engine.")) from error
         return options
 
     def job(self, model_path: str, dtype: str) -> EngineJob:
@@ -127,7 +127,7 @@ def build_server_config(config: DictConfig) -> Serve:
     from grpocli.config.build import build
 
     if "vllm_args" not in config.engine:  # which the keys that follow engine.NAME would otherwise stumble over
-        raise ConfigError("engine: vllm-serve serves with engine=vllm; leave it out")
+        raise ConfigError("vllm-serve serves with engine=vllm; leave it out", key="engine")
     made: Serve = build(config)
     return made
 

@@ -31,7 +31,7 @@ def _check_rewards(run: Run) -> None:
     from grpocli.tasks.mixture import key_of, tasks_of
 
     if not run.reward:
-        raise ConfigError("reward=[]: choose at least one reward")
+        raise ConfigError("choose at least one reward", key="reward", value="[]")
     names = list(run.reward)
     for key, name in (
         ("eval.reward", run.eval.reward),
@@ -45,7 +45,12 @@ def _check_rewards(run: Run) -> None:
     if any(isinstance(reward, EnvironmentReward) for reward in run.reward.values()) and not any(
         environment_of(task) for task in tasks_of(run.task).values()
     ):
-        raise ConfigError("reward=[environment]: no task of this run has an environment; give task.environment.name")
+        raise ConfigError(
+            "no task of this run has an environment",
+            key="reward",
+            value="[environment]",
+            hint="give task.environment.name",
+        )
     for task, chosen in tasks_of(run.task).items():
         for name in getattr(chosen, "rewards", None) or ():
             if name not in names:

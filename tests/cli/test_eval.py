@@ -101,4 +101,4 @@ def test_what_a_run_does_not_have(grpocli, run: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     code, _, err = grpocli("eval", "--run", str(run), "--out", str(tmp_path / "full"))
-    assert (code, "is there already; give another folder" in err) == (2, True)
+    assert (code, "exists already; give another folder" in err) == (2, True)

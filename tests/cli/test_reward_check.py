@@ -67,7 +67,7 @@ def test_another_answer_that_is_right_too_is_a_disagreement(grpocli, tmp_path: P
     ("options", "said"),
     [
         (["--lst", "5"], "there is no option --lst: did you mean --list?"),
-        (["reward=[format]"], "reward=[format]: none of them says whether an answer is right"),
+        (["reward=[format]"], "reward=[format]: none of them judges whether an answer is right"),
         (
             ["reward=[number]", "reward.number.answer_column=x"],
             "reward.number.answer_column=x: the task's examples have",

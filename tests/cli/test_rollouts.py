@@ -129,7 +129,7 @@ def test_what_is_exported(grpocli, run: Path, tmp_path: Path) -> None:
         (["another"], "another: give the folder of one run"),
         (["--n", "-1"], "--n -1: must be 0 (all) or more"),
         (["--export", "out.csv"], "must end in .jsonl or .parquet"),
-        (["--export", "/nowhere/out.jsonl"], "--export /nowhere/out.jsonl: there is no folder /nowhere"),
+        (["--export", "/nowhere/out.jsonl"], "--export=/nowhere/out.jsonl: there is no folder /nowhere"),
     ],
 )
 def test_what_cannot_be_shown_is_one_sentence(grpocli, run: Path, options: list[str], said: str) -> None:

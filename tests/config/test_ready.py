@@ -46,7 +46,7 @@ CASES = {
     "tracker=wandb": "tracker=wandb: it is not installed: pip install wandb",
     "task=reasoning_gym task.name=chain_sum reward=[reasoning_gym]": "needs the library reasoning-gym",
     "model.lora.rank=4": "model.lora.rank=4: needs peft, which is not installed",
-    "--config-dir nowhere": "--config-dir nowhere: there is no such folder",
+    "--config-dir nowhere": "--config-dir=nowhere: there is no such folder",
 }
 
 PROGRAM = """\

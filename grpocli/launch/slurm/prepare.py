@@ -69,7 +69,7 @@ def _composed(context: HydraContext, config: DictConfig, given: list[str], numbe
     try:
         run = build_run(task)
     except ConfigError as error:
-        raise ConfigError(f"{error} (job {number}: {' '.join(overrides)}; nothing was submitted)") from error
+        raise error.with_note(f"job {number}: {' '.join(overrides)}; nothing was submitted") from error
     return SweepRun(number, overrides, composed, run, folder)
 
 
