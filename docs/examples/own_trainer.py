@@ -1,10 +1,10 @@
-"""grpocli's algorithms in a loop of your own: here the policy is a table of logits, one distribution a prompt."""
+"""grpocli's algorithms in your own training loop. The policy is a table of logits, one distribution for each prompt."""
 
 import torch
 
 import grpocli
 
-P, G, T, V = 4, 8, 6, 10  # prompts, completions of each, tokens at most, vocabulary; token 0 ends a completion
+P, G, T, V = 4, 8, 6, 10  # prompts, group size, tokens, vocabulary; token 0 ends a completion
 
 
 def logp_of(policy: torch.nn.Embedding, prompts_B: torch.Tensor, tokens_BT: torch.Tensor) -> torch.Tensor:
@@ -33,17 +33,17 @@ def train(steps: int = 40, micro_batches: int = 2) -> list[float]:
         with torch.no_grad():
             tokens_BT = policy(prompts_B).softmax(-1).multinomial(T, replacement=True)
             ends_BT = (tokens_BT == 0).long().cumsum(1)
-            mask_BT = (ends_BT - (tokens_BT == 0).long() == 0).long()  # 1 up to the first end, which is included
+            mask_BT = (ends_BT - (tokens_BT == 0).long() == 0).long()  # 1 up to and including the first end
             old_logp_BT = logp_of(policy, prompts_B, tokens_BT)
             ref_logp_BT = logp_of(reference, prompts_B, tokens_BT)
         rewards = rewards_of(prompts_B, tokens_BT, mask_BT)
         history.append(rewards["right"].mean().item())
 
         advantages_B = algorithm.advantages(rewards, weights={"right": 1.0, "ended": 0.1}).reshape(-1)
-        # counts of all rows of this update, so that the sum of its losses does not depend on how it is split
+        # counts of all rows, so that the sum of the losses does not depend on the split
         totals = algorithm.totals(advantages_B, mask_BT, group_ids=prompts_B, micro_batches=micro_batches)
         for rows in torch.arange(P * G).chunk(micro_batches):
-            loss, _ = algorithm.loss(  # the other is metrics, by name
+            loss, _metrics = algorithm.loss(
                 logp_of(policy, prompts_B[rows], tokens_BT[rows]),
                 old_logp_BT[rows],
                 advantages_B[rows],
@@ -52,7 +52,7 @@ def train(steps: int = 40, micro_batches: int = 2) -> list[float]:
                 ref_logp=ref_logp_BT[rows],
                 totals=totals,
             )
-            loss.backward()  # the losses of the parts add up to that of the whole, and so do the metrics
+            loss.backward()  # losses and metrics of the parts add up to those of the whole
         optimizer.step()
         optimizer.zero_grad()
     return history
