@@ -93,7 +93,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from grpocli.rollout.engine import EngineContext, EngineJob
-    from grpocli.rollout.vllm.options import Vllm
+    from grpocli.rollout.vllm.engine_parts import Vllm
     from grpocli.training.policy import Policy
 
     llm: dict[str, Any] = {

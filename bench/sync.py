@@ -106,12 +106,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     from grpocli.rollout import sync as choices
     from grpocli.rollout.engine import EngineContext, EngineJob
-    from grpocli.rollout.vllm.options import Vllm
+    from grpocli.rollout.vllm.engine_parts import Vllm
     from grpocli.training.policy import Policy
 
     options = Vllm()
     part = getattr(choices, args.transport.capitalize())(**({"bucket_mb": args.bucket_mb} if args.bucket_mb else {}))
-    transport = part.choose(choices.placement("auto", options, shared=True))
+    transport = part.choose(choices.locate_servers("auto", options, shared=True))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         job = EngineJob(args.model, args.dtype, 256, Path(folder), seed=0, transport=transport)
@@ -128,7 +128,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def timings(engine: Any, policy: Any, times: int, processes: dict[str, int]) -> dict[str, Any]:
     import torch
 
-    from grpocli.rollout.vllm.weights import BucketFile
+    from grpocli.rollout.vllm.transport_shm import BucketFile
 
     policy.score([1, 2, 3])
     before = {name: memory(pid, "VmRSS") for name, pid in processes.items()}

@@ -34,8 +34,7 @@ import grpocli.rollout.auto
 import grpocli.rollout.fake_engine
 import grpocli.rollout.sync
 import grpocli.rollout.transformers_engine
-import grpocli.rollout.vllm.colocate_options
-import grpocli.rollout.vllm.options
+import grpocli.rollout.vllm.engine_parts
 import grpocli.tasks.arithmetic
 import grpocli.tasks.code
 import grpocli.tasks.countdown

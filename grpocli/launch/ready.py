@@ -12,7 +12,7 @@ from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
-    from grpocli.rollout.vllm.options import Vllm
+    from grpocli.rollout.vllm.engine_parts import Vllm
 
 CONNECT_WITHIN = 1.0
 """Seconds."""
@@ -59,8 +59,7 @@ def _check_packages(run: Run) -> None:
 
 
 def _check_engine(run: Run) -> None:
-    from grpocli.rollout.vllm.colocate_options import VllmColocate
-    from grpocli.rollout.vllm.options import Vllm
+    from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
     from grpocli.rollout.vllm.validate import check_plugin, check_vllm
 
     if isinstance(run.engine, VllmColocate):

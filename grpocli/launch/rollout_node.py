@@ -42,8 +42,7 @@ def main() -> None:
 
 def serve(run_dir: Path, over: threading.Event) -> None:
     """Serve until the run in `run_dir` is over, or `over` is set. Raises ConfigError or EngineError."""
-    from grpocli.rollout.vllm.launch import started
-    from grpocli.rollout.vllm.nodes import report, serve_until_over
+    from grpocli.rollout.vllm.launch import own_servers, report_failure, serve_until_over
 
     node = Node.here()
     if node is None:
@@ -57,12 +56,12 @@ def serve(run_dir: Path, over: threading.Event) -> None:
     try:
         engine = replace(job.engine, gpus=_gpus(run))
         first = node.rank * run.engine.replicas
-        with started(run.engine, engine, over, _reachable_name(), first) as servers:
+        with own_servers(run.engine, engine, over, _reachable_name(), first) as servers:
             serve_until_over(servers, run_dir, over)
     except GrpoError as error:
         if over.is_set():
             return
-        report(run_dir, node.rank, error)
+        report_failure(run_dir, node.rank, error)
         raise
 
 

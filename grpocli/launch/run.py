@@ -35,8 +35,8 @@ from grpocli.processes.threads import BackgroundTask
 from grpocli.rewards.python import PythonReward
 from grpocli.rollout.auto import chosen
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.sync import placement
-from grpocli.rollout.vllm.nodes import new_folder, weights_of
+from grpocli.rollout.sync import locate_servers
+from grpocli.rollout.vllm.server_files import new_engine_folder, shared_weights_folder
 from grpocli.tasks.mixture import about, key_of, tasks_of
 from grpocli.tasks.task import columns_of
 from grpocli.tracking.metrics import read_metrics
@@ -197,7 +197,7 @@ def _settled(config: DictConfig, run: Run, devices: Devices) -> Run:
 def shared_folder(run: Run, run_dir: RunDir, nodes: int, transport: str) -> str | None:
     """The folder from which servers of other machines read weights; None where nothing is sent as files."""
     by_files = transport == "shm" or run.model.lora.rank > 0  # adapters are files, whatever carries weights
-    return str(weights_of(run_dir.path)) if nodes and by_files else None
+    return str(shared_weights_folder(run_dir.path)) if nodes and by_files else None
 
 
 def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node | None = None) -> TrainerJob:
@@ -213,7 +213,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
             _check_functions(run, name, task, task.examples("train")[0])
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
     nodes = getattr(run.hardware, "rollout_nodes", 0)
-    transport = run.sync.choose(placement(run.hardware.device, run.engine, devices.shared, nodes))
+    transport = run.sync.choose(locate_servers(run.hardware.device, run.engine, devices.shared, nodes))
     engine = EngineJob(
         model_path=model_path,
         dtype=choose_dtype(run.model.dtype, run.model, model_path, run.hardware.device),
@@ -226,7 +226,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
         quantized=getattr(run.engine, "quantization", None) is not None,
         revision=getattr(run.model, "revision", None),
         trust_remote_code=getattr(run.model, "trust_remote_code", False),
-        most=max(run.rollout.group_size, run.eval.samples),
+        max_num_seqs=max(run.rollout.group_size, run.eval.samples),
         gpus=devices.rollout,
         nodes=nodes,
     )
@@ -259,7 +259,7 @@ def _train(run: Run, job: TrainerJob, run_dir: RunDir, view: View, devices: Devi
         data = engine.enter_context(BackgroundTask(partial(_load_data, run, job))) if here else None
         with stop.immediately():
             if node:
-                new_folder(run_dir.path)
+                new_engine_folder(run_dir.path)
                 replace(job, ready=False).save(run_dir.path)
             engine.enter_context(_launched(run, job.engine, view))
         if data:

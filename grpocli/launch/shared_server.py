@@ -16,15 +16,15 @@ from urllib.parse import urlsplit
 from grpocli.config.parts import follows, one_of, part, require
 from grpocli.errors import ConfigError, EngineError
 from grpocli.progress import Progress, unreported
-from grpocli.rollout.vllm.log import failure_cause, followed, fresh
-from grpocli.rollout.vllm.options import Vllm
+from grpocli.rollout.vllm.engine_parts import Vllm
+from grpocli.rollout.vllm.server_log import failure_cause, followed, fresh
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from grpocli.processes.guard import Guarded
     from grpocli.rollout.engine import EngineJob
-    from grpocli.rollout.vllm.endpoint import Endpoint
+    from grpocli.rollout.vllm.server_files import Endpoint
 
 SHORT = (
     *("tensor_parallel", "data_parallel", "max_model_len", "gpu_memory_utilization", "enforce_eager"),
@@ -106,7 +106,7 @@ class Serve:
     def job(self, model_path: str, dtype: str) -> EngineJob:
         """What the runs to come have in common."""
         from grpocli.rollout.engine import EngineJob
-        from grpocli.rollout.sync import placement
+        from grpocli.rollout.sync import locate_servers
 
         return EngineJob(
             model_path=model_path,
@@ -114,7 +114,7 @@ class Serve:
             max_tokens=self.max_model_len or 0,
             run_dir=Path(),
             seed=self.seed,
-            transport=self.sync.choose(placement("auto")) if self.sync is not None else "shm",
+            transport=self.sync.choose(locate_servers("auto")) if self.sync is not None else "shm",
             sync_folder=self.sync.folder if self.sync is not None else None,
             lora_rank=self.lora_rank or 0,
             revision=getattr(self.model, "revision", None),
@@ -145,12 +145,12 @@ def serve(
     progress: called during the start. ready: called when the server answers.
     Raises ConfigError for a busy port, EngineError if the server ends by itself.
     """
-    from grpocli.rollout.vllm.endpoint import serve_file
-    from grpocli.rollout.vllm.server import Spec, check_port, free_port, serving
+    from grpocli.rollout.vllm.server import ServerSpec, check_port, free_port, serving
+    from grpocli.rollout.vllm.server_files import serve_file
 
     port, options = config.port or free_port(), config.options()
     job = config.job(model_path, dtype)
-    spec = Spec.of(job, port, options.max_model_len, host=config.host, port_key="port")
+    spec = ServerSpec(job, port, options.max_model_len, host=config.host, port_key="port")
     record = serve_file(port)
     log = record.with_suffix(".log")
     check_port(spec.host, spec.port, spec.port_key)  # before the log of another server there is touched

@@ -100,14 +100,14 @@ def _check_batch(run: Run) -> None:
 def _check_structure(run: Run) -> None:
     """A regex or schema masks the sampler's tokens, not the trainer's: only a correction makes up for that."""
     from grpocli.config.user_parts import choice_of
-    from grpocli.rollout.auto import Auto
+    from grpocli.rollout.auto import AutoEngine
     from grpocli.rollout.fake_engine import Fake
     from grpocli.rollout.transformers_engine import Transformers, refuse_structure
 
     name = run.rollout.sampling.structure
     if not name:
         return
-    engine = run.engine.chosen() if isinstance(run.engine, Auto) else run.engine
+    engine = run.engine.chosen() if isinstance(run.engine, AutoEngine) else run.engine
     if isinstance(engine, Transformers | Fake):
         refuse_structure(run.rollout.sampling, choice_of("engine", engine))
     if not run.algorithm.corrects:
@@ -144,7 +144,7 @@ def check_nodes(run: Run, engine: Any) -> None:
     """On several machines, who serves completions, and with all of its GPUs. Asked again of what engine=auto is."""
     from grpocli.config.user_parts import choice_of
     from grpocli.hardware.hardware import Multinode
-    from grpocli.rollout.vllm.options import Vllm
+    from grpocli.rollout.vllm.engine_parts import Vllm
 
     hardware = run.hardware
     if not isinstance(hardware, Multinode):
@@ -184,12 +184,12 @@ def check_shares(run: Run, processes: int) -> None:
 def _check_parallel(run: Run) -> None:
     """What weights in parts cannot do."""
     from grpocli.config.user_parts import choice_of
-    from grpocli.rollout.auto import Auto
+    from grpocli.rollout.auto import AutoEngine
 
     parallel, lora = run.hardware.parallel, run.model.lora.rank > 0
     if parallel not in ("zero3", "fsdp2"):  # else, which engine `auto` chooses would be asked of torch: a slow import
         return
-    engine = run.engine.chosen() if isinstance(run.engine, Auto) else run.engine
+    engine = run.engine.chosen() if isinstance(run.engine, AutoEngine) else run.engine
     beside = getattr(engine, "overlaps", False)
     refused = {
         f"engine={choice_of('engine', engine)} cannot sample from weights in parts: take engine=vllm, or fsdp2": (

@@ -183,7 +183,7 @@ def _generation(inputs: PlanInputs) -> list[Item]:
     """Tensors of generation in a trainer process: the sampler's, vLLM's, or those of the sync to a server."""
     from grpocli.rollout.fake_engine import Fake
     from grpocli.rollout.transformers_engine import Transformers
-    from grpocli.rollout.vllm.colocate_options import VllmColocate
+    from grpocli.rollout.vllm.engine_parts import VllmColocate
 
     if isinstance(inputs.engine, Fake):
         return []  # it scores one completion at a time

@@ -75,11 +75,11 @@ def make_plan(run: Run, asked: DeviceOptions, stage: Callable[[str], None] = lam
 def _engine(run: Run) -> Any:
     """The run's engine, with engine=auto resolved for the planned devices, which this machine may lack."""
     from grpocli.plan.resources import device_kind
-    from grpocli.rollout.auto import Auto
+    from grpocli.rollout.auto import AutoEngine
     from grpocli.rollout.transformers_engine import Transformers
-    from grpocli.rollout.vllm.options import Vllm
+    from grpocli.rollout.vllm.engine_parts import Vllm
 
-    if not isinstance(run.engine, Auto):
+    if not isinstance(run.engine, AutoEngine):
         return run.engine
     return Vllm(gpu_memory_utilization=0.4) if device_kind(run) == "cuda" else Transformers()
 

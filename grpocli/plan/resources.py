@@ -151,7 +151,7 @@ def _cpu(asked: DeviceOptions) -> tuple[float, float, float, tuple[str, ...]]:
 
 def _servers(engine: Any) -> tuple[int, int]:
     """Copies of the model on vLLM servers that the run starts, and the GPUs of each copy."""
-    from grpocli.rollout.vllm.options import Vllm
+    from grpocli.rollout.vllm.engine_parts import Vllm
 
     if not isinstance(engine, Vllm) or engine.base_url is not None:
         return 0, 1

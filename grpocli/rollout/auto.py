@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @part("engine", "auto")
-class Auto:
+class AutoEngine:
     """vLLM if it is installed and there is a GPU, else transformers.
 
     Choose an engine by name to set its keys.
@@ -27,7 +27,7 @@ class Auto:
         import torch
 
         if torch.cuda.is_available() and find_spec("vllm") is not None:
-            from grpocli.rollout.vllm.options import Vllm
+            from grpocli.rollout.vllm.engine_parts import Vllm
 
             return Vllm(gpu_memory_utilization=0.9 if apart else 0.4)  # the trainer needs the rest of a shared GPU
         from grpocli.rollout.transformers_engine import Transformers
@@ -43,4 +43,4 @@ class Auto:
 
 def chosen(engine: EnginePart) -> EnginePart:
     """What samples: the engine of the config, or the one that `auto` turns out to be here. Imports torch."""
-    return engine.chosen() if isinstance(engine, Auto) else engine
+    return engine.chosen() if isinstance(engine, AutoEngine) else engine

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grpocli.rollout.repetition import penalised
+from grpocli.rollout.sampling import penalised
 
 if TYPE_CHECKING:
     from torch import Tensor

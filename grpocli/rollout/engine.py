@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from grpocli.distributed.world import World
 
 
-class Policy(Protocol):
+class PolicyView(Protocol):
     """What an engine may know of the trainer's model."""
 
     model: PreTrainedModel  # not wrapped by any parallelism
@@ -39,7 +39,7 @@ class EngineJob:
     """What a run knows before any model is loaded.
 
     model_path: the folder (or hub id) of the initial weights. dtype: "float32" or "bfloat16".
-    max_tokens: the longest prompt plus completion. most: completions of one request.
+    max_tokens: the longest prompt plus completion. max_num_seqs: completions of one request.
     run_dir: where logs and addresses go.
     transport: how weights get to a server, "shm", "nccl" or "ipc". sync_folder: where shm leaves them
         (null: a new folder).
@@ -61,7 +61,7 @@ class EngineJob:
     quantized: bool = False
     revision: str | None = None
     trust_remote_code: bool = False
-    most: int = 1
+    max_num_seqs: int = 1
     gpus: tuple[str, ...] = ()
     nodes: int = 0
     progress: Progress = field(default=unreported, compare=False, repr=False)
@@ -79,7 +79,7 @@ class EngineContext:
     """
 
     job: EngineJob
-    policy: Policy
+    policy: PolicyView
     tokenizer: PreTrainedTokenizerBase
     world: World
     sync: Sync = field(default_factory=Sync)

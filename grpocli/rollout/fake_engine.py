@@ -47,7 +47,7 @@ class Fake:
 
     def texts(self, prompt: Prompt, n: int, seed: int) -> list[str]:
         """The completions of a prompt. Raises RunError where the user's function does not write n texts."""
-        from grpocli.rollout.seeds import seed_of
+        from grpocli.rollout.sampling import seed_of
 
         if self.function:
             return self._written(prompt, n, seed)
@@ -112,7 +112,7 @@ class FakeEngine:
 
     def _length(self, ids: Sequence[int], request: Request, sampling: Sampling) -> int:
         """Tokens up to the one that completes a stop string."""
-        from grpocli.rollout.stop_strings import StopStrings
+        from grpocli.rollout.sampling import StopStrings
 
         if not sampling.stop:
             return len(ids)
@@ -124,7 +124,7 @@ class FakeEngine:
         import torch
 
         from grpocli.rollout.distribution import sampling_logits
-        from grpocli.rollout.repetition import first_seen
+        from grpocli.rollout.sampling import first_seen
 
         if sampling.temperature == 0:
             return [0.0] * len(ids)

@@ -10,9 +10,8 @@ import torch
 
 from grpocli.progress import UNWATCHED, Watch
 from grpocli.rollout.distribution import draw, sampling_logits
-from grpocli.rollout.kv_reuse import goes_on, kept, resume
-from grpocli.rollout.repetition import first_seen
-from grpocli.rollout.stop_strings import StopStrings
+from grpocli.rollout.kv_cache import goes_on, kept, resume
+from grpocli.rollout.sampling import StopStrings, first_seen
 from grpocli.types import Completion, Past, Request, Sampling
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from grpocli.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ServerLocation:
     """Where the servers are, seen from the trainer.
 
     gpu: the trainer computes on GPUs. local: the servers are on this machine. shared: True where every GPU of the
@@ -23,16 +23,16 @@ class Placement:
     shared: bool | None = False
 
 
-def placement(device: str, engine: Any = None, shared: bool | None = False, nodes: int = 0) -> Placement:
+def locate_servers(device: str, engine: Any = None, shared: bool | None = False, nodes: int = 0) -> ServerLocation:
     """device: "auto", "cpu" or "cuda". engine: the config's part; None for a server that is started for any run.
 
-    shared: of the run's own servers, see `Placement`. nodes: other machines that serve.
+    shared: of the run's own servers, see `ServerLocation`. nodes: other machines that serve.
     """
     gpu = device == "cuda" or (device == "auto" and _has_gpu())
     urls = getattr(engine, "base_url", None)
     if urls:
-        return Placement(gpu, all(_here(url) for url in ([urls] if isinstance(urls, str) else urls)))
-    return Placement(gpu, local=False) if nodes else Placement(gpu, shared=shared)
+        return ServerLocation(gpu, all(_here(url) for url in ([urls] if isinstance(urls, str) else urls)))
+    return ServerLocation(gpu, local=False) if nodes else ServerLocation(gpu, shared=shared)
 
 
 def _has_gpu() -> bool:
@@ -66,23 +66,23 @@ class Sync:
 
     folder: ClassVar[str | None] = None
 
-    def choose(self, place: Placement) -> str:
+    def choose(self, servers: ServerLocation) -> str:
         """ "shm", "nccl" or "ipc". Raises ConfigError for a choice that cannot work there."""
         return "shm"
 
 
 @part("sync", "auto")
-class Auto(Sync):
+class AutoSync(Sync):
     """The transport that fits: shm on a CPU; ipc where the server shares the trainer's GPUs; nccl to other GPUs."""
 
-    def choose(self, place: Placement) -> str:
-        if not place.gpu or place.shared is None:
+    def choose(self, servers: ServerLocation) -> str:
+        if not servers.gpu or servers.shared is None:
             return "shm"
-        return "ipc" if place.shared else "nccl"
+        return "ipc" if servers.shared else "nccl"
 
 
 @part("sync", "shm")
-class Shm(Sync):
+class ShmSync(Sync):
     """Safetensors files in shared memory on one machine, or in a folder that two machines share."""
 
     folder: str | None = None  # type: ignore[misc]
@@ -90,13 +90,13 @@ class Shm(Sync):
 
 
 @part("sync", "nccl")
-class Nccl(Sync):
+class NcclSync(Sync):
     """vLLM's broadcast from GPU to GPU, on one machine or several; the server's GPUs are others than the trainer's."""
 
-    def choose(self, place: Placement) -> str:
-        if not place.gpu:
+    def choose(self, servers: ServerLocation) -> str:
+        if not servers.gpu:
             raise ConfigError("needs GPUs, and the trainer computes on a CPU: take sync=shm", key="sync", value="nccl")
-        if place.shared is not False:
+        if servers.shared is not False:
             raise ConfigError(
                 "the run's own server shares the trainer's GPUs, and NCCL joins no GPU with itself: take sync=ipc or "
                 "sync=shm, or start the server on other GPUs with `grpocli vllm-serve` and give engine.base_url",
@@ -107,19 +107,19 @@ class Nccl(Sync):
 
 
 @part("sync", "ipc")
-class Ipc(Sync):
+class IpcSync(Sync):
     """vLLM's CUDA IPC between processes that share GPUs: nothing is copied between devices."""
 
-    def choose(self, place: Placement) -> str:
-        if not place.gpu:
+    def choose(self, servers: ServerLocation) -> str:
+        if not servers.gpu:
             raise ConfigError("needs GPUs, and the trainer computes on a CPU: take sync=shm", key="sync", value="ipc")
-        if not place.local:
+        if not servers.local:
             raise ConfigError(
                 "the server is not on this machine (engine.base_url): take sync=nccl or sync=shm",
                 key="sync",
                 value="ipc",
             )
-        if place.shared is None:
+        if servers.shared is None:
             raise ConfigError(
                 "the server has GPUs without a trainer process: raise hardware.processes or take sync=shm",
                 key="sync",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.config.parts import part, require
 from grpocli.errors import ConfigError
 from grpocli.rollout.engine import Listener, ignore
+from grpocli.rollout.sampling import stop_ids
 from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class TransformersEngine:
         """`n` completions for each request, in order. Raises ConfigError where the sampling asks for a structure."""
         from grpocli.rollout.attention import in_float32
         from grpocli.rollout.sampler import sample
-        from grpocli.rollout.threads import threads_for
+        from grpocli.rollout.sampling import threads_for
 
         refuse_structure(sampling)
         listener = Listener.wrap(on_group)
@@ -79,7 +80,7 @@ class TransformersEngine:
 
         First those of which something was kept: a chunk computes all of its prompts or only what is new of each.
         """
-        from grpocli.rollout.kv_reuse import goes_on
+        from grpocli.rollout.kv_cache import goes_on
 
         anew = [not goes_on(request, self.version) for request in requests]
         chunks: list[list[int]] = []
@@ -114,10 +115,3 @@ def refuse_structure(sampling: Sampling, engine: str = "transformers") -> None:
     if sampling.structure:
         problem = f"engine={engine} cannot hold completions to it: choose engine=vllm, or set it to null"
         raise ConfigError(problem, key=f"rollout.{sampling.structure}", value=getattr(sampling, sampling.structure))
-
-
-def stop_ids(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end a completion: those of the model's generation config, and the tokenizer's own."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
-    return sorted(i for i in ids if i is not None)

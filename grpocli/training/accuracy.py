@@ -13,7 +13,7 @@ import numpy as np
 
 from grpocli.progress import UNWATCHED, Watch
 from grpocli.rewards.reward import BaseReward, Sample
-from grpocli.rollout.seeds import seed_of
+from grpocli.rollout.sampling import seed_of
 from grpocli.training.collector import Sampler
 from grpocli.types import Group, Prompt, Rollout, Sampling
 

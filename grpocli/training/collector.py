@@ -19,7 +19,7 @@ from grpocli.rewards.score_stats import ScoreStats
 from grpocli.rewards.scorer import StreamingScorer
 from grpocli.rollout.engine import Listener
 from grpocli.rollout.episodes import Episodes
-from grpocli.rollout.seeds import seed_of
+from grpocli.rollout.sampling import seed_of
 from grpocli.tracking.rollouts import Record
 from grpocli.types import Completion, Group, Prompt, Request, Rollout, Row, Sampling, Status
 

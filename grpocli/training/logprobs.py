@@ -16,7 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from grpocli.rollout.distribution import sampling_logits
-from grpocli.rollout.repetition import first_seen
+from grpocli.rollout.sampling import first_seen
 from grpocli.training.packing import Padded
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 
 from grpocli.errors import ServiceGone, Stopped
 from grpocli.progress import Cancelled
-from grpocli.rollout.seeds import seed_of
+from grpocli.rollout.sampling import seed_of
 from grpocli.training.accuracy import Evaluator
 from grpocli.training.checkpoint import State
 from grpocli.training.checkpointer import Checkpointer

@@ -22,8 +22,7 @@ from typing import Any
 
 from chaos.trial import LeftOut, Lost, demand
 
-from grpocli.rollout.vllm.endpoint import SHM
-from grpocli.rollout.vllm.private_folder import PREFIX, shared_memory_name
+from grpocli.rollout.vllm.server_files import PREFIX, SHM, shared_memory_name
 
 TESTS = Path(__file__).parents[1]
 PATIENCE = 240.0  # seconds for a command on a busy machine: one that takes longer hangs

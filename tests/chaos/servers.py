@@ -21,7 +21,7 @@ from chaos.place import PATIENCE, START, Place, Shared, Tree, has
 from chaos.trial import Lost
 
 from grpocli.rollout.vllm.client import GENERATE
-from grpocli.rollout.vllm.endpoint import Endpoint
+from grpocli.rollout.vllm.server_files import Endpoint
 
 MODEL = ["model.warm_start_steps=20", "max_model_len=64"]
 STAND_IN, REAL = "a stand-in", "vLLM"

@@ -26,9 +26,9 @@ from grpocli.launch.shared_server import build_server_config
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.vllm.auth import RequireKey
 from grpocli.rollout.vllm.client import GENERATE
-from grpocli.rollout.vllm.endpoint import Endpoint, serve_file
 from grpocli.rollout.vllm.server import free_port
-from grpocli.rollout.vllm.weights import MappedFiles
+from grpocli.rollout.vllm.server_files import Endpoint, serve_file
+from grpocli.rollout.vllm.transport_shm import MappedFiles
 from grpocli.types import Request, Sampling
 
 LONGEST = 64  # tokens of a prompt and its completion

@@ -18,7 +18,7 @@ import torch
 from grpocli.errors import EngineGone
 from grpocli.rollout.engine import EngineContext, EngineJob, OnGroup, ignore
 from grpocli.rollout.sampler import sample
-from grpocli.rollout.transformers_engine import stop_ids
+from grpocli.rollout.sampling import stop_ids
 from grpocli.tasks.prompts import PromptSet
 from grpocli.types import Completion, Request, Sampling
 

@@ -12,7 +12,7 @@ from cli.family import Family, wait_for_steps
 from cli.running import SMALL, finish, metrics, start
 
 from grpocli.processes.guard import wait_gone
-from grpocli.rollout.vllm.private_folder import sweep
+from grpocli.rollout.vllm.server_files import sweep
 
 pytestmark = [pytest.mark.vllm, pytest.mark.survival]
 

@@ -8,7 +8,7 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.models.tiny import make_tokenizer
-from grpocli.rollout.turns import Turns
+from grpocli.rollout.episodes import Turns
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

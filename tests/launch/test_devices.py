@@ -18,8 +18,8 @@ from grpocli.launch.overview import plan_lines
 from grpocli.launch.validate import check_nodes, check_shares
 from grpocli.processes.node import Node
 from grpocli.rollout.transformers_engine import Transformers
-from grpocli.rollout.vllm.nodes import new_folder
-from grpocli.rollout.vllm.options import Vllm
+from grpocli.rollout.vllm.engine_parts import Vllm
+from grpocli.rollout.vllm.server_files import new_engine_folder
 from grpocli.tracking.run_dir import RunDir
 
 EIGHT = [str(i) for i in range(8)]
@@ -158,9 +158,9 @@ def test_a_machine_that_follows_does_not_fail_where_the_run_was_stopped(
 def test_a_folder_that_another_machine_holds_open_is_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new_folder(tmp_path)
+    new_engine_folder(tmp_path)
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as over NFS, where what is open stays
-    new_folder(tmp_path)
+    new_engine_folder(tmp_path)
     assert (tmp_path / "engine").stat().st_mode & 0o777 == 0o700
 
 

@@ -22,8 +22,8 @@ from transformers.utils.logging import disable_progress_bar
 from grpocli.errors import EngineError
 from grpocli.launch.train_process import quiet_libraries
 from grpocli.rollout.engine import EngineContext, EngineJob
-from grpocli.rollout.vllm.colocate_options import VllmColocate
-from grpocli.rollout.vllm.llm import _parameters
+from grpocli.rollout.vllm.colocate import _parameters
+from grpocli.rollout.vllm.engine_parts import VllmColocate
 from grpocli.types import Request, Sampling
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [5, 6, 7, 8], [11] * 40]
@@ -118,13 +118,13 @@ def greedy(engine: Any, policy: TinyPolicy) -> list[list[int]]:
 def moved(engine: Any, policy: TinyPolicy) -> dict[str, Any]:
     """Weights change, then are synced: the log-probs of both sides before, between and after."""
     probe = engine.probe.token_ids
-    scores = [engine.server.score(probe), policy.score(probe)]
+    scores = [engine.llm.score(probe), policy.score(probe)]
     policy.change(seed=2)
-    scores += [engine.server.score(probe), policy.score(probe)]
+    scores += [engine.llm.score(probe), policy.score(probe)]
     engine.sync(2)
-    scores += [engine.server.score(probe), policy.score(probe)]
+    scores += [engine.llm.score(probe), policy.score(probe)]
     versions = {one.version for group in engine.generate(requests(), Sampling(4)) for one in group}
-    return {"scores": scores, "versions": sorted(versions), "weight version": engine.server.weight_version()}
+    return {"scores": scores, "versions": sorted(versions), "weight version": engine.llm.weight_version()}
 
 
 def corrupted(engine: Any, policy: TinyPolicy) -> dict[str, list[Any]]:
@@ -141,7 +141,7 @@ def corrupted(engine: Any, policy: TinyPolicy) -> dict[str, list[Any]]:
         policy.sent = weights
         said = refusal(lambda version=version: engine.sync(version))
         means = [
-            sum(s) / len(s) for s in (engine.server.score(engine.probe.token_ids), policy.score(engine.probe.token_ids))
+            sum(s) / len(s) for s in (engine.llm.score(engine.probe.token_ids), policy.score(engine.probe.token_ids))
         ]
         found[name] = [said, *means]
     policy.sent = weights | {"model.layers.0.new.weight": weights["model.norm.weight"]}

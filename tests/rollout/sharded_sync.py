@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grpocli.distributed.world import World
 from grpocli.errors import EngineError
 from grpocli.hardware.hardware import Single
-from grpocli.rollout.sync import Shm
-from grpocli.rollout.vllm.sync import WeightSync
+from grpocli.rollout.sync import ShmSync
+from grpocli.rollout.vllm.engine import make_synchronizer
 from grpocli.training.policy import Policy
 
 
@@ -42,9 +42,9 @@ def main(folder: Path) -> None:
     fully_shard(model, mesh=mesh)
     policy = Policy(model, model, torch.bfloat16)
     server: Any = Server(folder)
-    job = SimpleNamespace(dtype="bfloat16", transport="shm", quantized=False, gpus=())
-    context: Any = SimpleNamespace(job=job, policy=policy, world=world, sync=Shm(tolerance=1e9), in_flight=False)
-    sync = WeightSync([server], context)
+    job = SimpleNamespace(lora_rank=0, dtype="bfloat16", transport="shm", quantized=False, gpus=())
+    context: Any = SimpleNamespace(job=job, policy=policy, world=world, sync=ShmSync(tolerance=1e9), in_flight=False)
+    sync = make_synchronizer([server], context)
     assert sync.weights.sharded
     sync(1)
     if world.is_main:

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from grpocli.rollout.vllm.client import Client
-from grpocli.rollout.vllm.endpoint import Endpoint
+from grpocli.rollout.vllm.server_files import Endpoint
 
 Answer = Callable[[str, Any], tuple[int, Any]]
 

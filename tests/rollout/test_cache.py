@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from grpocli.rollout.kv_cache import RoomyLayer, make_room
+from grpocli.rollout.kv_cache import PreallocatedKVLayer, make_room
 
 
 def states(rows: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,7 +23,7 @@ def test_it_holds_what_the_plain_one_holds() -> None:
     for cache in (plain, roomy):
         cache.update(*states(3, 5, 0), 0)
     make_room(roomy, 4)
-    assert isinstance(roomy.layers[0], RoomyLayer)
+    assert isinstance(roomy.layers[0], PreallocatedKVLayer)
     index = torch.tensor([2, 0, 0, 1])
     for cache in (plain, roomy):
         cache.update(*states(3, 1, 1), 0)

@@ -22,13 +22,13 @@ from grpocli.processes.reaper import descendants
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.sync import Sync
 from grpocli.rollout.vllm import adapter
-from grpocli.rollout.vllm.adapter import AdapterSync
+from grpocli.rollout.vllm.lora import AdapterSync
 from grpocli.rollout.vllm.client import Client
-from grpocli.rollout.vllm.endpoint import Endpoint, run_file
-from grpocli.rollout.vllm.options import Vllm
-from grpocli.rollout.vllm.protocol import MODEL
+from grpocli.rollout.vllm.server_files import Endpoint, run_file
+from grpocli.rollout.vllm.engine_parts import Vllm
+from grpocli.rollout.vllm.client import MODEL
 from grpocli.rollout.vllm.request import body, completions
-from grpocli.rollout.vllm.server_pool import Fleet
+from grpocli.rollout.vllm.server_pool import ServerPool
 from grpocli.types import Completion, Request, Sampling
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
@@ -100,7 +100,7 @@ def generate(client: Client, prompt: list[int], n: int, tokens: int, version: in
     """n completions for each of as many requests of the same prompt."""
     sampling = Sampling(tokens)
     requests = [Request(prompt, n, seed=version + 1000 * i) for i in range(times)]
-    answers = Fleet([client]).complete([body(request, sampling, []) for request in requests])
+    answers = ServerPool([client]).complete([body(request, sampling, []) for request in requests])
     made = [
         completions(choices or [], request, sampling, version)
         for choices, request in zip(answers, requests, strict=True)

@@ -28,11 +28,11 @@ from grpocli.processes.reaper import descendants
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.transformers_engine import Transformers
 from grpocli.rollout.vllm.client import Client
-from grpocli.rollout.vllm.endpoint import Endpoint, run_file, serve_file
+from grpocli.rollout.vllm.server_files import Endpoint, run_file, serve_file
 from grpocli.rollout.vllm.engine import VllmEngine
-from grpocli.rollout.vllm.options import Vllm
-from grpocli.rollout.vllm.private_folder import LOCK
-from grpocli.rollout.vllm.protocol import Refused
+from grpocli.rollout.vllm.engine_parts import Vllm
+from grpocli.rollout.vllm.server_files import LOCK
+from grpocli.rollout.vllm.client import Refused
 from grpocli.rollout.vllm.server import free_port
 from grpocli.types import Completion, Request, Sampling
 
@@ -43,7 +43,7 @@ A, B, AB = TOKENIZER.convert_tokens_to_ids(["a", "b", "ab"])
 
 SERVE = """
 import sys
-from grpocli.rollout.vllm.options import Vllm
+from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.launch.shared_server import Serve, serve
 sys.exit(serve(Serve(model=None, engine=Vllm(), port=int(sys.argv[2]), max_model_len=128), sys.argv[1], "float32"))
 """

@@ -11,7 +11,7 @@ from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from grpocli.rollout.sampler import sample
-from grpocli.rollout.stop_strings import StopStrings
+from grpocli.rollout.sampling import StopStrings
 from grpocli.types import Request, Sampling
 
 TOKENIZER = letters(40)

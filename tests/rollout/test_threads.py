@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpocli.rollout import sampler, threads
+from grpocli.rollout import sampler, sampling
 from grpocli.rollout.transformers_engine import TransformersEngine
 from grpocli.types import Request, Sampling
 
@@ -39,7 +39,7 @@ def sampled_with(model, rows: int, monkeypatch) -> int:
 
 def test_few_rows_of_a_little_model_are_sampled_by_one_thread(little_model, monkeypatch) -> None:
     parameters = sum(p.numel() for p in little_model.parameters())
-    monkeypatch.setattr(threads, "SMALL", 8 * parameters // 2)  # two layers
+    monkeypatch.setattr(sampling, "SMALL", 8 * parameters // 2)  # two layers
     assert sampled_with(little_model, 8, monkeypatch) == 1
     assert sampled_with(little_model, 9, monkeypatch) == 2
 
@@ -48,7 +48,7 @@ def test_an_error_leaves_the_threads_as_they_were(little_model) -> None:
     seen = []
 
     def broken() -> None:
-        with threads.threads_for(little_model, 1):
+        with sampling.threads_for(little_model, 1):
             seen.append(torch.get_num_threads())
             raise ValueError("broken")
 

@@ -14,9 +14,9 @@ import pytest
 
 from grpocli.processes.guard import wait_gone
 from grpocli.processes.reaper import TRACKER, descendants
-from grpocli.rollout.vllm import private_folder as folders
-from grpocli.rollout.vllm.api_server import FOLDER_VARIABLE
-from grpocli.rollout.vllm.private_folder import private_folder, shared_memory_name, sweep
+from grpocli.rollout.vllm import server_files as folders
+from grpocli.rollout.vllm.api_server import PRIVATE_FOLDER_VARIABLE
+from grpocli.rollout.vllm.server_files import private_folder, shared_memory_name, sweep
 
 SERVER = """
 import sys
@@ -49,7 +49,7 @@ def test_no_process_outlives_a_server_that_is_killed(method: str, tmp_path: Path
     pids = tmp_path / "pids"
     pids.touch()
     with private_folder() as own:
-        env = {**os.environ, "PYTHONPATH": str(tmp_path), "PIDS": str(pids), FOLDER_VARIABLE: str(own.path)}
+        env = {**os.environ, "PYTHONPATH": str(tmp_path), "PIDS": str(pids), PRIVATE_FOLDER_VARIABLE: str(own.path)}
         server = subprocess.Popen([sys.executable, "-P", "-m", "grpocli.rollout.vllm.api_server", method], env=env)
         try:
             until_lines(pids, 2, server)
@@ -80,7 +80,7 @@ def until_lines(file: Path, count: int, process: subprocess.Popen[bytes]) -> Non
 OWNS = """
 import time
 from grpocli.processes.guard import guarded
-from grpocli.rollout.vllm.private_folder import private_folder
+from grpocli.rollout.vllm.server_files import private_folder
 with private_folder() as folder, guarded(["sleep", "300"], name="test", hold=[folder.lock]) as process:
     print(folder.path, process.pid, flush=True)
     time.sleep(300)

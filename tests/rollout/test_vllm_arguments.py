@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.vllm import server as vllm_server
 from grpocli.rollout.vllm import validate as arguments
-from grpocli.rollout.vllm.options import Vllm
-from grpocli.rollout.vllm.server import Spec, serving
+from grpocli.rollout.vllm.engine_parts import Vllm
+from grpocli.rollout.vllm.server import ServerSpec, serving
 from grpocli.rollout.vllm.validate import check_arguments, further_words, known_options
 
 KNOWN = {
@@ -75,7 +76,7 @@ def test_what_vllm_does_not_have(known: None, given: dict[str, Any], message: st
 def test_it_is_found_before_a_server_starts(known: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(vllm_server, "check_plugin", lambda: None)
     monkeypatch.setattr(vllm_server, "guarded", lambda *_, **__: pytest.fail("a server was started"))
-    spec = Spec.of(EngineJob("/m", "float32", 8, tmp_path, seed=0), vllm_server.free_port(), 8)
+    spec = ServerSpec(EngineJob("/m", "float32", 8, tmp_path, seed=0), vllm_server.free_port(), 8)
     with (
         pytest.raises(ConfigError, match=r"engine\.vllm_args\.max_num_seq: "),
         serving(spec, Vllm(vllm_args={"max_num_seq": 8}), tmp_path / "log"),
@@ -128,9 +129,9 @@ def test_the_installed_vllm_says_what_it_has(cache_folder: Path) -> None:
     assert options["enable-prefix-caching"] == "boolean"
     assert options["cudagraph-capture-sizes"] == "many"
     assert not [name for name in options if name.startswith("no-")]
-    spec = Spec("/m", "float32", 0, 1, max_model_len=1, lora_rank=8, revision="x", trust_remote_code=True)
+    job = EngineJob("/m", "float32", 1, Path(), seed=0, lora_rank=8, revision="x", trust_remote_code=True)
     ours = Vllm(data_parallel=2, quantization="fp8", speculative={"method": "ngram"})
     for cpu in (True, False):
-        spec_here = spec if cpu else Spec("/m", "bfloat16", 0, 1, lora_rank=8)
+        spec_here = ServerSpec(job if cpu else replace(job, dtype="bfloat16"), 1, 1)
         words = vllm_server.command(spec_here, ours, cpu)[4:]
         assert {word.partition("=")[0].removeprefix("--").removeprefix("no-") for word in words} <= set(options)

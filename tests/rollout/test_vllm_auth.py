@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpocli.rollout.vllm.auth import RequireKey
-from grpocli.rollout.vllm.endpoint import Endpoint
+from grpocli.rollout.vllm.server_files import Endpoint
 
 KEY = "s3cret-key"
 
@@ -208,7 +208,7 @@ def test_a_key_file_is_private_from_its_first_byte(tmp_path: Path, monkeypatch: 
     file = tmp_path / "serve" / "8000.json"
     file.parent.mkdir()
     file.touch(mode=0o666)
-    monkeypatch.setattr("grpocli.rollout.vllm.endpoint.os.open", look)
+    monkeypatch.setattr("grpocli.rollout.vllm.server_files.os.open", look)
     before = os.umask(0)
     try:
         Endpoint("http://127.0.0.1:1", KEY, "/dev/shm/x").save(file)

@@ -20,12 +20,11 @@ from rollout.vllm_tiny import Alone
 
 from grpocli.errors import ConfigError, EngineError, EngineGone
 from grpocli.rollout.vllm import client as vllm_client
-from grpocli.rollout.vllm.client import Client
-from grpocli.rollout.vllm.endpoint import Endpoint
+from grpocli.rollout.vllm.client import Client, KeepsRefusing, Refused, ServerGone
 from grpocli.rollout.vllm.engine import VllmEngine
-from grpocli.rollout.vllm.protocol import KeepsRefusing, Refused, ServerGone
 from grpocli.rollout.vllm.request import spread
-from grpocli.rollout.vllm.server_pool import AT_ONCE, Fleet
+from grpocli.rollout.vllm.server_files import Endpoint
+from grpocli.rollout.vllm.server_pool import CONCURRENT, ServerPool
 from grpocli.types import Request, Sampling
 
 
@@ -42,7 +41,14 @@ def client(stand_in: StandIn) -> Client:
 
 
 def engine_of(clients: list[Client], version: int | None = 0) -> VllmEngine:
-    return VllmEngine(Fleet(clients), sync=None, stop=[1], version=version, world=Alone(), waiting=None)  # type: ignore[arg-type]
+    return VllmEngine(
+        ServerPool(clients),
+        synchronizer=None,  # type: ignore[arg-type]
+        stop=[1],
+        version=version,
+        world=Alone(),  # type: ignore[arg-type]
+        reconnector=None,  # type: ignore[arg-type]
+    )
 
 
 def generate(client: Client, n: int, max_tokens: int = 2) -> Any:
@@ -55,9 +61,9 @@ def test_order_is_that_of_the_requests_and_concurrency_is_bounded(stand_in: Stan
         return 200, {"choices": [choice([body["token_ids"][0]] * 2)]}
 
     stand_in.answer = answer
-    results = generate(client, 2 * AT_ONCE + 5)
-    assert [group[0].token_ids[0] for group in results] == list(range(2 * AT_ONCE + 5))
-    assert 4 < stand_in.most <= AT_ONCE
+    results = generate(client, 2 * CONCURRENT + 5)
+    assert [group[0].token_ids[0] for group in results] == list(range(2 * CONCURRENT + 5))
+    assert 4 < stand_in.most <= CONCURRENT
 
 
 def test_choices_are_put_in_order(stand_in: StandIn, client: Client) -> None:
@@ -287,7 +293,7 @@ def test_an_answer_that_is_none(stand_in: StandIn, client: Client) -> None:
     """From a proxy, say: it must not reach the user as an error of ours."""
     stand_in.answer = lambda path, body: (200, b"<html>welcome</html>")
     with pytest.raises(EngineError, match="is no vLLM server"):
-        Fleet([client]).complete([{}])
+        ServerPool([client]).complete([{}])
 
 
 @pytest.mark.parametrize("answer", [{}, [], "no", b"not JSON"])
@@ -404,7 +410,7 @@ def test_a_server_that_stays_in_trouble_ends_the_run_with_a_checkpoint(stand_in:
     patient.patience = 0.2
     Troubled(stand_in, 429, times=math.inf)
     waiting, sync = SimpleNamespace(look=lambda _: None), SimpleNamespace(release=lambda: None)
-    engine = VllmEngine(Fleet([patient]), sync, stop=[], version=0, world=Alone(), waiting=waiting)  # type: ignore[arg-type]
+    engine = VllmEngine(ServerPool([patient]), sync, stop=[], version=0, world=Alone(), waiting=waiting)  # type: ignore[arg-type]
     with pytest.raises(EngineGone, match=r"generate \(429\): later, for 0\.2 s \(engine\.patience\)$"):
         engine.generate([Request([i], 1, seed=i) for i in range(3)], Sampling(1))
     assert isinstance(patient.lost, KeepsRefusing)
@@ -439,6 +445,6 @@ def test_a_sync_that_met_a_busy_server_is_tried_again(stand_in: StandIn, patient
         return {}
 
     waiting = SimpleNamespace(look=lambda _: None, wait=lambda lost: [patient.endpoint for _ in lost])
-    engine = VllmEngine(Fleet([patient]), sync, stop=[], version=0, world=Alone(), waiting=waiting)  # type: ignore[arg-type]
+    engine = VllmEngine(ServerPool([patient]), sync, stop=[], version=0, world=Alone(), waiting=waiting)  # type: ignore[arg-type]
     assert engine.sync(1) == {"engine/restarts": 2.0}
     assert (tried, troubled.calls["/update_weights"]) == ([1, 1, 1], 3)

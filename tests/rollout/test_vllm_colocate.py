@@ -14,10 +14,9 @@ from rollout.vllm_tiny import TOKENIZER, Alone, TinyPolicy, build_model
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import EngineContext, EngineJob
-from grpocli.rollout.vllm.colocate import ColocateEngine
-from grpocli.rollout.vllm.colocate_options import VllmColocate
-from grpocli.rollout.vllm.env_isolation import Guest
-from grpocli.rollout.vllm.llm import Inside, arguments
+from grpocli.rollout.vllm.colocate import ColocateEngine, InProcessLLM, arguments
+from grpocli.rollout.vllm.engine_parts import VllmColocate
+from grpocli.rollout.vllm.env_isolation import VllmEnvironment
 from grpocli.types import Request, Sampling
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
@@ -60,7 +59,7 @@ class Recorded:
         return self.version
 
 
-class Sampling1(Inside):
+class Sampling1(InProcessLLM):
     """Its completions and scores are made here."""
 
     policy: TinyPolicy
@@ -79,7 +78,7 @@ class Sampling1(Inside):
 def recorded(tmp_path: Path) -> tuple[ColocateEngine, Recorded]:
     policy = TinyPolicy(build_model(tmp_path / "model", tied=True))
     llm = Recorded()
-    server = Sampling1(llm, Guest(), torch.float32, sleeps=True, log=tmp_path / "log")
+    server = Sampling1(llm, VllmEnvironment(), torch.float32, sleeps=True, log=tmp_path / "log")
     server.policy = policy
     job = EngineJob(str(tmp_path / "model"), "float32", 128, tmp_path, seed=0)
     return ColocateEngine(server, EngineContext(job, policy, TOKENIZER, Alone())), llm  # type: ignore[arg-type]
@@ -113,10 +112,10 @@ def test_a_second_generation_without_a_sync_has_the_weights(recorded: tuple[Colo
 
 def test_one_parameter_at_a_time(recorded: tuple[ColocateEngine, Recorded]) -> None:
     engine, llm = recorded
-    engine.server.dtype = torch.bfloat16  # so that a parameter is cast, and the copy is ours
+    engine.llm.dtype = torch.bfloat16  # so that a parameter is cast, and the copy is ours
     gc.disable()
     try:
-        engine.server.load(engine.weights.stream(), 1)
+        engine.llm.load(engine.weights.stream(), 1)
     finally:
         gc.enable()
     assert llm.alive == 1

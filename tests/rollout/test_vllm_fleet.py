@@ -16,13 +16,12 @@ from rollout.vllm_tiny import Alone
 from grpocli.errors import EngineError, EngineGone
 from grpocli.progress import Watch
 from grpocli.rollout.engine import Listener
-from grpocli.rollout.vllm import server_pool as fleet
-from grpocli.rollout.vllm.client import Client
-from grpocli.rollout.vllm.endpoint import Endpoint
+from grpocli.rollout.vllm import server_pool
+from grpocli.rollout.vllm.client import Client, Refused
 from grpocli.rollout.vllm.engine import VllmEngine
-from grpocli.rollout.vllm.protocol import Refused
-from grpocli.rollout.vllm.reconnect import Lost
-from grpocli.rollout.vllm.server_pool import Fleet
+from grpocli.rollout.vllm.server_files import Endpoint
+from grpocli.rollout.vllm.server_pool import ServerPool
+from grpocli.rollout.vllm.supervisor import Lost
 from grpocli.types import Completion, Request, Sampling
 
 
@@ -73,7 +72,7 @@ class Comes:
         self.servers = list(servers)
         self.waited: list[int] = []
 
-    def look(self, clients: Sequence[Client]) -> None:
+    def check(self, clients: Sequence[Client]) -> None:
         return
 
     def wait(self, lost: Lost) -> list[Endpoint]:
@@ -109,7 +108,7 @@ class Syncs:
 def engine_of(servers: Sequence[Vllm], waiting: Comes, world: Any = None) -> tuple[VllmEngine, Syncs]:
     clients = clients_of(*servers)
     sync = Syncs(clients)
-    return VllmEngine(Fleet(clients), sync, [1], version=3, world=world or Alone(), waiting=waiting), sync
+    return VllmEngine(ServerPool(clients), sync, [1], version=3, world=world or Alone(), reconnector=waiting), sync
 
 
 def test_servers_are_tried_once_when_they_have_the_first_weights(serve: Callable[..., Vllm]) -> None:
@@ -118,7 +117,7 @@ def test_servers_are_tried_once_when_they_have_the_first_weights(serve: Callable
     clients = clients_of(serve())
     sync = Syncs(clients)
     engine = VllmEngine(
-        Fleet(clients), sync, [1], None, Alone(), Comes(), trial=lambda: tried.append(list(sync.versions))
+        ServerPool(clients), sync, [1], None, Alone(), Comes(), check_sampling=lambda: tried.append(list(sync.versions))
     )
     engine.sync(4)
     engine.sync(5)
@@ -139,7 +138,7 @@ def bodies(*sizes: int) -> list[dict[str, Any]]:
 
 def test_a_group_goes_to_the_server_with_the_fewest_outstanding_completions(serve: Callable[..., Vllm]) -> None:
     one, two = serve(seconds=0.3), serve(seconds=0.3)
-    Fleet(clients_of(one, two)).complete(bodies(8, 4, 2, 2, 8))
+    ServerPool(clients_of(one, two)).complete(bodies(8, 4, 2, 2, 8))
     assert sorted(one.asked) == [0, 4]
     assert sorted(two.asked) == [1, 2, 3]
 
@@ -148,7 +147,7 @@ def test_a_fast_server_does_more_and_answers_keep_their_order(
     serve: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slow one answers nothing before the fast one has done all that the slow one has no room for."""
-    monkeypatch.setattr(fleet, "AT_ONCE", 4)
+    monkeypatch.setattr(server_pool, "CONCURRENT", 4)
     slow, fast = serve(), serve()
     go_on, count = threading.Event(), 20
     respond = slow.respond
@@ -266,7 +265,7 @@ def test_a_server_that_dies_at_every_attempt_is_named(serve: Callable[..., Vllm]
 def test_a_server_that_hangs_is_given_up_after_the_timeout(serve: Callable[..., Vllm]) -> None:
     hangs, lives = serve(seconds=3), serve()
     engine, _ = engine_of([hangs], Comes(lives))
-    engine.fleet.clients[0].timeout = 0.3  # it says that it is well, and does nothing
+    engine.pool.clients[0].timeout = 0.3  # it says that it is well, and does nothing
     began = time.monotonic()
     assert prompts_of(engine.generate(requests(3), Sampling(2))) == [10, 11, 12]
     assert time.monotonic() - began < 2
@@ -309,7 +308,7 @@ def test_a_thread_that_generates_leaves_the_recovery_to_the_main_one(serve: Call
 
 def test_a_new_server_gets_no_requests_before_it_has_the_weights(serve: Callable[..., Vllm]) -> None:
     new = serve()
-    one = Fleet(clients_of(serve(lives=0)))
+    one = ServerPool(clients_of(serve(lives=0)))
     one.replace(0, Endpoint(new.url, "key", "/nowhere"))
     assert one.complete(bodies(1)) == [None]
     one.open()
@@ -319,10 +318,10 @@ def test_a_new_server_gets_no_requests_before_it_has_the_weights(serve: Callable
 def test_a_request_that_waits_for_room_does_not_go_to_a_server_that_has_been_replaced(
     serve: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "AT_ONCE", 1)
+    monkeypatch.setattr(server_pool, "CONCURRENT", 1)
     dies, lives, new = serve(), serve(), serve()
     under_way, replaced = threading.Event(), threading.Event()
-    two = Fleet(clients_of(dies, lives))
+    two = ServerPool(clients_of(dies, lives))
 
     def die(path: str, body: Any) -> tuple[int, Any]:
         if path == "/inference/v1/generate":
@@ -430,7 +429,7 @@ def test_processes_recover_together_or_fail_together(serve: Callable[..., Vllm],
 
 
 def test_endpoints_are_told_in_order_and_only_to_their_owner(tmp_path: Path) -> None:
-    from grpocli.rollout.vllm.endpoint import run_file, run_files
+    from grpocli.rollout.vllm.server_files import run_file, run_files
 
     for index in (11, 2, 0):
         Endpoint(f"http://127.0.0.1:{index}", "key", "/nowhere").save(run_file(tmp_path, index))
@@ -452,7 +451,7 @@ def test_a_cancelled_watch_leaves_requests_unanswered(serve: Callable[..., Vllm]
     try:
         cut = engine.generate(requests(3), Sampling(2), Listener(watch=Watch(cancelled=asked.is_set)))
         assert cut == [[], [], []]
-        assert not engine.fleet.lost, "the server is well"
+        assert not engine.pool.lost, "the server is well"
     finally:
         over.set()
 

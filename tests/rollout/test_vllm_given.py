@@ -14,9 +14,9 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.vllm.endpoint import Endpoint, serve_file
-from grpocli.rollout.vllm.external_server import find_endpoint, given_servers, misfit
-from grpocli.rollout.vllm.options import Vllm
+from grpocli.rollout.vllm.engine_parts import Vllm
+from grpocli.rollout.vllm.external_server import external_servers, find_endpoint, misfit
+from grpocli.rollout.vllm.server_files import Endpoint, serve_file
 
 KEY = "the-key"
 
@@ -99,7 +99,9 @@ def job(tmp_path: Path) -> EngineJob:
 
 def test_one_that_fits(stand_in: StandIn, job: EngineJob) -> None:
     """Its key and its folder come from what vllm-serve left on this machine."""
-    assert given_servers(Vllm(base_url=stand_in.url + "/"), job) == [Endpoint(stand_in.url, KEY, str(stand_in.folder))]
+    assert external_servers(Vllm(base_url=stand_in.url + "/"), job) == [
+        Endpoint(stand_in.url, KEY, str(stand_in.folder))
+    ]
 
 
 def test_every_server_of_a_list_is_checked(stand_in: StandIn, job: EngineJob, tmp_path: Path) -> None:
@@ -107,28 +109,28 @@ def test_every_server_of_a_list_is_checked(stand_in: StandIn, job: EngineJob, tm
     try:
         Endpoint(second.url, KEY, str(tmp_path)).save(serve_file(second.port))
         options = Vllm(base_url=[stand_in.url, second.url])
-        assert [endpoint.url for endpoint in given_servers(options, job)] == [stand_in.url, second.url]
+        assert [endpoint.url for endpoint in external_servers(options, job)] == [stand_in.url, second.url]
         second.answers["/server_info"] = (200, {"vllm_config": served(max_model_len=64)})
         with pytest.raises(ConfigError, match=rf"engine\.base_url={second.url}: that server takes 64 tokens"):
-            given_servers(options, job)
+            external_servers(options, job)
     finally:
         second.close()
     with pytest.raises(ConfigError, match=rf"engine\.base_url={second.url}: no vLLM server answers"):
-        given_servers(options, job)
+        external_servers(options, job)
 
 
 def test_a_dead_server_is_not_called_a_missing_key(stand_in: StandIn, job: EngineJob) -> None:
     serve_file(stand_in.port).unlink()
     options = Vllm(base_url=stand_in.url)
     with pytest.raises(ConfigError, match=rf"engine\.api_key_file=None: no key for {stand_in.url}"):
-        given_servers(options, job)
+        external_servers(options, job)
     assert stand_in.asked == [("/health", "Bearer none")]
     stand_in.answers["/health"] = (503, {"error": "the engine is dead"})
     with pytest.raises(ConfigError, match=r"engine\.base_url=.*no vLLM server answers there.*the engine is dead"):
-        given_servers(options, job)
+        external_servers(options, job)
     stand_in.close()
     with pytest.raises(ConfigError, match=r"engine\.base_url=.*no vLLM server answers there: start one with"):
-        given_servers(options, job)
+        external_servers(options, job)
 
 
 @pytest.mark.parametrize(
@@ -149,31 +151,31 @@ def test_servers_that_are_not_for_this(
 ) -> None:
     stand_in.answers.update(answers)
     with pytest.raises(ConfigError, match=rf"^engine\.base_url={stand_in.url}: .*{message}"):
-        given_servers(Vllm(base_url=stand_in.url), job)
+        external_servers(Vllm(base_url=stand_in.url), job)
 
 
 def test_a_wrong_key(stand_in: StandIn, job: EngineJob, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("of another server")
     with pytest.raises(ConfigError, match=r"refuses the key: set engine\.api_key_file"):
-        given_servers(Vllm(base_url=stand_in.url, api_key_file=str(file)), job)
+        external_servers(Vllm(base_url=stand_in.url, api_key_file=str(file)), job)
     file.write_text("two\nlines")
     with pytest.raises(ConfigError, match=r"^engine\.api_key_file=.*holds no key"):
-        given_servers(Vllm(base_url=stand_in.url, api_key_file=str(file)), job)
+        external_servers(Vllm(base_url=stand_in.url, api_key_file=str(file)), job)
 
 
 def test_a_folder_of_weights_that_this_machine_does_not_see(stand_in: StandIn, job: EngineJob, tmp_path: Path) -> None:
     Endpoint(stand_in.url, KEY, "/of/another/machine").save(serve_file(stand_in.port))
     options = Vllm(base_url=stand_in.url)
     with pytest.raises(ConfigError, match=rf"sync\.folder=None: must be the folder that the server at {stand_in.url}"):
-        given_servers(options, job)
-    assert given_servers(options, replace(job, sync_folder=str(tmp_path)))[0].shm_dir == str(tmp_path)
+        external_servers(options, job)
+    assert external_servers(options, replace(job, sync_folder=str(tmp_path)))[0].shm_dir == str(tmp_path)
 
 
 def test_gpu_transports_need_no_folder(stand_in: StandIn, job: EngineJob) -> None:
     Endpoint(stand_in.url, KEY, "/of/another/machine").save(serve_file(stand_in.port))
     stand_in.answers["/server_info"] = 200, {"vllm_config": served() | {"weight_transfer_config": {"backend": "nccl"}}}
-    assert given_servers(Vllm(base_url=stand_in.url), replace(job, transport="nccl"))[0].url == stand_in.url
+    assert external_servers(Vllm(base_url=stand_in.url), replace(job, transport="nccl"))[0].url == stand_in.url
 
 
 def test_where_a_key_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:

@@ -13,9 +13,9 @@ from rollout.vllm_tiny import Alone
 from grpocli.errors import ConfigError
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync import Sync
-from grpocli.rollout.vllm import adapter
-from grpocli.rollout.vllm.adapter import AdapterSync, lora_environment, lora_flags, lora_misfit
-from grpocli.rollout.vllm.protocol import ServerGone
+from grpocli.rollout.vllm import lora
+from grpocli.rollout.vllm.lora import AdapterSync, lora_environment, lora_flags, lora_misfit
+from grpocli.rollout.vllm.client import ServerGone
 
 
 @pytest.mark.parametrize(("rank", "fits"), [(1, 1), (3, 8), (8, 8), (9, 16), (300, 320), (512, 512)])
@@ -40,7 +40,7 @@ def test_of_several_failures_the_first_is_raised(monkeypatch: pytest.MonkeyPatch
         def resume(self) -> None:
             raise ServerGone("it is gone (/resume)")
 
-    monkeypatch.setattr(adapter, "adapter_tensors", lambda model: [])
+    monkeypatch.setattr(lora, "adapter_tensors", lambda model: [])
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=50))
     policy = SimpleNamespace(model=SimpleNamespace(config=config, parameters=lambda: iter([torch.zeros(1)])))
     job = SimpleNamespace(dtype="float32", quantized=False, gpus=())

@@ -20,12 +20,12 @@ from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.compose import compose
 from grpocli.launch.shared_server import SHORT, Serve, build_server_config, how_to_use, serve
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.sync import Auto
+from grpocli.rollout.sync import AutoSync
 from grpocli.rollout.vllm import server as vllm_server
-from grpocli.rollout.vllm.endpoint import Endpoint, serve_file
-from grpocli.rollout.vllm.log import StartupLog, followed, fresh
-from grpocli.rollout.vllm.options import Vllm
-from grpocli.rollout.vllm.server import Spec
+from grpocli.rollout.vllm.engine_parts import Vllm
+from grpocli.rollout.vllm.server import ServerSpec
+from grpocli.rollout.vllm.server_files import Endpoint, serve_file
+from grpocli.rollout.vllm.server_log import StartupLog, followed, fresh
 
 VALUES: dict[str, Any] = {
     "tensor_parallel": 2,
@@ -156,12 +156,12 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_folder: Path) -> Serve:
     """Instead of vLLM, a process that answers; it dies at a request once the file `die` is there."""
 
-    def command(spec: Spec, *_: object) -> list[str]:
+    def command(spec: ServerSpec, *_: object) -> list[str]:
         return [sys.executable, "-c", FAKE, str(spec.port), str(tmp_path / "die")]
 
     monkeypatch.setattr(vllm_server, "command", command)
     monkeypatch.setattr(vllm_server, "check_plugin", lambda: None)
-    return Serve(model=None, engine=Vllm(start_timeout=30), sync=Auto(), port=vllm_server.free_port())
+    return Serve(model=None, engine=Vllm(start_timeout=30), sync=AutoSync(), port=vllm_server.free_port())
 
 
 def when_it_serves(config: Serve, act: Callable[[], object]) -> threading.Thread:

@@ -21,13 +21,13 @@ from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.vllm import server as vllm_server
 from grpocli.rollout.vllm import validate as heads
 from grpocli.rollout.vllm import validate as vllm_checks
-from grpocli.rollout.vllm.endpoint import Endpoint
-from grpocli.rollout.vllm.log import failure_cause
-from grpocli.rollout.vllm.options import Vllm
-from grpocli.rollout.vllm.server import Spec, address, command, environment, serving, wait_healthy
-from grpocli.rollout.vllm.transport import BACKENDS
+from grpocli.rollout.vllm.engine_parts import Vllm
+from grpocli.rollout.vllm.plugin import BACKENDS
+from grpocli.rollout.vllm.server import ServerSpec, address, command, environment, serving, wait_healthy
+from grpocli.rollout.vllm.server_files import Endpoint
+from grpocli.rollout.vllm.server_log import failure_cause
 
-SPEC = Spec("/models/m", "float32", seed=3, port=8001, max_model_len=256)
+SPEC = ServerSpec(EngineJob("/models/m", "float32", 256, Path(), seed=3), 8001, 256)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def busy_port() -> Iterator[int]:
         yield taken.getsockname()[1]
 
 
-def flags(options: Vllm, cpu: bool = True, spec: Spec = SPEC) -> dict[str, str | None]:
+def flags(options: Vllm, cpu: bool = True, spec: ServerSpec = SPEC) -> dict[str, str | None]:
     words = command(spec, options, cpu)
     assert words[:4] == [sys.executable, "-P", "-m", "grpocli.rollout.vllm.api_server"]
     return {name: value if found else None for name, found, value in (word.partition("=") for word in words[4:])}
@@ -94,15 +94,17 @@ def test_keys_that_vllm_names_otherwise() -> None:
 
 def test_a_server_is_what_the_job_says(job: EngineJob) -> None:
     special = replace(job, transport="ipc", revision="v2", trust_remote_code=True, lora_rank=8, sync_folder="/shared")
-    spec = Spec.of(special, 8001, 256, port_key="port")
+    spec = ServerSpec(special, 8001, 256, port_key="port")
     given = flags(Vllm(), spec=spec)
     assert (given["--model"], given["--dtype"], given["--max-model-len"]) == ("/models/m", "float32", "256")
     assert json.loads(given["--weight-transfer-config"] or "") == {"backend": BACKENDS["ipc"]}
     assert given["--revision"] == given["--tokenizer-revision"] == "v2"
     assert "--trust-remote-code" in given
     assert "--enable-lora" in given
-    assert (spec.sync_folder, spec.port_key, spec.host) == ("/shared", "port", "127.0.0.1")
-    assert not {"--revision", "--trust-remote-code", "--enable-lora"} & set(flags(Vllm(), spec=Spec.of(job, 1, None)))
+    assert (spec.job.sync_folder, spec.port_key, spec.host) == ("/shared", "port", "127.0.0.1")
+    assert not {"--revision", "--trust-remote-code", "--enable-lora"} & set(
+        flags(Vllm(), spec=ServerSpec(job, 1, None))
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,7 +212,7 @@ def test_a_given_folder_for_weights(monkeypatch: pytest.MonkeyPatch, job: Engine
     monkeypatch.setattr(vllm_server, "command", lambda *_: [sys.executable, "-c", "raise SystemExit('x')"])
     monkeypatch.setattr(vllm_server, "wait_healthy", lambda *_: None)
     folder = tmp_path / "shared" / "weights"
-    spec = Spec.of(replace(job, sync_folder=str(folder)), vllm_server.free_port(), None)
+    spec = ServerSpec(replace(job, sync_folder=str(folder)), vllm_server.free_port(), None)
     with serving(spec, Vllm(), tmp_path / "log") as (endpoint, _):
         assert endpoint.shm_dir == str(folder)
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -326,7 +328,7 @@ def test_a_port_that_was_taken_meanwhile(monkeypatch: pytest.MonkeyPatch, job: E
     installed(monkeypatch)
     ports: list[int] = []
 
-    def lose(spec: Spec, *_: object) -> list[str]:
+    def lose(spec: ServerSpec, *_: object) -> list[str]:
         ports.append(spec.port)
         text = "OSError: [Errno 98] Address already in use" if len(ports) < tries else "ValueError: other"
         return [sys.executable, "-c", f"raise SystemExit({text!r})"]

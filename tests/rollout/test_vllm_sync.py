@@ -20,22 +20,15 @@ from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.trainers import command
 from grpocli.rollout import sync as choices
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.sync import Placement
+from grpocli.rollout.sync import ServerLocation
 from grpocli.rollout.vllm import transport_gpu, transport_shm
-from grpocli.rollout.vllm.endpoint import Endpoint
-from grpocli.rollout.vllm.options import Vllm
+from grpocli.rollout.vllm.engine import make_synchronizer
+from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.probe import TOLERANCE, WORST, compare, sequence, tolerance
-from grpocli.rollout.vllm.sync import OneAtATime, WeightSync
-from grpocli.rollout.vllm.transport import Weights
-from grpocli.rollout.vllm.transport_ipc import ARGUMENTS, decode_handles, encode_handles
-from grpocli.rollout.vllm.weights import (
-    BucketFile,
-    MappedFiles,
-    bucket_counts,
-    checked_path,
-    file_size,
-    weights_folder,
-)
+from grpocli.rollout.vllm.server_files import Endpoint
+from grpocli.rollout.vllm.transport_gpu import ARGUMENTS, decode_handles, encode_handles
+from grpocli.rollout.vllm.transport_shm import BucketFile, MappedFiles, bucket_counts, checked_path, file_size, weights_folder
+from grpocli.rollout.vllm.weight_sync import LockedIterator, PolicyWeights, WeightSync
 
 WEIGHTS = {
     "a": torch.randn(3, 5),
@@ -248,7 +241,7 @@ ALONE = SimpleNamespace(is_main=True, broadcast_object=lambda item: item, size=1
 
 
 def sync_for(servers: Any, world: Any = ALONE, *, in_flight: bool = False, **options: Any) -> WeightSync:
-    return WeightSync(servers, context(world, in_flight=in_flight, **options))
+    return make_synchronizer(servers, context(world, in_flight=in_flight, **options))
 
 
 def context(world: Any = ALONE, *, transport: str = "shm", in_flight: bool = False, **options: Any) -> Any:
@@ -258,8 +251,8 @@ def context(world: Any = ALONE, *, transport: str = "shm", in_flight: bool = Fal
         weights=lambda: iter(WEIGHTS.items()),
         score=lambda ids: [-1.0] * 31,
     )
-    job = SimpleNamespace(dtype="float32", transport=transport, quantized=False, gpus=())
-    sync = choices.Shm(**options)
+    job = SimpleNamespace(lora_rank=0, dtype="float32", transport=transport, quantized=False, gpus=())
+    sync = choices.ShmSync(**options)
     return SimpleNamespace(job=job, policy=policy, world=world, sync=sync, in_flight=in_flight)
 
 
@@ -440,7 +433,7 @@ def test_no_room_is_known_before_any_update_begins(tmp_path: Path, monkeypatch: 
         servers.append(Server(folder))
     monkeypatch.setattr(os, "posix_fallocate", reserve)
     sync = sync_for(servers)
-    monkeypatch.setattr(sync.transport, "bucket", 64)
+    monkeypatch.setattr(sync.transport, "bucket_bytes", 64)
     with pytest.raises(EngineError, match=f"cannot write weights to {folders[0]}: No space left"):
         sync(1)
     assert all("start_update" not in server.calls for server in servers)
@@ -486,48 +479,52 @@ def test_sharded_weights_are_gathered_in_lockstep(tmp_path: Path) -> None:
 
 # The choice of a transport
 
-CPU, OTHER = Placement(gpu=False), Placement(gpu=True)
-SAME, PARTLY, AWAY = Placement(True, shared=True), Placement(True, shared=None), Placement(True, local=False)
+CPU, OTHER = ServerLocation(gpu=False), ServerLocation(gpu=True)
+SAME, PARTLY, AWAY = (
+    ServerLocation(True, shared=True),
+    ServerLocation(True, shared=None),
+    ServerLocation(True, local=False),
+)
 
 
 @pytest.mark.parametrize(
     ("part", "place", "chosen"),
     [
-        *[(choices.Auto(), *case) for case in ((CPU, "shm"), (OTHER, "nccl"), (SAME, "ipc"), (PARTLY, "shm"))],
-        *[(choices.Shm(), place, "shm") for place in (CPU, OTHER, SAME, PARTLY, AWAY)],
-        *[(choices.Nccl(), place, "nccl") for place in (OTHER, AWAY)],
-        *[(choices.Ipc(), place, "ipc") for place in (OTHER, SAME)],
-        (choices.Auto(), AWAY, "nccl"),
+        *[(choices.AutoSync(), *case) for case in ((CPU, "shm"), (OTHER, "nccl"), (SAME, "ipc"), (PARTLY, "shm"))],
+        *[(choices.ShmSync(), place, "shm") for place in (CPU, OTHER, SAME, PARTLY, AWAY)],
+        *[(choices.NcclSync(), place, "nccl") for place in (OTHER, AWAY)],
+        *[(choices.IpcSync(), place, "ipc") for place in (OTHER, SAME)],
+        (choices.AutoSync(), AWAY, "nccl"),
     ],
 )
-def test_the_transport_fits_the_machine(part: choices.Sync, place: Placement, chosen: str) -> None:
+def test_the_transport_fits_the_machine(part: choices.Sync, place: ServerLocation, chosen: str) -> None:
     assert part.choose(place) == chosen
 
 
 @pytest.mark.parametrize(
     ("part", "place"),
     [
-        (choices.Nccl(), CPU),
-        (choices.Nccl(), SAME),
-        (choices.Nccl(), PARTLY),
-        (choices.Ipc(), CPU),
-        (choices.Ipc(), AWAY),
-        (choices.Ipc(), PARTLY),
+        (choices.NcclSync(), CPU),
+        (choices.NcclSync(), SAME),
+        (choices.NcclSync(), PARTLY),
+        (choices.IpcSync(), CPU),
+        (choices.IpcSync(), AWAY),
+        (choices.IpcSync(), PARTLY),
     ],
 )
-def test_impossible_transports_are_refused(part: choices.Sync, place: Placement) -> None:
+def test_impossible_transports_are_refused(part: choices.Sync, place: ServerLocation) -> None:
     with pytest.raises(ConfigError, match=r"^sync=(nccl|ipc): .*sync=shm"):
         part.choose(place)
 
 
 def test_where_servers_are_is_read_from_the_config() -> None:
-    assert choices.placement("cpu", Vllm()) == Placement(gpu=False, shared=False)
-    assert choices.placement("cuda", Vllm(), shared=None) == PARTLY
-    assert choices.placement("cuda", Vllm(), shared=True) == SAME
-    assert choices.placement("cuda", Vllm(), nodes=1) == AWAY
-    assert choices.placement("cuda", Vllm(base_url="http://localhost:8000")) == OTHER
-    assert choices.placement("cuda", Vllm(base_url="http://node2:8000")) == AWAY
-    assert choices.placement("cuda") == OTHER
+    assert choices.locate_servers("cpu", Vllm()) == ServerLocation(gpu=False, shared=False)
+    assert choices.locate_servers("cuda", Vllm(), shared=None) == PARTLY
+    assert choices.locate_servers("cuda", Vllm(), shared=True) == SAME
+    assert choices.locate_servers("cuda", Vllm(), nodes=1) == AWAY
+    assert choices.locate_servers("cuda", Vllm(base_url="http://localhost:8000")) == OTHER
+    assert choices.locate_servers("cuda", Vllm(base_url="http://node2:8000")) == AWAY
+    assert choices.locate_servers("cuda") == OTHER
 
 
 # GPUs: what is said, since nothing can be run
@@ -565,8 +562,8 @@ def test_only_what_is_listed_is_encoded() -> None:
 
 def test_what_a_source_declares_is_what_it_yields() -> None:
     pytest.importorskip("vllm")
-    weights = Weights(context().policy, torch.bfloat16)
-    source = transport_gpu.Source(weights)
+    weights = PolicyWeights(context().policy, torch.bfloat16)
+    source = transport_gpu.WeightSource(weights)
     source.stream = weights.stream()
     declared = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
     assert declared == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source]
@@ -611,7 +608,7 @@ def test_a_broadcast_that_failed_is_aborted_once(tmp_path: Path) -> None:
 
     server: Any = Server(tmp_path)
     server.prepared = True
-    transport = transport_gpu.NcclTransport(Weights(context().policy, torch.bfloat16), 64)
+    transport = transport_gpu.NcclTransport(PolicyWeights(context().policy, torch.bfloat16), 64)
     transport._engine = SimpleNamespace(send_weights=fails, shutdown=lambda: done.append("shutdown"))
     with pytest.raises(EngineError, match="NCCL error"):
         transport.send([server], iter(()), 1)
@@ -641,7 +638,7 @@ def test_a_transfer_that_hangs_has_a_deadline() -> None:
 
 def test_the_worker_takes_no_pickled_handles() -> None:
     pytest.importorskip("vllm")
-    from grpocli.rollout.vllm.worker_ipc import JsonIpcUpdate
+    from grpocli.rollout.vllm.worker import JsonIpcUpdate
 
     fields = {"names": ["a"], "dtype_names": ["uint8"], "shapes": [[3, 2]], "tensor_sizes": [6]}
     update = JsonIpcUpdate(**fields, ipc_handles=encode_handles({"GPU-1": HANDLE}))
@@ -661,7 +658,7 @@ def test_a_transfer_that_is_given_up_and_the_rest_of_the_gathers_share_one_strea
                 assert go_on.wait(10)
             yield f"w{k}", torch.tensor(k)
 
-    stream, taken = OneAtATime(gathers()), list[str]()
+    stream, taken = LockedIterator(gathers()), list[str]()
     given_up = threading.Thread(target=lambda: taken.extend(name for name, _ in stream))
     given_up.start()
     assert inside.wait(10)

@@ -19,12 +19,10 @@ from grpocli.errors import ConfigError, EngineError, EngineGone
 from grpocli.processes.guard import Guarded, guarded
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.vllm import config as vllm_config
-from grpocli.rollout.vllm import external_server as given
-from grpocli.rollout.vllm import launch
-from grpocli.rollout.vllm.endpoint import Endpoint, lost_file, run_file, run_files
-from grpocli.rollout.vllm.options import Vllm
-from grpocli.rollout.vllm.reconnect import Given, Own
-from grpocli.rollout.vllm.supervisor import Watched
+from grpocli.rollout.vllm import launch, supervisor
+from grpocli.rollout.vllm.engine_parts import Vllm
+from grpocli.rollout.vllm.server_files import Endpoint, lost_file, run_file, run_files
+from grpocli.rollout.vllm.supervisor import ExternalServers, OwnServers, SupervisedServer
 
 NAP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -48,9 +46,9 @@ class Starts:
 @contextlib.contextmanager
 def watched(run_dir: Path, starts: Starts, max_restarts: int) -> Iterator[None]:
     over = threading.Event()
-    one = Watched(0, run_dir, starts, over, max_restarts)
+    one = SupervisedServer(0, run_dir, starts, over, max_restarts)
     one.start()
-    one.watch()
+    one.supervise()
     try:
         yield
     finally:
@@ -118,7 +116,7 @@ def test_a_server_that_cannot_be_ended_is_told(tmp_path: Path, monkeypatch: pyte
 
 def test_a_server_that_the_trainer_reports_is_replaced_once(tmp_path: Path) -> None:
     """It may hang and never end by itself; a second trainer that reports the same one must not cost another."""
-    starts, own = Starts(), Own(Vllm(), job_in(tmp_path), never)
+    starts, own = Starts(), OwnServers(Vllm(), job_in(tmp_path), never)
     with watched(tmp_path, starts, max_restarts=5):
         before = told(tmp_path)
         for _ in range(2):
@@ -131,7 +129,7 @@ def test_a_server_that_the_trainer_reports_is_replaced_once(tmp_path: Path) -> N
 
 
 def test_a_trainer_is_told_why_no_server_comes(tmp_path: Path) -> None:
-    starts, own = Starts(), Own(Vllm(), job_in(tmp_path), never)
+    starts, own = Starts(), OwnServers(Vllm(), job_in(tmp_path), never)
     with watched(tmp_path, starts, max_restarts=0), pytest.raises(EngineGone, match=r"it hangs; .*max_restarts=0"):
         own.wait({0: (told(tmp_path), "it hangs")})
 
@@ -145,7 +143,7 @@ def test_all_lost_servers_have_one_deadline(tmp_path: Path, monkeypatch: pytest.
     dataclasses.replace(lost[0][0], generation=1).save(run_file(tmp_path, 0))
     began = time.monotonic()
     with pytest.raises(EngineGone, match="no other came in its place within 1 s"):
-        Own(Vllm(start_timeout=1, max_restarts=1), job_in(tmp_path), never).wait(lost)
+        OwnServers(Vllm(start_timeout=1, max_restarts=1), job_in(tmp_path), never).wait(lost)
     assert time.monotonic() - began < 1.9
     assert all(lost_file(tmp_path, index).exists() for index in range(3))
 
@@ -154,7 +152,7 @@ def test_a_trainer_that_outlives_its_launcher_does_not_wait(tmp_path: Path) -> N
     lost = {0: (Endpoint("http://x", "key", "/nowhere"), "it is gone")}
     run_file(tmp_path).parent.mkdir()
     with pytest.raises(EngineGone, match=r"^it is gone; the run is being ended"):
-        Own(Vllm(), job_in(tmp_path), never).wait(lost)
+        OwnServers(Vllm(), job_in(tmp_path), never).wait(lost)
 
 
 def test_a_given_server_is_waited_for_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,12 +168,12 @@ def test_a_given_server_is_waited_for_and_found_again(tmp_path: Path, monkeypatc
             raise ConfigError("no vLLM server answers there")
         return [after]
 
-    monkeypatch.setattr(given, "given_servers", look)
-    assert Given(options, job_in(tmp_path), never).wait({1: (before, "it is gone")}) == [after]
+    monkeypatch.setattr(supervisor, "external_servers", look)
+    assert ExternalServers(options, job_in(tmp_path), never).wait({1: (before, "it is gone")}) == [after]
     came = time.monotonic() + 60
     began = time.monotonic()
     with pytest.raises(EngineGone, match=r"^it is gone; it did not come back within 1 s .*no vLLM server answers"):
-        Given(options, job_in(tmp_path), never).wait({1: (before, "it is gone")})
+        ExternalServers(options, job_in(tmp_path), never).wait({1: (before, "it is gone")})
     assert time.monotonic() - began < 3
 
 
@@ -212,7 +210,7 @@ KEEPS = """
 import sys, time
 from grpocli.rollout.vllm import launch
 launch.OUTLIVE = 1.0
-with launch._kept_folder() as folder:
+with launch._weights_folder() as folder:
     (folder / "weights").write_bytes(b"w")
     print(folder, flush=True)
     time.sleep(float(sys.argv[1]))
@@ -241,7 +239,7 @@ def test_a_restarted_server_has_another_port(tmp_path: Path, monkeypatch: pytest
         yield SimpleNamespace(), None
 
     monkeypatch.setattr(launch, "serving", serve)
-    start = launch._Starter(Vllm(port=9000), job_in(tmp_path), "/folder", 2, None, threading.Event(), launch.LOOPBACK)
+    start = launch._ServerStart(Vllm(port=9000), job_in(tmp_path), 2, None, threading.Event(), launch.LOOPBACK)
     for restarts in (0, 1):
         with start(restarts):
             pass
@@ -253,20 +251,20 @@ def test_what_a_killed_run_left_is_not_taken_for_a_server(tmp_path: Path, monkey
     old, new = Endpoint("http://127.0.0.1:1", "old", "/x"), Endpoint("http://127.0.0.1:2", "new", "/x")
     for index in range(3):
         old.save(run_file(tmp_path, index))
-    monkeypatch.setattr(launch, "given_servers", lambda options, job: [new, dataclasses.replace(new, api_key="b")])
+    monkeypatch.setattr(launch, "external_servers", lambda options, job: [new, dataclasses.replace(new, api_key="b")])
     with launch.launch(Vllm(base_url=["http://127.0.0.1:2", "http://127.0.0.1:3"]), job_in(tmp_path)):
         assert [Endpoint.load(path).api_key for path in run_files(tmp_path)] == ["new", "b"]
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", [Own, Given])
+@pytest.mark.parametrize("kind", [OwnServers, ExternalServers])
 def test_a_run_that_is_asked_to_stop_waits_no_longer(
-    tmp_path: Path, kind: type[Own | Given], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: type[OwnServers | ExternalServers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def look(asked: Vllm, job: EngineJob) -> list[Endpoint]:
         raise ConfigError("no vLLM server answers there")
 
-    monkeypatch.setattr(given, "given_servers", look)
+    monkeypatch.setattr(supervisor, "external_servers", look)
     before = Endpoint("http://a:1", "key", "/x")
     before.save(run_file(tmp_path))
     asked = threading.Event()

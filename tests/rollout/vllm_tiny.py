@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from grpocli.rollout.distribution import sampling_logits
-from grpocli.rollout.repetition import first_seen
+from grpocli.rollout.sampling import first_seen
 from grpocli.types import Sampling
 
 VOCABULARY = 96

@@ -15,7 +15,7 @@ from grpocli.progress import Watch
 from grpocli.rewards.score_stats import RewardStats, ScoreStats
 from grpocli.rewards.scorer import Scorer
 from grpocli.rewards.text_match import ExactMatch
-from grpocli.rollout.seeds import seed_of
+from grpocli.rollout.sampling import seed_of
 from grpocli.training import saved_rollouts
 from grpocli.training.collector import Collector, RolloutStats
 from grpocli.types import Completion, Group, Prompt, Rollout, Sampling

@@ -1,8 +1,8 @@
-"""vLLM's API server, each of whose processes dies with its parent: `python -m` this module, with vLLM's options.
+"""vLLM's API server whose processes die with their parents: `python -m` this module, with vLLM's options.
 
-vLLM's engine and worker processes rename themselves and watch nobody, so a server that gets SIGKILL would leave them
-behind with the model in memory. A spawned process imports this module as `__mp_main__` before anything of vLLM, and a
-forked one runs the hook. vLLM's plugin would come too late for the first and never for the second; and it also runs in
+vLLM's engine and worker processes do not notice the death of their parent, so a server killed by SIGKILL would leave
+them behind with the model in memory. Spawned processes import this module as `__mp_main__` before any module of vLLM,
+and forked ones run the hook. The plugin would run too late in the first and never in the second, and it also runs in
 servers that users start, which may outlive their shell.
 """
 
@@ -15,16 +15,16 @@ from multiprocessing import process, shared_memory
 from pathlib import Path
 
 from grpocli.processes.reaper import die_with_parent
-from grpocli.rollout.vllm.private_folder import shared_memory_name
+from grpocli.rollout.vllm.server_files import shared_memory_name
 
-FOLDER_VARIABLE = "GRPOCLI_SERVER_FOLDER"
-"""The server's private folder. Its shared memory is named after it, so that the next start can find what is left."""
+PRIVATE_FOLDER_VARIABLE = "GRPOCLI_SERVER_FOLDER"
+"""The server's private folder. Its shared memory is named after it, so that the next start can remove leftovers."""
 PARENT_VARIABLE = "GRPOCLI_SERVER_PROCESS"
-"""The process that starts the next ones."""
+"""The process id of the parent."""
 
 
 def tie() -> None:
-    """Die with the parent, even if it has died before this call."""
+    """Die with the parent, also if it died before this call."""
     die_with_parent()
     if os.environ.get(PARENT_VARIABLE) != str(os.getppid()):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -32,8 +32,8 @@ def tie() -> None:
 
 
 def name_shared_memory() -> None:
-    """Name vLLM's shared memory and semaphores after the server's folder. Python has no public way to do so."""
-    name = shared_memory_name(Path(os.environ[FOLDER_VARIABLE]))
+    """Name vLLM's shared memory and semaphores after the server's folder, for which Python has no public API."""
+    name = shared_memory_name(Path(os.environ[PRIVATE_FOLDER_VARIABLE]))
     shared_memory._SHM_NAME_PREFIX = f"/{name}_"  # type: ignore[attr-defined]
     process.current_process()._config["semprefix"] = f"/{name}"  # type: ignore[attr-defined]
 

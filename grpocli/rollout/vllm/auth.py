@@ -1,8 +1,7 @@
 """ASGI middleware for vLLM's server: every route but `/health` needs the key.
 
-vLLM's own check covers a few prefixes only; with its RL endpoints on, anyone who reaches the port could change
-weights or call into the workers. Loaded by `--middleware grpocli.rollout.vllm.auth.RequireKey`, it runs before
-everything else in the server.
+vLLM's own check covers only some prefixes; with its RL endpoints on, any client could change weights or call into the
+workers. `--middleware grpocli.rollout.vllm.auth.RequireKey` loads it, and it runs before all other code of the server.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ HEADERS = [(b"content-type", b"application/json"), (b"www-authenticate", b"Beare
 class RequireKey:
     """Answers 401 to any HTTP or websocket request without `Authorization: Bearer KEY`.
 
-    key: by default the environment's VLLM_API_KEY; raises RuntimeError where there is none, so that a server can
-    never start open by mistake.
+    key: by default the environment's VLLM_API_KEY. Raises RuntimeError without a key, so no server starts open.
     """
 
     def __init__(self, app: App, key: str | None = None) -> None:
@@ -58,7 +56,7 @@ class RequireKey:
 
 
 def _digest(key: bytes) -> bytes:
-    """Equal lengths, so that comparing takes the same time whatever was given."""
+    """A digest, so that comparing takes the same time for keys of any length."""
     return hashlib.sha256(key).digest()
 
 

@@ -1,4 +1,4 @@
-"""HTTP to a vLLM server: its RL endpoints, and completions from token ids to token ids."""
+"""A vLLM server over HTTP: completions from token ids to token ids, weight transfers, adapters and the probe."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import ssl
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -21,33 +22,54 @@ import httpx
 from grpocli.errors import EngineError
 from grpocli.http import BUSY, TooLong, bounded, is_loopback, pause
 from grpocli.masking import mask
-from grpocli.rollout.vllm.endpoint import Endpoint
-from grpocli.rollout.vllm.progress_timeout import GENERATED, Patience, Signs, health, tokens_computed
-from grpocli.rollout.vllm.protocol import ADAPTER, MODEL, KeepsRefusing, Refused, ServerGone
+from grpocli.rollout.vllm.liveness import GENERATED, Liveness, ProgressTimeout, health, tokens_computed
+from grpocli.rollout.vllm.server_files import Endpoint
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+MODEL = "policy"
+"""The name of the served model."""
+ADAPTER = f"{MODEL}-v"
+"""With LoRA each update is an adapter with this name and its version."""
 CONNECT_TIMEOUT = 10.0
-HEARTBEAT = 5.0  # seconds between looks at a server that an answer is awaited from
-FIRST = -1  # priority: before every other request that waits
-UNFINISHED = "unfinished"  # the version of weights that are a mixture
+HEARTBEAT = 5.0  # seconds between checks of a server while an answer is awaited
+FIRST = -1  # priority above all waiting requests
+UNFINISHED = "unfinished"  # the version label of a mixture of weights
 GENERATE = "/inference/v1/generate"  # token ids in, token ids out
 REPEATABLE = (GENERATE, "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version")
-"""Requests besides GET that may be retried: seeds are fixed, so completions are the same."""
+"""Requests besides GET that may be retried; with fixed seeds completions are the same."""
 LARGEST_ANSWER = 2**30
-"""Bytes: several times what a group of the longest completions takes."""
-FIRST_PAUSE = 0.5  # seconds, at most, before a server that is busy is asked again
+"""Bytes: several times the size of a group of the longest completions."""
+FIRST_PAUSE = 0.5  # seconds at most before the first retry at a busy server
+
+
+class Refused(EngineError):
+    """The server answered with an HTTP error. answer: the response."""
+
+    def __init__(self, url: str, path: str, answer: httpx.Response, message: str) -> None:
+        super().__init__(f"the vLLM server at {url} refused {path} ({answer.status_code}): {message}")
+        self.status, self.path, self.answer = answer.status_code, path, answer
+
+
+class ServerGone(EngineError):
+    """The server cannot be reached, did not answer in time, or its engine died; a new server must take its place."""
+
+
+class KeepsRefusing(ServerGone):
+    """The server answers, but has been busy or failing for longer than `engine.patience`."""
 
 
 class Client:
-    """One server. What goes wrong with a call is an EngineError that says which call.
+    """One server. A failed call raises EngineError that names the call.
 
-    timeout: seconds for a call in which nothing shows that the server works: it answers no call of this process and
-    computes no token for anybody. So a request may queue in a busy server for longer, and a pause may wait for long
-    completions; where the server is paused its requests wait too. After `LONGEST` times as long a call is given up.
-    patience: seconds for which a busy server, or one with an internal error, is asked again; 0: no retries.
-    run: tells this run's weights from another's at the same server.
-    lost: what told that the server is gone, stuck, or replaced by another; None while it answers.
+    timeout: seconds without any sign of progress after which a call fails (`liveness.py`); a call may last longer while
+        the server computes tokens for other requests, or while it is paused.
+    patience: seconds during which a busy server, or one with an internal error, is retried; 0: no retries.
+    run: a prefix of version labels, which distinguishes this run's weights from another run's.
+    model: the name that completions are requested from, `MODEL` or an adapter.
+    prepared: whether this server has had `init_transfer`; False again after `connect`.
+    lost: the error by which the server was found gone, stuck or replaced; None while it answers.
     """
 
     def __init__(self, endpoint: Endpoint, timeout: float, run: str = "", patience: float = 0.0) -> None:
@@ -55,16 +77,16 @@ class Client:
         self.connect(endpoint)
 
     def connect(self, endpoint: Endpoint) -> None:
-        """Talk to the server at `endpoint` from now on; nothing is known of it yet."""
+        """Use the server at `endpoint` from now on."""
         self.endpoint, self.model, self.prepared = endpoint, MODEL, False
         self.lost: ServerGone | None = None
-        self._accepted = False  # whether this server has taken our key
-        self._numbered = False  # whether its weights have had one of our versions
-        self._look_at = 0.0  # when it is due to be looked at, if a call waits for it
-        self._signs = Signs()
-        self._warned = -math.inf  # when it was last logged that it is busy
-        self._under_way: Counter[str] = Counter()  # requests, by the model they ask for
-        self._counting = threading.Lock()
+        self._accepted = False  # whether this server has accepted our key
+        self._numbered = False  # whether its weights have carried a version of this run
+        self._next_check = 0.0  # the time of the next check while calls wait
+        self._liveness = Liveness()
+        self._warned = -math.inf  # the time of the last log line about a busy server
+        self._running: Counter[str] = Counter()  # running requests by model
+        self._running_lock = threading.Lock()
 
     def get(self, path: str) -> Any:
         return self._call("GET", path)
@@ -78,9 +100,9 @@ class Client:
     async def _ask(self, endpoint: Endpoint, method: str, path: str, body: dict[str, Any] | None) -> Any:
         """The answer's JSON, with retries while the server is busy.
 
-        The time for retries begins anew whenever the server answers another request: our turn will come.
+        Patience restarts whenever the server answers another request, because this one's turn will come.
         """
-        signs, began, tries = self._signs, 0.0, 0
+        liveness, began, tries = self._liveness, 0.0, 0
         while True:
             try:
                 return await self._once(endpoint, method, path, body)
@@ -88,7 +110,7 @@ class Client:
                 if not self._busy(refused) or (method != "GET" and path.partition("?")[0] not in REPEATABLE):
                     raise
                 now, tries = time.monotonic(), tries + 1
-                began = max(began or now, signs.served)
+                began = max(began or now, liveness.served)
                 left = began + self.patience - now
                 if left <= 0:
                     problem = f"{refused}, for {self.patience:g} s (engine.patience)"
@@ -97,23 +119,22 @@ class Client:
                     self._warned = now
                     logger.warning("%s; asking it again for %g s (engine.patience)", refused, self.patience)
                 await asyncio.sleep(min(pause(tries, FIRST_PAUSE, refused.answer), left))
-            if self.lost and endpoint is self.endpoint:  # as another call has found
+            if self.lost and endpoint is self.endpoint:  # found by another call
                 raise ServerGone(str(self.lost))
 
     def _busy(self, refused: Refused) -> bool:
         return self.patience > 0 and refused.status in BUSY
 
     async def _once(self, endpoint: Endpoint, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        """One try. While it is waited for, the server is looked at: one whose engine has died may keep us
-        waiting for ever, and one that has much to do must not be given up."""
-        signs = self._signs
-        patience = Patience(signs, self.timeout)
+        """One attempt, which checks the server while it waits: a dead engine may never answer, a busy one may yet."""
+        liveness = self._liveness
+        timeout = ProgressTimeout(liveness, self.timeout)
         try:
             async with httpx.AsyncClient(**http_options(endpoint)) as http:
                 call = asyncio.ensure_future(bounded(http, method, path, LARGEST_ANSWER, json=body))
                 try:
-                    while not (await asyncio.wait({call}, timeout=min(HEARTBEAT, patience.left)))[0]:
-                        await self._look(endpoint, http, path, patience)
+                    while not (await asyncio.wait({call}, timeout=min(HEARTBEAT, timeout.left)))[0]:
+                        await self._check(endpoint, http, path, timeout)
                 finally:
                     call.cancel()
                     await asyncio.gather(call, return_exceptions=True)
@@ -122,32 +143,32 @@ class Client:
             raise EngineError(f"the vLLM server at {endpoint.url}, asked for {path}: {error}") from error
         except httpx.HTTPError as error:
             raise self._gone(endpoint, unreachable(endpoint, path, error)) from error
-        signs.hear()
+        liveness.note()
         if response.is_success:
-            signs.served = signs.heard
+            liveness.served = liveness.last_sign
             with well_formed(endpoint, path):
-                return self._taken(response)
+                return self._content(response)
         raise await self._failure(endpoint, path, response)
 
-    async def _look(self, endpoint: Endpoint, http: httpx.AsyncClient, path: str, patience: Patience) -> None:
-        """Raises ServerGone where nothing listens any more, the engine is said to be dead, or patience is over.
+    async def _check(self, endpoint: Endpoint, http: httpx.AsyncClient, path: str, timeout: ProgressTimeout) -> None:
+        """Raise ServerGone if nothing listens any more, the engine is dead, or the timeout has passed.
 
-        Of many calls that wait, one looks.
+        One of the waiting calls checks for all.
         """
-        if time.monotonic() < self._look_at and patience.left:
+        if time.monotonic() < self._next_check and timeout.left:
             return
-        self._look_at = time.monotonic() + HEARTBEAT
+        self._next_check = time.monotonic() + HEARTBEAT
         where = f"the vLLM server at {endpoint.url}"
         if await health(http) is False:
             raise self._gone(endpoint, f"{where} died during {path}{endpoint.cause()}")
-        await patience.signs.look(http, pause_counts=path == GENERATE)
-        if not patience.left:
-            raise self._gone(endpoint, f"{where} did not answer {path}, {patience.problem}")
+        await timeout.liveness.check(http, pause_counts=path == GENERATE)
+        if not timeout.left:
+            raise self._gone(endpoint, f"{where} did not answer {path}, {timeout.problem}")
 
     async def generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The choices of one request, in order."""
         endpoint, model = self.endpoint, self.model
-        with self._asking(model):
+        with self._counted(model):
             answer = await self._ask(endpoint, "POST", GENERATE, {"model": model, **body})
         if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
             raise EngineError(f"what answers {GENERATE} at {endpoint.url} is no vLLM server: {str(answer)[:100]}")
@@ -167,29 +188,30 @@ class Client:
             return sorted(choices, key=lambda choice: int(choice["index"]))
 
     async def generated(self) -> float:
-        """Tokens that the server has generated since its start, for all clients; 0 where it does not say."""
+        """Tokens that the server has generated since its start, for all clients; 0 if unknown."""
         async with httpx.AsyncClient(**http_options(self.endpoint)) as http:
             return await tokens_computed(http, GENERATED) or 0.0
 
     @contextmanager
-    def _asking(self, model: str) -> Iterator[None]:
-        counting, under_way = self._counting, self._under_way  # of this server, should another take its place
-        with counting:
-            under_way[model] += 1
+    def _counted(self, model: str) -> Iterator[None]:
+        """Count a running request for `adapters_in_use`."""
+        lock, running = self._running_lock, self._running  # of this server, since `connect` replaces them
+        with lock:
+            running[model] += 1
         try:
             yield
         finally:
-            with counting:
-                under_way[model] -= 1
-                if not under_way[model]:
-                    del under_way[model]
+            with lock:
+                running[model] -= 1
+                if not running[model]:
+                    del running[model]
 
-    def _taken(self, response: httpx.Response) -> Any:
+    def _content(self, response: httpx.Response) -> Any:
         self._accepted = True
         return response.json() if "json" in response.headers.get("content-type", "") else None
 
     async def _failure(self, endpoint: Endpoint, path: str, response: httpx.Response) -> EngineError:
-        """A server whose engine has died answers too, and so does another one that took its place."""
+        """The error of a failed response: ServerGone if the engine has died or another server took its place."""
         refused = Refused(endpoint.url, path, response, _message(response))
         unknown_adapter = response.status_code == 404 and path == GENERATE and self.model != MODEL
         replaced = unknown_adapter or (response.status_code == 401 and self._accepted)
@@ -201,12 +223,15 @@ class Client:
 
     def _gone(self, endpoint: Endpoint, problem: str, kind: type[ServerGone] = ServerGone) -> ServerGone:
         error = kind(problem)
-        if endpoint is self.endpoint:  # else it has been replaced meanwhile
+        if endpoint is self.endpoint:  # otherwise `connect` has replaced it meanwhile
             self.lost = error
         return error
 
     def _version(self, endpoint: Endpoint, label: str) -> int | str:
-        """Our version, or the label of weights that this run has not sent; not once the server has had ours."""
+        """The version of this run's weights, or the label of other weights.
+
+        Raises EngineError for other weights once the server has had this run's.
+        """
         run, dot, number = label.rpartition(".")
         if dot and run == self.run and number.isdecimal():
             self._numbered = True
@@ -221,7 +246,7 @@ class Client:
     def _post_once(self, path: str, body: dict[str, Any] | None = None) -> None:
         """Post a part of a sync that cannot be retried by itself.
 
-        A busy server may have done it or not, so it counts as lost, and gets a whole sync when it is found again.
+        A busy server may have executed it or not, so the server counts as lost and gets a whole sync later.
         """
         try:
             self.post(path, body)
@@ -231,15 +256,18 @@ class Client:
             raise self._gone(self.endpoint, str(refused)) from refused
 
     def init_transfer(self, info: dict[str, Any]) -> None:
+        """Prepare the server's side of the weight transfer with its backend's settings."""
         self._post_once("/init_weight_transfer_engine", {"init_info": info})
 
     def pause(self, mode: str = "wait") -> None:
+        """Hold new requests; "wait": running ones finish first, "keep": they are frozen until `resume`."""
         self.post(f"/pause?mode={mode}")
 
     def resume(self) -> None:
         self.post("/resume")
 
     def start_update(self) -> None:
+        """Begin an update, after closing one that another trainer left unfinished."""
         try:
             self.post("/start_weight_update")
         except Refused:
@@ -247,38 +275,46 @@ class Client:
             self._post_once("/start_weight_update")
 
     def update(self, info: dict[str, Any]) -> None:
+        """Have the server load some of the weights; `info` is what its backend needs to find them."""
         self._post_once("/update_weights", {"update_info": info})
 
     def finish_update(self, version: int) -> None:
+        """End the update and label the server's weights with `version`."""
         self._post_once("/finish_weight_update", {"weight_version": f"{self.run}.{version}"})
 
     def abandon_update(self) -> None:
+        """End an unfinished update, if any, and label the weights as a mixture."""
         try:
             self.post("/finish_weight_update", {})
-        except Refused:  # there is none
+        except Refused:  # no update is unfinished
             return
         self.post("/update_weight_version", {"new_version": UNFINISHED})
 
     def reset_prefix_cache(self, running: bool = False) -> None:
+        """Drop keys and values of the old weights; running: also those of frozen requests. Raises EngineError."""
         with well_formed(self.endpoint, "/reset_prefix_cache"):
             dropped = self.post(f"/reset_prefix_cache?reset_running_requests={str(running).lower()}")["success"]
         if not dropped:
             raise EngineError(f"the vLLM server at {self.endpoint.url} could not drop its prefix cache: requests run")
 
     def weight_version(self) -> int | str:
+        """The version of this run's weights, or the label of other weights."""
         with well_formed(self.endpoint, "/weight_info"):
             return self._version(self.endpoint, str(self.get("/weight_info")["weight_version"]))
 
     def set_version(self, version: int) -> None:
+        """Label the server with a version without a weight update, after an adapter was loaded."""
         self.post("/update_weight_version", {"new_version": f"{self.run}.{version}"})
 
     def adapters(self) -> dict[str, Path]:
+        """The folder of each loaded adapter, by name."""
         with well_formed(self.endpoint, "/v1/models"):
             return {card["id"]: Path(card["root"]) for card in self.get("/v1/models")["data"] if card.get("parent")}
 
     def adapters_in_use(self) -> set[str]:
-        with self._counting:
-            return set(self._under_way) - {MODEL}
+        """Adapters that running requests of this process use."""
+        with self._running_lock:
+            return set(self._running) - {MODEL}
 
     def load_adapter(self, name: str, folder: Path) -> None:
         self._post_once("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
@@ -287,10 +323,12 @@ class Client:
         self._post_once("/v1/unload_lora_adapter", {"lora_name": name})
 
     def world_size(self) -> int:
+        """The number of the server's processes that hold weights."""
         with well_formed(self.endpoint, "/get_world_size"):
             return int(self.get("/get_world_size")["world_size"])
 
     def score(self, token_ids: Sequence[int], first: bool = False) -> list[float]:
+        """log p(token_ids[i] | token_ids[:i]) for i >= 1, in nats, at temperature 1; first: before waiting requests."""
         sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
         body = {"token_ids": list(token_ids), "sampling_params": sampling, **({"priority": FIRST} if first else {})}
         with well_formed(self.endpoint, GENERATE):
@@ -298,6 +336,7 @@ class Client:
             return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, token_ids[1:], strict=True)]
 
     def sample(self, token_ids: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
+        """Sample `tokens` more with a fixed seed, before waiting requests; their ids and log-probs at temperature 1."""
         sampling = {"max_tokens": tokens, "temperature": 1, "seed": 0, "logprobs": 0, "ignore_eos": True}
         body = {"token_ids": list(token_ids), "sampling_params": sampling, "priority": FIRST}
         with well_formed(self.endpoint, GENERATE):
@@ -307,7 +346,7 @@ class Client:
 
 @contextmanager
 def well_formed(endpoint: Endpoint, path: str) -> Iterator[None]:
-    """Raise EngineError for an answer of an unexpected form, from a proxy for example."""
+    """Raise EngineError for an answer of an unexpected form, for example a proxy's."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -316,10 +355,7 @@ def well_formed(endpoint: Endpoint, path: str) -> Iterator[None]:
 
 
 def http_options(endpoint: Endpoint) -> dict[str, Any]:
-    """Proxies are for other machines; connections are not kept, since an idle one may be closed under us.
-
-    Only connecting has a deadline of httpx: for the rest `Patience` has one.
-    """
+    """httpx's arguments: a proxy only for other machines; a timeout only to connect, see `ProgressTimeout`."""
     host = urlsplit(endpoint.url).hostname or ""
     mask(endpoint.api_key, "(the server's key)")
     return {
@@ -333,26 +369,46 @@ def http_options(endpoint: Endpoint) -> dict[str, Any]:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Slow to read, so once for all calls."""
+    """The system's certificates, read once because reading is slow."""
     return httpx.create_ssl_context()
 
 
 def unreachable(endpoint: Endpoint, path: str, error: httpx.HTTPError) -> str:
-    """Why there was no answer."""
+    """The message for a call without an answer."""
     return f"the vLLM server at {endpoint.url} is gone ({path}: {str(error) or type(error).__name__}){endpoint.cause()}"
 
 
 def _versions(adapter: str, choice: dict[str, Any]) -> list[dict[str, Any]]:
-    """A request keeps its adapter to its end, whatever version the server has by then."""
+    """The version of an adapter, as vLLM labels it: a request keeps its adapter to its end."""
     version = int(adapter.removeprefix(ADAPTER).partition(".")[0])
     return [{"version": version, "start": 0, "end": len(choice["token_ids"])}]
 
 
 def _message(response: httpx.Response) -> str:
-    """What vLLM says in one of its two error formats, else the answer's first line."""
+    """The message in one of vLLM's two error formats, else the answer's first line."""
     try:
         body = response.json()
     except ValueError:
         return response.text.partition("\n")[0][:300].removesuffix(".")
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error) if isinstance(error, dict) else error)[:500].removesuffix(".")
+
+
+def call_all(servers: Sequence[Client], call: Callable[[Client], T]) -> list[T]:
+    """Call all servers concurrently and wait for all; then raise the first server's error, if any."""
+    if len(servers) == 1:
+        return [call(servers[0])]
+    with ThreadPoolExecutor(len(servers)) as pool:
+        futures = [pool.submit(call, server) for server in servers]
+    return [future.result() for future in futures]
+
+
+def init_transfers(servers: Sequence[Client], infos: Sequence[dict[str, object]]) -> None:
+    """Prepare every server for transfers, each with its own settings."""
+    each_info = dict(zip(map(id, servers), infos, strict=True))
+
+    def init(server: Client) -> None:
+        server.init_transfer(each_info[id(server)])
+        server.prepared = True
+
+    call_all(servers, init)

@@ -1,33 +1,43 @@
-"""engine=vllm_colocate in a trainer process: completions, sync and its proof."""
+"""engine=vllm_colocate: vLLM inside each trainer process, which loads the trainer's weights directly.
+
+`InProcessLLM` is vLLM in this process, `ColocateEngine` the engine that syncs and proves its weights.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+import dataclasses
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import ignore
-from grpocli.rollout.transformers_engine import stop_ids
-from grpocli.rollout.vllm.probe import Probe
+from grpocli.rollout.sampling import stop_ids
+from grpocli.rollout.vllm.env_isolation import VllmEnvironment, log_to, output_to
+from grpocli.rollout.vllm.probe import PROBE_ROOM, Probe
 from grpocli.rollout.vllm.request import check_temperature, completions, sampling_params
-from grpocli.rollout.vllm.server import on_cpu
-from grpocli.rollout.vllm.transport import Weights
+from grpocli.rollout.vllm.server import max_num_seqs_option, on_cpu
 from grpocli.rollout.vllm.validate import check_room, check_sampling, check_vllm
+from grpocli.rollout.vllm.weight_sync import PolicyWeights
 from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
+    from grpocli.distributed.world import World
     from grpocli.rollout.engine import EngineContext, EngineJob, OnGroup
     from grpocli.rollout.vllm.config import ColocateOptions
-    from grpocli.rollout.vllm.llm import Inside
 
 
 class ColocateEngine:
-    """See `ColocateOptions`. Every process has the whole model, samples its share and syncs itself."""
+    """Every trainer process has the whole model in vLLM, samples its share and syncs it."""
 
-    def __init__(self, server: Inside, context: EngineContext) -> None:
-        self.server, self.policy, self.world = server, context.policy, context.world
-        self.weights = Weights(context.policy, server.dtype)
+    def __init__(self, llm: InProcessLLM, context: EngineContext) -> None:
+        self.llm, self.policy, self.world = llm, context.policy, context.world
+        self.weights = PolicyWeights(context.policy, llm.dtype)
         self.probe = Probe(context)
         self.version: int | None = None
         self._stop = stop_ids(self.policy.model, context.tokenizer)
@@ -35,29 +45,29 @@ class ColocateEngine:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
     ) -> list[list[Completion]]:
-        """`n` completions for each request, in order; raises EngineError if any cannot be had."""
+        """`n` completions for each request, in order. Raises EngineError if a request fails."""
         if self.version is None:
             raise EngineError("engine=vllm_colocate starts without weights: sync before the first completion")
         check_temperature(sampling)
-        if self.server.asleep:
-            self._load(self.version)  # sleep has discarded the weights, and the policy's are still those of the sync
+        if self.llm.asleep:
+            self._load(self.version)  # sleep discarded the weights; the policy's are still those of the sync
         parameters = [sampling_params(request, sampling, self._stop) for request in requests]
-        answers = self.server.complete([request.token_ids for request in requests], parameters)
-        self.server.sleep()
+        answers = self.llm.complete([request.token_ids for request in requests], parameters)
+        self.llm.sleep()
         return [
             completions(choices, request, sampling, self.version)
             for choices, request in zip(answers, requests, strict=True)
         ]
 
     def sync(self, version: int) -> dict[str, float]:
-        """Load the policy's weights and prove it, in every process; all fail together."""
+        """Load the policy's weights and prove it in every process; all fail together."""
         sent, failure = 0, ""
         try:
             sent = self._load(version)
             self._verify(version)
         except EngineError as error:
             failure = str(error)
-        failures = [said for said in self.world.gather_objects([failure]) if said]
+        failures = [problem for problem in self.world.gather_objects([failure]) if problem]
         if failures:
             raise EngineError(failures[0])
         self.version = version
@@ -66,50 +76,255 @@ class ColocateEngine:
     def _load(self, version: int) -> int:
         stream = self.weights.stream()
         try:
-            return self.server.load(stream, version)
+            return self.llm.load(stream, version)
         finally:
             if self.weights.sharded:
-                for _ in stream:  # gathers are collective: also after a failure in this process
+                for _ in stream:  # gathers are collective, so finish them after a failure in this process too
                     pass
 
     def _verify(self, version: int) -> None:
-        echoed = self.server.weight_version()
-        if echoed != str(version):
-            raise EngineError(f"after a sync vLLM has weight version {echoed}, the trainer {version}")
+        reported = self.llm.weight_version()
+        if reported != str(version):
+            raise EngineError(f"after a sync vLLM has weight version {reported}, the trainer {version}")
         if self.probe.due():
             ids = self.probe.token_ids
-            self.probe.compare(self.server.score(ids), self.policy.score(ids), version)
+            self.probe.compare(self.llm.score(ids), self.policy.score(ids), version)
 
     def close(self) -> None:
-        self.server.close()
+        self.llm.close()
 
 
 @contextlib.contextmanager
 def launch(options: ColocateOptions, job: EngineJob) -> Iterator[None]:
-    """Check what can be known before the model is loaded. Raises ConfigError."""
+    """Check the options before the model is loaded. Raises ConfigError."""
     check_vllm("vllm_colocate")
     check_room(options.max_model_len, job)
     if options.sleep and on_cpu():
         raise ConfigError(
-            "vLLM can give back a GPU's memory only; leave it null on a CPU", key="engine.sleep", value=True
+            "vLLM can release a GPU's memory only; leave it null on a CPU", key="engine.sleep", value=True
         )
     if options.vllm_args:
-        from grpocli.rollout.vllm.llm import check_arguments
-
         check_arguments(options.vllm_args)
     yield
 
 
 def connect(options: ColocateOptions, context: EngineContext) -> ColocateEngine:
-    """Start vLLM in this process; collective, because several of them make process groups together."""
-    from grpocli.rollout.vllm.llm import start
+    """Start vLLM in this process. Collective, because several processes make process groups together."""
 
     if context.sampling:
         check_temperature(context.sampling)
-    server = start(options, context.job, context.world)
+    llm = start(options, context.job, context.world)
     if context.sampling:
         check_sampling(
             context.sampling,
-            lambda request, sampling: server.complete([request.token_ids], [sampling_params(request, sampling, [])]),
+            lambda request, sampling: llm.complete([request.token_ids], [sampling_params(request, sampling, [])]),
         )
-    return ColocateEngine(server, context)
+    return ColocateEngine(llm, context)
+
+
+DISCARD = 2  # vLLM's sleep level that keeps neither weights nor cache: the weights come from the trainer again
+
+
+class InProcessLLM:
+    """A `vllm.LLM` in this process. Its failures are EngineErrors that name its log.
+
+    dtype: of its weights. sleeps: whether `sleep` releases its memory.
+    """
+
+    def __init__(self, llm: Any, environment: VllmEnvironment, dtype: torch.dtype, sleeps: bool, log: Path) -> None:
+        self.llm, self.dtype, self.sleeps, self.log = llm, dtype, sleeps, log
+        self.asleep = False
+        self._environment = environment
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
+        """Replace all weights, drop the prefix cache and wake up; return the bytes loaded."""
+        sent = 0
+
+        def counted() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal sent
+            for name, tensor in weights:
+                sent += tensor.numel() * self.dtype.itemsize
+                yield name, tensor  # in the trainer's dtype, since vLLM's loader casts while it copies
+
+        with self._calling("load the weights"):
+            if self.asleep:
+                torch.cuda.empty_cache()  # release memory that the trainer's allocator holds without need
+                self.llm.wake_up(tags=["weights"])
+            self.llm.start_weight_update()
+            self.llm.update_weights({"update_info": {"weights": counted()}})
+            self.llm.finish_weight_update(weight_version=str(version))
+            if self.asleep:  # only now, when the load's temporary memory is free again
+                torch.cuda.empty_cache()
+                self.llm.wake_up(tags=["kv_cache"])
+                self.asleep = False
+            if not self.llm.reset_prefix_cache():
+                raise EngineError("vLLM in this process could not drop its prefix cache: requests run")
+        return sent
+
+    def sleep(self) -> None:
+        """Release the memory if `sleeps`; only `load` wakes vLLM up again."""
+        if self.sleeps:
+            with self._calling("sleep"):
+                self.llm.sleep(level=DISCARD)
+            self.asleep = True
+
+    def weight_version(self) -> str:
+        return str(self.llm.get_weight_version())
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], parameters: Sequence[Mapping[str, Any]]
+    ) -> list[list[dict[str, Any]]]:
+        """The completions of each prompt, in order, in the form of the server's JSON (`request.py`)."""
+        with self._calling("generate"):
+            outputs = self._generate(prompts, parameters)
+            return [[_choice(one) for one in sorted(output.outputs, key=lambda o: o.index)] for output in outputs]
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """log p(token_ids[i] | token_ids[:i]) for i >= 1, in nats, at temperature 1."""
+        with self._calling("score the probe"):
+            sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "detokenize": False}
+            entries = self._generate([token_ids], [sampling])[0].prompt_logprobs[1:]
+        return [float(entry[token].logprob) for entry, token in zip(entries, token_ids[1:], strict=True)]
+
+    def _generate(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Mapping[str, Any]]) -> list[Any]:
+        inputs = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        outputs: list[Any] = self.llm.generate(inputs, [_parameters(one) for one in parameters], use_tqdm=False)
+        return outputs
+
+    def close(self) -> None:
+        """End vLLM and free its memory, but keep the trainer's own process group."""
+        if self.llm is None:
+            return
+        with self._calling("stop"), _keep_trainers_group():
+            self.llm.llm_engine.engine_core.shutdown()
+        self.llm = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def _calling(self, what: str) -> Iterator[None]:
+        with self._environment.active(), _failing(what, self.log):
+            yield
+
+
+def start(options: ColocateOptions, job: EngineJob, world: World) -> InProcessLLM:
+    """Start vLLM in this process, with arbitrary weights until the first `load`.
+
+    Raises EngineError with vLLM's reason if it does not start.
+    """
+    environment = VllmEnvironment()
+    log = (job.run_dir / "logs" / ("vllm.log" if world.is_main else f"vllm_{world.rank}.log")).absolute()
+    log_to(log)
+    given = arguments(options, job, world.size, on_cpu())
+    with environment.active(), output_to(log), _failing("start", log):
+        from vllm import LLM
+
+        from grpocli.rollout.vllm.worker import register_direct
+
+        register_direct()
+        llm = LLM(**given)
+        llm.init_weight_transfer_engine({"init_info": {}})
+    return InProcessLLM(llm, environment, getattr(torch, job.dtype), bool(given["enable_sleep_mode"]), log)
+
+
+def arguments(options: ColocateOptions, job: EngineJob, processes: int, cpu: bool) -> dict[str, Any]:
+    """The arguments of `vllm.LLM`."""
+    given = {
+        "model": job.model_path,
+        "revision": job.revision,
+        "trust_remote_code": job.trust_remote_code,
+        "dtype": job.dtype,
+        "seed": job.seed,
+        "max_model_len": options.max_model_len or max(job.max_tokens, PROBE_ROOM),
+        "quantization": options.quantization,
+        "max_num_seqs": max_num_seqs_option(job.max_num_seqs, cpu),
+        "enforce_eager": cpu if options.enforce_eager is None else options.enforce_eager,
+        "enable_sleep_mode": not cpu if options.sleep is None else options.sleep,
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": False if cpu else None,  # with seeds, chunked prompts crash vLLM on a CPU
+        "generation_config": "vllm",  # otherwise the model's folder may change sampling
+        "logprobs_mode": "processed_logprobs",  # log-probs of the distribution that is sampled from
+        "weight_transfer_config": {"backend": "direct"},  # `worker.DirectWeightTransfer`
+        "load_format": "dummy",  # random weights, so a parameter that a sync leaves out cannot pass for loaded
+        "use_tqdm_on_load": False,
+    }
+    # on a CPU vLLM's default is a share of the whole machine's memory
+    memory = (
+        {"kv_cache_memory_bytes": options.cpu_kv_cache_gb * 2**30}
+        if cpu
+        else {"gpu_memory_utilization": options.gpu_memory_utilization}
+    )
+    # vLLM uses this process's device and the trainers' process group, in which each engine is a group of one
+    several = {"distributed_executor_backend": "external_launcher"} if processes > 1 else {}
+    return given | memory | several | options.vllm_args
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an unknown argument of `vllm.LLM`."""
+    with VllmEnvironment().active():
+        from vllm import EngineArgs
+
+        known = [field.name for field in dataclasses.fields(EngineArgs)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"engine.vllm_args.{name}: vllm.LLM has no such argument{nearest(name, known)}")
+
+
+def _parameters(given: Mapping[str, Any]) -> Any:
+    """vLLM's SamplingParams from the JSON of its route."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    form = given.get("structured_outputs")
+    if isinstance(form, Mapping):
+        given = {**given, "structured_outputs": StructuredOutputsParams(**form)}
+    return SamplingParams(**given)
+
+
+def _choice(output: Any) -> dict[str, Any]:
+    """A completion in the form of vLLM's token-in-token-out route."""
+    tokens = list(output.token_ids)
+    picked = [entry[token].logprob for entry, token in zip(output.logprobs or [], tokens, strict=False)]
+    return {
+        "index": output.index,
+        "token_ids": tokens,
+        "logprobs": {"content": [{"logprob": value} for value in picked]},
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+    }
+
+
+@contextlib.contextmanager
+def _failing(what: str, log: Path) -> Iterator[None]:
+    """Raise vLLM's exceptions as EngineErrors of one sentence."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except Exception as error:
+        cause = " ".join(str(error).split())[:400] or type(error).__name__
+        memory = "; see engine.gpu_memory_utilization (GPU), engine.cpu_kv_cache_gb (CPU)" if "memory" in cause else ""
+        raise EngineError(
+            f"vLLM in the trainer's process could not {what}: {cause}{memory} (its log: {log})"
+        ) from error
+
+
+@contextlib.contextmanager
+def _keep_trainers_group() -> Iterator[None]:
+    """Keep torch's default process group, which vLLM's shutdown would destroy even if the trainer made it."""
+    from vllm.distributed import parallel_state
+
+    original = parallel_state.destroy_distributed_environment
+
+    def destroy_vllms_groups() -> None:
+        if parallel_state._WORLD:
+            parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        parallel_state.destroy_distributed_environment = destroy_vllms_groups
+    try:
+        yield
+    finally:
+        parallel_state.destroy_distributed_environment = original

@@ -1,4 +1,4 @@
-"""vLLM as a guest in the trainer's process: what it changes of the process holds during its own calls alone."""
+"""Isolate the trainer from vLLM in its process: vLLM's changes to the process hold only during vLLM's own calls."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from pathlib import Path
 
 from grpocli.files import QuietFileHandler
 
-Environment = dict[str, str | None]  # None: not set
+Variables = dict[str, str | None]  # None: not set
 
 SETTINGS: Mapping[str, str | None] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model runs in this process
-    "VLLM_CONFIGURE_LOGGING": "0",  # its log goes where `log_to` sends it
+    "VLLM_CONFIGURE_LOGGING": "0",  # `log_to` configures its log
     "VLLM_LOGGING_CONFIG_PATH": None,
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": None,  # it would win over engine.cpu_kv_cache_gb
+    "VLLM_CPU_KVCACHE_SPACE": None,  # would override engine.cpu_kv_cache_gb
 }
 
 
-class Guest:
-    """`with guest.visiting():` around every use of vLLM.
+class VllmEnvironment:
+    """`with environment.active():` around every use of vLLM.
 
-    Outside of it the environment, the random generators, torch's threads and matmul precision, the handler of uncaught
-    exceptions and the filters of warnings are as if vLLM were not there. Its environment comes back with it, because it
-    reads some of its variables late. Other threads see it during a visit.
+    Outside of the block, environment variables, random generators, torch's threads and matmul precision, the exception
+    hook and warning filters are as if vLLM were not there. vLLM's environment variables return with each block, because
+    vLLM reads some of them late. Other threads see vLLM's state during a block.
     """
 
     def __init__(self) -> None:
-        self._environment: Environment = dict(SETTINGS)
+        self._variables: Variables = dict(SETTINGS)
 
     @contextlib.contextmanager
-    def visiting(self) -> Iterator[None]:
-        with warnings.catch_warnings(), _random_state_kept(), _torch_settings_kept():
-            before: Environment = dict(os.environ)
+    def active(self) -> Iterator[None]:
+        with warnings.catch_warnings(), _keep_random_state(), _keep_torch_settings():
+            before: Variables = dict(os.environ)
             hook = sys.excepthook
-            _apply(self._environment)
+            _apply(self._variables)
             try:
                 yield
             finally:
-                after: Environment = dict(os.environ)
-                self._environment = _difference(before, after)
+                after: Variables = dict(os.environ)
+                self._variables = _difference(before, after)
                 _apply(_difference(after, before))
                 sys.excepthook = hook
 
 
-def _difference(before: Environment, after: Environment) -> Environment:
-    """What has to be set to get from one to the other."""
+def _difference(before: Variables, after: Variables) -> Variables:
+    """The variables to set to get from `before` to `after`."""
     return {name: after.get(name) for name in before | after if before.get(name) != after.get(name)}
 
 
-def _apply(changes: Environment) -> None:
+def _apply(changes: Variables) -> None:
     for name, value in changes.items():
         if value is None:
             os.environ.pop(name, None)
@@ -64,8 +64,8 @@ def _apply(changes: Environment) -> None:
 
 
 @contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """vLLM seeds every generator when it starts, and its sampler draws from torch's."""
+def _keep_random_state() -> Iterator[None]:
+    """Restore the random generators: vLLM seeds all of them at its start, and its sampler draws from torch's."""
     import numpy as np
     import torch
 
@@ -80,8 +80,11 @@ def _random_state_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _torch_settings_kept() -> Iterator[None]:
-    """On a CPU vLLM replaces `torch.set_num_threads` by a function that does nothing; on a GPU it takes one thread."""
+def _keep_torch_settings() -> Iterator[None]:
+    """Restore torch's threads and precision.
+
+    On a CPU vLLM replaces `torch.set_num_threads` by a function that does nothing; on a GPU it sets one thread.
+    """
     import torch
 
     precision, threads, set_threads = (
@@ -99,7 +102,7 @@ def _torch_settings_kept() -> Iterator[None]:
 
 
 def log_to(path: Path) -> None:
-    """Send vLLM's log to a file: neither to the terminal nor to the run's own log."""
+    """Write vLLM's log to a file instead of the terminal and the run's log."""
     path.parent.mkdir(parents=True, exist_ok=True)
     logger = logging.getLogger("vllm")
     handler = QuietFileHandler(path)
@@ -113,7 +116,7 @@ def log_to(path: Path) -> None:
 
 @contextlib.contextmanager
 def output_to(path: Path) -> Iterator[None]:
-    """Send what is written to standard error to a file: libraries in C++ write there without asking Python."""
+    """Redirect standard error to a file, on the level of descriptors, because C++ libraries write there directly."""
     sys.stderr.flush()
     kept = os.dup(2)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -1,4 +1,4 @@
-"""Servers given by `engine.base_url`: where their keys are, and whether they can serve this run."""
+"""Servers at `engine.base_url`: find their keys, and check that they can serve this run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from urllib.parse import urlsplit
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.http import is_loopback
-from grpocli.rollout.vllm.adapter import lora_misfit
-from grpocli.rollout.vllm.client import GENERATE, Client
-from grpocli.rollout.vllm.endpoint import Endpoint, serve_file
-from grpocli.rollout.vllm.protocol import MODEL, Refused
-from grpocli.rollout.vllm.transport import BACKENDS
+from grpocli.rollout.vllm.client import GENERATE, MODEL, Client, Refused
+from grpocli.rollout.vllm.lora import lora_misfit
+from grpocli.rollout.vllm.plugin import BACKENDS
+from grpocli.rollout.vllm.server_files import Endpoint, serve_file
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
@@ -26,18 +25,18 @@ SHAPE = (
 )
 SERVE = "`grpocli vllm-serve`"
 NO_SERVER = f"what answers there is no vLLM server for training: start one with {SERVE}"
-HEALTH_TIMEOUT = 30.0  # seconds: a server says that it lives at once, whatever it is doing
+HEALTH_TIMEOUT = 30.0  # seconds: a busy server answers /health at once, too
 
 
-def given_servers(options: VllmOptions, job: EngineJob) -> list[Endpoint]:
-    """Where the servers at `engine.base_url` are, in its order, once each is known to fit.
+def external_servers(options: VllmOptions, job: EngineJob) -> list[Endpoint]:
+    """The endpoints of the servers at `engine.base_url`, in order, after a check of each.
 
-    Raises ConfigError that names the key to change, and the server.
+    Raises ConfigError that names the key to change and the server.
     """
-    return [_given_server(options, url, job) for url in options.urls]
+    return [_external_server(options, url, job) for url in options.urls]
 
 
-def _given_server(options: VllmOptions, url: str, job: EngineJob) -> Endpoint:
+def _external_server(options: VllmOptions, url: str, job: EngineJob) -> Endpoint:
     _check_alive(url, options.request_timeout)
     endpoint = find_endpoint(options, url, job.sync_folder)
     _check(Client(endpoint, options.request_timeout, patience=options.patience), job)
@@ -52,7 +51,7 @@ def _given_server(options: VllmOptions, url: str, job: EngineJob) -> Endpoint:
 
 
 def find_endpoint(options: VllmOptions, url: str, folder: str | None = None) -> Endpoint:
-    """The key and the folder of a given server: from the config, what vllm-serve left here, the environment."""
+    """The key and the folder of a server, from the config, from vllm-serve's file here, or from the environment."""
     file = options.key_file(url)
     known = _record(file, url)
     key = known.api_key if known else _plain_key(file)
@@ -70,7 +69,7 @@ def find_endpoint(options: VllmOptions, url: str, folder: str | None = None) -> 
 
 
 def _record(file: str | None, url: str) -> Endpoint | None:
-    """What vllm-serve wrote about this server, if there is such a file."""
+    """The endpoint that vllm-serve wrote for this server, if any."""
     parts = urlsplit(url)
     if file is None and not is_loopback(parts.hostname or ""):
         return None
@@ -78,7 +77,7 @@ def _record(file: str | None, url: str) -> Endpoint | None:
     try:
         return Endpoint.load(path)
     except (OSError, ValueError):
-        return None  # it may hold a bare key, or not be there
+        return None  # no such file, or one that holds the key alone
 
 
 def _plain_key(file: str | None) -> str:
@@ -91,7 +90,7 @@ def _plain_key(file: str | None) -> str:
 
 
 def _check_alive(url: str, timeout: float) -> None:
-    """`/health` needs no key: so a server that is not there is not taken for a missing key."""
+    """Raise ConfigError if no server answers `/health`, which needs no key."""
     client = Client(Endpoint(url, "none", ""), min(timeout, HEALTH_TIMEOUT))
     try:
         client.get("/health")
@@ -118,7 +117,7 @@ def _check(client: Client, job: EngineJob) -> None:
 
 
 def _check_generate(client: Client) -> None:
-    """Whether the route is there and open: a request without tokens is refused as such. Raises Refused otherwise."""
+    """Raise Refused unless the route exists and is open: then it refuses a request without tokens as invalid."""
     try:
         client.post(GENERATE, {})
     except Refused as error:
@@ -137,7 +136,7 @@ def _advice(client: Client, error: Refused) -> str:
 
 
 def _version(client: Client) -> str:
-    """` (vLLM 0.9.1)`, if it says so."""
+    """` (vLLM 0.9.1)`, or "" if the server does not report its version."""
     try:
         return f" (vLLM {client.get('/version')['version']})"
     except (EngineError, KeyError, TypeError, ValueError):
@@ -145,7 +144,7 @@ def _version(client: Client) -> str:
 
 
 def misfit(served: dict[str, Any], job: EngineJob) -> str:
-    """Why a server with this config (vLLM's own description of it) cannot serve the job; empty if it can."""
+    """Why a server cannot serve the job, from vLLM's description of its config; "" if it can."""
     model = served["model_config"]
     dtype = str(model["dtype"]).removeprefix("torch.")
     backend = (served.get("weight_transfer_config") or {}).get("backend")
@@ -166,16 +165,16 @@ def misfit(served: dict[str, Any], job: EngineJob) -> str:
             f"max_model_len={job.max_tokens}, or lower rollout.max_prompt_tokens or rollout.max_completion_tokens"
         )
     limit = (served.get("scheduler_config") or {}).get("max_num_seqs")
-    if limit is not None and limit < job.most:
+    if limit is not None and limit < job.max_num_seqs:
         return (
-            f"that server runs {limit} completions at once, one request of the run has {job.most}: serve with "
-            f"engine.vllm_args.max_num_seqs={job.most}, or lower rollout.group_size or eval.samples"
+            f"that server runs {limit} completions at once, one request of the run has {job.max_num_seqs}: serve with "
+            f"engine.vllm_args.max_num_seqs={job.max_num_seqs}, or lower rollout.group_size or eval.samples"
         )
     return _other_model(str(model["model"]), job.model_path)
 
 
 def _other_model(theirs: str, ours: str) -> str:
-    """Compares the two config files, where this machine can read both; the first sync settles the rest."""
+    """Compare the two config files if this machine can read both; the first sync finds other differences."""
     a, b = _model_config(theirs), _model_config(ours)
     for name in SHAPE:
         if name in a and name in b and a[name] != b[name]:
@@ -187,7 +186,7 @@ def _other_model(theirs: str, ours: str) -> str:
 
 
 def _model_config(model: str) -> dict[str, Any]:
-    """Of a folder, or of a hub's model that this machine has; else empty."""
+    """The config of a folder or of a cached model of the hub; else empty."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -196,7 +195,7 @@ def _model_config(model: str) -> dict[str, Any]:
         try:
             found = try_to_load_from_cache(model, "config.json")
         except HFValidationError:
-            return {}  # a folder of another machine
+            return {}  # a folder on another machine
         if not isinstance(found, str):
             return {}
         path = Path(found)

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import time
+
+BACKENDS = {"shm": "shm", "nccl": "nccl", "ipc": "ipc_json"}
+"""vLLM's `--weight-transfer-config` backend for each transport; "nccl" is vLLM's own."""
 ENGINES = {
     "shm": ("grpocli.rollout.vllm.worker", "ShmWeightTransfer"),
-    "ipc_json": ("grpocli.rollout.vllm.worker_ipc", "JsonIpcWeightTransfer"),
+    "ipc_json": ("grpocli.rollout.vllm.worker", "JsonIpcWeightTransfer"),
 }
+NAP = 5e-4  # seconds between two looks of a waiting process; a token takes far longer on a CPU
 
 
 def register() -> None:
-    """Make `--weight-transfer-config '{"backend": "shm"}'` and "ipc_json" known to vLLM; on a CPU, have its processes
-    wait asleep. Safe to call again."""
+    """Register the backends "shm" and "ipc_json"; on a CPU, let waiting processes sleep. Safe to call again."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
     from vllm.platforms import current_platform
-
-    from grpocli.rollout.vllm.cpu_idle_patch import wait_asleep
 
     if current_platform.is_cpu():
         wait_asleep()
     for name, (module, engine) in ENGINES.items():
         if name not in Factory._registry:
             Factory.register_engine(name, module, engine)
+
+
+def wait_asleep() -> None:
+    """Let this process sleep for `NAP` where it would spin on vLLM's queue in shared memory. Safe to call again.
+
+    vLLM spins for a second after each message. With a GPU that hides latency; on a CPU the engine core would hold a
+    core while the worker computes, and the worker one while the trainer does. Waiting to be woken, as vLLM does after
+    that second, is no replacement, because some of its wake-up calls are lost.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.sched_yield = _nap
+
+
+def _nap() -> None:
+    time.sleep(NAP)

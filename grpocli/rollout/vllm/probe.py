@@ -1,4 +1,4 @@
-"""The proof that a server has the trainer's weights: a fixed sequence gets the same log-probs from both."""
+"""The proof that a server has the trainer's weights: both give a fixed sequence of tokens the same log-probs."""
 
 from __future__ import annotations
 
@@ -8,36 +8,38 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from grpocli.errors import EngineError
-from grpocli.rollout.vllm.protocol import PROBE_TOKENS
-from grpocli.rollout.vllm.transport import each
+from grpocli.rollout.vllm.client import call_all
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext, EngineJob
-    from grpocli.rollout.vllm.protocol import Server
+    from grpocli.rollout.vllm.client import Client
 
+PROBE_TOKENS = 32  # the length of the sequence
+PROBE_ROOM = 2 * PROBE_TOKENS
+"""The least context of a server: the probe, and as many tokens sampled after it (`lora.py`)."""
 TOLERANCE = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.25}
 """Nats by which the probe's log-probs may differ on average; any single one by `WORST` times as much.
 
 Measured, mean and worst: float32 3e-6 and 1e-5 (a tiny model). bfloat16 0.10 and 0.60 (SmolLM2-135M, the trainer
 under autocast with float32 weights; the probe's tokens are improbable, -15 nats, where rounding is coarsest). So
-in bfloat16 the check sees wrong and missing tensors that move log-probs by more than that, and no smaller change.
+in bfloat16 the probe finds wrong and missing tensors that move log-probs by more than that.
 """
 ON_GPU = {"float32": 2e-2}
 """On a GPU: vLLM's attention in float32 multiplies in TF32, to about 1e-3. Not measured yet."""
 QUANTIZED = 0.5
-"""Where the server rounds weights to 8 bits or fewer (engine.quantization). Not measured yet."""
+"""For servers that round weights to 8 bits or fewer (engine.quantization). Not measured yet."""
 WORST = 10
 
 
 def tolerance(job: EngineJob, gpu: bool) -> float:
-    """Nats by which the probe's log-probs may differ on average where `sync.tolerance` is null."""
+    """Nats by which the probe's log-probs may differ on average if `sync.tolerance` is null."""
     if job.quantized:
         return QUANTIZED
     return ON_GPU.get(job.dtype, TOLERANCE[job.dtype]) if gpu else TOLERANCE[job.dtype]
 
 
 class Probe:
-    """One for all syncs of a run.
+    """The probe of all syncs of a run.
 
     token_ids: the sequence. tolerance: nats, see `TOLERANCE`.
     """
@@ -51,19 +53,21 @@ class Probe:
         self._every, self._since = sync.verify_every, 0
 
     def due(self, new: bool = False) -> bool:
-        """Asked once a sync: true for the first one, every `sync.verify_every`th after one that was, and where a
-        server is new."""
+        """Whether this sync is probed: the first, then every `sync.verify_every`th, and one with a new server.
+
+        Call it once for each sync.
+        """
         due = new or self._since == 0
         self._since = (1 if due else self._since + 1) % self._every
         return due
 
-    def check(self, servers: Sequence[Server], version: int, beside_requests: bool = False) -> None:
-        """Raise EngineError unless every server gives it the policy's log-probs; all of them score at once.
+    def check(self, servers: Sequence[Client], version: int, beside_requests: bool = False) -> None:
+        """Raise EngineError unless every server's log-probs are the policy's. All servers score concurrently.
 
-        beside_requests: other requests wait at the servers, and this one must not wait behind them.
+        beside_requests: score before the requests that wait at the servers.
         """
         with ThreadPoolExecutor(1) as pool:
-            scores = pool.submit(each, servers, lambda server: server.score(self.token_ids, first=beside_requests))
+            scores = pool.submit(call_all, servers, lambda server: server.score(self.token_ids, first=beside_requests))
             expected = self.policy.score(self.token_ids)
         for scored in scores.result():
             self.compare(scored, expected, version)
@@ -74,12 +78,12 @@ class Probe:
 
 
 def sequence(vocabulary: int) -> list[int]:
-    """Tokens from all over the vocabulary, always the same ones."""
+    """The same tokens from all over the vocabulary in every run."""
     return [(1 + i * 2654435761) % vocabulary for i in range(PROBE_TOKENS)]
 
 
 def compare(server: Sequence[float], trainer: Sequence[float], tolerance: float, version: int) -> None:
-    """Raise EngineError unless the probe's log-probs agree within `tolerance` nats (see there); NaN never does."""
+    """Raise EngineError unless the log-probs agree within `tolerance` nats (see `TOLERANCE`); NaN never agrees."""
     gaps = [abs(a - b) if math.isfinite(a - b) else math.inf for a, b in zip(server, trainer, strict=True)]
     worst = max(range(len(gaps)), key=gaps.__getitem__)
     if _mean(gaps) <= tolerance and gaps[worst] <= WORST * tolerance:

@@ -1,4 +1,4 @@
-"""A vLLM server process: its command line, its environment, its start and its end."""
+"""A vLLM server process: its command line, its environment, its start and its end (`serving`)."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from typing import TYPE_CHECKING, Any
 from grpocli.errors import ConfigError, EngineError
 from grpocli.processes.guard import Guarded, guarded
 from grpocli.progress import Progress, unreported
-from grpocli.rollout.vllm.adapter import lora_environment, lora_flags
-from grpocli.rollout.vllm.api_server import FOLDER_VARIABLE as OWN_FOLDER_VARIABLE
+from grpocli.rollout.vllm.api_server import PRIVATE_FOLDER_VARIABLE
 from grpocli.rollout.vllm.auth import KEY_VARIABLE
-from grpocli.rollout.vllm.endpoint import Endpoint
-from grpocli.rollout.vllm.log import StartupLog
-from grpocli.rollout.vllm.private_folder import private_folder
-from grpocli.rollout.vllm.transport import BACKENDS
+from grpocli.rollout.vllm.client import MODEL
+from grpocli.rollout.vllm.lora import lora_environment, lora_flags
+from grpocli.rollout.vllm.plugin import BACKENDS
+from grpocli.rollout.vllm.server_files import Endpoint, private_folder
+from grpocli.rollout.vllm.server_log import StartupLog
+from grpocli.rollout.vllm.transport_shm import WEIGHTS_FOLDER_VARIABLE
 from grpocli.rollout.vllm.validate import argument_words, check_arguments, check_head_size, check_plugin, further_words
-from grpocli.rollout.vllm.weights import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
     from grpocli.rollout.vllm.config import VllmOptions
 
 LOOPBACK = "127.0.0.1"
-POLL = 0.2  # seconds between looks at a starting server
-LONGEST_SOCKETS = 107 - 37  # of a folder's path: the kernel's limit for a socket, less vLLM's file name
-LAUNCHER = (
+POLL = 0.2  # seconds between two looks at a starting server
+LONGEST_SOCKET_FOLDER = 107 - 37  # bytes: the kernel's limit for a socket's path, less vLLM's file name
+LAUNCHER_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -43,62 +43,33 @@ LAUNCHER = (
     "MASTER_PORT",
     "GROUP_RANK",
 )
-"""What accelerate's launcher sets for trainer processes; vLLM would take it for its own."""
-UNSAFE = (
+"""Set by accelerate's launcher for trainer processes; vLLM would take them for its own."""
+UNSAFE_VARIABLES = (
     "VLLM_ALLOW_INSECURE_SERIALIZATION",  # pickles over HTTP
     "VLLM_DEBUG_LOG_API_SERVER_RESPONSE",  # completions in the log
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
-    "VLLM_USE_RUST_FRONTEND",  # which takes no middleware, so nothing would ask for the key
+    "VLLM_USE_RUST_FRONTEND",  # takes no middleware, so no route would need the key
 )
-"""What a server gets from us or not at all, whatever the user's environment says."""
+"""Not passed on from the user's environment."""
 
 _choosing = threading.Lock()
-_chosen: set[int] = set()  # ports that this process has given out
+_chosen: set[int] = set()  # ports that `free_port` has returned
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
-    """What is served, and where.
+class ServerSpec:
+    """The job that a server is for, and where it listens.
 
-    dtype: "float32", "bfloat16" ... max_model_len: None leaves it to vLLM. port_key: what the user calls the port.
-    lora_rank: of the adapters that it takes; 0 for none. transport: how its weights come, "shm", "nccl" or "ipc".
-    sync_folder: the folder that it reads weights from (None: a new one, which goes with it). revision,
-    trust_remote_code: as for the trainer's model. most: completions of one request.
-    gpus: CUDA_VISIBLE_DEVICES for it (None: ours).
+    max_model_len: tokens of context; None takes the model's own. port_key: the config key of the port.
+    gpus: CUDA_VISIBLE_DEVICES for the server; None: this process's.
     """
 
-    model: str
-    dtype: str
-    seed: int
+    job: EngineJob
     port: int
-    host: str = LOOPBACK
     max_model_len: int | None = None
+    host: str = LOOPBACK
     port_key: str = "engine.port"
-    lora_rank: int = 0
-    transport: str = "shm"
-    sync_folder: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
-    most: int = 1
     gpus: str | None = None
-
-    @classmethod
-    def of(cls, job: EngineJob, port: int, max_model_len: int | None, **more: Any) -> Spec:
-        """A server for this job, or for jobs like it; `more` are further fields."""
-        return cls(
-            model=job.model_path,
-            dtype=job.dtype,
-            seed=job.seed,
-            port=port,
-            max_model_len=max_model_len,
-            lora_rank=job.lora_rank,
-            transport=job.transport,
-            sync_folder=job.sync_folder,
-            revision=job.revision,
-            trust_remote_code=job.trust_remote_code,
-            most=job.most,
-            **more,
-        )
 
 
 def on_cpu() -> bool:
@@ -107,77 +78,74 @@ def on_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
-def command(spec: Spec, options: VllmOptions, cpu: bool) -> list[str]:
-    """The server's command line. The key is not on it: anyone may list processes."""
-    from grpocli.rollout.vllm.protocol import MODEL
-
+def command(spec: ServerSpec, options: VllmOptions, cpu: bool) -> list[str]:
+    """The server's command line, without the key, because any user may list processes."""
     flags: dict[str, Any] = {
-        "model": spec.model,
+        "model": spec.job.model_path,
         "served-model-name": MODEL,
         "host": spec.host,
         "port": spec.port,
-        "revision": spec.revision,
-        "tokenizer-revision": spec.revision,
-        "trust-remote-code": spec.trust_remote_code or None,
-        "dtype": spec.dtype,
-        "seed": spec.seed,
+        "revision": spec.job.revision,
+        "tokenizer-revision": spec.job.revision,
+        "trust-remote-code": spec.job.trust_remote_code or None,
+        "dtype": spec.job.dtype,
+        "seed": spec.job.seed,
         "max-model-len": spec.max_model_len,
         "quantization": options.quantization,
         "speculative-config": options.speculative or None,
         "tensor-parallel-size": options.tensor_parallel,
         "data-parallel-size": None if options.data_parallel == 1 else options.data_parallel,
         "gpu-memory-utilization": None if cpu else options.gpu_memory_utilization,
-        "max-num-seqs": sequences(spec.most, cpu),
+        "max-num-seqs": max_num_seqs_option(spec.job.max_num_seqs, cpu),
         "enforce-eager": (cpu if options.enforce_eager is None else options.enforce_eager) or None,
         "enable-prefix-caching": True,
-        "enable-chunked-prefill": False if cpu else None,  # with seeds a prompt in pieces kills vLLM on a CPU
-        "generation-config": "vllm",  # else the model's folder may change sampling behind our back
-        "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
-        "weight-transfer-config": {"backend": BACKENDS[spec.transport]},
+        "enable-chunked-prefill": False if cpu else None,  # with seeds, chunked prompts crash vLLM on a CPU
+        "generation-config": "vllm",  # otherwise the model's folder may change sampling
+        "logprobs-mode": "processed_logprobs",  # log-probs of the distribution that is sampled from
+        "weight-transfer-config": {"backend": BACKENDS[spec.job.transport]},
         "enable-scale-out": True,  # token ids in, token ids out
-        "scheduling-policy": "priority",  # a probe goes before the requests that wait
+        "scheduling-policy": "priority",  # the probe goes before waiting requests
         "disable-uvicorn-access-log": True,
         "middleware": "grpocli.rollout.vllm.auth.RequireKey",
-        **lora_flags(spec.lora_rank, spec.dtype, cpu),
+        **lora_flags(spec.job.lora_rank, spec.job.dtype, cpu),
     }
-    # -P: the current folder is no place to import from, as for the console script
+    # -P: do not import from the current folder
     start = [sys.executable, "-P", "-m", "grpocli.rollout.vllm.api_server"]
     known = [word for name, value in flags.items() for word in argument_words(name, value)]
     return [*start, *known, *further_words(options.vllm_args)]
 
 
-def sequences(most: int, cpu: bool) -> int | None:
-    """How many completions vLLM must be able to run at once, where that is more than it does by itself: it takes no
-    request for more."""
-    return most if most > (128 if cpu else 256) else None
+def max_num_seqs_option(max_num_seqs: int, cpu: bool) -> int | None:
+    """vLLM's option for requests of so many completions, which it refuses above `max_num_seqs`; None: its default."""
+    return max_num_seqs if max_num_seqs > (128 if cpu else 256) else None
 
 
 def environment(key: str, shm_dir: Path, own: Path, options: VllmOptions, transport: str = "shm") -> dict[str, str]:
-    """The server's: ours without what would open it or confuse it. own: its private folder."""
-    env = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, *UNSAFE)}
+    """The server's environment: this process's, without unsafe and confusing variables. own: its private folder."""
+    env = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER_VARIABLES, *UNSAFE_VARIABLES)}
     if plugins := env.get("VLLM_PLUGINS"):
         env["VLLM_PLUGINS"] = f"{plugins},grpocli"
     return (
         _loopback(transport)
-        | {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}  # for who waits asleep: `quiet.wait_asleep`
+        | {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}  # waiting processes sleep, see `plugin.wait_asleep`
         | env
         | {
             KEY_VARIABLE: key,
-            FOLDER_VARIABLE: str(shm_dir),
-            OWN_FOLDER_VARIABLE: str(own),
-            **({"VLLM_RPC_BASE_PATH": str(own)} if len(os.fsencode(own)) <= LONGEST_SOCKETS else {}),
+            WEIGHTS_FOLDER_VARIABLE: str(shm_dir),
+            PRIVATE_FOLDER_VARIABLE: str(own),
+            **({"VLLM_RPC_BASE_PATH": str(own)} if len(os.fsencode(own)) <= LONGEST_SOCKET_FOLDER else {}),
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_CPU_KVCACHE_SPACE": str(options.cpu_kv_cache_gb),
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_HOST_IP": LOOPBACK,  # its processes talk to each other on this machine alone
+            "VLLM_HOST_IP": LOOPBACK,  # its processes communicate on this machine only
         }
     )
 
 
 def _loopback(transport: str) -> dict[str, str]:
-    """A server's processes are on one machine, but Gloo and NCCL would listen where others reach them.
+    """Have Gloo and NCCL listen on loopback only; the user's environment comes first.
 
-    With sync=nccl the trainer, maybe on another machine, joins them. What the user's environment says comes first.
+    With sync=nccl the trainer joins from another process, maybe on another machine, so NCCL stays reachable.
     """
     if not Path("/sys/class/net/lo").exists():
         return {}
@@ -187,54 +155,54 @@ def _loopback(transport: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def serving(
-    spec: Spec,
+    spec: ServerSpec,
     options: VllmOptions,
     log: Path | None,
-    give_up: threading.Event | None = None,
+    stop_event: threading.Event | None = None,
     remove: Sequence[Path] = (),
     progress: Progress = unreported,
 ) -> Iterator[tuple[Endpoint, Guarded]]:
-    """A healthy server for as long as the block runs; after it neither processes nor weight files are left.
+    """A healthy server while the block runs; its processes and files are removed afterwards.
 
-    give_up: once set, a start that is under way ends with an EngineError. remove: what else goes with the server, also
-    where we are killed. progress: called during the start.
-    Raises ConfigError for a busy port or an option that vLLM does not have, EngineError with the cause from its log
-    where it does not come up.
+    stop_event: once set, a start under way raises EngineError. remove: further files to remove with the server, even if
+    this process is killed. progress: called during the start.
+    Raises ConfigError for a busy port or an unknown option, EngineError with the cause from its log if the start fails.
     """
     check_plugin()
     check_port(spec.host, spec.port, spec.port_key)
     check_arguments(options.vllm_args)
     cpu, key = on_cpu(), secrets.token_urlsafe(32)
     if cpu:
-        check_head_size(spec.model)
-    words = command(spec, options, cpu)  # before there is a folder to leave behind
-    shm_dir = _given_folder(spec.sync_folder) if spec.sync_folder else None
-    began = log.stat().st_size if log and log.exists() else 0
-    where = address(spec.host, spec.port)
+        check_head_size(spec.job.model_path)
+    words = command(spec, options, cpu)  # may raise, so before any folder is made
+    shm_dir = _sync_folder(spec.job.sync_folder) if spec.job.sync_folder else None
+    log_from = log.stat().st_size if log and log.exists() else 0
     with contextlib.ExitStack() as stack:
         own = stack.enter_context(private_folder())
-        env = environment(key, shm_dir or own.path, own.path, options, spec.transport)
+        env = environment(key, shm_dir or own.path, own.path, options, spec.job.transport)
         process = stack.enter_context(
             guarded(
                 words,
                 name="vllm",
-                env=env | lora_environment(spec.lora_rank) | _devices(spec),
+                env=env | lora_environment(spec.job.lora_rank) | _devices(spec),
                 log=log,
                 remove=[*remove, own.path],
                 hold=[own.lock],
             )
         )
-        endpoint = Endpoint(where, key, str(shm_dir or own.path), str(log) if log else None, log_from=began)
-        wait_healthy(process, endpoint, options.start_timeout, give_up, progress)
+        endpoint = Endpoint(
+            address(spec.host, spec.port), key, str(shm_dir or own.path), str(log) if log else None, log_from=log_from
+        )
+        wait_healthy(process, endpoint, options.start_timeout, stop_event, progress)
         yield endpoint, process
 
 
-def _devices(spec: Spec) -> dict[str, str]:
+def _devices(spec: ServerSpec) -> dict[str, str]:
     return {} if spec.gpus is None else {"CUDA_VISIBLE_DEVICES": spec.gpus}
 
 
-def _given_folder(name: str) -> Path:
-    """Raise ConfigError unless the folder can be made and written."""
+def _sync_folder(name: str) -> Path:
+    """Make the user's folder for weights. Raises ConfigError if it cannot be made or written."""
     folder = Path(name).expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -249,13 +217,13 @@ def wait_healthy(
     process: Guarded,
     endpoint: Endpoint,
     timeout: float,
-    give_up: threading.Event | None = None,
+    stop_event: threading.Event | None = None,
     progress: Progress = unreported,
 ) -> None:
-    """Until the server answers; raises EngineError after `timeout` seconds, or if the process ends first; ConfigError
-    where its log then names a key to change.
+    """Wait until the server answers and accepts the key (another server on its port would not).
 
-    What answers without taking our key is another server, on a port that ours will not get.
+    Raises EngineError after `timeout` seconds or if the process ends first, ConfigError if the log names a key to
+    change.
     """
     import httpx
 
@@ -274,8 +242,8 @@ def wait_healthy(
             if start:
                 start.read()
                 progress(0, 0, f"vLLM is {start.phase}", start.last)
-            if give_up and give_up.is_set():
-                raise EngineError("the vLLM server was not wanted any more while it started")
+            if stop_event and stop_event.is_set():
+                raise EngineError("the run ended while the vLLM server started")
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"the vLLM server did not answer /health within {timeout:g} s (engine.start_timeout){cause}"
@@ -284,13 +252,13 @@ def wait_healthy(
 
 
 def address(host: str, port: int) -> str:
-    """The URL to reach a server that listens on `host`."""
+    """The URL of a server that listens on `host`."""
     reach = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{reach}:{port}"
 
 
 def free_port() -> int:
-    """Never the same one twice: a server listens on its port only some time after it was chosen."""
+    """A free port, never the same one twice, because a server listens on it only later."""
     while True:
         with socket.socket() as probe:
             probe.bind((LOOPBACK, 0))
@@ -302,7 +270,7 @@ def free_port() -> int:
 
 
 def check_port(host: str, port: int, key: str) -> None:
-    """Raise ConfigError, naming `key`, if something else listens there, or the host is not one of this machine's."""
+    """Raise ConfigError that names `key` if the port is taken or the host is not an address of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

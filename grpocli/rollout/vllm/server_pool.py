@@ -1,4 +1,4 @@
-"""Requests spread over the servers of a run, by load; what a dead server leaves unanswered goes to the living ones."""
+"""Spread requests over the servers of a run by load; a dead server's unanswered requests go to the others."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from functools import partial
 from typing import Any
 
 from grpocli.progress import UNWATCHED, Watch, unreported
-from grpocli.rollout.vllm.client import Client
-from grpocli.rollout.vllm.endpoint import Endpoint
-from grpocli.rollout.vllm.protocol import ServerGone
+from grpocli.rollout.vllm.client import Client, ServerGone
+from grpocli.rollout.vllm.server_files import Endpoint
 
-AT_ONCE = 64  # requests under way at a server; each may hold several sequences, and it queues what it cannot run
-LOOK = 0.5  # seconds between looks at the watch and at the counts of tokens
+CONCURRENT = 64  # requests at a server; each may hold several sequences, and the server queues the surplus
+POLL = 0.5  # seconds between two looks at the watch and at the counts of tokens
 
 Choices = list[dict[str, Any]]
+"""The completions of one request, as vLLM's JSON."""
 
 
 @dataclass(slots=True)
-class Count:
-    """Reports to `watch` how many of `total` completions are done, and how many tokens have been generated."""
+class CompletionCounter:
+    """Reports the completions out of `total` that are done, and the tokens generated, to `watch`."""
 
     watch: Watch = UNWATCHED
     total: int = 0
@@ -38,18 +38,18 @@ class Count:
 
 @dataclass(slots=True)
 class Slot:
-    """One server in one call of `complete`.
+    """One server during one call of `complete`.
 
-    open: whether it may be asked. outstanding: completions that it was asked for and has not sent.
+    open: whether it takes requests. outstanding: completions that were requested and have not arrived.
     """
 
     client: Client
     open: Callable[[], bool]
-    room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
+    room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CONCURRENT))
     outstanding: int = 0
 
     async def ask(self, body: dict[str, Any]) -> Choices | None:
-        """None if the server was lost or replaced before it could be asked, or was lost meanwhile."""
+        """The completions; None if the server was lost or replaced before it answered."""
         wanted = int(body.get("sampling_params", {}).get("n", 1))
         self.outstanding += wanted
         try:
@@ -61,8 +61,8 @@ class Slot:
             self.outstanding -= wanted
 
 
-class Fleet:
-    """The servers of a run, as one trainer process sees them. Calls from several threads are safe."""
+class ServerPool:
+    """The servers of a run in one trainer process. Several threads may call it."""
 
     def __init__(self, clients: Sequence[Client]) -> None:
         self.clients = list(clients)
@@ -70,42 +70,45 @@ class Fleet:
 
     @property
     def lost(self) -> dict[int, str]:
-        """How servers were found gone, stuck or replaced, by their number."""
+        """Why servers are lost (gone, stuck or replaced), by number."""
         return {index: str(client.lost) for index, client in enumerate(self.clients) if client.lost}
 
     def replace(self, index: int, endpoint: Endpoint) -> None:
-        """There is another server in place of number `index`. It gets no requests before `open`."""
+        """Use the server at `endpoint` as number `index`. It gets no requests before `open`."""
         self._closed.add(index)
         self.clients[index].connect(endpoint)
 
     def open(self) -> None:
-        """All servers have the weights to sample with."""
+        """Let all servers take requests: they have the weights to sample with."""
         self._closed.clear()
 
     def is_open(self, index: int) -> bool:
-        """Whether server number `index` may be asked."""
+        """Whether server number `index` takes requests."""
         return not self.clients[index].lost and index not in self._closed
 
     def complete(
         self,
         bodies: Sequence[dict[str, Any]],
         on_answer: Callable[[int, Choices], None] | None = None,
-        count: Count | None = None,
+        count: CompletionCounter | None = None,
     ) -> list[Choices | None]:
-        """The choices of each request, in the requests' order; None for what no server was left to answer.
+        """The completions of each request, in the requests' order; None if no server was left to answer it.
 
-        count: counts the tokens that come. Where its watch is cancelled, all requests are aborted: None for them too.
-        on_answer: called with a request's number and its choices as soon as they are there.
-        A request, a whole group, goes to the server with the fewest outstanding completions. What a server has not
-        answered when it is lost goes to the others. A refusal is an EngineError and cancels the rest.
+        on_answer: called with a request's number and its completions as soon as they arrive.
+        count: counts tokens; when its watch is cancelled, all requests are aborted and get None.
+        A request, a whole group, goes to the server with the fewest outstanding completions. A lost server's
+        unanswered requests go to the others. A refused request raises EngineError and cancels the rest.
         """
-        return asyncio.run(self._complete(bodies, on_answer, count or Count())) if bodies else []
+        return asyncio.run(self._complete(bodies, on_answer, count or CompletionCounter())) if bodies else []
 
     async def _complete(
-        self, bodies: Sequence[dict[str, Any]], on_answer: Callable[[int, Choices], None] | None, count: Count
+        self,
+        bodies: Sequence[dict[str, Any]],
+        on_answer: Callable[[int, Choices], None] | None,
+        count: CompletionCounter,
     ) -> list[Choices | None]:
         slots = [Slot(client, partial(self.is_open, i)) for i, client in enumerate(self.clients)]
-        turn = asyncio.Semaphore(AT_ONCE * len(slots))  # later ones choose a server when they can run, not before
+        turn = asyncio.Semaphore(CONCURRENT * len(slots))  # a request chooses its server only when it can run
 
         async def one(number: int, body: dict[str, Any]) -> Choices | None:
             async with turn:
@@ -123,15 +126,15 @@ class Fleet:
                 watching = group.create_task(self._watch(tasks, count))
                 await asyncio.wait(tasks)
                 watching.cancel()
-        except ExceptionGroup as errors:  # the first ends the others; also one that the caller raises at an answer
+        except ExceptionGroup as errors:  # the first error, `on_answer`'s too, has cancelled the other tasks
             raise errors.exceptions[0] from None
         return [None if task.cancelled() else task.result() for task in tasks]
 
-    async def _watch(self, tasks: Sequence[asyncio.Task[Choices | None]], count: Count) -> None:
-        """Cancel `tasks` once the watch is cancelled, and report the tokens that come, until cancelled itself."""
+    async def _watch(self, tasks: Sequence[asyncio.Task[Choices | None]], count: CompletionCounter) -> None:
+        """Until cancelled, report the tokens generated, and cancel `tasks` once the watch is cancelled."""
         first: float | None = None
         while True:
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL)
             if count.watch.cancelled():
                 for task in tasks:
                     task.cancel()

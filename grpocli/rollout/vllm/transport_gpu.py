@@ -1,7 +1,7 @@
-"""sync=nccl and sync=ipc: vLLM's own trainer engines, driven through our servers' interface.
+"""sync=nccl and sync=ipc: vLLM's own trainer engines, which call our servers through `SyncClient`.
 
-Neither has been run on a GPU yet; the tests cover what they say to the servers. vLLM is imported when the first sync
-needs it: it is heavy.
+Neither has run on a GPU yet; the tests cover the calls to the servers. The first sync imports vLLM, which is slow.
+CUDA IPC handles travel as JSON instead of a pickle: `encode_handles` in the trainer, `decode_handles` in `worker.py`.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from grpocli.errors import EngineError
-from grpocli.rollout.vllm.transport import Weights, each, prepare
-from grpocli.rollout.vllm.transport_ipc import encode_handles
+from grpocli.rollout.vllm.client import call_all, init_transfers
 
 if TYPE_CHECKING:
-    from grpocli.rollout.vllm.protocol import Server
+    from grpocli.rollout.vllm.client import Client
+    from grpocli.rollout.vllm.weight_sync import PolicyWeights
 
 T = TypeVar("T")
-DEADLINE = 600.0  # seconds for one transfer; NCCL itself waits for ever
+DEADLINE = 600.0  # seconds for one transfer, since NCCL itself has no deadline
 POLL = 0.1
 Stream = Iterator[tuple[str, torch.Tensor]]
 
 
-class Source:
-    """vLLM's `WeightSource` (by its methods) over the stream of one sync, cast to the server's dtype."""
+class WeightSource:
+    """vLLM's `WeightSource` protocol over the stream of one sync, cast to the server's dtype."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: PolicyWeights) -> None:
         self.weights = weights
         self.stream: Stream = iter(())
 
     def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        return [ParamMeta(name, self.weights.dtype, shape) for name, shape in self.weights.metadata()]
+        return [ParamMeta(name, self.weights.dtype, shape) for name, shape in self.weights.shapes()]
 
     def __iter__(self) -> Stream:
         for name, tensor in self.stream:
@@ -48,16 +48,16 @@ class Source:
 class SyncClient:
     """vLLM's `VLLMWeightSyncClient` over all servers at once.
 
-    A failure is kept and later calls do nothing: the collective work of a transfer goes on to its end in step with the
-    other processes, and then `check` raises.
+    After a failure later calls do nothing, so that this process finishes the collective work of the transfer in step
+    with the others; then `check` raises.
     """
 
     def __init__(self) -> None:
-        self.servers: Sequence[Server] = ()
+        self.servers: Sequence[Client] = ()
         self.version = 0
         self.failure: EngineError | None = None
 
-    def begin(self, servers: Sequence[Server], version: int) -> None:
+    def begin(self, servers: Sequence[Client], version: int) -> None:
         self.servers, self.version, self.failure = servers, version, None
 
     def check(self) -> None:
@@ -65,8 +65,8 @@ class SyncClient:
             raise self.failure
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Workers of several servers are one group: the ranks of each server begin after those of the one before."""
-        self._try(lambda: prepare(self.servers, init_infos(self.servers, init_info)))
+        """Make one group of the workers of all servers, each server's ranks after those of the one before."""
+        self._try(lambda: init_transfers(self.servers, init_infos(self.servers, init_info)))
 
     def start_weight_update(self) -> None:
         self._each(lambda server: server.start_update())
@@ -80,8 +80,8 @@ class SyncClient:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._each(lambda server: server.finish_update(self.version))
 
-    def _each(self, call: Callable[[Server], None]) -> None:
-        self._try(lambda: each(self.servers, call))
+    def _each(self, call: Callable[[Client], None]) -> None:
+        self._try(lambda: call_all(self.servers, call))
 
     def _try(self, call: Callable[[], Any]) -> None:
         if self.failure:
@@ -92,8 +92,8 @@ class SyncClient:
             self.failure = error
 
 
-def init_infos(servers: Sequence[Server], info: dict[str, Any]) -> list[dict[str, object]]:
-    """What each server is told; its first rank comes after those of the servers before it."""
+def init_infos(servers: Sequence[Client], info: dict[str, Any]) -> list[dict[str, object]]:
+    """`info` for each server, with the first rank of its workers."""
     infos: list[dict[str, object]] = []
     offset = info.get("rank_offset", 0)
     for server in servers:
@@ -102,31 +102,31 @@ def init_infos(servers: Sequence[Server], info: dict[str, Any]) -> list[dict[str
     return infos
 
 
-def packing(bucket: int) -> dict[str, Any]:
-    """How trainer and servers pack tensors, `bucket` bytes at a time. Both need the same values.
+def packing(bucket_bytes: int) -> dict[str, Any]:
+    """vLLM's settings for packed tensors, which trainer and servers must share.
 
-    One buffer: with several, vLLM's loader may still read one that is being refilled.
+    One buffer: with several, vLLM's loader may still read a buffer that is being refilled.
     """
-    return {"packed": True, "packed_buffer_size_bytes": bucket, "packed_num_buffers": 1}
+    return {"packed": True, "packed_buffer_size_bytes": bucket_bytes, "packed_num_buffers": 1}
 
 
 class NcclTransport:
     """Broadcasts from the main process's GPU to every GPU of the servers, in packed buckets.
 
-    The group's id goes over the authenticated HTTP connection, so no rendezvous store is opened: vLLM's own has no
-    password and unpickles what it finds.
+    The group's id goes over the authenticated HTTP connection. vLLM's own rendezvous store has no password and
+    unpickles its content, so it is not opened.
     """
 
-    everywhere = False
+    collective = False
 
-    def __init__(self, weights: Weights, bucket: int) -> None:
-        self.weights, self.bucket = weights, bucket
-        self.source, self.client = Source(weights), SyncClient()
+    def __init__(self, weights: PolicyWeights, bucket_bytes: int) -> None:
+        self.weights, self.bucket_bytes = weights, bucket_bytes
+        self.source, self.client = WeightSource(weights), SyncClient()
         self._engine: Any = None
 
-    def send(self, servers: Sequence[Server], weights: Stream, version: int) -> int:
+    def send(self, servers: Sequence[Client], stream: Stream, version: int) -> int:
         self.client.begin(servers, version)
-        self.source.stream = weights
+        self.source.stream = stream
         if self._engine is None or not all(server.prepared for server in servers):
             self.close()
             in_thread(
@@ -135,7 +135,7 @@ class NcclTransport:
         try:
             in_thread(DEADLINE, "the weights to be broadcast (sync=nccl)", self._transfer, self.client.check)
         except EngineError:
-            self.close()  # aborts the broadcast, which would block the GPU and whatever frees memory on it
+            self.close()  # abort the broadcast, which would block the GPU and any call that frees its memory
             raise
         return self.weights.bytes()
 
@@ -153,7 +153,7 @@ class NcclTransport:
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
-        packed = packing(self.bucket)
+        packed = packing(self.bucket_bytes)
         size = 1 + sum(server.world_size() for server in self.client.servers)
         uid = bytes(NCCLLibrary().ncclGetUniqueId().internal)
         info = {"rank_offset": 1, "world_size": size, "nccl_unique_id_b64": base64.b64encode(uid).decode(), **packed}
@@ -167,21 +167,21 @@ class NcclTransport:
 
 
 class IpcTransport:
-    """Hands over CUDA memory, a packed bucket at a time; a server's worker takes it from the process on its own GPU.
+    """Shares CUDA memory, a packed bucket at a time; a server's worker reads it from the process on its own GPU.
 
-    So every process sends: the handles are gathered, and the main process tells the servers.
+    So every process sends: the handles are gathered, and the main process passes them to the servers.
     """
 
-    everywhere = True
+    collective = True
 
-    def __init__(self, weights: Weights, bucket: int, rank: int) -> None:
-        self.weights, self.bucket, self.rank = weights, bucket, rank
-        self.source, self.client = Source(weights), SyncClient()
+    def __init__(self, weights: PolicyWeights, bucket_bytes: int, rank: int) -> None:
+        self.weights, self.bucket_bytes, self.rank = weights, bucket_bytes, rank
+        self.source, self.client = WeightSource(weights), SyncClient()
         self._engine: Any = None
 
-    def send(self, servers: Sequence[Server], weights: Stream, version: int) -> int:
+    def send(self, servers: Sequence[Client], stream: Stream, version: int) -> int:
         self.client.begin(servers, version)
-        self.source.stream = weights
+        self.source.stream = stream
         if self._engine is None:
             self._engine = self._make()
         elif not all(server.prepared for server in servers):
@@ -198,15 +198,16 @@ class IpcTransport:
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
         itemsize = self.weights.dtype.itemsize
-        largest = max(torch.Size(shape).numel() for _, shape in self.weights.metadata()) * itemsize
-        info = IPCTrainerInitInfo(rank=self.rank, packed=True, packed_buffer_size_bytes=max(self.bucket, largest))
+        largest = max(torch.Size(shape).numel() for _, shape in self.weights.shapes()) * itemsize
+        info = IPCTrainerInitInfo(rank=self.rank, packed=True, packed_buffer_size_bytes=max(self.bucket_bytes, largest))
         return WeightTransferTrainerFactory.trainer_init(info, client=self.client, source=self.source)
 
 
 def in_thread(seconds: float, what: str, call: Callable[[], None], check: Callable[[], None] = lambda: None) -> None:
-    """Run `call` in a thread on the same device; `check` raises where waiting for it has become pointless.
+    """Run `call` in a thread on the same device, and wait for it.
 
-    Raises EngineError for what it raises, and after `seconds`.
+    check: called while waiting; raises if the wait has become pointless.
+    Raises EngineError if `call` raises, or after `seconds`.
     """
     box: list[Exception] = []
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
@@ -230,3 +231,61 @@ def in_thread(seconds: float, what: str, call: Callable[[], None], check: Callab
                 raise EngineError(f"waited {seconds:g} s for {what}")
     if box:
         raise box[0] if isinstance(box[0], EngineError) else EngineError(f"{what}: {box[0]}") from box[0]
+
+
+TYPES: dict[str, type] = {
+    "Tensor": torch.Tensor,
+    "Parameter": torch.nn.Parameter,
+    "UntypedStorage": torch.UntypedStorage,
+    "TypedStorage": torch.storage.TypedStorage,
+}
+DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+ARGUMENTS = 15
+"""tensor type, size, stride, offset, storage type, dtype, device, handle, storage size and offset, requires_grad, then
+the reference counter's handle and offset, the event's handle, and whether to wait for it."""
+
+Handles = dict[str, tuple[Any, ...]]
+
+
+def encode_handles(handles: Handles) -> dict[str, list[Any]]:
+    """The arguments for each GPU (by its UUID) in JSON's types. Raises ValueError for any other type."""
+    return {uuid: [_encode(argument) for argument in arguments] for uuid, arguments in handles.items()}
+
+
+def decode_handles(handles: Any) -> Handles:
+    """The inverse of `encode_handles`. Raises ValueError for any other input."""
+    if not isinstance(handles, dict):
+        raise ValueError("IPC handles come as one object for each GPU")
+    decoded = {str(uuid): tuple(_decode(argument) for argument in arguments) for uuid, arguments in handles.items()}
+    if any(len(arguments) != ARGUMENTS for arguments in decoded.values()):
+        raise ValueError(f"an IPC handle has {ARGUMENTS} parts")
+    return decoded
+
+
+def _encode(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, tuple):  # torch.Size too
+        return {"ints": [int(item) for item in value]}
+    for kind, known in (("type", TYPES), ("dtype", DTYPES)):
+        for name, item in known.items():
+            if item is value:
+                return {kind: name}
+    raise ValueError(f"{value!r} is not part of an IPC handle")
+
+
+def _decode(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int):
+        return value
+    match value:
+        case {"bytes": str(text)}:
+            return base64.b64decode(text, validate=True)
+        case {"ints": list(items)} if all(type(item) is int for item in items):
+            return tuple(items)
+        case {"type": str(name)} if name in TYPES:
+            return TYPES[name]
+        case {"dtype": str(name)} if name in DTYPES:
+            return DTYPES[name]
+    raise ValueError(f"{value!r} is not part of an IPC handle")

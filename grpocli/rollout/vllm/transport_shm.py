@@ -1,7 +1,15 @@
-"""sync=shm: buckets of weights in files that trainer and servers map, in memory or in a folder that machines share."""
+"""sync=shm: weights in safetensors files that trainer and servers map, in shared memory or in a shared folder.
+
+`ShmTransport` and `BucketFile` are the trainer's side, `MappedFiles` is the server's, which `worker.py` uses.
+"""
 
 from __future__ import annotations
 
+import errno
+import json
+import math
+import mmap
+import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,64 +20,69 @@ from typing import TYPE_CHECKING
 import torch
 
 from grpocli.errors import EngineError
-from grpocli.rollout.vllm.endpoint import SHM
-from grpocli.rollout.vllm.transport import Meta, Weights, each, prepare
-from grpocli.rollout.vllm.weights import BucketFile, bucket_counts, file_size
+from grpocli.rollout.vllm.client import call_all, init_transfers
+from grpocli.rollout.vllm.server_files import SHM
 
 if TYPE_CHECKING:
-    from grpocli.rollout.vllm.protocol import Server
+    from grpocli.rollout.vllm.client import Client
+    from grpocli.rollout.vllm.weight_sync import ParameterShape, PolicyWeights
 
-SLOTS = 2  # one is written while the servers load the other
+WEIGHTS_FOLDER_VARIABLE = "GRPOCLI_SHM_DIR"
+"""Names the only folder that a server reads weights from."""
+SLOTS = 2  # the trainer writes one file while the servers load the other
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
-Files = dict[Path, BucketFile]
+Shapes = Sequence[tuple[str, tuple[int, ...]]]
+Files = dict[Path, "BucketFile"]
+"""By folder, one file each with the same bucket."""
 
 
 class ShmTransport:
-    """Buckets are written while the servers load the ones before; servers that share a folder share the files.
+    """Writes each bucket while the servers load the one before; servers with a common folder share its files.
 
-    In shared memory the files are made once and written in place from then on: pages of new memory cost more than the
-    copy. Their names are gone as soon as the servers have mapped them, so nothing can be left behind. Elsewhere (a
-    folder that machines share, a disk) two machines need not see what the other writes into a mapping, and every
-    bucket is a new file.
+    In shared memory two files are made once and rewritten in place, because faulting in new pages costs more than the
+    copy. Their names are removed once the servers have mapped them, so nothing can be left behind. On a disk or a
+    network file system one machine need not see writes into another's mapping, so there every bucket is a new file.
     """
 
-    everywhere = False
+    collective = False
 
-    def __init__(self, weights: Weights, bucket: int) -> None:
-        """bucket: bytes."""
-        self.weights, self.bucket = weights, bucket
+    def __init__(self, weights: PolicyWeights, bucket_bytes: int) -> None:
+        self.weights, self.bucket_bytes = weights, bucket_bytes
         self._slots: list[Files] = []
-        self._sent: list[list[Meta]] = []  # the plan for which the slots are made, and the servers have mapped them
+        self._mapped_plan: list[list[ParameterShape]] = []  # the plan whose slots the servers have mapped
 
-    def send(self, servers: Sequence[Server], weights: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
+    def send(self, servers: Sequence[Client], stream: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
         plan = self._plan()
         groups = by_folder(servers)
-        if plan != self._sent or not all(server.prepared for server in servers):
+        if plan != self._mapped_plan or not all(server.prepared for server in servers):
             self.close()
-            prepare(servers, [{} for _ in servers])
-        self._sent = []
+            init_transfers(servers, [{} for _ in servers])
+        self._mapped_plan = []
         self._make_slots(groups, plan)
-        each(servers, lambda server: server.start_update())
-        self._send_buckets(plan, groups, weights)
-        each(servers, lambda server: server.finish_update(version))
-        self._sent = plan
+        call_all(servers, lambda server: server.start_update())
+        self._send_buckets(plan, groups, stream)
+        call_all(servers, lambda server: server.finish_update(version))
+        self._mapped_plan = plan
         return self.weights.bytes()
 
     def close(self) -> None:
         for file in [file for files in self._slots for file in files.values()]:
-            file.unlink()  # where no server has mapped it
+            file.unlink()  # a file that no server has mapped still has its name
         self._slots = []
 
-    def _plan(self) -> list[list[Meta]]:
+    def _plan(self) -> list[list[ParameterShape]]:
         """The parameters of each bucket."""
-        shapes = iter(metadata := self.weights.metadata())
-        return [list(islice(shapes, count)) for count in bucket_counts(metadata, self.weights.dtype, self.bucket)]
+        shapes = self.weights.shapes()
+        remaining = iter(shapes)
+        return [list(islice(remaining, n)) for n in bucket_counts(shapes, self.weights.dtype, self.bucket_bytes)]
 
     def _send_buckets(
         self,
-        plan: list[list[Meta]],
-        groups: dict[Path, list[Server]],
-        weights: Iterator[tuple[str, torch.Tensor]],
+        plan: list[list[ParameterShape]],
+        groups: dict[Path, list[Client]],
+        stream: Iterator[tuple[str, torch.Tensor]],
     ) -> None:
         loads: list[Future[None]] = []
         with ThreadPoolExecutor(1) as loading:
@@ -78,7 +91,7 @@ class ShmTransport:
                     loads[index - SLOTS].result()
                 files = self._slots[index % SLOTS] if self._slots else make_files(groups, [shapes], self.weights.dtype)
                 first, *others = files.values()
-                first.write(shapes, (tensor for _, tensor in islice(weights, len(shapes))), self.weights.dtype)
+                first.write(shapes, (tensor for _, tensor in islice(stream, len(shapes))), self.weights.dtype)
                 for other in others:
                     other.copy(first)
                 for file in [] if self._slots else files.values():
@@ -87,8 +100,8 @@ class ShmTransport:
         for load in loads:
             load.result()
 
-    def _make_slots(self, groups: dict[Path, list[Server]], plan: list[list[Meta]]) -> None:
-        """In shared memory, and before any server begins an update: there may be no room for them."""
+    def _make_slots(self, groups: dict[Path, list[Client]], plan: list[list[ParameterShape]]) -> None:
+        """Make the files in shared memory before any server begins an update, because there may be no space."""
         if self._slots or not all(in_memory(folder) for folder in groups):
             return
         try:
@@ -99,9 +112,29 @@ class ShmTransport:
             raise
 
 
-def make_files(groups: Iterable[Path], buckets: Iterable[list[Meta]], dtype: torch.dtype) -> Files:
-    """In each folder a file that has room for any one of the buckets. Raises EngineError, and leaves none, where there
-    is no space."""
+def bucket_counts(shapes: Shapes, dtype: torch.dtype, size: int) -> list[int]:
+    """The number of consecutive parameters in each bucket, so that their bytes in `dtype` fill at most `size`.
+
+    A larger parameter has a bucket to itself.
+    """
+    counts: list[int] = []
+    filled = 0
+    for _, shape in shapes:
+        bytes_ = math.prod(shape) * dtype.itemsize
+        if counts and filled + bytes_ <= size:
+            counts[-1] += 1
+            filled += bytes_
+        else:
+            counts.append(1)
+            filled = bytes_
+    return counts
+
+
+def make_files(groups: Iterable[Path], buckets: Iterable[list[ParameterShape]], dtype: torch.dtype) -> Files:
+    """A file in each folder with room for any one of the buckets.
+
+    Raises EngineError, and leaves no file, if there is no space.
+    """
     size = max(file_size(shapes, dtype) for shapes in buckets)
     files: Files = {}
     try:
@@ -114,23 +147,158 @@ def make_files(groups: Iterable[Path], buckets: Iterable[list[Meta]], dtype: tor
     return files
 
 
-def _load(files: Files, groups: dict[Path, list[Server]], keep: bool) -> None:
-    folders = {id(server): folder for folder, servers in groups.items() for server in servers}
-    servers = [server for group in groups.values() for server in group]
-    try:
-        each(servers, lambda server: server.update({"file": files[folders[id(server)]].path.name, "keep": keep}))
-    finally:
-        for file in files.values():
-            file.unlink()
-
-
-def by_folder(servers: Sequence[Server]) -> dict[Path, list[Server]]:
-    groups: dict[Path, list[Server]] = {}
+def by_folder(servers: Sequence[Client]) -> dict[Path, list[Client]]:
+    """The servers grouped by the folder that they read weights from."""
+    groups: dict[Path, list[Client]] = {}
     for server in servers:
         groups.setdefault(Path(server.endpoint.shm_dir), []).append(server)
     return groups
 
 
 def in_memory(folder: Path) -> bool:
-    """Whether the folder is this machine's shared memory."""
+    """Whether the folder is in this machine's shared memory."""
     return folder.resolve().is_relative_to(SHM)
+
+
+def _load(files: Files, groups: dict[Path, list[Client]], keep: bool) -> None:
+    folders = {id(server): folder for folder, servers in groups.items() for server in servers}
+    servers = [server for group in groups.values() for server in group]
+    try:
+        call_all(servers, lambda server: server.update({"file": files[folders[id(server)]].path.name, "keep": keep}))
+    finally:
+        for file in files.values():
+            file.unlink()
+
+
+class BucketFile:
+    """A new file (mode 0600) that the trainer maps once and writes one bucket after another into.
+
+    Its space is reserved first, so a full memory file system raises EngineError here instead of a crash on a write.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        """size: bytes, header included (`file_size`); a smaller bucket leaves bytes at the end."""
+        self.path, self.size = path, size
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+                self._memory = mmap.mmap(descriptor, size)
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise _write_error(path.parent, error) from error
+
+    def write(self, shapes: Shapes, tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
+        """Cast and copy one bucket, tensor by tensor as they come."""
+        head = header(shapes, dtype)
+        self._memory[: len(head)] = head
+        at = len(head)
+        for (_, shape), tensor in zip(shapes, tensors, strict=True):
+            count = math.prod(shape)
+            if count:
+                target = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=at).view(shape)
+                target.copy_(tensor)
+            at += count * dtype.itemsize
+
+    def flush(self) -> None:
+        """Make the bucket visible to other machines."""
+        try:
+            self._memory.flush()
+        except OSError as error:
+            raise _write_error(self.path.parent, error) from error
+
+    def copy(self, other: BucketFile) -> None:
+        """Copy the bytes of a file of the same size."""
+        self._memory[:] = memoryview(other._memory)
+
+    def unlink(self) -> None:
+        """Remove its name; processes that have mapped it keep it."""
+        self.path.unlink(missing_ok=True)
+
+
+def _write_error(folder: Path, error: OSError) -> EngineError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return EngineError(
+        f"cannot write weights to {folder}: {error.strerror}"
+        + ("; make room there, or give the server another folder with sync=shm sync.folder=" if full else "")
+    )
+
+
+def file_size(shapes: Shapes, dtype: torch.dtype) -> int:
+    """Bytes of a file for this bucket, header included."""
+    return len(header(shapes, dtype)) + sum(math.prod(shape) for _, shape in shapes) * dtype.itemsize
+
+
+def header(shapes: Shapes, dtype: torch.dtype) -> bytes:
+    """The header of a safetensors file: its length, then JSON, padded so that the tensors are aligned."""
+    entries, at = {}, 0
+    for name, shape in shapes:
+        end = at + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    return len(text).to_bytes(8, "little") + text
+
+
+class MappedFiles:
+    """A server's mappings: it opens a file once by name, and reads it again after the name is gone."""
+
+    def __init__(self) -> None:
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def tensors(self, name: str, folder: Path, keep: bool) -> list[tuple[str, torch.Tensor]]:
+        """Names and views into the file called `name` in `folder`; keep: the trainer will rewrite the file.
+
+        Raises ValueError for anything but a plain file of weights there.
+        """
+        memory = self._maps.get(name) if isinstance(name, str) else None
+        if memory is None:
+            path = checked_path(name, folder)
+            with path.open("r+b") as file:  # writable, because torch warns about views of read-only memory
+                memory = mmap.mmap(file.fileno(), 0)
+            if keep:
+                self._maps[name] = memory
+        return list(_views(memory))
+
+    def forget(self) -> None:
+        self._maps.clear()
+
+
+def _views(memory: mmap.mmap) -> Iterator[tuple[str, torch.Tensor]]:
+    start = 8 + int.from_bytes(memory[:8], "little")
+    if start > len(memory):
+        raise ValueError("a file of weights is cut off in its header")
+    for name, entry in json.loads(memory[8:start]).items():
+        dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        count = math.prod(shape)
+        if begin < 0 or end - begin != count * dtype.itemsize or start + end > len(memory):
+            raise ValueError(f"a file of weights is cut off in {name!r}")
+        flat = (
+            torch.frombuffer(memory, dtype=dtype, count=count, offset=start + begin)
+            if count
+            else torch.empty(0, dtype=dtype)
+        )
+        yield name, flat.view(shape)
+
+
+def weights_folder() -> Path:
+    """The folder that this server reads weights from. Raises RuntimeError if its environment names none."""
+    folder = os.environ.get(WEIGHTS_FOLDER_VARIABLE)
+    if not folder:
+        raise RuntimeError(f"{WEIGHTS_FOLDER_VARIABLE} is not set: the shm transport has no folder to read from")
+    return Path(folder).resolve()
+
+
+def checked_path(name: str, folder: Path) -> Path:
+    """The file called `name` in `folder`. Raises ValueError for a path, a link, or anything but a file."""
+    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+        raise ValueError(f"{name!r} is not the name of a file in the folder of the shm transport")
+    path = folder / name
+    if path.is_symlink() or not path.is_file():
+        raise ValueError(f"{name!r} is not a file in the folder of the shm transport")
+    return path

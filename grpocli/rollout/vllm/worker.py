@@ -1,11 +1,12 @@
-"""The vLLM side of the `shm` transport: reads weights from safetensors files in one folder, and nowhere else.
+"""vLLM's side of every transport: vLLM calls these classes in its workers, and its own loader takes the weights.
 
-What comes over the wire is JSON with a file's name. The folder is fixed by the server's environment.
+`sync=nccl` uses vLLM's class. `plugin.py` registers `ShmWeightTransfer` and `JsonIpcWeightTransfer` in servers, and
+`register_direct` registers `DirectWeightTransfer` in the trainer's process for `engine=vllm_colocate`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,25 +19,34 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
 
-from grpocli.rollout.vllm.weights import MappedFiles, weights_folder
+from grpocli.rollout.vllm.transport_gpu import decode_handles
+from grpocli.rollout.vllm.transport_shm import MappedFiles, weights_folder
+
+DIRECT = "direct"
+"""The backend's name in `weight_transfer_config`, see `DirectWeightTransfer`."""
 
 
 @dataclass
 class ShmInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing to agree on: the folder comes from the environment."""
+    """Empty: the folder comes from the server's environment."""
 
 
 @dataclass
 class ShmUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One file of weights, by name; keep: it will be written again, and loaded again by this name."""
+    """The name of one file of weights; keep: the trainer will rewrite the file and send the same name again."""
 
     file: str
     keep: bool = False
 
 
 class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[misc]
-    """start -> update (once a file) -> finish; vLLM's loader fuses, shards and casts as it does from a checkpoint."""
+    """sync=shm: start, update (once for each file), finish. Reads safetensors files in one folder and nowhere else.
+
+    vLLM's loader fuses, shards and casts them like those of a checkpoint.
+    """
 
     init_info_cls = ShmInit
     update_info_cls = ShmUpdate
@@ -58,7 +68,7 @@ class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: igno
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base class, but it synchronizes an accelerator that a CPU does not have."""
+        """Like the base class, which would synchronize an accelerator on a CPU too."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -81,7 +91,7 @@ class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: igno
 
 
 def keep_waiting_weights(model: torch.nn.Module) -> None:
-    """Copy what vLLM holds back until a layer is complete: the file that it looks into will be written again, or go."""
+    """Copy the tensors that vLLM keeps until their layer is complete, since their file is rewritten or removed."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in model.modules():
@@ -92,7 +102,7 @@ def keep_waiting_weights(model: torch.nn.Module) -> None:
 
 
 def partial_load() -> AbstractContextManager[None]:
-    """One file may hold part of the model only; newer vLLM versions would miss multi-token-prediction layers."""
+    """Allow a file to hold only a part of the model; newer vLLM versions check for multi-token-prediction layers."""
     try:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
     except ImportError:
@@ -101,7 +111,7 @@ def partial_load() -> AbstractContextManager[None]:
 
 
 def embeddings(model: torch.nn.Module) -> list[Any]:
-    """Embeddings and output heads that are not quantized: those that vLLM packs for matrix products on a CPU."""
+    """Unquantized embeddings and output heads, which vLLM packs for matrix products on a CPU."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
     found = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
@@ -110,7 +120,7 @@ def embeddings(model: torch.nn.Module) -> list[Any]:
 
 @contextmanager
 def embeddings_unpacked(model: torch.nn.Module) -> Iterator[None]:
-    """A block in which vLLM packs no embedding: each takes longer than to copy the model, and `pack_heads` follows."""
+    """Keep vLLM from packing embeddings, which takes longer than copying the model; `pack_heads` follows."""
     methods = [module.quant_method for module in embeddings(model)]
     for method in methods:
         method.process_weights_after_loading = lambda layer: None
@@ -122,9 +132,63 @@ def embeddings_unpacked(model: torch.nn.Module) -> Iterator[None]:
 
 
 def pack_heads(model: torch.nn.Module) -> None:
-    """Pack the output head, which may be an embedding: vLLM leaves a tied one with the packed copy of old weights."""
+    """Pack the output head, which may be an embedding: vLLM would keep the packed copy of a tied one's old weights."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     found = embeddings(model)
     for module in [module for module in found if isinstance(module, ParallelLMHead)] or found:
         module.quant_method.process_weights_after_loading(module)
+
+
+@dataclass
+class JsonIpcUpdate(IPCWeightTransferUpdateInfo):  # type: ignore[misc]
+    """vLLM's update, with the output of `encode_handles` as `ipc_handles`."""
+
+    ipc_handles: Any = None
+
+    def __post_init__(self) -> None:
+        if self.ipc_handles_pickled is not None:
+            raise ValueError("IPC handles are taken as JSON only, not as a pickle")
+        self.ipc_handles = decode_handles(self.ipc_handles)
+        super().__post_init__()
+
+
+class JsonIpcWeightTransfer(IPCWeightTransferEngine):  # type: ignore[misc]
+    """sync=ipc: vLLM's own engine, with handles as JSON instead of a pickle. It has not run on a GPU yet."""
+
+    update_info_cls = JsonIpcUpdate
+
+
+@dataclass
+class DirectInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """Empty: both sides are one process."""
+
+
+@dataclass
+class DirectUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """The whole model: (Hugging Face name, tensor), on any device."""
+
+    weights: Iterable[tuple[str, torch.Tensor]]
+
+
+class DirectWeightTransfer(ShmWeightTransfer):
+    """engine=vllm_colocate: takes the trainer's tensors themselves.
+
+    Updates begin and end as with `shm`. vLLM's loader copies each tensor; at most one layer's tensors wait together.
+    """
+
+    init_info_cls = DirectInit
+    update_info_cls = DirectUpdate
+
+    def init_transfer_engine(self, init_info: DirectInit) -> None:
+        """Do nothing: there is no connection."""
+
+    def receive_weights(self, update_info: DirectUpdate) -> None:
+        with torch.no_grad(), embeddings_unpacked(self.model):
+            self.model.load_weights(update_info.weights)
+
+
+def register_direct() -> None:
+    """Register `weight_transfer_config={"backend": "direct"}` in this process. Safe to call again."""
+    if DIRECT not in Factory._registry:
+        Factory.register_engine(DIRECT, DirectWeightTransfer)

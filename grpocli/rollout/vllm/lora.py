@@ -1,4 +1,4 @@
-"""LoRA with a vLLM server: each version of the updates goes over as an adapter; the base weights stay as they are."""
+"""Sync LoRA updates: every version is sent as a new adapter, and the server's base weights never change."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ from safetensors.torch import save
 
 from grpocli.errors import ConfigError, EngineError, GrpoError
 from grpocli.models.lora import WEIGHTS, adapter_tensors, switched_off, write_config
+from grpocli.rollout.vllm.client import ADAPTER, MODEL, Refused, ServerGone, call_all
 from grpocli.rollout.vllm.probe import Probe
-from grpocli.rollout.vllm.protocol import ADAPTER, MODEL, Refused, ServerGone
-from grpocli.rollout.vllm.sync import compare_versions
-from grpocli.rollout.vllm.transport import each
+from grpocli.rollout.vllm.weight_sync import compare_versions
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext, EngineJob
-    from grpocli.rollout.vllm.protocol import Server
+    from grpocli.rollout.vllm.client import Client
 
 logger = logging.getLogger(__name__)
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The largest ranks that vLLM can be started for; an adapter may have any rank up to it."""
-KEPT = 2
-"""Adapters in the server's memory: the one sampled from, and the one that requests under way may still use."""
+"""vLLM's values of `max-lora-rank`; an adapter may have any rank up to the server's."""
+LOADED = 2
+"""Adapters in the server's memory: the newest, and the one that running requests may still use."""
 FOLDER = "adapter-"
 
 
 def lora_flags(rank: int, dtype: str, cpu: bool) -> dict[str, Any]:
-    """The options a server needs for adapters of this rank (none for 0). Raises ConfigError where vLLM has no such."""
+    """vLLM's options for adapters of this rank (none for 0). Raises ConfigError if vLLM cannot serve them."""
     if rank == 0:
         return {}
     if rank > RANKS[-1]:
@@ -45,16 +44,16 @@ def lora_flags(rank: int, dtype: str, cpu: bool) -> dict[str, Any]:
         problem = "vLLM's LoRA kernels on a GPU compute in bfloat16 or float16: take bfloat16, or engine=transformers"
         raise ConfigError(problem, key="model.dtype", value=dtype)
     fits = next(size for size in RANKS if size >= rank)
-    return {"enable-lora": True, "max-lora-rank": fits, "max-loras": KEPT, "max-cpu-loras": KEPT}
+    return {"enable-lora": True, "max-lora-rank": fits, "max-loras": LOADED, "max-cpu-loras": LOADED}
 
 
 def lora_environment(rank: int) -> dict[str, str]:
-    """Adapters may be loaded while the server runs (by whoever has its key)."""
+    """Allow clients with the server's key to load adapters while it runs."""
     return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"} if rank else {}
 
 
 def lora_misfit(served: dict[str, Any], job: EngineJob) -> str:
-    """Why a given server (vLLM's description of it) cannot serve the job's adapters; empty if it can."""
+    """Why an external server cannot serve the job's adapters, from vLLM's description of itself; "" if it can."""
     limit = (served.get("lora_config") or {}).get("max_lora_rank", 0)
     advice = f"serve with lora_rank={job.lora_rank}"
     if job.lora_rank and not limit:
@@ -67,22 +66,25 @@ def lora_misfit(served: dict[str, Any], job: EngineJob) -> str:
 
 
 class AdapterSync:
-    """Called with a version by every trainer process; the main one sends and verifies, all of them fail together.
+    """Sends a version of the adapter and proves it. Every process calls it; the main one sends; all fail together.
 
-    A version is a new name and a new folder, and vLLM's prefix cache is keyed by both, so nothing that was computed
-    with older updates can be used again. vLLM holds `KEPT` adapters and drops the least recently used; one that is
-    asked for again it reads from its folder. So a folder goes only when no request can want it any more.
+    A version has a new name and a new folder. vLLM's prefix cache is keyed by both, so nothing computed with older
+    updates is reused. vLLM holds `LOADED` adapters, drops the least recently used, and reads it from its folder again
+    when a request needs it; so a folder is deleted only when no request can use it any more.
     """
 
-    def __init__(self, servers: Sequence[Server], context: EngineContext) -> None:
+    def __init__(self, servers: Sequence[Client], context: EngineContext) -> None:
         self.servers, self.policy, self.world = list(servers), context.policy, context.world
         self.in_flight = context.in_flight
         self.dtype: torch.dtype = getattr(torch, context.job.dtype)
         self.probe = Probe(context)
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Raises, in every process alike, EngineError if the adapter cannot be sent or proven, ConfigError if vLLM's
-        model takes no such adapter. `sync/seconds/probe` is 0 where no probe was due."""
+        """Returns `sync/bytes` and the seconds of the update and of the probe (0 where none was due).
+
+        Raises, in every process, EngineError if the adapter cannot be sent or proven, ConfigError if vLLM's model does
+        not support it.
+        """
         used = set(self.world.gather_objects([name for server in self.servers for name in server.adapters_in_use()]))
         name, failure = "", None
         metrics: dict[str, float] = {}
@@ -100,28 +102,28 @@ class AdapterSync:
         return metrics
 
     def release(self) -> None:
-        """A failed sync has let requests go on already: each has the adapter that it asks for, and its version."""
+        """Do nothing: a failed sync has resumed requests already, each with the adapter that it names."""
 
     def close(self) -> None:
-        """Take this run's adapters out of the servers that are still there, and out of their folders."""
+        """Unload this run's adapters from the remaining servers and delete their folders."""
         if not self.world.is_main:
             return
         for server in self.servers:
             if server.lost:
                 continue
             try:
-                self._retire(server, server.adapters(), keep=set())
+                self._unload(server, server.adapters(), keep=set())
             except EngineError as error:
-                logger.info("no adapters to take out: %s", error)
+                logger.info("adapters were not unloaded: %s", error)
 
     def _sync(self, version: int, used: set[str]) -> tuple[str, dict[str, float]]:
-        """The name of the new adapter, which every server has."""
+        """The new adapter's name, and the metrics. Main process only."""
         began = time.perf_counter()
         new = [server for server in self.servers if not server.prepared]
         due = self.probe.due(new=bool(new))
         self._check_base(new, version)
         name, sent = self._send(version, used)
-        each(self.servers, lambda server: compare_versions(server, version))
+        call_all(self.servers, lambda server: compare_versions(server, version))
         updated = time.perf_counter()
         if due:
             self._compare(self.servers, version)
@@ -129,50 +131,49 @@ class AdapterSync:
         return name, {"sync/bytes": float(sent), **seconds}
 
     def _send(self, version: int, used: set[str]) -> tuple[str, int]:
-        """Bring every server to a new adapter; its name and its bytes."""
+        """Load a new adapter into every server; return its name and its bytes."""
         tensors = self._tensors()
-        each(self.servers, lambda server: server.weight_version())  # raises where another run has changed them
-        loaded = each(self.servers, lambda server: server.adapters())
+        call_all(self.servers, lambda server: server.weight_version())  # raises where another run has changed them
+        loaded = call_all(self.servers, lambda server: server.adapters())
         name = _new_name(version, {name for adapters in loaded for name in adapters})
         try:
             self._pause()
-            each(self.servers, lambda server: self._load(server, name, version, tensors))
+            call_all(self.servers, lambda server: self._load(server, name, version, tensors))
         except GrpoError:
-            with suppress(EngineError):  # of a server that is gone; what went wrong before it is the cause to tell
+            with suppress(EngineError):  # the error under way is the cause
                 self._resume()
             raise
         self._resume()
         for server, adapters in zip(self.servers, loaded, strict=True):
-            self._retire(server, adapters, keep={server.model, *used})
+            self._unload(server, adapters, keep={server.model, *used})
             server.model = name
         return name, sum(tensor.nbytes for tensor in tensors.values())
 
     def _pause(self) -> None:
-        """Requests under way end first; unless weights may change in flight: then each keeps the adapter it has."""
+        """Let running requests finish first; with `in_flight` they go on with the adapter that they have."""
         if not self.in_flight:
-            each(self.servers, lambda server: server.pause("wait"))
+            call_all(self.servers, lambda server: server.pause("wait"))
 
     def _resume(self) -> None:
         if not self.in_flight:
-            each(self.servers, lambda server: server.resume())
+            call_all(self.servers, lambda server: server.resume())
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """In the server's dtype: vLLM would cast to it anyway, so it computes with the same numbers, and in bfloat16
-        half the bytes go over."""
+        """The adapter in the server's dtype, to which vLLM would cast it anyway; bfloat16 halves the bytes."""
         named = adapter_tensors(self.policy.model)
         return {name: tensor.detach().to("cpu", self.dtype).contiguous() for name, tensor in named}
 
-    def _load(self, server: Server, name: str, version: int, tensors: dict[str, torch.Tensor]) -> None:
+    def _load(self, server: Client, name: str, version: int, tensors: dict[str, torch.Tensor]) -> None:
         folder = self._write(server, tensors)
         try:
             server.load_adapter(name, folder)
         except Refused as error:
             shutil.rmtree(folder)
-            raise _explained(error, folder) from error
+            raise _explain(error, folder) from error
         server.set_version(version)
 
-    def _write(self, server: Server, tensors: dict[str, torch.Tensor]) -> Path:
-        """A new folder in peft's format, beside where weights would go."""
+    def _write(self, server: Client, tensors: dict[str, torch.Tensor]) -> Path:
+        """Write a new folder in peft's format into the folder for weights."""
         root, folder = Path(server.endpoint.shm_dir).absolute(), None
         try:
             folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=root))
@@ -187,23 +188,23 @@ class AdapterSync:
             ) from error
         return folder
 
-    def _retire(self, server: Server, adapters: dict[str, Path], keep: set[str]) -> None:
-        """Unload and delete what no request can still want, this run's or one's before it."""
+    def _unload(self, server: Client, adapters: dict[str, Path], keep: set[str]) -> None:
+        """Unload and delete the adapters, also an earlier run's, that no request can use any more."""
         root = Path(server.endpoint.shm_dir).absolute()
         for name, folder in adapters.items():
             if name in keep or not name.startswith(ADAPTER):
                 continue
             server.unload_adapter(name)
             if folder.parent == root and folder.name.startswith(FOLDER):
-                shutil.rmtree(folder, ignore_errors=True)  # what stays goes with the server's folder
+                shutil.rmtree(folder, ignore_errors=True)  # the server's folder is removed with the server
 
-    def _check_base(self, new: Sequence[Server], version: int) -> None:
-        """An update of other base weights is worth nothing; a server is asked once."""
+    def _check_base(self, new: Sequence[Client], version: int) -> None:
+        """Raise EngineError unless new servers have the policy's base weights; each server is checked once."""
         if not new:
             return
         for server in new:
             server.model = MODEL
-            server.abandon_update()  # by a run that was killed, as the pause
+            server.abandon_update()  # a killed run may have left an update and a pause
             server.resume()
         try:
             with switched_off(self.policy.model):
@@ -216,19 +217,21 @@ class AdapterSync:
                 f"with the run's model ({error})"
             ) from error
 
-    def _compare(self, servers: Sequence[Server], version: int) -> None:
-        """The probe's log-probs. Beside other requests, what the servers sample after it: on a CPU vLLM 0.32 dies of
-        log-probs of a prompt that it computes together with another request of an adapter."""
+    def _compare(self, servers: Sequence[Client], version: int) -> None:
+        """Compare the probe's log-probs; beside other requests, those of tokens that the servers sample after it.
+
+        On a CPU vLLM 0.32 crashes when it computes a prompt's log-probs together with another adapter's request.
+        """
         if not self.in_flight:
             self.probe.check(servers, version)
             return
         start = self.probe.token_ids
-        for ids, scored in each(servers, lambda server: server.sample(start, len(start))):
+        for ids, scored in call_all(servers, lambda server: server.sample(start, len(start))):
             self.probe.compare(scored, self.policy.score([*start, *ids])[-len(ids) :], version)
 
 
 def _new_name(version: int, taken: set[str]) -> str:
-    """policy-v7; policy-v7.1 where that is there already, since vLLM tells adapters apart by their names."""
+    """policy-v7, or policy-v7.1 if that name is taken, because vLLM identifies adapters by name."""
     name, again = f"{ADAPTER}{version}", 0
     while name in taken:
         again += 1
@@ -236,8 +239,8 @@ def _new_name(version: int, taken: set[str]) -> str:
     return name
 
 
-def _explained(error: Refused, folder: Path) -> GrpoError:
-    """What vLLM's refusal of an adapter means for the user."""
+def _explain(error: Refused, folder: Path) -> GrpoError:
+    """vLLM's refusal of an adapter in terms of the user's keys."""
     if found := re.search(r"expected target modules in (.*?) but received (.*?)\. Please", str(error)):
         return ConfigError(
             f"model.lora.target_modules: vLLM's model takes no updates of {found[2]}; target only {found[1]}"

@@ -1,4 +1,4 @@
-"""engine=vllm: a vLLM server generates; started, watched and stopped by the run, or given by its address."""
+"""The engines `vllm` and `vllm_colocate`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from grpocli.config.parts import part
-from grpocli.rollout.vllm.config import VllmOptions
+from grpocli.rollout.vllm.config import ColocateOptions, VllmOptions
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import Engine, EngineContext, EngineJob
@@ -26,5 +26,21 @@ class Vllm(VllmOptions):
 
     def connect(self, context: EngineContext) -> Engine:
         from grpocli.rollout.vllm.engine import connect
+
+        return connect(self, context)
+
+
+@part("engine", "vllm_colocate")
+class VllmColocate(ColocateOptions):
+    """An engine with a whole model in every trainer process; it loads the trainer's weights directly."""
+
+    def launch(self, job: EngineJob) -> AbstractContextManager[None]:
+        """Nothing to start; raises ConfigError where it cannot work."""
+        from grpocli.rollout.vllm.colocate import launch
+
+        return launch(self, job)
+
+    def connect(self, context: EngineContext) -> Engine:
+        from grpocli.rollout.vllm.colocate import connect
 
         return connect(self, context)
