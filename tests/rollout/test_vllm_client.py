@@ -175,7 +175,7 @@ def test_adapters_are_in_use_while_requests_wait(client: Client, stand_in: Stand
         asyncio.run(client.generate({}))
     assert seen == [{"policy-v0"}, {"policy-v1"}, {"policy-v2"}]
     assert client.adapters_in_use() == set()
-    assert not client._under_way, "a run has thousands of versions"
+    assert not client._running, "a run has thousands of versions"
 
 
 def test_a_server_that_is_gone(stand_in: StandIn, tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def test_a_server_that_stays_in_trouble_ends_the_run_with_a_checkpoint(stand_in:
     patient.patience = 0.2
     Troubled(stand_in, 429, times=math.inf)
     waiting, sync = SimpleNamespace(look=lambda _: None), SimpleNamespace(release=lambda: None)
-    engine = VllmEngine(ServerPool([patient]), sync, stop=[], version=0, world=Alone(), waiting=waiting)  # type: ignore[arg-type]
+    engine = VllmEngine(ServerPool([patient]), sync, stop=[], version=0, world=Alone(), reconnector=waiting)  # type: ignore[arg-type]
     with pytest.raises(EngineGone, match=r"generate \(429\): later, for 0\.2 s \(engine\.patience\)$"):
         engine.generate([Request([i], 1, seed=i) for i in range(3)], Sampling(1))
     assert isinstance(patient.lost, KeepsRefusing)
@@ -445,6 +445,6 @@ def test_a_sync_that_met_a_busy_server_is_tried_again(stand_in: StandIn, patient
         return {}
 
     waiting = SimpleNamespace(look=lambda _: None, wait=lambda lost: [patient.endpoint for _ in lost])
-    engine = VllmEngine(ServerPool([patient]), sync, stop=[], version=0, world=Alone(), waiting=waiting)  # type: ignore[arg-type]
+    engine = VllmEngine(ServerPool([patient]), sync, stop=[], version=0, world=Alone(), reconnector=waiting)  # type: ignore[arg-type]
     assert engine.sync(1) == {"engine/restarts": 2.0}
     assert (tried, troubled.calls["/update_weights"]) == ([1, 1, 1], 3)

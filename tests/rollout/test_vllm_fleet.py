@@ -258,7 +258,7 @@ def test_a_server_that_dies_at_every_attempt_is_named(serve: Callable[..., Vllm]
     for server in servers:
         server.answer = answer
     engine, _ = engine_of(servers[:1], Comes(*servers[1:]))
-    with pytest.raises(EngineGone, match=r"the vLLM server at http.* is gone .*; so ended 10 attempts"):
+    with pytest.raises(EngineGone, match=r"the vLLM server at http.* is gone .*; gave up after 10 attempts"):
         engine.generate(requests(1), Sampling(1))
 
 

@@ -134,7 +134,7 @@ class VllmEngine:
             if not problems:
                 return
             self.recover()
-        raise EngineGone(f"{problems[0]}; {ATTEMPTS} attempts at one batch of completions ended so")
+        raise EngineGone(f"{problems[0]}; gave up after {ATTEMPTS} attempts at one batch of completions")
 
     def _round(
         self,
