@@ -409,7 +409,7 @@ def test_a_server_that_stays_in_trouble_ends_the_run_with_a_checkpoint(stand_in:
     """Not even where it seems to be back: the checks that a server fits ask little of it."""
     patient.patience = 0.2
     Troubled(stand_in, 429, times=math.inf)
-    waiting, sync = SimpleNamespace(look=lambda _: None), SimpleNamespace(release=lambda: None)
+    waiting, sync = SimpleNamespace(check=lambda _: None), SimpleNamespace(release=lambda: None)
     engine = VllmEngine(ServerPool([patient]), sync, stop=[], version=0, world=Alone(), reconnector=waiting)  # type: ignore[arg-type]
     with pytest.raises(EngineGone, match=r"generate \(429\): later, for 0\.2 s \(engine\.patience\)$"):
         engine.generate([Request([i], 1, seed=i) for i in range(3)], Sampling(1))
@@ -444,7 +444,7 @@ def test_a_sync_that_met_a_busy_server_is_tried_again(stand_in: StandIn, patient
         patient.update({})
         return {}
 
-    waiting = SimpleNamespace(look=lambda _: None, wait=lambda lost: [patient.endpoint for _ in lost])
+    waiting = SimpleNamespace(check=lambda _: None, wait=lambda lost: [patient.endpoint for _ in lost])
     engine = VllmEngine(ServerPool([patient]), sync, stop=[], version=0, world=Alone(), reconnector=waiting)  # type: ignore[arg-type]
     assert engine.sync(1) == {"engine/restarts": 2.0}
     assert (tried, troubled.calls["/update_weights"]) == ([1, 1, 1], 3)
