@@ -21,13 +21,12 @@ from grpocli.processes.guard import wait_gone
 from grpocli.processes.reaper import descendants
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.sync import Sync
-from grpocli.rollout.vllm import adapter
-from grpocli.rollout.vllm.lora import AdapterSync
-from grpocli.rollout.vllm.client import Client
-from grpocli.rollout.vllm.server_files import Endpoint, run_file
+from grpocli.rollout.vllm import lora
+from grpocli.rollout.vllm.client import MODEL, Client
 from grpocli.rollout.vllm.engine_parts import Vllm
-from grpocli.rollout.vllm.client import MODEL
+from grpocli.rollout.vllm.lora import AdapterSync
 from grpocli.rollout.vllm.request import body, completions
+from grpocli.rollout.vllm.server_files import Endpoint, run_file
 from grpocli.rollout.vllm.server_pool import ServerPool
 from grpocli.types import Completion, Request, Sampling
 
@@ -188,13 +187,13 @@ def test_a_corrupted_adapter_is_refused(running: Running, monkeypatch: pytest.Mo
     for in_flight in (False, True):
         client, sync = running.connect(in_flight=in_flight)
         sync(1)
-        monkeypatch.setattr(adapter, "adapter_tensors", corrupted)
+        monkeypatch.setattr(lora, "adapter_tensors", corrupted)
         with pytest.raises(EngineError, match=r"does not have the trainer's weights after the sync to version 2"):
             sync(2)
         monkeypatch.undo()
     _, seldom = running.connect(sync=Sync(verify_every=2))
     seldom(3)
-    monkeypatch.setattr(adapter, "adapter_tensors", corrupted)
+    monkeypatch.setattr(lora, "adapter_tensors", corrupted)
     seldom(4)
     with pytest.raises(EngineError, match="sync to version 5"):
         seldom(5)
@@ -210,7 +209,7 @@ def test_target_modules_that_vllm_does_not_have_are_named(running: Running, monk
     def renamed(model: Any) -> list[tuple[str, torch.Tensor]]:
         return [(name.replace("q_proj", "odd_proj"), tensor) for name, tensor in adapter_tensors(model)]
 
-    monkeypatch.setattr(adapter, "adapter_tensors", renamed)
+    monkeypatch.setattr(lora, "adapter_tensors", renamed)
     client, sync = running.connect()
     with pytest.raises(ConfigError, match=r"^model\.lora\.target_modules: .*odd_proj.*; target only .*o_proj"):
         sync(1)
@@ -233,4 +232,4 @@ def test_the_ranks_are_those_of_vllm() -> None:
 
     from vllm.config.lora import MaxLoRARanks
 
-    assert get_args(MaxLoRARanks) == adapter.RANKS
+    assert get_args(MaxLoRARanks) == lora.RANKS

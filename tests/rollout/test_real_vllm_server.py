@@ -27,13 +27,11 @@ from grpocli.processes.guard import wait_gone
 from grpocli.processes.reaper import descendants
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.transformers_engine import Transformers
-from grpocli.rollout.vllm.client import Client
-from grpocli.rollout.vllm.server_files import Endpoint, run_file, serve_file
+from grpocli.rollout.vllm.client import Client, Refused
 from grpocli.rollout.vllm.engine import VllmEngine
 from grpocli.rollout.vllm.engine_parts import Vllm
-from grpocli.rollout.vllm.server_files import LOCK
-from grpocli.rollout.vllm.client import Refused
 from grpocli.rollout.vllm.server import free_port
+from grpocli.rollout.vllm.server_files import LOCK, Endpoint, run_file, serve_file
 from grpocli.types import Completion, Request, Sampling
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
@@ -188,12 +186,12 @@ def test_greedy_takes_the_likeliest_tokens(running: Running) -> None:
 
 @pytest.mark.parametrize("bucket", [2**29, 20_000], ids=["one file", "many files"])
 def test_a_sync_brings_the_changed_weights(running: Running, monkeypatch: pytest.MonkeyPatch, bucket: int) -> None:
-    monkeypatch.setattr(running.engine._sync.transport, "bucket", bucket)  # type: ignore[attr-defined]
+    monkeypatch.setattr(running.engine._synchronizer.transport, "bucket_bytes", bucket)  # type: ignore[attr-defined]
     for version in (bucket, bucket + 1):
         running.policy.change(seed=version)
         metrics = running.engine.sync(version)
         assert metrics["sync/bytes"] == 4.0 * sum(p.numel() for p in running.policy.model.parameters())
-        assert running.engine.fleet.clients[0].weight_version() == version
+        assert running.engine.pool.clients[0].weight_version() == version
         group = running.engine.generate([Request(PROMPTS[3], 2, seed=1)], Sampling(16))[0]
         for one in group:
             assert one.version == version
@@ -212,8 +210,8 @@ def test_a_corrupted_sync_is_refused_with_the_log_probs_of_both_sides(running: R
     with pytest.raises(EngineError, match="does not have the trainer's weights") as caught:
         running.engine.sync(50)
     running.policy.sent = None
-    probe = running.engine._sync.probe.token_ids
-    for number in (running.policy.score(probe), running.engine.fleet.clients[0].score(probe)):
+    probe = running.engine._synchronizer.probe.token_ids
+    for number in (running.policy.score(probe), running.engine.pool.clients[0].score(probe)):
         assert f"{sum(number) / len(number):.5f}" in str(caught.value)
     running.engine.sync(51)
 
@@ -259,8 +257,8 @@ def test_weights_change_under_running_requests(running: Running, monkeypatch: py
 
 
 def test_a_sync_ends_an_update_that_another_run_left_unfinished(running: Running) -> None:
-    running.engine.fleet.clients[0].pause()
-    running.engine.fleet.clients[0].start_update()
+    running.engine.pool.clients[0].pause()
+    running.engine.pool.clients[0].start_update()
     running.policy.change(seed=8)
     running.engine.sync(70)
     assert running.engine.generate([Request([5], 1, seed=0)], Sampling(4))[0][0].version == 70
@@ -440,7 +438,7 @@ def test_a_sampling_that_vllm_refuses_fails_the_first_sync(fresh: Running) -> No
     def connect(**changes: Any) -> None:
         context = replace(fresh.context, sampling=replace(FREE, **changes))
         engine = Vllm(base_url=fresh.endpoint.url).connect(context)
-        fresh.engine.fleet.clients[0].pause()
+        fresh.engine.pool.clients[0].pause()
         engine.sync(0)
         engine.close()
 

@@ -14,8 +14,8 @@ from grpocli.errors import ConfigError
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync import Sync
 from grpocli.rollout.vllm import lora
-from grpocli.rollout.vllm.lora import AdapterSync, lora_environment, lora_flags, lora_misfit
 from grpocli.rollout.vllm.client import ServerGone
+from grpocli.rollout.vllm.lora import AdapterSync, lora_environment, lora_flags, lora_misfit
 
 
 @pytest.mark.parametrize(("rank", "fits"), [(1, 1), (3, 8), (8, 8), (9, 16), (300, 320), (512, 512)])
