@@ -317,7 +317,7 @@ def test_a_given_server_that_does_not_fit_is_refused(running: Running, tmp_path:
         (good, replace(job, max_tokens=1000), "takes 128 tokens, the run needs 1000"),
         (good, replace(job, model_path=str(other)), "tie_word_embeddings=False, the run's True"),
         (good, replace(job, sync_folder=None), "sync.folder=None"),
-        (good, replace(job, most=129), "runs 128 completions at once, one request of the run has 129"),
+        (good, replace(job, max_num_seqs=129), "runs 128 completions at once, one request of the run has 129"),
     ]
     for options, needs, message in cases:
         with pytest.raises(ConfigError, match=message), options.launch(needs):
