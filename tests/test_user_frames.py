@@ -13,7 +13,7 @@ import pytest
 
 from grpocli import cli
 from grpocli.config.user_code import load
-from grpocli.environments.worker import _made, call
+from grpocli.environments.worker import _environment, call
 from grpocli.errors import GrpoError
 from grpocli.launch.compose import build_run, compose
 from grpocli.launch.train_process import explained
@@ -68,7 +68,7 @@ def mute(completions, **kwargs):
 
 @pytest.fixture(autouse=True)
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    _made.cache_clear()
+    _environment.cache_clear()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "framed_mine.py").write_text(SOURCE)

@@ -1,4 +1,4 @@
-"""The algorithms: nine small parts, composed. See `Algorithm`."""
+"""GRPO and its relatives, each composed of nine small parts. See `Algorithm`."""
 
 from grpocli.algorithm.aggregate import Totals
 from grpocli.algorithm.algorithm import Algorithm

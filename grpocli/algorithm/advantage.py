@@ -1,4 +1,4 @@
-"""How a group's scores become advantages. `scores_PG` is [prompts, group]; NaN means "no score", advantage 0."""
+"""Advantages from the scores of groups. `scores_PG` is [prompts, group]; NaN means no score, advantage 0."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpocli.config.parts import part, require, section
 if TYPE_CHECKING:
     from torch import Tensor
 
-NOTHING = "A_i = 0 for a completion without a score, which is left out, and where all scores of G are equal."
+ZERO = "A_i = 0 for a completion without a score, which is left out, and where all scores of G are equal."
 
 
 @section("algorithm.advantage")
@@ -38,19 +38,19 @@ class Std(Quotient):
             ("A_i = (s_i − mean_G s) / (std_G s + ε)", "std_G s = √( Σ_G (s − mean_G s)² / (n − 1) ),  n scores"),
             {"ε": "eps"},
             ("GRPO, DeepSeekMath (arXiv 2402.03300), section 4.1.2",),
-            NOTHING,
+            ZERO,
         )
 
 
 @part("algorithm/advantage", "center")
 class Center:
-    """r - mean. Dr. GRPO (arXiv 2503.20783), section 3.2: no weight by how hard a question is."""
+    """r - mean. Dr. GRPO (arXiv 2503.20783), section 3.2: no weight by the difficulty of a question."""
 
     def __call__(self, scores_PG: Tensor) -> Tensor:
         return centred_PG(scores_PG)
 
     def formula(self) -> Formula:
-        return Formula(("A_i = s_i − mean_G s",), source=("Dr. GRPO (arXiv 2503.20783), section 3.2",), note=NOTHING)
+        return Formula(("A_i = s_i − mean_G s",), source=("Dr. GRPO (arXiv 2503.20783), section 3.2",), note=ZERO)
 
 
 @part("algorithm/advantage", "mad")
@@ -67,7 +67,7 @@ class Mad(Quotient):
             ("A_i = (s_i − mean_G s) / (MAD_G s + ε)", "MAD_G s = mean_G |s − mean_G s|"),
             {"ε": "eps"},
             ("DGPO's DGAE, MathForge (arXiv 2601.20614)",),
-            NOTHING,
+            ZERO,
         )
 
 
@@ -83,7 +83,7 @@ class BatchStd(Quotient):
             ("A_i = (s_i − mean_G s) / (std s + ε)", "std s = √( Σ (s − mean s)² / (n − 1) ),  the step's n scores"),
             {"ε": "eps"},
             ('"Tricks or Traps?" (arXiv 2508.08221)',),
-            NOTHING,
+            ZERO,
         )
 
 
@@ -99,10 +99,10 @@ class LeaveOneOut:
         return Formula(
             ("A_i = s_i − Σ_G,j≠i s_j / (n − 1),  n scores", "    = (s_i − mean_G s) n / (n − 1)"),
             source=("RLOO (arXiv 2402.14740), equation 9",),
-            note=NOTHING,
+            note=ZERO,
         )
 
 
 def _divide(centred_PG: Tensor, scale_P1: Tensor, eps: float) -> Tensor:
-    """centred / (scale + eps), and 0 / 0 = 0: with eps 0 a constant group still has no advantage."""
+    """centred / (scale + eps), where 0 / 0 is 0: with eps 0 the advantages of a constant group are 0, too."""
     return (centred_PG / (scale_P1 + eps)).masked_fill(centred_PG == 0, 0.0)

@@ -1,9 +1,9 @@
-"""How token losses become one number: each choice is a weight for every row's token sum.
+"""Aggregations of token losses into one number: each is a weight for the sum over a row's tokens.
 
     loss = sum_i weight_i x sum_t loss_it
 
-The weights [B] are float64. They are divided by counts of the whole optimizer window (`Totals`), so that the sum over
-micro-batches and processes does not depend on how rows were split.
+The weights [B] are float64. They are divided by counts of the whole optimizer window (`Totals`), so the sum over
+micro-batches and processes does not depend on how the rows are split.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 class Totals:
     """Counts over one optimizer window: all rows of one update, over all micro-batches and processes.
 
-    rows: all rows, those without a token in the loss included. tokens: tokens in the loss.
+    rows: all rows, including those without a token in the loss. tokens: tokens in the loss.
     group_ids [N] sorted, group_tokens [N], group_informative [N] (any advantage not 0): a count for each group.
-    micro_batches: into how many forwards the window is split, over all processes (`scope=micro_batch` only).
-    skipped: of the tokens, those of rows that no forward sees, because they have no gradient.
+    micro_batches: number of micro-batches over all processes (`scope=micro_batch` only).
+    skipped: tokens of rows that are not computed, because they have no gradient.
     """
 
     rows: int
@@ -68,7 +68,7 @@ class Totals:
         )
 
     def index(self, group_ids_B: Tensor) -> Tensor:
-        """Where each row's group stands in `group_ids`."""
+        """The position of each row's group in `group_ids`."""
         return (group_ids_B.unsqueeze(1) > self.group_ids.unsqueeze(0)).sum(1)
 
 

@@ -51,23 +51,23 @@ class Algorithm:
         for kind in PARTS:
             chosen = getattr(self, kind)
             given_a_value = isinstance(chosen, (str, int, float, list, dict)) or chosen is None
-            require(self, kind, not given_a_value, f"is no part; choose one with algorithm/{kind}={chosen}")
+            require(self, kind, not given_a_value, f"is not a part; choose one with algorithm/{kind}={chosen}")
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference model has to score the rollouts."""
+        """Whether a reference model must score the rollouts."""
         return bool(self.kl.beta > 0)
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """Whether `loss` wants entropies that carry a gradient."""
+        """Whether `loss` needs entropies with a gradient."""
         return bool(self.entropy.coefficient > 0)
 
     @property
     def vanishes(self) -> bool:
         """Whether a row whose advantage is 0 has no gradient."""
-        said = getattr(self.objective, "vanishes", False)
-        return bool(said and not (self.needs_reference or self.needs_entropy_gradient))
+        vanishes = getattr(self.objective, "vanishes", False)  # a user's part may lack it
+        return bool(vanishes and not (self.needs_reference or self.needs_entropy_gradient))
 
     @property
     def skips(self) -> bool:
@@ -76,16 +76,16 @@ class Algorithm:
 
     @property
     def needs_every_row(self) -> bool:
-        """Whether a row counts by being in a micro-batch, even one without a token in the loss."""
+        """Whether the rows of a micro-batch affect each other's weights, even rows without tokens in the loss."""
         return bool(getattr(self.aggregate, "depends_on_split", True))
 
     @property
     def corrects(self) -> bool:
-        """Whether tokens are weighed by the gap between the sampler and the policy at the start of the step."""
-        return bool(getattr(self.correction, "corrects", True))  # a part of the user's need not say
+        """Whether tokens get importance weights from the sampler to the policy at the start of the step."""
+        return bool(getattr(self.correction, "corrects", True))  # a user's part may lack it
 
     def scores(self, rewards: dict[str, Tensor], weights: dict[str, float] | None = None) -> Tensor:
-        """Sum of weight x reward [P, G]; NaN where no reward applies. Raises as `advantages` does."""
+        """Sum of weight x reward [P, G]; NaN where no reward applies. Raises the errors of `advantages`."""
         import torch
 
         weighted_RPG = torch.stack([v * _weight(weights, n) for n, v in checked_rewards(rewards, weights).items()])
@@ -101,11 +101,12 @@ class Algorithm:
     ) -> Tensor:
         """Advantages [P, G] of rewards {name: [P, G]}, NaN where a reward does not apply.
 
-        weights: by reward name, 1 where none is given. A completion to which no reward applies gets 0.
-        accuracy: for each of the P groups, the name of the reward that is its accuracy (None: the first reward).
-        Raises TypeError or ValueError for rewards that are not [P, G] tensors of finite numbers and NaN, for weights
-        that are not finite or name no reward, and for `accuracy` that does not name a reward for each group.
-        Raises ConfigError if `algorithm.question_weight.reward` names none of the rewards.
+        A completion to which no reward applies has the advantage 0.
+        weights: by reward name; the default is 1. accuracy: for each of the P groups, the name of the reward that
+        measures accuracy (None: the first reward).
+        Raises TypeError or ValueError if rewards are not [P, G] tensors of finite numbers and NaN, if a weight is not
+        finite or its reward is missing, or if `accuracy` does not name a reward for each group.
+        Raises ConfigError if `algorithm.question_weight.reward` is not the name of a reward.
         """
         rewards = checked_rewards(rewards, weights)
         scores_PG = self.scores(rewards, weights)
@@ -125,24 +126,24 @@ class Algorithm:
         weights: dict[str, float] | None = None,
         accuracy: Sequence[str] | None = None,
     ) -> Tensor:
-        """Which groups [P] (bool) the keep part wants to train on. Arguments and errors are those of `advantages`."""
+        """The groups [P] (bool) to train on, by the keep part. Arguments and errors are those of `advantages`."""
         rewards = checked_rewards(rewards, weights)
-        kept_P: Tensor = self.keep(self._judged(rewards, weights, accuracy))
+        kept_P: Tensor = self.keep(self._keep_reward(rewards, weights, accuracy))
         return kept_P
 
-    def _judged(
+    def _keep_reward(
         self, rewards: dict[str, Tensor], weights: dict[str, float] | None, accuracy: Sequence[str] | None
     ) -> Tensor:
-        """The reward [P, G] that has to differ within a group."""
+        """The reward [P, G] that must differ within a group."""
         name = self.keep.reward
         if name == SCORE and name not in rewards:
             return self.scores(rewards, weights)
         if name is not None:
             return rewards[_known("keep", name, rewards)]
-        judged_PG = _accuracy(rewards, accuracy)
-        for values_PG in rewards.values():  # where it does not apply to a group, the first reward that does
-            judged_PG = judged_PG.where(~judged_PG.isnan().all(1, keepdim=True), values_PG.to(judged_PG.dtype))
-        return judged_PG
+        found_PG = _accuracy(rewards, accuracy)
+        for values_PG in rewards.values():  # where accuracy does not apply to a group, the first reward that does
+            found_PG = found_PG.where(~found_PG.isnan().all(1, keepdim=True), values_PG.to(found_PG.dtype))
+        return found_PG
 
     def _normalize_then_sum(
         self, rewards: dict[str, Tensor], weights: dict[str, float] | None, scores_PG: Tensor
@@ -152,13 +153,13 @@ class Algorithm:
             total_PG = total_PG + self.advantage(values.to(total_PG.dtype)) * _weight(weights, name)
         flat = total_PG.reshape(1, -1)
         normal_PG = (centred_PG(flat) / (std_P1(flat) + 1e-4)).reshape(total_PG.shape)
-        # the sum's mean is 0 but for rounding, which would leave constant groups an advantage of about 1e-17
+        # the mean is 0 up to rounding, which would give constant groups an advantage of about 1e-17
         return normal_PG.masked_fill(scores_PG.isnan() | constant_P1(total_PG), 0.0)
 
     def totals(
         self, advantages: Tensor, mask: Tensor, group_ids: Tensor | None = None, micro_batches: int = 1
     ) -> Totals:
-        """The counts of a whole optimizer window [B], [B, T], [B], to give to the `loss` of each of its parts."""
+        """The counts of a whole optimizer window [B], [B, T], [B], for `loss` of each part of the window."""
         return Totals.of(advantages, mask, _group_ids(advantages, group_ids), micro_batches)
 
     def loss(
@@ -175,20 +176,21 @@ class Algorithm:
         selected: Tensor | None = None,
         totals: Totals | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of some rows of an optimizer window; the losses of its parts add up to that of the window.
+        """The loss of some rows of an optimizer window; the losses of its parts add up to the window's loss.
 
-        logp, old_logp, ref_logp, rollout_logp [B, T]: log-probs in nats of each token under the policy (with
-        gradient), the policy that sampled as the trainer sees it, the reference, and as the sampler saw it.
-        advantages [B]; mask [B, T], 1 for tokens in the loss; group_ids [B], integers (null: a group each).
-        entropy [B, T]: of the policy at each token, in nats, with gradient where the entropy part is a bonus.
-        selected [B, T]: tokens of the policy-gradient term (null: as the tokens part says, if these rows are all).
-        totals: counts of the window (null: these rows are all of it).
+        logp [B, T]: log-probs of the tokens under the policy, in nats, with gradient. old_logp [B, T]: under the policy
+        that sampled, computed by the trainer. rollout_logp [B, T]: under the policy that sampled, computed by the
+        sampler. ref_logp [B, T]: under the reference.
+        advantages [B]. mask [B, T]: 1 for tokens in the loss. group_ids [B]: integers (None: one group per row).
+        entropy [B, T]: of the policy at each token, in nats, with gradient if the entropy part is a bonus.
+        selected [B, T]: tokens of the policy-gradient term (None: the tokens part selects them from these rows).
+        totals: counts of the window (None: these rows are the whole window).
 
-        Returns a scalar, and metrics as scalars that also add up over the window's parts, but for
-        `clip_ratio/low_min` and `clip_ratio/high_max`, of which the least and the largest counts. Without
-        `rollout_logp` there are none of the gap between sampler and trainer.
-        Raises ValueError for a wrong shape, and if a part needs `ref_logp`, `entropy`, `selected` or `group_ids` and
-        there is none.
+        Returns a scalar, and metrics as scalars that add up over the window's parts as well, except
+        `clip_ratio/low_min` and `clip_ratio/high_max`, a minimum and a maximum. Metrics of the gap between sampler and
+        trainer need `rollout_logp`.
+        Raises ValueError for a wrong shape, and if `ref_logp`, `entropy`, `selected` or `group_ids` is missing and a
+        part needs it.
         """
         from grpocli.algorithm.metrics import loss_metrics
 
@@ -203,42 +205,41 @@ class Algorithm:
         totals = totals or Totals.of(advantages, mask, ids_B)
         inside = mask.bool()
         logp, old_logp = logp.where(inside, 0.0), old_logp.where(inside, 0.0)
-        sampler = old_logp if rollout_logp is None else rollout_logp.where(inside, 0.0)
+        sampler_logp = old_logp if rollout_logp is None else rollout_logp.where(inside, 0.0)
 
         loss_BT, clipped = self.objective(logp, old_logp, advantages, mask)
-        loss_BT = loss_BT * self.correction(old_logp, sampler, mask)
+        loss_BT = loss_BT * self.correction(old_logp, sampler_logp, mask)
         if self.tokens.needs_entropy:
             loss_BT = loss_BT * self._selected(selected, entropy, mask, whole)
         kl_BT = clamped_BT = None
         if self.needs_reference:
             ref_logp = _given(ref_logp, "ref_logp", "kl").where(inside, 0.0)
             kl_BT = self.kl(logp, old_logp, ref_logp)
-            if isinstance(self.kl, KL):  # a part of the user's need not say
-                clamped_BT = self.kl.clamped(logp.detach(), ref_logp)
+            clamped_BT = self.kl.clamped(logp.detach(), ref_logp) if isinstance(self.kl, KL) else None
             loss_BT = loss_BT + self.kl.beta * kl_BT
         if self.needs_entropy_gradient:
             loss_BT = loss_BT - self.entropy(_given(entropy, "entropy", "entropy").where(inside, 0.0))
         weight_B = self.aggregate(mask, ids_B, totals).to(loss_BT.dtype)
         loss = ((loss_BT * mask).sum(1) * weight_B).sum()
-        measured = None if rollout_logp is None else sampler
-        return loss, loss_metrics(logp, old_logp, measured, mask, totals, clipped, kl_BT, clamped_BT)
+        rollout_logp = None if rollout_logp is None else sampler_logp
+        return loss, loss_metrics(logp, old_logp, rollout_logp, mask, totals, clipped, kl_BT, clamped_BT)
 
     def _ids(self, advantages_B: Tensor, group_ids: Tensor | None, whole: bool) -> Tensor:
         if group_ids is None and not whole:
-            if getattr(self.aggregate, "needs_groups", True):  # a part of the user's need not say
-                raise ValueError("loss(totals=...) needs loss(group_ids=...), the same as totals() was given")
+            if getattr(self.aggregate, "needs_groups", True):  # a user's part may lack it
+                raise ValueError("loss(totals=...) needs loss(group_ids=...), as in totals(group_ids=...)")
             return advantages_B.new_zeros(len(advantages_B)).long()
         return _group_ids(advantages_B, group_ids)
 
     def _selected(self, selected: Tensor | None, entropy: Tensor | None, mask: Tensor, whole: bool) -> Tensor:
-        if selected is not None or not whole:  # of a part of a window, only the caller knows the threshold
+        if selected is not None or not whole:  # only the caller knows the threshold of a whole window
             return _given(selected, "selected", "tokens")
         chosen: Tensor = self.tokens(_given(entropy, "entropy", "tokens").detach(), mask)
         return chosen
 
 
 def _accuracy(rewards: dict[str, Tensor], names: Sequence[str] | None) -> Tensor:
-    """The accuracy [P, G]: for each group the reward of that name, by default the first reward."""
+    """The accuracy [P, G]: each group's reward of that name, by default the first reward."""
     import torch
 
     first_PG = next(iter(rewards.values()))
@@ -249,7 +250,7 @@ def _accuracy(rewards: dict[str, Tensor], names: Sequence[str] | None) -> Tensor
 
 
 def _known(kind: str, name: str, rewards: dict[str, Tensor]) -> str:
-    """The name of a reward that part `kind` reads."""
+    """The name, if it is one of the rewards. Raises ConfigError otherwise. kind: the part that reads the reward."""
     if name not in rewards:
         choices = ", ".join(rewards)
         raise ConfigError(f"choose one of this run's rewards: {choices}", key=f"algorithm.{kind}.reward", value=name)

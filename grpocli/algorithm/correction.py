@@ -1,7 +1,7 @@
-"""The importance weight of each token for the gap between the sampler's and the trainer's probabilities.
+"""Importance weights of tokens, for the gap between the sampler's and the trainer's probabilities.
 
-rho = pi_trainer / pi_sampler with the weights that sampled: 1 but for numerics and staleness. The weight [B, T]
-multiplies the policy-gradient term and carries no gradient. NeMo RL's GRPO guide; "Your Efficient RL Framework
+rho = pi_trainer / pi_sampler with the weights that sampled: 1 except for rounding and staleness. The weight [B, T]
+multiplies the policy-gradient term and has no gradient. NeMo RL's GRPO guide; "Your Efficient RL Framework
 Secretly Brings You Off-Policy RL Training" (fengyao.notion.site, 2025).
 """
 
@@ -69,7 +69,7 @@ class Correction:
         )
 
     def bounded(self, x: str) -> str:
-        """`bound`, written out."""
+        """The formula of `bound`."""
         raise NotImplementedError
 
 
@@ -106,13 +106,13 @@ class AutoCorrection:
         return self.chosen(old_logp_BT, rollout_logp_BT, mask_BT)
 
     def formula(self) -> Formula:
-        made, told = self.chosen, self.chosen.formula()
-        if isinstance(made, NoCorrection):
-            return replace(told, note=f"{told.note}: rollout.max_staleness is 0")
-        bounded = told.lines[1].replace("ρ_min", f"{made.min:g}").replace("ρ_max", f"{made.max:g}")
-        return replace(
-            told, lines=(told.lines[0], bounded), symbols={}, note=f"token_truncate, for staleness. {told.note}"
-        )
+        chosen, formula = self.chosen, self.chosen.formula()
+        if isinstance(chosen, NoCorrection):
+            return replace(formula, note=f"{formula.note}: rollout.max_staleness is 0")
+        ratio, bounded = formula.lines
+        bounded = bounded.replace("ρ_min", f"{chosen.min:g}").replace("ρ_max", f"{chosen.max:g}")
+        note = f"token_truncate, for staleness. {formula.note}"
+        return replace(formula, lines=(ratio, bounded), symbols={}, note=note)
 
 
 @part("algorithm/correction", "token_mask")

@@ -1,4 +1,4 @@
-"""What is paid for staying undecided: subtracted from the loss of each token."""
+"""Entropy bonuses, subtracted from the loss of each token."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Checks of the arguments of an algorithm's public methods, by type and shape.
+"""Checks the types and shapes of the arguments of an algorithm's public methods.
 
-Only the values of rewards are read, once a step: `loss`, which every micro-batch calls, waits for no device.
+Only values of rewards are read, once a step: `loss`, called for every micro-batch, must not wait for the device.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def checked_rewards(rewards: Mapping[str, Tensor], weights: Mapping[str, float] | None) -> dict[str, Tensor]:
     """The rewards as floating-point tensors [P, G].
 
-    Raises TypeError or ValueError, naming the reward, for anything else, for an infinite reward or weight, and for a
-    weight of no reward.
+    Raises TypeError or ValueError with the reward's name for any other value, for an infinite reward or weight, and for
+    the weight of a missing reward.
     """
     import torch
 
@@ -51,7 +51,7 @@ def checked_rewards(rewards: Mapping[str, Tensor], weights: Mapping[str, float] 
 
 
 def check_accuracy(names: Sequence[str], rewards: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless `names` has the name of a reward for each group."""
+    """Raise ValueError unless `names` holds the name of a reward for each group."""
     groups = len(next(iter(rewards.values())))
     if len(names) != groups:
         raise ValueError(f"accuracy has {len(names)} names, and there are {groups} groups; give one for each")
@@ -61,7 +61,7 @@ def check_accuracy(names: Sequence[str], rewards: Mapping[str, Tensor]) -> None:
 
 
 def check_rows(logp: Tensor, per_token: Mapping[str, Tensor | None], per_row: Mapping[str, Tensor | None]) -> None:
-    """Raise ValueError, naming the argument of `loss`, where a shape would be broadcast without a word."""
+    """Raise ValueError with the name of an argument of `loss` whose shape would be broadcast silently."""
     if logp.ndim != 2:
         raise ValueError(f"loss(logp=...) has the shape {list(logp.shape)}; give [B, T]")
     for arguments, shape in ((per_token, logp.shape), (per_row, logp.shape[:1])):

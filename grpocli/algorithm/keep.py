@@ -1,4 +1,4 @@
-"""Which groups are trained on. `judged_PG` [prompts, group] is the reward that has to differ within a group."""
+"""Selection of the groups to train on. `rewards_PG` [prompts, group] is the reward that must differ within a group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCORE = "score"
-"""`keep.reward` for the weighted sum of all rewards, unless a reward has that name."""
+"""Value of `keep.reward` for the weighted sum of all rewards, unless a reward has this name."""
 
 FILTERING = "overlong filtering: DAPO (arXiv 2503.14476), section 3.4"
 TRUNCATED = "|o_i| = 0 for completions cut at the length limit: no loss"
@@ -29,8 +29,8 @@ class All:
     surplus = "discard"
     reward = None
 
-    def __call__(self, judged_PG: Tensor) -> Tensor:
-        return judged_PG.new_ones(judged_PG.shape[0]).bool()
+    def __call__(self, rewards_PG: Tensor) -> Tensor:
+        return rewards_PG.new_ones(rewards_PG.shape[0]).bool()
 
     def formula(self) -> Formula:
         note = "every question is trained on"
@@ -64,8 +64,8 @@ class Dynamic:
         one_of(self, "on_exhausted", ("train_partial", "error"))
         one_of(self, "surplus", ("discard", "carry"))
 
-    def __call__(self, judged_PG: Tensor) -> Tensor:
-        return ~constant_P1(judged_PG).squeeze(1)
+    def __call__(self, rewards_PG: Tensor) -> Tensor:
+        return ~constant_P1(rewards_PG).squeeze(1)
 
     def formula(self) -> Formula:
         score = "s" if self.reward == SCORE else "R_d"

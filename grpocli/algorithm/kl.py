@@ -1,6 +1,6 @@
-"""The penalty for leaving a reference policy, of each token [B, T], in nats.
+"""KL penalties to a reference policy, for each token [B, T], in nats.
 
-With x = log pi_ref - log pi, the estimators of http://joschu.net/blog/kl-approx.html.
+The estimators of http://joschu.net/blog/kl-approx.html, with x = log pi_ref - log pi.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 MAX_K3 = 10.0
-"""The upper bound of k3 of a token, in nats."""
+"""Upper bound of a token's k3, in nats."""
 BOUND = f"at most {MAX_K3:g}: NeMo RL (kl_output_clamp_value), verl (low_var_kl)"
 
 
@@ -68,7 +68,7 @@ class KL:
         raise NotImplementedError
 
     def clamped(self, logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor | None:
-        """The tokens [B, T] whose estimate is cut off; None where the estimator is not bounded."""
+        """The tokens [B, T] whose estimate is at its bound; None if the estimator has no bound."""
         return None
 
     def formula(self) -> Formula:

@@ -1,4 +1,4 @@
-"""Metrics of a loss: scalars on the device that combine over the parts of a window."""
+"""Metrics of a loss: scalars on the device, which combine over the parts of a window."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ OF_COMPUTED = (
     "entropy",
     "kl_clamped_ratio",
 )
-"""Means over the tokens that are computed; without any, there is no such metric."""
+"""Means over the computed tokens; without such tokens the metric is missing."""
 
 EXTREMES = {"clip_ratio/low_min": -1, "clip_ratio/high_max": 1}
-"""Metrics of which the least (-1) or the largest (1) over the parts of a window counts; all others add up."""
+"""Metrics that combine as a minimum (-1) or a maximum (1) over the parts of a window; all others are sums."""
 
 
 def combined(name: str, one: Tensor, other: Tensor) -> Tensor:
-    """A metric of two parts of a window from that of each."""
+    """A metric of two parts of a window together."""
     if name not in EXTREMES:
         return one + other
     return one.maximum(other) if EXTREMES[name] > 0 else one.minimum(other)
@@ -45,9 +45,9 @@ def loss_metrics(
 ) -> dict[str, Tensor]:
     """Metrics of the gap between sampler and trainer, of clipping, and of the KL estimate.
 
-    All but those of clipping are means over the window's computed tokens (`Totals.skipped`). kl: of the estimator
-    chosen; kl_clamped_ratio: the share of tokens (`clamped_BT`) where it is cut off. Without the sampler's log-probs
-    there are no metrics of the gap, and approx_entropy takes the trainer's own.
+    Except those of clipping, they are means over the window's computed tokens (see `Totals.skipped`).
+    kl: the chosen estimator. kl_clamped_ratio: share of tokens (`clamped_BT`) whose estimate is at its bound.
+    Without the sampler's log-probs the metrics of the gap are missing, and approx_entropy uses the trainer's.
     """
     import torch
 
@@ -91,17 +91,17 @@ def _gap_metrics(trainer_BT: Tensor, sampler_BT: Tensor) -> dict[str, Tensor]:
 
 
 def _k3(x_BT: Tensor) -> Tensor:
-    """exp(x) - x - 1, exact for the small gaps that are usual."""
+    """exp(x) - x - 1, exact for the usual small gaps."""
     return x_BT.expm1() - x_BT
 
 
 def _clip_metrics(side: str, flags: Tensor, mask_BT: Tensor, totals: Totals) -> dict[str, Tensor]:
-    """As TRL. flags [B, T], or [B] with a ratio a sequence: r < 1 - low and A < 0, or r > 1 + high and A > 0.
+    """Clipping metrics as in TRL. flags [B, T], or [B] for sequence ratios: r < 1 - low and A < 0, or r > 1 + high and
+    A > 0.
 
-    clip_ratio/low_mean, high_mean: the share of the window's tokens, or rows, of one side.
-    clip_ratio/low_min, high_max: the least and the largest share of a part of the window, of tokens or of rows with
-    a token. Tokens that are not computed count as one more part, without clipped ones; a part without tokens does not
-    count.
+    clip_ratio/low_mean, high_mean: share of the window's tokens, or rows, that are clipped on this side.
+    clip_ratio/low_min, high_max: smallest and largest share in a part of the window, of tokens or of rows with a token.
+    Tokens that are not computed are one more part, without clipped tokens; parts without tokens do not count.
     """
     of_tokens = flags.shape == mask_BT.shape
     clipped = (flags * mask_BT).sum() if of_tokens else flags.sum()

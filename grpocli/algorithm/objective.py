@@ -1,7 +1,7 @@
-"""The policy-gradient term of each token, to be minimised, before correction, KL and aggregation.
+"""Policy-gradient terms of tokens, to be minimised, before correction, KL and aggregation.
 
-All take log-probs [B, T] (nats), advantages [B] and a mask [B, T] of 0/1, and return the loss [B, T] and the
-clipped tokens by name ([B, T], or [B] where the ratio is one of the sequence).
+Each takes log-probs [B, T] (nats), advantages [B] and a mask [B, T] of 0/1, and returns the loss [B, T] and flags of
+clipped tokens by side ([B, T], or [B] for a sequence ratio).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FARTHEST = 20.0
-"""Nats. Ratios beyond exp(+-20) count as that, without gradient: no clip range reaches so far, and exp(89), infinite in
-float32, would make NaN of an advantage of 0."""
+"""Nats. Ratios beyond exp(+-20) are clamped, without gradient. No clip range is that wide, and exp(89), infinite in
+float32, times an advantage of 0 is NaN."""
 
 SHARPNESS = "must be above 0 (at least 1e-6) and finite"
 
@@ -32,7 +32,7 @@ class Clip:
     GRPO (arXiv 2402.03300), equation 3; `high` > `low` is DAPO's clip-higher (arXiv 2503.14476), section 3.1.
     """
 
-    vanishes = True  # with its gradient, where the advantage is 0
+    vanishes = True  # loss and gradient are 0 where the advantage is 0
 
     low: float = 0.2
     """How far the ratio may fall below 1, 0 to 1."""
@@ -72,7 +72,7 @@ class Clip:
             worse = worse.maximum(self.dual * advantages_B1).where(advantages_B1 < 0, worse)
         low = (ratio < 1 - self.low) & (advantages_B1 < 0)
         high = (ratio > 1 + self.high) & (advantages_B1 > 0)
-        if self.level == "sequence":  # [B]: rows of one token would make [B, 1] look like a flag a token
+        if self.level == "sequence":  # [B], since [B, 1] would look like flags of tokens if T is 1
             low, high = low.squeeze(1), high.squeeze(1)
         return -worse.expand_as(logp_BT), {"low": low, "high": high}
 

@@ -1,4 +1,4 @@
-"""How much each question counts. `accuracy_PG` is one named reward, `scores_PG` the summed score."""
+"""Weights of questions. `accuracy_PG` is one named reward, `scores_PG` the summed score."""
 
 from __future__ import annotations
 

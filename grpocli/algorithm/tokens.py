@@ -1,4 +1,4 @@
-"""Which tokens the policy-gradient term is taken over. KL, entropy bonus and denominators keep all of them."""
+"""Selection of the tokens of the policy-gradient term. KL, entropy bonus and denominators include all tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TopEntropy:
         return sorted_N[below].lerp(sorted_N[above], position - below)
 
     def __call__(self, entropy_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """Selected tokens [B, T] (bool) of rows that are a whole window."""
+        """The selected tokens [B, T] (bool) of the rows of a whole window."""
         return (entropy_BT >= self.threshold(entropy_BT[mask_BT.bool()])) & mask_BT.bool()
 
     def formula(self) -> Formula:

@@ -1,4 +1,4 @@
-"""A calculator that the model calls by writing `<<12*34>>`, or `<<12*34=408>>` as GSM8K's worked solutions do."""
+"""A calculator for the model, called by writing `<<12*34>>`, or `<<12*34=408>>` as in GSM8K's solutions."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from grpocli.types import Message
 
 CALL = re.compile(r"<<([^<>]*)>>")
 LONGEST = 200
-"""Characters of an expression."""
+"""Most characters of an expression."""
 LARGEST = 10**30
-"""Nothing beyond it is computed."""
+"""Largest absolute value of a result."""
 OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -31,18 +31,18 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 
 class Calculator:
-    """A turn with a call is answered with the last call's value; a turn without one is the final answer.
+    """Answers a turn that has calls with the value of the last one; a turn without a call is the final answer.
 
-    right: the reward where the last number of the final answer is that of the example's column `answer`; wrong: where
-    it is not. cost: taken off for each call. role: of the calculator's messages; a template that knows `tool` may
-    want that.
+    right: reward if the last number of the final answer equals the one in the example's column `answer`. wrong: reward
+    if it does not. cost: subtracted for each turn with a call. role: of the calculator's messages; `tool` for chat
+    templates that support it.
     """
 
     def __init__(self, right: float = 1.0, wrong: float = 0.0, cost: float = 0.0, role: str = "user") -> None:
         self.right, self.wrong, self.cost, self.role = right, wrong, cost, role
 
     def reset(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Raises ValueError where the example has no number to reach."""
+        """The state of a new episode. Raises ValueError if the example has no number in `answer`."""
         answer = str(metadata.get("answer", ""))
         if last_number(answer) is None:
             raise ValueError(f"the calculator needs an example with a number in `answer`, not {answer!r}")
@@ -60,7 +60,7 @@ class Calculator:
 
 
 def value_of(expression: str) -> str:
-    """The value of a sum, product and the like of numbers, in digits; "error: ..." where there is none."""
+    """The value of an arithmetic expression, in digits; "error: ..." if it has none."""
     if len(expression) > LONGEST:
         return "error: too long"
     try:

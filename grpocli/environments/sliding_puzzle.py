@@ -1,4 +1,4 @@
-"""A sliding puzzle: tiles on a square board with one hole, to be moved until they are in order."""
+"""A sliding puzzle: the model moves tiles on a square board with one hole until they are in order."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from grpocli.types import Message
 Board: TypeAlias = list[list[int]]  # 0 is the hole
 
 MOVES = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
-"""Where the tile that moves stands, seen from the hole: (rows, columns)."""
+"""Position of the tile that moves, relative to the hole: (rows, columns)."""
 MOVE = re.compile(r"\b(up|down|left|right)\b", re.IGNORECASE)
 
 
 class SlidingPuzzle:
-    """The last move named in a turn (up, down, left, right: where a tile slides into the hole) is made.
+    """Makes the last move named in a turn: up, down, left or right, the direction in which a tile slides into the hole.
 
-    solved: the reward for the solved board, which ends the episode. illegal: that of a turn without a move that can be
-    made. moves: the episode is over after so many turns. role: of the messages that show the board.
+    solved: reward for the solved board, which ends the episode. illegal: reward of a turn without a legal move.
+    moves: number of turns after which the episode ends. role: of the messages that show the board.
     """
 
     def __init__(self, solved: float = 1.0, illegal: float = 0.0, moves: int = 8, role: str = "user") -> None:
         self.solved, self.illegal, self.moves, self.role = solved, illegal, moves, role
 
     def reset(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Raises ValueError where the example has no board."""
+        """The state of a new episode. Raises ValueError if the example has no board."""
         board = metadata.get("board")
         if not is_board(board):
             raise ValueError(f"the puzzle needs an example with a `board`, rows of the numbers from 0, not {board!r}")
@@ -43,7 +43,7 @@ class SlidingPuzzle:
 
 
 def solved_board(size: int) -> Board:
-    """The numbers from 1 in order, the hole last."""
+    """The numbers from 1 in order, then the hole."""
     numbers = [*range(1, size * size), 0]
     return [numbers[row * size : (row + 1) * size] for row in range(size)]
 
@@ -53,14 +53,14 @@ def is_solved(board: Board) -> bool:
 
 
 def is_board(board: Any) -> bool:
-    """Whether it is a square of the numbers from 0, each once."""
+    """Whether the value is a square board of the numbers from 0, each once."""
     if not isinstance(board, list) or not all(isinstance(row, list) and len(row) == len(board) for row in board):
         return False
     return len(board) > 1 and sorted(number for row in board for number in row) == list(range(len(board) ** 2))
 
 
 def slide(board: Board, move: str) -> Board | None:
-    """The board after a move; None where no tile can make it."""
+    """The board after a move; None if the move is illegal."""
     row, column = next((r, c) for r, line in enumerate(board) for c, number in enumerate(line) if number == 0)
     down, right = MOVES[move]
     tile_row, tile_column = row + down, column + right
@@ -72,6 +72,6 @@ def slide(board: Board, move: str) -> Board | None:
 
 
 def show(board: Board) -> str:
-    """A line a row, the hole as `_`."""
+    """The board as text: one line per row, the hole as `_`."""
     width = len(str(len(board) ** 2 - 1))
     return "\n".join(" ".join(f"{number or '_':>{width}}" for number in row) for row in board)

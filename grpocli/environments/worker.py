@@ -1,4 +1,4 @@
-"""What a worker process computes for an environment. Everything that comes and goes is JSON."""
+"""The functions that worker processes run for an environment. Arguments and results are JSON values."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from grpocli.user_frames import raised
 
 KEY = "task.environment.name"
 LONGEST = 200_000
-"""Characters of an observation."""
+"""Most characters of an observation."""
 
 
 def reset(name: str, arguments: str, metadata: dict[str, Any]) -> list[Any]:
-    """[metadata]. arguments: JSON."""
-    found = _asked(_made(name, arguments).reset, metadata)
-    return [_json(metadata if found is None else found)]
+    """[metadata] of a new episode. arguments: keyword arguments of the class, as JSON."""
+    state = _call_user(_environment(name, arguments).reset, metadata)
+    return [_json(metadata if state is None else state)]
 
 
 def step(name: str, arguments: str, messages: list[Message], metadata: dict[str, Any]) -> list[Any]:
-    """[observation, rewards by name, done, metadata]. Raises ValueError for an answer of another shape."""
-    answer = _asked(_made(name, arguments).step, messages, metadata)
+    """[observation, rewards by name, done, metadata]. Raises ValueError if the user's `step` returns something else."""
+    result = _call_user(_environment(name, arguments).step, messages, metadata)
     try:
-        observation, reward, done, state = answer
+        observation, reward, done, state = result
     except (TypeError, ValueError):
-        raise ValueError(f"step returned {answer!r}, not (observation, reward, done, metadata)") from None
+        raise ValueError(f"step returned {result!r}, not (observation, reward, done, metadata)") from None
     return [_messages(observation), _rewards(reward), bool(done), _json(state)]
 
 
 def call(kind: str, *given: Any) -> list[Any]:
-    """The two above, for one pool."""
+    """Call `reset` or `step`, so that one pool serves both."""
     return reset(*given) if kind == "reset" else step(*given)
 
 
 @lru_cache(maxsize=64)
-def _made(name: str, arguments: str) -> Any:
-    return _asked(load(name, KEY), **json.loads(arguments))
+def _environment(name: str, arguments: str) -> Any:
+    return _call_user(load(name, KEY), **json.loads(arguments))
 
 
-def _asked(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+def _call_user(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
     try:
         return function(*given, **named)
     except (Exception, SystemExit) as error:
@@ -55,18 +55,18 @@ def _messages(observation: Any) -> list[Message]:
     if isinstance(observation, dict):
         observation = [observation]
     if not isinstance(observation, list | tuple):
-        raise ValueError(f"step observed {observation!r}, which is no list of messages")
+        raise ValueError(f"step observed {observation!r}, expected a list of messages")
     for message in observation:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             raise ValueError(f"step observed {message!r}; a message is a dict with `role` and `content`")
         if message.get("role") not in ROLES:
             raise ValueError(f"step observed a message of the role {message.get('role')!r}; take {', '.join(ROLES)}")
     if (length := sum(len(message["content"]) for message in observation)) > LONGEST:
-        raise ValueError(f"step observed {length:,} characters; {LONGEST:,} are the most that are tokenised")
+        raise ValueError(f"step observed {length:,} characters; at most {LONGEST:,} are allowed")
     try:
         json.dumps(observation)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"step observed what is not made of JSON values: {error}") from error
+        raise ValueError(f"step observed a value that is not JSON: {error}") from error
     return list(observation)
 
 
@@ -74,7 +74,7 @@ def _rewards(reward: Any) -> dict[str, float]:
     named = reward if isinstance(reward, Mapping) else {"reward": 0.0 if reward is None else reward}
     found = {str(name): float(value) for name, value in named.items()}
     if not all(math.isfinite(value) for value in found.values()):
-        raise ValueError(f"step rewarded {reward!r}, which is no finite number")
+        raise ValueError(f"step rewarded {reward!r}, expected finite numbers")
     return found
 
 
@@ -84,5 +84,5 @@ def _json(metadata: Any) -> dict[str, Any]:
     try:
         json.dumps(metadata)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"its metadata is not made of JSON values: {error}") from error
+        raise ValueError(f"its metadata is not JSON: {error}") from error
     return metadata

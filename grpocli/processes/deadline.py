@@ -1,4 +1,7 @@
-"""Deadlines for calls in this process. In the main thread the call stays there, so that `signal.alarm` works inside."""
+"""Deadlines for calls in this process.
+
+A call in the main thread stays in the main thread, so that it may use `signal.alarm`.
+"""
 
 from __future__ import annotations
 
@@ -20,31 +23,31 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 GRACE = 30.0
-"""Seconds after a deadline in which a call has to be interrupted, or the process ends."""
+"""Seconds after a deadline until the process ends, if the call cannot be interrupted."""
 FOREVER = 1e9
-"""The longest deadline, in seconds: thirty years. Timers overflow above it."""
-AGAIN = 0.1
-"""Seconds between two attempts to interrupt a call, which may catch even `_Late`."""
+"""The longest deadline in seconds, thirty years. Timers overflow above it."""
+RETRY = 0.1
+"""Seconds between two attempts to interrupt a call, since it may catch even `_Late`."""
 SIGEV_THREAD_ID = 4
 LAST_WORDS = """
 import os, sys
-found = sys.stdin.read()
-if found:
-    print(sys.argv[1] + "\\n" + found * ("GRPOCLI_TRACEBACK" in os.environ), end="", file=sys.stderr)
+traceback = sys.stdin.read()
+if traceback:
+    print(sys.argv[1] + "\\n" + traceback * ("GRPOCLI_TRACEBACK" in os.environ), end="", file=sys.stderr)
 """
 
 
 class _Late(BaseException):
-    """Passes through the `except Exception` of the code that is interrupted."""
+    """A BaseException, which passes through `except Exception` in the interrupted code."""
 
 
 def within(seconds: float, what: str, call: Callable[[], T], remedy: str = "") -> T:
-    """What `call` returns or raises; TimeoutError(what) when it takes longer.
+    """The result of `call`. Raises its exception, or TimeoutError(what) if it takes longer.
 
-    Only the main thread can be interrupted: in another (`rollout.max_staleness` above 0) the call gets a thread of its
-    own, which is left behind. A call that cannot be interrupted either, since it holds the interpreter's lock or never
-    looks for signals, ends the process GRACE seconds later, with a sentence that ends in `remedy`; in the main thread,
-    where that is rare, only if there is one.
+    Only the main thread can be interrupted. From another thread (`rollout.max_staleness` above 0) the call runs in a
+    new thread, which is abandoned at the deadline. If a call cannot be interrupted, because it holds the interpreter's
+    lock or never handles signals, the process ends GRACE seconds later with an error that ends in `remedy`; in the main
+    thread only if a remedy is given.
     """
     seconds = min(seconds, FOREVER)
     main = threading.current_thread() is threading.main_thread()
@@ -69,10 +72,10 @@ def _into(done: Future[T], call: Callable[[], T]) -> None:
 
 @contextmanager
 def deadline(seconds: float, what: str) -> Iterator[None]:
-    """Raise TimeoutError(what) in the block when it takes longer, or after it where the block has caught that.
+    """Raise TimeoutError(what) in the block if it takes longer, or after the block if it catches the exception.
 
-    Blocking system calls are interrupted, and C code that looks for signals, as regular expressions do. Uses SIGUSR2.
-    Outside of the main thread, where Python handles no signals, there is no deadline.
+    Interrupts blocking system calls and C code that handles signals, such as regular expressions. Uses SIGUSR2.
+    Outside the main thread, where Python handles no signals, there is no deadline.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -93,18 +96,18 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
         if time.monotonic() >= end:
             raise _Late
     except _Late as late:
-        over = True  # at once: the timer still sends signals
+        over = True  # first, since the timer still sends signals
         raise TimeoutError(what).with_traceback(late.__traceback__) from None
     finally:
         over = True
         _timers().timer_delete(timer)
-        signal.signal(signal.SIGUSR2, before)  # calls our handler first, where a signal is waiting for it
+        signal.signal(signal.SIGUSR2, before)  # delivers a pending signal to our handler first
 
 
 def _new_timer() -> ctypes.c_void_p:
-    """A timer of the kernel that sends SIGUSR2 to this thread.
+    """A kernel timer that sends SIGUSR2 to this thread.
 
-    One of Python's would need the interpreter's lock, which a regular expression keeps until it is done.
+    A Python timer needs the interpreter's lock, which a regular expression holds until it ends.
     """
     event = struct.pack("QiiI44x", 0, signal.SIGUSR2, SIGEV_THREAD_ID, threading.get_native_id())
     timer = ctypes.c_void_p()
@@ -114,8 +117,8 @@ def _new_timer() -> ctypes.c_void_p:
 
 
 def _start(timer: ctypes.c_void_p, seconds: float) -> None:
-    """Let the timer send its signal after `seconds`, then every AGAIN seconds."""
-    times = struct.pack("qqqq", 0, int(AGAIN * 1e9), int(seconds), max(1, int(seconds % 1 * 1e9)))
+    """Send the timer's signal after `seconds`, and then every RETRY seconds."""
+    times = struct.pack("qqqq", 0, int(RETRY * 1e9), int(seconds), max(1, int(seconds % 1 * 1e9)))
     _timers().timer_settime(timer, 0, times, None)
 
 
@@ -130,7 +133,7 @@ _ENDING = threading.Lock()
 
 @contextmanager
 def _ended_after(seconds: float, what: str, remedy: str) -> Iterator[None]:
-    """End the process, with exit code 1 and a sentence, where the block takes longer. One block at a time."""
+    """End the process with exit code 1 and an error if the block takes longer. One block at a time."""
     sentence = f"grpocli: error: {what}, and cannot be interrupted" + (f": {remedy}" if remedy else "")
     if not _ENDING.acquire(blocking=False):
         yield
@@ -140,20 +143,20 @@ def _ended_after(seconds: float, what: str, remedy: str) -> Iterator[None]:
         faulthandler.dump_traceback_later(seconds, exit=True, file=_last_words(sentence))
         yield
     finally:
-        if os.getpid() == process:  # a process that the block has forked has no such thread, and would wait for it
+        if os.getpid() == process:  # a forked process lacks faulthandler's thread and would wait for it
             faulthandler.cancel_dump_traceback_later()
         _ENDING.release()
 
 
 @cache
 def _last_words(sentence: str) -> int:
-    """A pipe to a helper process, which prints the sentence once this process has written to it and ended.
+    """A pipe to a helper process, which prints the sentence when this process has written to it and ended.
 
-    faulthandler's thread can only write a traceback, since Python cannot run any more.
+    Python can no longer run then: faulthandler's thread can only write a traceback.
     """
-    heard, said = os.pipe()
+    read_end, write_end = os.pipe()
     command = [sys.executable, "-I", "-S", "-c", LAST_WORDS, sentence]
-    streams = [(os.POSIX_SPAWN_DUP2, heard, 0), (os.POSIX_SPAWN_DUP2, 2, 1)]
+    streams = [(os.POSIX_SPAWN_DUP2, read_end, 0), (os.POSIX_SPAWN_DUP2, 2, 1)]
     os.posix_spawn(sys.executable, command, os.environ, file_actions=streams, setpgroup=0)
-    os.close(heard)
-    return said
+    os.close(read_end)
+    return write_end

@@ -1,8 +1,8 @@
-"""Where a completion's final answer stands: one rule for all rewards that check answers, and for majorities.
+"""Finds the final answer in a completion: one rule for all rewards that check answers, and for majority voting.
 
-A thinking part holds no answer. In the rest, the answer is what is in the last \\boxed{}; else in the last <answer>
-tag; else what follows the last "####" (GSM8K); else all of it, of which mathematics takes the last expression.
-Every function takes time linear in the text, whatever a model has written.
+The thinking part is ignored. In the rest, the answer is the content of the last \\boxed{}; else of the last <answer>
+tag; else the text after the last "####" (GSM8K); else all of it, of which `math` takes the last expression.
+Every function takes time linear in the length of the text, even of hostile text.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ BEGIN, END = r"(?<![\\A-Za-z])", r"(?![A-Za-z])"
 CHANGES = re.compile(
     rf"{BEGIN}(?:(?:{OTHER_VALUE}){END}|(?<![A-Za-z] )(?:squared|cubed){END})|_\s?\\text\{{\s?(?:{NUMERALS})", re.I
 )
-"""A number beside one of these is another number, or no number. Squared metres are a unit."""
+"""Words that change the value of a number beside them, or refuse it. Squared metres are a unit."""
 
 NO_UNIT = re.compile(
     rf"{CHANGES.pattern}|{BEGIN}(?:and|or|to|if|than|is|are|was|{NUMERALS}|(?:{'|'.join(MULTIPLIERS)})s?){END}"
     rf"|{BEGIN}(?:wrong|false|incorrect)\W*$",
     re.I,
 )
-"""Of a unit or a noun after a number none of these is a part, either: they join it to a second number."""
+"""Words that a unit or noun after a number does not contain: CHANGES, and words that join a second number."""
 
 NEGATIVE = re.compile(
     r"(?<![\\A-Za-z])(?:\\text\s?\{\s?)?(?:negative|minus)\s?(?:\}\s?)?(?=\d|\.\d|\$|\\(?:d?frac|sqrt|pi))", re.I
 )
-"""A sign in words."""
+"""A minus sign in words."""
 
 THINK, THOUGHT = re.compile("<think>", re.I), re.compile("</think>", re.I)
 TAG, END_TAG = re.compile("<answer>", re.I), re.compile("</answer>", re.I)
@@ -54,11 +54,11 @@ BRACES = re.compile(r"\\{1,2}(?:boxed|fbox)\s*(?P<open>\{)?(?P<bare>[A-Za-z0-9.]
 GAP = re.compile(
     r"(?:[\s$,;&]|\\[()\[\],;!]|\\q?quad|\\text\{[^{}]*\b(?:and|or)\b[^{}]*\}|and|or|[A-Za-z]_?\{?\d?\}?\s*=)*"
 )
-"""The text between two boxes or formulas that are one list."""
+"""Text between two boxes or formulas that makes them one list."""
 LONGEST_GAP = 60
-"""Characters of such a text."""
+"""Characters of such text."""
 LONGEST = 2000
-"""Characters at the end of a text that are searched for an expression."""
+"""Only so many characters at the end of a text are searched for an expression."""
 
 FORMULAS = (("$$", "$$"), ("\\[", "\\]"), ("\\(", "\\)"), ("$", "$"))
 COMMAND = re.compile(r"\\[A-Za-z]+")
@@ -91,10 +91,10 @@ def after_thinking(text: str) -> str:
 
 
 def boxed(text: str) -> str | None:
-    """The contents of the last closed \\boxed{} or \\fbox{}; None without one. Of nested ones the innermost counts.
+    """The content of the last closed \\boxed{} or \\fbox{}; None without a box. Of nested boxes the innermost counts.
 
-    An empty last box, and one that is cut off after another, are an empty answer.
-    Boxes in a row, with nothing but "and", "or", commas and the like between them, are one list.
+    If the last box is empty, or is cut off after another box, the answer is empty.
+    Boxes in a row, with only "and", "or", commas and the like between them, are one list.
     """
     found: list[str] = []
     before = 0
@@ -109,14 +109,14 @@ def boxed(text: str) -> str | None:
 
 
 def _cut_off(text: str, begin: int) -> bool:
-    """Whether a box opens after `begin`, where the last closed one ends, and never closes."""
+    """Whether a box opens after `begin` and never closes."""
     return re.compile(r"\\(?:boxed|fbox)\s*\{").search(text, begin) is not None
 
 
 def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
-    """The start, end and content of every closed box that has no box inside, in one pass over the braces."""
+    """The start, end and content of every closed innermost box, in one pass over the braces."""
     depth = 0
-    begin, inside, level = 0, None, 0  # of the box that is open: its start, its content's start, the depth around it
+    begin, inside, level = 0, None, 0  # start of the open box, start of its content, depth around it
     for match in BRACES.finditer(text):
         if match["open"]:
             begin, inside, level = match.start(), match.start("open") + 1, depth
@@ -133,12 +133,12 @@ def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _joins(text: str, begin: int, end: int) -> bool:
-    """Whether the text between two boxes or formulas makes them one list: "and", commas and the like."""
+    """Whether the text between two boxes or formulas makes them one list."""
     return end - begin <= LONGEST_GAP and GAP.fullmatch(text, begin, end) is not None
 
 
 def marked(text: str) -> str | None:
-    """The answer that a box, a tag or "####" marks; None without one of them. text: without its thinking."""
+    """The answer that a box, a tag or "####" marks; None without any of these. text: without the thinking part."""
     if (box := boxed(text)) is not None:
         return box
     if len(parts := TAG.split(text)) > 1:
@@ -149,24 +149,24 @@ def marked(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str:
-    """The final answer of a completion as text; without a mark, all that follows its thinking."""
+    """The final answer of a completion as text; without a mark, all text after the thinking part."""
     rest = after_thinking(text)
     answer = marked(rest)
     return rest.strip() if answer is None else answer
 
 
 def answer_expression(text: str) -> str:
-    """The final answer of a completion as mathematics reads it: an expression, or empty."""
+    """The final answer of a completion as a mathematical expression; empty if there is none."""
     rest = NEGATIVE.sub("-", COLOR.sub("", after_thinking(text)))
     answer = marked(rest)
     return last_expression(rest if answer is None else answer)
 
 
 def chosen_letter(text: str) -> str:
-    """The letter A to E that a completion answers a multiple-choice question with; empty where it is not one letter.
+    """The letter A to E that answers a multiple-choice question; empty if the completion does not name one letter.
 
-    It is the last one that "answer is", "option" or the like names; else one that the answer begins with, as in
-    "(B) 42"; else the only one of the last sentence.
+    It is the last letter after "answer is", "option" or the like; else the first of the answer, as in "(B) 42"; else
+    the only letter in the last sentence.
     """
     rest = after_thinking(text)
     answer = marked(rest)
@@ -185,9 +185,9 @@ def is_choice(reference: str) -> bool:
 
 
 def last_expression(text: str) -> str:
-    """The last mathematical expression in a text; the whole text where it is one; empty where there is none.
+    """The last mathematical expression in a text, which may be all of it; empty if there is none.
 
-    It is a formula in dollars or brackets, or a run of numbers, operators, commands and single letters.
+    An expression is a formula in dollars or brackets, or a run of numbers, operators, commands and single letters.
     """
     text = text.strip()[-LONGEST:]
     formulas = _last_formulas(text)
@@ -211,9 +211,9 @@ def _without_commands(text: str) -> str:
 
 
 def _last_formulas(text: str) -> list[tuple[int, int]]:
-    """Start and end of the last closed formula, delimiters included, after those that make a list with it: $1$ and $2$.
+    """Start and end of the last closed formula and of those that make a list with it, as in $1$ and $2$.
 
-    Empty without a formula.
+    Delimiters are included. Empty without a formula.
     """
     plain = text.replace("\\$", "\\0")
     found: list[tuple[int, int]] = []
@@ -225,7 +225,7 @@ def _last_formulas(text: str) -> list[tuple[int, int]]:
 
 
 def _last_formula(text: str) -> tuple[int, int] | None:
-    """Start and end of the last closed formula, delimiters included; prose between two prices is none."""
+    """Start and end of the last closed formula, delimiters included. Prose between two prices is not a formula."""
     best: tuple[int, int] | None = None
     for opening, closing in FORMULAS:
         end = text.rfind(closing)
@@ -239,7 +239,7 @@ def _last_formula(text: str) -> tuple[int, int] | None:
 
 
 def _last_run(text: str) -> str:
-    """The last run of words that may be mathematics, on one line; empty without one."""
+    """The last run of words on one line that may be mathematics; empty if there is none."""
     for line in reversed(text.splitlines()):
         words = line.split()
         after: list[str] = []
@@ -257,7 +257,7 @@ def _last_run(text: str) -> str:
             run.append(words.pop())
             open_brackets += _closing(run[-1])
         preceding = " ".join(words[-3:])
-        while len(run) > 1 and run[-1] in ("-", "*", "=", "+"):  # a bullet, or what follows a word
+        while len(run) > 1 and run[-1] in ("-", "*", "=", "+"):  # a bullet, or an operator after a word
             run.pop()
         found = " ".join(reversed(run)).lstrip(MARKUP + "=")
         return "" if _changed(preceding, found, following) else found
@@ -274,10 +274,10 @@ def _changed(before: str, number: str, after: str) -> bool:
 
 
 def _closing(token: str) -> int:
-    """How many more brackets it closes than it opens."""
+    """The number of brackets that it closes minus the number that it opens."""
     return sum((c in ")]}") - (c in "([{") for c in token)
 
 
 def _is_word(token: str) -> bool:
-    """Whether it is a word of a sentence, and no variable or command."""
+    """Whether it is a word of a sentence, not a variable or a command."""
     return token in ("a", "A", "I") or WORD.search(COMMAND.sub("", token)) is not None

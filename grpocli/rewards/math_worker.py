@@ -1,4 +1,7 @@
-"""Whether two answers are equal, for `math`. Only workers import this: math-verify takes seconds and memory."""
+"""Decides for `math` whether two answers are equal.
+
+Only worker processes import this module, since math-verify takes seconds and memory.
+"""
 
 from __future__ import annotations
 
@@ -47,15 +50,15 @@ from grpocli.rewards.final_answer import CHANGES, COMMAND, DIGIT, answer_express
 from grpocli.rewards.math_text import NormalizedText, normalized, plus_minus, rounded_equal
 
 LONGEST_ANSWER = 2000
-"""Characters of an answer that are read, or four times the reference's, where that is longer."""
+"""Most characters of an answer; four times the reference's length if that is more."""
 LARGEST_DIGITS = 10_000
-"""Digits of a number that is computed."""
+"""Most digits of a number that is computed."""
 MOST_TERMS = 1000
-"""Terms of a sum or product that is computed one by one."""
+"""Most terms of a sum or product that is computed term by term."""
 DEEPEST = 12
-"""Brackets within brackets that are parsed."""
+"""Most levels of nested brackets that are parsed."""
 DIGITS = 50
-"""Digits to which an irrational number is computed."""
+"""Digits of irrational numbers."""
 NORMAL = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
 )
@@ -66,34 +69,34 @@ CALL = re.compile(
     r"|[bp]?mod|lfloor|lceil|lvert|operatorname|circ)(?![a-z])|!|\|"
 )
 TIME = re.compile(r"^\d{1,2}\s?:\s?[0-5]\d$")
-"""As a reference it is no ratio: 3:30 is not 1:10."""
+"""A reference in this form is a time, not a ratio: 3:30 is not 1:10."""
 HUGE = re.compile(
     r"\^\s*\{?\s*-?(?:\d{8,}|\d{2,}\s*\^\s*\{?\s*\d{2,}|\d+\s*\^\s*\{?\s*\d{3,})|\\sqrt[^{]{0,9}\{?\s*\d{60,}"
 )
-"""Powers and roots that the parser or sympy would compute for seconds."""
+"""Powers and roots that take the parser or sympy seconds."""
 POINT = re.compile(r"(?<!\d)0*(\d*)\.(\d+)")
 MIXED = re.compile(r"\d\s*\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 ORDER = re.compile(r"[<>]|\\(?:lt|gt|le|ge|leq|geq)(?![a-z])")
 NAMED = re.compile(r"^\s*(?:[A-Za-z]\w*\s*\([^()=]*\)|\|[A-Z]{1,3}\||[A-Za-z]_\{[^{}=]*\})\s*=(?=.)")
-"""f(2), P(A|B), |AB| or x_{\\max} before an equals sign: the name of the answer."""
+"""f(2), P(A|B), |AB| or x_{\\max} before an equals sign, which name the answer."""
 LETTER = re.compile(r"[A-Za-z]")
 SIDE_BY_SIDE = re.compile(
     r"[\d.)\]}]\s*(?:\\left\s*)?[(\[]|[)\]]\s*(?:\\right\s*)?\d|\d\s+\d|(?<![A-Za-z}\]^_])\{[\d.]+\}\s*\{"
 )
-"""Factors without a sign between them, in what is a number: (51)(3), which the parser reads as 51 + 3."""
+"""Factors of a number without a sign between them: (51)(3), which the parser reads as 51 + 3."""
 PRODUCT = re.compile(r"(?:\\times|\\cdot|\*|\\ast)(?!\s*10\s*\^)")
 
-logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs every text it cannot read
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs every text that it cannot parse
 logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
 
 
 class Unreadable(ValueError):
-    """A text in which no mathematics can be read, or a number too large to compute."""
+    """A text that is not mathematics, or a number that is too large to compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An answer as mathematics. decimal: a decimal fraction is in it, so it may be rounded."""
+    """A parsed answer. decimal: whether it contains a decimal fraction, so it may be rounded."""
 
     source: NormalizedText
     expression: Any
@@ -105,9 +108,9 @@ class Value:
 
 
 def equal(gold: str, text: str | None, require_evaluated: bool = True) -> float:
-    """1 where the final answer in `text` equals the one in `gold`, else 0. With None for `text`, 1.
+    """1 if the final answer in `text` equals the one in `gold`, or if `text` is None, else 0.
 
-    Raises ValueError if no mathematics can be read from `gold`, and never because of `text`.
+    Raises ValueError if `gold` cannot be parsed, never because of `text`.
     """
     reference = _gold(gold)
     if text is None:
@@ -116,15 +119,15 @@ def equal(gold: str, text: str | None, require_evaluated: bool = True) -> float:
         return float(letter == chosen_letter(gold))
     try:
         return float(_answers(reference, answer_expression(text), require_evaluated))
-    except Exception:  # noqa: BLE001 - a text that cannot be read, is too deep or too large is a wrong answer
+    except Exception:  # noqa: BLE001 - unreadable, too deep or too large: a wrong answer
         return 0.0
 
 
 def same(one: str, other: str) -> float:
-    """1 where two answers, as `answer_expression` finds them, are equal, else 0. For majorities."""
+    """1 if two results of `answer_expression` are equal, else 0; for majority voting."""
     try:
         return float(_equal(_value(one), _value(other)))
-    except Exception:  # noqa: BLE001 - what cannot be read is equal to nothing else
+    except Exception:  # noqa: BLE001 - an unreadable text equals nothing else
         return 0.0
 
 
@@ -135,12 +138,12 @@ def compute(name: str, *arguments: Any) -> float:
 
 @lru_cache(maxsize=4096)
 def _gold(gold: str) -> Value:
-    """Read a reference: a number, LaTeX, GSM8K's "... #### 42", a boxed solution or a sentence. Raises ValueError."""
+    """Parse a reference: a number, LaTeX, GSM8K's "... #### 42", a boxed solution or a sentence. Raises ValueError."""
     text = answer_expression(gold)
     try:
         value = _value(text)
         if value.is_number:
-            with suppress(Unreadable):  # too large to compute: equal only to what is written alike
+            with suppress(Unreadable):  # too large to compute: equal only to the same text
                 _number(value.expression)
     except Exception as error:
         raise ValueError(f"no mathematics can be read from the reference answer {gold[:200]!r}") from error
@@ -148,7 +151,7 @@ def _gold(gold: str) -> Value:
 
 
 def _answers(reference: Value, text: str, require_evaluated: bool) -> bool:
-    """Whether an expression, or any side of an approximation that holds, is the reference."""
+    """Whether an expression, or any side of a correct approximation, equals the reference."""
     if len(text) > max(LONGEST_ANSWER, 4 * len(reference.source.text)):
         return False
     if "=" not in reference.source.text:
@@ -156,7 +159,7 @@ def _answers(reference: Value, text: str, require_evaluated: bool) -> bool:
     strict = require_evaluated and _evaluated(reference)
     parts = _members(text)
     if strict and not any(_calls(normalized(part).text) <= _calls(reference.source.text) for part in parts):
-        return False  # before it is computed
+        return False  # checked before the value is computed
     times = TIME.match(reference.source.text) is not None
     values = [_value(part, times) for part in parts if part.strip()]
     if len(values) > 1 and isinstance(values[0].expression, Symbol):  # x is about 11
@@ -174,7 +177,7 @@ def _members(text: str) -> list[str]:
 
 
 def _rounds(value: Value, rounded: Value) -> bool:
-    """Whether `rounded` is `value`, rounded or cut off at the decimal places it is written with."""
+    """Whether `rounded` is `value`, rounded or truncated to the decimal places of `rounded`."""
     exact, near = _last(value.expression), _last(rounded.expression)
     if not (_is_number(exact) and _is_number(near)):
         return False
@@ -242,27 +245,27 @@ def _latex(text: str) -> Any:
 
 
 def _exact(expression: Any) -> Any:
-    """The expression with each decimal fraction as the rational number that it is written as."""
+    """The expression with each decimal fraction as an exact rational number."""
     if isinstance(expression, Float):
         return Rational(str(expression))
     if isinstance(expression, MatrixBase):
         return expression.applyfunc(_exact)
     if isinstance(expression, Basic) and expression.args and expression.atoms(Float):
-        # sets and chains keep the order that they are written in
+        # sets and chains keep the order of the text
         args = [_exact(one) for one in getattr(expression, "_unsorted_args", expression.args)]
         return expression.func(*args, evaluate=False) if is_relation(expression) else expression.func(*args)
     return expression
 
 
 def _equal(reference: Value, answer: Value) -> bool:
-    """Whether bases, units and brackets allow it and the expressions are equal, as they are or as percents."""
+    """Whether the expressions are equal, directly or as percents, and bases, units and brackets agree."""
     a, b = reference.source, answer.source
     if a.base != b.base or (a.unit and b.unit and a.unit != b.unit):
         return False
     if {a.brackets, b.brackets} in ({"{", "("}, {"{", "["}):
         return False
     if isinstance(reference.expression, FiniteSet | Tuple) and ORDER.search(b.text):
-        return False  # 2 < x < 3 is read as the interval (2, 3), and that as a pair
+        return False  # 2 < x < 3 is parsed as the interval (2, 3), which looks like a pair
     decimal = reference.decimal or answer.decimal
     if _same(reference.expression, answer.expression, decimal):
         return True
@@ -289,7 +292,7 @@ def _same(reference: Any, answer: Any, decimal: bool) -> bool:
     if _is_number(reference) and _is_number(answer):
         return _numbers_equal(reference, answer, decimal)
     if _is_number(reference) and isinstance(answer, Expr) and not isinstance(answer, Symbol):
-        return False  # it has unknowns
+        return False  # the answer has unknowns
     ours, theirs = _elements(reference), _elements(answer)
     if ours and theirs and (len(ours) > 1 or len(theirs) > 1):
         return _all_same(reference, answer, decimal)
@@ -308,7 +311,7 @@ def _consistent(chain: Any, decimal: bool) -> bool:
 
 
 def _sides(relation: Any) -> list[Any]:
-    """The members of a chain of equations or inequalities in order; of another expression, itself."""
+    """The members of a chain of equations or inequalities, in order; for another expression, itself."""
     if isinstance(relation, And):
         return [side for one in relation._unsorted_args for side in _sides(one)]
     return [relation.lhs, relation.rhs] if is_relation(relation) else [relation]
@@ -320,9 +323,11 @@ def _last(expression: Any) -> Any:
 
 
 def _elements(expression: Any) -> Sequence[Any]:
-    """The elements of a list, a finite set, a tuple or an open interval (so is (a, b) read); none of anything else."""
+    """The elements of a list, a finite set, a tuple or an open interval, the parse of (a, b); else none."""
     if isinstance(expression, FiniteSet):
-        return list(getattr(expression, "_unsorted_args", expression.args))  # as written: a pair may have no brackets
+        return list(
+            getattr(expression, "_unsorted_args", expression.args)
+        )  # in the order of the text: a pair may have no brackets
     if isinstance(expression, Tuple):
         return list(expression.args)
     if isinstance(expression, Interval) and expression.is_open:
@@ -331,12 +336,12 @@ def _elements(expression: Any) -> Sequence[Any]:
 
 
 def _members_of(expression: Any) -> Sequence[Any]:
-    """The elements of a list or the like; of another expression, itself."""
+    """The elements of a list or the like; for another expression, itself."""
     return _elements(expression) or [_last(expression)]
 
 
 def _by_name(elements: Sequence[Any]) -> list[Any]:
-    """Values given to different letters, y=2 and x=1, in the order of the letters; other elements as they are."""
+    """Assignments to different letters, y=2 and x=1, sorted by letter; other elements unchanged."""
     names = [one.lhs.name for one in elements if is_assignment_relation(one) and isinstance(one.lhs, Symbol)]
     if len(elements) > 1 and len(set(names)) == len(elements):
         return sorted(elements, key=lambda one: str(one.lhs.name))
@@ -344,7 +349,7 @@ def _by_name(elements: Sequence[Any]) -> list[Any]:
 
 
 def _all_same(reference: Any, answer: Any, decimal: bool) -> bool:
-    """Element by element: in order where either is ordered, else in any order."""
+    """Whether the elements are equal: in order if either list is ordered, else in any order."""
     sets = isinstance(reference, FiniteSet) and isinstance(answer, FiniteSet)
     ours, theirs = (list(one.args) if sets else list(_elements(one)) for one in (reference, answer))
     if len(ours) != len(theirs):
@@ -365,7 +370,7 @@ def _is_number(expression: Any) -> bool:
 
 
 def _numbers_equal(a: Any, b: Any, decimal: bool) -> bool:
-    """Whether numbers are equal: exactly, or where `decimal`, as `rounded_equal` says; irrational ones to 25 digits."""
+    """Whether numbers are equal: exactly, by `rounded_equal` if `decimal`, or to 25 digits if irrational."""
     if a == b:
         return True
     x, y = _number(a), _number(b)
@@ -382,7 +387,7 @@ def _numbers_equal(a: Any, b: Any, decimal: bool) -> bool:
 
 
 def _number(expression: Any) -> Any:
-    """The number as an exact rational, or rounded to `DIGITS` digits. Raises Unreadable where it is too large."""
+    """The number as an exact rational, or rounded to `DIGITS` digits. Raises Unreadable if it is too large."""
     if expression.is_Rational or expression in (oo, -oo):
         return expression
     _guard(expression)
@@ -394,7 +399,7 @@ def _number(expression: Any) -> Any:
 
 
 def _guard(expression: Any) -> None:
-    """Raise Unreadable where to compute the expression takes more than `LARGEST_DIGITS` digits."""
+    """Raise Unreadable if computing the expression takes more than `LARGEST_DIGITS` digits."""
     if isinstance(expression, Basic):
         _digits(expression)
         if any(_is_long(one) for one in expression.atoms(Product, Sum)):
@@ -419,7 +424,7 @@ def _digits(node: Any) -> float:
 
 
 def _is_long(node: Any) -> bool:
-    """Whether a sum or product has more than `MOST_TERMS` terms, one by one: polynomials are summed by a formula."""
+    """Whether a sum or product has more than `MOST_TERMS` terms; polynomials are summed by a formula."""
     if isinstance(node, Sum) and node.function.is_polynomial():
         return False
     lengths = [high - low for _, low, high in node.limits]
@@ -434,12 +439,12 @@ def _size(node: Any, digits: float) -> float:
 
 
 def _evaluated(value: Value, reference: Value | None = None) -> bool:
-    """Whether a value is computed to its end: no sum or product of rationals, and no call but the reference's."""
+    """Whether a value is fully evaluated: no sum or product of rationals, and only calls that the reference has."""
     text = value.source.text
     if not _calls(text) <= (_calls(reference.source.text) if reference else set()):
         return False
     if any(int(above or one) >= int(below or other) for above, one, below, other in MIXED.findall(text)):
-        return False  # 51 23/1 is a sum
+        return False  # 51 23/1 is a sum, not a mixed number
     if SIDE_BY_SIDE.search(EQUALS.split(text)[-1]) and any(
         _computes_to_rational(one) for one in _members_of(value.expression)
     ):
@@ -447,7 +452,7 @@ def _evaluated(value: Value, reference: Value | None = None) -> bool:
     products = bool(PRODUCT.search(text))
     expression = _last(value.expression)
     if value.decimal and value.source.number is None:
-        expression = _last(_parsed(POINT.sub(_whole, plus_minus(text))))  # the parser computes with decimals at once
+        expression = _last(_parsed(POINT.sub(_whole, plus_minus(text))))  # the parser evaluates decimals at once
     if getattr(expression, "free_symbols", True):
         return reference is not None
     return _is_value(expression, products)
@@ -456,17 +461,17 @@ def _evaluated(value: Value, reference: Value | None = None) -> bool:
 def _calls(text: str) -> set[str]:
     """The calls in the last member of a chain of equations."""
     last = EQUALS.split(text)[-1]
-    whole = last.count("{") == last.count("}")  # \sum_{k=1} is no chain
+    whole = last.count("{") == last.count("}")  # the = in \sum_{k=1} is not a chain
     return set(CALL.findall((last if whole else text).replace("\\!", "")))
 
 
 def _whole(found: re.Match[str]) -> str:
-    """A decimal fraction as a whole number, in an expression of the same structure."""
+    """A decimal fraction as a whole number, which keeps the structure of the expression."""
     return (found[1] + found[2]).lstrip("0") or "0"
 
 
 def _is_value(node: Any, products: bool) -> bool:
-    """Whether no sum or product in it has two rational members. products: it is written with a multiplication sign."""
+    """Whether no sum or product has two rational members. products: whether the text has a multiplication sign."""
     args = getattr(node, "args", ())
     if not all(_is_value(one, products) for one in args if isinstance(one, Basic)):
         return False
@@ -478,7 +483,7 @@ def _is_value(node: Any, products: bool) -> bool:
 
 
 def _is_rational(node: Any) -> bool:
-    """Whether it is a rational number, or a product or whole power of rational numbers that sympy has left as it is."""
+    """Whether it is a rational number, or an unevaluated product or integer power of rational numbers."""
     if isinstance(node, Mul):
         return all(_is_rational(one) for one in node.args)
     if isinstance(node, Pow) and node.base.is_Rational and node.exp.is_Integer:
@@ -487,7 +492,7 @@ def _is_rational(node: Any) -> bool:
 
 
 def _computes_to_rational(node: Any) -> bool:
-    """Whether its value is rational, as that of \\sqrt{9} and \\pi/\\pi is."""
+    """Whether its value is rational, as for \\sqrt{9} and \\pi/\\pi."""
     if _is_rational(node) or not _is_number(node):
         return _is_rational(node)
     _guard(node)

@@ -29,7 +29,7 @@ BAD = [
     ("reward.format.weight=0.2", "since format is not one of the rewards; add it: reward=[...,format]"),
     ("algorithm/kl=k4", "algorithm/kl=k4: choose one of k1, k2, k3, none"),
     ("train.steps=many", "train.steps=many: must be of type integer"),
-    ("algorithm.kl=k1", "algorithm.kl=k1: is no part; choose one with algorithm/kl=k1"),
+    ("algorithm.kl=k1", "algorithm.kl=k1: is not a part; choose one with algorithm/kl=k1"),
     ("recipe=nope", "recipe=nope: choose one of dapo-"),
     ("optim.lr=inf", "optim.lr=inf: must be a finite number"),
     ("optim.lr=-1", "optim.lr=-1.0: must be a finite number of 0 or more"),

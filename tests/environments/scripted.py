@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Counting:
-    """Says how many turns there were; over after `turns`, which may differ by example. Rewards each turn with 1."""
+    """Replies with the number of turns and rewards each with 1; the episode ends after the example's `turns`."""
 
     def __init__(self, turns: int = 3) -> None:
         self.turns = turns
@@ -31,7 +31,7 @@ class Counting:
 
 
 class Broken:
-    """Does what the example's column `how` says."""
+    """Misbehaves as the example's column `how` says."""
 
     def reset(self, metadata: dict[str, Any]) -> Any:
         if metadata["how"] == "reset":
@@ -66,7 +66,7 @@ class Broken:
 
 
 class Retry:
-    """Asks an arithmetic problem again until the answer is right; the sooner, the more it gives."""
+    """Asks an arithmetic problem again until the answer is right; an earlier answer has a larger reward."""
 
     def reset(self, metadata: dict[str, Any]) -> dict[str, Any]:
         return {"answer": metadata["answer"], "turn": 0}

@@ -1,4 +1,4 @@
-"""The calculator: what it computes, what it refuses, and when an episode of it is over."""
+"""The calculator environment."""
 
 from __future__ import annotations
 

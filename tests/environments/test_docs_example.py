@@ -1,4 +1,4 @@
-"""The environment that docs/tasks.md shows, played."""
+"""The example environment of docs/tasks.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpocli.environments import worker
 DOCS = Path(__file__).parents[2] / "docs" / "tasks.md"
 
 
-def test_the_documented_environment_works_as_it_stands(tmp_path: Path) -> None:
+def test_the_documented_environment_works(tmp_path: Path) -> None:
     block = re.search(r"A file `guess\.py`:\n\n((?:    .*\n|\n)+)", DOCS.read_text())
     assert block
     (tmp_path / "guess.py").write_text(textwrap.dedent(block[1]))

@@ -1,4 +1,4 @@
-"""Rollouts of several turns: token for token what the engine saw, masked to what the model wrote."""
+"""Episodes of several turns: their tokens are those of the engine, and the mask selects the model's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCRIPTED = Path(__file__).with_name("scripted.py")
 
 
 class Scripted:
-    """An engine that says `a`, `bb`, `ccc` in its first, second, third turn; i-th completions say it i times more."""
+    """An engine that writes `a`, `bb`, `ccc` in its turns, each i times more in the i-th completion."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -55,7 +55,7 @@ class Scripted:
 
 
 class Alone:
-    """World of one process."""
+    """A World of one process."""
 
     def any(self, value: bool) -> bool:
         return value
@@ -84,7 +84,7 @@ def prompt_of(tokenizer: Any, task: str = "game", **columns: Any) -> Prompt:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_trained_on_is_what_the_engine_saw(make_episodes, family: str) -> None:
+def test_the_tokens_of_an_episode_are_those_of_the_engine(make_episodes, family: str) -> None:
     tokenizer = FAMILIES[family]()
     engine = Scripted(tokenizer)
     prompts = [prompt_of(tokenizer, turns=3), prompt_of(tokenizer, turns=1)]
@@ -120,7 +120,7 @@ def test_what_is_trained_on_is_what_the_engine_saw(make_episodes, family: str) -
         assert not done.truncated
 
 
-def test_tasks_without_an_environment_are_one_turn_of_the_same(make_episodes) -> None:
+def test_a_task_without_an_environment_has_one_turn(make_episodes) -> None:
     tokenizer = FAMILIES["tiny"]()
     engine, told = Scripted(tokenizer), []
     prompts = [prompt_of(tokenizer), prompt_of(tokenizer, task="other")]
@@ -165,7 +165,7 @@ def test_limits_on_turns_and_tokens(make_episodes) -> None:
     assert ends[0] == tokenizer.eos_token_id  # the template's end of a turn, where the model was cut
 
 
-def test_what_the_engine_keeps_of_an_episode_comes_back_and_goes_with_it(make_episodes) -> None:
+def test_the_engine_gets_its_state_of_an_episode_back_until_it_ends(make_episodes) -> None:
     tokenizer = FAMILIES["tiny"]()
     engine = Scripted(tokenizer)
     prompts = [prompt_of(tokenizer, turns=turns) for turns in (3, 1, 2)]
@@ -180,7 +180,7 @@ def test_what_the_engine_keeps_of_an_episode_comes_back_and_goes_with_it(make_ep
     assert all(past.held is None for request in first for past in request.pasts)
 
 
-def test_of_a_single_turn_nothing_is_kept(make_episodes) -> None:
+def test_a_single_turn_keeps_no_engine_state(make_episodes) -> None:
     tokenizer = FAMILIES["tiny"]()
     engine = Scripted(tokenizer)
     prompts = [prompt_of(tokenizer), prompt_of(tokenizer, task="other")]
@@ -194,7 +194,7 @@ def test_of_a_single_turn_nothing_is_kept(make_episodes) -> None:
 
 @pytest.fixture(scope="module")
 def breakable() -> Iterator[Any]:
-    """The tokenizer and the episodes of an environment that breaks in many ways; its two workers outlast each."""
+    """The tokenizer and the episodes of an environment that misbehaves; its two workers serve all tests."""
     tokenizer, world = FAMILIES["tiny"](), Alone()
     games = {"game": EnvironmentConfig(name=f"{SCRIPTED}:Broken", timeout=1.0, workers=2)}
     episodes = Episodes(Scripted(tokenizer), tokenizer, games, world)  # type: ignore[arg-type]
@@ -213,13 +213,13 @@ def breakable() -> Iterator[Any]:
         ("shape", "step returned 5, not (observation, reward, done, metadata)"),
         ("role", "a message of the role 'assistant'; take system, user, tool, developer"),
         ("message", "step observed 'x'; a message is a dict"),
-        ("number", "no finite number"),
-        ("metadata", "not made of JSON values"),
-        ("long", "step observed 300,000 characters; 200,000 are the most"),
-        ("extra", "step observed what is not made of JSON values"),
+        ("number", "expected finite numbers"),
+        ("metadata", "its metadata is not JSON"),
+        ("long", "step observed 300,000 characters; at most 200,000 are allowed"),
+        ("extra", "step observed a value that is not JSON"),
     ],
 )
-def test_an_environment_that_breaks_ends_its_own_episodes_only(breakable, how: str, said: str) -> None:
+def test_a_broken_environment_ends_only_its_own_episodes(breakable, how: str, said: str) -> None:
     tokenizer, episodes = breakable
     prompts = [prompt_of(tokenizer, how=how), prompt_of(tokenizer, how="fine")]
     (broken,), (fine,) = episodes.generate(prompts, [Request(p.token_ids, 1, 0) for p in prompts], Sampling(50))
@@ -229,7 +229,7 @@ def test_an_environment_that_breaks_ends_its_own_episodes_only(breakable, how: s
     assert (fine.episode.problem, fine.episode.rewards) == (None, {"reward": 1.0})
 
 
-def test_an_environment_that_never_ends_is_ended(make_episodes) -> None:
+def test_an_endless_environment_ends_at_the_limit_of_turns(make_episodes) -> None:
     tokenizer = FAMILIES["tiny"]()
     prompt = prompt_of(tokenizer, how="forever")
     engine = Scripted(tokenizer)
@@ -262,14 +262,14 @@ def test_a_stop_in_any_turn_ends_the_episodes(make_episodes, turn: int) -> None:
 @pytest.mark.parametrize(
     ("how", "said"), [("reset", "game: its environment could not be reset: Runtime"), ("fine", "")]
 )
-def test_whether_an_episode_can_begin_is_known_without_a_model(how: str, said: str) -> None:
+def test_check_environment_needs_no_model(how: str, said: str) -> None:
     task = EnvironmentConfig(name=f"{SCRIPTED}:Broken", timeout=10.0)
     example = {"prompt": "not sent", "how": how, "board": Path("no JSON")}
     with pytest.raises(ConfigError, match=said) if said else nullcontext():
         check_environment("game", task, example)
 
 
-def test_variables_that_an_environment_needs_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_gets_the_variables_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = EnvironmentConfig(name=f"{SCRIPTED}:Broken", timeout=10.0, env=["SEARCH_KEY"])
     with pytest.raises(ConfigError, match=r"task\.environment\.env=\[SEARCH_KEY\]: is not set here"):
         check_environment("game", environment, {"how": "fine"})
@@ -281,7 +281,7 @@ def test_variables_that_an_environment_needs_are_there(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("turns", [0, 1])
 def test_cancelled_episodes_end_with_the_turns_they_have(make_episodes, turns: int) -> None:
-    """An engine that is cancelled may return nothing."""
+    """A cancelled engine may return nothing."""
     tokenizer = FAMILIES["chatml"]()
     stop = threading.Event()
 

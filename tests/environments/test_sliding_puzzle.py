@@ -1,4 +1,4 @@
-"""The sliding puzzle: which tile moves where, and when an episode of it is over."""
+"""The sliding puzzle environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_tiles_slide_into_the_hole() -> None:
     assert show(solved_board(4)).splitlines()[-1] == "13 14 15  _"
 
 
-def test_an_episode_that_is_solved() -> None:
+def test_a_solved_board_ends_the_episode() -> None:
     puzzle: Environment = SlidingPuzzle(illegal=-0.1)
     state = puzzle.reset({"board": [[1, 2, 3], [4, 0, 5], [7, 8, 6]], "answer": None})
     observation, reward, done, state = puzzle.step(say("first Left, I mean: left."), state)
@@ -37,7 +37,7 @@ def test_an_episode_that_is_solved() -> None:
     assert is_solved(state["board"])
 
 
-def test_an_episode_that_runs_out_of_moves() -> None:
+def test_the_last_move_ends_the_episode() -> None:
     puzzle = SlidingPuzzle(moves=2, illegal=-0.5)
     state = puzzle.reset({"board": [[0, 1], [3, 2]]})
     step = puzzle.step(say("hm"), state)
@@ -46,7 +46,7 @@ def test_an_episode_that_runs_out_of_moves() -> None:
 
 
 @pytest.mark.parametrize("board", [None, "12", [[1, 2]], [[1, 1], [0, 2]], [[0]], [[1, 2], [3, 4]], [1, 2, 3, 0]])
-def test_what_is_no_board(board: Any) -> None:
+def test_invalid_boards(board: Any) -> None:
     assert not is_board(board)
     with pytest.raises(ValueError, match="needs an example with a `board`"):
         SlidingPuzzle().reset({"board": board})

@@ -1,4 +1,4 @@
-"""An environment's words as tokens, under the chat templates of three families and as plain text."""
+"""Tokens of an environment's messages, with the chat templates of three model families and as plain text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TALK = [{"role": "user", "content": "47+85="}, {"role": "user", "content": "look
 
 
 def tokenizer_with(template: str | None, *special: str, end: str = "<end>") -> Any:
-    """One token a character, and the template's special tokens."""
+    """A tokenizer with one token per character, and the template's special tokens."""
     made = make_tokenizer()
     made.add_special_tokens({"additional_special_tokens": list(special)})
     made.eos_token = end
@@ -42,7 +42,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut"])
 def test_turns_together_are_the_whole_conversation(family: str, ended: bool) -> None:
-    """Prompt, sampled turn, the environment's words, sampled turn: as if all had been written at once."""
+    """Prompt, turn, observation and turn have the tokens of the whole conversation."""
     tokenizer = FAMILIES[family]()
     spoken = [{"role": "assistant", "content": "<<47+85>>"}, {"role": "assistant", "content": "132"}]
     whole = tokenizer.apply_chat_template([TALK[0], spoken[0], TALK[1], spoken[1]], tokenize=False)
@@ -66,7 +66,7 @@ def test_several_messages_and_plain_text() -> None:
     assert tokenizer.decode(Turns(tokenizer).after([9, 3], TALK, chat=False)) == "47+85=look\nagain"
 
 
-def test_what_a_template_cannot_show() -> None:
+def test_a_template_that_cannot_format_an_observation() -> None:
     tool = [{"role": "tool", "content": "132"}]
     with pytest.raises(ConfigError, match="refuses what an environment says: this model knows the roles"):
         Turns(FAMILIES["tiny"]()).after([3], tool, chat=True)

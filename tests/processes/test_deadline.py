@@ -1,4 +1,4 @@
-"""The deadline of a call that cannot be moved to another thread or process."""
+"""Deadlines of calls in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_call_that_hangs_is_ended(work) -> None:
     assert time.monotonic() - start < 5
 
 
-def test_a_call_in_time_may_use_alarms_of_its_own() -> None:
+def test_a_call_may_use_its_own_alarms() -> None:
     rang = []
     before = signal.signal(signal.SIGALRM, lambda *_: rang.append(True))
     with deadline(20, "too slow"):
@@ -35,7 +35,7 @@ def test_a_call_in_time_may_use_alarms_of_its_own() -> None:
 
 
 def elsewhere(call: Callable[[], object]) -> object:
-    """What `call` returns or raises in a thread, as where rollouts are collected ahead."""
+    """The result of `call` in another thread, as when steps are sampled ahead."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(call).result(20)
 
@@ -56,7 +56,7 @@ def raises() -> None:
 
 
 def test_a_signal_at_the_very_end_leaves_no_timer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A timer that stayed would end the process: nobody handles its signal any more."""
+    """A remaining timer would end the process, since no handler is left for its signal."""
     libc, deleted = deadlines._timers(), []
 
     def delete(timer: object) -> None:
@@ -71,11 +71,11 @@ def test_a_signal_at_the_very_end_leaves_no_timer_behind(monkeypatch: pytest.Mon
 
 
 CATASTROPHIC = "re.match('(a+)+$', 'a' * 60 + 'b')"
-"""It would take longer than anybody lives, and keeps the interpreter's lock."""
+"""Practically endless, and holds the interpreter's lock."""
 
 
 def ended(code: str) -> tuple[int, str]:
-    """The exit code and the errors of a process in which a reward hangs."""
+    """The exit code and the error output of a process in which a call hangs."""
     code = f"import re, threading\nfrom grpocli.processes import deadline\ndeadline.GRACE = 0.5\n{code}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     return done.returncode, done.stderr
@@ -89,7 +89,7 @@ def ended(code: str) -> tuple[int, str]:
         f"def call():\n    for _ in range(20):\n        try: {CATASTROPHIC}\n        except BaseException: pass",
     ],
 )
-def test_a_regular_expression_is_interrupted_whatever_catches_that(call: str) -> None:
+def test_a_regular_expression_is_interrupted_even_if_it_catches_exceptions(call: str) -> None:
     code, said = ended(f"{call}\ndeadline.GRACE = 20\ndeadline.within(0.5, 'too slow', call, 'take another')")
     assert (code, said.splitlines()[-1]) == (1, "TimeoutError: too slow")
 
@@ -101,5 +101,5 @@ def test_a_regular_expression_is_interrupted_whatever_catches_that(call: str) ->
         "deadline.within(0.5, 'too slow', lambda: sum(range(10**15)), 'ask less')",
     ],
 )
-def test_what_cannot_be_interrupted_ends_the_process_with_a_sentence(run: str) -> None:
+def test_a_call_that_cannot_be_interrupted_ends_the_process_with_an_error(run: str) -> None:
     assert ended(run) == (1, "grpocli: error: too slow, and cannot be interrupted: ask less\n")

@@ -11,7 +11,7 @@ from grpocli.rewards.reward import Sample
 
 @pytest.fixture
 def sample():
-    """make(text, chat=False, tokens=1, max_tokens=100, **columns)"""
+    """A factory of samples: make(text, chat=False, tokens=1, max_tokens=100, **columns)."""
 
     def make(text: str, *, chat: bool = False, tokens: int = 1, max_tokens: int = 100, **columns: Any) -> Sample:
         prompt = [{"role": "user", "content": "Why?"}] if chat else "Why?"

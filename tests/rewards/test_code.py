@@ -41,7 +41,7 @@ def test_right_wrong_and_unknown(reward):
     assert isinstance(odd, Failure)
 
 
-def test_part_of_the_tests():
+def test_partial_scores():
     reward = CodeReward(partial=True, right=2.0, wrong=-1.0, timeout=3)
     try:
         assert reward([sample(ADD.replace("+", "*")), sample(ADD), sample("")]) == [0.5, 2.0, -1.0]
@@ -58,13 +58,13 @@ def test_columns_around_the_program(reward):
     assert reward([sample("def max(a):\n    return 7", **own)]) == [1]
 
 
-def test_why(reward):
+def test_the_explanation_has_the_error_and_the_output(reward):
     assert "AssertionError" in reward.explain(sample(ADD.replace("+", "*")))
     assert "printed 'hello'" in reward.explain(sample("print('hello')"))
 
 
 def test_another_interpreters_packages():
-    """Its installed packages can be imported, ours cannot."""
+    """The packages of that interpreter can be imported, those of this environment cannot."""
     program = "import numpy\ndef add(a, b):\n    return int(numpy.add(a, b))"
     for python, expected in ((sys.executable, 1), (None, 0)):
         reward = CodeReward(python=python, timeout=20, memory_mb=2048)
@@ -74,7 +74,7 @@ def test_another_interpreters_packages():
             reward.close()
 
 
-def test_a_machine_without_control_groups_is_told_of(monkeypatch):
+def test_a_machine_without_control_groups_gives_a_warning(monkeypatch):
     monkeypatch.setattr(cgroup, "parent_group", lambda: None)
     assert CodeReward().warning.startswith(
         "reward.code.memory_mb=512 limits each process of a program, not all together"
@@ -83,7 +83,7 @@ def test_a_machine_without_control_groups_is_told_of(monkeypatch):
     assert CodeReward().warning == ""
 
 
-def test_an_interpreter_that_is_none():
+def test_an_interpreter_that_does_not_exist():
     with pytest.raises(ConfigError, match=r"reward.code.python=/no/python: does not start"):
         CodeReward(python="/no/python").check(["tests"])
 
@@ -106,11 +106,11 @@ def test_a_machine_without_isolation_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("field", "value"), [("timeout", 0), ("memory_mb", 8), ("processes", -1), ("disk_mb", 0), ("workers", -1)]
 )
-def test_values_that_cannot_be(field, value):
+def test_invalid_values_are_refused(field, value):
     with pytest.raises(ConfigError, match=rf"reward.code.{field}={value}: "):
         CodeReward(**{field: value})
 
 
-def test_a_column_that_is_missing():
+def test_a_missing_column_is_reported():
     with pytest.raises(ConfigError, match=r"reward.code.answer_column=tests: .*columns answer"):
         CodeReward().check(["answer"])

@@ -1,4 +1,4 @@
-"""Where the final answer stands: one rule for all rewards that judge answers."""
+"""Finding the final answer: one rule for all rewards that check answers."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def test_the_last_box_then_the_answer_tag_then_the_hashes_then_the_text(text: st
         ("no idea at all", ""),
     ],
 )
-def test_without_a_mark_it_is_the_last_expression(text: str, expression: str) -> None:
+def test_without_a_mark_the_last_expression_counts(text: str, expression: str) -> None:
     assert answer_expression(text) == expression
 
 
-def test_every_reward_reads_the_same_answer(sample) -> None:
+def test_every_reward_finds_the_same_answer(sample) -> None:
     text = "<think>It is 7, or \\boxed{7}.</think>\n<answer>5</answer>"
     math = Math(workers=1, timeout=20)
     try:
@@ -71,7 +71,7 @@ def test_every_reward_reads_the_same_answer(sample) -> None:
         math.close()
 
 
-def test_what_stands_in_the_thinking_part_is_no_answer_of_other_rewards_either(sample) -> None:
+def test_every_reward_ignores_the_thinking_part(sample) -> None:
     thinking = "<think><answer>1+2</answer></think>"
     reward = CountdownReward()
     columns = {"numbers": [1, 2], "target": 3}

@@ -1,4 +1,4 @@
-"""What a reward changes in the process that trains is put back, and what it draws repeats."""
+"""State that a reward changes in the trainer process is restored, and its random numbers are reproducible."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def settings() -> tuple[bool, torch.dtype, int]:
         lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     ],
 )
-def test_settings_of_torch(change: Callable[[], None], sample, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_of_torch_are_restored(change: Callable[[], None], sample, caplog: pytest.LogCaptureFixture) -> None:
     def disturb() -> float:
         change()
         return 1.0
@@ -59,7 +59,7 @@ def test_settings_of_torch(change: Callable[[], None], sample, caplog: pytest.Lo
     assert "for the whole process, which was undone" in caplog.text
 
 
-def test_also_after_an_error(sample) -> None:
+def test_settings_are_restored_after_an_error(sample) -> None:
     def disturb() -> float:
         torch.set_grad_enabled(False)
         random.seed(1)
@@ -71,7 +71,7 @@ def test_also_after_an_error(sample) -> None:
     assert random.getstate() == state
 
 
-def test_random_numbers_are_the_samples_own_and_nobody_elses(sample) -> None:
+def test_random_numbers_depend_on_the_samples_and_do_not_affect_others(sample) -> None:
     def seeded() -> float:
         random.seed(0), np.random.seed(0), torch.manual_seed(0)
         return 1.0
@@ -85,7 +85,7 @@ def test_random_numbers_are_the_samples_own_and_nobody_elses(sample) -> None:
     assert first == again != other
 
 
-def test_an_exit_fails_its_samples(sample) -> None:
+def test_os_exit_in_a_reward_fails_its_samples(sample) -> None:
     leave = os._exit
     (failure,) = call(reward(lambda: os._exit(3)), [sample("a")])
     assert isinstance(failure, Failure)
@@ -96,14 +96,14 @@ def test_an_exit_fails_its_samples(sample) -> None:
     assert os._exit is leave
 
 
-def test_a_program_in_place_of_the_run_fails_its_samples(sample) -> None:
+def test_exec_in_a_reward_fails_its_samples(sample) -> None:
     (failure,) = call(reward(lambda: os.execlp("true", "true")), [sample("a")])  # type: ignore[arg-type,return-value]
     assert isinstance(failure, Failure)
     assert "which would have ended the run without a word" in failure.reason
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_process_that_a_reward_forks_may_end_so(sample) -> None:
+def test_a_process_that_a_reward_forks_may_call_os_exit(sample) -> None:
     def forks() -> float:
         child = multiprocessing.get_context("fork").Process(target=os._exit, args=(4,))
         child.start()
@@ -113,7 +113,9 @@ def test_a_process_that_a_reward_forks_may_end_so(sample) -> None:
     assert call(reward(forks), [sample("a")]) == [4.0]
 
 
-def test_alarms_handlers_and_the_working_directory(sample, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_alarms_handlers_and_the_working_directory_are_restored(
+    sample, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def disturb() -> float:
         signal.signal(signal.SIGALRM, lambda *_: None)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -135,7 +137,7 @@ def test_alarms_handlers_and_the_working_directory(sample, tmp_path: Path, caplo
 
 @pytest.fixture
 def lock(tmp_path: Path) -> Iterator[IO[str]]:
-    """As a run holds one."""
+    """A lock as a run holds it."""
     with (tmp_path / ".lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
@@ -150,11 +152,11 @@ def held(tmp_path: Path) -> bool:
     return False
 
 
-def test_closed_descriptors_are_opened_again(sample, lock, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_closed_descriptors_are_restored(sample, lock, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def disturb() -> float:
         for file in (1, 2, lock.fileno()):
             os.close(file)
-        os.open(tmp_path / "other", os.O_CREAT | os.O_WRONLY)  # gets the number of the first
+        os.open(tmp_path / "other", os.O_CREAT | os.O_WRONLY)  # gets the number of the first closed one
         return 1.0
 
     before = [os.fstat(file).st_ino for file in (0, 1, 2, lock.fileno())]
@@ -237,7 +239,7 @@ def test_exit_handlers_run_to_their_end_where_all_threads_have_ended() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (4, "handled\n", "")
 
 
-def test_autocast_that_one_call_enters_and_the_next_one_leaves(sample) -> None:
+def test_autocast_that_one_call_enters_and_the_next_one_leaves_is_restored(sample) -> None:
     block = torch.autocast("cpu", torch.bfloat16)
     before = settings()
     for change in (block.__enter__, lambda: block.__exit__(None, None, None)):
@@ -245,8 +247,8 @@ def test_autocast_that_one_call_enters_and_the_next_one_leaves(sample) -> None:
         assert settings() == before
 
 
-def test_a_setting_that_torch_refuses_to_tell(sample) -> None:
-    """Its older and newer names for one must not be mixed."""
+def test_a_setting_that_torch_refuses_to_read_is_left_alone(sample) -> None:
+    """torch refuses after its old and new names for a setting were mixed."""
     code = (
         "import torch\nfrom rewards.test_isolate_state import reward\nfrom grpocli.rewards.reward import Sample\n"
         "from grpocli.rewards.scorer import call\ntorch.backends.cuda.matmul.fp32_precision = 'tf32'\n"

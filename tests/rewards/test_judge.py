@@ -1,4 +1,4 @@
-"""The judge against an endpoint of our own that fails, hangs, answers late, and answers nonsense."""
+"""The LLM judge against a local endpoint that fails, hangs, answers late, and answers nonsense."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpocli.types import Completion, Prompt, Rollout
 
 
 class Endpoint:
-    """Does what the completion that it is asked about says, and keeps the requests."""
+    """An endpoint that behaves as the completion in the request says, and records requests."""
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
@@ -63,7 +63,7 @@ class Endpoint:
                         outer.at_once += 1
                         outer.most = max(outer.most, outer.at_once)
                     time.sleep(0.2)
-                    with outer.lock:  # before the answer, which brings the next request
+                    with outer.lock:  # before the answer, after which the next request comes
                         outer.at_once -= 1
                     self.answer("Score: 1")
                 else:
@@ -81,7 +81,7 @@ class Endpoint:
                 self.wfile.write(data)
 
             def log_message(self, *_: Any) -> None:
-                """Tests are quiet."""
+                """Log nothing."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
@@ -124,7 +124,7 @@ def test_scores_are_read_and_clipped(endpoint: Endpoint, monkeypatch: pytest.Mon
     assert endpoint.keys == {"Bearer secret"}
 
 
-def test_what_may_pass_is_tried_again(endpoint: Endpoint) -> None:
+def test_temporary_errors_are_retried(endpoint: Endpoint) -> None:
     assert judge(endpoint)(samples("busy", "late", "drops")) == [0.0, 0.0, 0.0]
     assert endpoint.tries == {"busy": 3, "late": 2, "drops": 2}
 
@@ -152,17 +152,17 @@ def test_a_failed_judgement_is_a_failure_of_its_sample_only(
 
 
 @pytest.mark.parametrize(("others", "kind"), [(["1"], RewardGone), (["refused"] * 3, RewardError)])
-def test_a_judge_that_is_away_ends_the_run_with_a_checkpoint(
+def test_an_unavailable_judge_ends_the_run_with_a_checkpoint(
     endpoint: Endpoint, others: list[str], kind: type[RewardError]
 ) -> None:
-    """One that refuses, or gives no score, would do so again."""
+    """A judge that refuses, or gives no score, would do so again after a resume."""
     scorer = Scorer({"judge": judge(endpoint)}, 0.5)
     with pytest.raises(kind, match=r"reward\.judge .* more than rollout\.max_reward_errors=0\.5 allows") as caught:
         scorer.check_errors(scorer.score(rollouts("down", "down", *others), 9)[1])
     assert (type(caught.value), isinstance(caught.value, ServiceGone)) == (kind, kind is RewardGone)
 
 
-def test_requests_run_side_by_side_but_not_too_many(endpoint: Endpoint) -> None:
+def test_requests_are_concurrent_up_to_the_limit(endpoint: Endpoint) -> None:
     start = time.monotonic()
     assert judge(endpoint, concurrency=5, timeout=30.0)(samples(*["slow"] * 20)) == [1.0] * 20
     assert 1 < endpoint.most <= 5
@@ -178,12 +178,12 @@ def test_requests_run_side_by_side_but_not_too_many(endpoint: Endpoint) -> None:
         ({"low": 1.0}, r"reward\.judge\.high=1\.0: must be above reward\.judge\.low=1\.0"),
     ],
 )
-def test_settings_that_cannot_work(settings: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Judge(**{"base_url": "http://127.0.0.1:1/v1", "model": "m"} | settings)
 
 
-def test_what_is_found_out_before_training(endpoint: Endpoint) -> None:
+def test_checks_before_training(endpoint: Endpoint) -> None:
     judge(endpoint).check(["answer"])
     with pytest.raises(ConfigError, match=r"wants {answer}, but the task has no such column; did you mean \"answers\""):
         judge(endpoint).check(["answers"])
@@ -195,11 +195,11 @@ def test_what_is_found_out_before_training(endpoint: Endpoint) -> None:
         Judge(base_url="http://127.0.0.1:1/v1", model="m", prompt="{prompt}").check([])
 
 
-def test_a_text_that_is_no_utf8_is_judged_with_the_others(endpoint: Endpoint) -> None:
+def test_a_text_that_is_not_valid_utf8_is_judged(endpoint: Endpoint) -> None:
     assert judge(endpoint)(samples("1", "half a pair \ud800 0", "1"))[::2] == [1.0, 1.0]
 
 
-def test_one_samples_fault_is_not_the_others(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_one_sample_does_not_fail_the_others(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     (one,), (broken,), (other,) = samples("1"), samples("1"), samples("0")
     broken.columns["answer"] = Unprintable()
     first, failed, last = judge(endpoint)([one, broken, other])

@@ -1,4 +1,4 @@
-"""Which answers are equal: our own list of hard pairs, and laws over it."""
+"""Equality of answers: a list of hard pairs, and laws that hold for it."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ PAIRS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair['reference']} and {pair['completion']}"[:60])
-def test_an_answer_is_right_where_it_is_the_reference_and_nowhere_else(pair: dict[str, Any]) -> None:
+def test_every_pair_of_the_list(pair: dict[str, Any]) -> None:
     assert math_worker.equal(pair["reference"], pair["completion"]) == float(pair["equal"])
 
 
-def test_the_list_is_large_and_has_both_verdicts_in_every_family() -> None:
+def test_the_list_has_equal_and_unequal_pairs_in_every_family() -> None:
     found = Counter((pair["family"], pair["equal"]) for pair in PAIRS)
     assert len({(pair["reference"], pair["completion"]) for pair in PAIRS}) == len(PAIRS) >= 200
     assert {family for family, equal in found if equal} == {family for family, equal in found if not equal}
 
 
 @pytest.mark.parametrize("reference", sorted({pair["reference"] for pair in PAIRS}))
-def test_every_reference_is_its_own_answer(reference: str) -> None:
+def test_every_reference_equals_itself(reference: str) -> None:
     assert math_worker.equal(reference, reference) == 1.0
     boxed = answer_expression(reference).strip("$")
     assert math_worker.equal(reference, f"<think>12345</think> \\boxed{{{boxed}}}") == 1.0
 
 
-def test_copies_of_the_question_count_where_evaluation_is_not_required() -> None:
+def test_unevaluated_answers_count_without_require_evaluated() -> None:
     assert math_worker.equal("74", r"\boxed{51+23}", require_evaluated=False) == 1.0
     assert math_worker.equal("5050", r"\boxed{\sum_{k=1}^{100} k}", require_evaluated=False) == 1.0
 
 
 @pytest.mark.parametrize("reference", ["???", "", r"\frac{", "no solution here"])
-def test_a_reference_without_mathematics_is_an_error_that_names_it(reference: str) -> None:
+def test_an_unreadable_reference_is_an_error(reference: str) -> None:
     with pytest.raises(ValueError, match="no mathematics can be read from the reference answer") as caught:
         math_worker.equal(reference, "1")
     assert repr(reference) in str(caught.value)
@@ -64,8 +64,8 @@ def test_long_sums_and_products_are_not_computed(text: str, written: str) -> Non
         *("$", "1 ", "1,", "9 and ", "A ", "=", ":"),
     ],
 )
-def test_what_is_read_of_a_long_text_is_bounded(piece: str) -> None:
-    """The searches that are not linear see at most the last 2,000 characters."""
+def test_a_long_text_takes_bounded_time(piece: str) -> None:
+    """Only the last 2,000 characters reach searches that are not linear."""
     text = (piece * 20_000)[:20_000]
     assert len(answer_expression(text)) <= LONGEST
     assert math_worker.equal("7", text) == 0.0

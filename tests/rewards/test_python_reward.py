@@ -1,4 +1,4 @@
-"""reward=[python]: functions of the shapes that TRL's documentation shows."""
+"""reward=[python], with functions like those in TRL's documentation."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def reward(tmp_path: Path):
         ("counter", [0, 1]),
     ],
 )
-def test_plain_data(reward, sample, name: str, scores: list[float | None]) -> None:
+def test_scores_of_plain_data(reward, sample, name: str, scores: list[float | None]) -> None:
     given = [sample("4", tokens=2, truth="4", task="math"), sample("four", truth="4", task="code")]
     made = reward(name)
     made.check(["task", "truth"])
@@ -114,7 +114,7 @@ def test_a_function_cannot_change_what_was_sampled(reward, sample) -> None:
     assert given[0].token_ids == [7, 7]
 
 
-def test_conversations_come_as_lists_of_messages(reward, sample) -> None:
+def test_conversations_are_lists_of_messages(reward, sample) -> None:
     given = [sample("Well, 4", chat=True), sample("4", chat=True)]
     assert reward("starts_well")(given) == [1.0, 0.0]
 
@@ -130,8 +130,8 @@ def test_an_async_function_has_a_deadline(reward, sample) -> None:
         reward("never", timeout=0.05)([sample("a")])
 
 
-def test_in_a_process_of_its_own_it_is_ended_whatever_it_does(reward, sample) -> None:
-    """Also in a thread, where nothing can be interrupted."""
+def test_with_process_a_hanging_function_is_killed(reward, sample) -> None:
+    """Also from a thread other than the main one, which cannot be interrupted."""
     made = reward("stuck", timeout=0.5, process=True)
     try:
         with ThreadPoolExecutor(1) as pool:
@@ -142,7 +142,7 @@ def test_in_a_process_of_its_own_it_is_ended_whatever_it_does(reward, sample) ->
         made.close()
 
 
-def test_a_process_of_its_own_gives_what_the_function_gives(reward, sample) -> None:
+def test_with_process_the_scores_are_the_same(reward, sample) -> None:
     made = reward("anything", process=True)
 
     def asked(how: str, tokens: int = 1) -> list[Score]:
@@ -168,7 +168,7 @@ def test_a_process_of_its_own_gives_what_the_function_gives(reward, sample) -> N
         ("equals", "needs 'truth', but the task has no such column"),
     ],
 )
-def test_what_cannot_work_is_found_before_training(reward, name: str, said: str) -> None:
+def test_a_function_with_other_arguments_is_refused_before_training(reward, name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=r"reward\.python\.function=.*mine\.py") as caught:
         reward(name).check(["answer"])
     assert said in str(caught.value)
@@ -182,7 +182,7 @@ def test_what_cannot_work_is_found_before_training(reward, name: str, said: str)
         ("no_such_module:f", "No module named 'no_such_module'"),
     ],
 )
-def test_a_function_that_is_not_there(
+def test_a_missing_function_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -191,7 +191,7 @@ def test_a_function_that_is_not_there(
 
 
 @pytest.mark.parametrize("source", ["1 / 0", "import sys; sys.exit(0)", "def f(:"])
-def test_a_file_that_cannot_be_imported(tmp_path: Path, source: str) -> None:
+def test_a_file_that_cannot_be_imported_is_reported(tmp_path: Path, source: str) -> None:
     path = tmp_path / "bad.py"
     path.write_text(source)
     for _ in range(2):  # half of its module is not kept

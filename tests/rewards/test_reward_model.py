@@ -1,4 +1,4 @@
-"""A learned reward: the same whatever it is batched with, and what is no reward model."""
+"""reward=[model]: scores that do not depend on the batch, and models that are refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def samples(texts: list[str], chat: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_scores_are_the_models_own_whatever_they_are_batched_with(tmp_path: Path, chat: bool) -> None:
+def test_scores_do_not_depend_on_the_batch(tmp_path: Path, chat: bool) -> None:
     from transformers import AutoModelForSequenceClassification
 
     reward = RewardModel(path=str(save(tmp_path, 1)), batch=2, device="cpu")
@@ -64,7 +64,7 @@ def test_long_texts_lose_their_beginning(tmp_path: Path) -> None:
     assert abs(one) > 1e-4
 
 
-def test_what_is_no_reward_model_is_one_sentence(tmp_path: Path) -> None:
+def test_other_models_are_refused(tmp_path: Path) -> None:
     two = RewardModel(path=str(save(tmp_path / "two", 2)), device="cpu")
     with pytest.raises(ConfigError, match=r"reward\.model\.path=.*two: has 2 outputs; a reward model has one"):
         two.check([])

@@ -1,4 +1,4 @@
-"""Scoring while other completions are still being sampled."""
+"""Scoring of groups while other groups are still being sampled."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from grpocli.types import Completion, Prompt, Request, Sampling
 SOON = 30.0
 
 
-class Texts:
-    """In place of a tokenizer."""
-
+class FakeTokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return " ".join(map(str, token_ids))
 
 
-class Alone:
+class OneProcess:
     rank, size = 0, 1
 
     def enter(self, name: str) -> None:
@@ -37,7 +35,7 @@ class Alone:
 
 
 class Recording(BaseReward):
-    """The first token, or a failure at 13; what it was called with, and an event at the first call."""
+    """Scores the first token, with a failure at 13; records its calls and sets an event at the first one."""
 
     def __init__(self, has_processes: bool) -> None:
         object.__setattr__(self, "has_processes", has_processes)
@@ -51,7 +49,7 @@ class Recording(BaseReward):
 
 
 class Scripted:
-    """An engine: two completions for each request; `between` is called when the given ones have been handed out."""
+    """An engine with two completions for each request. Calls `between` after it has reported the groups in `handed`."""
 
     def __init__(self, handed: Sequence[int], between: Callable[[], None] = lambda: None) -> None:
         self.handed, self.between = handed, between
@@ -67,7 +65,7 @@ class Scripted:
 
 
 def sampler(engine: Any, rewards: dict[str, BaseReward]) -> Sampler:
-    return Sampler(Alone(), engine, Texts(), Scorer(rewards, 1.0))  # type: ignore[arg-type]
+    return Sampler(OneProcess(), engine, FakeTokenizer(), Scorer(rewards, 1.0))  # type: ignore[arg-type]
 
 
 PROMPTS = [Prompt(str(i), [2 * i], "?") for i in range(3)]
@@ -91,7 +89,7 @@ def test_a_group_is_scored_while_others_are_still_being_sampled() -> None:
     assert {name: one.errors for (name, _), one in stats.rewards.items()} == {"alone": 1, "together": 1}
 
 
-def test_when_a_group_comes_changes_nothing() -> None:
+def test_scores_do_not_depend_on_when_groups_arrive() -> None:
     found = []
     for handed in ([], [0], [1, 2], [2, 1, 0]):
         groups, stats = sampler(Scripted(handed), {"r": Recording(True)}).generate_and_score(
@@ -103,7 +101,7 @@ def test_when_a_group_comes_changes_nothing() -> None:
 
 
 def test_an_engine_that_fails_does_not_wait_for_scores() -> None:
-    """Neither for what is under way; what waits is not begun."""
+    """It waits for no running call, and waiting groups are not scored."""
     begun, go_on, over = threading.Event(), threading.Event(), threading.Event()
     calls: list[int] = []
 
@@ -121,7 +119,7 @@ def test_an_engine_that_fails_does_not_wait_for_scores() -> None:
         def generate(self, requests: Sequence[Request], sampling: Sampling, each: Any) -> list[list[Completion]]:
             for k in range(3):
                 each(k, [Completion([10], [-1.0], "stop", 1)] * 2)
-                assert begun.wait(SOON)  # so the first is scored alone
+                assert begun.wait(SOON)  # so that the first group is scored alone
             raise RuntimeError("the engine broke")
 
     with pytest.raises(RuntimeError, match="the engine broke"):
@@ -132,22 +130,22 @@ def test_an_engine_that_fails_does_not_wait_for_scores() -> None:
     assert calls == [2]
 
 
-def test_processes_agree_that_something_was_cancelled() -> None:
-    """This one had all its completions when another was asked to stop: both give up, before anything is scored."""
+def test_all_processes_stop_if_one_was_cancelled() -> None:
+    """This process had all its completions when another one was asked to stop: nothing is scored."""
 
-    class Two(Alone):
+    class Two(OneProcess):
         def any(self, flag: bool) -> bool:
             return True
 
     reward = Recording(False)
-    cancelled = Sampler(Two(), Scripted([]), Texts(), Scorer({"r": reward}, 1.0))  # type: ignore[arg-type]
+    cancelled = Sampler(Two(), Scripted([]), FakeTokenizer(), Scorer({"r": reward}, 1.0))  # type: ignore[arg-type]
     with pytest.raises(Cancelled):
         cancelled.generate_and_score(PROMPTS, [0, 1, 2], 2, Sampling(4), Watch(cancelled=lambda: False))
     assert reward.calls == []  # type: ignore[attr-defined]
 
 
-def test_scores_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces where a reward scores each sample by itself; one that sees all of them is asked once."""
+def test_progress_counts_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward with worker processes is called in batches, another one once with all samples."""
     monkeypatch.setattr(scorer_module, "BATCH", 4)
     told: list[tuple[float, float, str]] = []
     watch = Watch(lambda done, total, unit, detail="": told.append((done, total, unit)))

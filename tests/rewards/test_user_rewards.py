@@ -1,4 +1,4 @@
-"""Functions of a user's in every shape that TRL takes, from `reward=[python]` and a file of rows to a score."""
+"""Reward functions in every form that TRL accepts, from `reward=[python]` and a file of rows to scores."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CHAT = [{"prompt": [{"role": "user", "content": "A seat?"}]}, {"prompt": [{"role
 
 @pytest.fixture
 def scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """scores(rows, texts, overrides): what a step makes of two completions of the first row, and the remarks on it."""
+    """scores(rows, texts, overrides): the scores of completions of the first row, and warnings."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(SOURCE)
 
@@ -100,11 +100,11 @@ def python(name: str) -> list[str]:
         (PLAIN, ["abc", "a"], "maybe_logs", [0.5, 0.5]),
     ],
 )
-def test_each_shape(scores, rows: Any, texts: list[str], name: str, expected: list[float]) -> None:
+def test_every_form_of_function(scores, rows: Any, texts: list[str], name: str, expected: list[float]) -> None:
     assert scores(rows, texts, *python(name)) == (expected, [])
 
 
-def test_several_with_weights_of_which_one_does_not_apply(scores) -> None:
+def test_a_reward_that_does_not_apply_is_left_out_of_the_sum(scores) -> None:
     more = [
         "+reward@reward.capital=python",
         "reward.capital.function=mine.py:names_capital",
@@ -118,13 +118,13 @@ def test_several_with_weights_of_which_one_does_not_apply(scores) -> None:
     ]
 
 
-def test_where_no_reward_applies_that_is_said(scores) -> None:
+def test_a_warning_if_no_reward_applies(scores) -> None:
     found, said = scores(PLAIN, ["a", "b"], *python("of_verses"))
     assert all(math.isnan(score) for score in found)
     assert said == ["no reward applies to 2 of 2 samples of task jsonl: they teach nothing"]
 
 
-def test_what_only_trl_gives_is_named(scores) -> None:
+def test_an_argument_that_only_trl_passes_is_named(scores) -> None:
     said = "needs TRL's argument 'trainer_state', which grpocli does not pass: give it a default, trainer_state=None"
     with pytest.raises(ConfigError, match=said):
         scores(PLAIN, ["a"], *python("by_step"))
@@ -140,7 +140,7 @@ def test_what_only_trl_gives_is_named(scores) -> None:
         ),
     ],
 )
-def test_a_function_that_cannot_be_called_is_found_by_its_own_key(scores, name: str, said: str) -> None:
+def test_the_error_names_the_key_of_the_function(scores, name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         scores(PLAIN, ["a"], f"reward=[mine.py:{name}]")
 

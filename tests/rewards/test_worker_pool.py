@@ -1,4 +1,4 @@
-"""Rewards computed in killable worker processes."""
+"""The pool of worker processes, and the rewards math and format that use it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def math():
 
 @pytest.fixture
 def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A pool over a function of a light module: probes(seconds, workers) -> WorkerPool."""
+    """A factory of pools that run a function of a small module: probes(seconds, workers) -> WorkerPool."""
     (tmp_path / "probes.py").write_text(
         "import os, pathlib, signal, time\n"
         "here = pathlib.Path(__file__).parent\n"
@@ -94,7 +94,7 @@ def test_an_unreadable_or_missing_reference_is_a_failure(math: Math, sample) -> 
     assert "'answer'" in missing.reason
 
 
-def test_math_gives_the_values_of_right_and_wrong_and_failures_as_they_are(sample) -> None:
+def test_math_scores_right_and_wrong_and_keeps_failures(sample) -> None:
     reward = Math(workers=1, timeout=20, right=2, wrong=-1)
     try:
         right, wrong, unreadable = reward([sample("1", answer="1"), sample("2", answer="1"), sample("1", answer="???")])
@@ -104,12 +104,12 @@ def test_math_gives_the_values_of_right_and_wrong_and_failures_as_they_are(sampl
     assert isinstance(unreadable, Failure)
 
 
-def test_the_answer_of_a_whole_solution_is_what_is_in_its_box(math: Math, sample) -> None:
+def test_the_answer_of_a_whole_solution_is_in_its_box(math: Math, sample) -> None:
     solution = r"Since $20n$ leaves 5, $n = 26$, and there are $\boxed{890}$ of them, as $1000 > 890$."
     assert math([sample(text, answer=solution) for text in (r"\boxed{890}", r"\boxed{1000}")]) == [1.0, 0.0]
 
 
-def test_workers_outlive_the_thread_that_needed_them_first(probes) -> None:
+def test_workers_outlive_the_thread_of_the_first_call(probes) -> None:
     pool = probes(workers=1)
     first: list[float] = []
     thread = threading.Thread(target=lambda: first.extend(pool.map(["pid"])))
@@ -121,7 +121,7 @@ def test_workers_outlive_the_thread_that_needed_them_first(probes) -> None:
 
 
 def test_a_completion_that_takes_too_long_is_wrong_and_a_reference_that_does_is_a_failure(sample) -> None:
-    """A model must not choose to have no score where it does not know the answer."""
+    """A model that does not know the answer must not be able to avoid a score."""
     reward = Math(workers=1, timeout=1, wrong=-1, require_evaluated=False)
     try:
         given = [("1", "1"), (ENDLESS, "1"), ("2", "1"), ("1", ENDLESS)]
@@ -142,14 +142,14 @@ def test_a_completion_that_takes_too_long_is_wrong_and_a_reference_that_does_is_
         *("\\boxed{" + "(" * 5000 + "1" + ")" * 5000 + "}", "\\boxed{1" + "0" * 10**6 + "}", "{" * 10**5, "$" * 10**5),
     ],
 )
-def test_what_is_too_large_or_too_deep_is_wrong_at_once(math: Math, sample, text: str) -> None:
+def test_an_answer_that_is_too_large_or_too_deep_is_wrong_at_once(math: Math, sample, text: str) -> None:
     (score,) = math([sample(text, answer="1")])
     assert score == 0.0
     assert not isinstance(score, Forfeit)
 
 
-def test_completions_that_are_alike_are_asked_once(sample, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow answer that a whole group gives must not stall the step once for each."""
+def test_equal_completions_are_computed_once(sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow answer that a whole group gives must delay the step only once."""
     asked: list[list[object]] = []
 
     def slow(pool: WorkerPool, items: list[list[object]]) -> list[object]:
@@ -162,7 +162,7 @@ def test_completions_that_are_alike_are_asked_once(sample, monkeypatch: pytest.M
     assert len(asked) == 3, "two texts, and once the reference alone"
 
 
-def test_an_answer_that_is_too_slow_is_asked_once_for_a_majority(sample, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_answer_is_computed_once_for_a_majority(sample, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[object]] = []
 
     def slow(pool: WorkerPool, items: list[list[object]]) -> list[object]:
@@ -197,7 +197,7 @@ def test_trainer_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> N
     assert default_workers() == 1
 
 
-def test_format_wants_the_whole_text(sample) -> None:
+def test_format_matches_the_whole_text(sample) -> None:
     reward = Format()
     try:
         texts = ["<think>a\nb</think>\n<answer>7</answer>\n", "<think>a</think><answer>7</answer> Bye", "7"]
@@ -206,7 +206,7 @@ def test_format_wants_the_whole_text(sample) -> None:
         reward.close()
 
 
-def test_a_completion_that_makes_a_pattern_backtrack_for_ever_does_not_match(sample) -> None:
+def test_a_completion_with_endless_backtracking_does_not_match(sample) -> None:
     reward = Format(pattern="(a+)+b", timeout=0.5)
     try:
         good, bad, after = reward([sample(text) for text in ("aab", "a" * 60, "b")])
@@ -224,7 +224,7 @@ def test_a_broken_pattern_is_a_config_error() -> None:
 @pytest.mark.parametrize(
     ("what", "reason"), [("die", "died"), ("raise", "no good"), ("eat", "MemoryError"), ("hang", "longer than 0.5 s")]
 )
-def test_only_the_item_at_fault_is_lost(probes, what: str, reason: str) -> None:
+def test_a_broken_item_costs_only_its_own_result(probes, what: str, reason: str) -> None:
     pool = probes(seconds=0.5)
     scores = pool.map([[w] for w in ("ok", what, "print", "ok", "ok")])
     assert [s for i, s in enumerate(scores) if i != 1] == [1.0] * 4
@@ -233,7 +233,7 @@ def test_only_the_item_at_fault_is_lost(probes, what: str, reason: str) -> None:
     assert pool.map([["ok"], ["ok"]]) == [1.0, 1.0]
 
 
-def test_workers_stay_between_calls_and_are_replaced_when_dead(probes) -> None:
+def test_workers_persist_between_calls_and_are_replaced_when_dead(probes) -> None:
     pool = probes(workers=1)
     (first,) = pool.map([["pid"]])
     assert pool.map([["pid"]]) == [first]
@@ -244,7 +244,7 @@ def test_workers_stay_between_calls_and_are_replaced_when_dead(probes) -> None:
     assert second != first
 
 
-def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(probes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_leaves_no_result_for_the_next_call(probes, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = probes(workers=1)
     pool.map([["ok"]])
     with monkeypatch.context() as patched:
@@ -254,7 +254,7 @@ def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(probes, monkey
     assert pool.map([["ok"]]) == [1.0]
 
 
-def test_to_close_it_ends_a_call_of_another_thread(probes) -> None:
+def test_close_ends_a_call_in_another_thread(probes) -> None:
     pool, ended = probes(seconds=600, workers=1), []
 
     def score() -> None:
@@ -282,8 +282,8 @@ def test_an_empty_call_starts_nothing(probes) -> None:
     assert probes(function="nowhere:run").map([]) == []
 
 
-def test_workers_leave_signals_to_the_run(probes) -> None:
-    """A scheduler sends them to every process; the step that is finished then must not miss a reward."""
+def test_workers_ignore_signals_for_the_run(probes) -> None:
+    """A scheduler signals every process of a job, and the run still finishes its step."""
     pool = probes(workers=1)
     (worker,) = pool.map([["pid"]])
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -291,7 +291,7 @@ def test_workers_leave_signals_to_the_run(probes) -> None:
     assert pool.map([["pid"]]) == [worker]
 
 
-def test_workers_see_no_keys_of_the_environment(probes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_do_not_get_keys_from_the_environment(probes, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_TOKEN", "WANDB_API_KEY", "SEARCH_KEY", "PYTHON_PACKAGES_TOKEN"):
         monkeypatch.setenv(name, "secret")
     (seen,) = probes(workers=1, variables=("SEARCH_KEY",)).map([["environment"]])
@@ -300,7 +300,7 @@ def test_workers_see_no_keys_of_the_environment(probes, monkeypatch: pytest.Monk
 
 
 def test_workers_die_with_a_killed_parent(probes, tmp_path: Path) -> None:
-    """Even one that is stuck and reads no input."""
+    """Even a worker that hangs and reads no input."""
     script = (
         "import sys, threading\n"
         "from grpocli.rewards.worker_pool import WorkerPool\n"
@@ -320,14 +320,14 @@ def test_workers_die_with_a_killed_parent(probes, tmp_path: Path) -> None:
 
 
 def running(pid: int) -> bool:
-    """Whether a process exists and is more than an exit code that nobody has collected."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-def test_many_slow_items_have_a_share_of_the_timeout_after_the_first_eight(probes) -> None:
+def test_after_eight_slow_items_the_timeout_is_a_tenth(probes) -> None:
     found = probes(0.4, workers=2).map([[f"hang {i}"] for i in range(12)] + [["ok"]])
     reasons = [one.reason for one in found[:12] if isinstance(one, Overrun)]
     assert len(reasons) == 12
@@ -350,8 +350,8 @@ def test_an_item_that_took_too_long_is_not_tried_again(probes, tmp_path: Path) -
 def test_an_item_whose_worker_is_killed_from_outside_is_tried_once_more(
     probes, tmp_path: Path, deaths: int, score: object
 ) -> None:
-    """The worker sends itself the signal that the system sends when memory runs out."""
+    """The worker sends itself the signal that the kernel sends when memory runs out."""
     (tmp_path / "deaths").write_text("x" * deaths)
     found = probes(workers=1).map([["killed"], ["ok"]])
     assert found == [score, 1.0]
-    assert type(found[0]) is type(score)  # no Overrun
+    assert type(found[0]) is type(score)  # not an Overrun

@@ -1,4 +1,4 @@
-"""A sandbox to break out of."""
+"""The sandbox backend of this machine, as a fixture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def backend() -> Backend:
     try:
         return backend_named(select_backend(None, LIMITS), None)
     except SandboxError as error:
-        pytest.skip(f"programs cannot be shut in here: {error}")
+        pytest.skip(f"no sandbox works here: {error}")
 
 
 class Sandbox:

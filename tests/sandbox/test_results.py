@@ -1,4 +1,4 @@
-"""What programs and their tests may look like."""
+"""Results of programs and their tests in the sandbox."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_the_program_is_found_in_a_completion(sandbox, text, before):
         "{1, 2}", "frozenset({1})", "{'a': {1: (2, None)}}", "__import__('collections').Counter('aab')",
     ],
 )  # fmt: skip
-def test_plain_values_go_there_and_back(sandbox, value):
+def test_plain_values_survive_a_round_trip(sandbox, value):
     program = "def same(x):\n    return x\n"
     kind = "dict" if "Counter" in value else "type(x)"
     assert sandbox(program, f"x = {value}\nassert same(x) == x\nassert type(same(x)) is {kind}").passed == [True]
 
 
-def test_a_value_that_is_another_is_wrong(sandbox):
+def test_a_different_value_is_wrong(sandbox):
     assert sandbox("def f():\n    return (1, 2)", "assert f() == [1, 2]", "assert f() == (1, 2)").passed == [
         False,
         True,
@@ -81,7 +81,7 @@ assert (next(numbers), next(numbers), next(numbers, 'over')) == (0, 1, 'over')
     assert sandbox(program, test).passed == [True]
 
 
-def test_errors_of_the_programs(sandbox):
+def test_exceptions_of_the_program_reach_the_tests(sandbox):
     program = "class Mine(ValueError): pass\ndef f(): raise Mine('no')\n"
     test = "try:\n    f()\nexcept ValueError as error:\n    assert str(error) == 'no'\nelse:\n    assert False"
     verdict = sandbox(program, test, "f()")
@@ -89,7 +89,7 @@ def test_errors_of_the_programs(sandbox):
     assert verdict.error == "ValueError: no"
 
 
-def test_what_the_program_imports_the_tests_have_too(sandbox):
+def test_tests_may_use_the_programs_imports(sandbox):
     program = "import math\nfrom collections import deque\ndef half(x):\n    return x / 2\n"
     assert sandbox(program, "assert math.isclose(half(3), 1.5)").passed == [True]
 
@@ -110,14 +110,14 @@ def test_setup_comes_before_the_tests(sandbox):
         ({"reference": "while True: pass", "entry_point": "add"}, "took longer than 3 s"),
     ],
 )
-def test_an_example_that_is_broken_says_nothing_of_the_program(sandbox, given, reason):
+def test_a_broken_example_raises_an_error(sandbox, given, reason):
     with pytest.raises(SandboxError, match=reason):
         sandbox(ADD, "assert add(1, 1) == 2", **given)
     with pytest.raises(SandboxError, match="its tests cannot be run: SyntaxError"):
         sandbox(ADD, "assert add(1, 1) = 2")
 
 
-def test_names_of_arguments_are_the_programs(sandbox):
+def test_tests_may_use_keyword_arguments(sandbox):
     program = "def f(what, self=1, function=2):\n    return (what, self, function)\n"
     assert sandbox(program, "assert f(what=3, self=4, function=5) == (3, 4, 5)").passed == [True]
 
@@ -139,7 +139,7 @@ class Fixed:
     assert verdict.error.startswith("AttributeError")
 
 
-def test_a_function_called_as_a_built_in_one_where_the_reference_has_it(sandbox):
+def test_a_program_may_define_a_built_in_name_that_the_reference_defines(sandbox):
     program = "def sum(a, b):\n    return a + b\n"
     assert sandbox(program, "assert sum(1, 2) == 3", reference=program).passed == [True]
     assert sandbox(program, "assert sum(1, 2) == 3").passed == [False]
@@ -157,13 +157,13 @@ def test_a_function_called_as_a_built_in_one_where_the_reference_has_it(sandbox)
         ("def add(a, b):\n    return 'x' * (20 * 2**20)", "a message that is too long"),
     ],
 )
-def test_programs_that_break(sandbox, program, reason):
+def test_a_broken_program_fails_its_tests(sandbox, program, reason):
     verdict = sandbox(program, "assert add(1, 2) == 3")
     assert verdict.passed == [False]
     assert reason in verdict.error
 
 
-def test_what_it_printed_is_kept_for_reading(sandbox):
+def test_the_output_of_a_program_is_kept(sandbox):
     assert sandbox("print('hello')\n" + ADD, "assert add(1, 2) == 3").printed == "hello\n"
 
 
@@ -197,7 +197,7 @@ def fill_together(n, size):
 
 @pytest.fixture
 def one_busy_core() -> Iterator[None]:
-    """Whatever this test starts has a fourth of a core."""
+    """All processes of the test share a quarter of a core."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     others = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(3)]
@@ -208,18 +208,18 @@ def one_busy_core() -> Iterator[None]:
         other.wait()
 
 
-def test_a_busy_machine_makes_no_right_program_wrong(sandbox, one_busy_core):
+def test_a_right_program_passes_on_a_busy_machine(sandbox, one_busy_core):
     sandbox.limits = replace(sandbox.limits, timeout=1)
     assert sandbox(SPIN, "assert spin(0.6) == 1").passed == [True]
     assert sandbox(SPIN, "assert spin(1.6) == 1").error == "it took longer than 1 s"
 
 
-def test_processes_of_a_program_have_its_time_together(sandbox):
+def test_processes_of_a_program_share_its_time_limit(sandbox):
     sandbox.limits = replace(sandbox.limits, timeout=1)
     assert sandbox(SPIN, "assert spin_together(4, 0.45) == [0] * 4").error == "it took longer than 1 s"
 
 
-def test_processes_of_a_program_have_its_memory_together(sandbox):
+def test_processes_of_a_program_share_its_memory_limit(sandbox):
     if not cgroup.parent_group():
         pytest.skip("control groups cannot be had here")
     size = sandbox.limits.memory_mb * 2**20 // 2
@@ -228,7 +228,7 @@ def test_processes_of_a_program_have_its_memory_together(sandbox):
     assert not list(cgroup.parent_group().glob("grpocli-sandbox-*"))
 
 
-def test_where_control_groups_are_looked_for(monkeypatch, tmp_path):
+def test_candidates_for_the_parent_control_group(monkeypatch, tmp_path):
     monkeypatch.setattr(cgroup, "OWN", tmp_path / "own")
     monkeypatch.setattr(cgroup, "ROOT", tmp_path)
     (tmp_path / "own").write_text("5:cpu:/a\n4:memory:/a/b\n0::/user/run.scope\n")
