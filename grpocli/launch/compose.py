@@ -1,4 +1,4 @@
-"""From overrides to a config, and from a config to live objects."""
+"""Overrides to a config, and a config to live objects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def register_parts() -> None:
 
 
 def compose(overrides: list[str], config_name: str = "train") -> DictConfig:
-    """The config that `grpocli train OVERRIDES` would run, outside of Hydra's command line."""
+    """Compose the config that `grpocli train OVERRIDES` would run. Raises ConfigError."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
@@ -55,13 +55,13 @@ def compose(overrides: list[str], config_name: str = "train") -> DictConfig:
 
 
 def build_run(config: DictConfig) -> Run:
-    """`build`, then the checks that look at several keys at once."""
+    """Build the run, and check keys that depend on each other. Raises ConfigError."""
     from grpocli.launch.validate import check_run
 
-    if config.get(OVERRIDES, None) is not None:  # what was typed is a record: a variable that it names may be gone
+    if config.get(OVERRIDES, None) is not None:  # the recorded command line may name an unset variable
         config = OmegaConf.merge(config, {OVERRIDES: []})  # type: ignore[assignment]
     run = cast("Run", build(config))
-    for name, reward in run.reward.items():  # errors name the keys of this run, whatever the choice is called
+    for name, reward in run.reward.items():  # errors name the key in this run rather than the choice
         object.__setattr__(reward, "config_key", f"reward.{name}")
     check_run(run)
     return run
@@ -70,15 +70,15 @@ def build_run(config: DictConfig) -> Run:
 def build_algorithm(*overrides: str) -> Algorithm:
     """See `grpocli.build_algorithm`."""
     config = compose(list(overrides))
-    _warn_of_borrowed_length(config, overrides)
+    _warn_of_default_length(config, overrides)
     return cast("Algorithm", build(config.algorithm))
 
 
-def _warn_of_borrowed_length(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Dr. GRPO's length follows a key of the run; outside of a run nobody may have thought of that one."""
+def _warn_of_default_length(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Warn if Dr. GRPO's length is that of the default run, which an own trainer may not have."""
     aggregate, limit = config.algorithm.aggregate, "rollout.max_completion_tokens"
-    borrowed = "length" in aggregate and OmegaConf.is_interpolation(aggregate, "length")
-    if borrowed and not any(o.lstrip("+").startswith(limit) for o in overrides):
+    follows_run = "length" in aggregate and OmegaConf.is_interpolation(aggregate, "length")
+    if follows_run and not any(o.lstrip("+").startswith(limit) for o in overrides):
         logger.warning(
             "build_algorithm: algorithm.aggregate.length is %d, %s of grpocli's default run; give "
             '"algorithm.aggregate.length=N" with your own limit',
@@ -88,10 +88,10 @@ def _warn_of_borrowed_length(config: DictConfig, overrides: Sequence[str]) -> No
 
 
 def save(config: DictConfig) -> str:
-    """The config as YAML: resolved, but for what comes from the environment."""
+    """The config as YAML, resolved except for values from environment variables."""
     return OmegaConf.to_yaml(OmegaConf.create(without_environment(config)))
 
 
 def mode_of(text: str) -> int:
-    """The permissions of a file with a saved config: its owner's alone where its values come from the environment."""
+    """The mode of a file with this config: private if it reads environment variables."""
     return 0o600 if needs_environment(text) else 0o644

@@ -1,4 +1,4 @@
-"""Sources of configs for Hydra: files, the parts in a user's code, and models by folder or hub name."""
+"""Config sources for Hydra: classes, YAML files, parts in user code, and models by folder or hub name."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ MODEL = re.compile(r"model/(.+)")
 
 
 def conf_dir() -> str:
-    """The folder of the config groups: inside an installed package, at top level in a checkout."""
-    package = PACKAGE
-    installed = package / "conf"
-    return str(installed if installed.is_dir() else package.parent / "conf")
+    """The folder of the config groups: inside an installed package, at the top level of a checkout."""
+    installed = PACKAGE / "conf"
+    return str(installed if installed.is_dir() else PACKAGE.parent / "conf")
 
 
 @contextmanager
 def beside_another_hydra() -> Iterator[None]:
-    """Hydra is one for a process: a program that is a Hydra app itself gets its own back."""
+    """Clear Hydra's global state within the block, and restore that of a program that is a Hydra app itself."""
     from hydra.core.global_hydra import GlobalHydra
 
     theirs = GlobalHydra.instance().hydra
@@ -47,7 +46,7 @@ def beside_another_hydra() -> Iterator[None]:
 
 
 class Choices(ConfigSource):  # type: ignore[misc]
-    """The choices that are classes without a YAML file, such as those of other packages."""
+    """Choices that are classes without a YAML file, such as parts of other packages."""
 
     @staticmethod
     def scheme() -> str:
@@ -83,7 +82,7 @@ class Models(ConfigSource):  # type: ignore[misc]
         return "grpocli-models"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """`model=hf` with its path."""
+        """The config of `model=hf` with this path."""
         path = _path(config_path)
         config = OmegaConf.structured(stored("model")["hf"])
         config.path = path
@@ -103,7 +102,7 @@ class Models(ConfigSource):  # type: ignore[misc]
 
 
 class CheckedFiles(FileConfigSource):  # type: ignore[misc]
-    """Hydra's YAML files, refused where they are broken or their aliases expand to too many values."""
+    """Hydra's YAML files. Refuses broken files, and files whose aliases expand to too many values."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Raises ConfigError, naming the file."""
@@ -117,11 +116,11 @@ class CheckedFiles(FileConfigSource):  # type: ignore[misc]
 
 
 CheckedFiles.__name__ = FileConfigSource.__name__
-"""Hydra registers its sources again, and recognises by this name that it has this one."""
+"""Hydra registers its sources again, and skips those whose name is registered."""
 
 
 def _path(config_path: str) -> str | None:
-    """The folder or hub name of `model/...`; None for what can only be the name of a choice."""
+    """The folder or hub name of `model/...`; None if it can only be a choice."""
     found = MODEL.fullmatch(config_path.removesuffix(".yaml"))
     if not found or is_spec(found[1]):
         return None
@@ -129,7 +128,7 @@ def _path(config_path: str) -> str | None:
 
 
 class OwnSources(SearchPathPlugin):  # type: ignore[misc]
-    """Puts them last into the search path: names of choices come first."""
+    """Appends the sources to the search path, after the names of choices."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for source in (Choices, UserParts, Models):
@@ -137,7 +136,7 @@ class OwnSources(SearchPathPlugin):  # type: ignore[misc]
 
 
 def extend_hydra() -> None:
-    """Register the sources with Hydra. Idempotent."""
+    """Register the sources with Hydra. Safe to call again."""
     for plugin in (Choices, UserParts, Models, OwnSources):
         Plugins.instance().register(plugin)
     SourcesRegistry.instance().types[FileConfigSource.scheme()] = CheckedFiles

@@ -1,4 +1,4 @@
-"""The output folder that Hydra chooses for a run, and Hydra's record of the run's overrides in it."""
+"""The output folder that Hydra chooses for a run, and Hydra's record of the overrides in it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ RECORD = ".hydra"
 
 
 def folder_of(overrides: list[str], multirun: bool) -> Path | None:
-    """The run's folder, or that of a sweep's first run; None where the config cannot be composed.
+    """The run's folder, or that of a sweep's first run; None if the config cannot be composed.
 
-    Called before Hydra starts, because Hydra makes its folders before it calls the task.
+    Called before Hydra starts, because Hydra makes its folders before it calls the task function.
     """
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -29,7 +29,7 @@ def folder_of(overrides: list[str], multirun: bool) -> Path | None:
     register_parts()
     mode = RunMode.MULTIRUN if multirun else RunMode.RUN
     with (
-        suppress(HydraException, OmegaConfBaseException),  # Hydra raises the same when it runs
+        suppress(HydraException, OmegaConfBaseException),  # Hydra raises it again when it runs
         beside_another_hydra(),
         initialize_config_dir(conf_dir(), version_base="1.3"),
     ):
@@ -45,9 +45,9 @@ def folder_of(overrides: list[str], multirun: bool) -> Path | None:
 
 
 def write_record(folder: Path, config: DictConfig) -> None:
-    """Write the files that Hydra writes for `hydra.output_subdir`, which is null here. Called inside of a Hydra job.
+    """Write the files that Hydra would write to `hydra.output_subdir`. Called within a Hydra job.
 
-    Only now is the folder known to be this run's.
+    `hydra.output_subdir` is null, because Hydra would write them before the folder is known to be free.
     """
     from hydra.core.hydra_config import HydraConfig
 

@@ -1,7 +1,7 @@
-"""What users type, rewritten as Hydra takes it: an ordered list of small functions over overrides.
+"""Rewrites the overrides that users type into overrides that Hydra accepts.
 
-None of them changes a valid override, or anything when applied again. Escapes are the exception: they are read once,
-on the command line (`typed`).
+Rewriting changes no valid override and is idempotent. Escapes are the exception: `typed` reads them once, on the
+command line.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from grpocli.errors import ConfigError
 
 
 def rewritten(overrides: Sequence[str], config_name: str = "train") -> list[str]:
-    """The overrides as Hydra takes them.
+    """The overrides as Hydra accepts them.
 
-    Raises ConfigError for a choice or folder without a name, a key of another trainer's, and a list of tasks or rewards
-    with one name twice.
+    Raises ConfigError for a choice or folder without a name, a key of another trainer, and a list of tasks or rewards
+    with a name twice.
     """
     _refuse_empty(overrides)
     _refuse_foreign(overrides, config_name)
     overrides = [_absolute(LORA.sub(r"\1.rank=\2", override)) for override in spread(overrides)]
-    _refuse_two_of_a_name(overrides)
+    _refuse_duplicate_rewards(overrides)
     return _hf_for_path(overrides, config_name)
 
 
 LORA = re.compile(r"^(\+*model\.lora)=([\d, ]+)$")
-"""`model.lora=16` is `model.lora.rank=16`."""
+"""`model.lora=16`, short for `model.lora.rank=16`."""
 
 
 def typed(overrides: Sequence[str], config_name: str = "train") -> list[str]:
-    """`rewritten`, for a command line, where escapes stand for characters that are hard to type in a shell."""
+    """`rewritten` for a command line, in which escapes stand for line breaks and tabs."""
     return rewritten([_unescaped(override) for override in overrides], config_name)
 
 
@@ -67,7 +67,7 @@ def _changed(override: str, change: Callable[[Any], Any]) -> str:
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
-        return override  # Hydra says what is wrong with it
+        return override  # Hydra reports what is wrong with it
     before = parsed._value  # quotes and all; value() drops them
     after = _each(before, change)
     if after == before:
@@ -78,7 +78,7 @@ def _changed(override: str, change: Callable[[Any], Any]) -> str:
 
 
 def _spelled(value: Any) -> str:
-    """A value in Hydra's own spelling, but without a backslash before every colon of a text."""
+    """A value in Hydra's syntax, but without a backslash before each colon of a text."""
     if isinstance(value, list):
         return f"[{','.join(map(_spelled, value))}]"
     plain = isinstance(value, str) and PLAIN.fullmatch(value)
@@ -97,7 +97,7 @@ def _each(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _absolute(override: str) -> str:
-    """A file or folder in place of a choice, or a user's function, with its absolute path: a resume finds it."""
+    """The override with absolute paths for files and folders of the user's, so that a resume finds them."""
     key = _key(override)
     if not GROUP.fullmatch(key) and not is_marked(key, USER_CODE):
         return override
@@ -124,12 +124,12 @@ def _plain(value: Any) -> Any:
 
 
 def _with_text(value: Any, new: str) -> Any:
-    """`new` in the quotes that the value has."""
+    """`new` with the quotes of the value."""
     return replace(value, text=new) if isinstance(value, QuotedString) else new
 
 
-def _refuse_two_of_a_name(overrides: Sequence[str]) -> None:
-    """Raise ConfigError where two rewards of a list would share their keys."""
+def _refuse_duplicate_rewards(overrides: Sequence[str]) -> None:
+    """Raise ConfigError if two rewards of a list would have the same keys."""
     for override in overrides:
         found = REWARDS.fullmatch(override)
         chosen = [one.strip().strip("'\"") for one in found[1].split(",")] if found else []
@@ -144,11 +144,11 @@ def _refuse_two_of_a_name(overrides: Sequence[str]) -> None:
 
 
 REWARDS = re.compile(r"reward=\[([^\[\]]*)\]\s*")
-"""One list, not a sweep over several."""
+"""A single list, not a sweep over lists."""
 
 
 def _hf_for_path(overrides: list[str], config_name: str) -> list[str]:
-    """`model.path=...` alone means `model=hf`, unless the chosen model (a recipe's, for example) has a path."""
+    """Add `model=hf` to `model.path=...`, unless the chosen model, such as a recipe's, has a path."""
     from grpocli.launch.hydra_errors import known_keys
 
     keys = set(map(_key, overrides))
@@ -161,9 +161,9 @@ SEVERAL_TASKS = re.compile(r"task=\[(.*)\]\s*")
 
 
 def spread(overrides: Sequence[str]) -> list[str]:
-    """The overrides with such a list as Hydra takes it: `task=mixture`, and each task below its own name.
+    """The overrides with `task=[A,B]` as Hydra accepts it: `task=mixture`, and each task under its name.
 
-    Raises ConfigError for an empty list or a task that is named twice.
+    Raises ConfigError for an empty list or a duplicate task.
     """
     return [given for override in overrides for given in _spread(override)]
 
@@ -187,7 +187,7 @@ def _name(choice: str) -> str:
 
 
 def option_advice(name: str, value: str, options: Iterable[str] = ()) -> str:
-    """What to write instead of `--NAME VALUE`: one of a command's `options`, or an override."""
+    """Advice for an unknown option `--NAME VALUE`: one of the command's `options`, or an override."""
     key = name.replace("-", "_")
     close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.85)
     if close and (advice := key_advice(close[0], value)):
@@ -200,7 +200,7 @@ def option_advice(name: str, value: str, options: Iterable[str] = ()) -> str:
 
 
 def _refuse_empty(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for a choice or a folder without a name, as `resume=$UNSET` gives: Hydra would take another."""
+    """Raise ConfigError for an empty choice or folder, as from `resume=$UNSET`; Hydra would take a default."""
     for override in overrides:
         key, equals, value = override.partition("=")
         if equals and not value.strip(" '\"") and NAMED.fullmatch(_key(override)):
@@ -210,14 +210,14 @@ def _refuse_empty(overrides: Sequence[str]) -> None:
 
 
 NAMED = re.compile(rf"{GROUP.pattern}|algorithm|recipe|resume|hydra/\w+|hydra\.(run|sweep)\.dir")
-"""Keys whose value names something that exists or is made."""
+"""Keys whose value names a choice or a folder."""
 
 
 def _refuse_foreign(overrides: Sequence[str], config_name: str) -> None:
-    """Raise ConfigError for the keys of other trainers, all in one sentence; Hydra stops at the first."""
-    mine = ("lora_rank", "dtype") if config_name == "vllm_serve" else ()
+    """Raise one ConfigError for all keys of other trainers; Hydra would stop at the first."""
+    own = ("lora_rank", "dtype") if config_name == "vllm_serve" else ()
     given = [override.lstrip("+").partition("=") for override in overrides]
-    foreign = {key: advice for key, _, value in given if key not in mine and (advice := key_advice(key, value))}
+    foreign = {key: advice for key, _, value in given if key not in own and (advice := key_advice(key, value))}
     if len(foreign) > 1:
         raise ConfigError("there are no keys " + ", ".join(f"{key} ({advice})" for key, advice in foreign.items()))
     for key, advice in foreign.items():

@@ -1,4 +1,4 @@
-"""The lines printed before a run starts: what trains, and what each step does."""
+"""The lines printed before a run starts: model, task, method, and the work of each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def opening_lines(run: Run, job: EngineJob, devices: Devices, choices: Mapping[str, str]) -> list[str]:
-    """Model, dtype, device, task, rewards, algorithm and engine. choices: {config group: what was chosen}."""
+    """Model, dtype, device, task, rewards, algorithm and engine. choices: {config group: choice}."""
     choice = choices.get("model", job.model_path)
     model = job.model_path if choice == job.model_path else f"{choice} ({job.model_path})"
     gpus = len(devices.train)
@@ -30,7 +30,7 @@ def opening_lines(run: Run, job: EngineJob, devices: Devices, choices: Mapping[s
 
 
 def plan_lines(run: Run, devices: Devices) -> list[str]:
-    """The batch plan, a fact a line."""
+    """The work of a step, an evaluation and the run, one fact a line."""
     rollout, train = run.rollout, run.train
     rows = rollout.prompts_per_step * rollout.group_size
     groups = _share(rollout.prompts_per_step, train.minibatches)
@@ -54,7 +54,7 @@ def plan_lines(run: Run, devices: Devices) -> list[str]:
 
 
 def _evaluation(run: Run) -> list[str]:
-    """How many completions each evaluation samples, and how to have fewer."""
+    """The completions of each evaluation, and the key that reduces them."""
     every = f", every {_count(run.eval.every, 'step')}" if run.eval.every else ""
     if not (problems := run.eval.n_problems(cpu=False)):
         return []
@@ -66,7 +66,7 @@ def _evaluation(run: Run) -> list[str]:
 
 
 def _devices(run: Run, devices: Devices) -> list[str]:
-    """Nothing where there is no choice: on a CPU of one machine."""
+    """The devices; no line for the CPU of one machine."""
     nodes = getattr(run.hardware, "rollout_nodes", 0)
     if run.hardware.nodes == 1 and not devices.train:
         return []

@@ -1,4 +1,4 @@
-"""Checks, before anything heavy is imported, that a run finds the code, files, packages and servers that it names."""
+"""Checks that the files, packages and servers of a run exist, before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from grpocli.rollout.vllm.engine_parts import Vllm
 
 CONNECT_WITHIN = 1.0
-"""Seconds."""
+"""Seconds to wait for a connection."""
 
 
 def check_ready(run: Run) -> None:
-    """Raise a ConfigError for the first thing that is missing. Imports no user's code and loads no data."""
+    """Raise ConfigError for the first missing thing. Imports no user code and loads no data."""
     _check_packages(run)
     _check_engine(run)
     _check_part(run.engine)
@@ -28,7 +28,7 @@ def check_ready(run: Run) -> None:
 
 
 def check_data(run: Run) -> None:
-    """`check_ready` for tasks and rewards alone."""
+    """`check_ready` for tasks and rewards only."""
     from grpocli.tasks.mixture import about, key_of, tasks_of
 
     for name, task in tasks_of(run.task).items():
@@ -39,7 +39,7 @@ def check_data(run: Run) -> None:
 
 
 def _check_part(part: object) -> None:
-    """The part's own `check_ready`; a user's part need not have one."""
+    """Call the part's own `check_ready`, which parts of users may lack."""
     check = getattr(part, "check_ready", None)
     if check:
         check()
@@ -48,10 +48,9 @@ def _check_part(part: object) -> None:
 def _check_packages(run: Run) -> None:
     run.tracker.check()
     if run.hardware.parallel in ("zero2", "zero3") and find_spec("deepspeed") is None:
-        problem = (
-            "needs DeepSpeed, which is not installed: in a clone of grpocli, pip install '.[deepspeed]', or take fsdp2"
-        )
-        raise ConfigError(problem, key="hardware.parallel", value=run.hardware.parallel)
+        hint = "pip install '.[deepspeed]' in a clone of grpocli, or choose fsdp2"
+        problem = "needs DeepSpeed, which is not installed"
+        raise ConfigError(problem, key="hardware.parallel", value=run.hardware.parallel, hint=hint)
     if run.model.lora.rank and find_spec("peft") is None:
         raise ConfigError(
             "needs peft, which is not installed: pip install peft", key="model.lora.rank", value=run.model.lora.rank
@@ -71,18 +70,15 @@ def _check_engine(run: Run) -> None:
 
 
 def _check_listens(engine: Vllm) -> None:
-    """Raise ConfigError where nothing listens at a given address. Whether it is a vLLM server is checked later."""
+    """Raise ConfigError if nothing listens at a given address. A later check asks whether it is a vLLM server."""
     for url in engine.urls:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         try:
             socket.create_connection((parts.hostname or "", port), CONNECT_WITHIN).close()
         except TimeoutError:
-            continue  # it may be slow: the engine's own deadline decides
+            continue  # it may be slow: the engine's timeout decides
         except OSError as error:
             problem = f"no vLLM server answers there ({error.strerror or error})"
-            raise ConfigError(
-                f"{problem}: start one with `grpocli vllm-serve`, or unset it to have one started",
-                key="engine.base_url",
-                value=url,
-            ) from error
+            hint = "start one with `grpocli vllm-serve`, or leave it out to have one started"
+            raise ConfigError(problem, key="engine.base_url", value=url, hint=hint) from error

@@ -1,4 +1,4 @@
-"""`resume=RUN_DIR`: the config of an interrupted run, with what the command line changes."""
+"""`resume=RUN_DIR`: the config of an interrupted run, with the keys that the command line changes."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from grpocli.launch.overrides import spread
 from grpocli.tracking.runs import check_run
 
 CONFIG = "config.yaml"
-OF_THE_START = ("resume", "overrides")
-"""Keys that say how a session was started, not what it does."""
+SESSION_KEYS = ("resume", "overrides")
+"""Keys about the start of a session, which are no changes of the run."""
 FIXED = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
-"""What a checkpoint's tensors depend on: other values would make it another run."""
+"""Keys that determine the tensors of a checkpoint, so a resume cannot change them."""
 
 
 @dataclass(slots=True)
 class Resume:
-    """A run folder, and the overrides given now. The saved config is the truth; only these change it."""
+    """A run to resume. folder: the run's. given: the overrides given now, which alone change the saved config."""
 
     folder: Path
     given: list[str] = field(default_factory=list)
 
     @classmethod
     def asked_for(cls, overrides: list[str]) -> Resume | None:
-        """The run that an override `resume=` names."""
+        """The run that `resume=` names; None without it. Raises ConfigError if the folder has no run."""
         named = [o.partition("=")[2] for o in overrides if o.startswith("resume=")]
         if not named or named[-1] in ("", "null"):
             return None
@@ -46,12 +46,13 @@ class Resume:
         folder = Path(name).resolve()
         for other in (o.partition("=")[2].strip("'\"") for o in overrides if o.startswith("hydra.run.dir=")):
             if Path(other).resolve() != folder:
-                problem = "a resume goes on in the run's own folder; leave it out, or resume a copy of the folder"
-                raise ConfigError(problem, key="hydra.run.dir", value=other)
+                problem = "a resume continues in the run's own folder"
+                hint = "leave it out, or resume a copy of the folder"
+                raise ConfigError(problem, key="hydra.run.dir", value=other, hint=hint)
         return cls(folder, [o for o in spread(overrides) if not o.startswith(("resume=", "hydra."))])
 
     def overrides(self, given: list[str]) -> list[str]:
-        """The overrides that compose the run again, in its own folder."""
+        """The overrides that compose the run again in its own folder. given: the whole command line."""
         folder = QuotedString(str(self.folder), Quote.single).with_quotes()
         hydra = [o for o in given if o.startswith("hydra.") and not o.startswith("hydra.run.dir=")]
         return [
@@ -64,29 +65,29 @@ class Resume:
         ]
 
     def _saved(self) -> list[str]:
-        """The run's own overrides, without the keys of a part that another is chosen for now."""
+        """The saved overrides, without the keys of parts that are replaced now."""
         saved = _overrides(self.folder)
         before = dict(o.split("=", 1) for o in saved if "=" in o)
         now = dict(o.split("=", 1) for o in self.given if "=" in o)
-        gone = [part for key, choice in now.items() for part in _left(key, before.get(key, choice), choice)]
+        gone = [part for key, choice in now.items() for part in _replaced(key, before.get(key, choice), choice)]
         left = ("resume=", *(f"{part}." for part in gone), *(f"{part}@" for part in gone))
-        again = {o for o in self.given if o.startswith("+") and "@" in o}  # Hydra takes an addition once
+        again = {o for o in self.given if o.startswith("+") and "@" in o}  # Hydra accepts an addition only once
         kept = [o for o in saved if not o.lstrip("+~").startswith(left) and o not in again]
         return self._with_sections(kept) if any("." not in key for key in now) else kept
 
     def _with_sections(self, saved: list[str]) -> list[str]:
-        """Those of the run's own overrides whose section is still there beside the choices given now.
+        """The saved overrides whose section exists with the choices given now.
 
-        `algorithm=dapo` brings `reward.overlong`, which `algorithm=grpo` does not have.
+        For example, `algorithm=dapo` adds `reward.overlong`, which `algorithm=grpo` does not have.
         """
         keys = set(known_keys([*saved, *self.given], "train"))
         sections = {o: o.lstrip("+~").partition("=")[0].rpartition(".")[0] for o in saved}
         return [o for o in saved if not keys or not sections[o] or sections[o] in keys or "@" in o]
 
     def merged(self, composed: DictConfig) -> DictConfig:
-        """The saved config, with the keys given now taken from `composed`.
+        """The saved config with the keys given now, whose values are taken from `composed`.
 
-        Raises ConfigError if the saved config no longer fits the schema.
+        Raises ConfigError if the saved config does not fit the schema.
         """
         from omegaconf.errors import OmegaConfBaseException
 
@@ -108,10 +109,10 @@ class Resume:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """{key: (old value, new value)} of two saved configs; of a part that another was chosen for, the choices."""
+    """{key: (old value, new value)} of two saved configs; for a replaced part its choices."""
     found: dict[str, tuple[Any, Any]] = {}
     for key in [*before, *(key for key in after if key not in before)]:
-        if key not in OF_THE_START:
+        if key not in SESSION_KEYS:
             found |= _changed(str(key), before.get(key), after.get(key))
     return found
 
@@ -135,7 +136,7 @@ def _named(key: str, value: Any) -> Any:
 
 
 def _followers(composed: DictConfig, saved: DictConfig, given: list[str]) -> list[str]:
-    """Keys whose default is the value of a key given now, and whose saved value was it: they follow it still."""
+    """Keys that follow a key given now: their default is an interpolation of it, and their saved values were equal."""
     plain = OmegaConf.to_container(composed, resolve=False)
     targets = {key: _target(plain, key) for key in flat_keys(plain)}
     return [
@@ -154,9 +155,9 @@ def _target(plain: Any, key: str) -> str | None:
 
 
 def _keep_choices(composed: DictConfig, saved: DictConfig) -> None:
-    """Where the default choice of a part has changed since the run began, there is nothing to merge the saved one with.
+    """Replace parts of `composed` by the saved ones if their choices differ, as after a change of the default choice.
 
-    Replaces it in `composed`. Groups of several choices (rewards) get those that the run has.
+    Groups of several choices, such as rewards, get the saved ones.
     """
     if TARGET not in composed:
         with open_dict(composed):
@@ -177,8 +178,8 @@ def _keep_choices(composed: DictConfig, saved: DictConfig) -> None:
                 composed[name] = theirs
 
 
-def _left(key: str, before: str, now: str) -> list[str]:
-    """The keys of what was chosen before and is not now: `engine`, or `reward.format` of `reward=[math,format]`."""
+def _replaced(key: str, before: str, now: str) -> list[str]:
+    """The keys of replaced choices: `engine`, or `reward.format` if `reward=[math,format]` becomes `[math]`."""
     group = key.replace("/", ".")
     if not before.startswith("["):
         return [group] if before != now else []
@@ -187,7 +188,7 @@ def _left(key: str, before: str, now: str) -> list[str]:
 
 
 def _as_composed(composed: DictConfig, key: str) -> Any:
-    """The value of a key, or its interpolation where it has one: that is what is saved."""
+    """The value of a key as it is saved: its interpolation if it has one."""
     section, _, name = key.rpartition(".")
     node = OmegaConf.select(composed, section) if section else composed
     is_there = isinstance(node, DictConfig) and OmegaConf.is_interpolation(node, name)
@@ -195,17 +196,17 @@ def _as_composed(composed: DictConfig, key: str) -> Any:
 
 
 def _refuse_changes(saved: Any, composed: DictConfig, given: list[str]) -> None:
-    """Raise ConfigError where a key given now changes one of FIXED."""
+    """Raise ConfigError if a key given now changes a key of FIXED."""
     for key in FIXED:
         old, new = OmegaConf.select(saved, key), OmegaConf.select(composed, key)
         if old != new and any(f"{key}.".startswith(f"{g}.") for g in given):
-            raise ConfigError(f"the run so far has {old}; keep that, or start a new run", key=key, value=new)
+            raise ConfigError(f"the run so far has {old}", key=key, value=new, hint="keep that, or start a new run")
 
 
 def _overrides(folder: Path) -> list[str]:
-    """The command line that composed a run, for types and choices: its values are in the config.
+    """The saved command line of a run. It determines types and choices; the saved config has the values.
 
-    Runs of earlier versions have it in Hydra's own file, which may be damaged; then the config alone has to do.
+    Earlier versions saved it in Hydra's own file. Without a readable file it is empty, and the config suffices.
     """
     kept = _load(folder / CONFIG).get("overrides")
     if kept is None:
@@ -215,7 +216,7 @@ def _overrides(folder: Path) -> list[str]:
 
 
 def _load(path: Path) -> Any:
-    """A saved YAML. Raises ConfigError where it is damaged."""
+    """A saved YAML. Raises ConfigError if it is damaged."""
     from omegaconf.errors import OmegaConfBaseException
 
     try:

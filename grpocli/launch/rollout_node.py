@@ -1,7 +1,7 @@
-"""A machine that serves completions to a run on others: `python -m grpocli.launch.rollout_node RUN_DIR`.
+"""A machine that serves completions to a run on other machines: `python -m grpocli.launch.rollout_node RUN_DIR`.
 
-Started by the batch script in one process a machine. It waits for the first training machine, starts this machine's
-vLLM servers, and ends when the run is over or it gets a signal.
+The batch script starts one such process on each machine. It waits for the first training machine, starts this machine's
+vLLM servers, and ends when the run is over or a signal arrives.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Exits with the code of what went wrong."""
+    """Serve, and exit with the code of the error if there is one."""
     run_dir, over = Path(sys.argv[1]), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda *_: over.set())
@@ -46,7 +46,7 @@ def serve(run_dir: Path, over: threading.Event) -> None:
 
     node = Node.here()
     if node is None:
-        raise ConfigError("grpocli.launch.rollout_node is a part of a SLURM job; the batch script starts it")
+        raise ConfigError("grpocli.launch.rollout_node runs in a SLURM job only", hint="the batch script starts it")
     run = _run(run_dir)
     quiet_libraries()
     logging.basicConfig(filename=run_dir / "run.log", level=logging.INFO, format="%(asctime)s [serving] %(message)s")
@@ -66,7 +66,7 @@ def serve(run_dir: Path, over: threading.Event) -> None:
 
 
 def _reachable_name() -> str:
-    """This machine's, under which the others reach it. Raises ConfigError where it only means itself by that."""
+    """The name under which other machines reach this one. Raises ConfigError if it has only loopback addresses."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     try:
         addresses = {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
@@ -92,7 +92,7 @@ def _run(run_dir: Path) -> Run:
 
 
 def _gpus(run: Run) -> tuple[str, ...]:
-    """All that the job has here."""
+    """All GPUs that the job has on this machine."""
     from grpocli.hardware.devices import devices_of
 
     return devices_of(run.hardware, run.engine).train

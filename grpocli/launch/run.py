@@ -1,4 +1,4 @@
-"""A run from its config to its summary: prepare, start the engine, train, stop everything."""
+"""A run: prepares the folder and the model, starts the engine, trains, and stops everything."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READY_WITHIN = 3600.0
-"""Seconds in which the first machine has fetched the model and its engine answers."""
+"""Seconds that other machines wait for the first one to fetch the model and to start its engine."""
 QUICK = 2.0
-"""Seconds; an engine that takes longer to start gets a line when it is ready."""
+"""Seconds after which the start of an engine is reported by a line."""
 LOCK_WITHIN = 120.0
-"""Seconds in which the lock of a machine that has died is surely free."""
+"""Seconds until a file system releases the lock of a machine that died."""
 
 
 def launch(
@@ -67,9 +67,9 @@ def launch(
 ) -> float | None:
     """Run `config` in `folder`. Returns the final `eval/accuracy`, which sweepers may optimise.
 
-    On several machines each calls this; the first one prepares and the others follow it.
-    begin: called as soon as the folder is this run's and nobody else's; nothing is written in it before.
-    Raises ConfigError, RunError or Stopped; whatever was started is stopped first.
+    On several machines each calls this; the first one prepares and the others wait for it.
+    begin: called when the folder belongs to this run; nothing is written in it before.
+    Raises ConfigError, RunError or Stopped, after everything that was started has been stopped.
     """
     enable_crash_tracebacks()
     run_dir = RunDir(folder, "resume") if resuming else RunDir(folder)
@@ -78,28 +78,28 @@ def launch(
             run_dir.check_free()
         run = build_run(config)
     except ConfigError:
-        with suppress(OSError):  # Hydra has made it, unless it holds something
+        with suppress(OSError):  # remove the folder that Hydra made, if it is empty
             folder.rmdir()
         raise
     node = node_of(run.hardware)
     if node and node.rank:
         return follow(run, run_dir, node)
-    ours = not resuming and run_dir.is_fresh()
-    with run_dir.locked(timeout=LOCK_WITHIN if node else 0.0), _ending(run_dir, ours):
+    new = not resuming and run_dir.is_fresh()
+    with run_dir.locked(timeout=LOCK_WITHIN if node else 0.0), _ending(run_dir, new):
         return _locked(config, run, run_dir, resuming, node, begin)
 
 
 @contextmanager
-def _ending(run_dir: RunDir, ours: bool) -> Iterator[None]:
-    """Explain errors of the run. If it never began and the folder is `ours`, remove the folder."""
+def _ending(run_dir: RunDir, new: bool) -> Iterator[None]:
+    """Raise errors of the run as GrpoError. Remove a `new` folder if the run did not begin."""
     try:
         yield
     except (ConfigError, KeyboardInterrupt) as error:
-        if ours:
+        if new:
             with suppress(OSError):
                 run_dir.remove_unstarted()
         if isinstance(error, KeyboardInterrupt) and run_dir.config.exists():
-            raise KeyboardInterrupt(f"interrupted; resume={run_dir.path} goes on from the last checkpoint") from error
+            raise KeyboardInterrupt(f"interrupted; resume={run_dir.path} continues from the last checkpoint") from error
         raise
     except Stopped:
         try:
@@ -117,7 +117,7 @@ def _ending(run_dir: RunDir, ours: bool) -> Iterator[None]:
 def _locked(
     config: DictConfig, run: Run, run_dir: RunDir, resuming: bool, node: Node | None, begin: Callable[[], None]
 ) -> float | None:
-    """The run, in a folder that this process holds."""
+    """The run, in a folder that this process has locked."""
     from grpocli.tracking.live_view import make_view
 
     view = make_view()
@@ -126,17 +126,17 @@ def _locked(
         run_dir.check_writable(resuming=resuming)
         begin()
         clean(run_dir.path)
-        check_ready(run)  # before anything heavy is imported
+        check_ready(run)  # before heavy imports
         devices = devices_of(run.hardware, chosen(run.engine))
-        run = _settled(config, run, devices)
+        run = _with_eval_problems(config, run, devices)
         job = prepare(run, run_dir, view, devices, node)
         point = _resume_point(run, run_dir, view, resuming)
         job = replace(job, checkpoint=point.path)
-        changed = _remember(config, run_dir, point, resuming)
+        changed = _record_session(config, run_dir, point, resuming)
         opening = opening_lines(run, job.engine, devices, saved_choices(run_dir.path, without_environment(config)))
         view.start(run_dir.name, [*opening, *plan_lines(run, devices)], run.train.steps)
         if resuming:
-            _report(point, view)
+            _report_checkpoint(point, view)
         for key, (old, new) in changed.items():
             view.note(f"changed {key}: {format_value(old)} -> {format_value(new)}")
         if any(key.startswith(("reward", "algorithm")) for key in changed):
@@ -153,22 +153,22 @@ def _resume_point(run: Run, run_dir: RunDir, view: View, resuming: bool) -> Resu
         return ResumePoint()
     view.stage("checking the checkpoint")
     if run_dir.metrics.exists():
-        read_metrics(run_dir.metrics)  # a damaged line is found before anything is started
+        read_metrics(run_dir.metrics)  # finds a damaged line before anything starts
     return resume_point(run_dir.path, run.resume_fallback, view.progress)
 
 
-def _report(point: ResumePoint, view: View) -> None:
-    """Report damaged checkpoints, a missing one, or one without checksums."""
+def _report_checkpoint(point: ResumePoint, view: View) -> None:
+    """Report damaged checkpoints, a missing checkpoint, or one without checksums."""
     for sentence in point.fallback:
-        logger.warning("%s; going on from %s", sentence, point.path)
-        view.warn(f"{sentence}; going on from {point.path}")
+        logger.warning("%s; continuing from %s", sentence, point.path)
+        view.warn(f"{sentence}; continuing from {point.path}")
     if point.path is None:
-        view.note("the run ended before its first checkpoint: it begins again")
+        view.note("the run ended before its first checkpoint and starts again")
     elif not point.has_checksums:
-        view.note(f"{point.path.name} is of an earlier version, without checksums: damage to it would not be noticed")
+        view.note(f"{point.path.name} is from an earlier version, without checksums: damage would not be noticed")
 
 
-def _remember(config: DictConfig, run_dir: RunDir, point: ResumePoint, resuming: bool) -> Changes:
+def _record_session(config: DictConfig, run_dir: RunDir, point: ResumePoint, resuming: bool) -> Changes:
     """Write the config and the session. Returns the keys that a resume changes."""
     from grpocli.training.checkpoint import load_state
 
@@ -179,7 +179,7 @@ def _remember(config: DictConfig, run_dir: RunDir, point: ResumePoint, resuming:
     if was != now:
         changed = {"algorithm": (was, now)} | changed
     step = load_state(point.path).step if point.path else 0
-    # first: what is not recorded would be lost
+    # written before the config, so that no change is lost
     name = run_id(run_dir) or (secrets.token_hex(8) if point.path is None else load_state(point.path).run)
     add_session(run_dir, Session.now(step, changed, point.fallback, name))
     point.set_aside()
@@ -188,20 +188,20 @@ def _remember(config: DictConfig, run_dir: RunDir, point: ResumePoint, resuming:
     return changed
 
 
-def _settled(config: DictConfig, run: Run, devices: Devices) -> Run:
-    """Set `eval.problems` for this device in the run, and in the config, so that a resume elsewhere has the same."""
+def _with_eval_problems(config: DictConfig, run: Run, devices: Devices) -> Run:
+    """Set `eval.problems` for this device in run and config, so that a resume on another device keeps it."""
     config.eval.problems = run.eval.n_problems(cpu=not devices.train)
     return replace(run, eval=replace(run.eval, problems=config.eval.problems))
 
 
 def shared_folder(run: Run, run_dir: RunDir, nodes: int, transport: str) -> str | None:
-    """The folder from which servers of other machines read weights; None where nothing is sent as files."""
-    by_files = transport == "shm" or run.model.lora.rank > 0  # adapters are files, whatever carries weights
+    """The folder from which servers on other machines read weights; None if no weights are sent as files."""
+    by_files = transport == "shm" or run.model.lora.rank > 0  # adapters are always files
     return str(shared_weights_folder(run_dir.path)) if nodes and by_files else None
 
 
 def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node | None = None) -> TrainerJob:
-    """Everything before a model is in memory: checks, data, the model's files. Raises ConfigError."""
+    """Check the run, load its examples and fetch the model's files. Raises ConfigError."""
     from grpocli.models.loading import choose_dtype
 
     _check_device(run)
@@ -234,7 +234,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
 
 
 def _check_functions(run: Run, name: str, task: Task, example: Example) -> None:
-    """Import the user's functions before the model is fetched. Rewards that load models are checked later."""
+    """Check the user's functions before the model is fetched. Rewards that load models are checked later."""
     from grpocli.rollout.episodes import check_environment
     from grpocli.tasks.prompt_source import rewards_for
 
@@ -249,7 +249,7 @@ def _check_device(run: Run) -> None:
     import torch
 
     if run.hardware.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("torch finds no GPU here; take cpu or auto", key="hardware.device", value="cuda")
+        raise ConfigError("torch finds no GPU", key="hardware.device", value="cuda", hint="choose cpu or auto")
 
 
 def _train(run: Run, job: TrainerJob, run_dir: RunDir, view: View, devices: Devices, node: Node | None) -> float | None:
@@ -267,18 +267,18 @@ def _train(run: Run, job: TrainerJob, run_dir: RunDir, view: View, devices: Devi
         from grpocli.launch.trainers import train_in_processes
 
         job.save(run_dir.path)
-        view.stop(f"starting {devices.processes} trainer processes")  # the first of them has the terminal from here
+        view.stop(f"starting {devices.processes} trainer processes")  # the first of them uses the terminal from now on
         return train_in_processes(run, run_dir, stop, devices, node)
 
 
 @contextmanager
 def _launched(run: Run, job: EngineJob, view: View) -> Iterator[None]:
-    """The engine's `launch`, as a stage with progress; a line says when the engine is ready, unless that was quick."""
+    """Launch the engine, shown as a stage with progress, and print a line if the start took long."""
     began, name, starting = time.monotonic(), choice_of("engine", chosen(run.engine)), True
     view.stage(f"starting engine={name}")
 
     def progress(done: float, total: float, unit: str, detail: str = "") -> None:
-        if starting:  # a server that is restarted during training has no stage
+        if starting:  # not for a server that is restarted during training
             view.progress(done, total, unit, detail)
 
     with run.engine.launch(replace(job, progress=progress)):
@@ -297,15 +297,15 @@ def _load_data(run: Run, job: TrainerJob) -> PromptSource:
 
 
 def _in_this_process(devices: Devices, node: Node | None) -> bool:
-    """One trainer process, and torch's first GPU is its own."""
+    """Whether one trainer process suffices, with torch's first GPU, so that it can be this process."""
     return node is None and devices.processes == 1 and (not devices.train or devices.train[0] == visible_gpus()[0])
 
 
 def follow(run: Run, run_dir: RunDir, node: Node) -> float | None:
-    """A training machine that is not the first: wait until that one is ready, then run the processes of this one.
+    """Run this machine's trainer processes, on a training machine other than the first, once that one is ready.
 
-    To have been stopped is no failure here: SLURM would kill the first machine for it (`srun --kill-on-bad-exit`),
-    perhaps before that one has said that the run wants to go on.
+    A stop is not an error here: SLURM would kill the first machine for it (`srun --kill-on-bad-exit`), perhaps before
+    that one has asked for a resume.
     """
     from grpocli.launch.trainers import train_in_processes
 
@@ -320,5 +320,5 @@ def follow(run: Run, run_dir: RunDir, node: Node) -> float | None:
             again_file(run_dir.path).touch()
             return None
         except GrpoError:
-            time.sleep(SETTLE)  # the first machine, which writes the summary, is killed for it
+            time.sleep(SETTLE)  # SLURM kills the first machine, which writes the summary, when this one fails
             raise

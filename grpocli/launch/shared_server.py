@@ -1,4 +1,4 @@
-"""`grpocli vllm-serve`: the server that `engine=vllm` would start, in the foreground, for any number of runs."""
+"""The server of `grpocli vllm-serve`: as `engine=vllm` would start it, but in the foreground and for several runs."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ SHORT = (
     *("tensor_parallel", "data_parallel", "max_model_len", "gpu_memory_utilization", "enforce_eager"),
     *("quantization", "speculative", "cpu_kv_cache_gb"),
 )
-"""Keys of `engine=vllm` that have a short name here; each follows `engine.NAME`, so both spellings work."""
+"""Keys of `engine=vllm` with a short name here; each follows `engine.NAME`, so both names work."""
 NOT_HERE = {
-    "base_url": "it is the address that a run is given",
-    "api_key_file": "a new key is made, and where it is gets printed",
-    "replicas": "it starts one server; start it again with another port for another one",
+    "base_url": "it is the address of a server that runs already",
+    "api_key_file": "the server makes a new key and prints its file",
+    "replicas": "each command starts one server; start another one with another port",
     "port": "set port",
 }
-"""Keys of `engine=vllm` that belong to runs."""
+"""Keys of `engine=vllm` that only runs use, with the reason."""
 
 
 @part("", "serve_schema")
@@ -95,7 +95,7 @@ class Serve:
         self.options()
 
     def options(self) -> Vllm:
-        """The engine's keys, with the short ones among them. Raises ConfigError for a short one that it refuses."""
+        """The engine's options with the short keys. Raises ConfigError, naming a short key, for an invalid value."""
         given = {name: value for name in SHORT if (value := getattr(self, name)) is not None}
         try:
             options: Vllm = dataclasses.replace(self.engine, **given)
@@ -104,7 +104,7 @@ class Serve:
         return options
 
     def job(self, model_path: str, dtype: str) -> EngineJob:
-        """What the runs to come have in common."""
+        """The engine job that all runs of this server share."""
         from grpocli.rollout.engine import EngineJob
         from grpocli.rollout.sync import locate_servers
 
@@ -123,10 +123,10 @@ class Serve:
 
 
 def build_server_config(config: DictConfig) -> Serve:
-    """The composed config's live objects. Raises ConfigError, also for another engine than vLLM."""
+    """Build the settings. Raises ConfigError, also for another engine than vLLM."""
     from grpocli.config.build import build
 
-    if "vllm_args" not in config.engine:  # which the keys that follow engine.NAME would otherwise stumble over
+    if "vllm_args" not in config.engine:  # before the keys that follow engine.NAME fail
         raise ConfigError("vllm-serve serves with engine=vllm; leave it out", key="engine")
     made: Serve = build(config)
     return made
@@ -139,9 +139,9 @@ def serve(
     progress: Progress = unreported,
     ready: Callable[[], None] = lambda: None,
 ) -> int:
-    """Serve until SIGINT or SIGTERM, then leave nothing behind; the exit code, 0. After an error the log stays.
+    """Serve until SIGINT or SIGTERM, then remove all files. Returns the exit code, 0. After an error the log stays.
 
-    model_path: a folder or hub id. dtype: "float32", "bfloat16" ...; `config.dtype` as the caller understands it.
+    model_path: a folder or hub id. dtype: "float32" or "bfloat16", resolved from `config.dtype`.
     progress: called during the start. ready: called when the server answers.
     Raises ConfigError for a busy port, EngineError if the server ends by itself.
     """
@@ -153,7 +153,7 @@ def serve(
     spec = ServerSpec(job, port, options.max_model_len, host=config.host, port_key="port")
     record = serve_file(port)
     log = record.with_suffix(".log")
-    check_port(spec.host, spec.port, spec.port_key)  # before the log of another server there is touched
+    check_port(spec.host, spec.port, spec.port_key)  # before the log of a server that uses the port is changed
     with (
         contextlib.suppress(KeyboardInterrupt),
         _interrupted_by_term(),
@@ -177,12 +177,12 @@ def _wait(process: Guarded, log: Path) -> None:
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(3600)
-            raise EngineError(f"the vLLM server ended by itself, with exit code {code}{failure_cause(log)}")
+            raise EngineError(f"the vLLM server ended by itself with exit code {code}{failure_cause(log)}")
 
 
 @contextlib.contextmanager
 def _interrupted_by_term() -> Iterator[None]:
-    """SIGTERM means what Ctrl-C means; either one, once: a second must not break off the cleaning up."""
+    """Make SIGTERM act like Ctrl-C, and ignore both afterwards, so that a second one does not interrupt the cleanup."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -201,7 +201,7 @@ def _interrupted_by_term() -> Iterator[None]:
 
 
 def served(endpoint: Endpoint) -> dict[str, Any]:
-    """vLLM's version and its own description of the model that it serves."""
+    """vLLM's version and its description of the model that it serves."""
     from grpocli.rollout.vllm.client import Client
 
     client = Client(endpoint, timeout=60)
@@ -210,7 +210,7 @@ def served(endpoint: Endpoint) -> dict[str, Any]:
 
 
 def how_to_use(endpoint: Endpoint, record: Path, job: EngineJob, description: dict[str, Any]) -> str:
-    """What the server is, and how runs on this machine and elsewhere are pointed at it.
+    """The printed description of the server, and the overrides with which runs use it.
 
     record: the file with the key. description: see `served`.
     """

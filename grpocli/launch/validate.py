@@ -1,4 +1,4 @@
-"""Contradictions between keys, found before anything heavy starts."""
+"""Checks of keys that depend on each other, before anything heavy starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_run(run: Run) -> None:
-    """Raise a ConfigError for the first contradiction."""
+    """Raise ConfigError for the first contradiction between keys."""
     _check_rewards(run)
     _check_difficulty(run)
     _check_batch(run)
@@ -98,7 +98,7 @@ def _check_batch(run: Run) -> None:
 
 
 def _check_structure(run: Run) -> None:
-    """A regex or schema masks the sampler's tokens, not the trainer's: only a correction makes up for that."""
+    """Require a correction with a regex or schema, which restricts the sampler's distribution but not the trainer's."""
     from grpocli.config.user_parts import choice_of
     from grpocli.rollout.auto import AutoEngine
     from grpocli.rollout.fake_engine import Fake
@@ -116,7 +116,7 @@ def _check_structure(run: Run) -> None:
 
 
 def _check_group_fits(run: Run) -> None:
-    """A group is one request, and vLLM takes none with more completions than it runs at once."""
+    """Require that vLLM runs a whole group at once, since a group is one request."""
     given = {name.replace("-", "_"): value for name, value in getattr(run.engine, "vllm_args", {}).items()}
     limit = given.get("max_num_seqs")
     groups = {"rollout.group_size": run.rollout.group_size, "eval.samples": run.eval.samples}
@@ -127,7 +127,7 @@ def _check_group_fits(run: Run) -> None:
 
 
 def _check_waits(run: Run) -> None:
-    """While the main process waits for a server, the others wait for it, and must not give up first."""
+    """Require that processes wait longer for each other than the main one waits for a lost server."""
     engine, limit = run.engine, getattr(run.hardware, "timeout", 0)
     waits: dict[str, int] = getattr(engine, "waits", {})
     for key, seconds in waits.items() if (getattr(run.hardware, "processes", 1) or 1) > 1 else ():
@@ -141,7 +141,7 @@ def _check_waits(run: Run) -> None:
 
 
 def check_nodes(run: Run, engine: Any) -> None:
-    """On several machines, who serves completions, and with all of its GPUs. Asked again of what engine=auto is."""
+    """Check the engine of a run on several machines. Called again with the engine that engine=auto chooses."""
     from grpocli.config.user_parts import choice_of
     from grpocli.hardware.hardware import Multinode
     from grpocli.rollout.vllm.engine_parts import Vllm
@@ -169,7 +169,7 @@ def check_nodes(run: Run, engine: Any) -> None:
 
 
 def check_shares(run: Run, processes: int) -> None:
-    """A process without a completion would only wait for the others. Asked again when the GPUs are counted."""
+    """Require a completion for each process. Called again when the GPUs have been counted."""
     groups = run.rollout.prompts_per_step // run.train.minibatches
     rows = groups * run.rollout.group_size
     if processes > rows:
@@ -182,12 +182,12 @@ def check_shares(run: Run, processes: int) -> None:
 
 
 def _check_parallel(run: Run) -> None:
-    """What weights in parts cannot do."""
+    """Refuse combinations that sharded weights do not support."""
     from grpocli.config.user_parts import choice_of
     from grpocli.rollout.auto import AutoEngine
 
     parallel, lora = run.hardware.parallel, run.model.lora.rank > 0
-    if parallel not in ("zero3", "fsdp2"):  # else, which engine `auto` chooses would be asked of torch: a slow import
+    if parallel not in ("zero3", "fsdp2"):  # returns early, since resolving engine=auto imports torch
         return
     engine = run.engine.chosen() if isinstance(run.engine, AutoEngine) else run.engine
     beside = getattr(engine, "overlaps", False)
@@ -209,7 +209,7 @@ def _check_parallel(run: Run) -> None:
 
 
 def check_overlap(run: Run, engine: object) -> None:
-    """Sampling ahead needs an engine beside the trainer. Asked again of the engine that engine=auto turns out to be."""
+    """Check prefetching, which needs an engine outside the trainer. Called again with the choice of engine=auto."""
     from grpocli.config.user_parts import choice_of
 
     staleness = run.rollout.max_staleness

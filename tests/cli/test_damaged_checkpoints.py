@@ -137,7 +137,7 @@ def test_the_next_older_one_is_taken_if_asked_for(grpocli, undisturbed: Path, ru
     )
     code, out, err = grpocli("train", f"resume={run}", "resume_fallback=true")
     assert code == 0, err
-    assert f"{sentence}; going on from {run}/checkpoints/step_000002" in out + err
+    assert f"{sentence}; continuing from {run}/checkpoints/step_000002" in out + err
     assert sentence in (run / "run.log").read_text()
     assert json.loads((run / "sessions.jsonl").read_text().splitlines()[-1])["fallback"] == [sentence]
     assert f"; {sentence}" in (run / "model" / "README.md").read_text()

@@ -71,6 +71,6 @@ def test_a_resume_tells_what_has_changed_and_that_a_run_is_finished(
     (run / "summary.json").unlink()
     code, out, _ = grpocli("train", f"resume={run}", "train.steps=1")
     assert code == 0
-    assert "the run ended before its first checkpoint: it begins again" in out
+    assert "the run ended before its first checkpoint and starts again" in out
     assert [row["step"] for row in metrics(run)] == [1]
     assert [path.name for path in (run / "rollouts").iterdir()] == ["step_000001.parquet"]

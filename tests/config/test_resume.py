@@ -68,7 +68,7 @@ def test_another_algorithm_leaves_out_the_keys_of_what_it_does_not_have(tmp_path
 
 def test_a_resume_goes_on_in_the_folder_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
-    said = "hydra.run.dir=/elsewhere: a resume goes on in the run's own folder"
+    said = "hydra.run.dir=/elsewhere: a resume continues in the run's own folder"
     with pytest.raises(ConfigError, match=re.escape(said)):
         Resume.asked_for([f"resume={tmp_path}", "hydra.run.dir=/elsewhere"])
     assert Resume.asked_for([f"resume={tmp_path}", f"hydra.run.dir={tmp_path}"])

@@ -23,7 +23,7 @@ def test_a_second_interrupt_prints_how_to_resume(
 ) -> None:
     def interrupted(args: list[str]) -> int:
         run = RunDir(tmp_path)
-        with _ending(run, ours=True):
+        with _ending(run, new=True):
             run.config.touch()
             run.metrics.touch()
             raise KeyboardInterrupt
@@ -31,7 +31,7 @@ def test_a_second_interrupt_prints_how_to_resume(
     monkeypatch.setattr(cli, "run", interrupted)
     with pytest.raises(SystemExit, match="1"):
         cli.main(["train"])
-    said = f"grpocli: error: interrupted; resume={tmp_path} goes on from the last checkpoint\n"
+    said = f"grpocli: error: interrupted; resume={tmp_path} continues from the last checkpoint\n"
     assert capsys.readouterr().err == said
 
 

@@ -209,7 +209,7 @@ def test_a_server_that_dies_says_why(fake: Serve, tmp_path: Path) -> None:
             httpx.get(f"http://127.0.0.1:{fake.port}/health", trust_env=False)
 
     thread = when_it_serves(fake, act)
-    with pytest.raises(EngineError, match=r"ended by itself, with exit code 5: ValueError: the engine is dead"):
+    with pytest.raises(EngineError, match=r"ended by itself with exit code 5: ValueError: the engine is dead"):
         serve(fake, "/m", "float32")
     thread.join()
     assert not serve_file(fake.port).exists()
