@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("vllm") and find_spec("vllm") is None:
             item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
     items.sort(key=lambda item: rank[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Modules and collected tests stay until the end, so garbage collections during tests need not look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

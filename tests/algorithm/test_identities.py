@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grpocli.algorithm import Algorithm
 
-few = settings(max_examples=20, deadline=None)
+few = settings(max_examples=10)
 
 
 def rows(window: Window) -> torch.Tensor:
@@ -160,7 +160,7 @@ def test_dapo_with_equal_clips_and_no_filter_is_grpo_with_a_token_mean(
 
 @pytest.mark.parametrize("name", [*choices("objective"), "sequence level"])
 @given(window=windows())
-@settings(max_examples=10, deadline=None)
+@few
 def test_on_policy_every_objective_has_the_plain_policy_gradient(name: str, window: Window) -> None:
     """Where pi = pi_old the gradient of a token is -A / (rows |o|), whatever the objective does with the ratio."""
     overrides = choices("objective").get(name, ("algorithm.objective.level=sequence",))
@@ -173,7 +173,7 @@ def test_on_policy_every_objective_has_the_plain_policy_gradient(name: str, wind
 
 
 @given(window=windows())
-@settings(max_examples=10, deadline=None)
+@few
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -192,7 +192,7 @@ def test_a_part_that_is_switched_off_by_its_number_does_nothing(
 
 @pytest.mark.parametrize("name", choices("correction"))
 @given(window=windows(), factor=st.floats(0.6, 1.9))
-@settings(max_examples=10, deadline=None)
+@few
 def test_a_correction_by_one_ratio_is_that_factor(name: str, window: Window, factor: float) -> None:
     """Where every token's pi_trainer / pi_sampler is the same and in bounds, all four corrections multiply by it."""
     plain = built("algorithm=drgrpo")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from composed import built
 
 import grpocli
 from grpocli.errors import ConfigError
@@ -25,6 +26,7 @@ print(algo.objective.high, float(loss), sorted(metrics)[0])
 """
 
 
+@pytest.mark.processes
 def test_it_needs_neither_vllm_nor_transformers_nor_the_command_line() -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=300)
     assert done.stdout.split()[0] == "0.3", done.stderr
@@ -45,8 +47,8 @@ def test_a_hydra_app_keeps_its_own_hydra(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["ref_logp", "entropy", "selected"])
-def test_what_loss_needs_and_does_not_get(missing: str) -> None:
-    algorithm = grpocli.build_algorithm(
+def test_a_missing_argument_of_loss_is_named(missing: str) -> None:
+    algorithm = built(
         *["algorithm=grpo", "algorithm/tokens=top_entropy", "algorithm/entropy=bonus"][
             : 1 if missing == "ref_logp" else 3
         ]
@@ -74,14 +76,14 @@ ROWS = torch.zeros(4, 3)
         ({"math": torch.zeros(2, 2)}, {"maht": 2.0}, "weights\\['maht'\\]: there is no such reward; did you mean"),
     ],
 )
-def test_what_are_no_rewards(rewards, weights, sentence: str) -> None:
+def test_rewards_of_a_wrong_type_or_shape_are_refused(rewards, weights, sentence: str) -> None:
     with pytest.raises((TypeError, ValueError), match=sentence):
-        grpocli.build_algorithm("algorithm=grpo").advantages(rewards, weights)
+        built("algorithm=grpo").advantages(rewards, weights)
 
 
 @pytest.mark.parametrize("combine", ["sum", "normalize_then_sum"])
 def test_integer_and_boolean_rewards(combine: str) -> None:
-    algorithm = grpocli.build_algorithm("algorithm=dgpo", f"algorithm.combine={combine}")
+    algorithm = built("algorithm=dgpo", f"algorithm.combine={combine}")
     values = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]])
     expected = algorithm.advantages({"r": values.float()})
     assert algorithm.advantages({"r": values}).equal(expected)
@@ -102,18 +104,18 @@ def test_integer_and_boolean_rewards(combine: str) -> None:
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
-def test_shapes_that_would_be_broadcast(wrong: dict[str, torch.Tensor]) -> None:
+def test_shapes_that_would_be_broadcast_are_refused(wrong: dict[str, torch.Tensor]) -> None:
     given = {"old_logp": ROWS, "advantages": torch.zeros(4), "mask": torch.ones(4, 3), "ref_logp": ROWS} | wrong
     (name,) = wrong
     with pytest.raises(ValueError, match=rf"loss\({name}=\.\.\.\) has the shape"):
-        grpocli.build_algorithm("algorithm=grpo").loss(ROWS, **given)
+        built("algorithm=grpo").loss(ROWS, **given)
 
 
 @pytest.mark.parametrize(
     "aggregate", [[], ["algorithm.aggregate.informative_only=false", "algorithm.aggregate.scope=group"]]
 )
 def test_a_part_of_a_window_needs_its_group_ids(aggregate: list[str]) -> None:
-    algorithm = grpocli.build_algorithm("algorithm=dgpo", *aggregate)
+    algorithm = built("algorithm=dgpo", *aggregate)
     advantages, ids = torch.tensor([0.0, 0.0, 1.0, -2.0]), torch.tensor([7, 7, 9, 9])
     totals = algorithm.totals(advantages, torch.ones(4, 3), ids)
     part = [ROWS[2:], ROWS[2:], advantages[2:], torch.ones(2, 3)]
@@ -124,17 +126,19 @@ def test_a_part_of_a_window_needs_its_group_ids(aggregate: list[str]) -> None:
         algorithm.loss(*part, totals=totals)
 
 
-@pytest.mark.parametrize("algorithm", ["algorithm=grpo", "algorithm=dapo"])
-def test_where_groups_do_not_matter_they_can_be_left_out(algorithm: str) -> None:
-    built = grpocli.build_algorithm(algorithm, "algorithm/kl=none")
+@pytest.mark.parametrize("choice", ["algorithm=grpo", "algorithm=dapo"])
+def test_where_groups_do_not_matter_they_can_be_left_out(choice: str) -> None:
+    algorithm = built(choice, "algorithm/kl=none")
     advantages = torch.tensor([0.0, 0.0, 1.0, -2.0])
-    totals = built.totals(advantages, torch.ones(4, 3))
-    parts = [built.loss(ROWS[i], ROWS[i], advantages[i], torch.ones(2, 3), totals=totals)[0] for i in ([0, 1], [2, 3])]
-    whole, _ = built.loss(ROWS, ROWS, advantages, torch.ones(4, 3))
+    totals = algorithm.totals(advantages, torch.ones(4, 3))
+    parts = [
+        algorithm.loss(ROWS[i], ROWS[i], advantages[i], torch.ones(2, 3), totals=totals)[0] for i in ([0, 1], [2, 3])
+    ]
+    whole, _ = algorithm.loss(ROWS, ROWS, advantages, torch.ones(4, 3))
     assert sum(parts).item() == pytest.approx(whole.item())
 
 
-def test_a_length_borrowed_from_the_default_run_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_length_taken_from_the_default_run_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert grpocli.build_algorithm("algorithm=drgrpo", "algorithm.aggregate.length=3000").aggregate.length == 3000
         assert grpocli.build_algorithm("algorithm=drgrpo", "rollout.max_completion_tokens=7").aggregate.length == 7

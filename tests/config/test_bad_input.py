@@ -179,6 +179,7 @@ def test_the_traceback_is_shown_when_asked_for(
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "argv",
     [

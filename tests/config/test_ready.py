@@ -88,6 +88,7 @@ def answers(command: str, lines: list[str]) -> dict[str, str]:
     return dict(said)
 
 
+@pytest.mark.processes
 def test_what_is_missing_is_said_before_anything_heavy(here: Path) -> None:
     said = answers("train", list(CASES))
     for line, sentence in CASES.items():
@@ -95,6 +96,7 @@ def test_what_is_missing_is_said_before_anything_heavy(here: Path) -> None:
     assert sorted(path.name for path in here.iterdir()) == ["broken.py", "empty", "rewards.py", "rows.jsonl"]
 
 
+@pytest.mark.processes
 def test_other_commands_ask_too(here: Path) -> None:
     for command in ("eval", "reward-check"):
         reward, *_ = lines = [line for line in CASES if "missing.py" in line or line.startswith("task=jsonl")]

@@ -21,6 +21,7 @@ def test_an_import_does_not_end_the_process(tmp_path: Path, leave: str) -> None:
         load(f"{tmp_path}/mine.py:score", "reward.python.function")
 
 
+@pytest.mark.processes
 def test_a_fork_at_import_comes_back_once(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import os\nos.fork()\ndef score(): ...\n")
     code = f"from grpocli.config.user_code import load\nload('{tmp_path}/mine.py:score', 'key')\nprint('here')"

@@ -83,6 +83,7 @@ def prompt_of(tokenizer: Any, task: str = "game", **columns: Any) -> Prompt:
     return Prompt("0", ids.input_ids, text, columns | {"task_name": task})
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tokens_of_an_episode_are_those_of_the_engine(make_episodes, family: str) -> None:
     tokenizer = FAMILIES[family]()
@@ -120,6 +121,7 @@ def test_the_tokens_of_an_episode_are_those_of_the_engine(make_episodes, family:
         assert not done.truncated
 
 
+@pytest.mark.processes
 def test_a_task_without_an_environment_has_one_turn(make_episodes) -> None:
     tokenizer = FAMILIES["tiny"]()
     engine, told = Scripted(tokenizer), []
@@ -133,6 +135,7 @@ def test_a_task_without_an_environment_has_one_turn(make_episodes) -> None:
     assert [len(asked) for asked in engine.seen] == [2, 2, 2]
 
 
+@pytest.mark.processes
 def test_limits_on_turns_and_tokens(make_episodes) -> None:
     tokenizer = FAMILIES["tiny"]()
     prompt = prompt_of(tokenizer, turns=9)
@@ -165,6 +168,7 @@ def test_limits_on_turns_and_tokens(make_episodes) -> None:
     assert ends[0] == tokenizer.eos_token_id  # the template's end of a turn, where the model was cut
 
 
+@pytest.mark.processes
 def test_the_engine_gets_its_state_of_an_episode_back_until_it_ends(make_episodes) -> None:
     tokenizer = FAMILIES["tiny"]()
     engine = Scripted(tokenizer)
@@ -180,6 +184,7 @@ def test_the_engine_gets_its_state_of_an_episode_back_until_it_ends(make_episode
     assert all(past.held is None for request in first for past in request.pasts)
 
 
+@pytest.mark.processes
 def test_a_single_turn_keeps_no_engine_state(make_episodes) -> None:
     tokenizer = FAMILIES["tiny"]()
     engine = Scripted(tokenizer)
@@ -202,6 +207,7 @@ def breakable() -> Iterator[Any]:
     episodes.close()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -229,6 +235,7 @@ def test_a_broken_environment_ends_only_its_own_episodes(breakable, how: str, sa
     assert (fine.episode.problem, fine.episode.rewards) == (None, {"reward": 1.0})
 
 
+@pytest.mark.processes
 def test_an_endless_environment_ends_at_the_limit_of_turns(make_episodes) -> None:
     tokenizer = FAMILIES["tiny"]()
     prompt = prompt_of(tokenizer, how="forever")
@@ -239,6 +246,7 @@ def test_an_endless_environment_ends_at_the_limit_of_turns(make_episodes) -> Non
     assert done.truncated
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("turn", [0, 1])
 def test_a_stop_in_any_turn_ends_the_episodes(make_episodes, turn: int) -> None:
     tokenizer = FAMILIES["tiny"]()
@@ -259,6 +267,7 @@ def test_a_stop_in_any_turn_ends_the_episodes(make_episodes, turn: int) -> None:
     assert len(engine.seen) == turn + 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("how", "said"), [("reset", "game: its environment could not be reset: Runtime"), ("fine", "")]
 )
@@ -269,6 +278,7 @@ def test_check_environment_needs_no_model(how: str, said: str) -> None:
         check_environment("game", task, example)
 
 
+@pytest.mark.processes
 def test_an_environment_gets_the_variables_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = EnvironmentConfig(name=f"{SCRIPTED}:Broken", timeout=10.0, env=["SEARCH_KEY"])
     with pytest.raises(ConfigError, match=r"task\.environment\.env=\[SEARCH_KEY\]: is not set here"):
@@ -279,6 +289,7 @@ def test_an_environment_gets_the_variables_that_it_names(monkeypatch: pytest.Mon
         check_environment("game", replace(environment, env=[]), {"how": "SEARCH_KEY"})
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("turns", [0, 1])
 def test_cancelled_episodes_end_with_the_turns_they_have(make_episodes, turns: int) -> None:
     """A cancelled engine may return nothing."""

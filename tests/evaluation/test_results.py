@@ -45,6 +45,7 @@ def test_nothing_scored_is_null_in_json() -> None:
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["scores"]["greedy"]["value"] is None
 
 
+@pytest.mark.processes
 def test_a_majority_is_of_values_and_not_of_texts() -> None:
     """Three halves in three forms, two of them right by the reward's score, outvote two equal wrong texts."""
     reward = Math(workers=1, timeout=20)

@@ -13,6 +13,8 @@ from grpocli.rewards.reward import Failure, Sample
 from grpocli.sandbox import cgroup, select_backend
 from grpocli.sandbox.backends import no_isolation
 
+pytestmark = pytest.mark.processes
+
 ADD = "```python\ndef add(a, b):\n    return a + b\n```"
 TESTS = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
 

@@ -60,6 +60,7 @@ def test_without_a_mark_the_last_expression_counts(text: str, expression: str) -
     assert answer_expression(text) == expression
 
 
+@pytest.mark.processes
 def test_every_reward_finds_the_same_answer(sample) -> None:
     text = "<think>It is 7, or \\boxed{7}.</think>\n<answer>5</answer>"
     math = Math(workers=1, timeout=20)

@@ -102,6 +102,7 @@ def test_exec_in_a_reward_fails_its_samples(sample) -> None:
     assert "which would have ended the run without a word" in failure.reason
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_process_that_a_reward_forks_may_call_os_exit(sample) -> None:
     def forks() -> float:
@@ -192,6 +193,7 @@ for does in (lambda: 1, lambda: 1 / 0, lambda: sys.exit(3), os.closerange):
 """
 
 
+@pytest.mark.processes
 def test_a_forked_process_does_not_train_and_lost_descriptors_end_the_run(tmp_path: Path) -> None:
     run = [sys.executable, "-c", BREAKS, str(tmp_path / ".lock")]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60)
@@ -209,6 +211,7 @@ leaving.GRACE, leaving.EXIT_GRACE = 0.2, 0.2
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("start", "name"),
     [
@@ -223,6 +226,7 @@ def test_a_thread_that_does_not_end_is_left_behind(start: str, name: str) -> Non
     assert done.stderr.startswith(f"grpocli: a thread ({name}) that code of yours started in this process did not end")
 
 
+@pytest.mark.processes
 def test_an_exit_handler_that_does_not_end_is_left_behind() -> None:
     code = f"{LEAVING}atexit.register(time.sleep, 600)\nleaving.limit_exit_time(4)\nsys.exit(4)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -230,6 +234,7 @@ def test_an_exit_handler_that_does_not_end_is_left_behind() -> None:
     assert done.stderr.startswith("grpocli: an exit handler did not end within 0.4 s, and was left behind; look for")
 
 
+@pytest.mark.processes
 def test_exit_handlers_run_to_their_end_where_all_threads_have_ended() -> None:
     code = (
         f"{LEAVING}leaving.EXIT_GRACE = 600\natexit.register(lambda: (time.sleep(0.6), print('handled')))\n"
@@ -247,6 +252,7 @@ def test_autocast_that_one_call_enters_and_the_next_one_leaves_is_restored(sampl
         assert settings() == before
 
 
+@pytest.mark.processes
 def test_a_setting_that_torch_refuses_to_read_is_left_alone(sample) -> None:
     """torch refuses after its old and new names for a setting were mixed."""
     code = (

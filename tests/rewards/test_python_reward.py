@@ -88,6 +88,7 @@ def reward(tmp_path: Path):
     return lambda name, **fields: PythonReward(function=f"{path}:{name}", **fields)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "scores"),
     [
@@ -125,11 +126,13 @@ def test_a_result_of_the_wrong_shape_fails_every_sample(reward, sample, name: st
     assert all(isinstance(s, Failure) and said in s.reason for s in scores)
 
 
+@pytest.mark.processes
 def test_an_async_function_has_a_deadline(reward, sample) -> None:
     with pytest.raises(TimeoutError, match=r"0\.05 s \(reward\.python\.timeout\)"):
         reward("never", timeout=0.05)([sample("a")])
 
 
+@pytest.mark.processes
 def test_with_process_a_hanging_function_is_killed(reward, sample) -> None:
     """Also from a thread other than the main one, which cannot be interrupted."""
     made = reward("stuck", timeout=0.5, process=True)
@@ -142,6 +145,7 @@ def test_with_process_a_hanging_function_is_killed(reward, sample) -> None:
         made.close()
 
 
+@pytest.mark.processes
 def test_with_process_the_scores_are_the_same(reward, sample) -> None:
     made = reward("anything", process=True)
 

@@ -104,6 +104,7 @@ def test_every_form_of_function(scores, rows: Any, texts: list[str], name: str, 
     assert scores(rows, texts, *python(name)) == (expected, [])
 
 
+@pytest.mark.processes
 def test_a_reward_that_does_not_apply_is_left_out_of_the_sum(scores) -> None:
     more = [
         "+reward@reward.capital=python",

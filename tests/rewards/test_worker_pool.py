@@ -18,6 +18,8 @@ from grpocli.rewards.reward import Failure, Forfeit, Overrun
 from grpocli.rewards.text_match import Format
 from grpocli.rewards.worker_pool import PoolClosed, WorkerPool, default_workers
 
+pytestmark = pytest.mark.processes
+
 ENDLESS = r"\boxed{\binom{10^7}{5 \cdot 10^6}}"
 
 

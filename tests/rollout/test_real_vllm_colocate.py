@@ -6,14 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rollout.vllm_tiny import TOKENIZER, build_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
+pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")

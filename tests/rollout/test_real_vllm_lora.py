@@ -6,7 +6,6 @@ import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from grpocli.rollout.vllm.server_files import Endpoint, run_file
 from grpocli.rollout.vllm.server_pool import ServerPool
 from grpocli.types import Completion, Request, Sampling
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
+pytestmark = pytest.mark.vllm
 RANK = 3  # alpha / rank is no power of two, and vLLM pads the rank
 
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +33,7 @@ from grpocli.rollout.vllm.server import free_port
 from grpocli.rollout.vllm.server_files import LOCK, Endpoint, run_file, serve_file
 from grpocli.types import Completion, Request, Sampling
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
+pytestmark = pytest.mark.vllm
 
 TOKENIZER: Any = letters(VOCABULARY)
 A, B, AB = TOKENIZER.convert_tokens_to_ids(["a", "b", "ab"])

@@ -28,6 +28,8 @@ ENGINE = """
 import multiprocessing, os, sys, time
 from multiprocessing.shared_memory import SharedMemory
 
+pytestmark = pytest.mark.processes
+
 def start(method, *below):
     made = multiprocessing.get_context(method)
     kept = SharedMemory(create=True, size=4096), made.Semaphore()

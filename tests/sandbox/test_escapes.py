@@ -15,6 +15,8 @@ from grpocli.sandbox import select_backend
 from grpocli.sandbox.backends import interpreter, no_isolation
 from grpocli.sandbox.sandbox import Limits, SandboxError
 
+pytestmark = pytest.mark.processes
+
 TEST = "assert answer() == 42"
 RIGHT = "def answer():\n    return 42\n"
 

@@ -13,6 +13,8 @@ import pytest
 from grpocli.sandbox import cgroup
 from grpocli.sandbox.sandbox import SandboxError, Submission, run
 
+pytestmark = pytest.mark.processes
+
 ADD = "def add(a, b):\n    return a + b\n"
 
 

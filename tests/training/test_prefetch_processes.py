@@ -12,6 +12,8 @@ from training import prefetch_processes
 
 from grpocli.launch.trainers import command
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:

@@ -1,0 +1,19 @@
+"""Long tables of cases: `make test` runs all of them, `make test-fast` a few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def table(cases: Iterable[Any], fast: int) -> list[Any]:
+    """The cases for `parametrize`; all but `fast` of them, evenly spread, have the marker `table`."""
+    cases = list(cases)
+    step = max(1, len(cases) // fast)
+    return [case if i % step == 0 else _marked(case) for i, case in enumerate(cases)]
+
+
+def _marked(case: Any) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.table)
