@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from grpocli.tracking.rollouts import evaluation_records, read_rollouts, write_rollouts
-from grpocli.types import Completion, Group, Prompt, Rollout, Status
+from grpocli.types import Completion, Group, Prompt, Rollout, Row, Status
 
 
 @pytest.fixture
@@ -39,10 +39,12 @@ def run(tmp_path: Path) -> Path:
                 )
             )
         records = [
-            dataclasses.replace(record, status=Status.TRAINED, advantage=(-1.0, 1.0)[k % 2])
+            dataclasses.replace(
+                record, status=Status.TRAINED, row=Row.of(record.rollout, (-1.0, 1.0)[k % 2], record.group, False, step)
+            )
             for k, record in enumerate(evaluation_records(groups))
         ]
-        records[-1] = dataclasses.replace(records[-1], status=Status.FILTERED, advantage=None)
+        records[-1] = dataclasses.replace(records[-1], status=Status.FILTERED, row=None)
         write_rollouts(tmp_path / "rollouts" / f"step_{step:06d}.parquet", records, step)
     return tmp_path
 

@@ -35,7 +35,7 @@ SCENARIOS = {  # event, staleness, in_flight
 
 
 class Collector:
-    """Its step number `event_at` is when `event` comes, once the main thread has `reached` that point."""
+    """A collector in which `event` happens in step `event_at`, once the main thread has `reached` that step."""
 
     def __init__(self, world: World, event: str, event_at: int) -> None:
         self.world, self.event, self.event_at = world, event, event_at
@@ -48,7 +48,7 @@ class Collector:
         step = self.draws + 1
         if step == self.event_at:
             assert self.reached.wait(WAIT)
-            time.sleep(LATE / 4)  # until it waits
+            time.sleep(LATE / 4)  # until the main thread waits
             if self.event == "alone" and self.world.rank == 1:
                 raise EngineError("only here")
             self.world.gather_objects([step])
@@ -64,7 +64,7 @@ class Collector:
 
 
 def trained(world: World, event: str, staleness: int, in_flight: bool) -> dict[str, Any]:
-    """What a process went through. With in_flight the second process comes late to the step before the event."""
+    """Train one scenario; its results. With in_flight the second process is late for the step before the event."""
     at = 1 + staleness
     collector = Collector(world, event, at)
     rollout = SimpleNamespace(max_staleness=staleness, in_flight=in_flight)
@@ -98,12 +98,12 @@ def trained(world: World, event: str, staleness: int, in_flight: bool) -> dict[s
 
 
 def main(folder: Path) -> None:
-    """Every scenario in turn; a file of results a process."""
+    """Run every scenario; write one file of results per process."""
     world = World(Single(device="cpu", timeout=20))
     results = {name: trained(world, *scenario) for name, scenario in SCENARIOS.items()}
     (folder / f"{world.rank}.json").write_text(json.dumps(results))
     world.barrier()
-    os._exit(0)  # after the last one a thread waits for another that has failed
+    os._exit(0)  # a thread of the last scenario still waits for the process that failed
 
 
 if __name__ == "__main__":

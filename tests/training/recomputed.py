@@ -1,4 +1,4 @@
-"""Metrics of a step, from its rollout file alone."""
+"""Computing the metrics of a step from its rollout file alone."""
 
 from __future__ import annotations
 

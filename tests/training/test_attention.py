@@ -1,4 +1,4 @@
-"""Completions that share a prompt's keys attend as rows of their own do, however blocks are made of them."""
+"""Attention over packed rows: completions that share a prompt's keys, in blocks, attend as separate rows do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 HEADS, GROUPS, SIZE = 4, 2, 8
 
 
-def test_blocks_are_rows_of_about_one_length_or_many_short_ones() -> None:
+def test_a_block_has_rows_of_similar_length_or_many_short_ones() -> None:
     assert blocks_of(12, [64] * 8) == [list(range(8))]
     assert blocks_of(12, [100, 90, 60, 40]) == [[0, 1, 2], [3]]
     assert blocks_of(12, [40, 8, 8, 8]) == [[0], [1, 2, 3]]
@@ -37,7 +37,7 @@ def test_blocks_are_rows_of_about_one_length_or_many_short_ones() -> None:
 )
 @pytest.mark.parametrize("masked", [512, 0], ids=["masks", "causal"])
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "gpu"])
-def test_each_completion_attends_as_a_row_of_its_own(
+def test_each_completion_attends_as_a_separate_row(
     prompt: int, lengths: list[int], rows: int, filled: bool, masked: int, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sdpa, "MASKED", masked)
@@ -58,7 +58,7 @@ def test_each_completion_attends_as_a_row_of_its_own(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_what_fills_a_row_up_is_never_seen() -> None:
+def test_filler_is_never_attended_to() -> None:
     block = Block.of(2, [5, 4], CPU, on_cpu=True)
     query, key, value = (states.detach() for states in _states(2 + 9))
     segments = Segments((Segment(2, (block,)),), on_cpu=True)
@@ -80,7 +80,7 @@ def _states(tokens: int) -> list[torch.Tensor]:
 def _alone(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prompt: int, lengths: list[int]
 ) -> torch.Tensor:
-    """[1, N, heads, D], every completion computed with a prompt of its own."""
+    """[1, N, heads, D], with every completion computed as a separate row."""
     parts, start = [], prompt
     for length in [0, *lengths]:
         which = [*range(prompt), *range(start, start + length)]

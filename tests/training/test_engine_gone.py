@@ -1,4 +1,4 @@
-"""An engine that is gone for good ends a run with a checkpoint, and loses no row of a step that is done."""
+"""A run whose engine is gone for good stops with a checkpoint, and all finished steps are logged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNJUDGED = RewardGone("the judge stays away")
 
 
 class Ended:
-    """A trainer of three steps that notes what it does, with an evaluation after each; `gone` is where it breaks."""
+    """A trainer of three steps that records its calls; `gone` is the call in which the service is gone."""
 
     def __init__(self, gone: tuple[str, int], error: ServiceGone = GONE) -> None:
         self.error = error
@@ -49,7 +49,7 @@ class Ended:
         return Stopped(reason)
 
 
-def test_a_service_that_scores_is_as_the_engine() -> None:
+def test_a_scoring_service_that_is_gone_stops_the_run_as_the_engine_does() -> None:
     trainer = Ended(("generate_and_score", 1), UNJUDGED)
     with pytest.raises(Stopped, match="the judge stays away"):
         trainer.train()
@@ -67,7 +67,7 @@ def test_a_service_that_scores_is_as_the_engine() -> None:
         ("finish", 3),
     ],
 )
-def test_wherever_it_goes_steps_that_are_done_are_logged_and_saved(gone: tuple[str, int]) -> None:
+def test_finished_steps_are_logged_and_saved_wherever_the_engine_is_gone(gone: tuple[str, int]) -> None:
     trainer = Ended(gone)
     with pytest.raises(Stopped, match="stays away"):
         trainer.train()

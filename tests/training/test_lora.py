@@ -1,4 +1,4 @@
-"""LoRA in training: what is optimised, what the policy is compared with, and what a run leaves behind."""
+"""LoRA in training: optimised parameters, references, checkpoints and the final model."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def run_of(algorithm: str, lora: Lora) -> SimpleNamespace:
     return SimpleNamespace(algorithm=built(*algorithm.split()), model=HuggingFace(path="base", lora=lora))
 
 
-def test_a_still_reference_is_the_base_and_no_second_model(little_model, world, rows) -> None:
+def test_a_fixed_reference_is_the_base_without_a_second_model(little_model, world, rows) -> None:
     policy = lora_policy(little_model, world)
     job = SimpleNamespace(model_path="/there/is/no/model/to/load")
     reference = _reference(run_of("algorithm=grpo", LORA), job, policy, None)
@@ -157,7 +157,7 @@ def test_a_still_reference_is_the_base_and_no_second_model(little_model, world, 
         reference.mix(0.5)
 
 
-def test_a_moving_reference_is_a_model_of_its_own(little_model, world, tmp_path: Path) -> None:
+def test_a_moving_reference_is_a_second_model(little_model, world, tmp_path: Path) -> None:
     little_model.save_pretrained(tmp_path)
     policy = lora_policy(little_model, world)
     run = run_of("algorithm=grpo algorithm.kl.sync_every=2", LORA)
@@ -191,8 +191,8 @@ def test_mixing_is_tr_dpos_formula_on_merged_weights(little_model, world, rows) 
     assert moved > 1e-3
 
 
-def test_a_mixture_of_updates_has_more_than_their_rank(little_model, world, rows) -> None:
-    """Why a moving reference is kept whole."""
+def test_a_mixture_of_updates_has_a_higher_rank_than_each(little_model, world, rows) -> None:
+    """The reason why a moving reference has full weights."""
     policy = lora_policy(little_model, world)
     reference = Reference(copy.deepcopy(little_model), policy)
     up = updater(policy, world)
@@ -217,7 +217,7 @@ def test_a_mixture_with_other_weights_is_refused(little_model, world) -> None:
 
 @pytest.fixture
 def base(little_model, tmp_path: Path) -> Path:
-    """A folder with the base model, as `prepare` returns one."""
+    """The folder of the base model, as `prepare` returns it."""
     little_model.save_pretrained(tmp_path / "base")
     make_tokenizer().save_pretrained(tmp_path / "base")
     return tmp_path / "base"
@@ -227,7 +227,7 @@ def contents(up: Updater, base: Path) -> Contents:
     return Contents(up.policy, up.optimizer, AutoTokenizer.from_pretrained(base))
 
 
-def test_a_checkpoint_goes_on_bit_for_bit(world, rows, base: Path, tmp_path: Path) -> None:
+def test_a_resume_continues_bit_for_bit(world, rows, base: Path, tmp_path: Path) -> None:
     part = HuggingFace(path=str(base), lora=LORA)
     runs = []
     for path in (base, tmp_path / "checkpoint"):

@@ -1,4 +1,4 @@
-"""Steps collected ahead by a thread: order, versions, age, errors and state, with a scripted sampler."""
+"""The prefetcher with a scripted sampler: order, weight versions, staleness, errors and state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Alone:
 
 
 class Sampler:
-    """Completions of `version`, the weights at the moment of a call, each allowed by `allow`.
+    """A sampler whose calls wait for `allow`; `version` is the weight version of its completions.
 
     before: called in the middle of sampling, between two tokens.
     """
@@ -124,7 +124,7 @@ def uids(collected: RolloutBatch) -> list[int]:
     return [int(g.uid) for g in collected.groups]
 
 
-def test_on_policy_there_is_no_thread() -> None:
+def test_without_staleness_there_is_no_thread() -> None:
     sampler = Sampler()
     made = collector(sampler)
     before = threading.active_count()
@@ -181,7 +181,7 @@ def test_nothing_is_older_than_allowed(staleness: int) -> None:
             assert len(sampler.calls) <= step + staleness
 
 
-def test_a_sync_waits_for_what_runs_and_goes_before_what_has_not_begun() -> None:
+def test_a_sync_waits_for_running_steps_and_comes_before_later_ones() -> None:
     sampler = Sampler()
     synced = threading.Event()
     with ahead(collector(sampler), staleness=2) as one:
@@ -206,7 +206,7 @@ def test_a_sync_waits_for_what_runs_and_goes_before_what_has_not_begun() -> None
         assert versions(one.rollouts(3)) == {2}
 
 
-def test_in_flight_a_sync_waits_for_nothing_and_the_versions_are_told() -> None:
+def test_in_flight_a_sync_does_not_wait_and_versions_are_recorded() -> None:
     sampler = Sampler()
     with ahead(collector(sampler), in_flight=True) as one:
         sync(one, sampler, 1)
@@ -221,8 +221,8 @@ def test_in_flight_a_sync_waits_for_nothing_and_the_versions_are_told() -> None:
     assert collected.metrics["staleness/max"] == 1
 
 
-def test_what_is_too_old_is_dropped_with_its_group_and_counted() -> None:
-    """As after a resume with a smaller max_staleness. Advantages over a batch are those of what is left."""
+def test_stale_groups_are_dropped_and_counted() -> None:
+    """As after a resume with a smaller max_staleness. Advantages are those of the remaining groups."""
     sampler = Sampler([(0.0, 1.0), (0.0, 3.0)])
     made = collector(sampler, "algorithm=grpo", "algorithm/advantage=batch_std")
     sampler.allow(2)
@@ -238,7 +238,7 @@ def test_what_is_too_old_is_dropped_with_its_group_and_counted() -> None:
     assert (collected.metrics["staleness/mean"], collected.metrics["staleness/max"]) == (1, 1)
 
 
-def test_an_error_of_the_thread_is_raised_where_the_trainer_waits() -> None:
+def test_an_error_of_the_thread_is_raised_when_the_trainer_waits() -> None:
     sampler = Sampler()
     made = collector(sampler)
     with ahead(made) as one:
@@ -257,7 +257,7 @@ def test_an_error_of_the_thread_is_raised_where_the_trainer_waits() -> None:
             one.rollouts(2)
 
 
-def test_an_error_after_something_was_carried_leaves_it_there() -> None:
+def test_an_error_keeps_the_leftover_groups() -> None:
     sampler = Sampler([(1.0, 1.0), (1.0, 1.0), *[(0.0, 1.0)] * 7])
     made = collector(sampler, "algorithm=dapo", "algorithm.keep.surplus=carry")
     sampler.allow(99)
@@ -271,7 +271,7 @@ def test_an_error_after_something_was_carried_leaves_it_there() -> None:
     assert (made.draws, made.leftover) == (before[0], before[1][:1])
 
 
-def test_a_checkpoint_s_drain_raises_an_error_that_nobody_has_seen() -> None:
+def test_waiting_for_a_checkpoint_raises_an_error_that_was_not_raised_yet() -> None:
     sampler = Sampler()
     with ahead(collector(sampler)) as one:
         sync(one, sampler, 1)
@@ -284,7 +284,7 @@ def test_a_checkpoint_s_drain_raises_an_error_that_nobody_has_seen() -> None:
         one.wait_until_idle(2)
 
 
-def test_what_is_ready_is_used_before_a_later_error_is_raised() -> None:
+def test_ready_batches_are_used_before_a_later_error_is_raised() -> None:
     sampler = Sampler()
     with ahead(collector(sampler), staleness=2, in_flight=True) as one:
         sampler.allow(2)
@@ -298,8 +298,8 @@ def test_what_is_ready_is_used_before_a_later_error_is_raised() -> None:
             one.rollouts(3)
 
 
-def test_before_the_end_only_what_runs_is_waited_for() -> None:
-    """What was asked for and has not begun is neither drawn nor saved: a resume draws it."""
+def test_at_the_end_only_running_steps_are_waited_for() -> None:
+    """Steps that were requested and have not begun are neither drawn nor saved: a resume draws them."""
     sampler = Sampler()
     made = collector(sampler)
     with ahead(made, staleness=3) as one:
@@ -317,7 +317,7 @@ def test_before_the_end_only_what_runs_is_waited_for() -> None:
         assert len(sampler.calls) == 2
 
 
-def test_a_checkpoint_in_between_saves_what_is_ready_and_no_draw_of_what_runs() -> None:
+def test_a_checkpoint_saves_ready_batches_and_no_draws_of_running_steps() -> None:
     sampler = Sampler()
     made = collector(sampler)
     with ahead(made, staleness=3) as one:
@@ -334,8 +334,8 @@ def test_a_checkpoint_in_between_saves_what_is_ready_and_no_draw_of_what_runs() 
         assert uids(one.rollouts(3)) == [4, 5], "the run goes on with it"
 
 
-def test_the_thread_can_have_work_done_by_the_waiting_trainer() -> None:
-    """What an engine does to bring a lost server back, in the middle of sampling."""
+def test_the_waiting_trainer_makes_the_calls_of_the_thread() -> None:
+    """An engine does this to recover a lost server in the middle of sampling."""
     sampler = Sampler()
     did: list[int] = []
     with ahead(collector(sampler)) as one:
@@ -393,8 +393,8 @@ def test_close_gives_up_on_a_request_that_does_not_end(
 
 
 @pytest.mark.parametrize("surplus", ["discard", "carry"])
-def test_a_run_restored_in_the_middle_does_the_same(surplus: str, tmp_path: Path) -> None:
-    """Down to the bytes of its rollout files, discarded completions included."""
+def test_a_restored_run_continues_in_the_same_way(surplus: str, tmp_path: Path) -> None:
+    """To the byte of its rollout files, discarded completions included."""
 
     def steps(one: Prefetcher, sampler: Sampler, first: int, last: int) -> list[Any]:
         got = []
@@ -469,10 +469,8 @@ def test_spans_survive_a_checkpoint_and_a_changed_config_does_not(
     assert "1 steps collected ahead do not fit" in caplog.text
 
 
-def test_processes_agree_on_a_step_whose_discarded_groups_alone_do_not_fit(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The main process alone reads those."""
+def test_discarded_groups_that_do_not_fit_do_not_drop_a_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Only the main process reads those, and all processes must agree."""
     made = collector(Sampler(), "algorithm=grpo")
 
     def group(prompt: Prompt) -> Group:
@@ -500,7 +498,7 @@ def test_steps_collected_ahead_by_an_older_version_are_read(tmp_path: Path) -> N
 
 
 def test_old_log_probs_of_a_stale_row() -> None:
-    """The sampler's where nothing corrects; else the trainer's own, and the correction is from sampler to trainer."""
+    """The sampler's without a correction; with one, the trainer's."""
     prompt = Prompt("0", [1], "p")
     rollout = Rollout(prompt, Completion([3, 4], [-1.0, -0.5], "stop", version=4), "t", {})
     stale = Row.of(rollout, 1.0, 0, False, version=5)

@@ -1,4 +1,4 @@
-"""Two real processes that collect ahead do the same at the same point, whatever their engine goes through."""
+"""Two real processes with prefetchers act alike when their engine is lost, is gone or raises an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two processes went through, by scenario."""
+    """The results of each of two processes, by scenario."""
     folder = tmp_path_factory.mktemp("ahead")
     launcher = command(2, folder)
     argv = [*launcher[: launcher.index("--module")], prefetch_processes.__file__, str(folder)]
@@ -33,7 +33,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("scenario", ["lost", "lost, late"])
 def test_a_lost_engine_is_recovered_together(both: list[dict[str, Any]], scenario: str) -> None:
-    """While the trainers wait before a sync; and with one that takes a step that is ready later than the other."""
+    """While the trainers wait before a sync, and when one of them is late."""
     for process in both:
         assert process[scenario] == {"done": 4, "error": None, "recovered": [[0, 1]], "drawn": [4, 0]}
 
@@ -42,14 +42,14 @@ def test_a_lost_engine_is_recovered_together(both: list[dict[str, Any]], scenari
 def test_an_engine_that_is_gone_ends_both_after_the_same_step(
     both: list[dict[str, Any]], scenario: str, done: int
 ) -> None:
-    """What is ready is trained on first, also by the process that comes after the failure."""
+    """Both train on the ready batches first, also a process that is late."""
     for process in both:
         error = ["EngineGone", "stays away"]
         assert process[scenario] == {"done": done, "error": error, "recovered": [], "drawn": [done, 0]}
 
 
 def test_an_error_in_one_process_ends_both(both: list[dict[str, Any]]) -> None:
-    """The other one's thread waits for it, and the trainer does not."""
+    """Although the thread of the other process still waits for it."""
     first, second = (process["alone"] for process in both)
     assert first["error"] == ["RunError", "only here"]
     assert second["error"] == ["EngineError", "only here"]

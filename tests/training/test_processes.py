@@ -38,7 +38,7 @@ ADVANTAGES = [[1.2, -0.3, -0.9], [-0.5, 1.5, -0.5, -0.5], [0.0, 0.0, 0.0], [2.0,
 
 @pytest.fixture(scope="module")
 def tied_model(little_model) -> LlamaForCausalLM:
-    """One weight is both the embedding and the output head, as in small models."""
+    """A model with tied embeddings, as small models have."""
     config = copy.deepcopy(little_model.config)
     config.tie_word_embeddings = True
     model = LlamaForCausalLM(config)
@@ -73,7 +73,7 @@ def rows(tied_model) -> list[Row]:
 
 @pytest.fixture(scope="module")
 def ended(tied_model, rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which every process has left what it ended with."""
+    """The folder with the results of every process."""
     folder = tmp_path_factory.mktemp("processes")
     tied_model.save_pretrained(folder / "model")
     updating.save_rows(rows, folder / "rows.json")
@@ -91,7 +91,7 @@ def ended(tied_model, rows: list[Row], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def results(ended: Path) -> dict[tuple[int, int, str], dict[str, Any]]:
-    """By number of processes, rank and how they share the update."""
+    """Results by number of processes, rank and `hardware.parallel`."""
     return {
         (n, rank, parallel): torch.load(ended / f"{n}_{rank}_{parallel}.pt", weights_only=True)
         for n in PROCESSES
@@ -101,7 +101,7 @@ def results(ended: Path) -> dict[tuple[int, int, str], dict[str, Any]]:
 
 
 def start(folder: Path, n: int) -> subprocess.Popen[str]:
-    """As `grpocli.launch.trainers` starts its workers, but for what they run; one needs no launcher."""
+    """Start processes as `grpocli.launch.trainers` does; a single one without a launcher."""
     script = [updating.__file__, str(folder), *PARALLEL[n]]
     (folder / str(n)).mkdir()
     launcher = command(n, folder / str(n))
@@ -112,7 +112,7 @@ def start(folder: Path, n: int) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("n", PROCESSES[1:])
 def test_the_shares_are_uneven(rows: list[Row], n: int) -> None:
-    """What the next test is a test of: processes with different numbers of tokens and of micro-batches."""
+    """The premise of the next test: processes differ in numbers of tokens and micro-batches."""
     spans = windows(updating.N_GROUPS, updating.TRAIN.minibatches)
     dealt = [Packed.deal([r for r in rows if r.group in span], n) for span in spans]
     tokens = [{sum(sum(r.mask) for r in share) for share in shares} for shares in dealt]
@@ -137,7 +137,7 @@ def test_uneven_loads_make_equal_numbers_of_collective_calls(results, n: int, pa
 
 @pytest.mark.parametrize("name", updating.ALGORITHMS)
 def test_extremes_are_over_all_processes(results, name: str) -> None:
-    """Each process knows the same ones, and they are on either side of the mean."""
+    """Every process has the same extremes, on both sides of the mean."""
     for (n, _, parallel), result in results.items():
         if name not in result:
             continue
@@ -173,8 +173,8 @@ def test_the_number_of_processes_changes_nothing(results, tied_model, name: str)
 
 
 @pytest.mark.parametrize("name", updating.ALGORITHMS)
-def test_the_main_process_is_given_every_row_s_log_probs(results, rows: list[Row], name: str) -> None:
-    """And entropies; whichever process computed them, and none where no process did."""
+def test_the_main_process_gets_the_log_probs_of_every_row(results, rows: list[Row], name: str) -> None:
+    """And entropies, whichever process computed them; None if no process did."""
     alone = results[1, 0, "ddp"][name]["scored"]
     computed = [row.mask for row, scored in zip(rows, alone, strict=True) if scored is not None]
     assert all(map(any, computed))
@@ -187,14 +187,14 @@ def test_the_main_process_is_given_every_row_s_log_probs(results, rows: list[Row
                 torch.testing.assert_close(one, other, rtol=0, atol=0.1 if name == "bfloat16" else 1e-5)
 
 
-def test_rows_end_to_end_are_rows_side_by_side(results) -> None:
-    """Whose micro-batches split groups otherwise."""
+def test_packed_and_padded_rows_give_the_same_update(results) -> None:
+    """Although their micro-batches split groups differently."""
     alone = results[1, 0, "ddp"]
     assert (alone["padded"]["weights"] - alone["grpo"]["weights"]).abs().max() <= 1e-6
 
 
 def test_the_algorithms_differ(results) -> None:
-    """The names above do not all run the same thing."""
+    """A check of the tests above: their algorithms do not all do the same."""
     names = [name for name in updating.ALGORITHMS if name not in ("checkpointing", "bfloat16", "padded")]
     weights = [results[1, 0, "ddp"][name]["weights"] for name in names]
     for i, one in enumerate(weights):
@@ -203,8 +203,8 @@ def test_the_algorithms_differ(results) -> None:
 
 
 @pytest.mark.parametrize("saved", ["ddp", "fsdp2"])
-def test_any_processes_go_on_from_a_checkpoint(results, saved: str) -> None:
-    """Saved on two, resumed on one and on three that share the update in the same way or in another."""
+def test_any_number_of_processes_resumes_a_checkpoint(results, saved: str) -> None:
+    """Saved by two processes, resumed by one and by three, with the same and another `hardware.parallel`."""
     alone = results[1, 0, "ddp"][f"saved_2_{saved}"]
     for process, result in results.items():
         if process[0] != 2:
@@ -214,7 +214,7 @@ def test_any_processes_go_on_from_a_checkpoint(results, saved: str) -> None:
 @pytest.mark.parametrize("saved", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("resumed", ["1_ddp", *(f"3_{parallel}" for parallel in PARALLEL[3])])
 def test_a_checkpoint_is_loaded_to_the_bit(ended: Path, saved: str, resumed: str) -> None:
-    """What was loaded and saved again is the same."""
+    """A checkpoint that is loaded and saved again is the same."""
     one, other = (
         {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
         for folder in (ended / f"saved_2_{saved}", ended / f"saved_2_{saved}_to_{resumed}.again")
@@ -226,13 +226,13 @@ def test_a_checkpoint_is_loaded_to_the_bit(ended: Path, saved: str, resumed: str
 
 
 @pytest.mark.parametrize("resumed", ["1_ddp", *(f"3_{parallel}" for parallel in PARALLEL[3])])
-def test_any_processes_write_the_checksums_of_a_checkpoint(ended: Path, resumed: str) -> None:
+def test_any_number_of_processes_writes_the_same_checksums(ended: Path, resumed: str) -> None:
     checksums.check(ended / f"saved_2_ddp_to_{resumed}.again")
 
 
 @pytest.mark.parametrize("name", ["saved_1_ddp", "saved_2_ddp", *(f"saved_3_{one}" for one in PARALLEL[3][1:])])
-def test_transformers_loads_what_any_processes_save(ended: Path, results, name: str) -> None:
-    """To the bit what those processes trained."""
+def test_transformers_loads_the_checkpoints_of_any_number_of_processes(ended: Path, results, name: str) -> None:
+    """The loaded weights equal the trained ones to the bit."""
     _, processes, parallel = name.split("_")
     trained = results[int(processes), 0, parallel]["model"]["weights"]
     for folder, dtype in ((ended / name, torch.float32), (ended / name / "final", torch.bfloat16)):
@@ -245,13 +245,13 @@ def test_transformers_loads_what_any_processes_save(ended: Path, results, name: 
 @pytest.mark.zero
 @pytest.mark.skipif(not ZERO, reason="no DeepSpeed: zero2 and zero3 are not tried (pip install deepspeed)")
 @pytest.mark.parametrize("parallel", ["zero2", "zero3"])
-def test_zero_goes_through_the_tests_above(results, parallel: str) -> None:
+def test_zero_is_part_of_the_tests_above(results, parallel: str) -> None:
     assert "mixed" in results[3, 0, "fsdp2"]["grpo"]
     for rank in range(3):
         assert {"grpo", "clipped", "saved_2_fsdp2"} <= results[3, rank, parallel].keys()
 
 
-def test_each_process_samples_as_long_as_it_likes(results, tied_model) -> None:
+def test_each_process_samples_any_number_of_tokens(results, tied_model) -> None:
     for (_, rank, parallel), result in results.items():
         if parallel == "zero3":
             continue  # refused

@@ -1,4 +1,4 @@
-"""What the rollout file of a step says: enough to repeat the step's metrics, and why each completion was trained on."""
+"""The records of a step: its metrics can be computed from them, and each completion has a status."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IDS = [5, 6, 7, 8, 9, 10]
 
 
 class Scripted:
-    """A sampler whose n-th prompt gets the n-th group of rewards; lengths, ends and versions vary."""
+    """A sampler that gives the n-th prompt the n-th group of rewards; lengths, ends and versions vary."""
 
     def __init__(self) -> None:
         self.version = 1
@@ -70,7 +70,7 @@ def collector(*overrides: str) -> Collector:
 
 
 def rows_of(collected: RolloutBatch, made: Collector, version: int) -> list[Row]:
-    """As the trainer makes them."""
+    """The rows of a batch, as the trainer makes them."""
     mask_truncated = made.algorithm.keep.mask_truncated
     return [
         Row.of(rollout, advantage, number, mask_truncated, version)
@@ -111,7 +111,7 @@ def test_metrics_can_be_computed_again_from_the_file(overrides: list[str], tmp_p
             assert metrics[name] == pytest.approx(value), name
 
 
-def test_every_completion_says_what_became_of_it(tmp_path: Path) -> None:
+def test_every_completion_has_a_status(tmp_path: Path) -> None:
     made = collector("algorithm=dapo", "algorithm.keep.reward=accuracy", "algorithm.keep.surplus=carry")
     seen: dict[str, list[tuple[int, str]]] = {}
     for rows, _ in steps(made, 4, tmp_path):
@@ -128,7 +128,7 @@ def test_every_completion_says_what_became_of_it(tmp_path: Path) -> None:
         assert later in ([], [first + 1])
 
 
-def test_the_main_process_alone_keeps_what_is_discarded() -> None:
+def test_only_the_main_process_keeps_discarded_groups() -> None:
     made = collector("algorithm=dapo")
     assert made.collect().rest
     made.keeps_rest = False
@@ -156,11 +156,11 @@ def row(advantage: float, mask: list[int]) -> Row:
         (["algorithm=dapo", "algorithm/tokens=top_entropy"], row(0.0, [1, 1]), "zero_advantage"),
     ],
 )
-def test_why_a_row_of_the_update_was_trained_on_or_not(overrides: list[str], given: Row, status: str) -> None:
+def test_the_status_of_a_row_in_the_update(overrides: list[str], given: Row, status: str) -> None:
     assert status_of(given, built(*overrides)) == status
 
 
-def test_what_the_update_computed_is_in_the_file(tmp_path: Path) -> None:
+def test_log_probs_and_entropies_of_the_update_are_in_the_file(tmp_path: Path) -> None:
     prompt = Prompt("0", [1], "p")
     rollouts = [Rollout(prompt, Completion([2, 3], [-1.0, -1.0], "stop", 1), "t", {"r": float(k)}) for k in range(2)]
     collected = RolloutBatch([Group(prompt, rollouts)], {})

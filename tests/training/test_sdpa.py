@@ -1,4 +1,4 @@
-"""On a CPU large calls of `sdpa` are in bfloat16, with few lengths; small ones in float32."""
+"""On a CPU large calls of `sdpa` are in bfloat16 and of few lengths; small calls are in float32."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def states(queries: int, keys: int) -> list[torch.Tensor]:
 
 
 def later_half(queries: int, keys: int) -> torch.Tensor:
-    """Nobody attends to the first half."""
+    """A mask by which no token attends to the first half."""
     mask = torch.zeros(queries, keys)
     mask[:, : keys // 2] = float("-inf")
     return mask
 
 
 def result(given: list[torch.Tensor], mask: torch.Tensor | None, low: torch.dtype) -> list[torch.Tensor]:
-    """The output, and the gradients of what was given."""
+    """The output, and the gradients of the inputs."""
     out = sdpa.on_cpu(*given, mask, 2, low, {"dropout_p": 0.0, "scale": None})
     assert out.dtype == torch.bfloat16
     weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
@@ -31,7 +31,7 @@ def result(given: list[torch.Tensor], mask: torch.Tensor | None, low: torch.dtyp
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, int, int]]:
-    """dtype, queries and keys of each."""
+    """The dtype and the numbers of queries and keys of each call."""
     seen = []
     real = sdpa.scaled_dot_product_attention
 
@@ -44,7 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, int, int]]
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_large_call_is_in_bfloat16_and_filled_up(calls, masked: bool) -> None:
+def test_a_large_call_is_in_bfloat16_and_padded(calls, masked: bool) -> None:
     queries, keys = (300, 701) if masked else (515, 515)
     given, mask = states(queries, keys), later_half(queries, keys) if masked else None
     low, exact = (result(given, mask, dtype) for dtype in (torch.bfloat16, torch.float32))

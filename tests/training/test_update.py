@@ -30,7 +30,7 @@ def world() -> World:
 
 @pytest.fixture(scope="module")
 def rows(little_model) -> list[Row]:
-    """Two groups of four, ragged, sampled by the model itself."""
+    """Two ragged groups of four, sampled by the model."""
     prompts = [[2, 5, 6], [2, 7, 8, 9, 10]]
     groups = sample(little_model, [Request(p, 4, i) for i, p in enumerate(prompts)], SAMPLING, [1], 1)
     advantages = [[1.0, -1.0, 0.5, -0.5], [0.2, 0.2, 0.2, -0.6]]
@@ -89,10 +89,10 @@ def test_the_first_update_is_on_policy(little_model, world, rows) -> None:
 
 
 @pytest.mark.parametrize("train", [{}, {"epochs": 2, "minibatches": 2}])
-def test_rows_have_the_log_probs_of_the_policy_that_begins_the_step(
+def test_rows_get_the_log_probs_of_the_policy_at_the_start_of_the_step(
     little_model, world, rows, train: dict[str, int]
 ) -> None:
-    """However many updates there were, and also where the objective's old log-probs are the sampler's."""
+    """After any number of updates, and also if the old log-probs of the objective are the sampler's."""
     up = updater(little_model, world, "algorithm=drgrpo", micro_batch_tokens=20, **train)
     given = [copy.copy(r) for r in rows]
     given[1].old_logp = torch.full((len(rows[1].completion_ids),), -3.0)
@@ -110,7 +110,7 @@ def test_rows_have_the_log_probs_of_the_policy_that_begins_the_step(
 
 
 def test_extremes_of_clipping_are_over_the_micro_batches_of_all_updates(little_model, world, rows) -> None:
-    """A row a micro-batch: the most clipped one, and the least, over four updates. The mean lies between."""
+    """With one row per micro-batch: the largest and smallest share over four updates; the mean lies between."""
     split = trained(little_model, world, rows, "algorithm=dapo", epochs=4, micro_batch_tokens=20).metrics
     whole = trained(little_model, world, rows, "algorithm=dapo", epochs=4).metrics
     assert split["clip_ratio/low_min"] == 0 <= whole["clip_ratio/low_min"] <= whole["clip_ratio/low_mean"]
@@ -119,7 +119,7 @@ def test_extremes_of_clipping_are_over_the_micro_batches_of_all_updates(little_m
     assert once.metrics["clip_ratio/high_max"] == 0
 
 
-def test_an_update_makes_praised_completions_likelier(little_model, world, rows) -> None:
+def test_an_update_makes_completions_with_a_positive_advantage_likelier(little_model, world, rows) -> None:
     up = updater(little_model, world, "algorithm=drgrpo")
     ids = rows[0].prompt_ids + rows[0].completion_ids
     before = sum(up.policy.score(ids)[len(rows[0].prompt_ids) - 1 :])
@@ -127,7 +127,7 @@ def test_an_update_makes_praised_completions_likelier(little_model, world, rows)
     assert sum(up.policy.score(ids)[len(rows[0].prompt_ids) - 1 :]) > before
 
 
-def test_no_groups_no_update(little_model, world) -> None:
+def test_without_groups_there_is_no_update(little_model, world) -> None:
     up = updater(little_model, world, "algorithm=dapo")
     assert up.step([], n_groups=0)["tokens/trained"] == 0
     assert up.updates == 0

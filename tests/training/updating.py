@@ -1,4 +1,4 @@
-"""The optimizer updates of one step in a process among several: what tests/training/test_processes.py starts."""
+"""The optimizer updates of one step in one of several processes, started by tests/training/test_processes.py."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ALGORITHMS = {
 
 
 def save_rows(rows: list[Row], path: Path) -> None:
-    """Rows as JSON: of old_logp only whether there is one, the sampler's."""
+    """Rows from JSON, which says only whether a row has old log-probs; they are the sampler's."""
     plain = [dataclasses.asdict(dataclasses.replace(row, old_logp=None)) for row in rows]
     stale = [row.old_logp is not None for row in rows]
     path.write_text(json.dumps([plain, stale]))
@@ -114,7 +114,7 @@ def updater_of(
 
 
 def whole(policy: Policy) -> torch.Tensor:
-    """All weights. Collective."""
+    """All weights, whole. Collective."""
     return torch.cat([policy.parallel.gather(w.detach()).float().flatten() for _, w in policy.weights()])
 
 
@@ -175,7 +175,7 @@ LITTLE = 28
 
 
 def uneven(n: int) -> list[Row]:
-    """One process of `n` gets one long row and a short one, the others many groups; one group has no signal."""
+    """One of `n` processes gets a long and a short row, the others get many groups; one group has no signal."""
     lengths = [[100, 1], *[[8, 8]] * (4 * (n - 1)), [5, 5]]
     return [
         Row([2, 5 + group], [7] * length, [1] * length, (k - 0.5) * (pair != [5, 5]), group, [-3.0] * length)
@@ -185,7 +185,7 @@ def uneven(n: int) -> list[Row]:
 
 
 def counted(world: World, folder: Path) -> Counter[str]:
-    """Collective calls of an update with `uneven` rows."""
+    """The number of collective calls of an update with `uneven` rows."""
     policy, optimizer = loaded(world, folder / "model", descent)
     updater = updater_of(world, folder, policy, optimizer, ("algorithm=grpo", "algorithm/kl=none"), AdamW(lr=0.1))
     updater.train = Train(micro_batch_tokens=LITTLE)
@@ -196,7 +196,7 @@ def counted(world: World, folder: Path) -> Counter[str]:
 
 
 def sampled(world: World, folder: Path) -> list[list[int]]:
-    """Each process samples for as long as it likes, more than once."""
+    """Each process samples another number of tokens, more than once."""
     policy, _ = loaded(world, folder / "model", descent)
     completions = []
     for turn in (0, 1):
@@ -210,7 +210,7 @@ def sampled(world: World, folder: Path) -> list[list[int]]:
 
 
 def main(folder: Path, parallel: str) -> None:
-    """Every algorithm, from the model and rows in the folder; a file of results a process."""
+    """Train every algorithm on the model and rows in the folder; write one file of results per process."""
     world = World(Single(device="cpu", parallel=parallel, timeout=120))
     shards.FILE_BYTES = 8192  # so that every process writes several
     names = [name for name in ALGORITHMS if name != "lora" or parallel != "zero3"]

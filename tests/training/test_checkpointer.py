@@ -1,4 +1,4 @@
-"""A checkpoint is written beside the next rollouts, and is whole, or has failed, before the next update."""
+"""Checkpoints are written while the next rollouts are sampled, and are complete before the next update."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def saver(whole: bool = True) -> BackgroundWriter:
     return BackgroundWriter(world)
 
 
-def test_it_writes_beside_what_comes_next() -> None:
+def test_it_writes_in_the_background() -> None:
     go, done, one = threading.Event(), [], saver()
     one.start(lambda: (go.wait(WAIT), done.append(1)))
     assert one.writing
@@ -40,7 +40,7 @@ def test_it_writes_beside_what_comes_next() -> None:
     assert not one.writing
 
 
-def test_what_must_be_gathered_is_written_at_once() -> None:
+def test_sharded_weights_are_written_in_the_callers_thread() -> None:
     here = []
     saver(whole=False).start(lambda: here.append(threading.current_thread()))
     assert here == [threading.current_thread()]
@@ -50,7 +50,7 @@ def broken() -> None:
     raise OSError(errno.ENOSPC, "full")
 
 
-def test_an_error_is_raised_once_by_who_waits() -> None:
+def test_an_error_is_raised_once_by_wait() -> None:
     one = saver()
     one.start(broken)
     with pytest.raises(OSError, match="full"):
@@ -61,7 +61,7 @@ def test_an_error_is_raised_once_by_who_waits() -> None:
         one.start(lambda: None)
 
 
-def test_the_end_of_a_run_has_something_else_to_tell(caplog) -> None:
+def test_close_logs_an_error_instead_of_raising_it(caplog) -> None:
     one = saver()
     one.start(broken)
     one.close()
@@ -69,8 +69,8 @@ def test_the_end_of_a_run_has_something_else_to_tell(caplog) -> None:
     one.close()
 
 
-def test_who_ends_at_once_waits_a_moment_for_it() -> None:
-    """A thread that Python's end finds inside of C++ aborts the process."""
+def test_close_waits_for_the_given_time() -> None:
+    """Python's finalization aborts the process if a daemon thread runs C++ code."""
     go, done, one = threading.Event(), [], saver()
     one.start(lambda: (go.wait(WAIT), done.append(1)))
     one.close(timeout=0.01)
@@ -80,7 +80,9 @@ def test_who_ends_at_once_waits_a_moment_for_it() -> None:
     assert done == [1]
 
 
-def test_rollouts_are_sampled_meanwhile(grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollouts_are_sampled_while_a_checkpoint_is_written(
+    grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampling, overlapped = threading.Event(), []
     save, generate = checkpoint.save, TransformersEngine.generate
 
@@ -105,7 +107,9 @@ def test_rollouts_are_sampled_meanwhile(grpocli, tmp_path: Path, monkeypatch: py
     assert ["time/checkpoint" in row for row in rows] == [False, True, True]
 
 
-def test_a_full_disk_is_told_before_another_update(grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_run_before_another_update(
+    grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(path: Path, *rest: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
@@ -116,8 +120,8 @@ def test_a_full_disk_is_told_before_another_update(grpocli, tmp_path: Path, monk
     assert len(metrics(tmp_path / "run")) == 1
 
 
-def test_a_process_that_leaves_a_checkpoint_alone_ends_without_an_abort() -> None:
-    """Python's own end aborts a process whose daemon thread is inside of C++."""
+def test_a_process_that_abandons_a_checkpoint_exits_without_an_abort() -> None:
+    """Python's finalization aborts a process whose daemon thread runs C++ code."""
     code = """
 import threading
 from contextlib import nullcontext

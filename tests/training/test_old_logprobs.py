@@ -1,4 +1,4 @@
-"""No forward that is not needed, and the right old log-probs without it."""
+"""Old log-probs come from the right policy, without unnecessary forwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["rows", "world"]
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which forwards have run, in order."""
+    """The forwards that ran, in order."""
     ran: list[str] = []
 
     def noted(cls: type, method: str, name: str) -> None:
@@ -53,8 +53,8 @@ def test_forwards(little_model, world, rows, forwards, algorithm, train, expecte
     assert forwards == expected
 
 
-def test_old_log_probs_are_of_the_policy_that_started_the_step(little_model, world, rows) -> None:
-    """Kept from the first update, or scored before it where another window comes first: the same numbers."""
+def test_old_log_probs_are_of_the_policy_at_the_start_of_the_step(little_model, world, rows) -> None:
+    """Whether they are kept from the first update or computed before it because another window comes first."""
     mine = [copy.copy(r) for r in rows]
     up = updater(little_model, world, "algorithm=dapo", epochs=2, minibatches=2)
     start, _ = up.policy.logp_without_gradient(MicroBatch.build(mine, world.device), SAMPLING)
@@ -68,7 +68,7 @@ def test_old_log_probs_are_of_the_policy_that_started_the_step(little_model, wor
 
 
 def test_a_carried_row_is_off_policy_at_the_first_update(little_model, world, rows) -> None:
-    """Its old log-probs are the sampler's; the other rows of its micro-batch stay on-policy."""
+    """Its old log-probs are the sampler's; the other rows of its micro-batch are on-policy."""
     mine = [copy.copy(r) for r in rows]
     praised = next(r for r in mine if r.advantage > 0)
     praised.old_logp = torch.tensor(praised.rollout_logp) - 1.0  # ratio e, beyond 1 + 0.28

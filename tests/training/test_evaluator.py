@@ -1,4 +1,4 @@
-"""What evaluations sample: the run's text conditions at temperatures of their own."""
+"""The evaluation during training: its sampling parameters, rewards and progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ErrorCheck:
 
 
 class Recording:
-    """A sampler whose completions are right, wrong and not scored in turn."""
+    """A sampler whose completions are right, wrong and not scored, in turn."""
 
     scorer = ErrorCheck()
 
@@ -41,7 +41,7 @@ class Recording:
         ], ScoreStats()
 
 
-def test_evaluations_keep_what_decides_the_answer_and_its_end() -> None:
+def test_evaluations_keep_penalties_and_stop_strings_but_not_the_temperature() -> None:
     sampling = Sampling(
         50, temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.2, stop=("\n",), regex="a+"
     )
@@ -88,7 +88,7 @@ def test_several_tasks_have_their_own_accuracy_rewards_and_results() -> None:
     assert (found["eval/maj@2"], found["eval/sums/pass@2"], found["eval/words/pass@2"]) == (0.5, 1.0, 0.0)
 
 
-def test_an_evaluation_counts_its_samples_and_its_greedy_answers_as_one() -> None:
+def test_the_progress_of_an_evaluation_counts_samples_and_greedy_answers_together() -> None:
     told: list[tuple[float, float]] = []
     watch = Watch(lambda done, total, unit, detail="": told.append((done, total)))
     sampler: Any = Recording()

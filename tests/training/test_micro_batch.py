@@ -28,7 +28,7 @@ def test_windows_cover_every_group_once(n_groups: int, minibatches: int) -> None
 
 
 def in_groups(lengths: list[tuple[int, int]]) -> list[Row]:
-    """Rows with a prompt for every three."""
+    """Rows in groups of three, each with one prompt."""
     return [row(lengths[k - k % 3][0], completion, k // 3) for k, (_, completion) in enumerate(lengths)]
 
 
@@ -60,7 +60,7 @@ def test_pack_respects_the_limit(layout: type[Layout], lengths: list[tuple[int, 
         assert tokens * (0.9 if layout is Padded else 16 / 17) <= layout.distinct(batch) <= tokens
 
 
-def test_rows_end_to_end_have_their_prompt_once() -> None:
+def test_packed_rows_have_their_prompt_once() -> None:
     rows = [row(3, 2, 4), row(1, 2, 5), row(3, 1, 4)]
     layout = MicroBatch.build(rows, torch.device("cpu"), Packed).layout
     assert layout.input_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0, 1]]  # nine: so few need no filler
@@ -92,12 +92,12 @@ def test_truncated_completions_can_be_masked(mask_truncated: bool, mask: list[in
     assert Row.of(Rollout(Prompt("u", [1], "p"), done, "t"), 1.0, 0, mask_truncated, version=1).mask == mask
 
 
-def test_what_an_environment_wrote_stays_out_of_the_loss() -> None:
+def test_tokens_of_the_environment_are_not_in_the_loss() -> None:
     done = Completion([5, 6, 7], [-1.0, 0.0, -2.0], "stop", version=1, mask=[1, 0, 1])
     assert Row.of(Rollout(Prompt("u", [1], "p"), done, "t"), 1.0, 0, False, version=1).mask == [1, 0, 1]
 
 
-def test_what_an_older_version_sampled_keeps_the_samplers_log_probs_as_old() -> None:
+def test_old_log_probs_of_a_rollout_of_an_older_version_are_the_samplers() -> None:
     done = Completion([5, 6], [-1.0, -2.0], "stop", version=3)
     rollout = Rollout(Prompt("u", [1], "p"), done, "t")
     fresh, stale = (Row.of(rollout, 1.0, 0, False, version=version) for version in (3, 4))

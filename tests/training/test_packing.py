@@ -1,4 +1,4 @@
-"""Less work for the same update: prompts once, no padding, nothing for rows without a gradient, no logits."""
+"""Savings that do not change the update: packed rows, skipped rows without a gradient, log-probs without logits."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ ALGORITHMS = {
     "of micro-batches": ("algorithm=dapo", "algorithm.aggregate.scope=micro_batch"),
 }
 LIMIT = 12
-"""Tokens of a prompt: longer ones lose their beginning."""
+"""The longest prompt in tokens; longer ones are cut at the beginning."""
 GROUPS = {
     "ragged": [(7, [(3, 1.0), (9, -0.5), (1, -0.5)]), (12, [(5, 0.7), (5, -0.7)]), (1, [(20, 1.0), (2, 0.2), (6, -1)])],
     "one row with a signal": [(6, [(4, 0.0), (7, 0.9), (3, 0.0)]), (9, [(5, 0.0), (2, 0.0)])],
@@ -100,7 +100,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 class Numbers:
-    """A tokenizer of token ids."""
+    """A tokenizer whose texts are token ids."""
 
     bos_token_id = eos_token_id = None
 
@@ -131,7 +131,7 @@ def updated(
     at_head: bool = True,
     **train: int,
 ) -> SimpleNamespace:
-    """Metrics of the second of two steps, weights after it, and the gradients of all updates of both."""
+    """The metrics of the second of two steps, the weights after it, and the gradients of all updates."""
     mine = copy.deepcopy(model)
     optim = AdamW(lr=0.02, max_grad_norm=0.0)  # its rate alone: AdamW would blow up what rounding makes of a 0
     wrapped, optimizer = world.parallel.prepare(
@@ -157,7 +157,7 @@ def updated(
 
 
 class Everything(Updater):
-    """Computes rows without a gradient, too."""
+    """An updater that computes rows without a gradient, too."""
 
     def _matters(self, row: Row) -> bool:
         return True
@@ -196,15 +196,15 @@ def test_savings_change_nothing(model, world, algorithm: str, groups: str, monke
     assert (skipped > 0) == any(not row.mask or (row.advantage == 0 and skips_zeros) for row in rows)
 
 
-def test_a_group_is_split_where_it_is_larger_than_a_micro_batch() -> None:
-    """As it is in the test above."""
+def test_a_group_larger_than_a_micro_batch_is_split() -> None:
+    """The test above contains this case."""
     batches = Packed.pack(rows_of(GROUPS["ragged"]), 22)
     assert any({row.group for row in one} & {row.group for row in other} for one, other in pairwise(batches))
 
 
 @pytest.mark.parametrize("groups", ["ragged", "a row without tokens"])
 def test_attention_as_on_a_gpu(model, world, groups: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks of bools, and keys that are repeated for the heads that share them."""
+    """With boolean masks, and keys repeated for the heads that share them."""
     monkeypatch.setattr(attention, "ENOUGH", 8)
     rows, calls = rows_of(GROUPS[groups]), []
     plain = updated(model, world, rows, ALGORITHMS["grpo"], packed=False, skips=False)
@@ -219,7 +219,7 @@ def test_attention_as_on_a_gpu(model, world, groups: str, monkeypatch: pytest.Mo
 
 
 def test_filler_fits_any_model(world) -> None:
-    """Even one with fewer places than there are fillers."""
+    """Even a model with fewer positions than filler tokens."""
     short = GPT2LMHeadModel(GPT2Config(**(GPT2 | {"n_positions": 24}), **ENDS))
     policy = Policy(short, short, torch.float32, world.parallel)
     policy.packs = attention.choose(short, 24)
@@ -232,7 +232,7 @@ def test_filler_fits_any_model(world) -> None:
 
 @pytest.mark.parametrize("groups", ["one row with a signal", "no signal", "all masked"])
 def test_a_mean_over_micro_batches_counts_every_row(model, world, groups: str) -> None:
-    """It depends on which rows share a micro-batch: none is left out."""
+    """No row is skipped, because the mean depends on which rows share a micro-batch."""
     rows, overrides = rows_of(GROUPS.get(groups, GROUPS["ragged"])), ALGORITHMS["of micro-batches"]
     if groups == "all masked":
         rows = [replace(row, mask=[0] * len(row.mask)) for row in rows]
@@ -251,7 +251,7 @@ SCALED = {
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_a_model_that_changes_what_its_head_returns_keeps_its_logits(world, name: str) -> None:
+def test_a_model_that_scales_or_caps_its_logits_computes_all_logits(world, name: str) -> None:
     torch.manual_seed(0)
     scaled = SCALED[name]()
     policy = Policy(scaled, scaled, torch.float32, world.parallel)
@@ -263,7 +263,7 @@ def test_a_model_that_changes_what_its_head_returns_keeps_its_logits(world, name
     assert policy.logp(batch, Sampling(1))[0][0].tolist() == pytest.approx(policy.score(ids)[1:], abs=1e-5)
 
 
-def test_a_model_that_hands_no_segments_on_is_padded(world, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_pass_segments_on_is_padded(world, monkeypatch: pytest.MonkeyPatch) -> None:
     deaf = LlamaForCausalLM(LlamaConfig(**SHAPE, **ENDS))
     forward = deaf.model.forward
     monkeypatch.setattr(deaf.model, "forward", lambda *args, segments=None, **kwargs: forward(*args, **kwargs))
@@ -273,15 +273,15 @@ def test_a_model_that_hands_no_segments_on_is_padded(world, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_that_is_found_out_in_bfloat16_too(world, name: str) -> None:
-    """Where processes share weights in bfloat16, numbers are too coarse to be compared."""
+def test_scaled_logits_are_detected_in_bfloat16_too(world, name: str) -> None:
+    """The check is exact: log-probs in bfloat16 would be too coarse to compare."""
     torch.manual_seed(0)
     scaled, plain = SCALED[name]().bfloat16(), MODELS["llama"]().bfloat16()
     assert not find_head(Policy(scaled, scaled, torch.bfloat16, world.parallel), world)
     assert find_head(Policy(plain, plain, torch.bfloat16, world.parallel), world)
 
 
-def test_a_model_without_an_output_head_keeps_its_logits(world, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_an_output_head_computes_all_logits(world, monkeypatch: pytest.MonkeyPatch) -> None:
     headless = MODELS["llama"]()
     monkeypatch.setattr(headless, "get_output_embeddings", lambda: None)
     policy = Policy(headless, headless, torch.float32, world.parallel)
@@ -291,7 +291,7 @@ def test_a_model_without_an_output_head_keeps_its_logits(world, monkeypatch: pyt
 
 
 def over_all_rows(query, key, value, segments, call):
-    """Wrong: tokens see the rows before theirs."""
+    """A wrong attention, in which tokens attend to earlier rows."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     return scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).contiguous()
@@ -305,10 +305,10 @@ def nothing(query, key, value, segments, call):
     ("wrong", "dtype"),
     [(over_all_rows, torch.float32), (over_all_rows, torch.bfloat16), (nothing, torch.float32)],
 )  # in bfloat16 no attention at all differs less than rounding does, until a model has learnt to attend
-def test_a_wrong_attention_is_noticed_in_a_model_that_knows_nothing_yet(
+def test_a_wrong_attention_is_detected_in_an_untrained_model(
     world, monkeypatch: pytest.MonkeyPatch, wrong: Any, dtype: torch.dtype
 ) -> None:
-    """Its log-probs are nearly the same, whatever it attends to."""
+    """Whose log-probs are nearly the same whatever it attends to."""
     fresh = MODELS["llama"]().to(dtype)
     policy = Policy(fresh, fresh, dtype, world.parallel)
     assert pack(policy, None, world)
@@ -316,7 +316,7 @@ def test_a_wrong_attention_is_noticed_in_a_model_that_knows_nothing_yet(
     assert not pack(policy, None, world)
 
 
-def test_attention_with_more_to_it_is_refused() -> None:
+def test_attention_with_further_arguments_is_refused() -> None:
     states, segments = torch.ones(1, 2, 3, 4), attention.Segments((attention.Segment(3),), on_cpu=True)
     module = torch.nn.Identity()
     attention.attend(module, states, states, states, torch.zeros(1, 1, 1, 1), segments)
@@ -337,8 +337,8 @@ def test_entropies_under_autocast_are_float32_sums(model) -> None:
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-4)
 
 
-def test_metrics_of_tokens_are_of_those_that_are_computed(model, world) -> None:
-    """An update without any does not pull their mean down; a step without any has none."""
+def test_token_metrics_are_means_over_computed_tokens(model, world) -> None:
+    """An update without such tokens does not lower the mean; a step without any has no such metric."""
     rows = rows_of(GROUPS["one row with a signal"])
     half = updated(model, world, rows, ALGORITHMS["dapo"], packed=True, skips=True, minibatches=2)
     whole = updated(model, world, [r for r in rows if r.group == 0], ALGORITHMS["dapo"], packed=True, skips=True)
@@ -349,8 +349,8 @@ def test_metrics_of_tokens_are_of_those_that_are_computed(model, world) -> None:
 
 
 @pytest.fixture
-def two_this_local_rank0():
-    before = torch.get_num_this_local_rank0()
+def two_threads():
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
@@ -359,7 +359,7 @@ def two_this_local_rank0():
 @pytest.mark.parametrize("at_head", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_repeat_to_the_bit(name: str, at_head: bool, two_threads) -> None:
-    """Also those of a token that many others are predicted from: threads do not race to add them up."""
+    """Also at a token that predicts many others, whose gradients threads could sum in any order."""
     torch.manual_seed(0)
     shape = {"hidden_size": 96, "intermediate_size": 192} if name != "gpt2" else {"n_embd": 96}
     kinds = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "gpt2": GPT2LMHeadModel}
@@ -378,7 +378,7 @@ def test_gradients_repeat_to_the_bit(name: str, at_head: bool, two_threads) -> N
     assert all(one.equal(found[0]) for one in found)
 
 
-def test_what_is_saved_is_counted(model, world) -> None:
+def test_savings_are_counted(model, world) -> None:
     rows = rows_of(GROUPS["one row with a signal"])
     one = updated(model, world, rows, ALGORITHMS["dapo"], packed=True, skips=True)
     assert one.metrics["tokens/skipped"] == sum(row.n_tokens for row in rows if not row.advantage)
@@ -396,7 +396,9 @@ def test_what_is_saved_is_counted(model, world) -> None:
     "sampling",
     [Sampling(1), Sampling(1, temperature=0.7), Sampling(1, temperature=0.0), Sampling(1, top_p=0.9, top_k=20)],
 )
-def test_the_head_gives_what_logits_give(model, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probs_at_the_head_equal_those_of_logits(
+    model, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, numbers in (("LOGITS_AT_ONCE", 40 * 5), ("IN_CACHE", 16 * 5), ("COLUMNS", 16)):  # pieces, and rests
         monkeypatch.setattr(logprobs, name, numbers)
     hidden = torch.randn(23, 32, requires_grad=True)
@@ -412,7 +414,7 @@ def test_the_head_gives_what_logits_give(model, sampling: Sampling, monkeypatch:
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers of any tensor that an operation has made."""
+    """Records the number of elements of the largest tensor that an operation has created."""
 
     numbers = 0
 
@@ -426,10 +428,10 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("sampling", [Sampling(1), Sampling(1, top_p=0.9)], ids=["plain", "truncated"])
 @pytest.mark.parametrize("packed", [True, False])
-def test_there_are_never_logits_of_all_tokens(
+def test_logits_of_all_tokens_are_never_in_memory(
     monkeypatch: pytest.MonkeyPatch, packed: bool, sampling: Sampling
 ) -> None:
-    """In the forward and in the backward; only the gradient of the weights is as large as they are."""
+    """Neither in the forward nor in the backward; only the gradient of the head is as large as its weight."""
     vocabulary, tokens = 5000, 200
     for name, numbers in (("LOGITS_AT_ONCE", 10 * vocabulary), ("COLUMNS", vocabulary // 25)):
         monkeypatch.setattr(logprobs, name, numbers)
@@ -444,7 +446,7 @@ def test_there_are_never_logits_of_all_tokens(
 
 
 def test_a_model_with_another_attention_is_padded(model) -> None:
-    """Sliding windows are not what is computed here."""
+    """Packed attention has no sliding windows."""
     config = Qwen2Config(**SHAPE, **ENDS, use_sliding_window=True, sliding_window=4, max_window_layers=0)
     sliding = Qwen2ForCausalLM(config)
     policy = Policy(sliding, sliding, torch.float32)
@@ -453,7 +455,7 @@ def test_a_model_with_another_attention_is_padded(model) -> None:
     assert sliding.config._attn_implementation == "sdpa"
 
 
-def test_a_window_that_no_row_leaves_is_none() -> None:
+def test_a_sliding_window_longer_than_every_row_is_allowed() -> None:
     config = Qwen2Config(**SHAPE, **ENDS, use_sliding_window=True, sliding_window=80, max_window_layers=0)
     sliding = Qwen2ForCausalLM(config)
     policy = Policy(sliding, sliding, torch.float32)

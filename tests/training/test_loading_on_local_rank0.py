@@ -1,4 +1,4 @@
-"""Weights are read by one process of each machine; in the others they take no memory."""
+"""One process of each machine reads the weights; in the others they take no memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from grpocli.distributed.fsdp2 import LOADING, loading_on_local_rank0
 
 
 def resident() -> int:
-    """Bytes of this process's memory."""
+    """The memory of this process in bytes."""
     found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found
     return 1024 * int(found[1])
 
 
-def test_what_is_not_read_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers makes the weights of all but the first process."""
+def test_weights_that_are_not_read_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Created as transformers does in all processes but the first."""
     for name in LOADING:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOCAL_RANK", "1")

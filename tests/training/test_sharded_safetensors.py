@@ -1,4 +1,4 @@
-"""Tensors in files that several processes write, and of which parts are read."""
+"""Safetensors files that several processes write, and read in parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TENSORS = {f"w{k}": torch.arange(k, k + 12.0).view(3, 4) for k in range(10)} | {
 
 @dataclass
 class OneOf:
-    """A world whose processes run one after the other."""
+    """One of several processes that run one after the other."""
 
     rank: int
     size: int
@@ -29,7 +29,7 @@ class OneOf:
 
 
 def written(folder: Path, size: int, **options: Any) -> list[dict[str, str]]:
-    """What each of `size` processes has written."""
+    """The index that each of `size` processes returns."""
     found = []
     for rank in range(size):
         world: Any = OneOf(rank, size)
@@ -39,7 +39,7 @@ def written(folder: Path, size: int, **options: Any) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("full", [48, 100, 2**31])
-def test_every_tensor_is_written_once_whoever_writes_it(tmp_path, monkeypatch, size: int, full: int) -> None:
+def test_every_tensor_is_written_once(tmp_path, monkeypatch, size: int, full: int) -> None:
     monkeypatch.setattr(shards, "FILE_BYTES", full)
     by_rank = written(tmp_path, size)
     names = [name for files in by_rank for name in files]
@@ -54,8 +54,8 @@ def test_every_tensor_is_written_once_whoever_writes_it(tmp_path, monkeypatch, s
     assert all(by_rank) == (size == 1 or full < 2**31)  # everybody has a part
 
 
-def test_nobody_holds_more_than_a_file(tmp_path, monkeypatch) -> None:
-    """A process has written its file of a round before tensors of the next one come."""
+def test_a_process_holds_at_most_one_file_in_memory(tmp_path, monkeypatch) -> None:
+    """It has written its file of a round before it gets tensors of the next one."""
     monkeypatch.setattr(shards, "FILE_BYTES", 48)
     there: list[int] = []
 
@@ -69,7 +69,7 @@ def test_nobody_holds_more_than_a_file(tmp_path, monkeypatch) -> None:
     assert there == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
 
 
-def test_a_tensor_of_nothing_behind_a_full_file(tmp_path, monkeypatch) -> None:
+def test_an_empty_tensor_after_a_full_file(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(shards, "FILE_BYTES", 16)
     world: Any = OneOf(0, 1)
     files = shards.write([("a", torch.ones(8)), ("b", torch.empty(0))], tmp_path, "model", world)
@@ -96,7 +96,7 @@ def test_transformers_loads_a_model_in_many_files(tmp_path, monkeypatch, little_
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4)])
-def test_parts_are_read_as_they_would_be_cut(tmp_path, shape: tuple[int, ...]) -> None:
+def test_rows_and_flat_parts_are_those_of_the_whole_tensor(tmp_path, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape)
     world: Any = OneOf(0, 1)
     files = shards.write([("t", tensor)], tmp_path, "s", world)

@@ -22,7 +22,7 @@ from grpocli.types import Completion, Group, Prompt, Rollout, Sampling
 
 
 class Scripted:
-    """A sampler whose n-th prompt gets the n-th pair of rewards."""
+    """A sampler that gives the n-th prompt the n-th pair of rewards."""
 
     def __init__(self, rewards: Sequence[tuple[float, ...]], errors: int = 0) -> None:
         self.rewards = rewards
@@ -89,7 +89,7 @@ def test_constant_groups_are_replaced_by_others() -> None:
     assert made.leftover == []
 
 
-def test_a_refill_tells_its_round_and_what_was_kept() -> None:
+def test_the_progress_of_a_refill_names_its_round_and_the_groups_kept() -> None:
     made, _ = collector([MIXED, FLAT, FLAT, FLAT, MIXED, FLAT, FLAT, FLAT, FLAT, MIXED], "algorithm=dapo")
     told: list[str] = []
     made.watch = Watch(lambda done, total, unit, detail="": told.append(detail))
@@ -110,7 +110,7 @@ def test_a_refill_is_sized_by_what_was_kept_in_the_step() -> None:
     assert sampler.asked == [3, 9, 12]  # none kept counts as one; never more than four steps' worth
 
 
-def test_when_the_rounds_are_used_up() -> None:
+def test_a_step_ends_when_its_rounds_are_used_up() -> None:
     made, sampler = collector([MIXED, *[FLAT] * 99], "algorithm=dapo", "algorithm.keep.max_rounds=4")
     got = made.collect()
     assert [g.uid for g in got.groups] == ["0"]
@@ -193,7 +193,7 @@ def test_a_damaged_carried_completion_is_refused(damage: dict[str, torch.Tensor]
 
 
 def test_a_group_can_be_kept_by_one_reward_alone() -> None:
-    """DAPO's accuracy, the first one: groups that differ in length alone teach nothing about the answer."""
+    """DAPO keeps groups by accuracy, the first reward: a difference in length alone is no signal about the answer."""
     rewards = {"accuracy": torch.tensor([[1.0, 1.0], [0.0, 1.0]]), "overlong": torch.tensor([[0.0, -0.5], [0.0, 0.0]])}
     assert built("algorithm=dapo").kept(rewards).tolist() == [False, True]
     for name, kept in {"accuracy": [False, True], "overlong": [True, False], "score": [True, True]}.items():
@@ -215,7 +215,7 @@ MIXTURE = {  # groups of the tasks: numbers, texts, texts, and one that no rewar
 }
 
 
-def test_each_tasks_own_reward_says_which_of_its_groups_are_kept() -> None:
+def test_groups_are_kept_by_the_accuracy_reward_of_their_task() -> None:
     dapo = built("algorithm=dapo")
     accuracy = ["math", "judge", "judge", "judge"]
     assert dapo.kept(MIXTURE, accuracy=accuracy).tolist() == [True, False, True, False]
@@ -226,8 +226,8 @@ def test_each_tasks_own_reward_says_which_of_its_groups_are_kept() -> None:
         dapo.kept(MIXTURE, accuracy=["math"])
 
 
-def test_each_tasks_own_reward_says_how_hard_its_questions_are() -> None:
-    """DGPO in a mixture: the accuracy of a question is that of its own task, not of the first task's."""
+def test_difficulty_is_measured_by_the_accuracy_reward_of_the_task() -> None:
+    """DGPO in a mixture: the accuracy of a question is that of its task, not of the first task."""
     dgpo = built("algorithm=dgpo", "algorithm/advantage=center")
     easy, hard = [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]
     rewards = {"math": torch.tensor([hard, [NAN] * 4]), "judge": torch.tensor([[NAN] * 4, easy])}
@@ -237,8 +237,8 @@ def test_each_tasks_own_reward_says_how_hard_its_questions_are() -> None:
     assert not torch.allclose(dgpo.advantages(rewards), alone)
 
 
-def test_a_collector_asks_the_accuracy_reward_of_each_groups_task() -> None:
-    """Groups of the second task differ in the first task's reward alone."""
+def test_a_collector_uses_the_accuracy_reward_of_each_groups_task() -> None:
+    """Groups of the second task differ only in the reward of the first task."""
     made, _ = collector([MIXED], "algorithm=dapo", "algorithm.keep.max_rounds=1")
     made.accuracy_rewards = {"": "r"}
     assert len(made.collect().groups) == 3
@@ -256,7 +256,7 @@ def test_a_collector_asks_the_accuracy_reward_of_each_groups_task() -> None:
     assert made.collect().groups == []
 
 
-def test_reward_errors_are_held_against_a_whole_step() -> None:
+def test_reward_errors_are_compared_with_a_whole_step() -> None:
     made, _ = collector([FLAT, MIXED], "algorithm=dapo", "algorithm.keep.max_rounds=1")
     made.group_size, made.sampler.errors = 4, 1  # type: ignore[attr-defined]
     made.collect()  # 1 of 12
@@ -265,14 +265,14 @@ def test_reward_errors_are_held_against_a_whole_step() -> None:
         made.collect()
 
 
-def test_nothing_kept_is_an_empty_step() -> None:
+def test_a_step_without_kept_groups_is_empty() -> None:
     made, _ = collector([FLAT], "algorithm=dapo", "algorithm.keep.max_rounds=1")
     got = made.collect()
     assert (got.groups, tuple(made.advantages(got.groups).shape)) == ([], (0, 2))
 
 
 def trls_metrics(lengths: list[int], cut: list[bool], rewards: list[float], prompts: list[int]) -> dict[str, float]:
-    """As TRL's GRPO trainer logs them, but that it logs lengths of 0 where no completion is terminated."""
+    """The metrics of TRL's GRPO trainer, except that TRL logs lengths of 0 when no completion is terminated."""
     agg, truncated, values = torch.tensor(lengths), torch.tensor(cut), torch.tensor(rewards, dtype=torch.float64)
     term = agg[~truncated]
     variance = torch.nanmean((values - torch.nanmean(values)) ** 2)
@@ -291,8 +291,8 @@ def trls_metrics(lengths: list[int], cut: list[bool], rewards: list[float], prom
     }
 
 
-def test_what_was_sampled_in_trls_terms() -> None:
-    """Of all completions, also of those that are not trained on; an environment's words are none of the model's."""
+def test_metrics_of_completions_are_those_of_trl() -> None:
+    """Over all completions, also those not trained on; tokens of the environment do not count."""
     lengths, cut, rewards = [3, 5, 2, 5, 1, 4], [False, True, False, True, False, False], [0.0, 1.0, NAN, 0.5, 1.0, 1.0]
     prompts = [Prompt(str(i), [1] * n, "p") for i, n in enumerate((2, 7, 4))]
 
@@ -318,7 +318,7 @@ def test_what_was_sampled_in_trls_terms() -> None:
 
 
 def test_a_step_without_terminated_completions_has_no_terminated_lengths() -> None:
-    """Nor has one completion a deviation: a metric without a value is absent."""
+    """And one completion has no standard deviation: a metric without a value is absent."""
     done = Completion([1, 2], [-1.0, -1.5], "length", version=1)
     rewards = {"r": 1.0, "other": NAN}
     seen = RolloutStats.of([Group(prompt(0), [Rollout(prompt(0), done, "t", rewards)])], ["r", "other"])
