@@ -35,7 +35,7 @@ def check(text: str) -> None:
                 open_nodes.append((event.anchor, size))
                 size = 1
                 if len(open_nodes) > MAX_DEPTH:
-                    raise ValueError(f"lists or mappings inside of each other, more than {MAX_DEPTH} deep")
+                    raise ValueError(f"lists or mappings nested more than {MAX_DEPTH} deep")
             elif isinstance(event, yaml.CollectionEndEvent):
                 anchor, before = open_nodes.pop()
                 if anchor:

@@ -1,4 +1,4 @@
-"""A cache of folders: whole or absent, and each written by one process at a time."""
+"""A cache of folders, each written atomically by one process at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpocli.errors import ConfigError, RunError
 from grpocli.files import atomic_folder
 
 DEADLINE = 600.0
-"""Seconds to wait for another process that is making the same folder."""
+"""Seconds to wait for another process that makes the same folder."""
 
 
 def cache_dir() -> Path:
@@ -27,10 +27,10 @@ def cache_dir() -> Path:
 
 
 def cached(name: str, needed: tuple[str, ...], make: Callable[[Path], None], deadline: float = DEADLINE) -> Path:
-    """`name` in the cache folder: what is there if it has the files `needed`, else what `make` writes.
+    """The folder `name` in the cache; `make` writes it if one of the files `needed` is missing.
 
-    Raises ConfigError, naming GRPOCLI_CACHE, where the folder cannot be written, and RunError where another
-    process holds it for longer than `deadline` seconds.
+    Raises ConfigError, naming GRPOCLI_CACHE, if the folder cannot be written, and RunError if another process holds it
+    for longer than `deadline` seconds.
     """
     path = cache_dir() / name
     if _whole(path, needed):
@@ -44,7 +44,7 @@ def cached(name: str, needed: tuple[str, ...], make: Callable[[Path], None], dea
                     make(folder)
     except OSError as error:
         raise ConfigError(
-            f"cannot keep the built-in model there ({error.strerror or error})",
+            f"cannot store the built-in model there ({error.strerror or error})",
             key="GRPOCLI_CACHE",
             value=cache_dir(),
             hint="set GRPOCLI_CACHE to a folder that can be written",
@@ -57,7 +57,7 @@ def _whole(path: Path, needed: tuple[str, ...]) -> bool:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove what killed processes left. The caller holds the lock, so no other process is writing."""
+    """Remove temporary folders of killed processes. The caller holds the lock, so no other process writes."""
     for kind in ("tmp", "old"):
         for leftover in path.parent.glob(f".{kind}-{path.name}-*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -65,7 +65,7 @@ def _remove_leftovers(path: Path) -> None:
 
 @contextmanager
 def _lock(path: Path, deadline: float) -> Iterator[None]:
-    """A lock between processes, which the system releases when its holder ends in any way."""
+    """A lock between processes, which the kernel releases when its holder ends."""
     file = path.with_name(f".lock-{path.name}")
     end = time.monotonic() + deadline
     with file.open("w") as handle:

@@ -1,4 +1,4 @@
-"""model=hf: any causal language model of transformers, from a folder or the hub."""
+"""model=hf: a causal language model of transformers, from a folder or the hub."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ class HuggingFace(ModelPart):
         )
 
     def prepare(self, progress: Progress | None = None) -> str:
-        """The folder, checked, or the hub id as it is."""
+        """The absolute path of the folder, or the hub id."""
         self.check_ready()
         folder = Path(self.path).expanduser()
         return str(folder.resolve()) if folder.is_dir() else self.path
 
     def check_ready(self) -> None:
-        """Raise ConfigError where there is no such model. Loads no library that takes seconds."""
+        """Raise ConfigError if there is no such model. Loads no slow library."""
         check_folder("model.path", self.path)
         if not Path(self.path).expanduser().is_dir():
             self._check_reachable()
 
     def _check_reachable(self) -> None:
-        """Raise ConfigError where the hub does not answer and its cache does not hold the model."""
+        """Raise ConfigError if the hub does not answer and the model is not in its local cache."""
         if not (problem := why_unreachable()):
             return
         from huggingface_hub import try_to_load_from_cache

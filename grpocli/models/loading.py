@@ -46,7 +46,7 @@ class Preparable(Protocol):
     def prepare(self, progress: Progress | None = None) -> str:
         """A local folder, or a hub id, that transformers and vLLM load.
 
-        Called once, before any trainer process. Raises ConfigError, naming the key, where there is no model.
+        Called once, before trainer processes start. Raises ConfigError, naming the key, if there is no model.
         """
         ...
 
@@ -54,8 +54,8 @@ class Preparable(Protocol):
 def load_model(part: Any, path: str) -> PreTrainedModel:
     """The causal language model at `path` with float32 weights, on the CPU, in evaluation mode.
 
-    part: the run's choice of `model`; path: what its `prepare` returned, or a checkpoint's folder.
-    Raises ConfigError where transformers cannot load it, or would make weights up.
+    part: the run's choice of `model`; path: the return value of its `prepare`, or a checkpoint's folder.
+    Raises ConfigError if transformers cannot load it, or would initialise weights at random.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -77,15 +77,15 @@ def _refuse_random(path: str, what: str, names: list[str]) -> None:
     if names:
         more = f" and {len(names) - 1} others" if len(names) > 1 else ""
         raise ConfigError(
-            f"has {what} for {names[0]}{more}, which its config.json asks for", key="model.path", value=path
+            f"has {what} for {names[0]}{more}, which its config.json requires", key="model.path", value=path
         )
 
 
 def load_policy(part: Any, base: str, path: str, seed: int) -> PreTrainedModel:
-    """The model to train, without dropout. path: `base`, or the checkpoint to go on from.
+    """The model to train, without dropout. path: `base`, or the checkpoint to resume from.
 
-    With LoRA the weights are those of `base` in either case, and a checkpoint holds the updates to them.
-    Raises ConfigError where `model.lora` and the checkpoint do not fit together.
+    With LoRA the weights always come from `base`, and a checkpoint holds only the updates.
+    Raises ConfigError if `model.lora` and the checkpoint do not match.
     """
     if path != base:
         lora.check_same(part.lora, Path(path))
@@ -98,7 +98,7 @@ def load_policy(part: Any, base: str, path: str, seed: int) -> PreTrainedModel:
 
 
 def load_config(part: Any, path: str) -> Any:
-    """The config at `path`, as `load_model` would read it."""
+    """The config at `path`, with the options of `load_model`."""
     from transformers import AutoConfig
 
     with _explained(path, "config"):
@@ -129,7 +129,7 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def load_tokenizer(part: Any, path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer at `path`, with a padding token (the end token where it has none of its own)."""
+    """The tokenizer at `path`; if it lacks a padding token, the end token serves as one."""
     from transformers import AutoTokenizer
 
     with _explained(path, "tokenizer"):
@@ -142,7 +142,7 @@ def load_tokenizer(part: Any, path: str) -> PreTrainedTokenizerBase:
     if template is not None:
         tokenizer.chat_template = Path(template).expanduser().read_text(encoding="utf-8")
     if arguments := getattr(part, "chat_template_arguments", None):
-        applied = partial(tokenizer.apply_chat_template, **arguments)  # wherever this run writes a conversation
+        applied = partial(tokenizer.apply_chat_template, **arguments)  # used wherever the run renders a conversation
         tokenizer.apply_chat_template = applied
     return tokenizer
 
@@ -165,14 +165,14 @@ def _explained(path: str, what: str) -> Iterator[None]:
 
 
 LARGE = 20_000_000
-"""Parameters from which bfloat16 pays on a CPU that has it; below, the casts cost more than they save."""
+"""Parameters above which bfloat16 is faster on a CPU that supports it; below, casts cost more than they save."""
 
 
 def choose_dtype(dtype: str, part: Any, model_path: str, device: str) -> str:
     """`float32` or `bfloat16` for `model.dtype` (`auto`, or one of them), without loading the weights.
 
-    part: the run's choice of `model`. Raises ConfigError where its config cannot be loaded.
-    auto: bfloat16 on a GPU that has it, and on a CPU with bfloat16 instructions for models over 20 M parameters.
+    part: the run's choice of `model`. Raises ConfigError if its config cannot be loaded.
+    auto: bfloat16 on a GPU that supports it, and on a CPU with bfloat16 instructions for models over 20 M parameters.
     """
     if dtype != "auto":
         return dtype
@@ -180,12 +180,10 @@ def choose_dtype(dtype: str, part: Any, model_path: str, device: str) -> str:
 
     if device != "cpu" and torch.cuda.is_available():
         return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
-    from grpocli.models.loading import count_parameters
-
     fast = cpu_has_bfloat16(Path("/proc/cpuinfo"))
     return "bfloat16" if fast and count_parameters(part, model_path) > LARGE else "float32"
 
 
 def cpu_has_bfloat16(cpuinfo: Path) -> bool:
-    """Whether matrix products in bfloat16 run in hardware."""
+    """Whether the CPU has instructions for matrix products in bfloat16."""
     return cpuinfo.is_file() and any(flag in cpuinfo.read_text() for flag in ("avx512_bf16", "amx_bf16", "bf16 "))

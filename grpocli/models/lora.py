@@ -2,8 +2,8 @@
 
     W' = W + (alpha / rank) B A        W [out, in], B [out, rank] starts at 0, A [rank, in] at random
 
-peft's layers are put into the model in place, so it stays a model of transformers with its own class, config and
-cache; only its parameters have other names. `merged` gives them under their own.
+peft's layers replace linear layers in place, so the model keeps its class, config and cache; only its parameters have
+other names. `merged` yields the merged weights under the original names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Of the names in adapter files, as every reader of them expects."""
+"""Prefix of names in adapter files, as peft and vLLM expect."""
 
 
 @section("model.lora")
@@ -53,14 +53,14 @@ class Lora:
                 re.compile(self.target_modules)
             except re.error as error:
                 raise ConfigError(
-                    f"is no regular expression: {error}", key="model.lora.target_modules", value=self.target_modules
+                    f"is not a regular expression: {error}", key="model.lora.target_modules", value=self.target_modules
                 ) from error
 
 
 def attach(model: PreTrainedModel, lora: Lora, seed: int) -> PreTrainedModel:
-    """The same model with its weights frozen and an update, still 0, beside each targeted one.
+    """Freeze the weights of a model, and add an update of 0 to each targeted layer. Returns the same model.
 
-    A is a function of `seed` alone. Raises ConfigError, naming the key, where nothing can be targeted.
+    A depends only on `seed`. Raises ConfigError, naming the key, if no layer can be targeted.
     """
     import torch
 
@@ -72,7 +72,7 @@ def attach(model: PreTrainedModel, lora: Lora, seed: int) -> PreTrainedModel:
 
 
 def inject(model: PreTrainedModel, lora: Lora) -> PreTrainedModel:
-    """`attach` for a model that may have shapes and no numbers: what needs their addresses is not checked."""
+    """`attach` without the check for tied weights, which needs memory addresses; works on the meta device."""
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(
@@ -96,7 +96,7 @@ def inject(model: PreTrainedModel, lora: Lora) -> PreTrainedModel:
 
 
 def _refuse_tied(model: PreTrainedModel, lora: Lora) -> None:
-    """An update of a weight that two layers share would reach only one of them."""
+    """Raise ConfigError for a targeted weight that two layers share: an update would reach only one of them."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict().items():
         names.setdefault(tensor.data_ptr(), []).append(name.replace(".base_layer.", "."))
@@ -104,15 +104,14 @@ def _refuse_tied(model: PreTrainedModel, lora: Lora) -> None:
         shared = names[layer.base_layer.weight.data_ptr()]
         if len(shared) > 1:
             raise ConfigError(
-                f"{name} shares its weight ({' and '.join(shared)}), so that it cannot have an update of its own; "
-                "leave it out",
+                f"{name} shares its weight ({' and '.join(shared)}) and cannot have a separate update; leave it out",
                 key="model.lora.target_modules",
                 value=lora.target_modules,
             )
 
 
 def _layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """The layers that have an update, by name; none where there is no adapter."""
+    """The layers with an update, by name; none without an adapter."""
     if not is_adapted(model):
         return
     from peft.tuners.lora import LoraLayer
@@ -127,15 +126,15 @@ def is_adapted(model: PreTrainedModel) -> bool:
 
 
 def merged(model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """W + (alpha / rank) B A under the base model's own names, one at a time, tied ones once; the model is left alone.
+    """W + (alpha / rank) B A under the base model's names, one at a time, tied ones once; the model is unchanged.
 
-    tensors: its `named_parameters()` or `state_dict().items()`. Without an adapter they come as they are.
+    tensors: its `named_parameters()` or `state_dict().items()`. Without an adapter they are yielded unchanged.
     """
     names, updates = _plain_names(model), {f"{name}.base_layer.weight": layer for name, layer in _layers(model)}
     seen: set[int] = set()
     for name, tensor in tensors:
         plain = names.get(name, name)
-        shard = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor itself has no address
+        shard = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor has no address
         if plain is None or (shard.data_ptr() and shard.data_ptr() in seen):  # 0: an empty shard
             continue
         seen.add(shard.data_ptr())
@@ -145,7 +144,7 @@ def merged(model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]) -> Ite
 
 
 def _plain_names(model: PreTrainedModel) -> dict[str, str | None]:
-    """Tensors of the layers with an update: their names in the base model, None for what is not in it."""
+    """Tensors of the layers with an update: {name: name in the base model, or None if it is not in it}."""
     return {
         f"{name}.{own}": f"{name}.{own.removeprefix('base_layer.')}" if own.startswith("base_layer.") else None
         for name, layer in _layers(model)
@@ -155,7 +154,7 @@ def _plain_names(model: PreTrainedModel) -> dict[str, str | None]:
 
 @contextmanager
 def switched_off(model: PreTrainedModel) -> Iterator[None]:
-    """The base model: no updates while this lasts."""
+    """Disable the updates inside the context: the model is the base model."""
     layers = [layer for _, layer in _layers(model)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -167,9 +166,9 @@ def switched_off(model: PreTrainedModel) -> Iterator[None]:
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, tensors: dict[str, Tensor] | None = None) -> None:
-    """Write the updates in peft's format; transformers and peft find the base model by its path.
+    """Write the updates in peft's format, in which the base model is named by its path.
 
-    tensors: `adapter_tensors`, whole, where processes share them.
+    tensors: `adapter_tensors`, gathered, if processes shard them.
     """
     from safetensors.torch import save_file
 
@@ -179,7 +178,7 @@ def save_adapter(model: PreTrainedModel, folder: Path, tensors: dict[str, Tensor
 
 
 def write_config(model: PreTrainedModel, folder: Path) -> None:
-    """The half of an adapter that says where its tensors belong and how they are scaled."""
+    """Write the config of an adapter: the target modules and the scale."""
     from copy import copy
 
     config = copy(model.peft_config[ADAPTER])
@@ -189,19 +188,19 @@ def write_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def adapter_tensors(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    """The updates' own tensors (not copies), under their names in an adapter's file."""
+    """The tensors of the updates (not copies), under their names in an adapter file."""
     return [(PREFIX + name, tensor) for name, tensor in _adapter(model).items()]
 
 
 def _in_order(target_modules: Any) -> Any:
-    """The same file for the same run: a set has no order."""
+    """Sorted names, so that the same run writes the same file."""
     return target_modules if isinstance(target_modules, str) else sorted(target_modules)
 
 
 def load_adapter(model: PreTrainedModel, lora: Lora, folder: Path) -> None:
     """Copy saved updates into those of `model`, bit for bit.
 
-    Raises ConfigError where `model.lora` differs from what the folder was saved with.
+    Raises ConfigError if `model.lora` differs from the saved adapter.
     """
     import torch
     from safetensors.torch import load_file
@@ -211,7 +210,7 @@ def load_adapter(model: PreTrainedModel, lora: Lora, folder: Path) -> None:
     if own.keys() != saved.keys():
         name = min(own.keys() ^ saved.keys())
         raise ConfigError(
-            f"does not fit the checkpoint {folder}: {name} is in one of them only; leave it as it was",
+            f"does not fit the checkpoint {folder}: {name} is in only one of them; keep the value of the run",
             key="model.lora.target_modules",
             value=lora.target_modules,
         )
@@ -221,7 +220,7 @@ def load_adapter(model: PreTrainedModel, lora: Lora, folder: Path) -> None:
 
 
 def check_same(lora: Lora, folder: Path) -> None:
-    """Raise ConfigError unless the checkpoint `folder` was saved with this rank and alpha (rank 0: with no adapter)."""
+    """Raise ConfigError unless the checkpoint in `folder` has this rank and alpha (rank 0: no adapter)."""
     path = folder / CONFIG
     saved = json.loads(path.read_text()) if path.is_file() else {"r": 0, "lora_alpha": lora.alpha}
     if saved["r"] != lora.rank:
@@ -230,12 +229,14 @@ def check_same(lora: Lora, folder: Path) -> None:
         )
     if lora.rank and saved["lora_alpha"] != lora.alpha:
         raise ConfigError(
-            f"the run so far has {saved['lora_alpha']} ({folder}); keep that", key="model.lora.alpha", value=lora.alpha
+            f"the run so far has {saved['lora_alpha']} ({folder}); keep that",
+            key="model.lora.alpha",
+            value=lora.alpha,
         )
 
 
 def _adapter(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The updates' own tensors (not copies), under their names in a file, without PREFIX."""
+    """The tensors of the updates (not copies), under their names in a file without PREFIX."""
     from peft import get_peft_model_state_dict
 
     found: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)

@@ -1,4 +1,4 @@
-"""model=tiny: a small model that the package makes itself, so that a first run needs no download."""
+"""model=tiny: a small model that grpocli trains itself, so that a first run needs no download."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOURCES = (
 NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 SPECIAL = ("<pad>", "<unk>", "<bos>", "<end>", "<system>", "<user>", "<assistant>")
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
-"""Printable ASCII and the line break: any other character becomes <unk>."""
+"""Printable ASCII and the line break; any other character becomes <unk>."""
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -68,17 +68,17 @@ class Tiny(ModelPart):
         require(self, "noise", 0 <= self.noise <= 1, "must be between 0 and 1")
 
     def prepare(self, progress: Progress | None = None) -> str:
-        """The folder of the warm-started model, made now if the cache does not have it."""
+        """The folder of the warm-started model; makes it if it is not in the cache."""
         return str(cached_tiny(self, progress))
 
 
 def cached_tiny(part: Tiny, progress: Progress | None = None) -> Path:
-    """The folder of this part's model: the cached one, or one made now."""
+    """The folder of the model, from the cache or newly made."""
     return cached(f"models/tiny-{content_hash(part)}", NEEDED, lambda folder: build(part, folder, progress))
 
 
 def content_hash(part: Tiny) -> str:
-    """Over everything that the weights depend on: settings, libraries and the code itself."""
+    """A hash of everything that determines the weights: settings, library versions and source code."""
     import torch
     import transformers
 
@@ -107,7 +107,7 @@ def build(part: Tiny, folder: Path, progress: Progress | None = None) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character."""
+    """A tokenizer with one token per character."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -129,7 +129,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(seed: int) -> LlamaForCausalLM:
-    """About 0.34 M random parameters; heads of 32, the smallest size vLLM's CPU attention takes."""
+    """A Llama with 0.34 M random parameters. Its head size, 32, is the smallest that vLLM supports on a CPU."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 BATCH = 256
 MUON_LR, ADAMW_LR = 0.04, 0.005
 WARM_UP = 0.05  # share of the steps
-NOISE_UP = 0.7  # share of the steps: without noise at first, the same accuracy takes a third fewer
-THREADS = 1  # the same bytes whatever the number of cores; a second one would save a third of the time
+NOISE_UP = 0.7  # share of the steps over which noise rises; noise from the start would take half as many steps again
+THREADS = 1  # so that the bytes do not depend on the number of cores; a second thread would save a third of the time
 IGNORED = -100
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the odd polynomial that drives singular values towards 1
 ITERATIONS = 5
@@ -34,7 +34,7 @@ ITERATIONS = 5
 
 @dataclass(frozen=True, slots=True)
 class WarmStartBatch:
-    """Problems of one prompt length: prompts [N, P] and answers [N, T] that end in the end token, then IGNORED."""
+    """Problems of one prompt length: prompts [N, P], and answers [N, T] with an end token, padded with IGNORED."""
 
     prompts_NP: Tensor
     answers_NT: Tensor
@@ -57,7 +57,7 @@ def warm_start(
     seed: int,
     progress: Progress | None = None,
 ) -> None:
-    """Train `model` in place on the examples' answers, of whose digits a share is replaced at random.
+    """Train `model` in place on the answers of examples, with a share of their digits replaced at random.
 
     The share rises from 0 to `noise`.
     """
@@ -81,21 +81,21 @@ def warm_start(
 
 
 def corrupt(answers_BT: Tensor, digits: Tensor, noise: float, generator: torch.Generator) -> Tensor:
-    """Each digit replaced, with probability `noise`, by one of the ten."""
+    """The answers with each digit replaced by a random one with probability `noise`."""
     hit_BT = torch.rand(answers_BT.shape, generator=generator) < noise
     random_BT = digits[torch.randint(len(digits), answers_BT.shape, generator=generator)]
     return torch.where(hit_BT & torch.isin(answers_BT, digits), random_BT, answers_BT)
 
 
 def _loss(model: LlamaForCausalLM, prompts_BP: Tensor, answers_BT: Tensor) -> Tensor:
-    """Cross-entropy of the answers alone, in nats a token."""
+    """Cross-entropy of the answers, in nats per token."""
     ids = torch.cat([prompts_BP, answers_BT.clamp(min=0)], 1)
     logits_BTV = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=answers_BT.shape[1]).logits
     return cross_entropy(logits_BTV.flatten(0, 1), answers_BT.flatten(), ignore_index=IGNORED)
 
 
 def _optimizers(model: LlamaForCausalLM) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms, with their peak rates."""
+    """Muon for the matrices of the layers, AdamW for embedding and norms, each with its peak learning rate."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or ".layers." not in name]
     adamw = torch.optim.AdamW(others, lr=ADAMW_LR, betas=(0.9, 0.98), weight_decay=0.0)
@@ -103,7 +103,7 @@ def _optimizers(model: LlamaForCausalLM) -> list[tuple[torch.optim.Optimizer, fl
 
 
 def _schedule(step: int, steps: int) -> float:
-    """Up over WARM_UP, and linearly down to 0."""
+    """Factor of the learning rate: rises over WARM_UP, and falls linearly to 0."""
     return min(1.0, (step + 1) / (WARM_UP * steps)) * (1 - step / steps)
 
 
@@ -118,7 +118,7 @@ def _threads(n: int) -> Iterator[None]:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024): steps along the orthogonalised momentum of matrices, those of one shape together.
+    """Muon (Jordan et al. 2024): steps along the orthogonalised momentum; matrices of one shape are batched.
 
     It learns the warm start in a third of AdamW's steps. In float32: torch.optim.Muon computes in bfloat16, which is
     many times slower on a CPU without such instructions.
@@ -129,7 +129,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update from the present gradients."""
+        """One update from the current gradients."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
             for matrix in group["params"]:
@@ -149,7 +149,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrices_NRC: Tensor) -> Tensor:
-    """The nearest matrices whose singular values are about 1, by Newton-Schulz iterations."""
+    """The nearest matrices with singular values of about 1, by Newton-Schulz iterations."""
     a, b, c = COEFFICIENTS
     tall = matrices_NRC.shape[1] > matrices_NRC.shape[2]
     x = matrices_NRC.mT if tall else matrices_NRC

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpocli.models import attention
+from grpocli.models import shared_prompt_attention as attention
 from grpocli.plan.model_size import empty_model, with_layers
 from grpocli.plan.resources import shares_weights
 from grpocli.training.logprobs import completion_logp, marked, output_head
@@ -130,7 +130,7 @@ def micro_batch(run: Run, config: Any, layers: int, rows: MicroBatchShape, dtype
 
     model = empty_model(with_layers(config, layers), run.model).train()
     if rows.packed:
-        attention.choose(model, rows.prompt + rows.completion)
+        attention.enable(model, rows.prompt + rows.completion)
     with FakeTensorMode():
         _fake_weights(model, dtype if shares_weights(run) else torch.float32)
         if run.train.gradient_checkpointing:

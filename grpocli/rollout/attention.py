@@ -33,7 +33,7 @@ def attend(
     Prompts and what follows an earlier turn (N > 1) are computed as ever.
     """
     if query.shape[2] > 1 or others.get("position_bias") is not None:
-        from grpocli.models.attention import attend as rows_side_by_side
+        from grpocli.models.shared_prompt_attention import attend as rows_side_by_side
 
         key, value = key.to(query.dtype), value.to(query.dtype)  # of earlier turns they are held in float32
         return rows_side_by_side(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
@@ -55,7 +55,7 @@ def in_float32(model: PreTrainedModel) -> Iterator[None]:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    from grpocli.models.attention import NAME as PACKED
+    from grpocli.models.shared_prompt_attention import NAME as PACKED
 
     before = model.config._attn_implementation
     if model.device.type != "cpu" or before not in ("sdpa", PACKED):

@@ -1,0 +1,15 @@
+"""Tasks: where prompts come from.
+
+A row of data becomes a prompt in these steps:
+
+    loading.py        a file, a folder or a dataset of the hub -> a table of rows (json_rows.py reads JSON)
+    streaming.py      instead, rows that are read as they are drawn
+    dataset.py        a row -> an example, with `prompt` and further columns: templates, processor, worked examples;
+                      the rows that are held out for evaluation
+    prompts.py        an example -> a `Prompt`: chat template, token ids, limit of length
+    order.py          the example of each draw, and the task of each draw in a mixture
+    prompt_source.py  all tasks of a run: `draw(number)` -> a `Prompt`
+
+A task is one class with `@part("task", NAME)` and a method `examples(split)`. `gsm8k.py` derives from `Jsonl` and only
+names its data; `countdown.py` derives from `Generated` and makes its examples from a seed.
+"""

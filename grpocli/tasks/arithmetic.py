@@ -1,4 +1,4 @@
-"""task=arithmetic: two numbers and an operation, made here, without any download."""
+"""task=arithmetic: generated problems with two numbers and an operation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 STRIDE = 2654435761
-"""A prime other than 2, 3 and 5, the only prime factors of the number of pairs: multiples of it visit every pair
-once. Near the golden ratio times 2**32, so that any first n of them are spread evenly."""
+"""A prime near 2**32 divided by the golden ratio. It does not divide the number of pairs, whose prime factors are 2, 3
+and 5, so its multiples visit every pair once; the first n of them are spread evenly."""
 
 HELD_OUT = 26 / 256
-"""The share of all pairs that belongs to `eval`."""
+"""Share of the pairs that belong to `eval`."""
 
 
 @part("task", "arithmetic")
@@ -49,19 +49,19 @@ class Arithmetic(BaseTask):
         require(self, "eval_size", self.eval_size >= 1, "must be at least 1")
 
     def examples(self, split: str) -> Sequence[Example]:
-        """`prompt` and `answer` of `train` or `eval`; the same on every machine."""
-        most = {"train": self.train_size, "eval": self.eval_size}[split]
-        return _examples(self.operation, self.digits, split, most)
+        """Examples with `prompt` and `answer`; the same on every machine."""
+        limit = {"train": self.train_size, "eval": self.eval_size}[split]
+        return _examples(self.operation, self.digits, split, limit)
 
 
 @lru_cache(maxsize=8)
-def _examples(operation: str, digits: int, split: str, most: int) -> Sequence[Example]:
+def _examples(operation: str, digits: int, split: str, limit: int) -> Sequence[Example]:
     chosen = (pair for pair in _pairs(digits) if split_of(operation, *pair) == split)
-    return [_example(operation, *pair) for pair in islice(chosen, most)]
+    return [_example(operation, *pair) for pair in islice(chosen, limit)]
 
 
 def _pairs(digits: int) -> Iterator[tuple[int, int]]:
-    """Every pair of operands once, in an order that looks random."""
+    """Every pair of operands once, in a pseudo-random order."""
     low = 10 ** (digits - 1) if digits > 1 else 0
     values = 10**digits - low
     total = values**2

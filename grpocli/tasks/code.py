@@ -1,4 +1,4 @@
-"""task=code: problems whose answers are programs, with tests; in the columns of MBPP, of HumanEval or of your own."""
+"""task=code: programming problems with tests, in the columns of MBPP or HumanEval, or in those of grpocli."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grpocli.errors import ConfigError
 from grpocli.tasks.jsonl import Jsonl
 
 if TYPE_CHECKING:
-    from grpocli.tasks.loading import Row
+    from grpocli.tasks.json_rows import Row
 
 
 @part("task", "code")
@@ -25,7 +25,7 @@ class CodeProblems(Jsonl):
     format: str = "chat"
 
     def convert(self, row: Row, where: str) -> Row:
-        """The row with `tests`. Raises ConfigError where it has none."""
+        """The row with the column `tests`. Raises ConfigError if it has none."""
         for columns, converted in STYLES.items():
             if all(row.get(column) for column in columns):
                 return {**row, **converted(row)}
@@ -40,7 +40,7 @@ def _mbpp(row: Row) -> dict[str, Any]:
     return {
         "tests": list(row["test_list"]),
         "setup": "\n".join([*imports, row.get("test_setup_code") or ""]),
-        "test_list": "\n".join(row["test_list"]),  # as a prompt shows it
+        "test_list": "\n".join(row["test_list"]),  # one text, for the prompt
     }
 
 
@@ -52,4 +52,4 @@ STYLES: dict[tuple[str, ...], Callable[[Row], dict[str, Any]]] = {
     ("test_list",): _mbpp,
     ("test", "entry_point"): _human_eval,
 }
-"""By the columns that a row has."""
+"""{columns that identify a format: its converter}."""

@@ -1,4 +1,4 @@
-"""task=countdown: reach a number with some others, each used once."""
+"""task=countdown: reach a target with given numbers, each used once."""
 
 from __future__ import annotations
 

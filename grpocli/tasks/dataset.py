@@ -1,4 +1,4 @@
-"""Examples made of the rows of a table: columns, templates and processors, worked examples, held-out rows."""
+"""Examples from the rows of a table: templates and processors, worked examples, held-out rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from grpocli.config.parts import nearest, template_fields
 from grpocli.config.user_code import load
 from grpocli.errors import ConfigError
 from grpocli.processes.deadline import within
-from grpocli.tasks.loading import Row, Table, need_columns, nothing_in, short
+from grpocli.tasks.json_rows import Row, short
+from grpocli.tasks.loading import Table, missing_value, need_columns
 from grpocli.tasks.prompts import text_hash, text_of
 from grpocli.types import Message, Text
 from grpocli.user_frames import where as at
@@ -24,7 +25,7 @@ PROCESSOR = "task.processor"
 
 
 def processed(function: str, timeout: float, row: Row, where: str) -> dict[str, Any]:
-    """The example that `function` makes of a row. Raises ConfigError, naming `where`, where it makes none."""
+    """The example that the user's function makes of a row. Raises ConfigError, naming `where`, if it fails."""
     process = load(function, PROCESSOR)
     try:
         example = within(timeout, f"no example within {timeout:g} s ({PROCESSOR}_timeout)", lambda: process(dict(row)))
@@ -43,7 +44,7 @@ def processed(function: str, timeout: float, row: Row, where: str) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class PromptBuilder:
-    """Makes the prompt of a row; see Jsonl for the fields."""
+    """Makes the prompt of a row; `Jsonl` documents the fields."""
 
     prompt_column: str
     prompt_template: str | None
@@ -53,13 +54,13 @@ class PromptBuilder:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that a prompt uses."""
+        """Columns that the prompt uses."""
         if self.prompt_template is None:
             return [self.prompt_column]
         return list(dict.fromkeys(template_fields(self.prompt_template)))
 
     def check(self, columns: Sequence[str], path: str) -> None:
-        """Raise ConfigError unless the table has the columns that the prompt uses."""
+        """Raise ConfigError if the table lacks a column that the prompt uses."""
         if self.prompt_template is None:
             need_columns(columns, {"task.prompt_column": self.prompt_column}, path)
         for column in self.columns:
@@ -71,9 +72,9 @@ class PromptBuilder:
                 )
 
     def prompt(self, row: Row, where: str) -> Text:
-        """The prompt of `row`. Raises ConfigError, naming `where`, for a missing or unusable value."""
+        """The prompt of a row. Raises ConfigError, naming `where`, for a missing or unusable value."""
         for column in self.columns:
-            if missing := nothing_in(row[column]):
+            if missing := missing_value(row[column]):
                 problem = f"{where} has {missing} in the column {column!r}"
                 raise ConfigError(problem, key="task", hint="fill it in or remove the row")
         prompt = self._fill(row, where) if self.prompt_template is not None else row[self.prompt_column]
@@ -103,7 +104,7 @@ class PromptBuilder:
         return [*self._system(), {"role": "user", "content": text}]
 
     def _from_messages(self, messages: list[dict[str, Any]], where: str) -> Text:
-        # a table gives every message the keys of all of them, and chat templates take a None for a value
+        # a table gives every message the keys of all messages, and chat templates would print a None
         messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
         if self.format == "plain":
             return self.prefix + "\n".join(str(message.get("content", "")) for message in messages)
@@ -123,7 +124,7 @@ class PromptBuilder:
 
 @dataclass(frozen=True, slots=True)
 class Shot:
-    """An example's prompt, with its answer as a model would write it."""
+    """A worked example: a prompt, and its answer as a model would write it."""
 
     prompt: Text
     answer: str
@@ -135,7 +136,7 @@ class Shot:
 
     @property
     def messages(self) -> Iterator[Message]:
-        """The conversation without its system message, which `with_shots` puts first once."""
+        """The conversation without its system message, which `with_shots` puts first."""
         asked = [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
         yield from (message for message in asked if message["role"] != "system")
         yield {"role": "assistant", "content": self.answer}
@@ -148,7 +149,7 @@ class Shot:
 
     @classmethod
     def of(cls, example: Example, template: str, where: str) -> Shot:
-        """Raises ConfigError, naming `where`, for a missing or empty column of the template."""
+        """The worked example of an example. Raises ConfigError, naming `where`, for a missing or empty column."""
         fields = dict.fromkeys(template_fields(template, "task.shot_template"))
         for column in fields:
             if example.get(column) is None:
@@ -173,9 +174,9 @@ def with_shots(prompt: Text, shots: Sequence[Shot]) -> Text:
 
 
 def choose(candidates: Iterable[tuple[Example, str]], n: int, template: str, path: str) -> list[Shot]:
-    """Shots from the first n different examples, each given with its name in errors.
+    """Shots from the first n different candidates. A candidate is an example and its name in errors.
 
-    Raises ConfigError where there are not n + 1: one has to be left to train on.
+    Raises ConfigError for fewer than n + 1 candidates: one must be left to train on.
     """
     shots: dict[int, Shot] = {}
     for example, where in candidates:
@@ -192,7 +193,7 @@ def choose(candidates: Iterable[tuple[Example, str]], n: int, template: str, pat
 
 
 class TableTask(Protocol):
-    """The keys and methods of `task=jsonl` that rows become examples with."""
+    """The keys and methods of `task=jsonl` that turn rows into examples."""
 
     @property
     def path(self) -> str: ...
@@ -220,7 +221,7 @@ class TableTask(Protocol):
     def mapping(self) -> PromptBuilder: ...
 
     def source(self, split: str) -> tuple[str, str] | None:
-        """The path and the split there of `train` or `eval`; None where eval is held out of train."""
+        """The path and split of `train` or `eval`; None if eval is held out of train."""
         ...
 
     def convert(self, row: Row, where: str) -> Row:
@@ -230,7 +231,7 @@ class TableTask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowConverter:
-    """Makes examples of the rows of the data at `path`. shots: worked examples before every prompt."""
+    """Turns rows of the data at `path` into examples. shots: worked examples before every prompt."""
 
     task: TableTask
     path: str
@@ -238,7 +239,7 @@ class RowConverter:
 
     @classmethod
     def of(cls, task: TableTask, columns: Sequence[str], path: str) -> RowConverter:
-        """Raises ConfigError where a column that the task names is missing."""
+        """The converter of a task. Raises ConfigError if a column that the task names is missing."""
         if task.processor:
             load(task.processor, PROCESSOR)
         else:
@@ -260,7 +261,7 @@ class RowConverter:
         if task.processor is not None:
             return processed(task.processor, task.processor_timeout, row, where)
         column = task.answer_column
-        if column is not None and (missing := nothing_in(row[column])):
+        if column is not None and (missing := missing_value(row[column])):
             raise ConfigError(
                 f"{where} has {missing} there; fill it in, remove the row, or give null where no reward needs answers",
                 key="task.answer_column",
@@ -275,7 +276,7 @@ class RowConverter:
 
 @dataclass(frozen=True, slots=True)
 class Examples(Sequence[Any]):
-    """Examples that are made of rows on access. numbers: their rows in the table, ascending."""
+    """Examples that are converted on access. numbers: their rows in the table, ascending."""
 
     converter: RowConverter
     table: Table
@@ -302,25 +303,25 @@ class Examples(Sequence[Any]):
         return self.converter.where(self.numbers[index])
 
     def without(self, shots: Sequence[Shot]) -> Examples:
-        """The examples with the worked examples before each prompt, without those that are worked examples."""
+        """The examples with `shots` before each prompt, without those that are shots themselves."""
         shown = {shot.question for shot in shots}
         numbers = [n for n, one in zip(self.numbers, self, strict=True) if text_hash(one["prompt"]) not in shown]
         return replace(self, numbers=numbers, converter=replace(self.converter, shots=tuple(shots)))
 
 
-def hold_out(rows: Iterable[Row], columns: Sequence[str], most: int) -> tuple[list[int], list[int]]:
-    """Row numbers to train on and to evaluate on, at least one question each.
+def hold_out(rows: Iterable[Row], columns: Sequence[str], limit: int) -> tuple[list[int], list[int]]:
+    """Numbers of the training rows and of the evaluation rows; at least one question each, of two rows or more.
 
-    The question is the values of `columns`: equal questions go to the same side. The questions with the smallest
-    hashes are held out, so that the choice needs no seed and is mostly stable when examples are added. Where all rows
-    have the same question, their positions are hashed instead.
-    most: the questions to hold out, at most a fifth of all. Needs two rows.
+    The values of `columns` are the question, and equal questions go to the same side. The questions with the smallest
+    hashes are held out, so the choice needs no seed and is mostly stable when examples are added. If all rows have the
+    same question, their positions are hashed instead.
+    limit: questions to hold out, at most a fifth of all.
     """
     hashes = [_hash([row[c] for c in columns]) for row in rows]
     if len(set(hashes)) == 1:
         hashes = [_hash(place) for place in range(len(hashes))]
     questions = sorted(set(hashes))
-    held_out = set(questions[: min(most, max(1, len(questions) // 5))])
+    held_out = set(questions[: min(limit, max(1, len(questions) // 5))])
     train = [i for i, h in enumerate(hashes) if h not in held_out]
     return train, [i for i, h in enumerate(hashes) if h in held_out]
 

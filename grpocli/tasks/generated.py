@@ -1,4 +1,4 @@
-"""The base of tasks whose examples are made from a seed, and their split."""
+"""The base of tasks whose examples are made from a seed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from grpocli.tasks.task import Example
 
 HELD_OUT = 1 / 10
-"""The share of all examples that belongs to `eval`."""
+"""Share of the examples that belong to `eval`."""
 TRIES = 50
-"""Examples made for each one that is asked for: small tasks repeat themselves."""
+"""Examples made per example wanted, since small tasks repeat examples."""
 
 
 def is_held_out(text: str, share: float) -> bool:
@@ -49,16 +49,16 @@ class Generated(BaseTask):
         require(self, "generator_seed", self.generator_seed >= 0, "must be 0 or more")
 
     def make(self, random: random.Random) -> Example:
-        """A question as `question`, and the other columns."""
+        """An example without its prompt: the column `question`, and further columns."""
         raise NotImplementedError
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The same on every machine."""
-        most = {"train": self.train_size, "eval": self.eval_size}[split]
-        found = list(islice(self._different(split, TRIES * most), most))
+        """The examples of `train` or `eval`; the same on every machine."""
+        limit = {"train": self.train_size, "eval": self.eval_size}[split]
+        found = list(islice(self._different(split, TRIES * limit), limit))
         if not found:
             raise ConfigError(
-                f"these settings leave no example for {split}", key="task", hint="make the questions larger"
+                f"these settings leave no example for {split}", key="task", hint="choose larger questions"
             )
         return [{**one, "prompt": [{"role": "user", "content": one["question"]}]} for one in found]
 

@@ -10,7 +10,7 @@ from grpocli.errors import ConfigError
 from grpocli.tasks.jsonl import Jsonl
 
 if TYPE_CHECKING:
-    from grpocli.tasks.loading import Row
+    from grpocli.tasks.json_rows import Row
 
 
 @part("task", "gsm8k")
@@ -37,7 +37,7 @@ class Gsm8k(Jsonl):
         return super().source(split)
 
     def convert(self, row: Row, where: str) -> Row:
-        """The final number after "####", without commas."""
+        """`answer` becomes the final number after "####", without commas; the text before it becomes `solution`."""
         if self.answer_column is None:
             return row
         solution, mark, answer = str(row[self.answer_column]).rpartition("####")

@@ -1,4 +1,4 @@
-"""task=jsonl, task=hub: any local file or hub dataset, with its columns mapped."""
+"""task=jsonl, task=hub: a local file or a dataset of the hub, with columns mapped to prompt and answer."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from grpocli.tasks.task import BaseTask
 
 if TYPE_CHECKING:
     from grpocli.tasks.dataset import Examples, PromptBuilder, Shot
-    from grpocli.tasks.loading import Row
+    from grpocli.tasks.json_rows import Row
     from grpocli.tasks.streaming import ExampleStream
     from grpocli.tasks.task import Example
 
 SHOTS = 1
-"""Makes the order in which worked examples are chosen another one than that of training."""
+"""Seed stream of the worked examples, so that their order differs from that of training."""
 
 
 @part("task", "jsonl")
@@ -102,10 +102,12 @@ class Jsonl(BaseTask):
                 check_path(path, key)
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The examples of `train` or `eval`; of those to train on with `streaming`, a few from the beginning."""
+        """The examples of `train` or `eval`; with `streaming`, only the first ones of `train`."""
         if split == "train" and self.split is None:
             raise ConfigError(
-                "the task is for `grpocli eval`; name a split to train on", key="task.split", value="null"
+                "the task is for `grpocli eval`; name a split to train on",
+                key="task.split",
+                value="null",
             )
         if split not in self._loaded:
             self._loaded[split] = _examples(self, split)
@@ -117,13 +119,13 @@ class Jsonl(BaseTask):
 
     @cached_property
     def stream(self) -> ExampleStream:
-        """With `streaming`, what is trained on."""
+        """The training data, with `streaming`."""
         from grpocli.tasks.streaming import ExampleStream
 
         return ExampleStream.of(self)
 
     def bare(self, split: str) -> Examples:
-        """The examples of a split that is read whole, without `shots`."""
+        """The examples of a split that is read whole, without worked examples."""
         if split not in self._read:
             self._read[split] = _bare(self, split)
         return self._read[split]
@@ -135,7 +137,7 @@ class Jsonl(BaseTask):
 
     @cached_property
     def halves(self) -> tuple[Examples, Examples]:
-        """The table at `path`, shared out between training and evaluation."""
+        """The table at `path`, divided into training and evaluation."""
         return _held_out(self)
 
     @cached_property
@@ -143,7 +145,7 @@ class Jsonl(BaseTask):
         return {}
 
     def source(self, split: str) -> tuple[str, str] | None:
-        """The path, and the split there, of `train` or `eval`; None where eval has to be held out of train."""
+        """The path and split of `train` or `eval`; None if eval is held out of train."""
         if split == "train":
             return self.path, self.split or ""
         if self.eval_path is not None:
@@ -151,10 +153,7 @@ class Jsonl(BaseTask):
         return None if self.eval_split is None else (self.path, self.eval_split)
 
     def convert(self, row: Row, where: str) -> Row:
-        """A hook for data with a format of its own: the row's columns as they should be.
-
-        `where` is for a ConfigError about it.
-        """
+        """The row with the columns that the task needs; a hook for derived tasks. where: the row's name in errors."""
         return row
 
     @property

@@ -1,4 +1,4 @@
-"""task=[A,B]: several tasks at once, each with a share of the prompts."""
+"""task=[A,B]: several tasks in one run, each with a share of the prompts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @named("task/mixture")
 class Mixture:
-    """Tasks by name. `task.NAME.weight` says what share of the prompts a task has, beside the others' weights."""
+    """Tasks by name. `task.NAME.weight` is the share of a task's prompts, relative to the other weights."""
 
     def __init__(self, **tasks: Task) -> None:
         if not tasks:
             raise ConfigError(
-                "holds no task", key="task", value="mixture", hint="give task=[A,B], or +task@task.NAME=CHOICE"
+                "has no tasks", key="task", value="mixture", hint="give task=[A,B], or +task@task.NAME=CHOICE"
             )
         self.tasks = tasks
 
@@ -34,7 +34,7 @@ def key_of(chosen: object, name: str) -> str:
 
 @contextmanager
 def about(key: str) -> Iterator[None]:
-    """Errors about a task name its keys as `task.path`: raise them again with the key that they have in the run."""
+    """Raise errors about `task.path` again as errors about the key in the run, such as `task.gsm8k.path`."""
     try:
         yield
     except ConfigError as error:
@@ -44,7 +44,7 @@ def about(key: str) -> Iterator[None]:
 
 
 def below(error: ConfigError, key: str) -> ConfigError:
-    """The error with `key` in place of `task` in its own key; one about another part of the config ends with `key`."""
+    """The error with `key` instead of `task` in its key; one about another part of the config ends with `key`."""
     own, name = error.key, error.key.removeprefix("task")
     if own == key or own.startswith(f"{key}."):
         return error
@@ -67,7 +67,7 @@ def tasks_of(chosen: object) -> dict[str, Task]:
 
 
 def limits_of(chosen: object) -> dict[str, ErrorLimit]:
-    """The limit of scoring errors of each task that has its own."""
+    """`max_reward_errors` of each task that sets it."""
     shares = {name: getattr(task, "max_reward_errors", None) for name, task in tasks_of(chosen).items()}
     return {
         name: ErrorLimit(f"{key_of(chosen, name)}.max_reward_errors", share)

@@ -1,4 +1,4 @@
-"""The order in which a run draws its examples: a function of the seed and a counter, the only state to save."""
+"""The order in which a run draws examples and tasks: functions of the seed and a counter, without other state."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 GOLDEN = 2654435769
-"""2**32 divided by the golden ratio: its multiples, modulo 2**32, are spread as evenly as can be."""
+"""2**32 divided by the golden ratio: its multiples, modulo 2**32, are spread evenly."""
 
 
 def permutation(n: int, *seed: int) -> NDArray[np.int64]:
-    """The numbers below n in an order that depends on n and the seed alone."""
-    # raw bits are the part of numpy's generators that stays the same between its versions
+    """The numbers below n, in an order that depends only on n and the seed."""
+    # numpy guarantees the raw bits of a generator between versions, but not its permutations
     bits = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(n)
     return np.argsort(bits, kind="stable")
 
 
 class Order:
-    """Draws each of n examples once an epoch, in a new order each epoch."""
+    """Draws each of n examples once per epoch, in a new order each time."""
 
     def __init__(self, n: int, seed: int, *streams: int) -> None:
         """n >= 1 examples, seed >= 0; streams: further numbers that the order depends on."""

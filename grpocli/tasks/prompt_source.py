@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class TrainingPrompts(Protocol):
-    """The training prompts of a task. report: a sentence about excluded prompts, or empty."""
+    """The training prompts of one task. report: a sentence about excluded prompts, or empty."""
 
     @property
     def report(self) -> str: ...
@@ -39,7 +39,7 @@ class TrainingPrompts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EpochPrompts:
-    """Prompts of a task that is read whole, each once an epoch."""
+    """Prompts of a task that is read whole, each once per epoch."""
 
     prompts: PromptSet
     order: Order
@@ -55,9 +55,10 @@ class EpochPrompts:
 
 @dataclass(frozen=True, slots=True)
 class TaskPrompts:
-    """One task's prompts. columns: what rewards see of an example; rewards: those that score it.
+    """The prompts of one task, with its columns, rewards and environment.
 
-    environment: its environment. key: where its keys are.
+    key: prefix of the task's config keys. columns: columns that rewards get. rewards: names of the rewards that score
+    its completions.
     """
 
     name: str
@@ -70,7 +71,7 @@ class TaskPrompts:
 
     @classmethod
     def of(cls, name: str, task: Task, run: Run, tokenizer: PreTrainedTokenizerBase, alone: bool) -> Self:
-        """alone: it is the run's only task."""
+        """Load a task. alone: it is the run's only task."""
         limits = run.rollout.max_prompt_tokens, run.rollout.long_prompts
         label = "" if alone else f"{name} "
         seed = (run.seed,) if alone else (run.seed, zlib.crc32(name.encode()))
@@ -84,7 +85,7 @@ class TaskPrompts:
             prompts = PromptSet(examples, tokenizer, *limits, f"{label}train", name)
             train = EpochPrompts(prompts, Order(len(prompts), *seed))
         held_out = None
-        wanted = run.eval.n_problems(cpu=False)  # a run that begins has written its number down
+        wanted = run.eval.n_problems(cpu=False)  # a started run has a number here
         if wanted:
             problems = task.examples("eval")
             held_out = PromptSet(problems, tokenizer, *limits, f"{label}eval", name, wanted)
@@ -115,7 +116,7 @@ class PromptSource:
 
     @classmethod
     def of(cls, run: Run, tokenizer: PreTrainedTokenizerBase) -> PromptSource:
-        """Raises ConfigError where a task has no usable prompts, or trains on a prompt that is evaluated on."""
+        """Load all tasks. Raises ConfigError if one has no usable prompts, or trains on an evaluation prompt."""
         chosen = tasks_of(run.task)
         tasks = []
         for name, task in chosen.items():
@@ -123,7 +124,7 @@ class PromptSource:
                 tasks.append(TaskPrompts.of(name, task, run, tokenizer, len(chosen) == 1))
         _refuse_overlap(tasks, chosen)
         for one in tasks:
-            one.draw(0, "")  # streamed rows have not been read yet
+            one.draw(0, "")  # fails early if streamed rows are unusable
         weights = [getattr(task, "weight", 1.0) for task in chosen.values()]
         return cls(tokenizer, tasks, TaskScheduler(weights, run.seed))
 
@@ -176,7 +177,7 @@ def accuracy_rewards_of(run: Run) -> dict[str, str]:
 
 
 def _refuse_overlap(tasks: Sequence[TaskPrompts], chosen: Mapping[str, Task]) -> None:
-    """Raise ConfigError for prompts both trained and evaluated on; streamed tasks skip such prompts instead."""
+    """Raise ConfigError for prompts that are trained and evaluated on; streamed tasks skip such prompts."""
     for evaluated in tasks:
         if not evaluated.held_out or getattr(chosen[evaluated.name], "allow_overlap", False):
             continue

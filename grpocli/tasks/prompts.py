@@ -1,4 +1,4 @@
-"""Prompts of a run: checked, tokenised once at the start, and none too long for the engine."""
+"""Prompts of a split: checked, tokenised once at the start, and none longer than the limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
 from grpocli.processes.deadline import within
-from grpocli.tasks.loading import encodable, short
+from grpocli.tasks.json_rows import encodable, short
 from grpocli.types import Prompt, Text
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 TEMPLATE_SECONDS = 30.0
-"""The time limit of a chat template, plus 0.01 s a conversation: templates come with models and may not end."""
-QUIET: dict[str, Any] = {"return_attention_mask": False, "verbose": False}  # lengths are checked here
+"""Time limit of a chat template, plus 0.01 s per conversation: templates come with models and may loop forever."""
+QUIET: dict[str, Any] = {"return_attention_mask": False, "verbose": False}  # lengths are checked below
 
 
 def text_of(example: Example, where: str) -> Text:
-    """An example's prompt. Raises ConfigError, naming `where`, for a prompt or loss_multiplier that is unusable."""
+    """An example's prompt. Raises ConfigError, naming `where`, for an unusable prompt or loss_multiplier."""
     multiplier = example.get("loss_multiplier", 1.0)
     if isinstance(multiplier, str):  # a .csv has no types
         with suppress(ValueError):
@@ -36,7 +36,7 @@ def text_of(example: Example, where: str) -> Text:
         raise ConfigError(problem, key="task", hint="it must be a number of 0 or more")
     prompt = example["prompt"]
     if not all(encodable(text) for text in _texts(prompt)):
-        raise ConfigError(f"{where} has half a character in its prompt (a surrogate without the other one)", key="task")
+        raise ConfigError(f"{where} has a lone surrogate, half of a character, in its prompt", key="task")
     if isinstance(prompt, str) and prompt:
         return prompt
     if isinstance(prompt, list) and prompt:
@@ -70,11 +70,11 @@ def text_hash(text: Text) -> int:
 class PromptSet:
     """The examples of one split as token ids.
 
-    task: its name, which every prompt has as the column `task_name`. most: of the examples, the first so many.
-    Prompts over `max_tokens` are dropped (`long_prompts="drop"`) or lose their beginning (`"truncate"`).
-    n_dropped, n_truncated: how many; report: a sentence about it, empty where there is nothing to say.
-    Raises ConfigError where an example is no prompt, the tokenizer has no chat template for a conversation, or
-    no prompt is short enough.
+    task: name of the task, which every prompt has as the column `task_name`. limit: limit of examples, from the first.
+    Prompts over `max_tokens` are dropped (`long_prompts="drop"`) or lose their beginning (`"truncate"`). n_dropped,
+    n_truncated: their numbers; report: a sentence about them, empty if there are none.
+    Raises ConfigError if an example has no usable prompt, the tokenizer has no chat template for a conversation, or
+    all prompts are too long.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class PromptSet:
         long_prompts: str,
         name: str,
         task: str = "",
-        most: int | None = None,
+        limit: int | None = None,
     ) -> None:
         self.name, self.max_tokens, self.task = name, max_tokens, task
         self._examples = examples
-        texts = [text_of(example, self._where(i)) for i, example in enumerate(islice(examples, most))]
+        texts = [text_of(example, self._where(i)) for i, example in enumerate(islice(examples, limit))]
         token_ids = tokenize(texts, tokenizer, self._where)
         lengths = [len(ids) for ids in token_ids]
         long = {i for i, n in enumerate(lengths) if n > max_tokens}
@@ -121,17 +121,17 @@ class PromptSet:
         return len(self._kept)
 
     def shared_with(self, others: PromptSet) -> list[int]:
-        """Which of these prompts are among the others, by a hash of their text."""
+        """Indices of the prompts that are also among `others`, by a hash of their text."""
         theirs = set(others.hashes)
         return [index for index, one in enumerate(self.hashes) if one in theirs]
 
     def prompt(self, index: int, uid: str) -> Prompt:
-        """The index-th prompt that was kept."""
+        """The index-th kept prompt."""
         place = self._kept[index]
         return prompt_of(self._examples[place], self._token_ids[place], uid, self.task)
 
     def _where(self, index: int) -> str:
-        """The name of an example in errors, with its row where it comes from a table."""
+        """The name of an example in errors, with its row if it comes from a table."""
         row = getattr(self._examples, "where", None)
         return f"{self.name} example {index}" + (f" ({row(index)})" if row else "")
 
@@ -163,7 +163,7 @@ def tokenize(
             ids[i] = one
     for i, one in enumerate(ids):
         if not one:
-            raise ConfigError(f"{where(i)} has no token at all", key="task", hint="give it a prompt")
+            raise ConfigError(f"{where(i)} has no tokens", key="task", hint="give it a prompt")
     return ids
 
 
@@ -171,10 +171,10 @@ def _plain_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[lis
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     rows: list[list[int]] = tokenizer(texts, **QUIET).input_ids
     for text, ids in zip(texts, rows, strict=True):
-        # the text may begin with the token that the tokenizer adds
+        # if the text itself begins with the token that the tokenizer adds, remove the second
         if bos is not None and ids[:2] == [bos, bos]:
             del ids[0]
-        # some tokenizers end every text; a prompt goes on
+        # some tokenizers end every text with EOS, but a prompt continues
         ended = ids[-2:] == [eos, eos] or (ids[-1:] == [eos] and not text.endswith(str(tokenizer.eos_token)))
         if eos is not None and len(ids) > 1 and ended:
             del ids[-1]
@@ -195,9 +195,9 @@ def _chat_ids(
     try:
         texts = within(
             seconds, "", lambda: [_written(chat, tokenizer, where(i)) for i, chat in chats.items()]
-        )  # one deadline for all: one for each would take longer than most templates
+        )  # one deadline for all, since starting one per text takes longer than most templates
     except TimeoutError as error:
-        problem = f"its chat template writes no {len(chats):,} conversations within {seconds:.0f} s"
+        problem = f"its chat template does not write {len(chats):,} conversations within {seconds:.0f} s"
         raise ConfigError(problem, key="model", hint="give model.chat_template=FILE") from error
     # the template writes the special tokens itself: adding them again would double the first
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, **QUIET).input_ids

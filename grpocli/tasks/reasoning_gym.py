@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from grpocli.tasks.task import Example
 
 HELD_OUT = 1 / 10
-"""The share of all questions that belongs to `eval`."""
+"""Share of the questions that belong to `eval`."""
 TRIES = 20
-"""Questions made for each one that is wanted: little generators repeat themselves."""
+"""Questions made per question wanted, since small generators repeat questions."""
 
 
 @part("task", "reasoning_gym")
@@ -58,13 +58,13 @@ class ReasoningGym(BaseTask):
             raise ConfigError(MISSING_LIBRARY, key="task", value="reasoning_gym")
 
     def examples(self, split: str) -> Sequence[Example]:
-        """`prompt`, `answer` and where the question is from, of `train` or `eval`."""
-        most = {"train": self.train_size, "eval": self.eval_size}[split]
+        """Examples with `prompt`, `answer`, and the settings that reproduce the question for the scorer."""
+        limit = {"train": self.train_size, "eval": self.eval_size}[split]
         total = TRIES * (self.train_size + self.eval_size)
-        found = _examples(self.name, json.dumps(self.config, sort_keys=True), self.generator_seed, total, split, most)
+        found = _examples(self.name, json.dumps(self.config, sort_keys=True), self.generator_seed, total, split, limit)
         if not found:
             raise ConfigError(
-                f"made no question for {split}: choose other task.config", key="task.name", value=self.name
+                f"makes no question for {split}; choose another task.config", key="task.name", value=self.name
             )
         return [
             {**one, "prompt": [{"role": "user", "content": f"{one['question']}{self.instructions}"}]} for one in found
@@ -72,12 +72,12 @@ class ReasoningGym(BaseTask):
 
 
 @lru_cache(maxsize=8)
-def _examples(name: str, config: str, seed: int, total: int, split: str, most: int) -> list[Example]:
+def _examples(name: str, config: str, seed: int, total: int, split: str, limit: int) -> list[Example]:
     dataset = make(name, config, seed, total)
     found: list[Example] = []
     seen: set[str] = set()
     for index in range(total):
-        if len(found) == most:
+        if len(found) == limit:
             break
         entry = dataset[index]
         question = str(entry["question"])

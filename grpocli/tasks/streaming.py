@@ -1,4 +1,4 @@
-"""task.streaming: data that is never read whole; rows are read, shuffled and tokenised as they are drawn."""
+"""task.streaming: rows are read, shuffled and tokenised as they are drawn, and the data is never read whole."""
 
 from __future__ import annotations
 
@@ -13,18 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from grpocli.errors import ConfigError
 from grpocli.tasks.dataset import RowConverter, choose, with_shots
-from grpocli.tasks.loading import (
-    EMPTY,
-    Row,
-    Table,
-    columns_of,
-    files_at,
-    from_hub,
-    json_row,
-    quiet_datasets,
-    reading,
-    unreadable,
-)
+from grpocli.tasks.json_rows import Row, json_row, unreadable
+from grpocli.tasks.loading import EMPTY, Table, columns_of, files_at, from_hub, quiet_datasets, reader_options
 from grpocli.tasks.order import Order, permutation
 from grpocli.tasks.prompts import prompt_of, text_hash, text_of, tokenize
 from grpocli.types import Prompt
@@ -40,20 +30,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TRIES = 10_000
-"""The most consecutive rows that may be too long or held out."""
+"""Consecutive rows that may be too long or held out, at most."""
 HEAD = 100
-"""The first rows, which decide the columns."""
+"""Rows at the beginning that determine the columns."""
 
 
 class RowSource(Protocol):
-    """The rows of a data set in their order. Both methods raise ConfigError where the data cannot be read."""
+    """The rows of a dataset in order. Both methods raise ConfigError if the data cannot be read."""
 
     def read(self, start: int) -> Iterator[Row]:
         """The rows from number `start` on; earlier rows are skipped as cheaply as possible."""
         ...
 
     def count(self) -> int:
-        """The number of rows, which may take reading all of them."""
+        """The number of rows, which may require reading all of them."""
         ...
 
 
@@ -72,7 +62,7 @@ def open_rows(path: str, name: str | None, split: str, key: str) -> RowSource:
     with _readable(path, key):
         if not full:
             return DatasetRows(None, path, key)
-        names, options = [str(file) for file in full], reading(kind, full)
+        names, options = [str(file) for file in full], reader_options(kind, full)
         return DatasetRows(load_dataset(kind, data_files=names, split="train", streaming=True, **options), path, key)
 
 
@@ -109,8 +99,8 @@ class JsonLines:
             with _readable(file, self.key), file.open(encoding="utf-8-sig", newline="\n") as lines:
                 for number, line in enumerate(lines, 1):
                     if number == 1 and line.lstrip().startswith("["):
-                        problem = "is a JSON list, which has to be read whole"
-                        hint = "give an object a line, or task.streaming=false"
+                        problem = "is a JSON list, which cannot be streamed"
+                        hint = "write one object per line, or set task.streaming=false"
                         raise ConfigError(problem, key=self.key, value=file, hint=hint)
                     if line.strip():
                         yield file, number, line
@@ -118,7 +108,7 @@ class JsonLines:
 
 @dataclass(frozen=True, slots=True)
 class DatasetRows:
-    """An iterable dataset of the datasets library; None where all files are empty."""
+    """An iterable dataset of the datasets library; None if all files are empty."""
 
     dataset: Any
     path: str
@@ -145,7 +135,7 @@ def _readable(path: str | Path, key: str) -> Iterator[None]:
 
 @dataclass(slots=True)
 class ExampleStream:
-    """The rows after the `first` ones, which are held out. excluded: hashes of prompts not to train on."""
+    """The training rows, which follow the `first` rows. excluded: hashes of prompts that are not trained on."""
 
     converter: RowConverter
     rows: RowSource
@@ -158,7 +148,7 @@ class ExampleStream:
 
     @classmethod
     def of(cls, task: TableTask) -> ExampleStream:
-        """Raises ConfigError where there is nothing to read, or nothing to train on."""
+        """The stream of a task. Raises ConfigError if there is nothing to read or to train on."""
         rows = open_rows(task.path, task.name, task.split or "", "task.path")
         columns = columns_of(list(islice(rows.read(0), HEAD)), task.path, "task.path")
         if not columns:
@@ -172,7 +162,7 @@ class ExampleStream:
         return made
 
     def take(self, start: int, n: int) -> list[Row]:
-        """At most n rows, from number `start` of those not held out. Consecutive calls read on without a new pass."""
+        """At most n training rows from number `start`. Consecutive calls continue without a new pass."""
         going = self._going if self._at == start else None
         self._going = None  # an iterator that failed cannot be continued
         going = going or self.rows.read(self.first + start)
@@ -181,11 +171,11 @@ class ExampleStream:
         return found
 
     def count(self) -> int:
-        """The number of rows that are not held out."""
+        """The number of training rows."""
         return self.rows.count() - self.first
 
     def example(self, row: Row, number: int) -> Example:
-        """The example of row `number` of those not held out."""
+        """The example of training row `number`."""
         return self.converter.example(row, self.first + number)
 
     def where(self, number: int) -> str:
@@ -194,7 +184,7 @@ class ExampleStream:
 
     @property
     def head(self) -> list[Example]:
-        """The first examples to train on. Raises ConfigError where one of them has no usable prompt."""
+        """The first examples to train on. Raises ConfigError if one of them has no usable prompt."""
         made = [self.example(row, number) for number, row in enumerate(self.take(0, HEAD))]
         for number, one in enumerate(made):
             text_of(one, self.where(number))
@@ -228,10 +218,10 @@ class ExampleStream:
 
 
 class StreamedPrompts:
-    """Prompts from shuffled runs of `buffer` rows; the row of draw n depends on n, the seed and the data alone.
+    """Prompts from shuffled runs of `buffer` rows; the row of draw n depends only on n, the seed and the data.
 
-    Another row of the run replaces a row that is too long or held out, and so comes twice in that epoch: leaving the
-    row out would shift every later draw.
+    Another row of the run replaces one that is too long or held out, and so comes twice in that epoch. Leaving the row
+    out would shift every later draw.
     """
 
     report = ""
@@ -250,24 +240,24 @@ class StreamedPrompts:
         self._max_tokens, self._drops = max_tokens, long_prompts == "drop"
         self._buffer, self._seed = buffer, seed
         self._excluded = set(stream.excluded)
-        self._length: int | None = None  # rows of an epoch; None until its end has been read
+        self._length: int | None = None  # rows of an epoch; None before its end is reached
         self._warned = False
         self._run = lru_cache(maxsize=2)(self._read)
         self._order = lru_cache(maxsize=2)(self._ordered)
 
     def exclude(self, hashes: Iterable[int]) -> None:
-        """Do not train on prompts with these hashes."""
+        """Exclude prompts with these hashes from training."""
         self._excluded.update(hashes)
 
     def draw(self, nth: int, uid: str) -> Prompt:
-        """The nth prompt of this task. Raises ConfigError where a row is unusable, or all of them are excluded."""
+        """The nth prompt of this task. Raises ConfigError if a row is unusable, or if all are excluded."""
         for tries, number in enumerate(self._candidates(nth)):
             if tries == TRIES:
                 break
             if prompt := self._prompt(number, uid):
                 return prompt
         raise ConfigError(
-            f"{TRIES} rows of {self._task} were read, and all are longer or held out",
+            f"{TRIES} rows of {self._task} in a row are longer or held out",
             key="rollout.max_prompt_tokens",
             value=self._max_tokens,
             hint="raise it, or give other data",
@@ -281,7 +271,7 @@ class StreamedPrompts:
             rows = len(order)
             yield start + int(order[place])
             for i in range(rows):
-                yield start + int(order[(place + rows // 2 + i) % rows])  # far from the replacement's own draw
+                yield start + int(order[(place + rows // 2 + i) % rows])  # far from the draw of that row itself
             nth += rows - place
 
     def _place(self, nth: int) -> tuple[int, int, int]:
@@ -314,5 +304,5 @@ class StreamedPrompts:
 
     def _warn(self) -> None:
         if not self._warned:
-            logger.warning("prompts of %s over %d tokens: others take their place", self._task, self._max_tokens)
+            logger.warning("prompts of %s over %d tokens are replaced by others", self._task, self._max_tokens)
         self._warned = True

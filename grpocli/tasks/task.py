@@ -1,4 +1,4 @@
-"""Where prompts come from."""
+"""The interface of tasks, and the keys that all of them share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Example = dict[str, Any]
 
 
 def columns_of(example: Example) -> list[str]:
-    """What rewards see of the examples that are like this one."""
+    """The columns that rewards get with an example like this one."""
     return sorted({*example, "task_name"} - {"prompt"})
 
 
@@ -25,7 +25,7 @@ class Task(Protocol):
     def examples(self, split: str) -> Sequence[Example]:
         """The examples of `train` or `eval`; random access, the same at every call.
 
-        Raises ConfigError, naming the key, where the data cannot be read, lacks a column, or is empty.
+        Raises ConfigError, naming the key, if the data cannot be read, lacks a column, or is empty.
         """
         ...
 
@@ -50,7 +50,7 @@ class BaseTask:
     """The environment that answers the model's turns."""
 
     def check_ready(self) -> None:
-        """Raise ConfigError where this machine lacks something that the task names. Loads nothing."""
+        """Raise ConfigError if this machine lacks something that the task names. Loads nothing."""
         if self.environment.name:
             check_exists(self.environment.name, "task.environment.name")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grpocli.models.attention import Block, Segment, Segments, blocks_of
+from grpocli.models.shared_prompt_attention import Block, Segment, Segments, split_into_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -146,13 +146,13 @@ class Packed:
                 raise ValueError("a prompt has no tokens, so nothing predicts the first token of its completions")
             last = sequence.add(prompt) + len(prompt) - 1
             made = []
-            for block in blocks_of(len(prompt), [len(rows[k].completion_ids) for k in numbers]):
+            for block in split_into_blocks(len(prompt), [len(rows[k].completion_ids) for k in numbers]):
                 found = [numbers[k] for k in block]
                 for number in found:
                     first = sequence.add(ids := rows[number].completion_ids, len(prompt))
                     before[number] = [last, *range(first, first + len(ids) - 1)][: len(ids)]
                 if lengths := [n for k in found if (n := len(rows[k].completion_ids))]:
-                    made.append(Block.of(len(prompt), lengths, device, on_cpu))
+                    made.append(Block.build(len(prompt), lengths, device, on_cpu))
             segments.append(Segment(len(prompt), tuple(made)))
         if filler := rounded(len(sequence.ids)) - len(sequence.ids):
             sequence.fill(filler)

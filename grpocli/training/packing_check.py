@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grpocli.models import attention
+from grpocli.models import shared_prompt_attention as attention
 from grpocli.training.logprobs import completion_logp, marked, output_head
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.training.packing import Layout, Packed, Padded
@@ -54,13 +54,13 @@ def pack(policy: Policy, reference: Reference | None, world: World | None = None
     longest: the most tokens of a row.
     """
     models = [policy.model, *([reference.model] if reference else [])]
-    agreed = all(attention.choose(model, longest) for model in models) and output_head(policy.model) is not None
+    agreed = all(attention.enable(model, longest) for model in models) and output_head(policy.model) is not None
     if agreed:
         agreed = _holds(lambda: agrees(policy))
     policy.packs = not world.any(not agreed) if world else agreed
     if not policy.packs:
         for model in models:
-            attention.leave(model)
+            attention.disable(model)
     return policy.packs
 
 
@@ -104,7 +104,9 @@ def _near(one: Tensor, other: Tensor, close: float) -> bool:
 def _rows(policy: Policy) -> list[Row]:
     """Two groups of two rows, one that fits into one block of attention and one that needs two."""
     config = policy.model.config.get_text_config()
-    long = min(attention.ENOUGH // 2, (getattr(config, "max_position_embeddings", None) or attention.ENOUGH) - 8)
+    long = min(
+        attention.MIN_TOKENS // 2, (getattr(config, "max_position_embeddings", None) or attention.MIN_TOKENS) - 8
+    )
     lengths = [4, 7, long, long + 3]
     ids = [k % config.vocab_size for k in range(3, 3 + 5 + max(lengths))]
     return [Row(ids[:5], ids[5 : 5 + n], [1] * n, 0.0, k // 2, [0.0] * n) for k, n in enumerate(lengths)]

@@ -105,7 +105,7 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypa
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")  # works for root too, whom no permission stops
     monkeypatch.setenv("GRPOCLI_CACHE", str(blocked / "cache"))
-    with pytest.raises(ConfigError, match=r"GRPOCLI_CACHE=.*cannot keep the built-in model"):
+    with pytest.raises(ConfigError, match=r"GRPOCLI_CACHE=.*cannot store the built-in model"):
         cached("models/x", NEEDED, forbidden)
 
 

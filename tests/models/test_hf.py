@@ -148,7 +148,7 @@ def test_every_named_model_composes(name: str) -> None:
         (
             "num_hidden_layers",
             9,
-            r"has no weights for model\.layers\.\S+ and \d+ others, which its config.json asks for",
+            r"has no weights for model\.layers\.\S+ and \d+ others, which its config.json requires",
         ),
         ("vocab_size", 999, r"has weights of another shape for \S+embed_tokens\.weight"),
     ],

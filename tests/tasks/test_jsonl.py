@@ -107,7 +107,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_a_name_the_hub_does_not_give(cache_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"task\.path=nobody/nothing: is no local file, and the hub"):
+    with pytest.raises(ConfigError, match=r"task\.path=nobody/nothing: there is no such local file, and the hub"):
         Jsonl(path="nobody/nothing").examples("train")
 
 

@@ -107,12 +107,12 @@ def test_utf16(tmp_path: Path, name: str) -> None:
 
 DEEP = "[" * 200_000 + "]" * 200_000
 HOSTILE = [
-    (f'{{"a": {DEEP}}}', "lists or objects inside of each other, more than 100 deep"),
-    ('{"a": ' + '{"b":' * 101 + "1" + "}" * 101 + "}", "lists or objects inside of each other, more than 100 deep"),
+    (f'{{"a": {DEEP}}}', "lists or objects nested more than 100 deep"),
+    ('{"a": ' + '{"b":' * 101 + "1" + "}" * 101 + "}", "lists or objects nested more than 100 deep"),
     (f'{{"a": {"9" * 5000}}}', "an integer with thousands of digits"),
     ('{"a": "1", "b": {"c": 1, "d": 2, "c": 3}}', "two values for 'c'"),
-    (r'{"a": ["x", "\ud800"]}', r"half a character in '\ud800' (a surrogate without the other one)"),
-    (r'{"\udfff": 1}', r"half a character in '\udfff' (a surrogate without the other one)"),
+    (r'{"a": ["x", "\ud800"]}', r"a lone surrogate, half of a character, in '\ud800'"),
+    (r'{"\udfff": 1}', r"a lone surrogate, half of a character, in '\udfff'"),
 ]
 
 

@@ -70,8 +70,8 @@ def test_a_template_that_refuses_an_example(chat_tokenizer) -> None:
         ([], "must be text or messages"),
         ([{"role": "wizard", "content": "a"}], "needs a `content` and a `role`"),
         ([{"role": "user"}], "needs a `content` and a `role`"),
-        ("a\ud800", "has half a character in its prompt"),
-        ([{"role": "user", "content": "\udc00"}], "has half a character in its prompt"),
+        ("a\ud800", "has a lone surrogate, half of a character, in its prompt"),
+        ([{"role": "user", "content": "\udc00"}], "has a lone surrogate, half of a character, in its prompt"),
     ],
 )
 def test_what_is_no_prompt(prompt, sentence: str, chat_tokenizer) -> None:

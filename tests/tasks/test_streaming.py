@@ -16,7 +16,7 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose
-from grpocli.tasks import loading, prompts, streaming
+from grpocli.tasks import json_rows, prompts, streaming
 from grpocli.tasks.jsonl import Jsonl
 from grpocli.tasks.prompt_source import PromptSource
 from grpocli.tasks.streaming import StreamedPrompts
@@ -109,7 +109,7 @@ def test_what_a_resume_passes_over_is_neither_parsed_nor_tokenised(
 ) -> None:
     made = data(file)
     tokenised, parsed = Counter[str](), Counter[str]()
-    tokenize, json_row = prompts.tokenize, loading.json_row
+    tokenize, json_row = prompts.tokenize, json_rows.json_row
 
     def counted(chosen: list[str], *rest: Any) -> Any:
         tokenised.update(chosen)
@@ -139,7 +139,7 @@ def test_prompts_that_are_too_long(data, tmp_path: Path, long: str, drawn: set[s
 
 def test_no_prompt_is_short_enough(data, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "TRIES", 50)
-    with pytest.raises(ConfigError, match=r"rollout\.max_prompt_tokens=2: 50 rows of jsonl were read, and all are lon"):
+    with pytest.raises(ConfigError, match=r"rollout\.max_prompt_tokens=2: 50 rows of jsonl in a row are lon"):
         data(file, limit=2)
 
 
@@ -208,7 +208,7 @@ def test_a_row_that_is_no_example(data, tmp_path: Path, row: dict[str, Any], sen
     [
         ("d.jsonl", "", "it is empty"),
         ("d.csv", "", "it is empty"),
-        ("d.json", "[\n{}]", "has to be read whole; give an object a line, or task.streaming=false"),
+        ("d.json", "[\n{}]", "cannot be streamed; write one object per line, or set task.streaming=false"),
         ("d.parquet", "PAR", "cannot be read: "),
     ],
 )

@@ -33,7 +33,8 @@ from transformers import (
 from grpocli.algorithm.metrics import EXTREMES, OF_COMPUTED
 from grpocli.config.schema import Train
 from grpocli.distributed.world import World
-from grpocli.models import attention, sdpa
+from grpocli.models import sdpa
+from grpocli.models import shared_prompt_attention as attention
 from grpocli.tasks.prompts import PromptSet
 from grpocli.training import logprobs
 from grpocli.training.micro_batch import MicroBatch
@@ -172,7 +173,7 @@ class Everything(Updater):
     ],
 )
 def test_savings_change_nothing(model, world, algorithm: str, groups: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "ENOUGH", 8)  # several blocks for a prompt, with masks and without
+    monkeypatch.setattr(attention, "MIN_TOKENS", 8)  # several blocks for a prompt, with masks and without
     rows, overrides = rows_of(GROUPS[groups]), ALGORITHMS[algorithm]
     windows = {"micro_batch_tokens": 22, "minibatches": 2}
     plain = updated(model, world, rows, overrides, packed=False, skips=False, at_head=False, **windows)
@@ -205,7 +206,7 @@ def test_a_group_larger_than_a_micro_batch_is_split() -> None:
 @pytest.mark.parametrize("groups", ["ragged", "a row without tokens"])
 def test_attention_as_on_a_gpu(model, world, groups: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With boolean masks, and keys repeated for the heads that share them."""
-    monkeypatch.setattr(attention, "ENOUGH", 8)
+    monkeypatch.setattr(attention, "MIN_TOKENS", 8)
     rows, calls = rows_of(GROUPS[groups]), []
     plain = updated(model, world, rows, ALGORITHMS["grpo"], packed=False, skips=False)
     monkeypatch.setattr(Packed, "build", partial(Packed.build, on_cpu=False))
@@ -222,7 +223,7 @@ def test_filler_fits_any_model(world) -> None:
     """Even a model with fewer positions than filler tokens."""
     short = GPT2LMHeadModel(GPT2Config(**(GPT2 | {"n_positions": 24}), **ENDS))
     policy = Policy(short, short, torch.float32, world.parallel)
-    policy.packs = attention.choose(short, 24)
+    policy.packs = attention.enable(short, 24)
     rows = [Row([3 + k % 30, 4], [5] * 17, [1] * 17, 1.0, k, [-3.0] * 17) for k in range(54)]
     layout = Packed.build(rows, torch.device("cpu"))
     assert layout.input_ids.shape[1] - 54 * 19 > 24

@@ -6,22 +6,23 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from grpocli.models import attention, sdpa
-from grpocli.models.attention import Block, Segment, Segments, blocks_of
+from grpocli.models import sdpa
+from grpocli.models import shared_prompt_attention as attention
+from grpocli.models.shared_prompt_attention import Block, Segment, Segments, split_into_blocks
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, SIZE = 4, 2, 8
 
 
 def test_a_block_has_rows_of_similar_length_or_many_short_ones() -> None:
-    assert blocks_of(12, [64] * 8) == [list(range(8))]
-    assert blocks_of(12, [100, 90, 60, 40]) == [[0, 1, 2], [3]]
-    assert blocks_of(12, [40, 8, 8, 8]) == [[0], [1, 2, 3]]
-    assert blocks_of(200, [150] * 64) == [list(range(64))]
-    assert blocks_of(512, [32] * 20) == [list(range(16)), [16, 17, 18, 19]]
-    assert blocks_of(100, [40, 40, 40, 40]) == [[0, 1, 2], [3]]
-    assert blocks_of(5, [0, 3]) == [[0], [1]]
-    assert blocks_of(5, []) == []
+    assert split_into_blocks(12, [64] * 8) == [list(range(8))]
+    assert split_into_blocks(12, [100, 90, 60, 40]) == [[0, 1, 2], [3]]
+    assert split_into_blocks(12, [40, 8, 8, 8]) == [[0], [1, 2, 3]]
+    assert split_into_blocks(200, [150] * 64) == [list(range(64))]
+    assert split_into_blocks(512, [32] * 20) == [list(range(16)), [16, 17, 18, 19]]
+    assert split_into_blocks(100, [40, 40, 40, 40]) == [[0, 1, 2], [3]]
+    assert split_into_blocks(5, [0, 3]) == [[0], [1]]
+    assert split_into_blocks(5, []) == []
 
 
 @pytest.mark.parametrize(
@@ -41,8 +42,8 @@ def test_each_completion_attends_as_a_separate_row(
     prompt: int, lengths: list[int], rows: int, filled: bool, masked: int, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sdpa, "MASKED", masked)
-    block = Block.of(prompt, lengths, CPU, on_cpu)
-    assert (block.rows, block.in_rows is not None) == (rows, filled)
+    block = Block.build(prompt, lengths, CPU, on_cpu)
+    assert (block.rows, block.row_index is not None) == (rows, filled)
     assert (block.mask is None) == (max(lengths) >= prompt and not (masked and on_cpu))
     states = _states(prompt + sum(lengths))
     segments = Segments((Segment(prompt, (block,)),), on_cpu)
@@ -59,12 +60,12 @@ def test_each_completion_attends_as_a_separate_row(
 
 
 def test_filler_is_never_attended_to() -> None:
-    block = Block.of(2, [5, 4], CPU, on_cpu=True)
+    block = Block.build(2, [5, 4], CPU, on_cpu=True)
     query, key, value = (states.detach() for states in _states(2 + 9))
     segments = Segments((Segment(2, (block,)),), on_cpu=True)
     before, _ = attention.attend(torch.nn.Identity(), query, key, value, None, segments)
-    assert block.in_rows is not None
-    assert block.in_rows.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0], "the second row ends with the first one's first"
+    assert block.row_index is not None
+    assert block.row_index.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0], "the second row ends with the first one's first"
     value[:, :, 2] = 100.0
     after, _ = attention.attend(torch.nn.Identity(), query, key, value, None, segments)
     assert torch.equal(before[:, -4:], after[:, -4:])

@@ -1,0 +1,232 @@
+"""Attention over rows that lie end to end, with each prompt once before the completions of its group.
+
+A `Segment` is a prompt with its completions. Prompt tokens attend to the prompt; tokens of a completion attend to the
+prompt and to earlier tokens of the same completion. All other operations of a decoder layer are per token, so a
+sequence of segments is equivalent to the separate rows, without padding and with each prompt computed once; gradients
+reach the prompt from every completion. Within a call of `sdpa`, completions may be padded to one length.
+
+transformers calls `attend` through its registry of attention functions and passes the segments through the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from grpocli.models import sdpa
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+NAME = "shared_prompts"
+MIN_TOKENS = 128
+"""Completion tokens that justify a call of `sdpa`."""
+MAX_PADDING = 0.2
+"""Largest share of padding in the rows of a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Completions of one prompt that share a call of `sdpa`; `size` tokens of the sequence.
+
+    rows, width: shape of the call: one row per completion, each after a copy of the prompt's keys, or one row with all
+    completions end to end after a single copy. row_index, token_index: indices that put tokens into padded rows, and
+    that take them out again; None: rows have equal lengths.
+    mask [width, prompt + width]: the tokens that each token attends to; on a CPU the values to add to scores, which
+    `sdpa` would otherwise compute in every layer. None: the prompt's queries precede those of each row, so attention
+    is causal, which takes half the work and no memory for a mask.
+    """
+
+    size: int
+    rows: int
+    width: int
+    mask: Tensor | None
+    row_index: Tensor | None = None
+    token_index: Tensor | None = None
+
+    @classmethod
+    def build(cls, prompt: int, lengths: Sequence[int], device: torch.device, on_cpu: bool) -> Block:
+        size, width = sum(lengths), max(lengths)
+        if not _copies_pay_off(prompt, width):
+            return cls(size, 1, size, _mask(prompt, lengths, device, on_cpu))
+        causal = width >= prompt and sdpa.prefers_causal(width, on_cpu)
+        mask = None if causal else _mask(prompt, [width], device, on_cpu)
+        block = cls(size, len(lengths), width, mask)
+        if size == len(lengths) * width:
+            return block
+        present = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+        row_index = torch.where(present, present.flatten().cumsum(0).view_as(present) - 1, 0).flatten()
+        token_index = present.flatten().nonzero().squeeze(1)
+        return replace(block, row_index=row_index.to(device), token_index=token_index.to(device))
+
+    def to_rows(self, states: Tensor) -> Tensor:
+        """[1, heads, size, D] -> [rows, heads, width, D]. No real token attends to padding."""
+        if self.row_index is not None:
+            states = states.index_select(2, self.row_index)
+        return states.view(*states.shape[1:2], self.rows, self.width, states.shape[3]).transpose(0, 1)
+
+    def to_sequence(self, states: Tensor) -> Tensor:
+        """[rows, heads, width, D] -> [1, heads, size, D]."""
+        line = states.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        return line if self.token_index is None else line.index_select(2, self.token_index)
+
+
+def _mask(prompt: int, lengths: Sequence[int], device: torch.device, on_cpu: bool) -> Tensor:
+    """The mask [N, prompt + N] of N tokens of completions, end to end after their prompt."""
+    own = torch.block_diag(*(torch.ones(n, n, dtype=torch.bool).tril() for n in lengths))
+    mask = torch.cat([torch.ones(len(own), prompt, dtype=torch.bool), own], 1)
+    if on_cpu:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+    return mask.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A prompt of `prompt` tokens, followed by its completions in blocks."""
+
+    prompt: int
+    blocks: tuple[Block, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The segments of a sequence. on_cpu: call `sdpa` as on a CPU; `grpocli plan` plans for GPUs on a CPU."""
+
+    parts: tuple[Segment, ...]
+    on_cpu: bool
+
+
+def split_into_blocks(prompt: int, lengths: Sequence[int]) -> list[list[int]]:
+    """Indices of the completions in each block, in order. lengths: tokens of each completion.
+
+    If the longest completion has at least half of the prompt's tokens, a block has completions of similar length, since
+    copies of the prompt then cost at most twice the completions. Otherwise a block has completions with at most as many
+    tokens as the prompt (or MIN_TOKENS): scores between different completions are computed there and discarded.
+    """
+    found: list[list[int]] = []
+    for number in range(len(lengths)):
+        if not found or not _fits_block(prompt, [lengths[k] for k in (*found[-1], number)]):
+            found.append([])
+        found[-1].append(number)
+    return found
+
+
+def _fits_block(prompt: int, lengths: Sequence[int]) -> bool:
+    rows, size = len(lengths) * max(lengths), sum(lengths)
+    if _copies_pay_off(prompt, max(lengths)):
+        return rows - size <= MAX_PADDING * rows
+    return size <= max(prompt, MIN_TOKENS)
+
+
+def _copies_pay_off(prompt: int, longest: int) -> bool:
+    """Whether each completion gets a copy of the prompt's keys and values."""
+    return 2 * longest >= prompt
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    segments: Segments | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query [1, heads, N, D], key and value [1, heads / groups, N, D] -> [1, N, heads, D], as transformers calls it.
+
+    Without segments, the `sdpa` of transformers for rows side by side.
+    """
+    if segments is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        found: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
+        return found
+    refused = [name for name in ("s_aux", "softcap", "position_bias") if others.get(name) is not None]
+    if refused or (attention_mask is not None and attention_mask.shape != (1, 1, 1, 1)):
+        raise ValueError(f"attention over segments does not support {', '.join(refused) or 'a mask of the model'}")
+    groups = query.shape[1] // key.shape[1]
+    how = {"dropout_p": dropout, "scale": scaling}
+    if not segments.on_cpu:
+        return _attend(query, key, value, segments.parts, partial(sdpa.on_gpu, groups=groups, how=how)), None
+    low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    with torch.autocast("cpu", enabled=False):  # `sdpa.on_cpu` chooses the dtype
+        return _attend(query, key, value, segments.parts, partial(sdpa.on_cpu, groups=groups, low=low, how=how)), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], call: sdpa.Kernel) -> Tensor:
+    sizes = [n for segment in segments for n in (segment.prompt, *(block.size for block in segment.blocks))]
+    queries, keys, values = (iter(states.split(sizes, 2)) for states in (query, key, value))
+    outputs = []
+    for segment in segments:
+        query_P, key_P, value_P = next(queries), next(keys), next(values)
+        outputs.append(call(query_P, key_P, value_P, None))
+        for block in segment.blocks:
+            outputs.append(
+                _attend_block(block, (query_P, key_P, value_P), (next(queries), next(keys), next(values)), call)
+            )
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous()
+
+
+def _attend_block(
+    block: Block, prompt: tuple[Tensor, Tensor, Tensor], own: tuple[Tensor, Tensor, Tensor], call: sdpa.Kernel
+) -> Tensor:
+    """The output of a block. prompt, own: query, key and value [1, heads, N, D]."""
+    query, key, value = (block.to_rows(states) for states in own)
+    query_P, key_P, value_P = prompt
+    if block.mask is None:
+        query = _after_prompt(query_P, query)
+    seen = call(query, _after_prompt(key_P, key), _after_prompt(value_P, value), block.mask)
+    return block.to_sequence(seen[:, :, -block.width :])
+
+
+def _after_prompt(prompt: Tensor, rows: Tensor) -> Tensor:
+    return torch.cat([prompt.expand(len(rows), -1, -1, -1), rows], 2)
+
+
+def register() -> None:
+    """Register NAME as an attention implementation of transformers, with the masks of `sdpa`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def enable(model: PreTrainedModel, longest: int) -> bool:
+    """Make the model use `attend`, if `supports` its config; returns whether it does. longest: tokens of a row.
+
+    Whether the model passes segments to `attend` is only known after a forward pass (`training/packing_check.py`).
+    """
+    config = model.config.get_text_config()
+    if config._attn_implementation == NAME:  # LoRA: policy and reference are one model
+        return True
+    if config._attn_implementation != "sdpa" or not supports(model.config, longest):
+        return False
+    register()
+    model.set_attn_implementation(NAME)
+    return bool(config._attn_implementation == NAME)
+
+
+def disable(model: PreTrainedModel) -> None:
+    """Undo `enable`."""
+    if model.config.get_text_config()._attn_implementation == NAME:
+        model.set_attn_implementation("sdpa")
+
+
+def supports(config: Any, longest: int) -> bool:
+    """Whether every layer has full causal attention over rows of up to `longest` tokens."""
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    if window and window < longest:
+        return False
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    return kinds <= {"full_attention", *(["sliding_attention"] if window else [])}
