@@ -1,4 +1,4 @@
-"""The `grpocli` command: a subcommand, then Hydra's overrides."""
+"""The `grpocli` command: a subcommand with Hydra overrides."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import MutableMapping
 
 from grpocli.errors import GrpoError
 from grpocli.masking import masked
-from grpocli.processes.cpu_tuning import use_large_pages
+from grpocli.processes.cpu_tuning import shorten_spinning, use_large_pages
 from grpocli.processes.threads import limit_exit_time
 from grpocli.user_frames import from_user_code, raised
 from grpocli.version import __version__
 
 COMMANDS = {
-    "train": ("grpocli.cli.train", "train a model; `-m` sweeps, `resume=RUN_DIR` goes on"),
-    "vllm-serve": ("grpocli.cli.vllm_serve", "start a vLLM server that runs can use and sync"),
-    "explain": ("grpocli.cli.explain", "the objective of a run as mathematics; `A vs B` shows what differs"),
-    "plan": ("grpocli.cli.plan", "memory and work of a run, before it is started; exit code 1 if it does not fit"),
-    "reward-check": ("grpocli.cli.reward_check", "hold rewards against a task's own answers, before training"),
-    "eval": ("grpocli.cli.evaluate", "how good models and checkpoints are at tasks, with confidence intervals"),
-    "rollouts": ("grpocli.cli.rollouts", "read what a run has sampled: filter, page through, export"),
-    "compare": ("grpocli.cli.compare", "a table of the runs below one or more folders"),
+    "train": ("grpocli.cli.train", "train a model; `-m` runs a sweep, `resume=RUN_DIR` continues a run"),
+    "vllm-serve": ("grpocli.cli.vllm_serve", "start a vLLM server for several runs"),
+    "explain": ("grpocli.cli.explain", "print the objective of a run as mathematics; `A vs B` compares two"),
+    "plan": ("grpocli.cli.plan", "estimate memory and work of a run; exit code 1 if it does not fit"),
+    "reward-check": ("grpocli.cli.reward_check", "check rewards against the reference answers of tasks"),
+    "eval": ("grpocli.cli.evaluate", "evaluate models and checkpoints, with confidence intervals"),
+    "rollouts": ("grpocli.cli.rollouts", "show, filter and export the completions of a run"),
+    "compare": ("grpocli.cli.compare", "print a table of runs"),
 }
 
 HELP = """\
@@ -35,17 +34,17 @@ commands
 {commands}
 
 examples
-  grpocli train                                       a tiny model learns to add, on a CPU, in minutes
+  grpocli train                                       teach a tiny model to add, on a CPU, in minutes
   grpocli train algorithm=dapo train.steps=20         another algorithm, fewer steps
   grpocli train model=qwen2.5-1.5b task=gsm8k reward=[math] engine=vllm
   grpocli train -m algorithm=grpo,dapo,drgrpo,dgpo seed=0,1
-  grpocli train resume=runs/DATE/TIME                 go on exactly where it stopped
-  grpocli train --cfg job                             print the config that would run
-  grpocli explain algorithm=dgpo vs algorithm=grpo    what two objectives differ in, as mathematics
-  grpocli plan model=qwen2.5-7b hardware.device=cuda --devices 8    whether it fits, and what to change
+  grpocli train resume=runs/DATE/TIME                 continue exactly where the run stopped
+  grpocli train --cfg job                             print the composed config
+  grpocli explain algorithm=dgpo vs algorithm=grpo    compare two objectives
+  grpocli plan model=qwen2.5-7b hardware.device=cuda --devices 8    does it fit?
 
-`grpocli COMMAND --help` lists a command's config groups and options.
-GRPOCLI_TRACEBACK=1 shows the traceback of an error; GRPOCLI_CACHE is where built models are kept.
+`grpocli COMMAND --help` lists the config groups and options of a command.
+GRPOCLI_TRACEBACK=1 prints the traceback of an error. GRPOCLI_CACHE is the folder for built models.
 """
 
 
@@ -55,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     shorten_spinning(os.environ)
     use_large_pages()
     open_closed()
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # until training handles it: clean up and go
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # until training handles it: clean up and exit
     try:
         code = run(args)
     except GrpoError as error:
@@ -63,19 +62,21 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt as error:
         code = _report(str(error) or "interrupted", 1)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone; say nothing at exit
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # the reader closed the pipe: print nothing at exit
         code = 1
     except Exception as error:
         if from_user_code(error):
             code = _report(raised(error), 1, traced=True)
-        elif isinstance(error, OSError):  # such as of a name that is too long
+        elif isinstance(error, OSError):  # such as a file name that is too long
             parts = (error.filename, error.strerror or str(error) or type(error).__name__)
             code = _report(": ".join(str(part) for part in parts if part), 1)
         else:
-            raise  # a bug of ours, with its traceback
+            raise  # a bug: keep the traceback
     finally:
         signal.signal(signal.SIGTERM, before)
-    if argv is None:  # Python ends with this
+    if argv is None:  # the process ends now
         limit_exit_time(code)
     sys.exit(code)
 
@@ -93,18 +94,8 @@ def open_closed() -> None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
-def shorten_spinning(env: MutableMapping[str, str]) -> None:
-    """Threads that wait for each other spin for a while before they sleep, by default too long by far.
-
-    Where another program holds a core, the default makes a run on a CPU ten times slower. libgomp reads this when torch
-    is loaded.
-    """
-    if "OMP_WAIT_POLICY" not in env:
-        env.setdefault("GOMP_SPINCOUNT", "5000")
-
-
 def run(args: list[str]) -> int:
-    """Dispatch; returns the exit code."""
+    """Run the subcommand. Returns the exit code."""
     if not args or args[0] in ("-h", "--help", "help"):
         print(help_text(), end="")
         return 0
@@ -127,20 +118,20 @@ def run(args: list[str]) -> int:
 
 
 def raise_usage(problem: str) -> None:
-    """Bad usage is bad config: exit code 2."""
+    """Raise ConfigError, with exit code 2, for wrong usage."""
     from grpocli.errors import ConfigError
 
     raise ConfigError(problem)
 
 
 def help_text() -> str:
-    """What `grpocli --help` prints."""
+    """The output of `grpocli --help`."""
     lines = "\n".join(f"  {name:<14}{about}" for name, (_, about) in COMMANDS.items())
     return HELP.format(version=__version__, commands=lines)
 
 
 def _report(message: str, code: int, traced: bool = False) -> int:
-    """Print the message. traced: it has the traceback already, where that is asked for."""
+    """Print an error and return its code. traced: whether the message includes the traceback already."""
     if os.environ.get("GRPOCLI_TRACEBACK") and not traced:
         import traceback
 

@@ -1,10 +1,10 @@
-"""`grpocli compare`."""
+"""`grpocli compare`: print a table of runs."""
 
 from __future__ import annotations
 
 
 def main(argv: list[str]) -> int:
-    """A table of runs. Returns the exit code."""
+    """Print the table. Returns the exit code."""
     from grpocli.tracking.compare import main as compare
 
     return compare(argv)

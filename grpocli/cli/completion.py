@@ -1,4 +1,4 @@
-"""`grpocli -sc query=SHELL`: candidates to complete a command line. Hydra's script calls it at every TAB."""
+"""`grpocli -sc query=SHELL`: candidates for completing a command line. Hydra's shell script calls it at each TAB."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from grpocli.errors import ConfigError
 
 CONFIGS = {"vllm-serve": "vllm_serve"}
-"""Commands whose overrides are not those of `grpocli train`."""
+"""The config names of commands whose overrides are not those of `grpocli train`."""
 NO_OVERRIDES = ("compare", "rollouts")
 
 
@@ -28,22 +28,22 @@ def main(argv: list[str], commands: Collection[str], env: Mapping[str, str] = os
         os.environ["COMP_LINE"] = " ".join(["grpocli", *_overrides(words[2:])])
         try:
             hydra_app(lambda config: None, CONFIGS.get(words[1], "train"), argv)
-        except ConfigError:  # an override that is wrong: the shell completes nothing, and the command says why
+        except ConfigError:  # a wrong override: the command reports it when it runs
             return 0
     return 0
 
 
 def _words(line: str) -> list[str]:
-    """The words of a line; the last one, which is being typed, is empty after a space."""
+    """The words of a line. The last one, which is being typed, is empty after a space."""
     try:
         words = shlex.split(line)
-    except ValueError:  # a quote that is still open
+    except ValueError:  # an open quote
         words = line.split()
     return [*words, ""] if len(words) < 2 or line[-1:].isspace() else words
 
 
 def _overrides(words: list[str]) -> list[str]:
-    """The overrides before the word that is being typed, and that word."""
+    """The rewritten overrides before the word that is being typed, and that word."""
     from grpocli.launch.overrides import rewritten
 
     return [*rewritten([word for word in words[:-1] if "=" in word and not word.startswith("-")]), words[-1]]

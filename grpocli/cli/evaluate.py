@@ -1,4 +1,4 @@
-"""`grpocli eval`: how good models are at tasks. Nothing is trained."""
+"""`grpocli eval`: evaluate models and checkpoints on tasks."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from grpocli.training.accuracy import Estimate
 
 EXAMPLES = """\
-It takes what `grpocli train` takes: model, task (also several), reward, engine, rollout.max_completion_tokens ...
-A completion is right where the task's first reward, or eval.reward, scores 1 or more.
+It accepts the overrides of `grpocli train`: model, task (or several), reward, engine, rollout.max_completion_tokens ...
+A completion is right if the task's first reward, or eval.reward, scores 1 or more.
 
 examples
   grpocli eval                                                           the built-in model on arithmetic
   grpocli eval model.path=FOLDER task=gsm8k reward=[math] engine=vllm --samples 8 --problems 200
   grpocli eval 'task=[gsm8k,math]' model=qwen2.5-1.5b reward=[math]
-  grpocli eval --run runs/DATE/TIME --checkpoints all                    a run's own config, a row for each checkpoint
+  grpocli eval --run runs/DATE/TIME --checkpoints all                    a run's config, a row for each checkpoint
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table; leave results.json and the samples. Returns the exit code; raises what train raises."""
+    """Print the table, and write results.json and the samples. Returns the exit code. Raises GrpoError."""
     parser = _parser()
     args = parser.parse_intermixed_args(argv)
     for name in ("problems", "samples"):
         if getattr(args, name) < 0:
             parser.error(f"--{name} {getattr(args, name)}: must be 0 or more")
     if args.no_greedy and not args.samples:
-        parser.error("--no-greedy --samples 0: leaves nothing to sample")
+        parser.error("--no-greedy --samples 0: there is nothing to sample")
     if args.checkpoints and not args.run:
-        parser.error("--checkpoints: says which of a run's; give --run RUN")
+        parser.error("--checkpoints: needs --run RUN")
     config, run = _run(args)
     out = Path(args.out or time.strftime("evals/%Y-%m-%d/%H-%M-%S"))
     warn_of_rewards(run.reward.values())
@@ -59,11 +59,21 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("eval", "[--samples N] [--problems N] [--run RUN]", __doc__, EXAMPLES)
-    parser.add_argument("--samples", type=int, default=4, metavar="N", help="of each problem; 0: greedy alone (4)")
-    parser.add_argument("--problems", type=int, default=0, metavar="N", help="the first N of each task; 0: all")
-    parser.add_argument("--no-greedy", action="store_true", help="leave out the greedy answers")
-    parser.add_argument("--run", type=Path, metavar="RUN", help="with the config of this run; overrides change it")
-    parser.add_argument("--checkpoints", metavar="all|STEPS", help="of the run: all, or 10,20; else its final model")
+    parser.add_argument(
+        "--samples", type=int, default=4, metavar="N", help="samples of each problem; 0: only a greedy one (4)"
+    )
+    parser.add_argument(
+        "--problems", type=int, default=0, metavar="N", help="the first N problems of each task; 0: all"
+    )
+    parser.add_argument("--no-greedy", action="store_true", help="sample no greedy answers")
+    parser.add_argument(
+        "--run", type=Path, metavar="RUN", help="use the config and model of this run; overrides change the config"
+    )
+    parser.add_argument(
+        "--checkpoints",
+        metavar="all|STEPS",
+        help="evaluate checkpoints of the run: all, or 10,20; default: its final model",
+    )
     parser.add_argument("--out", metavar="DIR", help="a new folder for the results (evals/DATE/TIME)")
     return parser
 
@@ -83,7 +93,7 @@ def _run(args: argparse.Namespace) -> tuple[DictConfig, Run]:
     run = build_run(config)
     if (getattr(run.hardware, "processes", 1) or 1) > 1 or run.hardware.nodes > 1:
         raise ConfigError(
-            "an evaluation is one process; leave it null", key="hardware.processes", value=run.hardware.processes
+            "an evaluation runs in one process; leave it null", key="hardware.processes", value=run.hardware.processes
         )
     check_ready(run)
     return config, run

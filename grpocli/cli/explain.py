@@ -1,4 +1,4 @@
-"""`grpocli explain`: the objective of a run as mathematics, with the key and the value of every symbol."""
+"""`grpocli explain`: print the objective of a run as mathematics, with the key and value of each symbol."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 LIKE_VS = ("vs", "versus", "against", "and", "with")
 EXAMPLES = """\
-It takes what `grpocli train` takes, and trains nothing. `vs` between two lists of overrides prints what differs.
+It accepts the overrides of `grpocli train`. `vs` between two lists of overrides compares the two objectives.
 
 examples
   grpocli explain algorithm=dgpo
   grpocli explain algorithm=grpo algorithm.objective.level=sequence train.minibatches=4
   grpocli explain algorithm=grpo vs algorithm=dapo train.epochs=2
   grpocli explain recipe=dapo-small --markdown > objective.md
-  grpocli explain resume=runs/DATE/TIME              the objective of a run that was started
+  grpocli explain resume=runs/DATE/TIME              the objective of an existing run
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the objective, or what differs between two. Returns the exit code; raises ConfigError as train does."""
+    """Print an objective or a comparison. Returns the exit code. Raises ConfigError."""
     args = _parser().parse_intermixed_args(argv)
     sides = _sides(args.overrides)
     shown = [_explained(side, args.config_dir) for side in sides]
@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _sides(overrides: Sequence[str]) -> list[list[str]]:
-    """The overrides of one config, or of the two that `vs` stands between."""
+    """The overrides of one config, or of two that `vs` separates."""
     if other := [word for word in overrides if word.strip(".").lower() in LIKE_VS and word != "vs"]:
         raise ConfigError("write vs between the two lists of overrides", key=other[0])
     sides: list[list[str]] = [[]]
@@ -51,7 +51,7 @@ def _sides(overrides: Sequence[str]) -> list[list[str]]:
         else:
             sides[-1].append(word)
     if len(sides) > 2:
-        raise ConfigError(f"compares two configs, and there are {len(sides)}", key="vs")
+        raise ConfigError(f"compares two configs, not {len(sides)}", key="vs")
     return sides
 
 

@@ -1,4 +1,4 @@
-"""Running a function as a Hydra app, with errors of one sentence and grpocli's exit codes."""
+"""Runs a function as a Hydra app, with one-sentence errors and grpocli's exit codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def arguments(argv: list[str]) -> Any:
-    """Hydra's own reading of a command line: `.overrides`, `.multirun`, `.cfg`, `.config_dir` ..."""
+    """The command line as Hydra parses it: `.overrides`, `.multirun`, `.cfg`, `.config_dir` ..."""
     from hydra._internal.utils import get_args_parser
 
     parser = get_args_parser()
@@ -36,7 +36,7 @@ def arguments(argv: list[str]) -> Any:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose error for an unknown option names the override to write instead."""
+    """An argument parser whose error for an unknown option names the override to write instead."""
 
     def parse_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         refuse_options(sys.argv[1:] if args is None else args, self)
@@ -44,36 +44,44 @@ class Parser(argparse.ArgumentParser):
 
 
 def refuse_options(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Raise a ConfigError for `--learning_rate 1e-6` and other options that a command does not have."""
-    known, told = parser._option_string_actions, []
+    """Raise one ConfigError for all options that a command does not have, such as `--learning_rate 1e-6`."""
+    known, unknown = parser._option_string_actions, []
     for place, word in enumerate(argv):
         option, _, value = word.partition("=")
         if len(option) <= 2 or not option.startswith("--") or any(name.startswith(option) for name in known):
             continue
         after = argv[place + 1] if place + 1 < len(argv) else ""
         follows = "" if after.startswith("-") or "=" in after else after
-        told.append(f"there is no option {option}: {option_advice(option[2:], value or follows or 'VALUE', known)}")
-    if told:
-        raise ConfigError("; ".join(told))
+        unknown.append(f"there is no option {option}: {option_advice(option[2:], value or follows or 'VALUE', known)}")
+    if unknown:
+        raise ConfigError("; ".join(unknown))
 
 
-def parser_of(command: str, usage: str, description: str | None, examples: str) -> argparse.ArgumentParser:
-    """Of a command that takes what `grpocli train` takes: `.overrides`, `.config_dir`, and what is added."""
+def parser_of(command: str, usage: str, doc: str | None, examples: str) -> argparse.ArgumentParser:
+    """A parser with `.overrides` and `.config_dir`. doc: the module's docstring, "`grpocli NAME`: TEXT"."""
     parser = Parser(
         prog=f"grpocli {command}",
         usage=f"grpocli {command} [GROUP=CHOICE ...] [KEY=VALUE ...] {usage}",
-        description=description,
+        description=_sentence(doc),
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for grpocli train")
-    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with groups and recipes of yours")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `grpocli train`")
+    parser.add_argument(
+        "--config-dir", "-cd", metavar="DIR", help="a folder with config groups and recipes of your own"
+    )
     return parser
 
 
+def _sentence(doc: str | None) -> str:
+    """The docstring of a command's module without the command's name."""
+    text = (doc or "").partition(": ")[2]
+    return text[:1].upper() + text[1:]
+
+
 def warn_of_escapes(config: DictConfig) -> None:
-    """Warn once of each text in the config with a literal backslash-n."""
+    """Warn once about each text in the config with a literal backslash-n."""
     for sentence in literal_escapes(config):
         _warn_once(sentence)
 
@@ -91,7 +99,7 @@ def warn_of_rewards(rewards: Iterable[BaseReward]) -> None:
 
 
 def options_first(argv: list[str], config_name: str) -> list[str]:
-    """Hydra's options before the overrides, the only order that Hydra reads, and the overrides as Hydra takes them.
+    """The command line with Hydra's options before the overrides, and the overrides as Hydra accepts them.
 
     Raises ConfigError for options that Hydra does not have.
     """
@@ -104,7 +112,7 @@ def options_first(argv: list[str], config_name: str) -> list[str]:
 
 
 def only_prints(args: Any) -> bool:
-    """Whether Hydra is asked for information rather than for a run."""
+    """Whether the command line asks Hydra for information instead of a run."""
     return bool(args.help or args.hydra_help or args.cfg or args.info is not None)
 
 
@@ -118,7 +126,7 @@ def search_path(config_dir: str | None) -> list[str]:
 
 
 def composed(overrides: list[str], config_dir: str | None) -> DictConfig:
-    """The config that `grpocli train` would run with these overrides, `resume=` among them or not."""
+    """The config that `grpocli train` would run with these overrides, which may include `resume=`."""
     register_parts()
     overrides = typed(overrides)
     resume = Resume.asked_for(overrides)
@@ -129,16 +137,16 @@ def composed(overrides: list[str], config_dir: str | None) -> DictConfig:
 
 
 def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[str]) -> None:
-    """Run `task` under Hydra. A sweep goes on after a job that failed; the first error is raised at the end.
+    """Run `task` as a Hydra app. A sweep continues after a job that failed, and the first error is raised at the end.
 
-    Raises what `task` raises, and ConfigError for what Hydra does.
+    Raises the errors of `task`, and ConfigError for errors of Hydra.
     """
     import hydra
     from hydra.errors import HydraException
 
     register_parts()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing a traceback of its own
-    completes = arguments(argv).shell_completion  # for every command: a shell asks by the first word
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them
+    completes = arguments(argv).shell_completion  # shells look up completions by the first word
     sys.argv = ["grpocli" if completes else f"grpocli {config_name.replace('_', '-')}", *argv]
     failures: list[GrpoError] = []
 
@@ -157,8 +165,8 @@ def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[st
     with hydra_errors([a for a in argv if not a.startswith("-")], config_name):
         try:
             app()
-        except OSError as error:  # the task's own have become sentences: this is Hydra making its folders
-            if isinstance(error, HydraException):  # a missing choice is an OSError to Hydra
+        except OSError as error:  # from Hydra, which makes folders
+            if isinstance(error, HydraException):  # a missing choice is an OSError too
                 raise
             folder = error.filename or "the output folder"
             raise ConfigError(f"{folder} cannot be written: {error.strerror}", key="hydra.run.dir") from error
@@ -169,7 +177,7 @@ def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[st
 
 
 def _close_log() -> None:
-    """The log that Hydra opened belongs to a run that is over."""
+    """Close the log file that Hydra opened for the run."""
     root = logging.getLogger()
     for handler in [h for h in root.handlers if isinstance(h, logging.FileHandler)]:
         root.removeHandler(handler)

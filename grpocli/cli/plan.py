@@ -1,4 +1,4 @@
-"""`grpocli plan`: memory and work of a run, from its config and the model's config alone."""
+"""`grpocli plan`: estimate memory and work of a run from its config and the model's config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from grpocli.tracking.view import View
 
 EXAMPLES = """\
-It takes what `grpocli train` takes, loads no weights and trains nothing. Exit code 1: it does not fit.
+It accepts the overrides of `grpocli train` and loads no weights. Exit code 1: it does not fit.
 
 examples
   grpocli plan
@@ -28,7 +28,7 @@ examples
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the plan. Returns the exit code: 0, or 1 where it does not fit; raises ConfigError as train does."""
+    """Print the plan. Returns the exit code: 0, or 1 if it does not fit. Raises ConfigError."""
     args = _parser().parse_intermixed_args(argv)
     from grpocli.plan.resources import DeviceOptions
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _made(run: Run, asked: DeviceOptions, args: argparse.Namespace, view: View) -> tuple[Plan, list[str]]:
-    """The plan, and where it does not fit the changes that help."""
+    """The plan, and changes with which it fits if it does not."""
     view.stage("loading libraries")
     from grpocli.launch.train_process import quiet_libraries
     from grpocli.plan.plan import load_libraries, make_plan
@@ -70,11 +70,15 @@ def _made(run: Run, asked: DeviceOptions, args: argparse.Namespace, view: View) 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("plan", "[--memory GIB] [--devices N] [--json]", __doc__, EXAMPLES)
-    parser.add_argument("--memory", type=float, metavar="GIB", help="of one GPU, or of this machine where it is a CPU")
-    parser.add_argument("--devices", type=int, metavar="N", help="GPUs of the machine, with hardware=single")
-    parser.add_argument("--tflops", type=float, metavar="T", help="10^12 operations a second of one device in bfloat16")
-    parser.add_argument("--bandwidth", type=float, metavar="T", help="10^12 bytes a second of one device's memory")
-    parser.add_argument("--json", action="store_true", help="every figure, in bytes, operations and seconds")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="memory of one GPU, or of this machine on a CPU")
+    parser.add_argument("--devices", type=int, metavar="N", help="number of GPUs, with hardware=single")
+    parser.add_argument(
+        "--tflops", type=float, metavar="T", help="bfloat16 operations per second of one device, in 10^12"
+    )
+    parser.add_argument(
+        "--bandwidth", type=float, metavar="T", help="memory bandwidth of one device, in 10^12 bytes per second"
+    )
+    parser.add_argument("--json", action="store_true", help="print all figures, in bytes, operations and seconds")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""`grpocli reward-check`: whether a run's rewards agree with its tasks' own answers. No model is loaded."""
+"""`grpocli reward-check`: check rewards against the reference answers of tasks. No model is loaded."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from grpocli.tracking.view import View
 
 EXAMPLES = """\
-Each example is answered with its own reference answer, which has to be right (a score of 1 or more), with nothing, and
-with another example's answer, which have to be wrong. Exit code 1: a reward agrees with fewer than --threshold.
-Some are then answered in other forms: in a box or an answer tag, after ####, in a sentence, as a decimal or fraction.
+The rewards score three answers to each example: its reference answer, which has to be right (a score of 1 or
+more), an empty answer and another example's answer, which have to be wrong. Some answers are also scored in other
+forms: in a box or an answer tag, after ####, in a sentence, as a decimal or fraction.
+Exit code 1: a reward's agreement is below --threshold.
 
 examples
   grpocli reward-check task=gsm8k reward=[math]
@@ -32,13 +33,13 @@ examples
   grpocli reward-check task=countdown reward=[countdown] --answer '<answer>{answer}</answer>'
 """
 LEGEND = """\
-own: its own answer, which has to be right; empty: no answer, and other: another example's, which have to be wrong;
-errors: not scored; ms: for each answer
+own: the reference answer, which has to be right; empty and other: an empty answer and another example's answer, which
+have to be wrong; errors: answers that were not scored; ms: time for each answer
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table and the disagreements. Returns the exit code; raises ConfigError as train does."""
+    """Print the table and the disagreements. Returns the exit code. Raises ConfigError."""
     parser = _parser()
     args = parser.parse_intermixed_args(argv)
     args.answer = unescape(args.answer)
@@ -71,18 +72,20 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("reward-check", "[--split SPLIT] [--examples N]", __doc__, EXAMPLES)
-    parser.add_argument("--split", choices=("train", "eval", "all"), default="all", help="of the task's examples (all)")
+    parser.add_argument("--split", choices=("train", "eval", "all"), default="all", help="the examples to check (all)")
     parser.add_argument("--examples", type=int, default=0, metavar="N", help="the first N of a split; 0: all")
-    parser.add_argument("--threshold", type=float, default=0.99, metavar="SHARE", help="of agreement (0.99)")
-    parser.add_argument("--answer", default="{answer}", metavar="TEXT", help="how an answer is written ({answer})")
-    parser.add_argument("--list", type=int, default=20, metavar="N", help="so many disagreements are shown (20)")
+    parser.add_argument(
+        "--threshold", type=float, default=0.99, metavar="SHARE", help="the share of answers that must agree (0.99)"
+    )
+    parser.add_argument("--answer", default="{answer}", metavar="TEXT", help="the template of an answer ({answer})")
+    parser.add_argument("--list", type=int, default=20, metavar="N", help="the number of disagreements to show (20)")
     return parser
 
 
 def _agreements(
     run: Run, split: str, most: int, template: str, view: View
 ) -> Iterator[tuple[Agreement, Sequence[Example]]]:
-    """Of each reward and split; with the task's examples, which know their rows."""
+    """The agreement of each reward on each split, with the examples, which know their rows."""
     from grpocli.rewards.reward_validation import agreement
     from grpocli.tasks.mixture import about, key_of, tasks_of
     from grpocli.tasks.prompt_source import rewards_for
@@ -156,7 +159,7 @@ def _show(checked: Sequence[tuple[Agreement, Sequence[Example]]], rewards: Mappi
 
 
 def _forms(found: Sequence[Agreement]) -> Table:
-    """How many right answers are still right in another form."""
+    """A table of the right answers that are also right in other forms."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -175,14 +178,14 @@ def _forms(found: Sequence[Agreement]) -> Table:
 
 
 def _failure_line(one: Agreement, answers: Sequence[ScoredAnswer], source: Sequence[Example]) -> str:
-    """All answers that a reward failed on for one reason."""
+    """The line for all answers on which a reward failed for one reason."""
     count = f"{len(answers):,} answer{'s' * (len(answers) > 1)}"
     first = f"first of {_row(answers[0], source)}"
     return f"{one.task} {one.split} {one.reward}: fails on {count}, {first}: {answers[0].reason}"
 
 
 def _line(one: Agreement, answer: ScoredAnswer, reward: BaseReward, source: Sequence[Example]) -> str:
-    """A wrong score."""
+    """The line for a wrong score."""
     from grpocli.rewards.score_stats import excerpt
 
     what = {"own": "its own answer", "empty": "an empty answer", "other": "another's answer"}.get(

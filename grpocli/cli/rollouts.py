@@ -1,4 +1,4 @@
-"""`grpocli rollouts RUN`: read what a run has sampled."""
+"""`grpocli rollouts RUN`: show, filter and export the completions of a run."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples
   grpocli rollouts runs/DATE/TIME                          the last step, a page at a time
-  grpocli rollouts RUN --step 10:20 --finish length        what was cut off in steps 10 to 20
+  grpocli rollouts RUN --step 10:20 --finish length        completions that were cut off in steps 10 to 20
   grpocli rollouts RUN --where 'math<1' --where 'task=gsm8k' --n 5
-  grpocli rollouts RUN --where status=filtered             sampled, but all of the group scored the same
+  grpocli rollouts RUN --where status=filtered             completions of groups with equal scores
   grpocli rollouts RUN --step : --export all.jsonl         every completion of the run, or .parquet, or hub:OWNER/NAME
 """
 WRITERS = {".jsonl": "to_json", ".parquet": "to_parquet"}
-"""How a table is exported, by a file's ending."""
+"""The method of a table that exports it, by the file's suffix."""
 SHOWN = 2000
-"""Characters of a prompt or completion; --whole shows all."""
+"""Characters shown of a prompt or completion without --whole."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show or export. Returns the exit code; raises ConfigError for what is not there."""
+    """Show or export completions. Returns the exit code. Raises ConfigError for a missing run, step or column."""
     parser = _parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _unknown(word: str, argv: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """What to write instead of an option or a folder that cannot be read: a column is filtered by --where."""
+    """The problem with an unknown word, and advice: columns are filtered with --where."""
     if not word.startswith("--"):
         return f"{word}: give the folder of one run, then options (grpocli rollouts --help)"
     option, _, value = word.partition("=")
@@ -77,25 +77,27 @@ def _unknown(word: str, argv: Sequence[str], parser: argparse.ArgumentParser) ->
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="grpocli rollouts",
-        description=__doc__,
+        description="Show, filter and export the completions of a run.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
-    parser.add_argument("--step", metavar="N|FROM:TO", help="of these steps; the last one by default")
-    parser.add_argument("--task", metavar="NAME", help="of this task")
-    parser.add_argument("--finish", choices=("stop", "length"), help="that ended like this")
+    parser.add_argument("--step", metavar="N|FROM:TO", help="only these steps (the last one)")
+    parser.add_argument("--task", metavar="NAME", help="only this task")
+    parser.add_argument("--finish", choices=("stop", "length"), help="only completions that ended like this")
     parser.add_argument(
         "--where",
         action="append",
         default=[],
         metavar="COLUMN<VALUE",
-        help="a reward by name, status, advantage, columns.NAME of the examples ...",
+        help="filter by a reward, status, advantage, columns.NAME of the examples ...",
     )
-    parser.add_argument("--n", type=int, default=0, metavar="N", help="the first N that fit; 0: all")
-    parser.add_argument("--whole", action="store_true", help=f"texts longer than {SHOWN:,} characters too")
-    parser.add_argument("--export", metavar="FILE", help="to FILE.jsonl, FILE.parquet or hub:OWNER/NAME, all columns")
+    parser.add_argument("--n", type=int, default=0, metavar="N", help="only the first N matches; 0: all")
+    parser.add_argument("--whole", action="store_true", help=f"do not cut texts after {SHOWN:,} characters")
+    parser.add_argument(
+        "--export", metavar="FILE", help="export all columns to FILE.jsonl, FILE.parquet or hub:OWNER/NAME"
+    )
     return parser
 
 
@@ -103,7 +105,7 @@ def _page(rows: Iterable[RolloutRow], whole: bool) -> int:
     rest = iter(rows)
     first = list(islice(rest, 1))
     if not first:
-        print("nothing fits", file=sys.stderr)
+        print("no completion matches", file=sys.stderr)
         return 1
     with paged() as console:
         for row in chain(first, rest):
@@ -123,7 +125,7 @@ def _show(console: Console, row: RolloutRow, whole: bool) -> None:
 
 
 def _title(row: RolloutRow) -> str:
-    """Where a completion is from, its scores, and its status where it was not trained on."""
+    """The origin of a completion, its scores, and its status unless it was trained on."""
     rewards = {name.removeprefix("reward/"): value for name, value in row.items() if name.startswith("reward/")}
     status = row.get("status", Status.TRAINED)
     parts = [
@@ -138,7 +140,7 @@ def _title(row: RolloutRow) -> str:
 
 
 def _prompt(row: RolloutRow) -> str:
-    """As text; files of older versions have a conversation as JSON."""
+    """The prompt as text; files of older versions have conversations as JSON."""
     prompt: str = row["prompt"]
     if "messages" in row:
         return prompt
@@ -161,7 +163,7 @@ def _export(rows: Iterable[RolloutRow], files: Sequence[Path], target: str) -> i
 
     kept = list(rows)
     if not kept:
-        print("nothing fits", file=sys.stderr)
+        print("no completion matches", file=sys.stderr)
         return 1
     disable_progress_bars()
     schema = unify_schemas([read_schema(path) for path in files])  # a resume may have changed the rewards
@@ -181,7 +183,7 @@ def _to_hub(table: Dataset, target: str) -> None:
         table.push_to_hub(target.removeprefix("hub:"), private=True)
     except (OSError, ValueError, HTTPError) as error:
         reason = " ".join(str(error).split())[:300].rstrip(".")
-        problem = f"the hub did not take it: {reason}; check the name, HF_TOKEN and the network"
+        problem = f"the hub refused it: {reason}; check the name, HF_TOKEN and the network"
         raise RunError(f"--export {target}: {problem}") from error
 
 

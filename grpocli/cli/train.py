@@ -1,4 +1,4 @@
-"""`grpocli train`."""
+"""`grpocli train`: train a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Check everything that can be checked in a second, then run. Returns the exit code."""
+    """Check the config, then run. Returns the exit code."""
     if arguments(argv).shell_completion:
         return complete(argv, ())
     argv = options_first(argv, "train")
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError("a sweep has several configs", key="-m", hint="leave it out to print one")
         hydra_app(_nothing, "train", argv)
         return 0
-    if sys.stdout.isatty():  # what comes next begins on the same line
+    if sys.stdout.isatty():  # the next output overwrites it
         print("reading the config ...", end="\r", flush=True)
     resume = Resume.asked_for(args.overrides)
     if resume and args.multirun:
@@ -48,8 +48,8 @@ def main(argv: list[str]) -> int:
         argv = [a for a in argv if a not in args.overrides] + resume.overrides(args.overrides)
         args = arguments(argv)
     run = _check(args, resume)
-    if resume and run and (said := _finished(RunDir(resume.folder), run)):
-        print(clean(said))
+    if resume and run and (message := _finished(RunDir(resume.folder), run)):
+        print(clean(message))
         return 0
     if run:
         check_ready(run)
@@ -58,9 +58,9 @@ def main(argv: list[str]) -> int:
 
 
 def _check(args: Any, resume: Resume | None) -> Run | None:
-    """Fail before Hydra makes a folder for a run that cannot work, or writes into one that holds another run.
+    """Raise ConfigError before Hydra makes a folder, if the run cannot work or its folder has another run.
 
-    Returns the run; None of a sweep, which has several.
+    Returns the run; None for a sweep, which has several.
     """
     from grpocli.launch.compose import build_run, compose
     from grpocli.launch.output_dir import folder_of
@@ -77,11 +77,11 @@ def _check(args: Any, resume: Resume | None) -> Run | None:
 
 
 def _finished(run_dir: RunDir, run: Run) -> str | None:
-    """The message for a run that has nothing left to do; None for any other."""
+    """The message for a finished run; None for any other."""
     done = finished_steps(run_dir.summary)
     if done is None or done < run.train.steps or not run_dir.model.is_dir():
         return None
-    return f"{run_dir.path} is finished after {done} steps, and stays as it is; train.steps=N above {done} trains more"
+    return f"{run_dir.path} is finished after {done} steps; train.steps=N above {done} continues it"
 
 
 def _task(config: DictConfig, resume: Resume | None) -> float | None:
@@ -99,17 +99,17 @@ def _task(config: DictConfig, resume: Resume | None) -> float | None:
         config.overrides = raw_value(HydraConfig.get().overrides, "task")
         accuracy = launch(config, folder, begin=partial(write_record, folder, config))
     if sys.stdout.isatty() and HydraConfig.get().mode != RunMode.MULTIRUN:
-        print(clean(_what_next(folder)))
+        print(clean(_next_commands(folder)))
     return accuracy
 
 
-def _what_next(folder: Path) -> str:
-    """Commands that show what a finished run has sampled, and how it compares."""
+def _next_commands(folder: Path) -> str:
+    """Commands that show the completions of a finished run and compare it with others."""
     run = shlex.quote(str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder))
     return (
-        f"read what it sampled:       grpocli rollouts {run}\ncompare it with other runs: grpocli compare {run} RUN ..."
+        f"show its completions:       grpocli rollouts {run}\ncompare it with other runs: grpocli compare {run} RUN ..."
     )
 
 
 def _nothing(config: DictConfig) -> None:
-    """Hydra prints and does not run."""
+    """The task of a command with which Hydra only prints."""

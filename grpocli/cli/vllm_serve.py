@@ -1,4 +1,4 @@
-"""`grpocli vllm-serve`."""
+"""`grpocli vllm-serve`: start a vLLM server for several runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def main(argv: list[str]) -> int:
     argv = options_first(argv, "vllm_serve")
     args = arguments(argv)
     if args.multirun:
-        raise ConfigError("vllm-serve starts one server; leave out --multirun")
+        raise ConfigError("vllm-serve starts one server", key="--multirun", hint="leave it out")
     if only_prints(args):
         hydra_app(lambda config: None, "vllm_serve", argv)
     else:
@@ -34,7 +34,7 @@ def _task(config: DictConfig) -> int:
     settings = build_server_config(config)
     if settings.port:
         check_port(settings.host, settings.port, "port")
-    check_arguments(settings.options().vllm_args)  # both before a model is fetched
+    check_arguments(settings.options().vllm_args)  # before the model is fetched
     view = status_view()
     try:
         view.stage("looking for the model")

@@ -39,7 +39,11 @@ class RunTable:
 
 def main(argv: Sequence[str]) -> int:
     """Print the tables. Returns the exit code; raises ConfigError where there are no runs."""
-    cli = argparse.ArgumentParser(prog="grpocli compare", description=__doc__, epilog=FOOTER)
+    cli = argparse.ArgumentParser(
+        prog="grpocli compare",
+        description="Print a table of the runs below some folders, and of their means over seeds.",
+        epilog=FOOTER,
+    )
     cli.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run, a sweep, or any folder of runs")
     cli.add_argument("--format", choices=sorted(PRINTERS), default="table")
     cli.add_argument("--sort", choices=["accuracy", "change", "final reward", "path"], default="accuracy")

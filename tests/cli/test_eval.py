@@ -80,10 +80,10 @@ def test_the_final_model_and_several_tasks(grpocli, run: Path, tmp_path: Path) -
     ("options", "said"),
     [
         (["--samples", "-1"], "--samples -1: must be 0 or more"),
-        (["--no-greedy", "--samples", "0"], "leaves nothing to sample"),
+        (["--no-greedy", "--samples", "0"], "there is nothing to sample"),
         (["--checkpoints", "all"], "give --run RUN"),
         (["--run", "nowhere"], "--run nowhere: there is no such folder; "),
-        (["hardware.processes=2"], "hardware.processes=2: an evaluation is one process"),
+        (["hardware.processes=2"], "hardware.processes=2: an evaluation runs in one process"),
         (["model.path=nowhere"], "nowhere"),
         (["task=gsm9k"], "did you mean"),
     ],

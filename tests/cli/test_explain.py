@@ -59,7 +59,7 @@ def test_errors_are_those_of_train(bad: str, grpocli: Command, tmp_path: Path) -
 def test_more_than_two(grpocli: Command) -> None:
     code, _, err = grpocli("explain", "vs", "algorithm=dapo", "vs")
     assert code == 2
-    assert "vs: compares two configs, and there are 3" in err
+    assert "vs: compares two configs, not 3" in err
 
 
 def test_an_unknown_option(grpocli: Command) -> None:

@@ -152,13 +152,13 @@ def test_a_folder_that_is_no_run_and_filters_that_nothing_fits(grpocli, run: Pat
     assert (code, "the run has sampled nothing yet" in err) == (2, True)
     for condition in ("right>1", "columns.nowhere>1"):
         code, _, err = grpocli("rollouts", str(run), "--where", condition)
-        assert (code, err) == (1, "nothing fits\n")
+        assert (code, err) == (1, "no completion matches\n")
 
 
 def test_a_hub_that_does_not_take_it(grpocli, run: Path) -> None:
     code, _, err = grpocli("rollouts", str(run), "--step", ":", "--export", "hub:not//a name")
     assert code == 1
-    assert "--export hub:not//a name: the hub did not take it: " in err
+    assert "--export hub:not//a name: the hub refused it: " in err
 
 
 def _not_utf8(rows: int) -> pyarrow.Array:
