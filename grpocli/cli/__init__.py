@@ -62,9 +62,8 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt as error:
         code = _report(str(error) or "interrupted", 1)
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # the reader closed the pipe: print nothing at exit
+        # the reader closed the pipe: print nothing at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except Exception as error:
         if from_user_code(error):

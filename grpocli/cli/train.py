@@ -81,7 +81,7 @@ def _finished(run_dir: RunDir, run: Run) -> str | None:
     done = finished_steps(run_dir.summary)
     if done is None or done < run.train.steps or not run_dir.model.is_dir():
         return None
-    return f"{run_dir.path} is finished after {done} steps; train.steps=N above {done} continues it"
+    return f"{run_dir.path} is finished after {done} steps; train.steps=N above {done} trains more"
 
 
 def _task(config: DictConfig, resume: Resume | None) -> float | None:

@@ -52,7 +52,7 @@ def test_a_resume_tells_what_has_changed_and_that_a_run_is_finished(
     before = digest(run)
     code, out, _ = grpocli("train", f"resume={run}")
     assert code == 0
-    assert out.strip().endswith("is finished after 3 steps; train.steps=N above 3 continues it")
+    assert out.strip().endswith("is finished after 3 steps; train.steps=N above 3 trains more")
     assert digest(run) == before
 
     code, out, _ = grpocli("train", f"resume={run}", "train.steps=4", "algorithm=drgrpo")
