@@ -33,7 +33,7 @@ BEGIN, END = r"(?<![\\A-Za-z])", r"(?![A-Za-z])"
 CHANGES = re.compile(
     rf"{BEGIN}(?:(?:{OTHER_VALUE}){END}|(?<![A-Za-z] )(?:squared|cubed){END})|_\s?\\text\{{\s?(?:{NUMERALS})", re.I
 )
-"""Words that change the value of a number beside them, or refuse it. Squared metres are a unit."""
+"""Words next to a number that change its value, or make it something else. Squared metres are a unit."""
 
 NO_UNIT = re.compile(
     rf"{CHANGES.pattern}|{BEGIN}(?:and|or|to|if|than|is|are|was|{NUMERALS}|(?:{'|'.join(MULTIPLIERS)})s?){END}"

@@ -74,7 +74,7 @@ def _value(setting: str) -> Any:
 
 
 def _handlers() -> dict[int, Any] | None:
-    """Signal handlers; None outside the main thread, where nobody can change them."""
+    """Signal handlers; None outside the main thread, where they cannot be changed."""
     if threading.current_thread() is not threading.main_thread():
         return None
     return {number: signal.getsignal(number) for number in signal.valid_signals()}

@@ -61,7 +61,7 @@ class Judge(BaseReward):
     high: float = 1.0
     """Highest score."""
     api_key: str = "OPENAI_API_KEY"
-    """Name of the environment variable with the API key, if the endpoint wants one."""
+    """Name of the environment variable with the API key, if the endpoint needs one."""
     max_tokens: int = 512
     """Most tokens of the judge's answer."""
     temperature: float = 0.0
@@ -71,10 +71,9 @@ class Judge(BaseReward):
     timeout: float = 60.0
     """Seconds for a request."""
     retries: int = 4
-    """Further tries if the endpoint is busy, breaks off or does not answer; each waits twice as long as the one before.
-    """
+    """Further attempts if the endpoint is busy, disconnects or does not answer; each pause is twice as long as the last."""
     backoff: float = 0.5
-    """Seconds before the first further try."""
+    """Seconds before the first retry."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,7 +105,7 @@ class Judge(BaseReward):
         given = {"prompt", "completion", *columns}
         for name in self.fields:
             if name not in given:
-                problem = f"wants {{{name}}}, but the task has no such column{nearest(name, given)}"
+                problem = f"uses {{{name}}}, but the task has no such column{nearest(name, given)}"
                 raise ConfigError(problem, key="reward.judge.prompt", value=repr(self.prompt[:60]))
         if reason := self._client.unreachable():
             raise ConfigError(f"cannot be reached: {reason}", key="reward.judge.base_url", value=self.base_url)

@@ -29,11 +29,11 @@ TRL_ONLY = ("trainer_state", "log_extra", "log_metric", "environments")
 
 @part("reward", "python", package="reward.python")
 class PythonReward(BaseReward):
-    """A function of yours, plain or async.
+    """A function of the user, plain or async.
 
-    It gets the keyword arguments `prompts`, `completions` (strings, or lists of messages for conversational data),
-    `completion_ids`, and every column of the dataset as a list; of these only what its signature takes. It returns a
-    list of numbers, None where it does not apply.
+    Its keyword arguments are those in its signature, of `prompts`, `completions` (strings, or lists of messages for
+    conversational data), `completion_ids`, and every column of the dataset as a list. It returns a list of numbers,
+    with None for a sample to which it does not apply.
 
     `reward=[FILE.py:NAME,FILE.py:OTHER]` takes several, each under its own name.
     """
@@ -45,7 +45,7 @@ class PythonReward(BaseReward):
     timeout: float = 300.0
     """Seconds for a call."""
     process: bool = False
-    """Run the function in a separate process, which is killed at the timeout whatever it does; it gets JSON values."""
+    """Run the function in a separate process, which is killed at the timeout; arguments are JSON values."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

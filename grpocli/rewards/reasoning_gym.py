@@ -15,7 +15,7 @@ from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 from grpocli.rewards.worker_pool import WorkerPool, score_items, shared_pool
 
 COLUMN = "reasoning_gym"
-"""The example's column that says where its question is from; the arguments of `score`."""
+"""The example's column with the source of its question: see `score`."""
 MISSING_LIBRARY = "needs the library reasoning-gym: pip install reasoning-gym"
 
 

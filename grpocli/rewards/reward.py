@@ -108,14 +108,14 @@ class BaseReward:
     """Base class of the config group `reward`; its choices are registered with `package="reward.NAME"`."""
 
     has_processes: ClassVar[bool] = False
-    """It scores in worker processes, each sample by itself, so it is called group by group while other completions are
-    still being sampled. Other rewards are called once, with all samples."""
+    """Whether the reward scores each sample independently, in worker processes. Then it is called group by group while
+    other completions are still being sampled; any other reward is called once, with all samples."""
     verifiable: ClassVar[bool] = False
-    """It says whether an answer is right, so that `grpocli reward-check` can test it with the examples' answers."""
+    """Whether the reward decides if an answer is right, so that `grpocli reward-check` can test it."""
     solution_column: ClassVar[str] = ""
     """Column of the examples' answers for `grpocli reward-check`; empty: `answer_column`."""
     answer_forms: ClassVar[tuple[str, ...]] = ()
-    """Other forms in which it reads an answer, by their names in `reward_validation.FORMS`."""
+    """Names in `reward_validation.FORMS` of the other answer formats that the reward reads."""
 
     weight: float = 1.0
     """Factor of this reward in the sum of a run's rewards."""
@@ -136,7 +136,7 @@ class BaseReward:
         return [self.vote(sample) for sample in samples]
 
     def explain(self, sample: Sample) -> str:
-        """The reason for a sample's score, as a phrase; empty if the score says it all."""
+        """The reason for a sample's score, as a phrase; empty if the score needs no explanation."""
         return ""
 
     def check_ready(self) -> None:
@@ -169,9 +169,9 @@ class BaseReward:
 
 @section("reward")
 class Correctness(BaseReward):
-    """Base of rewards that say whether a completion is right.
+    """Base class of rewards that decide whether a completion is right.
 
-    Evaluations count a score of 1 or more as right, so only `right` may reach that.
+    Evaluations count a score of 1 or more as right, so `right` must be at least 1 and `wrong` below 1.
     """
 
     verifiable: ClassVar[bool] = True

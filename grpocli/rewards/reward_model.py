@@ -20,7 +20,7 @@ KEY = "reward.model.path"
 
 @part("reward", "model", package="reward.model")
 class RewardModel(BaseReward):
-    """The score that a reward model gives prompt and completion.
+    """The score of a reward model for prompt and completion.
 
     Conversations go through the model's own chat template; plain text stays as it is. Every trainer process has a copy
     of the model.
@@ -33,7 +33,7 @@ class RewardModel(BaseReward):
     device: str = "auto"
     """`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`."""
     dtype: str = "float32"
-    """What the model computes in, `float32` or `bfloat16`."""
+    """Dtype of the model's computations, `float32` or `bfloat16`."""
     batch: int = 16
     """Rows in a forward pass."""
     max_tokens: int = 2048
@@ -80,11 +80,11 @@ class Classifier:
             )
         except (OSError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())[:300]
-            raise ConfigError(f"is no sequence classification model: {reason}", key=KEY, value=path) from error
+            raise ConfigError(f"is not a sequence classification model: {reason}", key=KEY, value=path) from error
         if model.config.num_labels != 1:
             raise ConfigError(f"has {model.config.num_labels} outputs; a reward model has one", key=KEY, value=path)
         if missing := sorted(found["missing_keys"]):
-            raise ConfigError(f"has no weights for {missing[0]}: it is no reward model", key=KEY, value=path)
+            raise ConfigError(f"has no weights for {missing[0]}: it is not a reward model", key=KEY, value=path)
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id

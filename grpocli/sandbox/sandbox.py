@@ -136,7 +136,7 @@ def _result(submission: Submission, lines: list[str], printed: str, in_time: boo
     """The result from the lines that `inside.tests.run` has written."""
     late = f"took longer than {limits.timeout:g} s"
     if not lines:
-        raise SandboxError(f"what comes before its tests {'ended early' if in_time else late}")
+        raise SandboxError(f"the code before its tests {'ended early' if in_time else late}")
     if lines[0]:
         raise SandboxError(f"its tests cannot be run: {lines[0]}")
     errors = lines[1 : 1 + len(submission.tests)]

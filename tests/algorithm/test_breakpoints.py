@@ -1,4 +1,4 @@
-"""Where a formula changes its branch: at the point itself, and just on either side of it."""
+"""Formulas at the points where they change branches, and just on either side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEAR = 1e-6
 
 
 def at(objective: Clip | Cispo, ratio: float, advantage: float) -> tuple[float, float]:
-    """Loss of one token, and its gradient by log pi."""
+    """The loss of one token, and its gradient with respect to log pi."""
     logp = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
     zero, mask = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1)
     loss = objective(logp, zero, torch.tensor([advantage], dtype=torch.float64), mask)[0].sum()
@@ -34,24 +34,24 @@ def at(objective: Clip | Cispo, ratio: float, advantage: float) -> tuple[float, 
         (Clip(low=0.2), 0.8, 1.5, True, True),
         (Clip(high=0.28), 1.28, -1.5, True, True),
         (Clip(low=0.2), 0.8, -1.5, False, True),
-        # dual: only where A < 0, from r = c on
+        # dual: for A < 0, from r = c on
         (Clip(dual=3.0), 3.0, -1.5, True, False),
         (Clip(dual=3.0), 3.0, 1.5, False, False),
         (Clip(dual=3.0, high=9.0), 3.0, 1.5, True, True),
         (Clip(dual=1.1), 1.1, -1.5, True, False),
-        # delta: where A < 0, from r = delta on; where A > 0 the clip has acted before
+        # delta: for A < 0, from r = delta on; for A > 0 the clip comes first
         (Clip(delta=4.0), 4.0, -1.5, True, False),
         (Clip(delta=4.0), 4.0, 1.5, False, False),
         (Clip(), 4.0, -1.5, True, True),
-        # of both the lower one acts
+        # with both, the lower bound acts
         (Clip(dual=3.0, delta=4.0), 3.0, -1.5, True, False),
         (Clip(dual=5.0, delta=4.0), 4.0, -1.5, True, False),
     ],
 )
-def test_a_bound_ends_the_gradient_where_it_says(
+def test_the_gradient_ends_at_the_bound(
     objective: Clip, ratio: float, advantage: float, below: bool, above: bool
 ) -> None:
-    """Just below and just above the point: is there a gradient, -r A? The loss does not jump."""
+    """The gradient is -r A on one side of the bound and 0 on the other; the loss is continuous."""
     for side, has_gradient in ((-NEAR, below), (NEAR, above)):
         r = ratio + side
         loss, gradient = at(objective, r, advantage)
@@ -69,13 +69,13 @@ def test_dual_bounds_the_loss_at_c_and_delta_at_delta() -> None:
 
 
 @pytest.mark.parametrize("dual", [1.0, 0.5, -1.0])
-def test_dual_has_to_be_above_1(dual: float) -> None:
+def test_dual_must_be_above_1(dual: float) -> None:
     with pytest.raises(ConfigError, match=rf"algorithm\.objective\.dual={dual}: must be above 1"):
         Clip(dual=dual)
 
 
 @pytest.mark.parametrize("delta", [1.2, 1.0])
-def test_delta_has_to_be_above_the_clip(delta: float) -> None:
+def test_delta_must_be_above_the_clip(delta: float) -> None:
     with pytest.raises(ConfigError, match=rf"algorithm\.objective\.delta={delta}: must be above 1 \+ "):
         Clip(high=0.2, delta=delta)
     Clip(high=0.2, delta=1.21)
@@ -101,7 +101,7 @@ def punished(lengths: list[int], limit: int, buffer: int) -> list[object]:
 
 
 def test_overlong_at_its_breakpoints() -> None:
-    """With the paper's numbers: free up to 16384, a line to -1 at 20480, -1 beyond."""
+    """With the paper's numbers: 0 up to 16384, linear to -1 at 20480, -1 beyond."""
     lengths = [0, 16383, 16384, 16385, 18432, 20479, 20480, 20481, 10**5]
     expected = [0, 0, 0, -1 / 4096, -0.5, -4095 / 4096, -1, -1, -1]
     assert punished(lengths, 20480, 4096) == expected
@@ -116,7 +116,7 @@ def test_overlong_is_equation_13_at_every_length(limit: int, data: st.DataObject
 
 @pytest.mark.parametrize("objective", ["clip", "cispo", "sapo"])
 @pytest.mark.parametrize("gap", [95.0, -95.0])
-def test_ratios_that_overflow_make_no_nan(objective: str, gap: float) -> None:
+def test_ratios_that_overflow_do_not_give_nan(objective: str, gap: float) -> None:
     algorithm = built("algorithm=dapo", f"algorithm/objective={objective}")
     logp = torch.full((3, 2), -1.0, requires_grad=True)
     loss, metrics = algorithm.loss(logp, logp.detach() - gap, torch.tensor([1.0, 0.0, -1.0]), torch.ones(3, 2))

@@ -1,4 +1,4 @@
-"""What the sources say is equal, is: one setting against another, on random windows."""
+"""Settings that the sources call equal are equal, on random windows."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_token_mean_by_micro_batch_with_one_of_them_is_one_by_batch(
 
 
 def test_a_token_mean_by_micro_batch_depends_on_the_split() -> None:
-    """The stated exception: rows of 1 and 3 tokens weigh 1/2 + 3/2 a token alone, and 4/4 together."""
+    """The stated exception: rows of 1 and 3 tokens have other token weights alone than together."""
     algorithm = token_mean("micro_batch")
     mask, ones = torch.tensor([[1, 0, 0], [1, 1, 1]]), torch.ones(2, 3)
     advantages = torch.tensor([-1.0, 0.5])
@@ -162,7 +162,7 @@ def test_dapo_with_equal_clips_and_no_filter_is_grpo_with_a_token_mean(
 @given(window=windows())
 @few
 def test_on_policy_every_objective_has_the_plain_policy_gradient(name: str, window: Window) -> None:
-    """Where pi = pi_old the gradient of a token is -A / (rows |o|), whatever the objective does with the ratio."""
+    """If pi = pi_old, the gradient of a token is -A / (rows |o|) for every objective."""
     overrides = choices("objective").get(name, ("algorithm.objective.level=sequence",))
     algorithm = built("algorithm=grpo", "algorithm/kl=none", *overrides)
     advantages = algorithm.advantages(window.rewards, WEIGHTS).reshape(-1)
@@ -184,17 +184,15 @@ def test_on_policy_every_objective_has_the_plain_policy_gradient(name: str, wind
         (("algorithm.objective.delta=1e6", "algorithm.objective.dual=1e6"), ()),
     ],
 )
-def test_a_part_that_is_switched_off_by_its_number_does_nothing(
-    one: tuple[str, ...], other: tuple[str, ...], window: Window
-) -> None:
+def test_a_part_with_a_neutral_value_does_nothing(one: tuple[str, ...], other: tuple[str, ...], window: Window) -> None:
     assert_equal(window, built("algorithm=grpo", *one), built("algorithm=grpo", *other))
 
 
 @pytest.mark.parametrize("name", choices("correction"))
 @given(window=windows(), factor=st.floats(0.6, 1.9))
 @few
-def test_a_correction_by_one_ratio_is_that_factor(name: str, window: Window, factor: float) -> None:
-    """Where every token's pi_trainer / pi_sampler is the same and in bounds, all four corrections multiply by it."""
+def test_a_correction_with_one_ratio_is_a_factor(name: str, window: Window, factor: float) -> None:
+    """If every token has the same pi_trainer / pi_sampler, within bounds, all four corrections multiply by it."""
     plain = built("algorithm=drgrpo")
     corrected = built("algorithm=drgrpo", *choices("correction")[name])
     advantages = plain.advantages(window.rewards, WEIGHTS).reshape(-1)
@@ -211,7 +209,7 @@ def test_a_correction_by_one_ratio_is_that_factor(name: str, window: Window, fac
 
 @pytest.mark.parametrize("name", choices("correction"))
 def test_a_correction_carries_no_gradient(name: str) -> None:
-    """It is a weight: the only gradient is by the policy's log-probs, whatever else has one."""
+    """The loss has a gradient only with respect to the policy's log-probs."""
     algorithm = built("algorithm=drgrpo", *choices("correction")[name])
     logp, sampler = torch.full((2, 3), -1.0, requires_grad=True), torch.full((2, 3), -1.1, requires_grad=True)
     loss, _ = algorithm.loss(logp, logp.detach(), torch.tensor([1.0, -0.5]), torch.ones(2, 3), rollout_logp=sampler)
@@ -223,7 +221,7 @@ def test_a_correction_carries_no_gradient(name: str) -> None:
 @given(window=windows())
 @few
 def test_leave_one_out_is_the_centred_score_times_n_over_n_minus_1(window: Window) -> None:
-    """RLOO's baseline, and Dr. GRPO's: the same but for a factor of the number of scores."""
+    """The advantages of RLOO and Dr. GRPO differ by a factor of the number of scores."""
     scores = built("algorithm=grpo").scores(window.rewards, WEIGHTS)
     n = (~scores.isnan()).sum(1, keepdim=True)
     rloo, center = (
@@ -235,8 +233,8 @@ def test_leave_one_out_is_the_centred_score_times_n_over_n_minus_1(window: Windo
 
 @given(window=windows())
 @few
-def test_a_completion_without_a_score_is_as_if_it_was_not_sampled(window: Window) -> None:
-    """Its advantage is 0, and the others' are those of the group without it."""
+def test_a_completion_without_a_score_is_left_out_of_its_group(window: Window) -> None:
+    """Its advantage is 0, and the other advantages are those of the group without it."""
     for name, overrides in choices("advantage").items():
         algorithm = built("algorithm=grpo", *overrides)
         for i in range(len(window.rewards["a"])):
@@ -249,7 +247,7 @@ def test_a_completion_without_a_score_is_as_if_it_was_not_sampled(window: Window
                 torch.testing.assert_close(whole[there], part, rtol=1e-10, atol=1e-13)
 
 
-def test_rewards_that_do_not_apply_anywhere_teach_nothing() -> None:
+def test_rewards_that_apply_to_no_completion_give_no_gradient() -> None:
     for name in choices("advantage", "question_weight"):
         algorithm = built("algorithm=grpo", f"algorithm/{name}")
         assert algorithm.advantages({"r": torch.full((2, 3), NAN)}).eq(0).all()

@@ -60,7 +60,9 @@ def assert_close(name: str, one: torch.Tensor, other: torch.Tensor, scale: torch
 @pytest.mark.parametrize("name", table(VARIANTS, fast=12))
 @given(window=windows(), split=splits())
 @settings(max_examples=10)
-def test_split_order_processes_and_padding(name: str, window: Window, split: tuple[int, int, int]) -> None:
+def test_loss_does_not_depend_on_split_order_processes_or_padding(
+    name: str, window: Window, split: tuple[int, int, int]
+) -> None:
     algorithm = built(*VARIANTS[name])
     advantages = advantages_of(name, window)
     n = len(advantages)
@@ -69,7 +71,7 @@ def test_split_order_processes_and_padding(name: str, window: Window, split: tup
         pieces = run(algorithm, window, advantages, deal(n, split), dtype, torch.Generator().manual_seed(split[0]))
         largest = whole.gradient.abs().max()
         assert_close("gradient", whole.gradient, pieces.gradient, largest, tolerance)
-        # a loss is a sum that may cancel: it is exact to the size of what is added
+        # a loss is a sum that may cancel: its error is relative to the size of the terms
         size = pieces.pieces.abs().sum() + whole.gradient.abs().sum()
         assert_close("loss", whole.loss, pieces.loss, size, tolerance)
         assert whole.metrics.keys() == pieces.metrics.keys()
@@ -77,7 +79,7 @@ def test_split_order_processes_and_padding(name: str, window: Window, split: tup
             value = whole.metrics[metric]
             assert_close(metric, value, pieces.metrics[metric], 1 + value.abs(), 10 * tolerance)
         for metric, sign in EXTREMES.items():
-            if metric in whole.metrics:  # the extreme of a split's parts is at least as far as the whole's
+            if metric in whole.metrics:  # the extremes of the parts include those of the whole
                 assert sign * (pieces.metrics[metric] - whole.metrics[metric]) >= -tolerance, metric
 
 
@@ -85,7 +87,7 @@ def test_split_order_processes_and_padding(name: str, window: Window, split: tup
 @given(window=windows(), seed=st.integers(0, 9999))
 @settings(max_examples=20)
 def test_advantages_follow_their_completions(name: str, window: Window, seed: int) -> None:
-    """Questions and completions in another order have the same advantages, and as many questions that teach."""
+    """Questions and completions in another order have the same advantages."""
     algorithm = built(*VARIANTS[name])
     generator = torch.Generator().manual_seed(seed)
     p, g = window.rewards["a"].shape
@@ -109,8 +111,8 @@ WITHOUT_PENALTIES = [
 @pytest.mark.parametrize("name", table(WITHOUT_PENALTIES, fast=12))
 @given(window=windows(), value=st.floats(-3, 3), split=splits())
 @settings(max_examples=5)
-def test_constant_groups_teach_nothing(name: str, window: Window, value: float, split: tuple[int, int, int]) -> None:
-    """All groups constant, some completions without a score: advantages, loss and gradient are 0, not nearly."""
+def test_constant_groups_give_no_gradient(name: str, window: Window, value: float, split: tuple[int, int, int]) -> None:
+    """If all groups are constant, or partly unscored, advantages, loss and gradient are exactly 0."""
     algorithm = replace(built(*VARIANTS[name]), kl=built("algorithm=dapo").kl)
     a = window.rewards["a"]
     levels = value * torch.arange(1, len(a) + 1, dtype=a.dtype)[:, None].expand_as(a)
@@ -127,8 +129,8 @@ def test_constant_groups_teach_nothing(name: str, window: Window, value: float, 
 
 @pytest.mark.parametrize("name", [*choices("advantage", "question_weight"), "normalize_then_sum", "no eps"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_constant_group_among_others_teaches_nothing(name: str, dtype: torch.dtype) -> None:
-    """Exactly 0: a rounding error would make it one of the groups that `informative_only` counts."""
+def test_a_constant_group_among_others_gives_no_gradient(name: str, dtype: torch.dtype) -> None:
+    """Its advantages are exactly 0; with a rounding error `informative_only` would count the group."""
     algorithm = built(*VARIANTS[name])
     for seed in range(20):
         rewards = torch.rand(4, 5, generator=torch.Generator().manual_seed(seed), dtype=dtype)
@@ -137,8 +139,8 @@ def test_a_constant_group_among_others_teaches_nothing(name: str, dtype: torch.d
         assert advantages.ne(0).any(1).tolist() == [True, True, False, True]
 
 
-def test_a_sequences_clip_ratio_is_a_mean_over_rows_whatever_the_width() -> None:
-    """A micro-batch of one-token rows is as wide as its flags: three rows, two of them clipped, apart and together."""
+def test_the_clip_ratio_of_sequences_is_a_mean_over_rows() -> None:
+    """Flags [B] of rows with one token must not be mistaken for flags [B, 1]."""
     algorithm = built("algorithm=grpo", "algorithm/kl=none", "algorithm.objective.level=sequence")
     logp, old = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]]), torch.zeros(3, 2)
     mask, advantages = torch.tensor([[1, 0], [1, 1], [1, 0]]), torch.ones(3)
@@ -156,7 +158,7 @@ def test_a_sequences_clip_ratio_is_a_mean_over_rows_whatever_the_width() -> None
 
 @pytest.mark.parametrize("name", table(VARIANTS, fast=12))
 def test_a_window_without_rows_or_tokens_is_zero(name: str) -> None:
-    """What is left when dynamic sampling keeps nothing, or every completion is masked."""
+    """Such a window remains if dynamic sampling keeps no group, or every completion is masked."""
     algorithm = built(*VARIANTS[name])
     for rows, width in ((0, 1), (0, 0), (2, 3)):
         nothing = torch.full((rows, width), NAN, requires_grad=True)
@@ -174,5 +176,5 @@ def test_a_window_without_rows_or_tokens_is_zero(name: str) -> None:
         assert all(value == 0 for value in metrics.values())
 
 
-def test_every_part_is_tried() -> None:
+def test_every_part_is_tested() -> None:
     assert {name.split("=")[0] for name in choices()} == set(PARTS)

@@ -1,4 +1,4 @@
-"""The metrics of a loss, worked out by hand."""
+"""The metrics of a loss, computed by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpocli.algorithm.metrics import combined
 
 
 def test_metrics_of_the_gap_between_sampler_and_trainer() -> None:
-    """As NeMo RL's GRPO guide defines them, over tokens in the loss: the third, far off, is not in it."""
+    """As NeMo RL's GRPO guide defines them, over tokens in the loss; the third token is masked."""
     now, old, sampler = (torch.tensor([p]).log() for p in ([0.5, 0.2, 0.9], [0.4, 0.25, 0.9], [0.8, 0.1, 0.01]))
     mask = torch.tensor([[1, 1, 0]])
     _, metrics = built("algorithm=dapo").loss(now, old, torch.ones(1), mask, rollout_logp=sampler)
@@ -24,7 +24,7 @@ def test_metrics_of_the_gap_between_sampler_and_trainer() -> None:
     assert metrics["approx_entropy"].item() == pytest.approx(entropy)
 
 
-def test_without_the_samplers_log_probs_there_is_no_gap_to_measure() -> None:
+def test_without_the_samplers_log_probs_the_gap_metrics_are_missing() -> None:
     now, old, mask = torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), torch.ones(1, 1)
     loss = functools.partial(built("algorithm=dapo").loss, now, old, torch.ones(1), mask)
     (one, metrics), (other, measured) = loss(), loss(rollout_logp=old)
@@ -64,8 +64,8 @@ def test_divergences_of_small_gaps_are_not_lost_in_rounding() -> None:
     assert metrics["policy_kl_error"].item() == pytest.approx(2**-25, rel=1e-3)
 
 
-def test_extremes_of_clipping_are_of_the_parts_of_an_update() -> None:
-    """TRL: of each device's share (is_low * mask).sum() / mask.sum(), the least; of is_high's, the largest."""
+def test_extremes_of_clipping_are_over_the_parts_of_an_update() -> None:
+    """TRL: the minimum over devices of (is_low * mask).sum() / mask.sum(), and the maximum for is_high."""
     ratios = torch.tensor([[0.7, 0.7, 1.0], [0.7, 1.0, 1.0], [1.5, 1.5, 1.0], [1.0, 1.5, 1.0], [1.0, 1.0, 1.0]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0], [1, 1, 1], [0, 0, 0]])
     advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, 0.0])
@@ -84,7 +84,9 @@ def test_extremes_of_clipping_are_of_the_parts_of_an_update() -> None:
     found = {
         name: functools.reduce(functools.partial(combined, name), [part[name] for part in parts]) for name in parts[0]
     }
-    assert found["clip_ratio/high_max"].item() == pytest.approx(max(high[:3]))  # the last has no tokens: NaN in TRL
+    assert found["clip_ratio/high_max"].item() == pytest.approx(
+        max(high[:3])
+    )  # the last device has no tokens: NaN in TRL
     assert found["clip_ratio/low_min"].item() == pytest.approx(min(low[:3]))
     assert found["clip_ratio/low_mean"].item() == pytest.approx(3 / 11)
     (one,) = [part for rows, part in zip(devices, parts, strict=True) if rows == [0]]
@@ -92,7 +94,7 @@ def test_extremes_of_clipping_are_of_the_parts_of_an_update() -> None:
 
 
 def test_tokens_that_are_not_computed_are_not_clipped() -> None:
-    """The least share is never above the mean, which counts them."""
+    """The smallest share is never above the mean, which counts these tokens."""
     algorithm = built("algorithm=dapo")
     rows, low = torch.zeros(1, 2), torch.tensor([[0.5, 0.5]]).log()
     totals = algorithm.totals(torch.tensor([-1.0, 0.0]), torch.ones(2, 2))

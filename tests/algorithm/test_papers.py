@@ -89,7 +89,7 @@ def test_grpo(batch: dict[str, torch.Tensor]) -> None:
 
 
 def test_dapo(batch: dict[str, torch.Tensor]) -> None:
-    """DAPO, equation 8, its denominator over the whole batch."""
+    """DAPO, equation 8, with a denominator over the whole batch."""
     total = int(batch["mask"].sum())
     objective = sum(
         sum(terms(batch, i, k, standardised(batch["rewards"][i], k), 0.28, 0.0)) for i in range(P) for k in range(G)
@@ -98,7 +98,7 @@ def test_dapo(batch: dict[str, torch.Tensor]) -> None:
 
 
 def test_dapo_with_each_groups_own_denominator(batch: dict[str, torch.Tensor]) -> None:
-    """DAPO, equation 8, to the letter: 1 / sum |o_i| inside the expectation over questions."""
+    """DAPO, equation 8, literally: 1 / sum |o_i| inside the expectation over questions."""
     objective = 0.0
     for i in range(P):
         tokens = sum(length(batch, i, k) for k in range(G))
@@ -135,8 +135,8 @@ def test_dgpo(batch: dict[str, torch.Tensor]) -> None:
     assert_same(batch, -objective / tokens, "algorithm=dgpo")
 
 
-def test_the_correction_weighs_by_the_policy_that_sampled_not_the_present_one(batch: dict[str, torch.Tensor]) -> None:
-    """rho = pi_old as the trainer sees it / pi_old as the sampler saw it, cut at 2 (NeMo RL's guide)."""
+def test_the_correction_uses_the_policy_that_sampled(batch: dict[str, torch.Tensor]) -> None:
+    """rho = pi_old of the trainer / pi_old of the sampler, at most 2 (NeMo RL's guide)."""
     algorithm = built("algorithm=drgrpo", "algorithm.aggregate.length=1", "algorithm/correction=token_truncate")
     sampler = batch["ref"]
     advantages = algorithm.advantages({"accuracy": batch["rewards"]}).reshape(-1)

@@ -1,4 +1,4 @@
-"""Each part on numbers worked out by hand."""
+"""Each part, with numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_advantages(advantage: Std, expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize("advantage", [Std(), Center(), Mad(), LeaveOneOut(), Std(eps=0.0)])
-def test_a_missing_score_is_no_score(advantage: Std) -> None:
+def test_a_missing_score_is_left_out(advantage: Std) -> None:
     with_gap = advantage(torch.tensor([[0.0, 1.0, NAN], [NAN, NAN, NAN], [2.0, NAN, NAN]]))
     assert with_gap[0, 2] == 0
     assert with_gap[1:].eq(0).all()
@@ -53,7 +53,7 @@ def test_difficulty_weights_sum_to_the_informative_questions() -> None:
     assert weights[2] == weights[3]
 
 
-def test_dynamic_keeps_what_is_not_constant() -> None:
+def test_dynamic_keeps_groups_that_are_not_constant() -> None:
     scores = torch.tensor([[0.0, 0.0], [1.0, 0.0], [NAN, NAN], [1.0, NAN], [0.1, 0.1]])
     assert Dynamic()(scores).tolist() == [False, True, False, False, False]
     assert All()(scores).all()
@@ -170,7 +170,7 @@ def test_scores_that_differ_by_rounding_are_equal() -> None:
 @pytest.mark.parametrize("infinite", [math.inf, -math.inf])
 @pytest.mark.parametrize("combine", ["sum", "normalize_then_sum"])
 def test_infinite_rewards_are_refused(combine: str, infinite: float) -> None:
-    """Of infinite scores the mean is no number; a group of them looked like any other."""
+    """The mean of infinite scores is NaN, which would pass for a missing score."""
     algorithm = built("algorithm=grpo", f"algorithm.combine={combine}")
     rewards = {"style": torch.zeros(2, 2), "math": torch.tensor([[0.0, 1.0], [NAN, infinite]])}
     for method in (algorithm.advantages, algorithm.kept, algorithm.scores):
@@ -183,7 +183,7 @@ def test_infinite_rewards_are_refused(combine: str, infinite: float) -> None:
 
 
 def test_k3_is_bounded_and_unchanged_below_its_bound() -> None:
-    """In float32 exp(89) is infinite. In range, value and gradient are the plain formula's to the last bit."""
+    """exp(89) is infinite in float32. Below the bound, value and gradient are bit-identical to the plain formula."""
     x = torch.linspace(-10.9, 2.6, 1001)
     for part in (K3(), K3(on_policy=True)):
         logp, plain = torch.zeros_like(x).requires_grad_(), torch.zeros_like(x).requires_grad_()

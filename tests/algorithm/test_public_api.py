@@ -27,7 +27,7 @@ print(algo.objective.high, float(loss), sorted(metrics)[0])
 
 
 @pytest.mark.processes
-def test_it_needs_neither_vllm_nor_transformers_nor_the_command_line() -> None:
+def test_the_api_needs_neither_vllm_nor_transformers_nor_the_command_line() -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=300)
     assert done.stdout.split()[0] == "0.3", done.stderr
     assert done.returncode == 0
@@ -127,7 +127,7 @@ def test_a_part_of_a_window_needs_its_group_ids(aggregate: list[str]) -> None:
 
 
 @pytest.mark.parametrize("choice", ["algorithm=grpo", "algorithm=dapo"])
-def test_where_groups_do_not_matter_they_can_be_left_out(choice: str) -> None:
+def test_group_ids_are_optional_if_groups_do_not_matter(choice: str) -> None:
     algorithm = built(choice, "algorithm/kl=none")
     advantages = torch.tensor([0.0, 0.0, 1.0, -2.0])
     totals = algorithm.totals(advantages, torch.ones(4, 3))
@@ -138,7 +138,7 @@ def test_where_groups_do_not_matter_they_can_be_left_out(choice: str) -> None:
     assert sum(parts).item() == pytest.approx(whole.item())
 
 
-def test_a_length_taken_from_the_default_run_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_length_from_the_default_run_gives_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert grpocli.build_algorithm("algorithm=drgrpo", "algorithm.aggregate.length=3000").aggregate.length == 3000
         assert grpocli.build_algorithm("algorithm=drgrpo", "rollout.max_completion_tokens=7").aggregate.length == 7

@@ -27,7 +27,7 @@ TRANSCRIBED: set[str] = set()
 
 
 def transcribes(*choices: str) -> Callable[[Test], Test]:
-    """Say which choices (`kl=k3`) the test writes out, for the last test of this file."""
+    """Record the choices (`kl=k3`) that a test writes out, for the last test of this file."""
 
     def mark(test: Test) -> Test:
         TRANSCRIBED.update(choices)
@@ -38,7 +38,7 @@ def transcribes(*choices: str) -> Callable[[Test], Test]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rewards [P, G]; log-probs and entropies [P x G, T]; which positions are tokens of the output [P x G, T]."""
+    """Rewards [P, G]; log-probs and entropies [P x G, T]; mask of output tokens [P x G, T]."""
 
     rewards: torch.Tensor
     logp: torch.Tensor
@@ -49,7 +49,7 @@ class Batch:
     mask: torch.Tensor
 
     def tokens(self, i: int, k: int) -> list[tuple[int, int]]:
-        """Where output k of question i has its tokens."""
+        """The positions of the tokens of output k of question i."""
         row = i * G + k
         return [(row, t) for t in range(T) if self.mask[row, t]]
 
@@ -59,7 +59,7 @@ class Batch:
 
 
 def make_batch(seed: int, noise: float = 0.3) -> Batch:
-    """Ragged outputs with gaps (words of an environment); rewards of which the first question's are constant."""
+    """Ragged outputs with gaps (messages of an environment); the first question's rewards are constant."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -101,7 +101,7 @@ def larger(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def clip(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """x between low and high; outside, the nearer of them, a number without gradient."""
+    """x clipped to low and high, without gradient at the bounds."""
     if x.item() < low:
         return torch.tensor(low, dtype=torch.float64)
     return torch.tensor(high, dtype=torch.float64) if x.item() > high else x
@@ -262,8 +262,8 @@ def test_corrections(batch: Batch, level: str, bound: str) -> None:
 
 @transcribes("correction=auto")
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_the_correction_by_default(batch: Batch, staleness: int) -> None:
-    """None on policy; where completions may be older, rho cut at 2, as NeMo RL's GRPO guide has it."""
+def test_the_default_correction(batch: Batch, staleness: int) -> None:
+    """None on policy; if completions may be older, rho of at most 2, as in NeMo RL's GRPO guide."""
 
     def term(at: tuple[int, int], a: float) -> torch.Tensor:
         rho = min(math.exp(batch.old[at].item() - batch.sampler[at].item()), 2.0) if staleness else 1.0
@@ -291,7 +291,7 @@ def test_kl(batch: Batch, name: str, on_policy: bool) -> None:
     assert_same(batch, token_mean(batch, term), *CLIP, "algorithm/aggregate=token_mean", *options)
 
 
-def test_a_correction_leaves_the_kl_term_alone(batch: Batch) -> None:
+def test_a_correction_does_not_change_the_kl_term(batch: Batch) -> None:
     """NeMo RL's guide multiplies "the first term of the loss function" only."""
 
     def term(at: tuple[int, int], a: float) -> torch.Tensor:
@@ -307,7 +307,7 @@ def test_a_correction_leaves_the_kl_term_alone(batch: Batch) -> None:
 
 
 def quantile(values: list[float], q: float) -> float:
-    """Linear between two values."""
+    """The quantile, linear between two values."""
     at = q * (len(values) - 1)
     low, high = sorted(values)[math.floor(at)], sorted(values)[math.ceil(at)]
     return low + (high - low) * (at - math.floor(at))
@@ -373,7 +373,7 @@ def aggregated(batch: Batch, advantages: torch.Tensor, divisor: Callable[[int, i
     ],
 )
 def test_aggregates(batch: Batch, name: str, options: list[str]) -> None:
-    """What each divides by; with informative_only, tokens and questions without any advantage are not there."""
+    """The divisors; with informative_only, tokens and questions without advantages do not count."""
     lengths = [[len(batch.tokens(i, k)) for k in range(G)] for i in range(P)]
     generator = torch.Generator().manual_seed(5)
     advantages = torch.randn(P, G, generator=generator, dtype=torch.float64)
@@ -539,18 +539,18 @@ def test_difficulty(temperature: float) -> None:
 
 
 @transcribes("keep=all", "keep=dynamic")
-def test_dynamic_sampling_keeps_what_is_neither_all_right_nor_all_wrong() -> None:
+def test_dynamic_sampling_keeps_groups_with_right_and_wrong_answers() -> None:
     """DAPO, equation 11: 0 < the number of right outputs < G, for every group of four right or wrong outputs."""
     rights = [[float(n >> bit & 1) for bit in range(G)] for n in range(2**G)]
     wanted = [0 < sum(row) < G for row in rights]
-    lengths = torch.linspace(-1, 0, G).expand(len(rights), G)  # a punishment of length is no answer
+    lengths = torch.linspace(-1, 0, G).expand(len(rights), G)  # an overlong punishment
     rewards = {"accuracy": torch.tensor(rights), "overlong": lengths}
     assert built("algorithm=dapo").kept(rewards).tolist() == wanted
     assert built("algorithm=grpo").kept(rewards).all()
 
 
-def test_the_preset_punishes_length_as_much_as_the_paper_at_either_scale() -> None:
-    """DAPO, equations 7 and 13: R = 1 or -1, plus the punishment. Advantages are those of 1 or 0 with the preset's."""
+def test_the_overlong_weight_of_the_preset_gives_the_papers_advantages() -> None:
+    """DAPO, equations 7 and 13: R = 1 or -1, plus the punishment, has the advantages of 1 or 0 with half of it."""
     right = torch.tensor([[1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 1.0]], dtype=torch.float64)
     length = torch.tensor([[0.0, -0.3, -1.0, 0.0], [-0.9, 0.0, -0.1, 0.0]], dtype=torch.float64)
     weight = compose(["algorithm=dapo"]).reward.overlong.weight
@@ -560,6 +560,6 @@ def test_the_preset_punishes_length_as_much_as_the_paper_at_either_scale() -> No
     torch.testing.assert_close(ours, (r - r.mean(1, keepdim=True)) / r.std(1, keepdim=True))
 
 
-def test_every_choice_of_every_part_is_written_out_here() -> None:
+def test_every_choice_of_every_part_has_its_formula_here() -> None:
     """A new part needs its formula in this file."""
     assert set(choices()) == TRANSCRIBED

@@ -1,4 +1,4 @@
-"""Random optimizer windows for property tests, and how a window is taken apart and padded."""
+"""Random optimizer windows for property tests, and functions that split and pad them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Result:
-    """Of a window: its loss, the loss's gradient by log-probs and entropies, metrics, and each piece's loss."""
+    """The loss of a window, its gradient with respect to log-probs and entropies, metrics, and each piece's loss."""
 
     loss: torch.Tensor
     gradient: torch.Tensor
@@ -53,7 +53,7 @@ class Result:
 
 
 def row_of_rewards(g: int) -> st.SearchStrategy[list[float]]:
-    """One group's values of one reward: any, all equal, one alone, or none."""
+    """One group's values of one reward: any, all equal, only one, or none."""
     value = st.sampled_from([0.0, 0.1, 0.5, 1.0, -0.7])
     alone = st.tuples(st.integers(0, g - 1), value).map(lambda at: [at[1] if k == at[0] else NAN for k in range(g)])
     return st.one_of(
@@ -139,7 +139,7 @@ def run(
 
 
 def placement(mask_BT: torch.Tensor, padding: torch.Generator | None) -> torch.Tensor:
-    """At which column each column of the window stands in a piece; -1 where no row of the piece has a token."""
+    """The column in a piece of each column of the window; -1 if no row of the piece has a token there."""
     t = mask_BT.shape[1]
     if padding is None:
         return torch.arange(t)
@@ -149,11 +149,11 @@ def placement(mask_BT: torch.Tensor, padding: torch.Generator | None) -> torch.T
     columns = torch.randperm(max(n + more, 1), generator=padding)[:n].sort().values
     place = torch.full((t,), -1)
     place[used] = columns
-    return torch.cat([place, place.new_tensor([max(n + more, 1)])])  # the last: how wide it is
+    return torch.cat([place, place.new_tensor([max(n + more, 1)])])  # the last value is the width
 
 
 def spread(x_BT: torch.Tensor, place: torch.Tensor, outside: float) -> torch.Tensor:
-    """The columns of x at their places, `outside` between them."""
+    """The columns of x moved to their places, with `outside` between them."""
     t = x_BT.shape[1]
     if len(place) == t:
         return x_BT
@@ -169,7 +169,7 @@ def splits(draw: st.DrawFn) -> tuple[int, int, int]:
 
 
 def deal(n: int, split: tuple[int, int, int]) -> list[torch.Tensor]:
-    """n rows in any order, to processes with uneven shares (one may get nothing), in micro-batches."""
+    """n rows in random order, dealt to processes with uneven shares (one may be empty), in micro-batches."""
     seed, processes, size = split
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(n, generator=generator)

@@ -1,4 +1,4 @@
-"""What is compared: each definition in TRL's settings and in our overrides, and our loss of the tensors TRL got."""
+"""The compared definitions, as TRL's settings and as grpocli's overrides, and grpocli's loss of TRL's tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METRICS = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/regi
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One definition in both languages: TRL's `settings`, our `overrides`."""
+    """One definition, as TRL's `settings` and as grpocli's `overrides`."""
 
     name: str
     settings: dict[str, Any]
@@ -150,7 +150,7 @@ def our_loss(
     pieces: int = 1,
     old_logp: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Our loss of all rows, in one piece or as the sum of several that know the window's totals."""
+    """grpocli's loss of all rows, in one piece or as the sum of several pieces with the window's totals."""
     ids = torch.arange(len(mask)) // GROUP
     tensors = {
         "logp": logp,

@@ -37,5 +37,5 @@ def table(request: pytest.FixtureRequest) -> Table:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the little model and TRL's output folder lie."""
+    """The folder of the little model and TRL's output."""
     return tmp_path_factory.mktemp("parity")

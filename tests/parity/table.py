@@ -1,4 +1,4 @@
-"""The maximum differences between two sides, asserted where they are measured and printed at the end."""
+"""A table of the largest differences, which are asserted when they are measured and printed at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Table:
     different: list[tuple[str, float, float, str]] = field(default_factory=list)
 
     def compare(self, what: str, quantity: str, ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
-        """Note the difference of two tensors computed in `dtype`, and fail if it is above the tolerance of `dtype`.
+        """Record the difference of two tensors computed in `dtype`, and fail if it is above the tolerance of `dtype`.
 
         The tolerance bounds both differences; of a scalar only the absolute one, since a loss is a sum of terms of
         either sign that may nearly cancel.
@@ -43,7 +43,7 @@ class Table:
         )
 
     def explain(self, what: str, ours: Tensor, theirs: Tensor, ours_their_way: Tensor, reason: str) -> None:
-        """Note a difference of definition: it must be there, and go away when ours is computed as they do."""
+        """Record a difference by definition: it must exist, and vanish when ours is computed as in TRL."""
         raw, left = difference(ours, theirs)[0], difference(ours_their_way, theirs)[0]
         self.different.append((what, raw, left, reason))
         assert raw > 1e-4, f"{what}: no difference ({raw:.3g}); the reason no longer holds: {reason}"
@@ -70,7 +70,7 @@ class Table:
 
 
 def difference(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """Largest |ours - theirs|, and that over the largest |theirs|."""
+    """The largest |ours - theirs|, and its ratio to the largest |theirs|."""
     assert ours.shape == theirs.shape, f"shapes {tuple(ours.shape)} and {tuple(theirs.shape)}"
     assert ours.isfinite().all(), "ours is not finite"
     absolute = float((ours.detach().double() - theirs.detach().double()).abs().max())

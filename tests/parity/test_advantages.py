@@ -1,4 +1,4 @@
-"""Advantages of several weighted rewards, some of which do not apply, by TRL's code and by ours."""
+"""Advantages of several weighted rewards, some of which do not apply, in TRL and grpocli."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpocli import build_algorithm
 
 GROUPS, GROUP = 6, 4
 WEIGHTS = {"correct": 1.0, "format": 0.3, "style": -0.7}
-CASES = {  # TRL's settings, our overrides
+CASES = {  # TRL's settings, grpocli's overrides
     "std": ({"scale_rewards": "group"}, ["algorithm/advantage=std"]),
     "batch std": ({"scale_rewards": "batch"}, ["algorithm/advantage=batch_std"]),
     "none": ({"scale_rewards": "none"}, ["algorithm/advantage=center"]),
@@ -57,7 +57,7 @@ def test_advantages_are_trls(case: str, table: Table, folder: Path) -> None:
     algorithm = build_algorithm("algorithm=grpo", *overrides)
     for seed in range(20):
         for name, values in some_rewards(seed).items():
-            scripted[name][:] = values  # the reward functions hand out these lists
+            scripted[name][:] = values  # the reward functions return these lists
         peer.sample(random_batch(torch.float32, seed, (2,) * GROUPS * GROUP))
         ours = algorithm.advantages(as_tensors(scripted), WEIGHTS).flatten()
         assert ours.count_nonzero() > GROUP

@@ -1,4 +1,4 @@
-"""Where TRL's definition is another one: how large the difference is, and that nothing else is behind it.
+"""Definitions that differ in TRL: the size of each difference, and a proof that it has no other cause.
 
 Each test computes ours, TRL's, and ours with TRL's definition put in by hand.
 """
@@ -67,7 +67,7 @@ def test_the_sequence_ratio_is_a_product_in_trl(mode: str, table: Table, folder:
     overrides = (f"algorithm/correction={mode}", "algorithm.correction.min=0.5", "algorithm.correction.max=1.5")
     peer, advantages = sampled(case(mode, "dapo", settings, (), sampler=True), folder)
     batch, mask = peer.batch, peer.mask
-    # A weight that rows share can be put on the advantage, as the clip's term is proportional to it.
+    # a weight of a row can be applied to its advantage, since the clip's term is proportional to it
     mean_B1 = log_ratio(batch.old_logp, batch.rollout_logp, mask, "sequence")
     product_B1 = (mean_B1 * mask.sum(1, keepdim=True)).exp()
     bound_B1 = build_algorithm(*DAPO, *overrides).correction.bound(product_B1)

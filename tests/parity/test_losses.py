@@ -1,4 +1,4 @@
-"""Loss, gradient and metrics on the same tensors, by TRL's code and by ours."""
+"""Loss, gradient and metrics of the same tensors, in TRL and grpocli."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_loss_and_gradient_are_trls(case: Case, dtype: torch.dtype, table: Table
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_on_policy_loss_and_gradient_are_trls(dtype: torch.dtype, table: Table, folder: Path) -> None:
-    """In the first update after a rollout both take logp.detach() for the old log-probs."""
+    """In the first update after a rollout both use logp.detach() as old log-probs."""
     on_policy = case("dapo, on policy, KL x ratio", "dapo", KL_WEIGHTED, DAPO + OUR_KL_WEIGHTED)
     peer = on_policy.peer(folder, num_iterations=1)
     for seed in SEEDS:
@@ -58,7 +58,7 @@ def test_on_policy_loss_and_gradient_are_trls(dtype: torch.dtype, table: Table, 
 
 
 def test_a_whole_step_is_trls(table: Table, folder: Path) -> None:
-    """From rewards to the gradient: our loss of our advantages, with KL and the sampler's correction."""
+    """From rewards to the gradient, with KL and the correction for the sampler."""
     step = case(
         "from rewards, KL, token_truncate",
         "dapo",
@@ -80,7 +80,7 @@ def test_a_whole_step_is_trls(table: Table, folder: Path) -> None:
 
 
 def test_no_two_cases_are_the_same_definition() -> None:
-    """Or a comparison could pass that never reached the bound it is about."""
+    """Otherwise a comparison could pass without reaching the bound that it tests."""
     advantages = torch.tensor([-1.1, 0.6, 0.3, 0.6, -0.7, 0.2, -0.7, 1.4], dtype=torch.float64)
     mask = (torch.arange(LENGTH) < torch.tensor(RAGGED).unsqueeze(1)).long()
     values = {}
@@ -100,7 +100,7 @@ def compare(
     advantages: Tensor | None = None,
     old_logp: Tensor | None = None,
 ) -> None:
-    """Loss, its gradient by log-probs and entropies, and metrics."""
+    """The loss, its gradient with respect to log-probs and entropies, and metrics."""
     theirs = torch.stack(peer.losses()).sum()
     theirs.backward()
     logp, entropy = (t.detach().clone().requires_grad_() for t in (peer.logp, peer.entropy))
@@ -117,10 +117,10 @@ def compare(
     for our_name, their_name in case.metrics.items():
         value = peer.metric(their_name)
         assert (value is None) == (our_name not in metrics), f"{our_name} is logged by one side only"
-        if value is not None:  # TRL's are means in float32, whatever the dtype of the loss
+        if value is not None:  # TRL's metrics are means in float32 for every dtype of the loss
             table.compare(name, "metrics", metrics[our_name].double(), value, torch.float32)
 
 
 def _gradient(*leaves: Tensor) -> Tensor:
-    """The gradients of both leaves, 0 where there is none."""
+    """The gradients of both leaves; 0 for a leaf without a gradient."""
     return torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves])

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EOS, PAD, WORD, FIRST_ROW = 1, 0, 2, 3  # a prompt is one token that tells which row it is
+EOS, PAD, WORD, FIRST_ROW = 1, 0, 2, 3  # a prompt is one token, which identifies the row
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The tensors [B, T] that both sides are given, in nats. `finished`: which rows [B] end with an end token."""
+    """The input tensors [B, T] of both sides, in nats. `finished` [B]: whether a row ends with an end token."""
 
     logp: Tensor
     old_logp: Tensor
@@ -34,7 +34,7 @@ class Batch:
 def random_batch(
     dtype: torch.dtype, seed: int, lengths: tuple[int, ...], finished: tuple[bool, ...] | None = None
 ) -> Batch:
-    """Ratios far enough from 1 to reach every bound that is compared, on the side of each sign of the advantage.
+    """Ratios far enough from 1 to reach every compared bound, for both signs of the advantage.
 
     All values are float32 numbers, also in float64: TRL keeps the sampler's log-probs in float32.
     """
@@ -83,7 +83,7 @@ class Peer:
             "beta": 0.0,
             "num_generations": 4,
             "max_completion_length": length,
-            "num_iterations": 2,  # several passes, so that old log-probs are not the present ones
+            "num_iterations": 2,  # several passes, so that old log-probs differ from the current ones
             "gradient_accumulation_steps": pieces,
             "per_device_train_batch_size": rows // pieces,
             "steps_per_generation": pieces,
@@ -100,8 +100,8 @@ class Peer:
         self.trainer._get_per_token_logps_and_entropies = self._forward
         self.trainer.model.train()
         self.trainer.current_gradient_accumulation_steps = config["gradient_accumulation_steps"]
-        self.trainer.use_vllm = sampler  # set late: with True in the config it would look for a server
-        self.trainer._last_loaded_step = 0  # and there are no weights to send it
+        self.trainer.use_vllm = sampler  # set late: with True in the config it would connect to a server
+        self.trainer._last_loaded_step = 0  # no weights are sent
 
     def sample(self, batch: Batch) -> None:
         """Have TRL score the batch as if it had generated it."""
@@ -121,14 +121,14 @@ class Peer:
         return self.inputs["completion_mask"]
 
     def losses(self) -> list[Tensor]:
-        """The loss of each micro-batch, scaled by TRL so that they add up to that of the step."""
+        """The loss of each micro-batch, scaled by TRL so that the sum is the loss of the step."""
         from trl.trainer.utils import split_tensor_dict
 
         whole = {**self.inputs, "advantages": self.advantages.to(self.logp.dtype)}
         return [self.trainer._compute_loss(self.trainer.model, part) for part in split_tensor_dict(whole, self.pieces)]
 
     def metric(self, name: str) -> Tensor | None:
-        """The value logged last, if there is one."""
+        """The last logged value, or None."""
         values = self.trainer._metrics["train"].get(name)
         return torch.tensor(values[-1], dtype=torch.float64) if values else None
 

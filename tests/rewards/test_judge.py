@@ -185,7 +185,7 @@ def test_invalid_settings_are_refused(settings: dict[str, Any], said: str) -> No
 
 def test_checks_before_training(endpoint: Endpoint) -> None:
     judge(endpoint).check(["answer"])
-    with pytest.raises(ConfigError, match=r"wants {answer}, but the task has no such column; did you mean \"answers\""):
+    with pytest.raises(ConfigError, match=r"uses {answer}, but the task has no such column; did you mean \"answers\""):
         judge(endpoint).check(["answers"])
     with pytest.raises(ConfigError, match=r"reward\.judge\.prompt=.*write a brace that is meant as one twice"):
         judge(endpoint, prompt="{").check([])

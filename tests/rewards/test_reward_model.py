@@ -68,7 +68,9 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     two = RewardModel(path=str(save(tmp_path / "two", 2)), device="cpu")
     with pytest.raises(ConfigError, match=r"reward\.model\.path=.*two: has 2 outputs; a reward model has one"):
         two.check([])
-    with pytest.raises(ConfigError, match=r"reward\.model\.path=nowhere/at/all: is no sequence classification model"):
+    with pytest.raises(
+        ConfigError, match=r"reward\.model\.path=nowhere/at/all: is not a sequence classification model"
+    ):
         RewardModel(path="nowhere/at/all").check([])
     silent = RewardModel(path=str(save(tmp_path / "silent", 1, template=False)), device="cpu")
     with pytest.raises(ConfigError, match="has no chat template, but the prompts are conversations"):

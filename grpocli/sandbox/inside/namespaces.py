@@ -82,10 +82,10 @@ def _unshare(made: int) -> None:
 
 
 def _map_users(child: int, user: int, group: int, made: int, mapped: int) -> None:
-    """Map the users of the child's namespace: the present user and, for root, nobody."""
-    said = os.read(made, 200)
-    if said != b"y":
-        raise Unavailable(f"the kernel does not allow namespaces here: {said.decode() or 'no reason given'}")
+    """Map the users of the child's namespace: this user and, for root, also `nobody`."""
+    reason = os.read(made, 200)
+    if reason != b"y":
+        raise Unavailable(f"the kernel does not allow namespaces here: {reason.decode() or 'no reason given'}")
     others = f"{NOBODY} {NOBODY} 1\n" if user == 0 else ""
     try:
         if user != 0:
@@ -93,7 +93,7 @@ def _map_users(child: int, user: int, group: int, made: int, mapped: int) -> Non
         _write(f"/proc/{child}/uid_map", f"{user} {user} 1\n{others}")
         _write(f"/proc/{child}/gid_map", f"{group} {group} 1\n{others}")
     except OSError as error:
-        raise Unavailable(f"the kernel does not allow users of a namespace here: {error.strerror}") from error
+        raise Unavailable(f"the kernel does not allow user namespaces here: {error.strerror}") from error
     os.write(mapped, b"y")
 
 
