@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tables import table
 
 from grpocli.cli import main
 
@@ -118,7 +119,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("override", "sentence"), BAD)
+@pytest.mark.parametrize(("override", "sentence"), table(BAD, fast=12))
 def test_bad_override(override: str, sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["train", f"hydra.run.dir={tmp_path}/run", *override.split(" ")])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from tables import table
 
 from grpocli.config.parts import CLASSES
 from grpocli.hardware.devices import Devices
@@ -73,7 +74,9 @@ def test_a_default_may_follow_another_key() -> None:
     assert compose(["algorithm=drgrpo", "algorithm.aggregate.length=5"]).algorithm.aggregate.length == 5
 
 
-@pytest.mark.parametrize("path", sorted(Path(conf_dir()).glob("*/*.yaml")), ids=lambda p: f"{p.parent.name}={p.stem}")
+@pytest.mark.parametrize(
+    "path", table(sorted(Path(conf_dir()).glob("*/*.yaml")), fast=12), ids=lambda p: f"{p.parent.name}={p.stem}"
+)
 def test_every_shipped_choice_builds(path: Path) -> None:
     choice = f"[{path.stem}]" if path.parent.name == "reward" else path.stem
     more = {"jsonl": ["task.path=x.jsonl"], "mixture": ["+task@task.one=arithmetic"]}.get(path.stem, [])

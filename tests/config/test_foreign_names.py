@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
+from tables import table
 
 from grpocli.config.foreign_names import CHOICES, KEYS
 from grpocli.launch.compose import compose
@@ -21,7 +22,7 @@ def composed(groups: tuple[str, ...]) -> DictConfig:
     return compose(list(groups))
 
 
-@pytest.mark.parametrize("advised", ADVISED)
+@pytest.mark.parametrize("advised", table(ADVISED, fast=15))
 def test_every_override_in_the_table_composes(advised: str) -> None:
     overrides = [one.format(VALUES.get(one.partition("=")[0], "1")) for one in advised.split()]
     read = OverridesParser.create().parse_overrides(overrides)
