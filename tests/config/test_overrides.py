@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from tables import table
 
 from grpocli.config.escapes import literal_escapes, unescape
 from grpocli.config.parts import ESCAPED, is_marked
@@ -55,7 +56,7 @@ def _registered() -> None:
     register_parts()  # as every command does first
 
 
-@pytest.mark.parametrize(("text", "read"), ESCAPES)
+@pytest.mark.parametrize(("text", "read"), table(ESCAPES, fast=3))
 def test_escapes_of_a_text_key_leave_latex_alone(text: str, read: str) -> None:
     assert unescape(text) == read
     config = compose(typed([*JSONL, f'task.prompt_template="{text}"', f'rollout.stop=["{text}",x]']))
@@ -142,7 +143,7 @@ QUOTED = [
 ]
 
 
-@pytest.mark.parametrize(("key", "value", "meant"), QUOTED)
+@pytest.mark.parametrize(("key", "value", "meant"), table(QUOTED, fast=3))
 def test_the_message_about_a_text_without_quotes_is_a_command_that_works(key: str, value: str, meant: object) -> None:
     with pytest.raises(ConfigError) as caught:
         compose([*JSONL, f"{key}={value}"])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from tables import table
 
 from grpocli.config.build import build
 from grpocli.config.parts import CLASSES, stored
@@ -166,7 +167,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("mine.py").write_text(SOURCE)
 
 
-@pytest.mark.parametrize(("given", "key", "name", "fields"), KINDS)
+@pytest.mark.parametrize(("given", "key", "name", "fields"), table(KINDS, fast=3))
 def test_every_group_takes_a_class_of_the_users(given: list[str], key: str, name: str, fields: dict[str, Any]) -> None:
     config = compose(given)
     assert OmegaConf.select(config, key)._target_ == f"{Path.cwd()}/mine.py:{name}"

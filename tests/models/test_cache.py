@@ -56,6 +56,7 @@ def test_it_is_made_once(cache_folder: Path) -> None:
     assert (path / "a").read_text() == "one"
 
 
+@pytest.mark.processes
 def test_a_builder_killed_half_way_leaves_nothing_that_is_trusted(cache_folder: Path) -> None:
     process = slow_builder(60)
     os.kill(process.pid, signal.SIGKILL)
@@ -66,6 +67,7 @@ def test_a_builder_killed_half_way_leaves_nothing_that_is_trusted(cache_folder: 
     assert sorted(p.name for p in path.parent.iterdir()) == [".lock-x", "x"]
 
 
+@pytest.mark.processes
 def test_two_builders_wait_for_each_other(cache_folder: Path) -> None:
     process = slow_builder(1)
     path = cached("models/x", NEEDED, forbidden)  # it waits, and finds what the other one made

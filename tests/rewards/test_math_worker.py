@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import table
 
 from grpocli.rewards import math_worker
 from grpocli.rewards.final_answer import LONGEST, answer_expression, chosen_letter
@@ -17,7 +18,9 @@ PAIRS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair['reference']} and {pair['completion']}"[:60])
+@pytest.mark.parametrize(
+    "pair", table(PAIRS, fast=60), ids=lambda pair: f"{pair['reference']} and {pair['completion']}"[:60]
+)
 def test_every_pair_of_the_list(pair: dict[str, Any]) -> None:
     assert math_worker.equal(pair["reference"], pair["completion"]) == float(pair["equal"])
 
@@ -28,7 +31,7 @@ def test_the_list_has_equal_and_unequal_pairs_in_every_family() -> None:
     assert {family for family, equal in found if equal} == {family for family, equal in found if not equal}
 
 
-@pytest.mark.parametrize("reference", sorted({pair["reference"] for pair in PAIRS}))
+@pytest.mark.parametrize("reference", table(sorted({pair["reference"] for pair in PAIRS}), fast=20))
 def test_every_reference_equals_itself(reference: str) -> None:
     assert math_worker.equal(reference, reference) == 1.0
     boxed = answer_expression(reference).strip("$")

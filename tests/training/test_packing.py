@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from composed import built
+from tables import table
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from training.test_update import world
@@ -166,11 +167,14 @@ class Everything(Updater):
 
 @pytest.mark.parametrize(
     ("algorithm", "groups"),
-    [
-        *((name, "ragged") for name in ALGORITHMS if name != "of micro-batches"),
-        *(("dapo", name) for name in GROUPS),
-        ("grpo", "no signal"),
-    ],
+    table(
+        [
+            *((name, "ragged") for name in ALGORITHMS if name != "of micro-batches"),
+            *(("dapo", name) for name in GROUPS),
+            ("grpo", "no signal"),
+        ],
+        fast=4,
+    ),
 )
 def test_savings_change_nothing(model, world, algorithm: str, groups: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "MIN_TOKENS", 8)  # several blocks for a prompt, with masks and without
