@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written beside, fsynced, renamed."""
+"""Files and folders that are whole or absent: written under a temporary name, fsynced, renamed."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from grpocli.masking import masked
 FULL = (errno.ENOSPC, errno.EDQUOT)
 SAYS_FULL = re.compile(r"no space left|os error 28|errno 28|disk quota", re.IGNORECASE)
 OS_ERROR = re.compile(r"os error (\d+)")
-"""In the messages of libraries written in Rust."""
+"""An error number in the messages of libraries written in Rust."""
 ROOM = 1 << 20
-"""Bytes free below which a failed write counts as a full disk, whatever the library that failed says."""
+"""With fewer free bytes a failed write counts as a full disk, whatever error the library raises."""
 STALE_TRIES = 9
 LEFTOVER = re.compile(r"\.(?P<kind>tmp|old)-(?P<name>.+?)-\d+(-[0-9a-f]{8})?")
-"""What this module's temporary names look like. Other hidden files are somebody else's."""
+"""The temporary names of this module. Other hidden files are left alone."""
 
 
 class QuietFileHandler(logging.FileHandler):
-    """A log file without secrets, which ignores write errors, such as a full disk: whatever else fails reports them."""
+    """A log file that masks secrets and ignores write errors, such as a full disk, which other writes report."""
 
     def format(self, record: logging.LogRecord) -> str:
         return masked(super().format(record))
@@ -35,7 +35,7 @@ class QuietFileHandler(logging.FileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError:  # of opening the file
+        except OSError:  # the file is opened by the first record
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -52,8 +52,8 @@ class QuietFileHandler(logging.FileHandler):
 
 
 def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
-    """Write a file so that a reader sees the old content or the new, whatever happens in between."""
-    # two machines may write it, with one process number
+    """Replace the content of a file atomically: readers see the old content or the new."""
+    # random, because processes of two machines may have the same number
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
@@ -67,7 +67,7 @@ def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
 
 
 def read_shared(path: Path) -> str:
-    """The text of a file that another machine may replace meanwhile: over NFS, what was opened may then be gone."""
+    """The text of a file that another machine may replace meanwhile, which over NFS removes an open file."""
     for _ in range(STALE_TRIES):
         try:
             return path.read_text()
@@ -79,10 +79,10 @@ def read_shared(path: Path) -> str:
 
 @contextmanager
 def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `path` that becomes `path` when the block succeeds, and is removed when it fails.
+    """A temporary folder that becomes `path` when the block succeeds, and is removed when it fails.
 
-    replace: whether a `path` that exists gives way; otherwise FileExistsError. A full disk is an OSError
-    whatever the block raised: libraries that write models have errors of their own for it.
+    replace: replace an existing `path` instead of raising FileExistsError. A full disk raises OSError, whatever a
+    library in the block has raised.
     """
     if path.exists() and not replace:
         raise FileExistsError(f"{path} exists")
@@ -106,7 +106,7 @@ def atomic_folder(path: Path, replace: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def full_disk_as_oserror(path: Path) -> Iterator[None]:
-    """Raise OSError for any error of a block that writes `path` to a full disk."""
+    """A block that writes `path`, in which any error of a full disk becomes an OSError."""
     try:
         yield
     except Exception as error:
@@ -121,9 +121,9 @@ def full_disk_as_oserror(path: Path) -> Iterator[None]:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Tidy what a killed process left in `folder`: half-written files go, a folder caught in the swap comes back.
+    """Clean up after a killed process: delete temporary files, and restore a folder that was being replaced.
 
-    Only for folders in which nobody else is writing.
+    Only for folders in which no other process writes.
     """
     for path in sorted(folder.glob(".*")):
         if not (found := LEFTOVER.fullmatch(path.name)):
@@ -136,7 +136,7 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder; of a symbolic link, the link and not what it points to."""
+    """Remove a file, a folder, or a symbolic link without its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -158,13 +158,13 @@ def _disk_full(folder: Path, error: BaseException) -> bool:
 
 
 def sync_file(path: Path) -> None:
-    """Wait until a file is on the disk."""
+    """Flush a file to the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until a folder's entries are on the disk."""
+    """Flush the entries of a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

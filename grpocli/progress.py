@@ -8,18 +8,18 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """A callback for work in progress; may be called in any thread, and returns at once."""
+    """A callback for the progress of long work. Any thread may call it; it returns at once."""
 
     def __call__(self, done: float, total: float, unit: str, detail: str = "") -> None:
-        """Report `done` of `total` units, such as "completions"; fractions count too.
+        """Report `done` of `total` units, such as "completions". Both may be fractions.
 
-        total: 0 where it is unknown. detail: more to show, such as "token 12 of at most 256".
+        total: 0 if unknown. detail: more to show, such as "token 12 of at most 256".
         """
         ...
 
 
 def unreported(done: float, total: float, unit: str, detail: str = "") -> None:
-    """A Progress that does nothing."""
+    """A no-op Progress."""
 
 
 def never() -> bool:
@@ -29,9 +29,9 @@ def never() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Given to long work, which reports its progress to it and asks it whether to stop.
+    """The callbacks of long work: it reports its progress, and asks whether it was cancelled.
 
-    cancelled: whether to stop; once true it stays true. Work that asks then returns early, with what it has.
+    cancelled: once true, it stays true. Work that sees it returns early, with its results so far.
     """
 
     progress: Progress = unreported
@@ -39,13 +39,13 @@ class Watch:
 
     @property
     def cancellable(self) -> bool:
-        """Whether it can be cancelled at all, which is the same in every process."""
+        """Whether the work can be cancelled at all. The same in every process."""
         return self.cancelled is not never
 
     def part(self, before: float, whole: float, times: float = 1.0) -> Watch:
-        """The watch of one piece of several: `before` units of `whole` are done by earlier pieces.
+        """The watch of one part of the work: earlier parts did `before` of `whole` units.
 
-        times: how many units one unit of the piece counts for.
+        times: the number of units that one unit of the part counts for.
         """
         progress = self.progress
 
@@ -59,4 +59,4 @@ UNWATCHED = Watch()
 
 
 class Cancelled(Exception):
-    """Work ended early because its `Watch` was cancelled: there is no result."""
+    """Raised by work that ended without a result because its `Watch` was cancelled."""

@@ -1,4 +1,4 @@
-"""The user's own lines in the traceback of an error."""
+"""The lines of user code in the traceback of an error."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from grpocli.errors import GrpoError
 from grpocli.version import PACKAGE
 
 LONGEST = 120
-"""Characters of a line of code."""
+"""The longest line of code that is shown, in characters."""
 INSTALLED = ("site-packages", "dist-packages")
 OTHERS = (PACKAGE, PACKAGE.parent / "hydra_plugins" / "grpocli_slurm", Path(sysconfig.get_path("stdlib")))
-"""Folders of code that is not the user's: grpocli, in a clone its plugin of Hydra's, and Python."""
+"""Folders of code that is not the user's: grpocli, its Hydra plugin in a clone, and Python."""
 
 
 def raised(error: BaseException) -> str:
     """`IndexError: list index out of range (rewards.py:12, in score: return x[0])`, on one line.
 
-    With GRPOCLI_TRACEBACK the whole traceback follows. It is part of the text so that it comes through worker
-    processes, which send text alone.
+    With GRPOCLI_TRACEBACK=1 the traceback follows. It is part of the text because worker processes send only text.
     """
     name, message = type(error).__name__, _message(error)
     return f"{name}: {message}{where(error)}" if message else f"{name}{where(error)}"
 
 
 def where(error: BaseException) -> str:
-    """` (rewards.py:12, in score: return x[0])`, or an empty string without a frame of the user's code.
+    """` (rewards.py:12, in score: return x[0])`; empty without a frame of user code.
 
-    Two frames at most: the last one, and the one that called it.
+    It has at most two frames: the last one and its caller.
     """
     if isinstance(error, SyntaxError) and error.filename and _is_users(error.filename):
         frames = [f"{_short(error.filename)}:{error.lineno}: {_cut(error.text or '')}"]
     else:
         stack = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-        # of a function and a comprehension on the same line, the function
+        # a function and a comprehension on the same line: keep the function
         lines = {(f.filename, f.lineno): f for f in reversed(stack)}
         frames = [f"{_short(f.filename)}:{f.lineno}, in {f.name}: {_cut(f.line or '')}" for f in lines.values()]
     if not frames:
@@ -48,9 +47,9 @@ def where(error: BaseException) -> str:
 
 
 def from_user_code(error: BaseException | None) -> bool:
-    """Whether the user's code raised an error, or one that caused it: the message then says where.
+    """Whether user code raised an error or one of its causes, so that the message names the line.
 
-    What the user's code says itself with a GrpoError is a sentence already.
+    A GrpoError of user code does not count: it is a sentence for the user already.
     """
     while error is not None:
         if not isinstance(error, GrpoError) and where(error):
@@ -62,7 +61,7 @@ def from_user_code(error: BaseException | None) -> bool:
 def _message(error: BaseException) -> str:
     try:
         text = error.msg if isinstance(error, SyntaxError) else str(error)
-    except Exception as another:  # noqa: BLE001 - the user's `__str__` is the user's code, too
+    except Exception as another:  # noqa: BLE001 - `__str__` may be user code
         return f"its __str__ raises {type(another).__name__}"
     return " ".join(text.split())
 

@@ -1,4 +1,4 @@
-"""An error in the user's own code names the user's file and line, wherever that code runs."""
+"""An error in user code names its file and line, wherever that code runs."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ def of_reward(function: str) -> str:
 
 
 def of(function: Callable[..., Any], *given: Any) -> str:
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - each says its own
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - each has another message
         function(*given)
     assert isinstance(caught.value, GrpoError | RuntimeError)
     return str(caught.value)
 
 
 def thrown(function: Callable[..., Any], *given: Any) -> BaseException:
-    """What it raises, without frames of this file."""
+    """The error that it raises, without frames of this file."""
     with ThreadPoolExecutor(1) as threads:
         error = threads.submit(function, *given).exception()
     assert error is not None
@@ -104,7 +104,7 @@ def of_part() -> str:
 
 
 def of_a_run() -> str:
-    """What a run, or one of its processes, says of any error."""
+    """The message of a run, or of one of its processes, for any error."""
     error = thrown(load("framed_mine.py:first", "key"), "short")
     assert isinstance(error, Exception)
     return str(explained(error, RunDir(Path("run"))))
@@ -152,7 +152,7 @@ CASES: dict[str, tuple[Callable[[], str], str]] = {
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_the_user_s_file_and_line_are_named(kind: str) -> None:
+def test_the_users_file_and_line_are_named(kind: str) -> None:
     said_of, sentence = CASES[kind]
     said = said_of()
     assert sentence in said
@@ -161,14 +161,14 @@ def test_the_user_s_file_and_line_are_named(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_all_of_it_where_that_is_asked_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_traceback_is_included_on_request(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPOCLI_TRACEBACK", "1")
     said_of, sentence = CASES[kind]
     assert sentence.partition(";")[0] in said_of()
     assert "Traceback (most recent call last)" in said_of()
 
 
-def test_where_no_code_of_the_user_s_takes_part_none_is_named() -> None:
+def test_without_user_code_no_line_is_named() -> None:
     assert where(ValueError("x")) == where(thrown(json.loads, "{")) == where(thrown(compose, ["lr=1"])) == ""
 
 
@@ -179,7 +179,7 @@ def test_where_no_code_of_the_user_s_takes_part_none_is_named() -> None:
 def test_the_command_prints_one_traceback(
     fails: Callable[[], Any], in_message: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of an error in the user's code it is in the message, of others before it, whatever words the message has."""
+    """For an error in user code it is in the message, for others it is printed before it."""
     monkeypatch.setenv("GRPOCLI_TRACEBACK", "1")
     monkeypatch.setattr(cli, "run", lambda args: fails())
     with pytest.raises(SystemExit):

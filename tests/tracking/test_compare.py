@@ -1,4 +1,4 @@
-"""Tables of runs."""
+"""`grpocli compare`: tables of runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sweep(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_differs_and_what_came_of_it(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_has_the_differing_keys_and_the_results(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(sweep), "--format", "json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(r["run"], r["algorithm"], r["seed"], r["accuracy"], r["exit"]) for r in rows] == [
@@ -92,7 +92,7 @@ def test_a_run_that_is_being_resumed_is_running(tmp_path: Path, capsys: pytest.C
     assert state() == "done"
 
 
-def test_a_setting_that_a_second_resume_takes_back_changes_nothing(
+def test_a_key_that_a_second_resume_changes_back_does_not_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(tmp_path / "one", "grpo", 0, 0.3)
@@ -122,7 +122,7 @@ def test_nothing_to_compare(tmp_path: Path) -> None:
         main([str(tmp_path / "missing")])
 
 
-def test_a_folder_that_is_no_run_is_answered_with_one_that_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_not_a_run_gets_a_suggestion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"^--run a: there is no such folder; give the folder of a run$"):
         check_run(Path("a"), "--run a")
@@ -145,7 +145,7 @@ def test_a_folder_that_is_no_run_is_answered_with_one_that_is(tmp_path: Path, mo
 
 
 def typed(folder: Path, overrides: list[str], choices: dict[str, str], config: dict[str, Any]) -> None:
-    """A run as Hydra leaves it, with its command line."""
+    """A run with Hydra's files, which hold its command line."""
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"choices": choices}}}))
     (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(overrides))
@@ -159,9 +159,7 @@ def columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return header[1 : header.index("steps")]
 
 
-def test_what_was_typed_is_shown_below_a_choice_that_differs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_typed_keys_are_shown_beside_a_choice_that_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for i, (name, part) in enumerate([("grpo", "k3"), ("dapo", "none")]):
         for beta in (0.1, 0.2):
             kl = {"beta": beta, "sync_every": 0} if part == "k3" else {}
@@ -212,12 +210,12 @@ def test_broken_and_unstarted_runs_are_shown_as_such(sweep: Path, capsys: pytest
     ] * 3
 
 
-def test_only_runs_that_are_done_are_averaged(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_means_are_over_finished_runs_only(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(sweep), "--format", "markdown"])
     assert "| dapo | 1 | 0.100 | 0.900 | 0.800 |" in capsys.readouterr().out
 
 
-def test_an_accuracy_of_zero_is_better_than_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_accuracy_of_zero_is_sorted_before_a_missing_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for i, accuracy in enumerate([None, 0.0, 0.1]):
         run(tmp_path / str(i), "grpo", i, accuracy)
     main([str(tmp_path), "--format", "json"])
@@ -239,7 +237,7 @@ def test_a_folder_given_twice_is_shown_once(sweep: Path, capsys: pytest.CaptureF
     assert len(json.loads(capsys.readouterr().out)) == 4
 
 
-def test_help_needs_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy() -> None:
     heavy = "[m for m in ('torch', 'rich', 'hydra') if m in sys.modules]"
     code = f"import sys; from grpocli.tracking import compare; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -250,7 +248,7 @@ ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 
 
 @pytest.mark.parametrize("style", ["table", "markdown", "csv", "json"])
-def test_escapes_in_somebodys_run_never_reach_the_terminal(
+def test_escape_sequences_of_a_run_never_reach_the_terminal(
     style: str, sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for i in (0, 1):
@@ -271,7 +269,7 @@ def test_escapes_in_somebodys_run_never_reach_the_terminal(
     "text",
     [
         "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 8}]\n" for i in range(1, 12)),
-        "a: " + "[" * 300_000,  # the C loader's stack ends the process
+        "a: " + "[" * 300_000,  # overflows the stack of the C loader
         "a: " + "- " * 300_000,
         "a: &a\n  b: *a\n",
         "a: !!timestamp x",
@@ -281,7 +279,7 @@ def test_escapes_in_somebodys_run_never_reach_the_terminal(
         "- a list",
     ],
 )
-def test_a_config_that_is_none_is_a_row_like_others(text: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_an_invalid_config_has_a_row(text: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (sweep / "0" / "config.yaml").write_text(text)
     main([str(sweep), "--format", "json", "--sort", "path"])
     rows = json.loads(capsys.readouterr().out)
@@ -298,7 +296,7 @@ def test_a_config_that_is_none_is_a_row_like_others(text: str, sweep: Path, caps
         ("", "[" * 100_000),
     ],
 )
-def test_results_that_are_no_numbers(
+def test_results_that_are_not_numbers(
     metrics: str, summary: str, sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (sweep / "0" / "metrics.jsonl").write_text(metrics)

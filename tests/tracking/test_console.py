@@ -1,4 +1,4 @@
-"""What a terminal would obey is left out of other people's text, and only there."""
+"""Escape sequences are removed from untrusted text, and only from that."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_cells_and_headings() -> None:
     assert "\x1b[2J" not in out
 
 
-def test_warnings_where_no_log_file_is_open(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_without_a_log_file_are_cleaned(capsys: pytest.CaptureFixture[str]) -> None:
     before = logging.getLogRecordFactory()
     clean_warnings()
     logging.setLogRecordFactory(before)
@@ -44,8 +44,8 @@ def test_warnings_where_no_log_file_is_open(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == "abc[/red][red]d\n"
 
 
-def test_what_a_library_prints_of_a_models_files() -> None:
-    """By a handler of its own."""
+def test_a_librarys_own_log_handler_gets_clean_text() -> None:
+    """Such as that of transformers, which quotes a model's files."""
     before, said = logging.getLogRecordFactory(), io.StringIO()
     library, handler = logging.getLogger("transformers.of_a_test"), logging.StreamHandler(said)
     library.addHandler(handler)

@@ -1,4 +1,4 @@
-"""metrics.jsonl is valid JSON, never holds a step twice, and survives being cut anywhere."""
+"""metrics.jsonl is valid JSON, has one line per step, and can be read after a cut at any byte."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def steps(path: Path) -> list[int]:
     return [row["step"] for row in read_metrics(path)]
 
 
-def test_a_line_a_step(tmp_path: Path) -> None:
+def test_one_line_per_step(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.append(1, {"reward": 0.5, "loss": math.nan, "kl": math.inf, "a": 1})
     log.append(2, {"reward": 1.0})
@@ -31,7 +31,7 @@ def test_a_line_a_step(tmp_path: Path) -> None:
     assert json.loads(second) == {"step": 2, "reward": 1.0}
 
 
-def test_numbers_of_libraries_become_plain() -> None:
+def test_numbers_of_numpy_and_torch_become_plain() -> None:
     values = {"a": np.float32(0.5), "b": torch.tensor(2.0), "c": np.float64("nan"), "d": [np.int64(3), math.inf]}
     assert json.loads(json.dumps(to_json(values))) == {"a": 0.5, "b": 2.0, "c": None, "d": [3, None]}
 
@@ -49,7 +49,9 @@ def test_truncation_for_a_resume(tmp_path: Path) -> None:
 
 
 @given(cut=st.integers(min_value=0), resume_at=st.integers(min_value=0, max_value=6))
-def test_cut_anywhere_a_resume_goes_on(tmp_path_factory: pytest.TempPathFactory, cut: int, resume_at: int) -> None:
+def test_a_resume_continues_after_a_cut_at_any_byte(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, resume_at: int
+) -> None:
     log = MetricsLog(tmp_path_factory.mktemp("run") / "metrics.jsonl")
     whole = "".join(json_line(step, {"reward": step / 7, "note": "päper"}) for step in range(1, 6)).encode()
     log.path.write_bytes(whole[: cut % (len(whole) + 1)])
@@ -61,14 +63,14 @@ def test_cut_anywhere_a_resume_goes_on(tmp_path_factory: pytest.TempPathFactory,
     assert steps(log.path)[-1] == 9
 
 
-def test_a_broken_line_in_the_middle_is_not_passed_over(tmp_path: Path) -> None:
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(json_line(1, {}) + "oops\n" + json_line(2, {}))
     with pytest.raises(ConfigError, match=r"metrics\.jsonl: line 2 is not a JSON object"):
         read_metrics(path)
 
 
-def test_a_line_that_fails_leaves_nothing_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_no_part_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.append(1, {"reward": 0.5})
 
@@ -95,7 +97,7 @@ def test_a_full_disk_keeps_the_lines_before(small_disk: Path) -> None:
     assert log.path.read_bytes().endswith(b"\n")
 
 
-def test_an_evaluation_that_comes_later_is_added_to_its_step(tmp_path: Path) -> None:
+def test_a_later_evaluation_is_added_to_its_step(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.append(1, {"loss": 1.0, "eval/accuracy": 0.5})
     log.append(2, {"loss": 2.0})

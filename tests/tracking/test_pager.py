@@ -1,4 +1,4 @@
-"""Long output in a pager, in a terminal of its own."""
+"""Long output in a pager, tested in a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ print("after")
 
 
 def screen(lines: int, **env: str) -> str:
-    """What a terminal is sent by a program that pages so many lines, while a person presses q."""
+    """The output in a pseudo-terminal of a program that pages this many lines, with q pressed."""
     user, terminal = pty.openpty()
     clean = {name: value for name, value in os.environ.items() if name not in ("PAGER", "LESS", "LESSCHARSET")}
     program = subprocess.Popen(
@@ -40,7 +40,7 @@ def screen(lines: int, **env: str) -> str:
     try:
         while piece := os.read(user, 65536):
             shown += piece
-    except OSError:  # how a terminal ends on Linux
+    except OSError:  # the end of a pseudo-terminal on Linux
         pass
     os.close(user)
     assert program.wait(timeout=60) == 0
@@ -84,7 +84,7 @@ def test_another_pager_gets_plain_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pager", ["", "/nowhere/pager", "head -1"])
-def test_a_pager_that_is_not_there_or_left_early(pager: str) -> None:
+def test_a_pager_that_is_missing_or_quits_early(pager: str) -> None:
     shown = screen(5000, PAGER=pager)
     assert "line 0" in shown
     assert ("line 4999" in shown) == (pager != "head -1")

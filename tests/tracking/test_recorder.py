@@ -1,4 +1,4 @@
-"""What a recorder warns of."""
+"""The warnings of a recorder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpocli.types import Completion, Group, Prompt, Rollout
 @pytest.mark.parametrize(
     ("dtype", "limit", "above"), [("float32", 1.02, 1.021), ("bfloat16", 1.1, 1.101)], ids=["float32", "bfloat16"]
 )
-def test_a_mismatch_beyond_rounding_is_told_once_and_logged_every_time(
+def test_a_mismatch_beyond_rounding_is_shown_once_and_logged_every_time(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -45,7 +45,7 @@ def test_a_mismatch_beyond_rounding_is_told_once_and_logged_every_time(
     ]
 
 
-def test_a_remark_is_told_once_whatever_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_remark_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view, told = silent_view(), list[str]()
     monkeypatch.setattr(view, "warn", told.append)
     recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None)
@@ -56,8 +56,8 @@ def test_a_remark_is_told_once_whatever_its_figures(tmp_path: Path, monkeypatch:
     assert told == ["step 2: 1 of 2", "step 3: all"]
 
 
-def test_staleness_is_no_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where completions are of older weights their probabilities differ by what was learnt since."""
+def test_staleness_is_not_a_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probs of older weights differ because of the updates since."""
     view, told = silent_view(), list[str]()
     monkeypatch.setattr(view, "warn", told.append)
     recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None)
@@ -74,7 +74,7 @@ def test_staleness_is_no_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(told) == 1
 
 
-def test_a_step_that_trained_on_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_trained_on_nothing_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view, told = silent_view(), list[str]()
     monkeypatch.setattr(view, "warn", told.append)
     recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None)

@@ -1,4 +1,4 @@
-"""rollouts/*.parquet: every completion, exactly."""
+"""Rollout files: every completion, exactly."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ FIRST_ROW = {
 }
 
 
-def test_a_row_a_completion(tmp_path: Path) -> None:
+def test_one_row_per_completion(tmp_path: Path) -> None:
     path = tmp_path / "rollouts" / "step_000003.parquet"
     first, second = (
         group("a", "1+2=", [{"math": 1.0, "format": math.nan}, {"math": 0.0, "format": 0.5}]),
@@ -132,7 +132,7 @@ def test_an_episode_is_a_list_of_messages(tmp_path: Path) -> None:
         ({}, ["answer"], None),
     ],
 )
-def test_what_rewards_saw_of_the_example(
+def test_columns_and_reference_answer_of_the_example(
     columns: dict[str, Any], answers: list[str], reference: str | None, tmp_path: Path
 ) -> None:
     (row,) = written(tmp_path, group("a", "p", [{"math": 1.0}], columns), answers=answers)
@@ -179,7 +179,7 @@ def test_columns_of_any_kind_are_json(tmp_path: Path) -> None:
 
 
 def test_every_step_s_file_has_the_same_schema(tmp_path: Path) -> None:
-    """Files of steps with other tasks, prompts and statuses can be read as one data set."""
+    """So files of steps with different tasks, prompts and statuses can be read as one data set."""
     written(tmp_path / "one", group("a", "p", [{"math": 1.0}], {"answer": 3}))
     written(tmp_path / "two", group("a", TALK, [{"math": math.nan}], {"level": {"of": ["x"]}}))
     one, two = (pyarrow.parquet.read_schema(tmp_path / name / "rollouts.parquet") for name in ("one", "two"))
@@ -199,7 +199,7 @@ def test_a_step_that_kept_nothing(tmp_path: Path) -> None:
     assert read_rollouts(path) == []
 
 
-def test_text_that_is_no_unicode(tmp_path: Path) -> None:
+def test_text_with_lone_surrogates(tmp_path: Path) -> None:
     (row,) = written(tmp_path, group("a", "half \ud83d of a face", [{"math": 1.0}]))
     assert row["prompt"] == "half ? of a face"
 

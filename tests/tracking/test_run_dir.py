@@ -1,4 +1,4 @@
-"""The folder of a run: what is refused before anything heavy starts, and how trouble is told."""
+"""The folder of a run: checks before a start, locks, and errors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_full_disk(full_disk: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml"])
-def test_another_run_is_not_written_over(tmp_path: Path, name: str) -> None:
+def test_another_run_is_not_overwritten(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("")
     with pytest.raises(ConfigError, match="holds a run already; go on with resume="):
         RunDir(tmp_path).check_writable(resuming=False)
@@ -73,7 +73,7 @@ def test_resuming_clears_what_a_killed_run_left(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob(".tmp-*"))
 
 
-def test_a_run_that_never_began_is_forgotten(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_that_never_began_is_removed(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "a")
     (run.path / ".hydra").mkdir(parents=True)
     run.log.touch()
@@ -116,7 +116,7 @@ def test_a_forked_process_does_not_keep_the_folder_locked(tmp_path: Path) -> Non
         (errno.ENOENT, True, r"metrics\.jsonl: No such file or directory; put that right, "),
     ],
 )
-def test_trouble_in_the_middle_of_a_run(tmp_path: Path, code: int, inside: bool, said: str) -> None:
+def test_an_os_error_during_a_run_has_a_remedy(tmp_path: Path, code: int, inside: bool, said: str) -> None:
     RunDir(tmp_path).config.touch()
     where = tmp_path / "metrics.jsonl" if inside else Path("/etc/shadow")
     error = RunDir(tmp_path).run_error(OSError(code, os.strerror(code), str(where)))
@@ -125,14 +125,14 @@ def test_trouble_in_the_middle_of_a_run(tmp_path: Path, code: int, inside: bool,
         raise error
 
 
-def test_a_folder_that_was_removed_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_was_removed_is_reported(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     error = run.run_error(FileNotFoundError(errno.ENOENT, "No such file or directory", str(run.metrics)))
     assert "the folder was removed or emptied while the run was writing in it" in str(error)
 
 
 @pytest.mark.parametrize(("problem", "goes_on"), [(errno.ENOSYS, True), (errno.ENOLCK, True), (errno.EIO, False)])
-def test_a_file_system_without_locks_is_told_and_used(
+def test_a_file_system_without_locks_is_used_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, problem: int, goes_on: bool
 ) -> None:
     def flock(*_: object) -> None:

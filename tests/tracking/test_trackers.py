@@ -1,4 +1,4 @@
-"""tracker=NAME."""
+"""Trackers of accelerate, with grpocli's metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_tracker_of_accelerate_has_a_name_here(all_installed: None) -> Non
         assert build(compose([f"tracker={name}", "tracker.options.tags=[a]"]).tracker).kind == name
 
 
-def test_none_is_no_tracker(tmp_path: Path) -> None:
+def test_tracker_none_starts_nothing(tmp_path: Path) -> None:
     NoTracker().check()
     assert NoTracker().start("run", tmp_path, {}) is None
 
@@ -49,7 +49,7 @@ def test_an_unknown_kind_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")
-def test_tensorboard_for_real(tmp_path: Path) -> None:
+def test_tensorboard_writes_an_event_file(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     live = Accelerate(kind="tensorboard").start("run", tmp_path, {"seed": 0, "betas": [0.9, 0.99], "x": {"y": None}})
@@ -63,7 +63,7 @@ def test_tensorboard_for_real(tmp_path: Path) -> None:
 
 
 class Recorded:
-    """Stands in for accelerate's class: keeps what it is told, fails when asked to."""
+    """A fake of accelerate's class that records its calls and fails on request."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args, self.kwargs, self.logged, self.failing = args, kwargs, [], False
@@ -98,7 +98,7 @@ class Recorded:
         ("tensorboard", ("tensorboard",), {"logging_dir": "FOLDER"}),
     ],
 )
-def test_what_a_tracker_is_told(
+def test_the_arguments_of_a_tracker(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     all_installed: None,

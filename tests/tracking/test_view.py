@@ -1,4 +1,4 @@
-"""What a person sees."""
+"""Views: plain lines, the live view, and formatted text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ METRICS: dict[str, Any] = {
 
 
 class Clock:
-    """Time that passes when told to."""
+    """A clock that the test sets."""
 
     now = 100.0
 
@@ -64,7 +64,7 @@ def test_plain_lines() -> None:
     ]
 
 
-def test_plain_stages_are_said_once_and_slow_ones_now_and_then() -> None:
+def test_plain_stages_are_printed_once_and_slow_ones_repeatedly() -> None:
     view, out, clock = plain()
     for _ in range(3):
         view.stage("training")
@@ -98,15 +98,15 @@ def test_plain_lines_are_a_fifth_of_a_stage_s_time_apart_and_at_most_half_a_minu
     assert len(said) < 50, "a log of an hour is not an hour of lines"
 
 
-def test_a_late_report_of_progress_does_not_bring_the_stage_before_back() -> None:
+def test_a_late_report_does_not_restore_the_stage_before() -> None:
     others: list[threading.Thread] = []
 
     def clock() -> float:
-        """While a report reads it, the trainer begins the next stage."""
+        """A stage that changes while a report reads it."""
         if current and not others:
             others.append(threading.Thread(target=current[0].begin, args=("training",)))
             others[0].start()
-            others[0].join(0.1)  # with a lock it waits for the report
+            others[0].join(0.1)  # with the lock, this waits for the report
         return 0.0
 
     current: list[CurrentStage] = []
@@ -116,7 +116,7 @@ def test_a_late_report_of_progress_does_not_bring_the_stage_before_back() -> Non
     assert current[0].stage == Stage("training", 0.0)
 
 
-def test_progress_of_an_unknown_whole_is_what_is_known() -> None:
+def test_progress_with_an_unknown_total() -> None:
     view, out, clock = plain()
     view.stage("starting vLLM")
     view.progress(0, 0, "loading weights", "\x1b[31m<log line>\x1b[0m")
@@ -129,7 +129,7 @@ def test_progress_of_an_unknown_whole_is_what_is_known() -> None:
 
 
 def test_the_time_left_is_that_of_the_rate_since_the_count_began() -> None:
-    stage = Stage("sampling", 0.0).at(100.0, 640, 1280, "completions")  # another piece was done before
+    stage = Stage("sampling", 0.0).at(100.0, 640, 1280, "completions")  # another part was done before
     assert stage.left(101.0) is None
     stage = stage.at(110.0, 740, 1280, "completions")
     assert stage.left(110.0) == pytest.approx(54.0)
@@ -139,7 +139,7 @@ def test_the_time_left_is_that_of_the_rate_since_the_count_began() -> None:
     assert stage.renamed("training", 5.0) == Stage("training", 5.0)
 
 
-def test_plain_samples_come_now_and_then_on_one_line() -> None:
+def test_plain_samples_are_printed_now_and_then_on_one_line() -> None:
     view, out, clock = plain()
     for _ in range(3):
         view.sample(ShownCompletion("1+\n1=", "2\x1b[2J" + "x" * 100, {"math": 1.0, "format": math.nan}, -0.5))
@@ -159,7 +159,7 @@ def test_plain_lines_after_a_resume() -> None:
     assert out.getvalue().splitlines() == ["going on after step 3", "step 4/5  reward 1  2 s/step  2 s left"]
 
 
-def test_the_time_left_follows_the_last_steps() -> None:
+def test_the_time_left_is_estimated_from_the_last_steps() -> None:
     clock = Clock()
     pace = Pace(clock)
     assert pace.left is None
@@ -210,7 +210,7 @@ def test_the_live_view_fits_the_terminal(live: LiveView, width: int, height: int
     assert any("warm start" in line for line in lines)
 
 
-def test_the_live_view_shows_what_matters(live: LiveView) -> None:
+def test_the_live_view_shows_metrics_progress_and_a_completion(live: LiveView) -> None:
     live.stage("loading")
     assert any("loading" in line for line in screen(live, 80, 24))
     fill(live, completion="\x1b[31mso it is\n[bold]2[/bold]\x07")
@@ -243,7 +243,7 @@ def test_the_live_view_shows_the_reference_answer(live: LiveView) -> None:
     assert "reference" not in "\n".join(screen(live, 80, 24))
 
 
-def test_little_room_is_for_what_people_look_at_first(live: LiveView) -> None:
+def test_a_small_terminal_shows_the_first_metrics(live: LiveView) -> None:
     fill(live)
     text = "\n".join(screen(live, 50, 12))
     for said in ("reward", "loss", "kl", "mean_length"):
@@ -253,7 +253,7 @@ def test_little_room_is_for_what_people_look_at_first(live: LiveView) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.text(), st.none() | st.floats() | st.integers() | st.text()), st.text(), st.text())
-def test_whatever_comes_is_drawn(metrics: dict[str, Any], prompt: str, completion: str) -> None:
+def test_any_metrics_and_texts_are_drawn(metrics: dict[str, Any], prompt: str, completion: str) -> None:
     view = LiveView(Console(file=io.StringIO(), force_terminal=True, width=80, height=24))
     try:
         view.step(1, metrics)
@@ -264,7 +264,7 @@ def test_whatever_comes_is_drawn(metrics: dict[str, Any], prompt: str, completio
     assert len(lines) < 24
 
 
-def test_the_terminal_is_as_it_was_after_an_error() -> None:
+def test_the_terminal_is_restored_after_an_error() -> None:
     out = io.StringIO()
     stdout = sys.stdout
     view = LiveView(Console(file=out, force_terminal=True, width=80, height=24))
@@ -273,11 +273,13 @@ def test_the_terminal_is_as_it_was_after_an_error() -> None:
     view.stop()
     view.stop()
     assert sys.stdout is stdout
-    assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") == 1  # the cursor hides, and is back
+    assert (
+        out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") == 1
+    )  # the cursor is hidden and shown again
     assert "stopped" in out.getvalue()
 
 
-def test_done_is_said_when_it_is(live: LiveView) -> None:
+def test_a_finished_run_is_called_done(live: LiveView) -> None:
     fill(live, steps=12)
     live.stop()
     assert screen(live, 80, 24)[-1] == "done"
@@ -301,7 +303,7 @@ def test_a_terminal_that_cannot_be_redrawn_gets_lines(
     view = make_view(is_terminal=True)
     view.stop()
     assert type(view) is kind
-    assert type(make_view()) is PlainView  # the output of a test is no terminal, whatever FORCE_COLOR says
+    assert type(make_view()) is PlainView  # the output of a test is not a terminal, whatever FORCE_COLOR says
 
 
 def test_the_silent_view_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -345,7 +347,7 @@ def test_durations_and_sparklines() -> None:
     assert [trend(1, 0), trend(0, 1), trend(1, 1), trend(1, None), trend(None, 1)] == ["↑", "↓", " ", " ", " "]
 
 
-def test_text_of_models_cannot_command_the_terminal() -> None:
+def test_text_of_models_cannot_control_the_terminal() -> None:
     assert clean("a\x1b[2Jb\x07\r\nc\x1b]0;title\x07d\te") == "ab\ncd  e"
     assert clean("\u202eright to left\u200b \x9b31m") == "right to left 31m"
     assert (
@@ -372,7 +374,7 @@ def test_metrics_have_their_sections() -> None:
     }
 
 
-def test_a_full_disk_below_standard_output_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_below_standard_output_does_not_end_a_run(caplog: pytest.LogCaptureFixture) -> None:
     with open("/dev/full", "w") as file:  # noqa: PTH123 - a device
         view = PlainView(Console(file=file, force_terminal=False))
         view.note("one")

@@ -67,7 +67,7 @@ def test_a_log_that_cannot_be_opened_is_silent(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().err == ""
 
 
-def test_a_mistake_in_a_call_of_the_log_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_call_of_the_log_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.Logger("a run's")
     handler = QuietFileHandler(tmp_path / "run.log", delay=True)
     logger.addHandler(handler)
@@ -86,13 +86,13 @@ def test_a_folder_appears_when_it_is_whole(tmp_path: Path) -> None:
     assert list(target.parent.iterdir()) == [target]
 
 
-def test_an_error_before_the_folder_is_there_stays_what_it_is(tmp_path: Path) -> None:
-    """As in a process that has lost the one that makes the folder."""
+def test_an_error_without_the_folder_is_raised_unchanged(tmp_path: Path) -> None:
+    """As in a process whose main process, which makes the folder, was killed."""
     with pytest.raises(RuntimeError, match="connection closed"), full_disk_as_oserror(tmp_path / "no" / "step_1"):
         raise RuntimeError("connection closed")
 
 
-def test_a_folder_that_fails_never_was(tmp_path: Path) -> None:
+def test_a_folder_whose_writing_fails_is_removed(tmp_path: Path) -> None:
     def write() -> None:
         with atomic_folder(tmp_path / "step_1") as folder:
             (folder / "half").write_text("h")
@@ -114,7 +114,7 @@ def test_a_folder_is_replaced_only_when_asked(tmp_path: Path) -> None:
     assert [p.name for p in target.iterdir()] == ["new"]
 
 
-def test_a_folder_on_a_full_disk_says_so_whatever_the_library_raises(full_disk: Path) -> None:
+def test_a_full_disk_is_reported_whatever_the_library_raises(full_disk: Path) -> None:
     before = set(full_disk.iterdir())
     with pytest.raises(OSError, match="No space left") as caught, atomic_folder(full_disk / "step_1"):
         raise RuntimeError("writer failed")  # torch.save and safetensors have errors of their own
@@ -125,12 +125,12 @@ def test_a_folder_on_a_full_disk_says_so_whatever_the_library_raises(full_disk: 
 @pytest.mark.parametrize(
     "message", ["I/O error: No space left on device (os error 28)", "write failed: Disk quota exceeded"]
 )
-def test_a_full_disk_is_told_by_its_message_too(tmp_path: Path, message: str) -> None:
+def test_a_full_disk_is_recognised_by_the_message_too(tmp_path: Path, message: str) -> None:
     with pytest.raises(OSError, match="No space left"), atomic_folder(tmp_path / "step_1"):
         raise RuntimeError(message)
 
 
-def test_an_error_of_the_system_in_a_library_s_words(tmp_path: Path) -> None:
+def test_an_os_error_is_recognised_in_a_librarys_message(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="File too large") as caught, atomic_folder(tmp_path / "a"):
         raise RuntimeError("I/O error: File too large (os error 27)")
     assert caught.value.errno == errno.EFBIG
@@ -146,14 +146,14 @@ def test_leftovers_of_a_killed_process_are_cleared(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
 
 
-def test_what_somebody_else_has_named_so_stays(tmp_path: Path) -> None:
+def test_other_hidden_files_are_kept(tmp_path: Path) -> None:
     for name in (".old-foo", ".old-", ".tmp-notes", ".hidden-7"):
         (tmp_path / name).mkdir()
     clear_leftovers(tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_of_a_link_what_it_points_to_stays(tmp_path: Path) -> None:
+def test_the_target_of_a_symbolic_link_is_kept(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     folder = tmp_path / "run"
     folder.mkdir()
@@ -168,7 +168,7 @@ def test_of_a_link_what_it_points_to_stays(tmp_path: Path) -> None:
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_a_folder_caught_in_the_swap_comes_back(tmp_path: Path) -> None:
+def test_a_folder_is_restored_after_an_interrupted_swap(tmp_path: Path) -> None:
     (tmp_path / ".old-my-model-77").mkdir()
     (tmp_path / ".old-my-model-77" / "weights").touch()
     (tmp_path / ".tmp-my-model-77").mkdir()
@@ -199,7 +199,7 @@ def test_a_file_that_another_machine_replaces_is_read_again(
 
 
 def test_two_machines_with_one_process_number_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one has written beside, and not renamed yet, the other writes."""
+    """One has written its temporary file and not renamed it yet when the other writes."""
     sync, wrote = os.fsync, []
 
     def meanwhile(handle: int) -> None:

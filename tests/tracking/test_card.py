@@ -1,4 +1,4 @@
-"""What a run leaves for people: summary.json and the model's card."""
+"""summary.json and the model card of a run."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_summary_of_a_run_that_failed(run: RunDir) -> None:
     assert "eval/accuracy" not in read
 
 
-def test_a_summary_has_room_on_a_full_disk(small_disk: Path) -> None:
+def test_a_summary_can_be_written_to_a_full_disk(small_disk: Path) -> None:
     run = RunDir(small_disk)
     reserve_space(run.summary)
     with (small_disk / "filler").open("wb") as file:
@@ -111,7 +111,7 @@ def test_card(run: RunDir) -> None:
     assert yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])["seed"] == 0
 
 
-def test_accuracies_over_different_problems_are_called_so(run: RunDir) -> None:
+def test_accuracies_over_different_problems_are_marked(run: RunDir) -> None:
     why = "before and after are of different evaluations: eval.problems 256 -> 512"
     made = summary(run, incomparable=why)
     assert json.loads(run.summary.read_text())["eval/incomparable"] == why
@@ -119,7 +119,7 @@ def test_accuracies_over_different_problems_are_called_so(run: RunDir) -> None:
     assert "eval/incomparable" not in summary(run, incomparable=why, after={}), "there is nothing to compare"
 
 
-def test_card_tells_session_by_session_what_trained_it(run: RunDir) -> None:
+def test_the_card_lists_the_sessions(run: RunDir) -> None:
     for step, changes in ((0, {}), (20, {"optim.lr": (1e-6, 5e-7), "rollout.stop": ([], ["|"])})):
         add_session(run, Session(step, f"day {step}", {"grpocli": "0.1.0", "torch": "2"}, changes))
     card = model_card(run, "Qwen/Qwen2.5-0.5B", summary(run))
@@ -129,7 +129,7 @@ def test_card_tells_session_by_session_what_trained_it(run: RunDir) -> None:
     assert "The config of the last steps:" in card
 
 
-def test_card_names_what_a_resume_has_chosen(run: RunDir) -> None:
+def test_the_card_names_choices_of_a_resume(run: RunDir) -> None:
     (run.path / ".hydra").mkdir()
     choices = {"algorithm": "dapo", "task": "gsm8k", "engine": "auto"}
     (run.path / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"runtime": {"choices": choices}}}))
@@ -140,7 +140,7 @@ def test_card_names_what_a_resume_has_chosen(run: RunDir) -> None:
     assert "| task | `gsm8k` |" in card
 
 
-def test_card_names_the_choices_that_hydra_saved(run: RunDir) -> None:
+def test_the_card_names_the_choices_that_hydra_saved(run: RunDir) -> None:
     (run.path / ".hydra").mkdir()
     choices = {"algorithm": "dapo", "task": "gsm8k", "model": "tiny", "hydra/launcher": "basic"}
     saved = {"hydra": {"runtime": {"choices": choices}}}
