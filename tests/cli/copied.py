@@ -57,7 +57,7 @@ class Copied:
 
 
 def prompt_sets() -> list[PromptSet]:
-    return [one for one in gc.get_objects() if isinstance(one, PromptSet)]
+    return [one for one in gc.get_objects() if type(one) is PromptSet]
 
 
 class CopiedEngine:

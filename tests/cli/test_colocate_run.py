@@ -14,7 +14,10 @@ pytestmark = pytest.mark.vllm
 NOT_OURS = ("Traceback", "Warning", "WARNING", "INFO", "Loading", "it/s", "Gloo", "vLLM", "rank")
 
 
-@pytest.mark.parametrize(("processes", "rank"), [(1, 4), (2, 0)], ids=["one process, LoRA", "two processes"])
+@pytest.mark.parametrize(
+    ("processes", "rank"),
+    [pytest.param(1, 4, id="one process, LoRA"), pytest.param(2, 0, id="two processes", marks=pytest.mark.survival)],
+)
 def test_a_run_syncs_samples_and_ends_quietly(tmp_path: Path, processes: int, rank: int) -> None:
     run = tmp_path / "run"
     code, out = finish(
@@ -34,6 +37,7 @@ def test_a_run_syncs_samples_and_ends_quietly(tmp_path: Path, processes: int, ra
     assert not list((run / "logs").glob("failure_*")), out
 
 
+@pytest.mark.survival
 def test_an_argument_that_vllm_does_not_have_is_refused(tmp_path: Path) -> None:
     argument = "engine.vllm_args.max_num_seq=4"
     command = [sys.executable, "-m", "grpocli", "train", *SMALL, "engine=vllm_colocate", argument]

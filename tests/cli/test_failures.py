@@ -16,6 +16,8 @@ from cli.running import SMALL, metrics
 from grpocli.rollout.transformers_engine import TransformersEngine
 from grpocli.types import Completion
 
+pytestmark = pytest.mark.processes
+
 SMALL_RUN = ["train", *SMALL, "eval.problems=0"]
 
 

@@ -15,6 +15,8 @@ import pytest
 from cli.running import SMALL, metrics
 from cli.test_failures import failed
 
+pytestmark = pytest.mark.processes
+
 REWARD = """
 import errno, os
 from pathlib import Path

@@ -18,6 +18,7 @@ from grpocli.training.trainer_job import TrainerJob
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.processes
 def test_an_installation_says_what_it_does(tmp_path: Path) -> None:
     """uv and pip show what they download, unless they are asked not to."""
     command = ["make", "-n", "-C", str(ROOT), f"VENV={tmp_path}/venv", "train"]

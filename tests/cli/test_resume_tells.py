@@ -11,6 +11,8 @@ import pytest
 from cli.running import SMALL, metrics
 from cli.test_refused import digest
 
+pytestmark = pytest.mark.processes
+
 SECRET = "hunter2-of-the-environment"
 TYPED = "rollout.stop=['${oc.env:MY_SECRET}']"
 

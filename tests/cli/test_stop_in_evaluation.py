@@ -9,6 +9,8 @@ import pytest
 from cli.running import SMALL, metrics, without_times
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.processes
+
 REWARD = """
 import os, signal
 from pathlib import Path

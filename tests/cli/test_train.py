@@ -7,17 +7,31 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli.running import SMALL, metrics, without_times
+from cli.running import SMALL, metrics, run_here, without_times
+
+pytestmark = pytest.mark.processes
 
 SMALL_RUN = ["train", *SMALL]
 
 
-def test_a_run_leaves_what_it_promises(grpocli, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    code, out, err = grpocli(*SMALL_RUN, "checkpoint.every=2", "checkpoint.keep=1", f"hydra.run.dir={run}")
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with what most of them have."""
+    run = tmp_path_factory.mktemp("train") / "run"
+    options = ["checkpoint.every=2", "checkpoint.keep=1", "eval.every=2", "tracker=tensorboard"]
+    assert run_here(*SMALL_RUN, *options, f"hydra.run.dir={run}") == 0
+    return run
+
+
+def test_a_run_says_what_it_does(grpocli, tmp_path: Path) -> None:
+    code, out, err = grpocli(*SMALL_RUN, "train.steps=1", "engine=fake", f"hydra.run.dir={tmp_path}/run")
     assert (code, err) == (0, "")
+    assert "method  algorithm=grpo, engine=fake" in out
     assert "4 prompts x 4 = 16 completions a step" in out
-    assert "held-out accuracy after 3 steps" in out
+    assert "held-out accuracy after 1 step" in out
+
+
+def test_a_run_leaves_what_it_promises(run: Path) -> None:
     rows = metrics(run)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["weight_version"] for row in rows] == [1, 2, 3]
@@ -53,6 +67,8 @@ def test_a_run_leaves_what_it_promises(grpocli, tmp_path: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["exit"]) == (3, "done")
     assert {"eval/accuracy_before", "eval/accuracy", "seconds"} <= summary.keys()
+    assert ["eval/accuracy" in row for row in rows] == [False, True, False]
+    assert list(run.rglob("events.out.tfevents*"))
 
 
 @pytest.mark.parametrize(("terminal", "sweep"), [(True, False), (False, False), (True, True)])
@@ -69,11 +85,9 @@ def test_the_end_of_a_run_says_what_to_do_next_in_a_terminal(
     assert ("grpocli compare 'a run' RUN ...\n" in out) is (terminal and not sweep)
 
 
-def test_the_final_model_is_a_hugging_face_folder(grpocli, tmp_path: Path) -> None:
+def test_the_final_model_is_a_hugging_face_folder(grpocli, run: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run = tmp_path / "run"
-    assert grpocli(*SMALL_RUN, "eval.problems=0", f"hydra.run.dir={run}")[0] == 0
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     text = tokenizer.apply_chat_template([{"role": "user", "content": "12+34="}], tokenize=False)
@@ -86,10 +100,11 @@ def test_the_final_model_is_a_hugging_face_folder(grpocli, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo", "drgrpo", "dgpo"])
 def test_every_algorithm_trains(algorithm: str, grpocli, tmp_path: Path) -> None:
-    code, _, err = grpocli(*SMALL_RUN, f"algorithm={algorithm}", "eval.problems=0", f"hydra.run.dir={tmp_path}/run")
+    options = ["eval.problems=0", "train.steps=2"]
+    code, _, err = grpocli(*SMALL_RUN, f"algorithm={algorithm}", *options, f"hydra.run.dir={tmp_path}/run")
     assert (code, err) == (0, "")
     rows = metrics(tmp_path / "run")
-    assert len(rows) == 3
+    assert len(rows) == 2
     assert ("kl" in rows[0]) == (algorithm == "grpo")
     if algorithm == "dapo":
         assert rows[0]["sampling/rounds"] >= 1
@@ -104,11 +119,6 @@ def test_several_epochs_and_minibatches_are_off_policy(grpocli, tmp_path: Path) 
     options += ["reward=[python]", "reward.python.function=reward.py:small"]
     assert grpocli(*SMALL_RUN, *options, f"hydra.run.dir={tmp_path}/run")[0] == 0
     assert any(row["clip_ratio/region_mean"] > 0 for row in metrics(tmp_path / "run"))
-
-
-def test_evaluation_during_training(grpocli, tmp_path: Path) -> None:
-    assert grpocli(*SMALL_RUN, "eval.every=2", f"hydra.run.dir={tmp_path}/run")[0] == 0
-    assert ["eval/accuracy" in row for row in metrics(tmp_path / "run")] == [False, True, False]
 
 
 def test_gradient_checkpointing_changes_nothing(grpocli, tmp_path: Path) -> None:
@@ -146,11 +156,6 @@ def test_a_sweep_goes_on_after_a_job_that_failed(grpocli, tmp_path: Path) -> Non
     assert code == 2
     assert "eval.reward=nothing" in err
     assert json.loads((tmp_path / "sweep" / "1" / "summary.json").read_text())["exit"] == "done"
-
-
-def test_tensorboard(grpocli, tmp_path: Path) -> None:
-    assert grpocli(*SMALL_RUN, "tracker=tensorboard", "eval.problems=0", f"hydra.run.dir={tmp_path}/run")[0] == 0
-    assert list((tmp_path / "run").rglob("events.out.tfevents*"))
 
 
 def test_help_and_config_are_printed(grpocli) -> None:

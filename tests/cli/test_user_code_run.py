@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from cli.running import SMALL, finish, metrics, start
+
+pytestmark = pytest.mark.processes
 
 REWARD = """
 import os, signal, threading, time

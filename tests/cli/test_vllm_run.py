@@ -48,10 +48,12 @@ def test_a_run_starts_syncs_and_stops_its_server(tmp_path: Path) -> None:
     assert all(row["completions/mean_turns"] > 1 for row in metrics(tmp_path / "run"))
 
 
+@pytest.mark.survival
 def test_a_killed_run_leaves_no_server(tmp_path: Path) -> None:
     assert until_signal(tmp_path / "run", 1, signal.SIGKILL) == -signal.SIGKILL
 
 
+@pytest.mark.survival
 def test_two_processes_with_parts_of_the_weights_use_the_server_of_another_terminal(tmp_path: Path) -> None:
     family = Family()
     serve = start("vllm-serve", "model.warm_start_steps=20", "port=0", "max_model_len=64")
