@@ -111,7 +111,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     options = Vllm()
     part = getattr(choices, args.transport.capitalize())(**({"bucket_mb": args.bucket_mb} if args.bucket_mb else {}))
-    transport = part.choose(choices.locate_servers("auto", options, shared=True))
+    transport = part.choose(choices.locate_servers("auto", options.urls, shared=True))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         job = EngineJob(args.model, args.dtype, 256, Path(folder), seed=0, transport=transport)

@@ -103,7 +103,6 @@ def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[Evaluated]:
     from grpocli.hardware.devices import devices_of
     from grpocli.launch.run import prepare
     from grpocli.launch.train_process import quiet_libraries
-    from grpocli.rollout.auto import chosen
     from grpocli.tracking.live_view import status_view
     from grpocli.tracking.run_dir import RunDir
 
@@ -114,7 +113,7 @@ def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[Evaluated]:
     view = status_view()
     try:
         out_dir = RunDir(out, "--out")
-        job = prepare(run, out_dir, view, devices_of(run.hardware, chosen(run.engine)))
+        job = prepare(run, out_dir, view, devices_of(run.hardware, run.engine.resolved()))
         out_dir.check_writable(resuming=True)
         return _sampled(run, job.engine, models or [(job.engine.model_path, job.engine.model_path)], args, out, view)
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,9 +93,7 @@ def split(hardware: Single, engine: Any, gpus: Sequence[str]) -> Devices:
 
 def servers_need(engine: Any) -> int:
     """GPUs that the run's own servers take; 0 where it starts none."""
-    if getattr(engine, "base_url", None) or not hasattr(engine, "replicas"):
-        return 0
-    return math.prod((engine.replicas, engine.tensor_parallel, engine.data_parallel))
+    return int(engine.server_gpus)
 
 
 def _chosen(field: str, value: Any, gpus: Sequence[str], last: bool = False) -> tuple[str, ...] | None:

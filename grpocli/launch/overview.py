@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from grpocli.config.user_parts import choice_of
-from grpocli.rollout.auto import chosen
 from grpocli.tasks.mixture import tasks_of
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ def opening_lines(run: Run, job: EngineJob, devices: Devices, choices: Mapping[s
     model = job.model_path if choice == job.model_path else f"{choice} ({job.model_path})"
     gpus = len(devices.train)
     where = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "the CPU"
-    engine = choice_of("engine", chosen(run.engine))
+    engine = choice_of("engine", run.engine.resolved())
     return [
         f"model   {model}, in {job.dtype} on {where}",
         f"task    {', '.join(tasks_of(run.task))}, scored by {', '.join(run.reward)}",

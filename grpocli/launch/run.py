@@ -33,7 +33,6 @@ from grpocli.processes.node import Node
 from grpocli.processes.signals import enable_crash_tracebacks, stop_signal
 from grpocli.processes.threads import BackgroundTask
 from grpocli.rewards.python import PythonReward
-from grpocli.rollout.auto import chosen
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync import locate_servers
 from grpocli.rollout.vllm.server_files import new_engine_folder, shared_weights_folder
@@ -127,7 +126,7 @@ def _locked(
         begin()
         clean(run_dir.path)
         check_ready(run)  # before heavy imports
-        devices = devices_of(run.hardware, chosen(run.engine))
+        devices = devices_of(run.hardware, run.engine.resolved())
         run = _with_eval_problems(config, run, devices)
         job = prepare(run, run_dir, view, devices, node)
         point = _resume_point(run, run_dir, view, resuming)
@@ -205,15 +204,15 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
     from grpocli.models.loading import choose_dtype
 
     _check_device(run)
-    check_overlap(run, chosen(run.engine))
-    check_nodes(run, chosen(run.engine))
+    check_overlap(run, run.engine.resolved())
+    check_nodes(run, run.engine.resolved())
     check_shares(run, devices.processes * (node.count if node else 1))
     for name, task in tasks_of(run.task).items():
         with about(key_of(run.task, name)):
             _check_functions(run, name, task, task.examples("train")[0])
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
     nodes = getattr(run.hardware, "rollout_nodes", 0)
-    transport = run.sync.choose(locate_servers(run.hardware.device, run.engine, devices.shared, nodes))
+    transport = run.sync.choose(locate_servers(run.hardware.device, run.engine.urls, devices.shared, nodes))
     engine = EngineJob(
         model_path=model_path,
         dtype=choose_dtype(run.model.dtype, run.model, model_path, run.hardware.device),
@@ -223,7 +222,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
         transport=transport,
         sync_folder=run.sync.folder or shared_folder(run, run_dir, nodes, transport),
         lora_rank=run.model.lora.rank,
-        quantized=getattr(run.engine, "quantization", None) is not None,
+        quantized=run.engine.quantizes,
         revision=getattr(run.model, "revision", None),
         trust_remote_code=getattr(run.model, "trust_remote_code", False),
         max_num_seqs=max(run.rollout.group_size, run.eval.samples),
@@ -274,7 +273,7 @@ def _train(run: Run, job: TrainerJob, run_dir: RunDir, view: View, devices: Devi
 @contextmanager
 def _launched(run: Run, job: EngineJob, view: View) -> Iterator[None]:
     """Launch the engine, shown as a stage with progress, and print a line if the start took long."""
-    began, name, starting = time.monotonic(), choice_of("engine", chosen(run.engine)), True
+    began, name, starting = time.monotonic(), choice_of("engine", run.engine.resolved()), True
     view.stage(f"starting engine={name}")
 
     def progress(done: float, total: float, unit: str, detail: str = "") -> None:
@@ -310,7 +309,7 @@ def follow(run: Run, run_dir: RunDir, node: Node) -> float | None:
     from grpocli.launch.trainers import train_in_processes
 
     quiet_libraries()
-    devices = devices_of(run.hardware, chosen(run.engine))
+    devices = devices_of(run.hardware, run.engine.resolved())
     with stop_signal() as stop:
         with stop.immediately():
             wait_for_job(run_dir.path, node.session, READY_WITHIN)

@@ -9,10 +9,12 @@ from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
+    from grpocli.rollout.engine import EnginePart
 
 
 def check_run(run: Run) -> None:
     """Raise ConfigError for the first contradiction between keys."""
+    _check_engine(run)
     _check_rewards(run)
     _check_difficulty(run)
     _check_batch(run)
@@ -100,14 +102,13 @@ def _check_batch(run: Run) -> None:
 def _check_structure(run: Run) -> None:
     """Require a correction with a regex or schema, which restricts the sampler's distribution but not the trainer's."""
     from grpocli.config.user_parts import choice_of
-    from grpocli.rollout.auto import AutoEngine
     from grpocli.rollout.fake_engine import Fake
     from grpocli.rollout.transformers_engine import Transformers, refuse_structure
 
     name = run.rollout.sampling.structure
     if not name:
         return
-    engine = run.engine.chosen() if isinstance(run.engine, AutoEngine) else run.engine
+    engine = run.engine.resolved()
     if isinstance(engine, Transformers | Fake):
         refuse_structure(run.rollout.sampling, choice_of("engine", engine))
     if not run.algorithm.corrects:
@@ -117,11 +118,10 @@ def _check_structure(run: Run) -> None:
 
 def _check_group_fits(run: Run) -> None:
     """Require that vLLM runs a whole group at once, since a group is one request."""
-    given = {name.replace("-", "_"): value for name, value in getattr(run.engine, "vllm_args", {}).items()}
-    limit = given.get("max_num_seqs")
+    limit = run.engine.max_num_seqs
     groups = {"rollout.group_size": run.rollout.group_size, "eval.samples": run.eval.samples}
     name = max(groups, key=lambda name: groups[name])
-    if isinstance(limit, int) and limit < groups[name]:
+    if limit is not None and limit < groups[name]:
         problem = f"must be at least {name}={groups[name]}, whose completions are one request"
         raise ConfigError(problem, key="engine.vllm_args.max_num_seqs", value=limit)
 
@@ -129,8 +129,7 @@ def _check_group_fits(run: Run) -> None:
 def _check_waits(run: Run) -> None:
     """Require that processes wait longer for each other than the main one waits for a lost server."""
     engine, limit = run.engine, getattr(run.hardware, "timeout", 0)
-    waits: dict[str, int] = getattr(engine, "waits", {})
-    for key, seconds in waits.items() if (getattr(run.hardware, "processes", 1) or 1) > 1 else ():
+    for key, seconds in engine.waits.items() if (getattr(run.hardware, "processes", 1) or 1) > 1 else ():
         if seconds >= limit:
             raise ConfigError(
                 f"must be above the {seconds} s for which a lost server may be waited for ({key}): raise it, or lower "
@@ -138,6 +137,14 @@ def _check_waits(run: Run) -> None:
                 key="hardware.timeout",
                 value=limit,
             )
+
+
+def _check_engine(run: Run) -> None:
+    from grpocli.rollout.engine import EnginePart
+
+    if not isinstance(run.engine, EnginePart):
+        name = type(run.engine).__name__
+        raise ConfigError("its class must derive from grpocli.rollout.engine.EnginePart", key="engine", value=name)
 
 
 def check_nodes(run: Run, engine: Any) -> None:
@@ -184,13 +191,12 @@ def check_shares(run: Run, processes: int) -> None:
 def _check_parallel(run: Run) -> None:
     """Refuse combinations that sharded weights do not support."""
     from grpocli.config.user_parts import choice_of
-    from grpocli.rollout.auto import AutoEngine
 
     parallel, lora = run.hardware.parallel, run.model.lora.rank > 0
     if parallel not in ("zero3", "fsdp2"):  # returns early, since resolving engine=auto imports torch
         return
-    engine = run.engine.chosen() if isinstance(run.engine, AutoEngine) else run.engine
-    beside = getattr(engine, "overlaps", False)
+    engine = run.engine.resolved()
+    beside = engine.overlaps
     refused = {
         f"engine={choice_of('engine', engine)} cannot sample from weights in parts: take engine=vllm, or fsdp2": (
             parallel == "zero3" and not beside
@@ -208,7 +214,7 @@ def _check_parallel(run: Run) -> None:
             raise ConfigError(problem, key="hardware.parallel", value=parallel)
 
 
-def check_overlap(run: Run, engine: object) -> None:
+def check_overlap(run: Run, engine: EnginePart) -> None:
     """Check prefetching, which needs an engine outside the trainer. Called again with the choice of engine=auto."""
     from grpocli.config.user_parts import choice_of
 
@@ -225,7 +231,7 @@ def check_overlap(run: Run, engine: object) -> None:
             key="algorithm.keep.surplus",
             value="carry",
         )
-    if staleness and not getattr(engine, "overlaps", False):
+    if staleness and not engine.overlaps:
         raise ConfigError(
             f"engine={choice_of('engine', engine)} samples with the trainer's own weights or devices, not beside it: "
             "choose engine=vllm, or rollout.max_staleness=0",

@@ -112,7 +112,7 @@ def decoding_bytes(inputs: PlanInputs, devices: list[Device]) -> float:
 def _running(inputs: PlanInputs, devices: list[Device]) -> int:
     if _in_process(inputs) and hasattr(inputs.engine, "max_rows"):
         return sampled_rows(inputs)
-    limit = getattr(inputs.engine, "vllm_args", {}).get("max_num_seqs") or _default_max_num_seqs(inputs.resources)
+    limit = inputs.engine.max_num_seqs or _default_max_num_seqs(inputs.resources)
     caches = [item for device in devices for item in device.items if item.name == "vLLM: KV cache"]
     room = caches[0].generation * inputs.resources.tensor_parallel / sequence_bytes(inputs) if caches else limit
     return int(min(limit, max(1, room)))

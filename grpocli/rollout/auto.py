@@ -1,4 +1,4 @@
-"""engine=auto: vLLM where there is a GPU and vLLM is installed, else transformers."""
+"""engine=auto: vLLM if there is a GPU and vLLM is installed, else transformers."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from grpocli.config.parts import part
+from grpocli.rollout.engine import EnginePart
 
 if TYPE_CHECKING:
-    from grpocli.rollout.engine import Engine, EngineContext, EngineJob, EnginePart
+    from grpocli.rollout.engine import Engine, EngineContext, EngineJob
 
 
 @part("engine", "auto")
-class AutoEngine:
+class AutoEngine(EnginePart):
     """vLLM if it is installed and there is a GPU, else transformers.
 
     Choose an engine by name to set its keys.
     """
 
-    overlaps = True  # some choice does; at the launch the chosen one is asked
+    overlaps = True  # checked again for the resolved engine
 
-    def chosen(self, apart: bool = False) -> EnginePart:
-        """apart: vLLM has GPUs of its own."""
+    def resolved(self) -> EnginePart:
+        """Imports torch, which is slow."""
+        return self._choose(own_gpus=False)
+
+    def _choose(self, own_gpus: bool) -> EnginePart:
+        """own_gpus: vLLM shares no GPU with a trainer, whose memory would be needed too."""
         from importlib.util import find_spec
 
         import torch
@@ -29,18 +34,13 @@ class AutoEngine:
         if torch.cuda.is_available() and find_spec("vllm") is not None:
             from grpocli.rollout.vllm.engine_parts import Vllm
 
-            return Vllm(gpu_memory_utilization=0.9 if apart else 0.4)  # the trainer needs the rest of a shared GPU
+            return Vllm(gpu_memory_utilization=0.9 if own_gpus else 0.4)
         from grpocli.rollout.transformers_engine import Transformers
 
         return Transformers()
 
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
-        return self.chosen(apart=job.transport == "nccl").launch(job)  # which joins no GPU with itself
+        return self._choose(own_gpus=job.transport == "nccl").launch(job)  # NCCL never shares a GPU
 
     def connect(self, context: EngineContext) -> Engine:
-        return self.chosen().connect(context)
-
-
-def chosen(engine: EnginePart) -> EnginePart:
-    """What samples: the engine of the config, or the one that `auto` turns out to be here. Imports torch."""
-    return engine.chosen() if isinstance(engine, AutoEngine) else engine
+        return self.resolved().connect(context)

@@ -1,12 +1,23 @@
-"""The seam between the trainer and whatever samples completions."""
+"""The interface of engines, which sample completions.
+
+To write an engine, derive its config from `EnginePart` and return an `Engine` from `connect`:
+
+    launch    once, in the process that the user started: start servers, stop them when the block ends
+    connect   in every trainer process, after `launch`: return the engine
+    sync      at the start of step v: take over the policy's current weights, as version v
+    generate  complete token ids: n completions for each request, with each token's log-prob in nats
+    close     at the end of the run
+
+`fake_engine.py` is a small example. An engine that samples with the policy itself only keeps the version in `sync`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from grpocli.progress import UNWATCHED, Progress, Watch, unreported
 from grpocli.rollout.sync import Sync
@@ -20,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class PolicyView(Protocol):
-    """What an engine may know of the trainer's model."""
+    """The trainer's policy as an engine sees it."""
 
-    model: PreTrainedModel  # not wrapped by any parallelism
-    dtype: torch.dtype  # what it computes in (weights are float32)
+    model: PreTrainedModel  # not wrapped by DDP, FSDP or DeepSpeed
+    dtype: torch.dtype  # of its computations; weights are float32
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter under its Hugging Face name, tied ones once."""
@@ -33,21 +44,25 @@ class PolicyView(Protocol):
         """log p(token_ids[i] | token_ids[:i]) for i >= 1, in nats, at temperature 1, no gradient."""
         ...
 
+    def sampling_mode(self) -> AbstractContextManager[None]:
+        """Evaluation mode without gradients, for forwards of `model`. Collective."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class EngineJob:
-    """What a run knows before any model is loaded.
+    """What a run tells its engine before any model is loaded.
 
     model_path: the folder (or hub id) of the initial weights. dtype: "float32" or "bfloat16".
-    max_tokens: the longest prompt plus completion. max_num_seqs: completions of one request.
-    run_dir: where logs and addresses go.
-    transport: how weights get to a server, "shm", "nccl" or "ipc". sync_folder: where shm leaves them
-        (null: a new folder).
-    lora_rank: 0 where all weights are trained. quantized: the engine rounds weights (engine.quantization).
+    max_tokens: tokens of the longest prompt plus completion. max_num_seqs: completions of one request.
+    run_dir: for logs and addresses.
+    transport: how weights reach a server, "shm", "nccl" or "ipc". sync_folder: the folder of shm's files; null: a new
+        one.
+    lora_rank: 0 if all weights are trained. quantized: the engine rounds weights (engine.quantization).
     revision, trust_remote_code: as for the trainer's model.
-    gpus: of this machine's servers, as CUDA_VISIBLE_DEVICES names them; empty on a CPU.
-    nodes: machines that serve, where those are not this one; 0: this one does.
-    progress: called during the launch; it is not part of the saved job.
+    gpus: of servers on this machine, as in CUDA_VISIBLE_DEVICES; empty on a CPU.
+    nodes: the number of rollout nodes; 0: this machine serves.
+    progress: called during the launch; not part of the saved job.
     """
 
     model_path: str
@@ -69,13 +84,13 @@ class EngineJob:
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """What a trainer process hands its engine.
+    """What a trainer process gives its engine.
 
-    in_flight: weights may change under running requests. sampling: of training, so that an engine can refuse it at
-    once; None where nobody knows it yet.
-    recover: has the engine synced again by the thread that trains, and returns when that is done. For an engine that
-    must sync within `generate`; to be called in every process and as often in each. None: it may sync by itself.
-    stopping: whether this process was asked to stop, so that a long wait can end with EngineGone.
+    in_flight: weights may change under running requests. sampling: that of training, so that an engine can refuse it
+    early; None if unknown.
+    recover: has the training thread sync the engine again, and returns after that; for an engine that must sync within
+    `generate`, which calls it in every process and equally often. None: the engine may sync in its own thread.
+    stopping: whether the run is asked to stop; a long wait then ends with EngineGone.
     """
 
     job: EngineJob
@@ -98,9 +113,9 @@ def ignore(k: int, completions: list[Completion]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """An `OnGroup` with a `Watch`, which is called with the progress and may cancel the rest.
+    """An `OnGroup` with a `Watch`, which takes the progress of `generate` and may cancel it.
 
-    An engine without progress calls it as any other `OnGroup`; others use `Listener.wrap`.
+    An engine that reports no progress calls it like any `OnGroup`; others unpack it with `Listener.wrap`.
     """
 
     on_group: OnGroup = ignore
@@ -108,7 +123,7 @@ class Listener:
 
     @classmethod
     def wrap(cls, on_group: OnGroup) -> Listener:
-        """`on_group` itself if it is a Listener, else one without a watch."""
+        """`on_group` itself if it is a Listener, else a Listener without a watch."""
         return on_group if isinstance(on_group, Listener) else cls(on_group)
 
     def __call__(self, k: int, completions: list[Completion]) -> None:
@@ -116,11 +131,11 @@ class Listener:
 
 
 class Engine(Protocol):
-    """A live source of completions, in every trainer process.
+    """A connected engine in a trainer process.
 
-    With `rollout.max_staleness` above 0 `generate` is called in a thread of its own, beside the main one's; `sync` is
-    called in the main thread, and while `generate` runs only if weights may change under running requests or
-    `generate` asked for it with `EngineContext.recover`.
+    With `rollout.max_staleness` above 0 a second thread calls `generate`. The main thread calls `sync`, while
+    `generate` runs only if weights may change under running requests (`EngineContext.in_flight`) or if `generate` asked
+    for it with `EngineContext.recover`.
     """
 
     def generate(
@@ -128,14 +143,14 @@ class Engine(Protocol):
     ) -> list[list[Completion]]:
         """`n` completions for each request, in the requests' order.
 
-        on_group: may be called with a request's number and its completions as soon as all of them are there, once, in
-        any thread; it returns at once. Where it is a `Listener` whose watch is cancelled, `generate` may return early,
-        with completions that are cut off or missing; in every process it makes the same collective calls all the same.
+        on_group: may be called once for each request, with its number and its completions, as soon as they are
+        complete, in any thread; it returns at once. If it is a `Listener` whose watch is cancelled, `generate` may
+        return early with completions that are cut off or missing, after the same collective calls in every process.
         """
         ...
 
     def sync(self, version: int) -> dict[str, float]:
-        """Bring the engine to the policy's present weights and prove it; collective over all processes.
+        """Bring the engine to the policy's current weights and prove it; collective over all processes.
 
         Returns metrics (`sync/bytes` ...). Raises EngineError with both numbers if the proof fails.
         """
@@ -144,20 +159,48 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-class EnginePart(Protocol):
-    """A choice of the config group `engine`.
+class EnginePart:
+    """The base of a choice of the config group `engine`: its keys, and how it starts."""
 
-    One that samples beside the trainer, with weights and devices of its own, says so with `overlaps = True`; it can be
-    used with `rollout.max_staleness`.
-    """
+    overlaps: ClassVar[bool] = False
+    """Whether it samples beside the trainer, with its own weights and devices, as `rollout.max_staleness` needs."""
+
+    @property
+    def urls(self) -> list[str]:
+        """Addresses of servers that run already."""
+        return []
+
+    @property
+    def waits(self) -> dict[str, int]:
+        """Longest waits for a lost server in seconds, by the keys that set them."""
+        return {}
+
+    @property
+    def max_num_seqs(self) -> int | None:
+        """The user's limit of completions that run at once; None if there is none."""
+        return None
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether it rounds the weights to fewer bits than the dtype has."""
+        return False
+
+    @property
+    def server_gpus(self) -> int:
+        """GPUs of the servers that the run starts; 0 if it starts none."""
+        return 0
+
+    def resolved(self) -> EnginePart:
+        """The engine that samples: itself, or the choice of `engine=auto` on this machine."""
+        return self
 
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
-        """Start what lives outside the trainer processes (servers); stop it on the way out.
+        """Start what lives outside the trainer processes (servers); stop it at the end of the block.
 
         Called once, in the process that the user started.
         """
-        ...
+        return nullcontext()
 
     def connect(self, context: EngineContext) -> Engine:
-        """Called in every trainer process after `launch`."""
-        ...
+        """The engine of a trainer process; called in every trainer process after `launch`."""
+        raise NotImplementedError(f"{type(self).__name__} has no `connect`")

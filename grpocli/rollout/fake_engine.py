@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import Escaped, UserCode, part, require
 from grpocli.errors import RunError
-from grpocli.rollout.engine import Listener, ignore
+from grpocli.rollout.engine import EnginePart, Listener, ignore
 from grpocli.types import Completion, Prompt, Request, Sampling
 
 if TYPE_CHECKING:
-    from grpocli.rollout.engine import Engine, EngineContext, EngineJob, OnGroup
+    from grpocli.rollout.engine import Engine, EngineContext, OnGroup
 
 COLUMN = re.compile(r"\{(\w+)\}")
 
 
 @part("engine", "fake")
-class Fake:
+class Fake(EnginePart):
     """Completions are texts of yours, chosen by the prompt's seed; the policy scores and learns them."""
 
     completions: list[Escaped] = field(default_factory=lambda: ["{answer}", "wrong"])
@@ -38,9 +37,6 @@ class Fake:
 
         if self.function:
             check_exists(self.function, "engine.function")
-
-    def launch(self, job: EngineJob) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def connect(self, context: EngineContext) -> Engine:
         return FakeEngine(self, context.policy, context.tokenizer)

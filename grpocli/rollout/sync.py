@@ -1,9 +1,10 @@
-"""How weights get from the trainer to a vLLM server, and how that is proven: the config group `sync`."""
+"""The config group `sync`: how weights reach a vLLM server, and how often their arrival is proven."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 from grpocli.config.parts import part, require, section
@@ -14,8 +15,8 @@ from grpocli.errors import ConfigError
 class ServerLocation:
     """Where the servers are, seen from the trainer.
 
-    gpu: the trainer computes on GPUs. local: the servers are on this machine. shared: True where every GPU of the
-    servers is a trainer's too, False where none is, None where some are.
+    gpu: the trainer computes on GPUs. local: the servers are on this machine. shared: True if every GPU of the servers
+    is a trainer's too, False if none is, None if some are.
     """
 
     gpu: bool
@@ -23,15 +24,16 @@ class ServerLocation:
     shared: bool | None = False
 
 
-def locate_servers(device: str, engine: Any = None, shared: bool | None = False, nodes: int = 0) -> ServerLocation:
-    """device: "auto", "cpu" or "cuda". engine: the config's part; None for a server that is started for any run.
+def locate_servers(
+    device: str, urls: Sequence[str] = (), shared: bool | None = False, nodes: int = 0
+) -> ServerLocation:
+    """device: the trainer's, "auto", "cpu" or "cuda". urls: servers that run already; without any the run starts some.
 
-    shared: of the run's own servers, see `ServerLocation`. nodes: other machines that serve.
+    shared: of the run's own servers, see `ServerLocation`. nodes: the number of rollout nodes.
     """
     gpu = device == "cuda" or (device == "auto" and _has_gpu())
-    urls = getattr(engine, "base_url", None)
     if urls:
-        return ServerLocation(gpu, all(_here(url) for url in ([urls] if isinstance(urls, str) else urls)))
+        return ServerLocation(gpu, all(_here(url) for url in urls))
     return ServerLocation(gpu, local=False) if nodes else ServerLocation(gpu, shared=shared)
 
 
@@ -98,8 +100,9 @@ class NcclSync(Sync):
             raise ConfigError("needs GPUs, and the trainer computes on a CPU: take sync=shm", key="sync", value="nccl")
         if servers.shared is not False:
             raise ConfigError(
-                "the run's own server shares the trainer's GPUs, and NCCL joins no GPU with itself: take sync=ipc or "
-                "sync=shm, or start the server on other GPUs with `grpocli vllm-serve` and give engine.base_url",
+                "the run's own server shares the trainer's GPUs, and NCCL cannot connect a GPU with itself: take "
+                "sync=ipc or sync=shm, or start the server on other GPUs with `grpocli vllm-serve` and set "
+                "engine.base_url",
                 key="sync",
                 value="nccl",
             )

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import part, require
 from grpocli.errors import ConfigError
-from grpocli.rollout.engine import Listener, ignore
+from grpocli.rollout.engine import EnginePart, Listener, ignore
 from grpocli.rollout.sampling import stop_ids
 from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
-    from grpocli.rollout.engine import Engine, EngineContext, EngineJob, OnGroup
+    from grpocli.rollout.engine import Engine, EngineContext, OnGroup
 
 
 @part("engine", "transformers")
-class Transformers:
+class Transformers(EnginePart):
     """Samples with transformers in the trainer process."""
 
     max_rows: int = 256
@@ -27,9 +26,6 @@ class Transformers:
 
     def __post_init__(self) -> None:
         require(self, "max_rows", self.max_rows >= 1, "must be at least 1")
-
-    def launch(self, job: EngineJob) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def connect(self, context: EngineContext) -> Engine:
         ids = stop_ids(context.policy.model, context.tokenizer)

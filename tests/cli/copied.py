@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from grpocli.errors import EngineGone
-from grpocli.rollout.engine import EngineContext, EngineJob, OnGroup, ignore
+from grpocli.rollout.engine import EngineContext, EngineJob, EnginePart, OnGroup, ignore
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.sampling import stop_ids
 from grpocli.tasks.prompts import PromptSet
@@ -26,7 +26,7 @@ FOR_EVER = 40.0  # seconds
 
 
 @dataclass(frozen=True)
-class Copied:
+class Copied(EnginePart):
     """slow: seconds that a batch of completions takes at least. fails, lost, stuck: the call in which the engine
     breaks, is lost and must be synced again, or takes for ever; 0: none. gone: what is lost does not come back.
     meanwhile: every call but the first returns when the policy has been trained since it was made.

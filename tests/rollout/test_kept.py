@@ -21,7 +21,7 @@ HEARD = [[20, 21], [22], [23, 24, 25, 26]]
 FREE = Sampling(max_tokens=9)
 
 
-class SupervisedServer(TransformersEngine):
+class Watched(TransformersEngine):
     """Knows how many tokens each forward of several was of, padding included."""
 
     def __init__(self, model: Any, max_rows: int = 256, dtype: torch.dtype | None = None) -> None:
@@ -73,9 +73,9 @@ def model(little_model):
 
 @pytest.mark.parametrize("sampling", [FREE, replace(FREE, top_k=7, repetition_penalty=1.3)])
 def test_the_same_tokens_from_what_is_new(model, sampling: Sampling) -> None:
-    anew = talk(SupervisedServer(model), sampling, keeps=False)
+    anew = talk(Watched(model), sampling, keeps=False)
     assert len({len(done.token_ids) for done in anew[0]}) > 2
-    engine = SupervisedServer(model)
+    engine = Watched(model)
     assert_same(talk(engine, sampling), anew)
     longest = 1 + max(map(len, HEARD))
     assert engine.prompts == [(3, 6), (6, longest), (4, longest)]
@@ -99,7 +99,7 @@ def test_rows_of_one_length_too(model) -> None:
 
 def test_under_autocast_log_probs_are_near(model) -> None:
     """Greedy, rounding may decide a token; so each row's first one is compared, whatever was said before it."""
-    engine = SupervisedServer(model, dtype=torch.bfloat16)
+    engine = Watched(model, dtype=torch.bfloat16)
     request = Request(PROMPTS[1], 3, 0, pasts=boxes(3))
     (said,) = engine.generate([request], FREE)
     for done, past in zip(said, request.pasts, strict=True):
@@ -112,11 +112,11 @@ def test_under_autocast_log_probs_are_near(model) -> None:
 
 def test_weights_that_are_bfloat16(model) -> None:
     """Without autocast, as FSDP2 gathers them: keys are held in float32, queries are bfloat16."""
-    assert all(done.token_ids for turn in talk(SupervisedServer(model.bfloat16()), FREE) for done in turn)
+    assert all(done.token_ids for turn in talk(Watched(model.bfloat16()), FREE) for done in turn)
 
 
 def test_other_weights_compute_all_of_it(model) -> None:
-    engine = SupervisedServer(model)
+    engine = Watched(model)
     request = Request(PROMPTS[0], 1, 0, pasts=boxes(1))
     ((said,),) = engine.generate([request], FREE)
     engine.sync(1)
@@ -126,16 +126,16 @@ def test_other_weights_compute_all_of_it(model) -> None:
 
 
 def test_only_so_many_rows_are_kept(model) -> None:
-    engine = SupervisedServer(model, max_rows=4)
+    engine = Watched(model, max_rows=4)
     found = talk(engine, FREE)
-    assert_same(found, talk(SupervisedServer(model), FREE, keeps=False))
+    assert_same(found, talk(Watched(model), FREE, keeps=False))
     held = [Past() for _ in range(6)]
     engine.generate([Request(PROMPTS[0], 2, 0, pasts=(held[2 * i], held[2 * i + 1])) for i in range(3)], FREE)
     assert [past.held is not None for past in held] == [True] * 4 + [False] * 2
 
 
 def test_what_is_kept_is_used_once(model) -> None:
-    engine = SupervisedServer(model)
+    engine = Watched(model)
     request = Request(PROMPTS[0], 1, 0, pasts=boxes(1))
     ((said,),) = engine.generate([request], FREE)
     first = request.pasts[0].held
@@ -152,7 +152,7 @@ def test_a_model_that_forgets_keeps_nothing() -> None:
     sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     model = MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=4)).eval()
-    assert_same(talk(SupervisedServer(model), FREE), talk(SupervisedServer(model), FREE, keeps=False))
+    assert_same(talk(Watched(model), FREE), talk(Watched(model), FREE, keeps=False))
     request = Request(PROMPTS[0], 1, 0, pasts=boxes(1))
-    SupervisedServer(model).generate([request], FREE)
+    Watched(model).generate([request], FREE)
     assert request.pasts[0].held is None

@@ -79,7 +79,7 @@ def test_command_on_cpu_and_gpu() -> None:
     ("most", "cpu", "limit"), [(128, True, None), (129, True, "129"), (256, False, None), (300, False, "300")]
 )
 def test_a_large_group_is_one_request_all_the_same(most: int, cpu: bool, limit: str | None) -> None:
-    assert flags(Vllm(), cpu, replace(SPEC, most=most)).get("--max-num-seqs") == limit
+    assert flags(Vllm(), cpu, replace(SPEC, job=replace(SPEC.job, max_num_seqs=most))).get("--max-num-seqs") == limit
 
 
 def test_keys_that_vllm_names_otherwise() -> None:

@@ -23,7 +23,6 @@ from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync import ServerLocation
 from grpocli.rollout.vllm import transport_gpu, transport_shm
 from grpocli.rollout.vllm.engine import make_synchronizer
-from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.probe import TOLERANCE, WORST, compare, sequence, tolerance
 from grpocli.rollout.vllm.server_files import Endpoint
 from grpocli.rollout.vllm.transport_gpu import ARGUMENTS, decode_handles, encode_handles
@@ -525,12 +524,12 @@ def test_impossible_transports_are_refused(part: choices.Sync, place: ServerLoca
 
 
 def test_where_servers_are_is_read_from_the_config() -> None:
-    assert choices.locate_servers("cpu", Vllm()) == ServerLocation(gpu=False, shared=False)
-    assert choices.locate_servers("cuda", Vllm(), shared=None) == PARTLY
-    assert choices.locate_servers("cuda", Vllm(), shared=True) == SAME
-    assert choices.locate_servers("cuda", Vllm(), nodes=1) == AWAY
-    assert choices.locate_servers("cuda", Vllm(base_url="http://localhost:8000")) == OTHER
-    assert choices.locate_servers("cuda", Vllm(base_url="http://node2:8000")) == AWAY
+    assert choices.locate_servers("cpu") == ServerLocation(gpu=False, shared=False)
+    assert choices.locate_servers("cuda", shared=None) == PARTLY
+    assert choices.locate_servers("cuda", shared=True) == SAME
+    assert choices.locate_servers("cuda", nodes=1) == AWAY
+    assert choices.locate_servers("cuda", ["http://localhost:8000"]) == OTHER
+    assert choices.locate_servers("cuda", ["http://node2:8000"]) == AWAY
     assert choices.locate_servers("cuda") == OTHER
 
 

@@ -1,4 +1,4 @@
-"""The keys of engine=vllm, and their checks."""
+"""The keys of `engine=vllm` and `engine=vllm_colocate`, and their checks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from urllib.parse import urlsplit
 
 from grpocli.config.parts import key_of, nearest, require, section
 from grpocli.errors import ConfigError
+from grpocli.rollout.engine import EnginePart
 
 STOPPING = 60
-"""Seconds in which a server that is stuck is surely ended."""
-OURS = frozenset(
+"""Seconds within which a stuck server has ended."""
+RESERVED = frozenset(
     {
         *("api_key", "api_server_count", "config", "grpc", "grpc_port", "headless", "host", "middleware", "root_path"),
         *("model", "model_tag", "port", "served_model_name", "ssl_certfile", "ssl_keyfile", "tokens_only", "uds"),
@@ -20,8 +21,8 @@ OURS = frozenset(
         *("enable_lora", "lora_modules", "lora_target_modules", "max_cpu_loras", "max_lora_rank", "max_loras"),
     }
 )
-"""Options of vLLM that grpocli sets itself, because a run's correctness or safety rests on them."""
-ELSEWHERE = {
+"""Options of vLLM's server that grpocli sets itself, because a run's correctness or safety depends on them."""
+RENAMED = {
     "data_parallel_size": "engine.data_parallel",
     "dtype": "model.dtype",
     "revision": "model.revision",
@@ -30,13 +31,13 @@ ELSEWHERE = {
     "tensor_parallel_size": "engine.tensor_parallel",
     "trust_remote_code": "model.trust_remote_code",
 }
-"""Options of vLLM that are keys of their own, under another name."""
-OF_ITS_START = ("replicas", "port", "tensor_parallel", "data_parallel", "quantization", "speculative", "vllm_args")
-"""Keys that say nothing of a server that runs already, and would be ignored without a word."""
+"""Options of vLLM that have a key with another name."""
+START_KEYS = ("replicas", "port", "tensor_parallel", "data_parallel", "quantization", "speculative", "vllm_args")
+"""Keys that have no effect on a running server, and are refused with `base_url`."""
 
 
 @section("engine")
-class VllmOptions:
+class VllmOptions(EnginePart):
     """The keys of `engine=vllm`."""
 
     base_url: Any = None
@@ -79,7 +80,7 @@ class VllmOptions:
     """Any other option of vLLM's server: `engine.vllm_args.max_num_seqs=64`."""
 
     def __post_init__(self) -> None:
-        self._check_given()
+        self._check_base_url()
         require(self, "port", 0 <= self.port < 65536, "must be 0 (any free port) to 65535")
         at_least_1 = ("start_timeout", "request_timeout", "reconnect_timeout", "patience", "cpu_kv_cache_gb")
         for field in (*at_least_1, "tensor_parallel", "data_parallel", "replicas"):
@@ -97,27 +98,38 @@ class VllmOptions:
 
     @property
     def urls(self) -> list[str]:
-        """The given servers, without a slash at the end; none where the run starts its own."""
+        """The servers at `base_url`, without a slash at the end; none if the run starts its own."""
         given = [self.base_url] if isinstance(self.base_url, str) else self.base_url or []
         return [url.removesuffix("/") for url in map(str, given)]
 
     def key_file(self, url: str) -> str | None:
-        """Where the key of one of `urls` is, if the config says so."""
+        """The file with the key of one of `urls`; None if the config names none."""
         files = self.api_key_file
         named = files[self.urls.index(url)] if isinstance(files, list | tuple) else files
         return None if named is None else str(named)
 
     @property
+    def max_num_seqs(self) -> int | None:
+        return _max_num_seqs(self.vllm_args)
+
+    @property
+    def quantizes(self) -> bool:
+        return self.quantization is not None
+
+    @property
+    def server_gpus(self) -> int:
+        return 0 if self.urls else self.replicas * self.tensor_parallel * self.data_parallel
+
+    @property
     def waits(self) -> dict[str, int]:
-        """Seconds for which a server that was lost is waited for at most, by the keys they come from."""
         if self.base_url is not None:
             return {"engine.reconnect_timeout": self.reconnect_timeout, "engine.patience": self.patience}
         return {
             "engine.start_timeout times engine.max_restarts": self.start_timeout * max(1, self.max_restarts) + STOPPING
         }
 
-    def _check_given(self) -> None:
-        """The keys that belong to `base_url`."""
+    def _check_base_url(self) -> None:
+        """Check the keys that belong to `base_url`."""
         if self.base_url is None:
             return
         require(self, "base_url", isinstance(self.base_url, str | list | tuple), "must be an address or a list of them")
@@ -136,7 +148,7 @@ class VllmOptions:
             f"has another length than engine.base_url ({len(urls)}): give one file for each server, or one for all",
         )
         defaults = {field.name: field for field in dataclasses.fields(self)}
-        for name in OF_ITS_START:
+        for name in START_KEYS:
             default = {} if defaults[name].default_factory is dict else defaults[name].default
             problem = "does not change a server that runs already: give it to `grpocli vllm-serve`, or unset base_url"
             require(self, name, getattr(self, name) == default, problem)
@@ -144,25 +156,32 @@ class VllmOptions:
     def _check_vllm_args(self) -> None:
         for name in self.vllm_args:
             key, option = f"{key_of(self, 'vllm_args')}.{name}", name.replace("-", "_")
-            own = f"engine.{option}" if option in self._fields() else ELSEWHERE.get(option)
+            own = f"engine.{option}" if option in self._fields() else RENAMED.get(option)
             if own:
                 raise ConfigError(f"{key}: is a key of its own: set {own}")
-            if option in OURS:
-                raise ConfigError(f"{key}: grpocli sets this itself, since a run's correctness or safety rests on it")
+            if option in RESERVED:
+                raise ConfigError(
+                    f"{key}: grpocli sets this itself, because a run's correctness or safety depends on it"
+                )
 
     def _fields(self) -> list[str]:
         return [field.name for field in dataclasses.fields(self) if field.name != "vllm_args"]
+
+
+def _max_num_seqs(vllm_args: dict[str, Any]) -> int | None:
+    value = vllm_args.get("max_num_seqs", vllm_args.get("max-num-seqs"))
+    return value if isinstance(value, int) else None
 
 
 def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
+    except ValueError:  # an invalid port
         return False
 
 
-COLOCATED = frozenset(
+RESERVED_COLOCATED = frozenset(
     {
         *("model", "dtype", "seed", "revision", "trust_remote_code", "skip_tokenizer_init", "enable_lora"),
         *("enable_prefix_caching", "generation_config", "logprobs_mode", "weight_transfer_config", "load_format"),
@@ -170,11 +189,11 @@ COLOCATED = frozenset(
         *("enable_sleep_mode", "kv_cache_memory_bytes"),
     }
 )
-"""Arguments of vLLM that the run sets itself: they follow from other keys, or its correctness rests on them."""
+"""Arguments of `vllm.LLM` that grpocli sets itself, from other keys or for a run's correctness."""
 
 
 @section("engine")
-class ColocateOptions:
+class ColocateOptions(EnginePart):
     """The keys of `engine=vllm_colocate`."""
 
     gpu_memory_utilization: float = 0.3
@@ -198,5 +217,13 @@ class ColocateOptions:
         require(self, "max_model_len", self.max_model_len is None or self.max_model_len > 1, "must be above 1")
         own = [field.name for field in dataclasses.fields(self) if field.name != "vllm_args"]
         for name in self.vllm_args:
-            if name in COLOCATED or name in own:
+            if name in RESERVED_COLOCATED or name in own:
                 raise ConfigError(f"{key_of(self, 'vllm_args')}.{name}: grpocli sets this itself{nearest(name, own)}")
+
+    @property
+    def max_num_seqs(self) -> int | None:
+        return _max_num_seqs(self.vllm_args)
+
+    @property
+    def quantizes(self) -> bool:
+        return self.quantization is not None

@@ -1,4 +1,4 @@
-"""The engines `vllm` and `vllm_colocate`."""
+"""The choices `engine=vllm` and `engine=vllm_colocate`. Their keys are in `config.py`, their engines load later."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 class Vllm(VllmOptions):
     """A vLLM server: the run's own, or the one at `base_url` (started with `grpocli vllm-serve`)."""
 
-    overlaps = True  # it samples while the trainer trains
+    overlaps = True
 
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
-        """Start a server, or check the given one. Raises ConfigError where it cannot work."""
         from grpocli.rollout.vllm.launch import launch
 
         return launch(self, job)
@@ -32,10 +31,9 @@ class Vllm(VllmOptions):
 
 @part("engine", "vllm_colocate")
 class VllmColocate(ColocateOptions):
-    """An engine with a whole model in every trainer process; it loads the trainer's weights directly."""
+    """vLLM with a whole model in every trainer process, which loads the trainer's weights directly."""
 
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
-        """Nothing to start; raises ConfigError where it cannot work."""
         from grpocli.rollout.vllm.colocate import launch
 
         return launch(self, job)
