@@ -71,7 +71,7 @@ class Judge(BaseReward):
     timeout: float = 60.0
     """Seconds for a request."""
     retries: int = 4
-    """Further attempts if the endpoint is busy, disconnects or does not answer; each pause is twice as long as the last."""
+    """Retries if the endpoint is busy, disconnects or does not answer; each pause is twice as long as the last."""
     backoff: float = 0.5
     """Seconds before the first retry."""
 
