@@ -25,8 +25,9 @@ KEY = "reward.code"
 class CodeReward(Correctness):
     """`right` (1) if the program in a completion passes all of the example's tests, else `wrong` (0).
 
-    The program is the last fenced code block or, without one, the beginning of the completion that is Python. It runs in
-    a sandbox (docs/rewards.md) and its tests run in another; results reach the tests as plain values. A program that could not be run is a failure, not a 0.
+    The program is the last fenced code block or, without one, the beginning of the completion that is Python. It runs
+    in a sandbox (docs/rewards.md) and its tests run in another; results reach the tests as plain values. A program that
+    could not be run is a failure, not a 0.
 
     Further columns that an example may have: `before`, code before the program; `setup`, code before the tests;
     `answer`, a right program, whose other names tests may use; `entry_point`, the name of the function to write.

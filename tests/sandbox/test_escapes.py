@@ -64,8 +64,8 @@ def bomb():
         except OSError:
             return count
 """
-    verdict = sandbox(program, f"assert bomb() == {sandbox.limits.processes}")
-    assert verdict.passed == [True]
+    result = sandbox(program, f"assert bomb() == {sandbox.limits.processes}")
+    assert result.passed == [True]
 
 
 def test_background_processes_end_with_the_program(sandbox, nothing_is_left):
@@ -110,10 +110,10 @@ def test_a_program_that_undoes_die_with_parent_still_ends(sandbox, program, noth
 def test_the_time_limit(sandbox, program, nothing_is_left):
     sandbox.limits = replace(sandbox.limits, timeout=0.5)
     start = time.monotonic()
-    verdict = sandbox(program, TEST, "assert True")
+    result = sandbox(program, TEST, "assert True")
     assert time.monotonic() - start < 10
-    assert verdict.passed == [False, False]
-    assert verdict.error == "it took longer than 0.5 s"
+    assert result.passed == [False, False]
+    assert result.error == "it took longer than 0.5 s"
 
 
 def test_the_disk_limit(sandbox):
@@ -141,9 +141,9 @@ def test_unnamed_files_are_refused(sandbox):
 
 
 def test_endless_output(sandbox):
-    verdict = sandbox("while True: print('x' * 1000)", TEST)
-    assert verdict.passed == [False]
-    assert len(verdict.printed) <= 4096
+    result = sandbox("while True: print('x' * 1000)", TEST)
+    assert result.passed == [False]
+    assert len(result.printed) <= 4096
 
 
 @pytest.mark.parametrize(
@@ -156,9 +156,9 @@ def test_endless_output(sandbox):
     ],
 )
 def test_the_memory_limit(sandbox, grab):
-    verdict = sandbox(f"def grab():\n    return {grab}\n", "grab()")
-    assert verdict.passed == [False]
-    assert "Error" in verdict.error
+    result = sandbox(f"def grab():\n    return {grab}\n", "grab()")
+    assert result.passed == [False]
+    assert "Error" in result.error
 
 
 def test_files_of_the_machine_are_hidden(sandbox, tmp_path):
@@ -177,8 +177,8 @@ def test_files_of_the_machine_are_hidden(sandbox, tmp_path):
             "/sys/kernel",
         ]
         program = "import os\ndef there(path):\n    return os.path.exists(path)\n"
-        verdict = sandbox(program, *(f"assert not there({path!r})" for path in paths))
-    assert verdict.passed == [True] * len(paths)
+        result = sandbox(program, *(f"assert not there({path!r})" for path in paths))
+    assert result.passed == [True] * len(paths)
 
 
 def test_environment_variables_are_hidden(sandbox, monkeypatch):
@@ -312,8 +312,8 @@ def test_the_reference_is_not_tested_in_place_of_the_program(sandbox, program):
 
 def test_a_program_cannot_end_a_loop_of_the_tests(sandbox):
     program = "def f(x): raise StopIteration"
-    verdict = sandbox(program, "for x, y in zip(map(f, [1, 2]), [1, 2]):\n    assert x == y")
-    assert verdict.passed == [False]
+    result = sandbox(program, "for x, y in zip(map(f, [1, 2]), [1, 2]):\n    assert x == y")
+    assert result.passed == [False]
 
 
 def test_a_right_program_passes(sandbox):

@@ -19,9 +19,9 @@ ADD = "def add(a, b):\n    return a + b\n"
 
 
 def test_each_test_has_a_result(sandbox):
-    verdict = sandbox(ADD, "assert add(1, 2) == 3", "assert add(1, 2) == 4, 'four'", "assert add('a', 'b') == 'ab'")
-    assert verdict.passed == [True, False, True]
-    assert verdict.error == "AssertionError: four"
+    result = sandbox(ADD, "assert add(1, 2) == 3", "assert add(1, 2) == 4, 'four'", "assert add('a', 'b') == 'ab'")
+    assert result.passed == [True, False, True]
+    assert result.error == "AssertionError: four"
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ assert (next(numbers), next(numbers), next(numbers, 'over')) == (0, 1, 'over')
 def test_exceptions_of_the_program_reach_the_tests(sandbox):
     program = "class Mine(ValueError): pass\ndef f(): raise Mine('no')\n"
     test = "try:\n    f()\nexcept ValueError as error:\n    assert str(error) == 'no'\nelse:\n    assert False"
-    verdict = sandbox(program, test, "f()")
-    assert verdict.passed == [True, False]
-    assert verdict.error == "ValueError: no"
+    result = sandbox(program, test, "f()")
+    assert result.passed == [True, False]
+    assert result.error == "ValueError: no"
 
 
 def test_tests_may_use_the_programs_imports(sandbox):
@@ -136,9 +136,9 @@ class Fixed:
     __slots__ = ("x",)
 """
     test = "a, b = Node(1), Node(2)\na.next = b\nassert length(a) == 2 and a.next == b and a.me() == a and a != b"
-    verdict = sandbox(program, test, "Fixed().y = 5")
-    assert verdict.passed == [True, False]
-    assert verdict.error.startswith("AttributeError")
+    result = sandbox(program, test, "Fixed().y = 5")
+    assert result.passed == [True, False]
+    assert result.error.startswith("AttributeError")
 
 
 def test_a_program_may_define_a_built_in_name_that_the_reference_defines(sandbox):
@@ -160,9 +160,9 @@ def test_a_program_may_define_a_built_in_name_that_the_reference_defines(sandbox
     ],
 )
 def test_a_broken_program_fails_its_tests(sandbox, program, reason):
-    verdict = sandbox(program, "assert add(1, 2) == 3")
-    assert verdict.passed == [False]
-    assert reason in verdict.error
+    result = sandbox(program, "assert add(1, 2) == 3")
+    assert result.passed == [False]
+    assert reason in result.error
 
 
 def test_the_output_of_a_program_is_kept(sandbox):
@@ -251,9 +251,9 @@ def f(n):
 """
     sandbox.limits = replace(sandbox.limits, timeout=1)
     tests = [f"assert f({n}) == {n}" for n in (0, 1, 3, 2, 4)]
-    verdict = run(Submission(program, tests), sandbox.limits, sandbox.backend, all_tests=True)
-    assert verdict.passed == [True, False, True, False, True]
-    assert verdict.error.startswith("Closed: the program gave no answer")
+    result = run(Submission(program, tests), sandbox.limits, sandbox.backend, all_tests=True)
+    assert result.passed == [True, False, True, False, True]
+    assert result.error.startswith("Closed: the program gave no answer")
     assert (
         run(Submission(program, tests[3:] * 9), sandbox.limits, sandbox.backend, all_tests=True).passed.count(True) == 1
     )
