@@ -1,4 +1,4 @@
-"""Files of a finished run that are damaged: never trained on, named, and an older whole checkpoint taken if asked."""
+"""Damaged files of a finished run: they are reported and never trained on; an older checkpoint serves on request."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from chaos.place import Place, check_equal
-from chaos.trial import Kind, dealt, demand
+from chaos.trial import Kind, require, spread
+from chaos.workspace import Workspace, check_equal
 
-PROMISE = "a damaged file is named and never trained on; resume_fallback=true goes on from an older whole checkpoint"
-STEPS = 6  # of the whole run; the damaged one has ended after 4
+STEPS = 6  # of the resumed run; the damaged one ended after `DONE`
 DONE = 4
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer-00001.safetensors", "trainer.json"
-LOST_COUNTERS = {"step": 3, "draws": 12, "updates": 9, "num_tokens": -1, "seconds": float("nan")}
+WRONG_COUNTERS = {"step": 3, "draws": 12, "updates": 9, "num_tokens": -1, "seconds": float("nan")}
 
 Change = Callable[[Path, Random], None]
 
@@ -66,13 +65,13 @@ def of_the_step_before(path: Path, random: Random) -> None:
 
 def counter(path: Path, random: Random) -> None:
     state = json.loads(path.read_text())
-    name = random.choice(sorted(LOST_COUNTERS))
-    state[name] = LOST_COUNTERS[name]
+    name = random.choice(sorted(WRONG_COUNTERS))
+    state[name] = WRONG_COUNTERS[name]
     path.write_text(json.dumps(state))
 
 
-def beside(path: Path, random: Random) -> None:
-    """Another file of tensors, as a copy by hand leaves."""
+def extra_file(path: Path, random: Random) -> None:
+    """A second file of tensors, as a manual copy leaves it."""
     shutil.copyfile(path, path.with_name("model-00002-of-00002.safetensors"))
 
 
@@ -87,14 +86,14 @@ IN_CHECKPOINTS: dict[str, tuple[Change, Sequence[str]]] = {
     "a folder": (a_folder, (WEIGHTS,)),
     "of the checkpoint before": (of_the_step_before, (WEIGHTS, OPTIMIZER, STATE)),
     "a changed counter": (counter, (STATE,)),
-    "a file too many": (beside, (WEIGHTS,)),
+    "an extra file": (extra_file, (WEIGHTS,)),
 }
 CASES = [(damage, name) for damage, (_, names) in IN_CHECKPOINTS.items() for name in names]
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """damage and name: of `IN_CHECKPOINTS`. fallback: whether an older checkpoint may be taken. seed: where it hits."""
+    """A damage of `IN_CHECKPOINTS` to one file. fallback: an older checkpoint may be used. seed: of its position."""
 
     damage: str
     name: str
@@ -106,28 +105,28 @@ class Damage:
     def __str__(self) -> str:
         return f"{self.name} of the last checkpoint: {self.damage}" + ", resume_fallback=true" * self.fallback
 
-    def hold(self, place: Place) -> None:
-        run = place.copy(place.finished(f"train.steps={DONE}"))
+    def execute(self, workspace: Workspace) -> None:
+        run = workspace.copy(workspace.finished(f"train.steps={DONE}"))
         folder = run / "checkpoints" / f"step_{DONE:06d}"
         IN_CHECKPOINTS[self.damage][0](folder / self.name, Random(self.seed))
         shutil.rmtree(run / "model")
         more = ["train", f"resume={run}", f"train.steps={STEPS}"]
         before = (run / "metrics.jsonl").read_bytes()
         if self.fallback:
-            ended = place.run(*more, "resume_fallback=true")
+            ended = workspace.run(*more, "resume_fallback=true")
             ended.check(0)
-            demand(folder.name in ended.text, f"it does not say that {folder.name} is damaged{ended.tail}")
-            check_equal(run, place.finished(f"train.steps={STEPS}"))
+            require(folder.name in ended.text, f"it does not report that {folder.name} is damaged{ended.tail}")
+            check_equal(run, workspace.finished(f"train.steps={STEPS}"))
             return
-        ended = place.run(*more)
+        ended = workspace.run(*more)
         ended.check(2, str(folder), "resume_fallback", f"step_{DONE - 1:06d}")
-        demand((run / "metrics.jsonl").read_bytes() == before, "metrics.jsonl has changed")
-        demand(not (run / "model").exists(), "it wrote a model")
+        require((run / "metrics.jsonl").read_bytes() == before, "metrics.jsonl has changed")
+        require(not (run / "model").exists(), "it wrote a model")
 
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """metrics.jsonl, which no training needs: said, and the same model in the end."""
+    """Damage to metrics.jsonl, which training does not need: it is reported, and the final model is the same."""
 
     how: str
     attacks = 1
@@ -135,9 +134,9 @@ class Metrics:
     def __str__(self) -> str:
         return f"metrics.jsonl: {self.how}"
 
-    def hold(self, place: Place) -> None:
-        expected = place.finished(f"train.steps={STEPS}")
-        run = place.copy(place.finished(f"train.steps={DONE}"))
+    def execute(self, workspace: Workspace) -> None:
+        expected = workspace.finished(f"train.steps={STEPS}")
+        run = workspace.copy(workspace.finished(f"train.steps={DONE}"))
         path = run / "metrics.jsonl"
         lines = path.read_bytes().splitlines(keepends=True)
         if self.how == "removed":
@@ -149,13 +148,13 @@ class Metrics:
         else:
             path.write_bytes(lines[0])
         shutil.rmtree(run / "model")
-        ended = place.run("train", f"resume={run}", f"train.steps={STEPS}")
-        demand("metrics.jsonl" in ended.text, f"it does not say so{ended.tail}")
+        ended = workspace.run("train", f"resume={run}", f"train.steps={STEPS}")
+        require("metrics.jsonl" in ended.text, f"it does not report the damage{ended.tail}")
         if ended.code != 0:
             ended.check(2, "metrics.jsonl")
             return
         models = [(one / "model" / WEIGHTS).read_bytes() for one in (run, expected)]
-        demand(models[0] == models[1], "its final model is another one")
+        require(models[0] == models[1], "the final model differs")
 
 
 def draw(random: Random, count: int) -> Sequence[Damage | Metrics]:
@@ -163,9 +162,9 @@ def draw(random: Random, count: int) -> Sequence[Damage | Metrics]:
     few = min(len(others), count // 8)
     trials: list[Damage | Metrics] = [
         Damage(damage, name, random.random() < 0.4, random.randrange(2**32))
-        for damage, name in dealt(random, CASES, count - few)
+        for damage, name in spread(random, CASES, count - few)
     ]
     return trials + others[:few]
 
 
-KIND = Kind("damages", PROMISE, 40, draw)
+KIND = Kind("damages", 40, draw)

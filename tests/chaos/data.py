@@ -1,4 +1,4 @@
-"""Hostile data and recipes: one sentence that names the file and the line, in bounded time and memory."""
+"""Hostile data and recipes: one error names the file and line, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from chaos.place import Place
-from chaos.trial import Kind, dealt, demand
+from chaos.trial import Kind, require, spread
+from chaos.workspace import Workspace
 
-PROMISE = "one sentence with file and line, in bounded time and memory; escapes never reach the terminal"
 ROWS = 12
-MEMORY_GB = 24  # of addresses: of a process that has imported torch
+MEMORY_GB = 24  # limit of the address space; torch reserves much of it
 GOOD = b'{"prompt": "1+1=", "answer": "2"}'
 DEEP = 200_000
 BAD_ROWS: dict[str, bytes] = {
@@ -43,7 +42,7 @@ BAD_ROWS: dict[str, bytes] = {
     "a prompt that is null": b'{"prompt": null, "answer": "2"}',
     "a prompt of wrong messages": b'{"prompt": [{"role": 1}], "answer": "2"}',
     "no prompt": b'{"answer": "2"}',
-    "a title in its name": b'{"prompt": "x", "\\u001b]0;owned\\u0007": 1, "answer": NaN}',
+    "an escape sequence in a name": b'{"prompt": "x", "\\u001b]0;owned\\u0007": 1, "answer": NaN}',
 }
 WHOLE_FILES: dict[str, bytes] = {
     "UTF-16": (GOOD.decode() + "\n").encode("utf-16") * 2,
@@ -69,7 +68,7 @@ RECIPES: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """row: of `BAD_ROWS`, as the line of that number."""
+    """A row of `BAD_ROWS` at a line of the file."""
 
     row: str
     line: int
@@ -78,17 +77,17 @@ class BadRow:
     def __str__(self) -> str:
         return f"jsonl, line {self.line}: {self.row}"
 
-    def hold(self, place: Place) -> None:
+    def execute(self, workspace: Workspace) -> None:
         rows = [b'{"prompt": "%d+1=", "answer": "2"}' % number for number in range(ROWS)]
         rows[self.line - 1] = BAD_ROWS[self.row]
-        said = train_refuses(place, b"\n".join(rows) + b"\n")
-        named = re.search(rf"\b(line|row|example|problem) {self.line}\b", said)
-        demand(named is not None, f"its sentence does not name line {self.line}: {said}")
+        sentence = train_refuses(workspace, b"\n".join(rows) + b"\n")
+        named = re.search(rf"\b(line|row|example|problem) {self.line}\b", sentence)
+        require(named is not None, f"the error does not name line {self.line}: {sentence}")
 
 
 @dataclass(frozen=True, slots=True)
 class BadFile:
-    """content: of `WHOLE_FILES`."""
+    """A file with a content of `WHOLE_FILES`."""
 
     content: str
     attacks = 1
@@ -96,13 +95,13 @@ class BadFile:
     def __str__(self) -> str:
         return f"jsonl: {self.content}"
 
-    def hold(self, place: Place) -> None:
-        train_refuses(place, WHOLE_FILES[self.content])
+    def execute(self, workspace: Workspace) -> None:
+        train_refuses(workspace, WHOLE_FILES[self.content])
 
 
 @dataclass(frozen=True, slots=True)
 class BadRecipe:
-    """text: of `RECIPES`."""
+    """A recipe with a text of `RECIPES`."""
 
     text: str
     attacks = 1
@@ -110,19 +109,19 @@ class BadRecipe:
     def __str__(self) -> str:
         return f"recipe: {self.text}"
 
-    def hold(self, place: Place) -> None:
-        folder = place.folder / "conf" / "recipe"
+    def execute(self, workspace: Workspace) -> None:
+        folder = workspace.folder / "conf" / "recipe"
         folder.mkdir(parents=True)
         text = "# @package _global_\n" + RECIPES[self.text]
         (folder / "hostile.yaml").write_bytes(text.encode(errors="surrogateescape"))
         options = ["--config-dir", str(folder.parent), "recipe=hostile", "train.steps=1"]
-        place.run("train", *options, memory_gb=MEMORY_GB).check(2, "hostile")
-        demand(not (place.folder / "owned").exists(), "it ran what the recipe says")
+        workspace.run("train", *options, memory_gb=MEMORY_GB).check(2, "hostile")
+        require(not (workspace.folder / "owned").exists(), "it executed the recipe")
 
 
 @dataclass(frozen=True, slots=True)
 class Escapes:
-    """Sequences that a terminal obeys, in text that is not ours, as `command` prints it."""
+    """Terminal escapes in the text that `command` prints."""
 
     command: str
     attacks = 1
@@ -130,31 +129,31 @@ class Escapes:
     def __str__(self) -> str:
         return f"terminal escapes: {self.command}"
 
-    def hold(self, place: Place) -> None:
+    def execute(self, workspace: Workspace) -> None:
         evil = "\x1b]0;owned\x07\x1b[2J\x9b31mSEEN"
         if self.command == "train":
             rows = [json.dumps({"prompt": f"{evil}{i}+1=", "answer": f"{evil}2"}) for i in range(ROWS)]
-            (place.folder / "data.jsonl").write_text("\n".join(rows) + "\n")
-            place.run("train", *_training(place)).check(0)
+            (workspace.folder / "data.jsonl").write_text("\n".join(rows) + "\n")
+            workspace.run("train", *_training(workspace)).check(0)
             return
-        run = place.copy(place.finished())
+        run = workspace.copy(workspace.finished())
         if self.command == "compare":
             path = run / "config.yaml"
             path.write_text(path.read_text().replace("operation: +", f"operation: {json.dumps(evil)}"))
             lines = (run / "metrics.jsonl").read_text().splitlines()
             name = json.dumps(f"reward{evil}")
             (run / "metrics.jsonl").write_text("".join(f"{{{name}: 1, {line[1:]}\n" for line in lines))
-            ended = place.run("compare", str(place.finished()), str(run))
+            ended = workspace.run("compare", str(workspace.finished()), str(run))
         else:
             for path in (run / "rollouts").glob("*.parquet"):
                 write_texts(path, {"prompt": evil, "completion": evil})
-            ended = place.run("rollouts", str(run))
+            ended = workspace.run("rollouts", str(run))
         ended.check(0)
-        demand("SEEN" in ended.text, f"it does not print the text{ended.tail}")
+        require("SEEN" in ended.text, f"it does not print the text{ended.tail}")
 
 
 def write_texts(path: Path, texts: Mapping[str, str]) -> None:
-    """Put a text into every row of columns of a rollout file."""
+    """Overwrite columns of a rollout file with a text."""
     from pyarrow import array, parquet
 
     table = parquet.read_table(path)
@@ -163,23 +162,23 @@ def write_texts(path: Path, texts: Mapping[str, str]) -> None:
     parquet.write_table(table, path)
 
 
-def _training(place: Place) -> list[str]:
-    """Rows to evaluate on are given, so that none of the hostile ones is kept for that and never read."""
-    (place.folder / "eval.jsonl").write_text('{"prompt": "5+5=", "answer": "10"}\n')
+def _training(workspace: Workspace) -> list[str]:
+    """Overrides of a short run. It has its own evaluation data, so that every hostile row is in the training data."""
+    (workspace.folder / "eval.jsonl").write_text('{"prompt": "5+5=", "answer": "10"}\n')
     return [
         *("model.warm_start_steps=20", f"rollout.prompts_per_step={ROWS}", "rollout.group_size=2", "eval.problems=0"),
         *("train.steps=1", "reward=[format]", "reward.format.pattern='.*[02468]'", "task=jsonl"),
-        *(f"task.path={place.folder}/data.jsonl", f"task.eval_path={place.folder}/eval.jsonl"),
-        f"hydra.run.dir={place.folder}/run",
+        *(f"task.path={workspace.folder}/data.jsonl", f"task.eval_path={workspace.folder}/eval.jsonl"),
+        f"hydra.run.dir={workspace.folder}/run",
     ]
 
 
-def train_refuses(place: Place, content: bytes) -> str:
-    """The sentence in which a run does so."""
-    (place.folder / "data.jsonl").write_bytes(content)
-    ended = place.run("train", *_training(place), memory_gb=MEMORY_GB)
+def train_refuses(workspace: Workspace, content: bytes) -> str:
+    """The error of a run that refuses this data."""
+    (workspace.folder / "data.jsonl").write_bytes(content)
+    ended = workspace.run("train", *_training(workspace), memory_gb=MEMORY_GB)
     ended.check(2, "data.jsonl")
-    demand(not (place.folder / "run" / "metrics.jsonl").exists(), "it trained")
+    require(not (workspace.folder / "run" / "metrics.jsonl").exists(), "it trained")
     return ended.sentence
 
 
@@ -190,8 +189,8 @@ def draw(random: Random, count: int) -> Sequence[BadRow | BadFile | BadRecipe | 
         *map(BadRecipe, RECIPES),
         *map(Escapes, ("train", "compare", "rollouts")),
     ]
-    trials = dealt(random, all_, count)
+    trials = spread(random, all_, count)
     return [BadRow(one.row, random.randint(1, ROWS)) if isinstance(one, BadRow) else one for one in trials]
 
 
-KIND = Kind("data", PROMISE, 45, draw)
+KIND = Kind("data", 45, draw)

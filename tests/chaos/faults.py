@@ -1,4 +1,4 @@
-"""A server behind a proxy that fails, or answers well-formed nonsense: waited for, refused, never trained on."""
+"""A server behind a proxy that fails or answers nonsense: passing faults change nothing, nonsense is not trained on."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from chaos.place import SMALL, Ended, Place, check_equal, metrics
-from chaos.servers import REAL, STAND_IN, Answer, Broken, behind_proxy, server
-from chaos.trial import Kind, Lost, dealt, demand
+from chaos.servers import REAL, STAND_IN, Answer, BrokenConnection, behind_proxy, server
+from chaos.trial import Kind, PromiseBroken, require, spread
+from chaos.workspace import SMALL, CommandResult, Workspace, check_equal, metrics
 
 from grpocli.rollout.vllm.client import GENERATE
 
-PROMISE = "a fault that passes changes nothing; one that stays ends the run after a checkpoint; nonsense is refused"
-STEPS, PROMPTS = 4, 4  # of `SMALL`: so many requests a step
+STEPS, PROMPTS = 4, 4  # of `SMALL`; a step has one request for each prompt
 ALWAYS = 10**9
 CALLS = ("/pause", "/resume", "/weight_info", "/start_weight_update", "/update_weights", "/finish_weight_update")
 Choices = list[dict[str, Any]]
@@ -38,7 +37,7 @@ def logprobs(change: Callable[[float], float]) -> Callable[[Choices], None]:
 
 
 def tokens(change: Callable[[list[int]], list[int]]) -> Callable[[Choices], None]:
-    """Log-probs stay as many as tokens."""
+    """Change the tokens, and repeat or drop log-probs to match."""
 
     def spoil(choices: Choices) -> None:
         one = choices[-1]
@@ -59,12 +58,12 @@ def longer(choices: Choices) -> None:
 
 
 def cut_off(choices: Choices) -> None:
-    """By the limit, as it says; of one that says that it ended by itself nobody could tell."""
+    """One token, with the finish reason of the limit. With another reason it could not be detected."""
     tokens(lambda ids: ids[:1])(choices)
     choices[-1]["finish_reason"] = "length"
 
 
-def misdated(choices: Choices) -> None:
+def wrong_spans(choices: Choices) -> None:
     for label in choices[0].get("weight_versions") or []:
         label["end"] += 5
 
@@ -85,7 +84,7 @@ NONSENSE: dict[str, Callable[[Choices], None]] = {
     "more log-probs than tokens": longer,
     "an unknown reason": first(finish_reason="tired"),
     "cut off before its end": cut_off,
-    "spans that do not add up": misdated,
+    "spans that do not add up": wrong_spans,
     "no log-probs": first(logprobs=None),
 }
 EVERYWHERE: dict[str, Callable[[Choices], None]] = {
@@ -105,7 +104,7 @@ PASSES = ("status 429", "status 500", "status 502", "status 503", *BREAKS, "late
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """what: of the tables above. path: whose answers; after: so many right ones. times: answers. kind: of server."""
+    """A fault of the tables above in `times` answers to `path`, after `after` correct ones. kind: of server."""
 
     what: str
     path: str
@@ -118,41 +117,41 @@ class Fault:
         times = "always" if self.times == ALWAYS else f"{self.times} times"
         return f"{self.kind}: {self.what}, {self.path}, {times} after {self.after}"
 
-    def hold(self, place: Place) -> None:
-        upstream = server(place, self.kind)
-        run = place.folder / "run"
-        with behind_proxy(place, upstream, self.path, self.spoil) as proxy:
+    def execute(self, workspace: Workspace) -> None:
+        upstream = server(workspace, self.kind)
+        run = workspace.folder / "run"
+        with behind_proxy(workspace, upstream, self.path, self.spoil) as proxy:
             more = [f"engine.base_url={proxy.url}", "engine.reconnect_timeout=4", f"hydra.run.dir={run}"]
             if self.times == ALWAYS and self.what in PASSES:
                 more.append("engine.patience=4")
             if self.what in EVERYWHERE:
-                more.append("rollout.max_prob_error=1.5")  # this model's tokens are all nearly as likely
-            ended = place.run("train", *SMALL, "engine=vllm", *more)
+                more.append("rollout.max_prob_error=1.5")  # the model's tokens are almost equally likely
+            ended = workspace.run("train", *SMALL, "engine=vllm", *more)
             url, reached = proxy.url, proxy.count
-        demand(reached > self.after, f"the fault was never reached{ended.tail}")
+        require(reached > self.after, f"the fault was never reached{ended.tail}")
         if self.at_first_contact:
             ended.check(2, url)
         elif self.what in PASSES and self.times < ALWAYS:
             ended.check(0)
-            check_equal(run, place.shared.once(f"with {self.kind}", lambda: undisturbed(place, self.kind)))
+            check_equal(run, workspace.shared.once(f"with {self.kind}", lambda: undisturbed(workspace, self.kind)))
         else:
             self.check_stopped(ended, run, url)
 
     @property
     def at_first_contact(self) -> bool:
-        """A connection that breaks before the run has begun is a server that is not there."""
+        """Whether the connection breaks at the first request, as if no server existed."""
         return (self.path, self.after) == ("/weight_info", 0) and self.what in BREAKS
 
-    def check_stopped(self, ended: Ended, run: Path, url: str) -> None:
-        """Before it trained on anything wrong, with a sentence, and a checkpoint where the server is to blame."""
+    def check_stopped(self, ended: CommandResult, run: Path, url: str) -> None:
+        """The run stopped with one error before a wrong answer, and after a checkpoint if the server failed."""
         rows = metrics(run)
         done = self.after // PROMPTS if self.path == GENERATE else STEPS
-        demand(len(rows) <= done, f"it trained {len(rows)} steps, the last ones on wrong answers{ended.tail}")
+        require(len(rows) <= done, f"it trained {len(rows)} steps, including wrong answers{ended.tail}")
         if self.what in PASSES or (self.what in GARBAGE and ended.code == 3):
             ended.check(3)
-            demand(url in ended.text, f"it does not name the server{ended.tail}")
+            require(url in ended.text, f"it does not name the server{ended.tail}")
             last = run / "checkpoints" / f"step_{len(rows):06d}"
-            demand(not rows or (last / "trainer.json").exists(), f"there is no checkpoint of step {len(rows)}")
+            require(not rows or (last / "trainer.json").exists(), f"there is no checkpoint of step {len(rows)}")
         elif self.what in EVERYWHERE:
             ended.check(1, "rollout.max_prob_error")
         else:
@@ -164,13 +163,15 @@ class Fault:
         if self.what.startswith("status"):
             return int(self.what.split()[1]), b'{"error": {"message": "busy", "code": 0}}'
         if self.what == "a reset":
-            raise Broken
-        if self.what == "no answer":  # which the server has computed
+            raise BrokenConnection
+        if self.what == "no answer":  # although the server has computed it
             ask()
-            raise Broken
+            raise BrokenConnection
         status, data = ask()
         if self.what == "half an answer":
-            raise Broken(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (len(data) + 1) + data[: len(data) // 2])
+            raise BrokenConnection(
+                b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (len(data) + 1) + data[: len(data) // 2]
+            )
         if self.what == "late":
             time.sleep(8)
             return status, data
@@ -181,13 +182,13 @@ class Fault:
         return status, json.dumps(answer).encode()
 
 
-def undisturbed(place: Place, kind: str) -> Path:
-    """A run with the server, through a proxy that changes nothing."""
-    run = place.shared.folder / f"with_{kind.replace(' ', '_')}"
-    with behind_proxy(place, server(place, kind), GENERATE, lambda number, ask: ask()) as proxy:
-        ended = place.run("train", *SMALL, "engine=vllm", f"engine.base_url={proxy.url}", f"hydra.run.dir={run}")
+def undisturbed(workspace: Workspace, kind: str) -> Path:
+    """A run whose proxy changes nothing."""
+    run = workspace.shared.folder / f"with_{kind.replace(' ', '_')}"
+    with behind_proxy(workspace, server(workspace, kind), GENERATE, lambda number, ask: ask()) as proxy:
+        ended = workspace.run("train", *SMALL, "engine=vllm", f"engine.base_url={proxy.url}", f"hydra.run.dir={run}")
     if ended.code != 0:
-        raise Lost(f"no run with {kind} succeeds{ended.tail}")
+        raise PromiseBroken(f"the undisturbed run with {kind} failed{ended.tail}")
     return run
 
 
@@ -201,13 +202,13 @@ def draw(random: Random, count: int) -> Sequence[Fault]:
         *((what, GENERATE, 1) for what in GARBAGE),
     ]
     trials = []
-    for i, (what, path, times) in enumerate(dealt(random, cases, count)):
+    for i, (what, path, times) in enumerate(spread(random, cases, count)):
         requests = PROMPTS * STEPS if path == GENERATE else STEPS - 1
         after = random.randrange(requests if times < ALWAYS else requests - PROMPTS)
         if what in EVERYWHERE:
-            after -= after % PROMPTS  # whole steps, so that the first of them is beyond the bound
+            after -= after % PROMPTS  # whole steps, so that the first one exceeds the bound
         trials.append(Fault(what, path, after, times, REAL if i % 4 == 0 else STAND_IN))
     return trials
 
 
-KIND = Kind("faults", PROMISE, 47, draw)
+KIND = Kind("faults", 47, draw)

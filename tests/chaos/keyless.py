@@ -1,4 +1,4 @@
-"""Requests without the key: refused, whatever their path, method and headers are, and the server goes on."""
+"""Requests without the key are refused, whatever their path, method and headers, and the server continues."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from chaos.place import Place
 from chaos.servers import REAL, STAND_IN, Server, server
-from chaos.trial import Kind, demand
+from chaos.trial import Kind, require
+from chaos.workspace import Workspace
 
-PROMISE = "every request but GET /health is refused without the key, and changes nothing"
 REQUESTS = 100  # in a trial
 PATHS = [
     *("/weight_info", "/server_info", "/update_weights", "/start_weight_update", "/finish_weight_update", "/pause"),
@@ -39,7 +38,7 @@ BODIES = [b"", b"{}", b'{"new_version": "stolen"}', b'{"update_info": {"file": "
 
 @dataclass(frozen=True, slots=True)
 class Keyless:
-    """A number of requests. kind: of server. seed: what they are."""
+    """Random requests to a kind of server."""
 
     kind: str
     seed: int
@@ -48,21 +47,24 @@ class Keyless:
     def __str__(self) -> str:
         return f"{self.kind}: {REQUESTS} requests without the key"
 
-    def hold(self, place: Place) -> None:
-        found = server(place, self.kind)
+    def execute(self, workspace: Workspace) -> None:
+        found = server(workspace, self.kind)
         random = Random(self.seed)
         with found.lock:
-            before = with_key(found)
+            before = weight_version(found)
             for _ in range(REQUESTS):
-                said = request(random)
-                status = answer(found, said)
-                demand(status not in range(200, 400), f"it answered {status} to {said!r}")
-            demand(with_key(found) == before, "its weights have another version")
-            demand(answer(found, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") == 200, "it is dead")
+                sent = request(random)
+                status = answer(found, sent)
+                require(status not in range(200, 400), f"it answered {status} to {sent!r}")
+            require(weight_version(found) == before, "the weights have another version")
+            require(
+                answer(found, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") == 200,
+                "the server is dead",
+            )
 
 
 def request(random: Random) -> bytes:
-    """The bytes of one; never a plain GET /health, nor what is decoded to it."""
+    """A random request; never GET /health in any encoding."""
     path = random.choice(SPELLINGS).format(random.choice(PATHS))
     body = random.choice(BODIES)
     header = random.choice(HEADERS)
@@ -71,21 +73,21 @@ def request(random: Random) -> bytes:
     return head.encode("latin-1") + body
 
 
-def answer(found: Server, said: bytes) -> int | None:
-    """The status; None where it ended the connection."""
+def answer(found: Server, sent: bytes) -> int | None:
+    """The status; None if the server closed the connection."""
     try:
         with socket.create_connection(("127.0.0.1", found.port), timeout=30) as connection:
-            connection.sendall(said)
+            connection.sendall(sent)
             first = connection.makefile("rb").readline()
     except TimeoutError:
-        return 200  # what waits for the server has come through
+        return 200  # a request that waits for the engine has passed the check
     except OSError:
         return None
     return int(first.split()[1]) if first.startswith(b"HTTP/") else None
 
 
-def with_key(found: Server) -> str:
-    """The version of its weights."""
+def weight_version(found: Server) -> str:
+    """The weight version, from a request with the key."""
     key = found.endpoint.api_key
     with socket.create_connection(("127.0.0.1", found.port), timeout=60) as connection:
         connection.sendall(
@@ -100,4 +102,4 @@ def draw(random: Random, count: int) -> Sequence[Keyless]:
     return [Keyless(STAND_IN if i % 4 == 3 else REAL, random.randrange(2**32)) for i in range(count)]
 
 
-KIND = Kind("keyless", PROMISE, 2000 // REQUESTS, draw)
+KIND = Kind("keyless", 2000 // REQUESTS, draw)

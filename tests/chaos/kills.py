@@ -1,4 +1,4 @@
-"""Signals at any moment, to any process of a run: a resume equals never having stopped, and nothing is left behind."""
+"""Signals to any process of a run at any moment: nothing stays, and a resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from chaos.place import SMALL, START, Command, Place, check_equal, has, metrics, read
-from chaos.trial import Kind, dealt, demand
+from chaos.trial import Kind, require, spread
+from chaos.workspace import SMALL, START, Command, Workspace, check_equal, metrics, read, require_module
 from cli.copied import config_dir
 
-PROMISE = "after a kill nothing is left, and a resume equals the run that nobody killed, to the bit"
 STEPS = 8
 RUNS = {
     "engine=transformers": [],
@@ -39,7 +38,7 @@ RUN, RANK, GUARD, ENGINE, ALL = "the run", "a trainer process", "a guard", "vLLM
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """run: of `RUNS`. target: who gets the signal. moment, after, delay: after so many steps, and seconds more."""
+    """A signal to `target`, one of the processes of a run of `RUNS`, `delay` seconds after a moment of step `after`."""
 
     run: str
     target: str
@@ -54,15 +53,15 @@ class Kill:
         when = f"{self.moment} {self.after + 1}" if self.moment == "in a step" else self.moment
         return f"{self.run}: {self.number.name} to {self.target}, {when} + {self.delay:.2f} s"
 
-    def hold(self, place: Place) -> None:
+    def execute(self, workspace: Workspace) -> None:
         if "vllm" in self.run:
-            has("vllm")
-        config_dir(place.shared.folder / "conf")
-        choices = ["--config-dir", str(place.shared.folder / "conf")]
+            require_module("vllm")
+        config_dir(workspace.shared.folder / "conf")
+        choices = ["--config-dir", str(workspace.shared.folder / "conf")]
         options = [*choices, *RUNS[self.run], f"train.steps={STEPS}"]
-        expected = place.finished(*options)
-        run = place.folder / "run"
-        command = place.start("train", *SMALL, *options, f"hydra.run.dir={run}", fresh=self.target == ALL)
+        expected = workspace.finished(*options)
+        run = workspace.folder / "run"
+        command = workspace.start("train", *SMALL, *options, f"hydra.run.dir={run}", fresh=self.target == ALL)
         try:
             self.wait(command, run)
             targets, memory = self.targets(command), command.tree.memory()
@@ -70,25 +69,23 @@ class Kill:
                 with suppress(ProcessLookupError):
                     os.kill(pid, self.number)
             ended = command.wait(START)
-            demand(ended.code is not None, f"it hung after the signal{ended.tail}")
+            require(ended.code is not None, f"it hung after the signal{ended.tail}")
             command.tree.wait_gone()
         finally:
             command.tree.end()
-        if self.target != ALL:  # else its guards are dead too, and the next start removes it
+        if self.target != ALL:  # otherwise its guards are dead, too, and the next start removes the memory
             check_removed(memory)
         if ended.code not in (-signal.SIGKILL, 128 + signal.SIGKILL):
             ended.check_readable()
-        if self.number != signal.SIGKILL and metrics_there(run):
-            demand(
-                ended.code in (0, 3), f"a signal ends a run after a checkpoint, with 3, not {ended.code}{ended.tail}"
-            )
+        if self.number != signal.SIGKILL and has_metrics(run):
+            require(ended.code in (0, 3), f"after a signal it ended with {ended.code}, not 3{ended.tail}")
         if ended.code != 0:
-            place.run("train", *choices, f"resume={run}", seconds=START).check(0)
+            workspace.run("train", *choices, f"resume={run}", seconds=START).check(0)
             check_removed(memory)
         check_equal(run, expected)
 
     def wait(self, command: Command, run: Path) -> None:
-        """Until the moment has come, or the run has ended before."""
+        """Wait for the moment, or the end of the run."""
         if self.moment == "starting":
             command.wait_until((run / "config.yaml").exists, START)
         elif self.moment == "in a step":
@@ -101,13 +98,13 @@ class Kill:
         time.sleep(self.delay)
 
     def targets(self, command: Command) -> list[int]:
-        """The processes that get the signal; the run itself where there is none of those."""
+        """The pids that receive the signal; the run's own if it has no such process."""
         living = command.tree.look()
         if self.target == RUN:
             return [command.pid]
         wanted = {
             RANK: lambda pid: b"RANK=" in read(pid, "environ") and b"grpocli" in read(pid, "cmdline"),
-            GUARD: lambda pid: b"guard_main" in read(pid, "cmdline"),
+            GUARD: lambda pid: b"processes/reaper.py" in read(pid, "cmdline"),
             ENGINE: lambda pid: b"EngineCore" in read(pid, "cmdline"),
             ALL: lambda pid: b"grpocli" in read(pid, "cmdline"),
         }[self.target]
@@ -118,13 +115,13 @@ class Kill:
 def draw(random: Random, count: int) -> Sequence[Kill]:
     shares = [run for run, share in SHARES.items() for _ in range(share)]
     trials = []
-    for run in dealt(random, shares, count):
+    for run in spread(random, shares, count):
         targets = [RUN, RUN, ALL]
         if "two" in run:
             targets += [RANK, RANK, GUARD]
         if "vllm" in run:
             targets += [GUARD, ENGINE, ALL]
-        if run == "engine=vllm, staleness 1":  # what was sampled too late by a lost server is sampled by other weights
+        if run == "engine=vllm, staleness 1":  # a restarted server may sample with newer weights
             targets = [RUN, ALL, GUARD]
         target = random.choice(targets)
         number = random.choice([signal.SIGKILL] * 3 + [signal.SIGTERM, signal.SIGINT])
@@ -144,12 +141,12 @@ def draw(random: Random, count: int) -> Sequence[Kill]:
 
 
 def check_removed(memory: Iterable[Path]) -> None:
-    """Raise Lost where some of this shared memory is still there."""
+    """Raise PromiseBroken if some of this shared memory is left."""
     left = [path.name for path in memory if path.exists()]
-    demand(not left, f"it left shared memory: {', '.join(left)}")
+    require(not left, f"it left shared memory: {', '.join(left)}")
 
 
-def metrics_there(run: Path) -> bool:
+def has_metrics(run: Path) -> bool:
     return lines(run) > 0 and bool(metrics(run))
 
 
@@ -162,9 +159,9 @@ def lines(run: Path) -> int:
 
 def listed(folder: Path) -> list[str]:
     try:
-        return os.listdir(folder)  # noqa: PTH208  asked a hundred times a second
+        return os.listdir(folder)  # noqa: PTH208  called a hundred times a second
     except OSError:
         return []
 
 
-KIND = Kind("kills", PROMISE, 60, draw)
+KIND = Kind("kills", 60, draw)

@@ -1,4 +1,4 @@
-"""What commands import, for the process that they are forked from."""
+"""Imports for the process from which commands are forked."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # all of these are read when libraries are imported
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # libraries read these when they are imported
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
 import accelerate  # noqa: F401

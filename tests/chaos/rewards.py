@@ -1,4 +1,4 @@
-"""Reward functions that misbehave: the run ends with a sentence that names them, or equals that of an honest one."""
+"""Misbehaving reward functions: the run ends with an error that names the function, or equals that of a correct one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from chaos.place import TINY, Place, check_equal, metrics
-from chaos.trial import Kind, dealt, demand
+from chaos.trial import Kind, require, spread
+from chaos.workspace import TINY, Workspace, check_equal, metrics
 from cli.copied import config_dir
 
-PROMISE = "the run ends with one sentence that names the reward, or equals that of an honest one; it never hangs"
 HONEST = """
 import re
 def honest(completions):
@@ -52,17 +51,17 @@ ENDS = {
 HANGS = {
     "sleeps": "import time; time.sleep(3600)",
     "loops": "while True: pass",
-    "catches its own end": "import time\nwhile True:\n    try: time.sleep(3600)\n    except Exception: pass",
+    "catches the timeout": "import time\nwhile True:\n    try: time.sleep(3600)\n    except Exception: pass",
     "a catastrophic regex": "import re; re.match('(a+)+$', 'a' * 60 + 'b')",
     "waits for a lock": "import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()",
 }
 IN_A_PROCESS = {
-    "C code that never lets go": "sum(range(10 ** 13))",
+    "C code that holds the GIL": "sum(range(10 ** 13))",
     "a power": "x = 7 ** 7 ** 9",
     "a crash": "import ctypes; ctypes.string_at(0)",
 }
-RETRIED = "a crash"  # once, in a new process, where it may be the first call that does not crash
-LIVES = {
+RETRIED = "a crash"  # in a new process, whose first call may succeed
+CONTINUES = {
     "a thread that stays": "import threading, time; threading.Thread(target=time.sleep, args=(3600,)).start()",
     "a forked child that returns": "import os; os.fork()",
     "a forked child that raises": "import os\nif os.fork() == 0: raise SystemExit(0)",
@@ -85,50 +84,50 @@ LIVES = {
     "ignored signals": "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)",
     "much text": "print('x' * 10 ** 7)",
 }
-ALL = ENDS | HANGS | IN_A_PROCESS | LIVES
+ALL = ENDS | HANGS | IN_A_PROCESS | CONTINUES
 
 
 @dataclass(frozen=True, slots=True)
 class Misbehaviour:
-    """how: of `ALL`, in the call of that number. ahead: rewards are computed beside training, in another thread."""
+    """A misbehaviour of `ALL` in one call. prefetch: rewards are computed in a thread beside training."""
 
     how: str
     call: int
-    ahead: bool
+    prefetch: bool
     attacks = 1
 
     def __str__(self) -> str:
-        return f"in call {self.call}: {self.how}" + ", staleness 1" * self.ahead
+        return f"in call {self.call}: {self.how}" + ", staleness 1" * self.prefetch
 
-    def hold(self, place: Place) -> None:
-        shared = place.shared.folder
+    def execute(self, workspace: Workspace) -> None:
+        shared = workspace.shared.folder
         honest = shared / "honest.py"
         if not honest.exists():
             honest.write_text(HONEST + "score = lambda completions: honest(completions)\n")
         config_dir(shared / "conf")
         more = ["--config-dir", str(shared / "conf"), "reward=[python]", "reward.python.timeout=3", "train.steps=4"]
-        if self.ahead:
+        if self.prefetch:
             more += ["engine=copied", "rollout.max_staleness=1"]
         body = "\n".join(f"    {line}" for line in ALL[self.how].splitlines())
-        (place.folder / "mine.py").write_text(HONEST + SCORE.format(call=self.call, body=body))
-        run = place.folder / "run"
+        (workspace.folder / "mine.py").write_text(HONEST + SCORE.format(call=self.call, body=body))
+        run = workspace.folder / "run"
         options = [
             *more,
             *(["reward.python.process=true"] * (self.how in IN_A_PROCESS)),
-            f"reward.python.function={place.folder}/mine.py:score",
+            f"reward.python.function={workspace.folder}/mine.py:score",
             f"hydra.run.dir={run}",
         ]
-        ended = place.run("train", *TINY, *options, fresh="closed" in self.how)
+        ended = workspace.run("train", *TINY, *options, fresh="closed" in self.how)
         steps = [row["step"] for row in metrics(run)]
-        demand(steps == list(range(1, len(steps) + 1)), f"its steps are {steps}")
+        require(steps == list(range(1, len(steps) + 1)), f"the steps are {steps}")
         if ended.code == 0:
-            demand(self.how in (*LIVES, RETRIED), f"it went on{ended.tail}")
+            require(self.how in (*CONTINUES, RETRIED), f"it continued{ended.tail}")
             ended.check_readable()
-            check_equal(run, place.finished(*more, f"reward.python.function={honest}:score", small=TINY))
+            check_equal(run, workspace.finished(*more, f"reward.python.function={honest}:score", small=TINY))
             return
-        demand(ended.code == 1, f"it ended with {ended.code}{ended.tail}")
+        require(ended.code == 1, f"it ended with {ended.code}{ended.tail}")
         said = json.loads((run / "summary.json").read_text())["exit"]
-        demand("reward.python" in said or "mine.py" in said, f"the summary does not name the reward: {said}")
+        require("reward.python" in said or "mine.py" in said, f"the summary does not name the reward: {said}")
         if self.how != "closed output":
             ended.check(1, "mine.py")
         if self.how in HANGS:
@@ -137,10 +136,10 @@ class Misbehaviour:
 
 def draw(random: Random, count: int) -> Sequence[Misbehaviour]:
     trials = []
-    for how in dealt(random, list(ALL), count):
-        ahead = how in HANGS and random.random() < 0.5
-        trials.append(Misbehaviour(how, random.randint(1, 3), ahead))
+    for how in spread(random, list(ALL), count):
+        prefetch = how in HANGS and random.random() < 0.5
+        trials.append(Misbehaviour(how, random.randint(1, 3), prefetch))
     return trials
 
 
-KIND = Kind("rewards", PROMISE, len(ALL), draw)
+KIND = Kind("rewards", len(ALL), draw)

@@ -1,4 +1,4 @@
-"""Servers that trials share, and a proxy before one that answers wrongly, late or not at all."""
+"""Servers that trials share, and a proxy that spoils their answers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from chaos.place import PATIENCE, START, Place, Shared, Tree, has
-from chaos.trial import Lost
+from chaos.trial import PromiseBroken
+from chaos.workspace import PATIENCE, START, Shared, Tree, Workspace, require_module
 
 from grpocli.rollout.vllm.client import GENERATE
 from grpocli.rollout.vllm.server_files import Endpoint
@@ -31,7 +31,7 @@ _starting = threading.Lock()
 
 @dataclass
 class Server:
-    """A running one. lock: who trains with it has it, as a server is for one run at a time."""
+    """A running server. A run holds its lock, since a server belongs to one run at a time."""
 
     process: subprocess.Popen[bytes]
     endpoint: Endpoint
@@ -42,13 +42,13 @@ class Server:
         return int(self.endpoint.url.rpartition(":")[2])
 
 
-def server(place: Place, kind: str) -> Server:
-    """The one of this kind, started by the first trial that wants it."""
-    has("vllm" if kind == REAL else "uvicorn")
+def server(workspace: Workspace, kind: str) -> Server:
+    """The server of this kind, which the first trial starts."""
+    require_module("vllm" if kind == REAL else "uvicorn")
     with _starting:
         found = _running.get(kind)
         if found is None or found.process.poll() is not None:
-            found = _running[kind] = _start(place.shared, kind)
+            found = _running[kind] = _start(workspace.shared, kind)
     return found
 
 
@@ -74,7 +74,7 @@ def _start(shared: Shared, kind: str) -> Server:
     deadline = time.monotonic() + START
     while not _listens(said := log.read_text(errors="replace")):
         if process.poll() is not None or time.monotonic() > deadline:
-            raise Lost(f"{kind} did not start: {said[-500:]}")
+            raise PromiseBroken(f"{kind} did not start: {said[-500:]}")
         time.sleep(0.1)
     return Server(process, Endpoint.load(serve_file(shared, _port(said))))
 
@@ -84,7 +84,7 @@ def _port(said: str) -> int:
 
 
 def _listens(said: str) -> bool:
-    """Whether the server has printed its address, and takes connections there."""
+    """Whether the server has printed its address and accepts connections."""
     if "serves at http" not in said:
         return False
     try:
@@ -95,25 +95,25 @@ def _listens(said: str) -> bool:
 
 
 def serve_file(shared: Shared, port: int) -> Path:
-    """Where commands look for the key of the server at a port of this machine."""
+    """The file in which commands find the key of the server at this port."""
     return Path(shared.environment["GRPOCLI_CACHE"]) / "serve" / f"{port}.json"
 
 
 Answer = tuple[int, bytes]
 
 
-class Broken(Exception):
-    """The proxy ends the connection, after the bytes that it is given."""
+class BrokenConnection(Exception):
+    """The proxy sends these bytes and closes the connection."""
 
     def __init__(self, data: bytes = b"") -> None:
         self.data = data
 
 
 class Proxy:
-    """Passes requests on. spoil: given the number of a request to `path` and a function that asks the server, returns
-    the answer, or raises Broken. count: requests to `path` so far.
+    """Forwards requests, and lets `spoil` answer those to `path`.
 
-    Of requests for completions only those of a run are counted, not the probes of weights.
+    spoil: receives the number of the request and a function that asks the server; returns the answer or raises
+        BrokenConnection. count: requests to `path` so far; probes of weights do not count.
     """
 
     def __init__(self, upstream: Server, path: str, spoil: Callable[[int, Callable[[], Answer]], Answer]) -> None:
@@ -141,20 +141,20 @@ class Proxy:
 
                 self.close_connection = True
                 try:
-                    if self.path.partition("?")[0] == path and outer.counts(path, body):
+                    if self.path.partition("?")[0] == path and outer.is_counted(path, body):
                         with outer.lock:
                             number = outer.count
                             outer.count += 1
                         status, data = spoil(number, ask)
                     else:
                         status, data = ask()
-                except Broken as broken:
+                except BrokenConnection as broken:
                     self.wfile.write(broken.data)
                     return
                 except (OSError, HTTPException):
-                    return  # as the server did
+                    return  # the server closed the connection
                 self.send_response(status)
-                if kind is not None:  # as vLLM's empty answers
+                if kind is not None:  # vLLM's empty answers have none
                     self.send_header("content-type", kind)
                 self.send_header("content-length", str(len(data)))
                 self.send_header("connection", "close")
@@ -177,12 +177,12 @@ class Proxy:
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
 
-    def counts(self, path: str, body: bytes) -> bool:
+    def is_counted(self, path: str, body: bytes) -> bool:
         if path != GENERATE:
             return True
         with suppress(ValueError):
-            asked: Any = json.loads(body)
-            return "seed" in asked.get("sampling_params", {}) and not asked["sampling_params"].get("ignore_eos")
+            request: Any = json.loads(body)
+            return "seed" in request.get("sampling_params", {}) and not request["sampling_params"].get("ignore_eos")
         return False
 
     def close(self) -> None:
@@ -192,12 +192,12 @@ class Proxy:
 
 @contextmanager
 def behind_proxy(
-    place: Place, upstream: Server, path: str, spoil: Callable[[int, Callable[[], Answer]], Answer]
+    workspace: Workspace, upstream: Server, path: str, spoil: Callable[[int, Callable[[], Answer]], Answer]
 ) -> Iterator[Proxy]:
-    """A proxy whose key commands find; nobody else trains with the server meanwhile."""
+    """A proxy with the server's key. No other run uses the server meanwhile."""
     with upstream.lock:
         proxy = Proxy(upstream, path, spoil)
-        record = serve_file(place.shared, int(proxy.url.rpartition(":")[2]))
+        record = serve_file(workspace.shared, int(proxy.url.rpartition(":")[2]))
         Endpoint(proxy.url, upstream.endpoint.api_key, upstream.endpoint.shm_dir).save(record)
         try:
             yield proxy

@@ -1,6 +1,6 @@
-"""A server that speaks as vLLM does, with a transformers model: it starts in seconds, and gives the same tokens again.
+"""A server with vLLM's interface and a transformers model. It starts in seconds and is deterministic.
 
-`python -m chaos.stand_in` serves the built-in model on a free port, behind the key as vLLM is.
+`python -m chaos.stand_in` serves the built-in model on a free port, with a key.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from grpocli.rollout.vllm.server_files import Endpoint, serve_file
 from grpocli.rollout.vllm.transport_shm import MappedFiles
 from grpocli.types import Request, Sampling
 
-LONGEST = 64  # tokens of a prompt and its completion
+MAX_TOKENS = 64  # of a prompt and its completion
 FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Model:
-    """What the routes do."""
+    """The model and its routes."""
 
     def __init__(self, path: str, folder: Path) -> None:
         self.path, self.folder = path, folder
@@ -68,7 +68,7 @@ class Model:
         model = {
             "model": self.path,
             "dtype": "torch.float32",
-            "max_model_len": LONGEST,
+            "max_model_len": MAX_TOKENS,
             "logprobs_mode": "processed_logprobs",
             "served_model_name": "policy",
         }
@@ -141,7 +141,7 @@ class Model:
 
 
 def main(overrides: list[str]) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # which uvicorn raises again at its end: clean up and go
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again at its end
     torch.set_num_threads(1)
     path = build_server_config(compose(overrides, "vllm_serve")).model.prepare(lambda fraction, text: None)
     port, key = free_port(), secrets.token_urlsafe(16)

@@ -1,7 +1,7 @@
-"""Attacks on the sandbox: programs that try to get out, to stay, to take too much, or to be called right.
+"""Attacks on the sandbox: programs that try to escape, to stay, to take too much, or to fake a pass.
 
-Each way of shutting in is attacked by itself. A probe says whether it got through, and goes on; a control after it
-shows that the sandbox still runs programs.
+Each backend is attacked separately. After a probe, which returns whether it got through, a control shows that the
+sandbox still runs programs.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from chaos.place import Place
-from chaos.trial import Kind, LeftOut, dealt, demand
+from chaos.trial import Kind, Skipped, require, spread
+from chaos.workspace import Workspace
 from sandbox.test_escapes import FORGED
 
-PROMISE = "no program gets out, stays, takes more than its share, or is called right when it is not"
-WAYS = ("bubblewrap", "namespaces")
-EACH_WAY = 75
+BACKENDS = ("bubblewrap", "namespaces")
+PER_BACKEND = 75
 TIMEOUT, MEMORY_MB, PROCESSES, DISK_MB = 3.0, 256, 4, 4
 SECRET = "{secret}"
-"""In a program: the path of a file with a secret, outside."""
+"""Placeholder in a program for the path of a secret file outside the sandbox."""
 
-THERE = "import os\ndef attack(path):\n    return os.path.exists(path)\n"
+EXISTS = "import os\ndef attack(path):\n    return os.path.exists(path)\n"
 WRITE = """
 def attack(folder):
     try:
@@ -91,7 +90,7 @@ CALLS = {  # of x86-64
     "settimeofday": "164, bytes(16), 0",
     "setns": "308, 0, 0",
 }
-HARMLESS = ("process_vm_readv",)  # with nothing to read it may succeed
+HARMLESS = ("process_vm_readv",)  # may succeed with nothing to read
 GRABS = {
     "one block": "bytearray(2**30)",
     "many blocks": "[bytearray(10**7) for _ in range(1000)]",
@@ -155,14 +154,14 @@ LIES = FORGED | {
         "    __int__ = __index__\ndef answer(): return Sent()"
     ),
 }
-"""Programs whose `answer()` is not 42."""
+"""Programs whose `answer()` is not 42, but which try to pass a test for 42."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """test: passes where the attack gets through. probe: whether a control follows it."""
+    """A program and a test that passes if the attack succeeds. probe: a control follows."""
 
-    way: str
+    backend: str
     name: str
     program: str
     test: str
@@ -171,63 +170,63 @@ class Attack:
     attacks = 1
 
     def __str__(self) -> str:
-        return f"{self.way}: {self.name}"
+        return f"{self.backend}: {self.name}"
 
-    def hold(self, place: Place) -> None:
-        _needs(self.way)
+    def execute(self, workspace: Workspace) -> None:
+        _needs(self.backend)
         if self.program == TOGETHER and not os.access("/sys/fs/cgroup", os.W_OK):
-            raise LeftOut("no cgroup can be made")
-        answer = place.call(run_attack, self.way, self.program, self.test, self.probe)
-        if "left out" in answer:
-            raise LeftOut(str(answer["left out"]))
+            raise Skipped("cgroups are not writable")
+        answer = workspace.call(run_attack, self.backend, self.program, self.test, self.probe)
+        if "skipped" in answer:
+            raise Skipped(str(answer["skipped"]))
         expected = [False, True] if self.probe else [False]
-        demand(answer["passed"] == expected, f"its tests ended as {answer['passed']}, not {expected}: {answer}")
-        demand(len(answer["printed"]) <= 4096, f"{len(answer['printed'])} characters of what it printed were kept")
+        require(answer["passed"] == expected, f"the tests gave {answer['passed']}, not {expected}: {answer}")
+        require(len(answer["printed"]) <= 4096, f"{len(answer['printed'])} characters of its output were kept")
 
 
 @dataclass(frozen=True, slots=True)
-class Right:
-    """A right program that the machine's load, or another test, must not make wrong."""
+class CorrectProgram:
+    """A correct program that must pass despite the machine's load or another test that hangs."""
 
-    way: str
+    backend: str
     how: str
 
     attacks = 1
 
     def __str__(self) -> str:
-        return f"{self.way}: a right program {self.how}"
+        return f"{self.backend}: a correct program {self.how}"
 
-    def hold(self, place: Place) -> None:
-        _needs(self.way)
+    def execute(self, workspace: Workspace) -> None:
+        _needs(self.backend)
         if self.how == "beside busy loops":
             program = "import time\ndef answer():\n    while time.process_time() < 0.8:\n        pass\n    return 42\n"
             loops = [
                 subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * (os.cpu_count() or 1))
             ]
             try:
-                answer = place.call(run_attack, self.way, program, "assert answer() == 42", False)
+                answer = workspace.call(run_attack, self.backend, program, "assert answer() == 42", False)
             finally:
                 for loop in loops:
                     loop.kill()
                     loop.wait()
-            demand(answer.get("passed") == [True], f"it was called wrong: {answer}")
+            require(answer.get("passed") == [True], f"it did not pass: {answer}")
             return
         program = "def f(x):\n    while x == 2: pass\n    return x\n"
         tests = "\0".join(f"assert f({x}) == {x}" for x in (1, 2, 3))
-        answer = place.call(run_attack, self.way, program, tests, False)
-        demand(answer.get("passed") == [True, False, True], f"its tests ended as {answer}")
+        answer = workspace.call(run_attack, self.backend, program, tests, False)
+        require(answer.get("passed") == [True, False, True], f"the tests gave {answer}")
 
 
-def run_attack(way: str, program: str, test: str, probe: bool) -> dict[str, object]:
+def run_attack(backend: str, program: str, test: str, probe: bool) -> dict[str, object]:
     """The result as JSON values. Runs in its own process."""
     from grpocli.sandbox.sandbox import Limits, SandboxError, Submission, run
     from grpocli.sandbox.select_backend import backend_named
 
     limits = Limits(timeout=TIMEOUT, memory_mb=MEMORY_MB, processes=PROCESSES, disk_mb=DISK_MB)
     try:
-        made = backend_named(way, None)
+        chosen = backend_named(backend, None)
     except SandboxError as error:
-        return {"left out": str(error)}
+        return {"skipped": str(error)}
     with tempfile.NamedTemporaryFile("w", dir=Path.home(), prefix="secret") as secret, _listening() as port:
         secret.write("secret")
         secret.flush()
@@ -237,14 +236,14 @@ def run_attack(way: str, program: str, test: str, probe: bool) -> dict[str, obje
         program = filled[0] + "\ndef control(): return 1\n" * probe
         try:
             job = Submission(program, (*tests, *(["assert control() == 1"] * probe)))
-            result = run(job, limits, made, all_tests=len(tests) > 1)
+            result = run(job, limits, chosen, all_tests=len(tests) > 1)
         except SandboxError as error:
             return {"passed": None, "printed": "", "wrong": f"SandboxError: {error}"}
     return {"passed": result.passed, "printed": result.printed, "wrong": result.error[:300]}
 
 
 class _listening:
-    """A port of this machine that answers."""
+    """A local port that accepts connections."""
 
     def __enter__(self) -> int:
         self.server = socket.create_server(("127.0.0.1", 0))
@@ -254,20 +253,20 @@ class _listening:
         self.server.close()
 
 
-def _needs(way: str) -> None:
-    """Raise LeftOut where this way of shutting in is not installed."""
-    if way == "bubblewrap" and shutil.which("bwrap") is None:
-        raise LeftOut("bubblewrap is not installed")
+def _needs(backend: str) -> None:
+    """Raise Skipped if this backend is not installed."""
+    if backend == "bubblewrap" and shutil.which("bwrap") is None:
+        raise Skipped("bubblewrap is not installed")
 
 
-def cases(way: str) -> list[Attack]:
+def cases(backend: str) -> list[Attack]:
     def probe(name: str, program: str, test: str) -> Attack:
-        return Attack(way, name, program, f"assert {test}", probe=True)
+        return Attack(backend, name, program, f"assert {test}", probe=True)
 
     def whole(name: str, program: str) -> Attack:
-        return Attack(way, name, program, "assert attack()")
+        return Attack(backend, name, program, "assert attack()")
 
-    found = [probe(f"sees {path}", THERE, f"attack({path!r})") for path in FILES]
+    found = [probe(f"sees {path}", EXISTS, f"attack({path!r})") for path in FILES]
     found += [probe(f"writes to {folder}", WRITE, f"attack({folder!r})") for folder in FOLDERS]
     found += [probe(f"a socket of {kind}", CONNECT, f"attack({kind!r}, {{port}})") for kind in FAMILIES]
     found += [probe(f"calls {name}", CALL, f"attack({args})") for name, args in CALLS.items() if name not in HARMLESS]
@@ -277,16 +276,16 @@ def cases(way: str) -> list[Attack]:
     found += [whole(f"hangs: {name}", program) for name, program in HANGS.items()]
     found += [whole(f"stays: {name}", program) for name, program in STAYS.items()]
     found += [whole(f"prints without end: {name}", program) for name, program in PRINTS.items()]
-    found += [Attack(way, f"lies: {name}", program, "assert answer() == 42") for name, program in LIES.items()]
+    found += [Attack(backend, f"lies: {name}", program, "assert answer() == 42") for name, program in LIES.items()]
     return found
 
 
-def draw(random: Random, count: int) -> Sequence[Attack | Right]:
-    trials: list[list[Attack | Right]] = []
-    for way in WAYS:
-        right = [Right(way, how) for how in ("beside busy loops", "that hangs in one of its tests")]
-        trials.append([*dealt(random, cases(way), count // len(WAYS) - len(right)), *right])
+def draw(random: Random, count: int) -> Sequence[Attack | CorrectProgram]:
+    trials: list[list[Attack | CorrectProgram]] = []
+    for backend in BACKENDS:
+        right = [CorrectProgram(backend, how) for how in ("beside busy loops", "that hangs in one of its tests")]
+        trials.append([*spread(random, cases(backend), count // len(BACKENDS) - len(right)), *right])
     return [one for both in zip(*trials, strict=True) for one in both]
 
 
-KIND = Kind("sandbox", PROMISE, EACH_WAY * len(WAYS), draw)
+KIND = Kind("sandbox", PER_BACKEND * len(BACKENDS), draw)

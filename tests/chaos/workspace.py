@@ -1,4 +1,4 @@
-"""Where trials are made: folders, commands in processes of their own, finished runs to compare with or to damage."""
+"""Folders for trials, commands in separate processes, and finished runs to compare with or to damage."""
 
 from __future__ import annotations
 
@@ -20,56 +20,55 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chaos.trial import LeftOut, Lost, demand
+from chaos.trial import PromiseBroken, Skipped, require
 
 from grpocli.rollout.vllm.server_files import PREFIX, SHM, shared_memory_name
 
 TESTS = Path(__file__).parents[1]
-PATIENCE = 240.0  # seconds for a command on a busy machine: one that takes longer hangs
-START = 600.0  # where vLLM must start first
-GONE = 30.0  # seconds in which what a run has started must have ended after it
+PATIENCE = 240.0  # seconds; a command that takes longer on a busy machine hangs
+START = 600.0  # seconds, if vLLM starts first
+GONE = 30.0  # seconds after a run's end in which its processes must end
 PRELOAD = ["chaos.preload", "grpocli.cli", "grpocli.launch.train_process"]
 TINY = [
     *("model.warm_start_steps=20", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.problems=0"),
     *("train.steps=4", "checkpoint.every=1"),
 ]
 SMALL = [*TINY, "reward=[format]", "reward.format.pattern='.*[02468]'"]
-"""A run of seconds in which every step has something to learn: about half of all answers are even."""
-SKIPPED = ("time/", "engine/", "sync/seconds")
+"""A run of a few seconds. About half of all answers are even, so every step has groups with a training signal."""
+UNREPEATABLE = ("time/", "engine/", "sync/seconds")
 ERROR = "grpocli: error: "
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """How a command ended, with all that it printed. code: None where it had to be killed."""
+class CommandResult:
+    """The exit code of a command (None if it had to be killed) and its output."""
 
     code: int | None
     text: str
 
     @property
     def sentence(self) -> str:
-        """The error that it printed, its lines joined. Raises Lost unless there is one, and nothing beside it that
-        only a programmer reads."""
+        """The one error sentence of the output. Raises PromiseBroken if there is not exactly one, or a traceback."""
         self.check_readable()
         found = [line for line in self.text.splitlines() if line.startswith(ERROR)]
-        demand(len(found) == 1, f"it printed {len(found)} error sentences, exit code {self.code}{self.tail}")
+        require(len(found) == 1, f"it printed {len(found)} error sentences, with exit code {self.code}{self.tail}")
         return found[0].removeprefix(ERROR)
 
     def check_readable(self) -> None:
-        """No traceback, no error of the logging, no control character that a terminal would obey."""
-        demand(self.code is not None, f"it hung{self.tail}")
+        """Raise PromiseBroken for a traceback, a logging error or a control character in the output."""
+        require(self.code is not None, f"it hung{self.tail}")
         for sign in ("Traceback (most recent call last)", "--- Logging error ---", "Fatal Python error"):
-            demand(sign not in self.text, f"it printed {sign!r}, exit code {self.code}{self.tail}")
+            require(sign not in self.text, f"it printed {sign!r}, exit code {self.code}{self.tail}")
         control = re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", self.text.replace("\r\n", "\n"))
-        demand(control is None, f"it printed a control character{self.tail}")
+        require(control is None, f"it printed a control character{self.tail}")
 
     def check(self, code: int, *words: str) -> None:
-        """Raises Lost unless it ended with `code` and, where that is an error, one sentence with these words."""
-        demand(self.code == code, f"it ended with {self.code}, not {code}{self.tail}")
+        """Raise PromiseBroken unless the exit code is `code` and, for an error, one sentence contains these words."""
+        require(self.code == code, f"it ended with {self.code}, not {code}{self.tail}")
         if code not in (0, 3):
-            said = self.sentence
+            sentence = self.sentence
             for word in words:
-                demand(word in said, f"its sentence does not name {word!r}: {said}")
+                require(word in sentence, f"the error does not name {word!r}: {sentence}")
         else:
             self.check_readable()
 
@@ -79,13 +78,13 @@ class Ended:
 
 
 class Tree:
-    """A process and all below it, also those that have moved away since they were seen."""
+    """A process and its descendants, including those that were reparented after `look` saw them."""
 
     def __init__(self, pid: int) -> None:
         self.root, self.seen = pid, {pid: _started(pid)}
 
     def look(self) -> list[int]:
-        """Its living processes, in the order in which they were found."""
+        """The living processes, in the order in which they were found."""
         parents = dict(_parents())
         more = True
         while more:
@@ -95,7 +94,7 @@ class Tree:
         return [pid for pid, start in self.seen.items() if start and pid in parents and _started(pid) == start]
 
     def memory(self) -> set[Path]:
-        """What it has in shared memory: weights, and the queues and semaphores between vLLM's processes."""
+        """Files in shared memory: weights, and queues and semaphores of vLLM's processes."""
         named = re.compile(rb"/dev/shm/(?:psm_[0-9a-f]+|" + PREFIX.encode() + rb"\w+)")
         texts = [read(pid, "maps") + read(pid, "environ") for pid in self.look()]
         found = {Path(os.fsdecode(name)) for text in texts for name in named.findall(text)}
@@ -103,13 +102,13 @@ class Tree:
         return found.union(*(SHM.glob(pattern) for name in names for pattern in (f"{name}_*", f"sem.{name}-*")))
 
     def wait_gone(self) -> None:
-        """Raises Lost, and ends what is left, unless all of it ends by itself."""
+        """Wait until all processes have ended. After `GONE` seconds, kill them and raise PromiseBroken."""
         deadline = time.monotonic() + GONE
         while left := self.look():
             if time.monotonic() > deadline:
                 names = ", ".join(_name(pid) for pid in left)
                 self.end()
-                raise Lost(f"{len(left)} processes were left {GONE:g} s after its end: {names}")
+                raise PromiseBroken(f"{len(left)} processes were left {GONE:g} s after the end: {names}")
             time.sleep(0.1)
 
     def end(self) -> None:
@@ -118,7 +117,7 @@ class Tree:
 
 
 class Command:
-    """One that runs. tree: its processes."""
+    """A running command and the tree of its processes."""
 
     def __init__(self, process: Any, log: Path) -> None:
         self._process, self.log = process, log
@@ -130,14 +129,14 @@ class Command:
 
     @property
     def code(self) -> int | None:
-        """None while it runs; minus the signal's number where one has ended it."""
+        """None while the command runs; minus the number of the signal that ended it."""
         if isinstance(self._process, subprocess.Popen):
             return self._process.poll()
         code: int | None = self._process.exitcode
         return code
 
     def wait_until(self, happened: Callable[[], bool], seconds: float = PATIENCE) -> bool:
-        """False where it ended, or hung, before that happened."""
+        """Wait for an event. False if the command ended, or `seconds` passed, before it."""
         deadline = time.monotonic() + seconds
         next_look = 0.0
         while not happened():
@@ -150,19 +149,19 @@ class Command:
             time.sleep(0.005)
         return True
 
-    def wait(self, seconds: float = PATIENCE) -> Ended:
-        """Its end; it is killed where that does not come."""
+    def wait(self, seconds: float = PATIENCE) -> CommandResult:
+        """The result of the command, which is killed after `seconds`."""
         ended = self.wait_until(lambda: self.code is not None, seconds)
         if not ended:
             self.tree.end()
         code = self.code if ended else None
         text = self.log.read_bytes().decode(errors="replace")
-        return Ended(code, text)
+        return CommandResult(code, text)
 
 
 @dataclass(slots=True)
-class Place:
-    """folder: of one trial. shared: what trials have in common, among it finished runs, made once."""
+class Workspace:
+    """The folder of one trial, and what all trials share, such as finished runs."""
 
     folder: Path
     shared: Shared
@@ -174,9 +173,9 @@ class Place:
         env: Mapping[str, str] | None = None,
         memory_gb: float | None = None,
     ) -> Command:
-        """`grpocli` with these arguments, in this folder.
+        """Start `grpocli` with these arguments in this folder.
 
-        fresh: by a new interpreter, as a user starts it; else a fork of one that has imported everything.
+        fresh: in a new interpreter, as users do; otherwise in a fork of one that has imported everything.
         """
         log = self.folder / f"command_{len(list(self.folder.glob('command_*.log')))}.log"
         log.touch()
@@ -204,37 +203,36 @@ class Place:
         return self.shared.known(Command(forked, log))
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What it returns, as JSON knows it, in a process of its own. Raises Lost where something of it stays."""
+        """The JSON result of a function in a separate process. Raises PromiseBroken if processes of it stay."""
         log, answer = self.folder / "call.log", self.folder / "answer.json"
         log.touch()
         command = self._fork(log, self.shared.environment, None, _answer, str(answer), function, args)
         ended = command.wait()
         command.tree.wait_gone()
-        demand(answer.exists(), f"it ended with {ended.code}{ended.tail}")
+        require(answer.exists(), f"it ended with {ended.code}{ended.tail}")
         return json.loads(answer.read_text())
 
-    def run(self, *argv: str, seconds: float = PATIENCE, **more: Any) -> Ended:
-        """Start it and wait for its end, and that of all it has started."""
+    def run(self, *argv: str, seconds: float = PATIENCE, **more: Any) -> CommandResult:
+        """Start `grpocli` and wait until it and its descendants have ended."""
         command = self.start(*argv, **more)
         ended = command.wait(seconds)
         command.tree.wait_gone()
         return ended
 
     def finished(self, *options: str, small: Sequence[str] = SMALL) -> Path:
-        """A run with these options to which nothing happened."""
+        """An undisturbed run with these options."""
         return self.shared.finished([*small, *options])
 
     def copy(self, run: Path) -> Path:
-        """Of a run, in this trial's folder, that can be resumed and damaged."""
+        """A copy of a run in this trial's folder, to resume or to damage."""
         return Path(shutil.copytree(run, self.folder / "run"))
 
 
 @dataclass
 class Shared:
-    """folder: of all trials. environment: of their commands. real: whether servers may be vLLM's own."""
+    """What trials share: a folder, the environment of commands, finished runs and servers."""
 
     folder: Path
-    real: bool = True
     environment: dict[str, str] = field(init=False)
     context: Any = field(init=False)
     _runs: dict[str, Path] = field(default_factory=dict)
@@ -257,19 +255,19 @@ class Shared:
         self.context.set_forkserver_preload(PRELOAD)
 
     @contextmanager
-    def place(self, name: str) -> Iterator[Place]:
-        """A folder for one trial, which stays only where it was lost."""
+    def workspace(self, name: str) -> Iterator[Workspace]:
+        """A workspace for one trial. Its folder remains if the trial fails."""
         folder = self.folder / name.replace(":", "_")
         folder.mkdir(parents=True)
         try:
-            yield Place(folder, self)
-        except LeftOut:
+            yield Workspace(folder, self)
+        except Skipped:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder, ignore_errors=True)
 
     def once(self, name: str, make: Callable[[], Path]) -> Path:
-        """Made by the first trial that asks; the others wait for it."""
+        """A folder that the first trial makes; the others wait for it."""
         with self._lock:
             lock = self._locks.setdefault(name, threading.Lock())
         with lock:
@@ -280,8 +278,8 @@ class Shared:
     def finished(self, options: Sequence[str]) -> Path:
         def make() -> Path:
             folder = Path(tempfile.mkdtemp(prefix="finished_", dir=self.folder))
-            place = Place(folder, self)
-            ended = place.run("train", *options, f"hydra.run.dir={folder}/run", seconds=START)
+            workspace = Workspace(folder, self)
+            ended = workspace.run("train", *options, f"hydra.run.dir={folder}/run", seconds=START)
             ended.check(0)
             return folder / "run"
 
@@ -292,7 +290,7 @@ class Shared:
         return command
 
     def end(self) -> None:
-        """Break off what runs; its trials are lost."""
+        """Kill all running commands."""
         for command in self._commands:
             command.tree.end()
 
@@ -305,36 +303,36 @@ class Shared:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """Without what need not repeat; none of a run that ended before its first step."""
+    """The metrics of each step, without times; empty if the run ended before its first step."""
     path = run / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [{name: value for name, value in row.items() if not name.startswith(SKIPPED)} for row in rows]
+    return [{name: value for name, value in row.items() if not name.startswith(UNREPEATABLE)} for row in rows]
 
 
 def check_equal(run: Path, expected: Path) -> None:
-    """Raises Lost unless both ended with the same model, to the bit, after the same steps."""
+    """Raise PromiseBroken unless both runs have the same metrics and the same final model, to the bit."""
     ours, theirs = metrics(run), metrics(expected)
     steps = [row["step"] for row in ours]
-    demand(steps == [row["step"] for row in theirs], f"its steps are {steps}")
+    require(steps == [row["step"] for row in theirs], f"the steps are {steps}")
     for row, other in zip(ours, theirs, strict=True):
         names = sorted(name for name in row.keys() | other.keys() if repr(row.get(name)) != repr(other.get(name)))
-        demand(not names, f"step {row['step']} has other metrics: {', '.join(names[:8])}")
+        require(not names, f"step {row['step']} differs in: {', '.join(names[:8])}")
     models = [(folder / "model" / "model.safetensors").read_bytes() for folder in (run, expected)]
-    demand(models[0] == models[1], "its final model is another one")
+    require(models[0] == models[1], "the final model differs")
 
 
-def is_root() -> None:
-    """Raise LeftOut for another user."""
+def require_root() -> None:
+    """Raise Skipped for other users than root."""
     if os.geteuid() != 0:
-        raise LeftOut("needs root")
+        raise Skipped("needs root")
 
 
-def has(module: str) -> None:
-    """Raise LeftOut where a module is not installed."""
+def require_module(module: str) -> None:
+    """Raise Skipped if a module is not installed."""
     from importlib.util import find_spec
 
     if find_spec(module) is None:
-        raise LeftOut(f"{module} is not installed")
+        raise Skipped(f"{module} is not installed")
 
 
 def _forked(
@@ -345,7 +343,7 @@ def _forked(
     function: Callable[..., object],
     args: Sequence[Any],
 ) -> None:
-    """In a process of its own."""
+    """Run a function in this forked process, with its output in a log."""
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
@@ -361,7 +359,7 @@ def _forked(
 
 
 def _command(argv: list[str]) -> None:
-    """What `python -m grpocli` does."""
+    """The same as `python -m grpocli`."""
     from grpocli.cli import main
 
     sys.argv = ["grpocli", *argv]
@@ -374,7 +372,7 @@ def _answer(path: str, function: Callable[..., Any], args: Sequence[Any]) -> Non
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    for path in os.listdir("/proc"):  # noqa: PTH208  this is done often
+    for path in os.listdir("/proc"):  # noqa: PTH208  called often
         if path.isdigit():
             fields = read(int(path), "stat").rpartition(b")")[2].split()
             if fields and fields[0] not in (b"Z", b"X"):
@@ -382,7 +380,7 @@ def _parents() -> Iterator[tuple[int, int]]:
 
 
 def _started(pid: int) -> str:
-    """When, so that a number that is given again is not taken for the process that had it; empty if it has ended."""
+    """The start time, which distinguishes processes with the same pid; empty if the process has ended."""
     fields = read(pid, "stat").rpartition(b")")[2].split()
     return fields[19].decode() if fields and fields[0] not in (b"Z", b"X") else ""
 
@@ -392,7 +390,7 @@ def _name(pid: int) -> str:
 
 
 def read(pid: int, name: str) -> bytes:
-    """A file of /proc about a process; empty if it has ended."""
+    """A file in a process's folder of /proc; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
