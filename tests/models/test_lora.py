@@ -211,7 +211,7 @@ def test_the_trained_share(little_model) -> None:
         ("model.lora.alpha=inf", r"model\.lora\.alpha=inf"),
         ("model.lora.target_modules=[]", r"model\.lora\.target_modules=\[\]: give all-linear"),
         ("model.lora.target_modules=3", r"model\.lora\.target_modules=3: give all-linear"),
-        ("model.lora.target_modules='('", r"model\.lora\.target_modules=\(: is no regular expression"),
+        ("model.lora.target_modules='('", r"model\.lora\.target_modules=\(: is not a regular expression"),
         ("model.lora.rnk=4", r"model\.lora\.rnk"),
     ],
 )
