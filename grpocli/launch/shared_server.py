@@ -17,7 +17,7 @@ from grpocli.config.parts import follows, one_of, part, require
 from grpocli.errors import ConfigError, EngineError
 from grpocli.progress import Progress, unreported
 from grpocli.rollout.vllm.engine_parts import Vllm
-from grpocli.rollout.vllm.server_log import failure_cause, followed, fresh
+from grpocli.rollout.vllm.server_log import failure_cause, fresh_log, printed_log
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -157,8 +157,8 @@ def serve(
     with (
         contextlib.suppress(KeyboardInterrupt),
         _interrupted_by_term(),
-        fresh(log),
-        followed(log) if config.verbose else contextlib.nullcontext(),
+        fresh_log(log),
+        printed_log(log) if config.verbose else contextlib.nullcontext(),
         serving(spec, options, log, remove=[record], progress=progress) as (endpoint, process),
     ):
         description = served(endpoint)

@@ -97,7 +97,7 @@ def test_the_answer_is_kept_for_a_version(monkeypatch: pytest.MonkeyPatch, cache
         asked.append(arguments.vllm_version())
         return KNOWN
 
-    monkeypatch.setattr(arguments, "_ask", ask)
+    monkeypatch.setattr(arguments, "_list_options", ask)
     monkeypatch.setattr(arguments, "vllm_version", lambda: "1")
     assert known_options() == known_options() == KNOWN
     kept = cache_folder / "vllm" / "options-1.json"
@@ -110,11 +110,11 @@ def test_the_answer_is_kept_for_a_version(monkeypatch: pytest.MonkeyPatch, cache
 
 
 def test_vllm_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
-    monkeypatch.setattr(arguments, "ASK", "import no_such_module_here")
+    monkeypatch.setattr(arguments, "LIST_OPTIONS", "import no_such_module_here")
     with pytest.raises(EngineError, match=r"engine\.vllm_args.*No module named 'no_such_module_here'"):
         known_options()
-    monkeypatch.setattr(arguments, "ASK", "import time; time.sleep(30)")
-    monkeypatch.setattr(arguments, "ASK_TIMEOUT", 0.5)
+    monkeypatch.setattr(arguments, "LIST_OPTIONS", "import time; time.sleep(30)")
+    monkeypatch.setattr(arguments, "LIST_TIMEOUT", 0.5)
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"did not list its options \(engine\.vllm_args\) within 0\.5 s"):
         known_options()

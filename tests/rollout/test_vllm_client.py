@@ -22,7 +22,7 @@ from grpocli.errors import ConfigError, EngineError, EngineGone
 from grpocli.rollout.vllm import client as vllm_client
 from grpocli.rollout.vllm.client import Client, KeepsRefusing, Refused, ServerGone
 from grpocli.rollout.vllm.engine import VllmEngine
-from grpocli.rollout.vllm.request import spread
+from grpocli.rollout.vllm.request import spread_seed
 from grpocli.rollout.vllm.server_files import Endpoint
 from grpocli.rollout.vllm.server_pool import CONCURRENT, ServerPool
 from grpocli.types import Request, Sampling
@@ -357,7 +357,7 @@ def test_temperature_that_vllm_would_change(client: Client) -> None:
 
 def test_seeds_of_neighbours_do_not_overlap() -> None:
     """The i-th of n completions gets seed + i on the server."""
-    used = sorted(spread(seed) for seed in range(2000))
+    used = sorted(spread_seed(seed) for seed in range(2000))
     assert min(b - a for a, b in pairwise(used)) > 10_000
     assert used[0] >= 0
     assert used[-1] < 2**62

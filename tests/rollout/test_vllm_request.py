@@ -51,13 +51,13 @@ def test_weights_that_the_run_has_not_sent_are_refused() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"token_ids": [1, 2, 3, 9]}, "9 is no token of the model, which has 9"),
-        ({"token_ids": [1, 2, 3, -1]}, "-1 is no token"),
-        ({"token_ids": [1, 2, 3, "4"]}, "'4' is no token"),
+        ({"token_ids": [1, 2, 3, 9]}, "9 is not a token of the model, which has 9"),
+        ({"token_ids": [1, 2, 3, -1]}, "-1 is not a token"),
+        ({"token_ids": [1, 2, 3, "4"]}, "'4' is not a token"),
         ({"token_ids": [1] * 5, "logprobs": {"content": [{"logprob": -1.0}] * 5}}, "5 tokens, where 4 were asked for"),
-        ({"logprobs": {"content": [{"logprob": math.nan}] * 4}}, "nan is no log-prob"),
-        ({"logprobs": {"content": [{"logprob": -math.inf}] * 4}}, "-inf is no log-prob"),
-        ({"logprobs": {"content": [{"logprob": 0.5}] * 4}}, "0.5 is no log-prob"),
+        ({"logprobs": {"content": [{"logprob": math.nan}] * 4}}, "nan is not a log-prob"),
+        ({"logprobs": {"content": [{"logprob": -math.inf}] * 4}}, "-inf is not a log-prob"),
+        ({"logprobs": {"content": [{"logprob": 0.5}] * 4}}, "0.5 is not a log-prob"),
         ({"logprobs": {"content": [{"logprob": None}] * 4}}, "TypeError"),
         ({"logprobs": None}, "TypeError"),
         (

@@ -218,7 +218,7 @@ def test_a_given_folder_for_weights(monkeypatch: pytest.MonkeyPatch, job: Engine
         assert folder.stat().st_mode & 0o777 == 0o700
     assert folder.is_dir()
     (tmp_path / "file").touch()
-    bad = replace(spec, sync_folder=str(tmp_path / "file" / "below"))
+    bad = replace(spec, job=replace(job, sync_folder=str(tmp_path / "file" / "below")))
     with (
         pytest.raises(ConfigError, match=r"^sync\.folder=.*cannot be made: Not a directory"),
         serving(bad, Vllm(), None),
@@ -347,7 +347,7 @@ def test_failure_cause_skips_what_is_not_the_cause(tmp_path: Path) -> None:
     with log.open("a") as file:
         file.write("(Worker pid=1) ERROR 11-21 08:29:52 [executor.py:1063] RuntimeError: Unsupported head_dim=16\n")
         file.write("(APIServer pid=2) RuntimeError: Engine core initialization failed. See root cause above.\n")
-    advice = "vLLM's attention has no kernel for this model's head size: take engine=transformers, which serves any"
+    advice = "vLLM's attention has no kernel for this model's head size: take engine=transformers, which supports any"
     assert failure_cause(log, since) == f": {advice}: RuntimeError: Unsupported head_dim=16 (see {log})"
     log.write_text("usage: x\napi_server.py: error: unrecognized arguments: --foo\n")
     assert failure_cause(log) == f": api_server.py: error: unrecognized arguments: --foo (see {log})"

@@ -26,7 +26,14 @@ from grpocli.rollout.vllm.engine import make_synchronizer
 from grpocli.rollout.vllm.probe import TOLERANCE, WORST, compare, sequence, tolerance
 from grpocli.rollout.vllm.server_files import Endpoint
 from grpocli.rollout.vllm.transport_gpu import ARGUMENTS, decode_handles, encode_handles
-from grpocli.rollout.vllm.transport_shm import BucketFile, MappedFiles, bucket_counts, checked_path, file_size, weights_folder
+from grpocli.rollout.vllm.transport_shm import (
+    BucketFile,
+    MappedFiles,
+    bucket_counts,
+    checked_path,
+    file_size,
+    weights_folder,
+)
 from grpocli.rollout.vllm.weight_sync import LockedIterator, PolicyWeights, WeightSync
 
 WEIGHTS = {

@@ -142,7 +142,7 @@ def test_all_lost_servers_have_one_deadline(tmp_path: Path, monkeypatch: pytest.
         endpoint.save(run_file(tmp_path, index))
     dataclasses.replace(lost[0][0], generation=1).save(run_file(tmp_path, 0))
     began = time.monotonic()
-    with pytest.raises(EngineGone, match="no other came in its place within 1 s"):
+    with pytest.raises(EngineGone, match="no other server came in its place within 1 s"):
         OwnServers(Vllm(start_timeout=1, max_restarts=1), job_in(tmp_path), never).wait(lost)
     assert time.monotonic() - began < 1.9
     assert all(lost_file(tmp_path, index).exists() for index in range(3))

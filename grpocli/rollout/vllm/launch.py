@@ -27,7 +27,17 @@ from grpocli.progress import unreported
 from grpocli.rollout.vllm.external_server import external_servers
 from grpocli.rollout.vllm.probe import PROBE_ROOM
 from grpocli.rollout.vllm.server import LOOPBACK, ServerSpec, free_port, serving
-from grpocli.rollout.vllm.server_files import SHM, Endpoint, failed_file, new_engine_folder, over_file, private_folder, run_file, run_files, shared_memory_patterns
+from grpocli.rollout.vllm.server_files import (
+    SHM,
+    Endpoint,
+    failed_file,
+    new_engine_folder,
+    over_file,
+    private_folder,
+    run_file,
+    run_files,
+    shared_memory_patterns,
+)
 from grpocli.rollout.vllm.supervisor import SupervisedServer
 from grpocli.rollout.vllm.validate import check_room
 

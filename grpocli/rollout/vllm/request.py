@@ -1,4 +1,4 @@
-"""A request in vLLM's own words, and its answer in ours: token ids in, token ids out."""
+"""Requests in vLLM's form, and completions from its answers: token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -11,33 +11,32 @@ from grpocli.errors import ConfigError, EngineError
 from grpocli.types import Completion, Request, Sampling
 
 ROUNDING = 1e-3
-"""How far above 0 rounding may take a log-prob."""
+"""The largest log-prob above 0 that counts as rounding."""
 COLDEST, HOTTEST = 0.01, 2.0
-"""vLLM raises a temperature between 0 and the first, and refuses one above the second."""
+"""vLLM raises a temperature between 0 and COLDEST, and refuses one above HOTTEST."""
 
 
 def check_temperature(sampling: Sampling) -> None:
-    """Raise a ConfigError if vLLM would sample at another temperature, or not at all."""
+    """Raise ConfigError if vLLM would change or refuse the temperature."""
     if sampling.temperature != 0 and not COLDEST <= sampling.temperature <= HOTTEST:
         problem = f"vLLM samples at {COLDEST} at least (or at 0), and at {HOTTEST:g} at most"
         raise ConfigError(problem, key="rollout.temperature", value=sampling.temperature)
 
 
 def body(request: Request, sampling: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """A whole group is one request, so that vLLM computes the prompt once."""
+    """The JSON of a request. A whole group is one request, so that vLLM computes the prompt once."""
     return {"token_ids": list(request.token_ids), "sampling_params": sampling_params(request, sampling, stop_ids)}
 
 
 def sampling_params(request: Request, sampling: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """What vLLM's SamplingParams are made of, as JSON.
+    """The arguments of vLLM's SamplingParams as JSON.
 
-    For `SamplingParams(**...)` in vLLM's own process one key needs its class, where it is there:
-    `structured_outputs=StructuredOutputsParams(**params["structured_outputs"])`.
+    To call `SamplingParams(**...)` itself, convert `structured_outputs` to a StructuredOutputsParams.
     """
     sampling = request.under(sampling)
     return {
-        "n": 1 if sampling.temperature == 0 else request.n,  # greedy ones are all equal
-        "seed": spread(request.seed),
+        "n": 1 if sampling.temperature == 0 else request.n,  # greedy completions are all equal
+        "seed": spread_seed(request.seed),
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -46,8 +45,8 @@ def sampling_params(request: Request, sampling: Sampling, stop_ids: Sequence[int
         "repetition_penalty": sampling.repetition_penalty,
         "stop": list(sampling.stop),
         "stop_token_ids": list(stop_ids),
-        "logprobs": 0,  # of the sampled token alone
-        "detokenize": bool(sampling.stop),  # vLLM looks for them in the text; tokens are never cut
+        "logprobs": 0,  # of the sampled token only
+        "detokenize": bool(sampling.stop),  # vLLM finds stop strings in the text, but cuts no token
         "include_stop_str_in_output": bool(sampling.stop),
         **_structure(sampling),
     }
@@ -70,15 +69,15 @@ def completions(
     synced: bool = False,
     vocabulary: int | None = None,
 ) -> list[Completion]:
-    """The `n` completions of a request from the answer's choices, in order. Raises EngineError for a broken answer.
+    """The `n` completions of a request from vLLM's choices, in order. Raises EngineError for a broken answer.
 
-    version: of tokens that are not labelled. synced: whether every server had had a sync when it was asked, so that
-    any label must be a version of ours. vocabulary: tokens that there are; None trusts the answer.
+    version: of tokens without a label. synced: whether every server was synced before the request, so that any label
+    must be a version of this run. vocabulary: the model's number of tokens; None: do not check token ids.
     """
     sampling = request.under(sampling)
     greedy = sampling.temperature == 0
     if synced:
-        _check_labels(choices)
+        _check_versions(choices)
     for choice in choices:
         if problem := _problem(choice, sampling.max_tokens, vocabulary):
             raise EngineError(f"{choice.get('server', 'vLLM')} returned a broken completion: {problem}")
@@ -87,8 +86,8 @@ def completions(
     for one in made:
         if one.truncated and len(one.token_ids) < sampling.max_tokens:
             raise EngineError(
-                f"{server} stopped after {len(one.token_ids)} of {sampling.max_tokens} tokens, because with the prompt "
-                "that is all its context holds: raise engine.max_model_len"
+                f"{server} stopped after {len(one.token_ids)} of {sampling.max_tokens} tokens, because its context "
+                "holds no more with the prompt: raise engine.max_model_len"
             )
     if greedy:
         made *= request.n
@@ -111,7 +110,7 @@ def _completion(choice: dict[str, Any], greedy: bool, version: int) -> Completio
 
 
 def _problem(choice: dict[str, Any], max_tokens: int, vocabulary: int | None) -> str:
-    """What is wrong with a choice; empty where nothing is."""
+    """What is wrong with a choice; "" if nothing is."""
     try:
         ids, reason = choice["token_ids"], choice["finish_reason"]
         logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
@@ -122,30 +121,30 @@ def _problem(choice: dict[str, Any], max_tokens: int, vocabulary: int | None) ->
             return f"{len(ids)} tokens, where {max_tokens} were asked for"
         for token in ids:
             if type(token) is not int or not 0 <= token < (vocabulary or math.inf):
-                return f"{token!r} is no token of the model, which has {vocabulary}"
+                return f"{token!r} is not a token of the model, which has {vocabulary}"
         for logprob in logprobs:
             if not -math.inf < logprob <= ROUNDING:
-                return f"{logprob!r} is no log-prob"
+                return f"{logprob!r} is not a log-prob"
         starts = [0, *(end for _, end in ends)]
         if ends and ([start for start, _ in ends] != starts[:-1] or starts != sorted(starts) or starts[-1] != len(ids)):
-            return f"its weight versions are of the tokens {ends}, and it has {len(ids)}"
+            return f"its weight versions cover the tokens {ends}, and it has {len(ids)}"
     except (AttributeError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-def _check_labels(choices: Sequence[dict[str, Any]]) -> None:
+def _check_versions(choices: Sequence[dict[str, Any]]) -> None:
     for choice in choices:
         for label in choice.get("weight_versions") or []:
             if not isinstance(label["version"], int):
                 raise EngineError(
-                    f'vLLM answered with weights of version "{label["version"]}", which this run has not sent: that '
+                    f'vLLM answered with weights of version "{label["version"]}", which this run has not sent: the '
                     "server is new, or another program changes its weights"
                 )
 
 
 def _spans(labels: Sequence[dict[str, Any]], version: int) -> list[tuple[int, int]]:
-    """(version, number of tokens) in order. A label of another run (before the first sync) stands for `version`."""
+    """(version, number of tokens) in order. Another run's label, before the first sync, counts as `version`."""
     spans: list[tuple[int, int]] = []
     for label in labels:
         number = label["version"] if isinstance(label["version"], int) else version
@@ -157,6 +156,6 @@ def _spans(labels: Sequence[dict[str, Any]], version: int) -> list[tuple[int, in
     return spans
 
 
-def spread(seed: int) -> int:
-    """A seed far from its neighbours': of n completions vLLM gives the i-th seed + i, and requests count up too."""
+def spread_seed(seed: int) -> int:
+    """A seed far from those of its neighbours, because vLLM gives the i-th completion of a request seed + i."""
     return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=7).digest())

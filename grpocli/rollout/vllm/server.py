@@ -25,7 +25,7 @@ from grpocli.rollout.vllm.plugin import BACKENDS
 from grpocli.rollout.vllm.server_files import Endpoint, private_folder
 from grpocli.rollout.vllm.server_log import StartupLog
 from grpocli.rollout.vllm.transport_shm import WEIGHTS_FOLDER_VARIABLE
-from grpocli.rollout.vllm.validate import argument_words, check_arguments, check_head_size, check_plugin, further_words
+from grpocli.rollout.vllm.validate import argument_words, check_arguments, check_head_size, check_plugin, option_words
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineJob
@@ -112,7 +112,7 @@ def command(spec: ServerSpec, options: VllmOptions, cpu: bool) -> list[str]:
     # -P: do not import from the current folder
     start = [sys.executable, "-P", "-m", "grpocli.rollout.vllm.api_server"]
     known = [word for name, value in flags.items() for word in argument_words(name, value)]
-    return [*start, *known, *further_words(options.vllm_args)]
+    return [*start, *known, *option_words(options.vllm_args)]
 
 
 def max_num_seqs_option(max_num_seqs: int, cpu: bool) -> int | None:

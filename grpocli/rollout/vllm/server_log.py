@@ -1,4 +1,4 @@
-"""The log of a vLLM server: the phase of its start, what went wrong, and which key to change."""
+"""The log of a vLLM server: the phase of its start, the cause of a failure, and the key to change."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO
 
-FOLLOW = 0.1  # seconds between looks at a growing log
-TAIL = 256 * 1024  # bytes at the end of a log in which the cause is looked for
+FOLLOW = 0.1  # seconds between two looks at a growing log
+TAIL = 256 * 1024  # bytes at the end of a log that are searched for the cause
 ERROR = re.compile(r"(?:^|[\s\]])((?:[\w.]+\.)?\w*(?:Error|Exception): .+|[\w.]+: error: .+)$")
 DEFAULTS = re.compile(r"non-default args: (\{.*\})")
-WORDS_OF_PYDANTIC = re.compile(
+PYDANTIC_WORDS = re.compile(
     r"(?:pydantic_core\S*)?ValidationError: \d+ validation errors? for |Value error, |\[type=.*?\]"
 )
 NOT_THE_CAUSE = re.compile(r"Engine core initialization failed|EngineDeadError|CancelledError|KeyboardInterrupt")
 PREFIX = re.compile(r"^(?:\(\S+ pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[\S+\] )?")  # of vLLM's log lines
-MORE = 8  # lines after "validation error for", which say what is wrong
+PYDANTIC_LINES = 8  # lines after "validation error for" with the details
 OPTIONS = {
     "data_parallel_size": "engine.data_parallel",
     "dtype": "model.dtype",
@@ -31,7 +31,7 @@ OPTIONS = {
     "tensor_parallel_size": "engine.tensor_parallel",
     **{name: f"engine.{name}" for name in ("enforce_eager", "gpu_memory_utilization", "max_model_len", "quantization")},
 }
-"""vLLM's options that are keys of ours; any other one is in engine.vllm_args."""
+"""The config keys of vLLM's options; any other option is in engine.vllm_args."""
 ADVICE = (
     (r"GiB\) on kv cache allocation is less than", "too little memory for the KV cache: lower engine.cpu_kv_cache_gb"),
     (r"on startup is less than desired CPU memory", "too little free memory: lower engine.cpu_kv_cache_gb"),
@@ -52,7 +52,7 @@ ADVICE = (
     ),
     (
         r"(?i)unsupported head.?(dim|size)|head.?(dim|size).{0,20}not supported",
-        "vLLM's attention has no kernel for this model's head size: take engine=transformers, which serves any",
+        "vLLM's attention has no kernel for this model's head size: take engine=transformers, which supports any",
     ),
     (
         r"is greater than the derived max_model_len",
@@ -68,7 +68,7 @@ ADVICE = (
     (r"Model architectures .* (are not supported|failed)", "vLLM does not know this model: take engine=transformers"),
     (r"trust_remote_code=True", "the model brings code of its own: set model.trust_remote_code=true if you trust it"),
 )
-"""What vLLM says, and what to do about it."""
+"""Patterns of vLLM's errors, and the remedy for each."""
 
 PHASES = (
     (r"non-default args|Resolved architecture", "reading the model's config"),
@@ -80,18 +80,18 @@ PHASES = (
     (r"Capturing CUDA graph", "capturing CUDA graphs"),
     (r"Starting vLLM (API )?server|Started server process|Application startup", "opening its port"),
 )
-"""Patterns of lines in vLLM's log, and the phase of the start that each begins."""
+"""Patterns of lines in vLLM's log, and the phase of the start that each line begins."""
 
 
 class StartupLog:
-    """The progress of a server's start, read from its log. since: the byte at which this server's output begins."""
+    """The progress of a server's start according to its log. since: the byte at which this server's output begins."""
 
     def __init__(self, log: Path, since: int = 0) -> None:
         self.log, self.at = log, since
         self.phase, self.last = "loading libraries", ""
 
     def read(self) -> None:
-        """Read what was added since the last call. `phase` is the present one, `last` the last line."""
+        """Read the lines added since the last call; `phase` is the current phase, `last` the last line."""
         try:
             with self.log.open("rb") as file:
                 file.seek(self.at)
@@ -103,11 +103,11 @@ class StartupLog:
         for line in added[:whole].decode(errors="replace").splitlines():
             if text := PREFIX.sub("", line).strip():
                 self.last = text
-            self.phase = next((said for pattern, said in PHASES if re.search(pattern, text)), self.phase)
+            self.phase = next((phase for pattern, phase in PHASES if re.search(pattern, text)), self.phase)
 
 
 def failure_cause(log: Path, since: int = 0) -> str:
-    """`: ADVICE: CAUSE (see LOG)`, from the last line of the log that names an error; `: see LOG` where none does.
+    """`: ADVICE: CAUSE (see LOG)`, from the last line of the log that names an error; `: see LOG` if none does.
 
     since: the byte at which this server's output begins.
     """
@@ -118,7 +118,7 @@ def failure_cause(log: Path, since: int = 0) -> str:
 
 
 def find_cause(log: Path, since: int = 0) -> tuple[str, str]:
-    """The key to change, where it is known, and the cause in vLLM's words; empty where the log names none."""
+    """The key to change, if known, and the cause in vLLM's words; "" if the log names none."""
     try:
         with log.open("rb") as file:
             file.seek(max(since, log.stat().st_size - TAIL))
@@ -133,25 +133,25 @@ def find_cause(log: Path, since: int = 0) -> tuple[str, str]:
 
 
 def _whole(error: str, following: list[str]) -> str:
-    """pydantic says what is wrong in indented lines after its first, each below the name of a field."""
+    """The whole error: pydantic gives its details in indented lines after the first."""
     if "validation error" not in error:
         return error
-    more = takewhile(re.compile(r"[\w.]+|\s+\S.*").fullmatch, following[:MORE])
-    said = [line.strip() for line in more if not line.startswith("    For further information")]
-    return " ".join(WORDS_OF_PYDANTIC.sub("", " ".join([error, *said])).split())
+    more = takewhile(re.compile(r"[\w.]+|\s+\S.*").fullmatch, following[:PYDANTIC_LINES])
+    details = [line.strip() for line in more if not line.startswith("    For further information")]
+    return " ".join(PYDANTIC_WORDS.sub("", " ".join([error, *details])).split())
 
 
 def advice_for(cause: str, given: str = "") -> str:
-    """The key to change, where it is known.
+    """The key to change, if known; else "".
 
-    given: vLLM's own list of the options that it was started with.
+    given: vLLM's list of the options that it was started with.
     """
     advice = next((advice for pattern, advice in ADVICE if re.search(pattern, cause)), None)
     return advice or _key(cause, given) or ""
 
 
 def _key(cause: str, given: str) -> str | None:
-    """The key of an option that vLLM's command line or its config refused; of several, one that was given."""
+    """The key of an option that vLLM refused; of several, the one that the user gave."""
     names = [name.replace("-", "_") for name in re.findall(r"error: argument --([\w-]+)", cause)]
     names += re.findall(r"(\w+) (?:Input|Value|Extra|Field) \w+", cause)
     if not names:
@@ -161,10 +161,10 @@ def _key(cause: str, given: str) -> str | None:
 
 
 @contextlib.contextmanager
-def fresh(log: Path) -> Iterator[None]:
-    """A new log for the block. Removed at its end, but kept after an error, whose cause it may show."""
+def fresh_log(log: Path) -> Iterator[None]:
+    """A new log for the block, removed at its end, but kept after an error."""
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    log.unlink(missing_ok=True)  # of a server that was killed, or failed
+    log.unlink(missing_ok=True)  # a killed or failed server may have left one
     log.touch(mode=0o600)
     failed = False
     try:
@@ -178,8 +178,8 @@ def fresh(log: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def followed(log: Path) -> Iterator[None]:
-    """A log, printed to stdout as it grows, to its end when the block ends."""
+def printed_log(log: Path) -> Iterator[None]:
+    """Print a growing log to stdout until the block ends."""
     ended = threading.Event()
     with log.open(errors="replace") as file:
         thread = threading.Thread(target=_print_until, args=(file, ended), daemon=True)

