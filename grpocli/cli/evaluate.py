@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from grpocli.config.schema import Run
-    from grpocli.evaluation.evaluate import Evaluated
+    from grpocli.evaluation.evaluate import ModelResult
     from grpocli.rollout.engine import EngineJob
     from grpocli.tracking.view import View
     from grpocli.training.accuracy import Estimate
@@ -99,7 +99,7 @@ def _run(args: argparse.Namespace) -> tuple[DictConfig, Run]:
     return config, run
 
 
-def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[Evaluated]:
+def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[ModelResult]:
     from grpocli.hardware.devices import devices_of
     from grpocli.launch.run import prepare
     from grpocli.launch.train_process import quiet_libraries
@@ -133,16 +133,17 @@ def _models(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 def _sampled(
     run: Run, job: EngineJob, models: Sequence[tuple[str, str]], args: argparse.Namespace, out: Path, view: View
-) -> list[Evaluated]:
+) -> list[ModelResult]:
     """Evaluate each model, and write its completions to `out`."""
-    from grpocli.evaluation.evaluate import EvaluationOptions, evaluate
+    from grpocli.evaluation.evaluate import Evaluation, EvaluationOptions
     from grpocli.progress import Watch
     from grpocli.rewards.reward import answer_columns
     from grpocli.tracking.rollouts import evaluation_records, write_rollouts
 
-    asked = EvaluationOptions(args.problems, args.samples, not args.no_greedy)
-    found: list[Evaluated] = []
-    for one in evaluate(run, job, models, asked, view, Watch(view.progress)):
+    options = EvaluationOptions(args.problems, args.samples, not args.no_greedy)
+    evaluation = Evaluation(run, job, options, view, Watch(view.progress))
+    found: list[ModelResult] = []
+    for one in evaluation.results(models):
         name = "".join(c if c.isalnum() else "_" for c in Path(one.name).name)
         for kind, groups in (("greedy", one.greedy), ("sampled", one.sampled)):
             if groups:
@@ -152,7 +153,7 @@ def _sampled(
     return found
 
 
-def _as_dict(config: DictConfig, run: Run, args: argparse.Namespace, found: Sequence[Evaluated]) -> dict[str, object]:
+def _as_dict(config: DictConfig, run: Run, args: argparse.Namespace, found: Sequence[ModelResult]) -> dict[str, object]:
     from dataclasses import asdict
 
     from grpocli.config.environment import without_environment
@@ -166,7 +167,7 @@ def _as_dict(config: DictConfig, run: Run, args: argparse.Namespace, found: Sequ
     }
 
 
-def _show(found: Sequence[Evaluated]) -> None:
+def _show(found: Sequence[ModelResult]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

@@ -1,8 +1,8 @@
-"""Evaluating models: each checkpoint's completions of every task's held-out problems."""
+"""`grpocli eval`: samples and scores completions of held-out problems, for one model or several checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from grpocli.tasks.prompt_source import accuracy_reward_of
 from grpocli.tasks.prompts import PromptSet
 from grpocli.tasks.task import columns_of
 from grpocli.training.accuracy import AccuracyRewards, TaskResult, task_result
-from grpocli.types import Group, Prompt
+from grpocli.types import Group, Prompt, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationOptions:
-    """problems: of each task (0: all). samples: of each problem, as the run samples (0: none). greedy: one more."""
+    """problems: problems of each task; 0: all. samples: completions of each problem; 0: none. greedy: one more."""
 
     problems: int = 0
     samples: int = 4
@@ -54,7 +54,7 @@ class Problems:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class ModelResult:
     """The results of one model. name: its checkpoint's name, or its path."""
 
     name: str
@@ -63,123 +63,124 @@ class Evaluated:
     sampled: list[Group]
 
 
-def evaluate(
-    run: Run, job: EngineJob, models: Sequence[tuple[str, str]], asked: EvaluationOptions, view: Stages, watch: Watch
-) -> Iterator[Evaluated]:
-    """Evaluate each model, (name, path), in turn; all have one architecture.
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """An evaluation of models on the held-out problems of a run's tasks.
 
     view: shows stages and warnings. watch: called with the progress of the stage.
-
-    Raises ConfigError, RunError or EngineError as a run does.
     """
-    from grpocli.distributed.world import World
-    from grpocli.models.loading import load_tokenizer
 
-    world = World(run.hardware)
-    tokenizer = load_tokenizer(run.model, job.model_path)
-    problems, say = [], view.stage
-    for name, task in tasks_of(run.task).items():
-        with about(key_of(run.task, name)):
-            problems.append(_problems(name, task, run, tokenizer, asked))
-        if (have := len(problems[-1].prompts)) < asked.problems:
-            view.note(f"{name} has {have:,} problems to evaluate on, fewer than the {asked.problems:,} asked for")
-    with ExitStack() as stack:
-        stack.callback(world.close)
-        for reward in run.reward.values():
-            stack.callback(reward.close)
-        say("starting the engine")
-        stack.enter_context(run.engine.launch(replace(job, progress=watch.progress)))
-        for version, (name, path) in enumerate(models, 1):
-            say(f"loading {name}")
-            yield _evaluated(
-                run, _sampler(run, job, path, world, tokenizer, problems), version, name, problems, asked, say, watch
-            )
+    run: Run
+    job: EngineJob
+    options: EvaluationOptions
+    view: Stages
+    watch: Watch
 
+    def results(self, models: Sequence[tuple[str, str]]) -> Iterator[ModelResult]:
+        """The results of each model, (name, path), in turn. All models have one architecture.
 
-def _evaluated(
-    run: Run,
-    sampler: Sampler,
-    version: int,
-    name: str,
-    problems: Sequence[Problems],
-    asked: EvaluationOptions,
-    say: Callable[[str], None],
-    watch: Watch,
-) -> Evaluated:
-    """Evaluate one model, and release it before the next one is loaded."""
-    found = Evaluated(name, [], [], [])
-    try:
-        sampler.engine.sync(version)
-        for one in problems:
-            say(f"{name}: {one.task}, {len(one.prompts):,} problems")
-            result, greedy, sampled = _of_task(run, sampler, one, asked, watch)
-            found.tasks.append(result)
-            found.greedy.extend(greedy)
-            found.sampled.extend(sampled)
-    finally:
-        sampler.episodes.close()
-        sampler.engine.close()
-    return found
+        Raises ConfigError, RunError or EngineError as a run does.
+        """
+        from grpocli.distributed.world import World
+        from grpocli.models.loading import load_tokenizer
 
+        world = World(self.run.hardware)
+        tokenizer = load_tokenizer(self.run.model, self.job.model_path)
+        problems = self._load_problems(tokenizer)
+        with ExitStack() as stack:
+            stack.callback(world.close)
+            for reward in self.run.reward.values():
+                stack.callback(reward.close)
+            self.view.stage("starting the engine")
+            stack.enter_context(self.run.engine.launch(replace(self.job, progress=self.watch.progress)))
+            for version, (name, path) in enumerate(models, 1):
+                self.view.stage(f"loading {name}")
+                sampler = self._sampler(path, world, tokenizer, problems)
+                yield self._evaluate(name, version, sampler, problems)
 
-def _problems(name: str, task: Any, run: Run, tokenizer: PreTrainedTokenizerBase, asked: EvaluationOptions) -> Problems:
-    examples = task.examples("eval")
-    limits = run.rollout.max_prompt_tokens, run.rollout.long_prompts
-    prompts = PromptSet(examples, tokenizer, *limits, f"{name} eval", name, asked.problems or None)
-    accuracy_reward = accuracy_reward_of(task, run.reward, run.eval.reward)
-    run.reward[accuracy_reward].check(columns_of(examples[0]))
-    return Problems(name, accuracy_reward, [prompts.prompt(i, uid=f"{name}-{i}") for i in range(len(prompts))])
+    def _load_problems(self, tokenizer: PreTrainedTokenizerBase) -> list[Problems]:
+        found = []
+        for name, task in tasks_of(self.run.task).items():
+            with about(key_of(self.run.task, name)):
+                found.append(self._problems(name, task, tokenizer))
+            have, wanted = len(found[-1].prompts), self.options.problems
+            if have < wanted:
+                self.view.note(f"{name} has {have:,} problems to evaluate on, fewer than the {wanted:,} asked for")
+        return found
 
+    def _problems(self, name: str, task: Any, tokenizer: PreTrainedTokenizerBase) -> Problems:
+        run, examples = self.run, task.examples("eval")
+        limits = run.rollout.max_prompt_tokens, run.rollout.long_prompts
+        prompts = PromptSet(examples, tokenizer, *limits, f"{name} eval", name, self.options.problems or None)
+        accuracy_reward = accuracy_reward_of(task, run.reward, run.eval.reward)
+        run.reward[accuracy_reward].check(columns_of(examples[0]))
+        return Problems(name, accuracy_reward, [prompts.prompt(i, uid=f"{name}-{i}") for i in range(len(prompts))])
 
-def _sampler(
-    run: Run, job: EngineJob, path: str, world: World, tokenizer: Any, problems: Sequence[Problems]
-) -> Sampler:
-    import torch
+    def _sampler(
+        self, path: str, world: World, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problems]
+    ) -> Sampler:
+        """A sampler of the model at `path`."""
+        import torch
 
-    from grpocli.models.loading import load_policy
-    from grpocli.training.collector import Sampler
-    from grpocli.training.policy import Policy
+        from grpocli.models.loading import load_policy
+        from grpocli.training.collector import Sampler
+        from grpocli.training.policy import Policy
 
-    model = load_policy(run.model, job.model_path, path, run.seed).to(world.device)
-    policy = Policy(model, model, getattr(torch, job.dtype))
-    engine = run.engine.connect(EngineContext(job, policy, tokenizer, world, run.sync, sampling=run.rollout.sampling))
-    environments = {
-        name: environment for name, task in tasks_of(run.task).items() if (environment := environment_of(task))
-    }
-    accuracy_rewards = {one.task: [one.accuracy_reward] for one in problems}
-    scorer = Scorer(run.reward, run.rollout.max_reward_errors, accuracy_rewards, limits_of(run.task))
-    return Sampler(world, engine, tokenizer, scorer, environments)
+        run, job = self.run, self.job
+        model = load_policy(run.model, job.model_path, path, run.seed).to(world.device)
+        policy = Policy(model, model, getattr(torch, job.dtype))
+        context = EngineContext(job, policy, tokenizer, world, run.sync, sampling=run.rollout.sampling)
+        engine = run.engine.connect(context)
+        environments = {
+            name: environment for name, task in tasks_of(run.task).items() if (environment := environment_of(task))
+        }
+        accuracy_rewards = {one.task: [one.accuracy_reward] for one in problems}
+        scorer = Scorer(run.reward, run.rollout.max_reward_errors, accuracy_rewards, limits_of(run.task))
+        return Sampler(world, engine, tokenizer, scorer, environments)
 
+    def _evaluate(self, name: str, version: int, sampler: Sampler, problems: Sequence[Problems]) -> ModelResult:
+        """Evaluate one model, and release it before the next one is loaded."""
+        found = ModelResult(name, [], [], [])
+        try:
+            sampler.engine.sync(version)
+            for one in problems:
+                self.view.stage(f"{name}: {one.task}, {len(one.prompts):,} problems")
+                result, greedy, sampled = self._task_result(sampler, one)
+                found.tasks.append(result)
+                found.greedy.extend(greedy)
+                found.sampled.extend(sampled)
+        finally:
+            sampler.episodes.close()
+            sampler.engine.close()
+        return found
 
-def _of_task(
-    run: Run, sampler: Sampler, one: Problems, asked: EvaluationOptions, watch: Watch
-) -> tuple[TaskResult, list[Group], list[Group]]:
-    sampling, problems = run.rollout.sampling, len(one.prompts)
-    whole = problems * (asked.samples + asked.greedy)
-    greedy: list[Group] = []
-    sampled: list[Group] = []
-    if asked.greedy:
-        likeliest = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-        greedy = _groups(sampler, one, 1, likeliest, run.seed, watch.part(0, whole))
-    if asked.samples:
-        before = problems * asked.greedy
-        sampled = _groups(sampler, one, asked.samples, sampling, run.seed, watch.part(before, whole))
-    accuracy_rewards = AccuracyRewards({one.task: one.accuracy_reward}, run.reward)
-    result = task_result(one.task, accuracy_rewards, greedy, sampled, sampling.max_tokens)
-    return result, greedy, sampled
+    def _task_result(self, sampler: Sampler, one: Problems) -> tuple[TaskResult, list[Group], list[Group]]:
+        options, sampling, problems = self.options, self.run.rollout.sampling, len(one.prompts)
+        total = problems * (options.samples + options.greedy)
+        greedy: list[Group] = []
+        sampled: list[Group] = []
+        if options.greedy:
+            most_likely = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+            greedy = self._groups(sampler, one, 1, most_likely, self.watch.part(0, total))
+        if options.samples:
+            before = problems * options.greedy
+            sampled = self._groups(sampler, one, options.samples, sampling, self.watch.part(before, total))
+        accuracy_rewards = AccuracyRewards({one.task: one.accuracy_reward}, self.run.reward)
+        result = task_result(one.task, accuracy_rewards, greedy, sampled, sampling.max_tokens)
+        return result, greedy, sampled
 
+    def _groups(self, sampler: Sampler, one: Problems, n: int, sampling: Sampling, watch: Watch) -> list[Group]:
+        """Scored samples, with the seeds of evaluations within a run: models differ only by their weights."""
+        from grpocli.training.accuracy import eval_seeds
 
-def _groups(sampler: Sampler, one: Problems, n: int, sampling: Any, seed: int, watch: Watch) -> list[Group]:
-    """Samples with the seeds of an evaluation within a run, so that models differ by their weights alone."""
-    from grpocli.training.accuracy import eval_seeds
-
-    groups, stats = sampler.generate_and_score(one.prompts, eval_seeds(seed, one.prompts), n, sampling, watch)
-    sampler.scorer.check_errors(stats)
-    return groups
+        seeds = eval_seeds(self.run.seed, one.prompts)
+        groups, stats = sampler.generate_and_score(one.prompts, seeds, n, sampling, watch)
+        sampler.scorer.check_errors(stats)
+        return groups
 
 
 def checkpoints_of(run: Path, wanted: str) -> list[tuple[str, str]]:
-    """`all`, or steps such as `10,20`, of a run's checkpoints; (name, path), oldest first. Raises ConfigError."""
+    """(name, path) of a run's checkpoints. wanted: `all`, or steps such as `10,20`. Raises ConfigError."""
     from grpocli.errors import ConfigError
     from grpocli.training.resume_point import checkpoints
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from grpocli.cli.evaluate import _show
-from grpocli.evaluation.evaluate import Evaluated
+from grpocli.evaluation.evaluate import ModelResult
 from grpocli.training.accuracy import Estimate, TaskResult, interval, majority, pass_at_k
 
 
@@ -103,7 +103,7 @@ def test_several_samples_of_a_question_say_more_than_one() -> None:
 
 def test_the_table_says_which_interval_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
     nothing_right = TaskResult("sums", 10, 0, 5.0, 0.0, {"greedy": Estimate.of([0.0] * 10)})
-    _show([Evaluated("model", [nothing_right], [], [])])
+    _show([ModelResult("model", [nothing_right], [], [])])
     shown = capsys.readouterr().out
     assert "0.000 to 0.278" in shown
     assert "95 % confidence interval over questions (Wilson" in shown
