@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Backend:
+class TrackerArguments:
     """The arguments of one of accelerate's trackers.
 
     module: the module that it needs. pip: the package to install. name, folder: its keyword arguments for the run's
@@ -30,16 +30,16 @@ class Backend:
     folder: str | None = None
 
 
-BACKENDS = {
-    "tensorboard": Backend("tensorboard", "tensorboard"),
-    "wandb": Backend("wandb", "wandb", name="name", folder="dir"),
-    "trackio": Backend("trackio", "trackio", name="name"),
-    "comet_ml": Backend("comet_ml", "comet-ml"),
-    "aim": Backend("aim", "aim"),
-    "mlflow": Backend("mlflow", "mlflow", name="run_name"),
-    "clearml": Backend("clearml", "clearml", name="task_name"),
-    "dvclive": Backend("dvclive", "dvclive", folder="dir"),
-    "swanlab": Backend("swanlab", "swanlab", name="experiment_name", folder="logdir"),
+TRACKERS = {
+    "tensorboard": TrackerArguments("tensorboard", "tensorboard"),
+    "wandb": TrackerArguments("wandb", "wandb", name="name", folder="dir"),
+    "trackio": TrackerArguments("trackio", "trackio", name="name"),
+    "comet_ml": TrackerArguments("comet_ml", "comet-ml"),
+    "aim": TrackerArguments("aim", "aim"),
+    "mlflow": TrackerArguments("mlflow", "mlflow", name="run_name"),
+    "clearml": TrackerArguments("clearml", "clearml", name="task_name"),
+    "dvclive": TrackerArguments("dvclive", "dvclive", folder="dir"),
+    "swanlab": TrackerArguments("swanlab", "swanlab", name="experiment_name", folder="logdir"),
 }
 
 
@@ -74,13 +74,13 @@ class Accelerate:
     """Further arguments of the tracker's constructor."""
 
     def __post_init__(self) -> None:
-        one_of(self, "kind", BACKENDS)
+        one_of(self, "kind", TRACKERS)
 
     def check(self) -> None:
         """Raise ConfigError if its package is not installed. Imports nothing."""
-        backend = BACKENDS[self.kind]
-        if find_spec(backend.module) is None:
-            raise ConfigError(f"it is not installed: pip install {backend.pip}", key="tracker", value=self.kind)
+        arguments = TRACKERS[self.kind]
+        if find_spec(arguments.module) is None:
+            raise ConfigError(f"it is not installed: pip install {arguments.pip}", key="tracker", value=self.kind)
 
     def start(self, name: str, folder: Path, config: Any) -> LiveTracker | None:
         """Start the tracker. Raises ConfigError if it fails (not installed, no account, wrong options ...)."""
@@ -97,8 +97,8 @@ class Accelerate:
     def _make(self, name: str, folder: Path) -> Any:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        backend = BACKENDS[self.kind]
-        known = {backend.name: name, backend.folder: str(folder / self.kind)}
+        arguments = TRACKERS[self.kind]
+        known = {arguments.name: name, arguments.folder: str(folder / self.kind)}
         options = {key: value for key, value in known.items() if key is not None} | self.options
         make = LOGGER_TYPE_TO_CLASS[self.kind]
         if self.kind == "tensorboard":  # it names runs by folder

@@ -73,15 +73,14 @@ class Trainer:
         try:
             self.evaluate_at_start()
             self.raise_if_stopped()
-            while not self.done:
+            while self.state.step < self.run.train.steps:
                 self.step()
                 self.raise_if_stopped()
             return self.finish()
         except ServiceGone as gone:
-            saved = f"stopped after step {self.state.step}, which is saved"
-            raise self.stopped(f"{gone}; {saved}; when there is a server again, go on with") from gone
+            raise self.stopped(gone) from gone
         except Cancelled:
-            raise self.stopped_by_signal() from None
+            raise self.stopped() from None
 
     def step(self) -> None:
         """One step of the algorithm."""
@@ -203,20 +202,22 @@ class Trainer:
     def raise_if_stopped(self) -> None:
         """After a signal to any process, save a checkpoint and raise Stopped. Collective."""
         if self.world.any(self.stop.asked()):
-            raise self.stopped_by_signal()
+            raise self.stopped()
 
-    def stopped_by_signal(self) -> Stopped:
-        """Save a checkpoint; return the error that ends the run. Collective."""
-        return self.stopped(f"{self.stop.received or 'asked to stop'} after step {self.state.step}; go on with")
+    def stopped(self, gone: ServiceGone | None = None) -> Stopped:
+        """Save a checkpoint of the last whole step; return the error that ends the run. Collective.
 
-    def stopped(self, reason: str) -> Stopped:
-        """Save a checkpoint of the last whole step; return the error that ends the run. Collective."""
-        next_step = self.state.step + 1
+        gone: the reason; None: a signal.
+        """
+        step, next_step = self.state.step, self.state.step + 1
         self.prefetcher.stop_after(next_step)
         with suppress(ServiceGone):  # the run ends anyway
             self.prefetcher.wait_until_idle(next_step)
         self.checkpoint()
         self.wait_for_checkpoint()
+        reason = f"{self.stop.received or 'asked to stop'} after step {step}; go on with"
+        if gone:
+            reason = f"{gone}; stopped after step {step}, which is saved; when there is a server again, go on with"
         return Stopped(f"{reason}: grpocli train resume={self.recorder.run_dir.path}")
 
     def close(self) -> None:
@@ -250,10 +251,6 @@ class Trainer:
     def seconds(self) -> float:
         """Seconds spent on this run, earlier sessions included."""
         return self.recorder.seconds_before + max(0.0, time.monotonic() - self.started)  # a reward may fake the clock
-
-    @property
-    def done(self) -> bool:
-        return self.state.step >= self.run.train.steps
 
     def due(self, every: int) -> bool:
         """Whether an event that happens every so many steps (0: never) is due now."""

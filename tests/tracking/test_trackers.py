@@ -15,7 +15,7 @@ from grpocli.errors import ConfigError
 from grpocli.launch.compose import compose
 from grpocli.launch.hydra_sources import conf_dir
 from grpocli.tracking import trackers
-from grpocli.tracking.trackers import BACKENDS, Accelerate, AccelerateTracker, NoTracker, flat
+from grpocli.tracking.trackers import TRACKERS, Accelerate, AccelerateTracker, NoTracker, flat
 
 
 @pytest.fixture
@@ -24,9 +24,9 @@ def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_tracker_of_accelerate_has_a_name_here(all_installed: None) -> None:
-    assert set(BACKENDS) == set(LOGGER_TYPE_TO_CLASS)
-    assert {p.stem for p in (Path(conf_dir()) / "tracker").glob("*.yaml")} == {"none", "accelerate", *BACKENDS}
-    for name in BACKENDS:
+    assert set(TRACKERS) == set(LOGGER_TYPE_TO_CLASS)
+    assert {p.stem for p in (Path(conf_dir()) / "tracker").glob("*.yaml")} == {"none", "accelerate", *TRACKERS}
+    for name in TRACKERS:
         assert build(compose([f"tracker={name}", "tracker.options.tags=[a]"]).tracker).kind == name
 
 

@@ -25,7 +25,8 @@ class Ended:
         self.groups, self.synced = list[Any](), 1
         self.collector = SimpleNamespace(advantages=lambda groups: torch.zeros(0, 1))
         every = SimpleNamespace(every=1)
-        self.run = SimpleNamespace(seed=0, eval=every, checkpoint=every, algorithm=None)
+        train = SimpleNamespace(steps=3)
+        self.run = SimpleNamespace(seed=0, train=train, eval=every, checkpoint=every, algorithm=None)
         self.state, self.world = SimpleNamespace(step=0), SimpleNamespace(rank=0, enter=lambda *_: None)
 
     train, step = Trainer.train, Trainer.step
@@ -35,18 +36,15 @@ class Ended:
             if (verb, self.steps) == self.gone:
                 raise self.error
             self.steps += verb == "update"
+            self.state.step = self.steps
             self.done_calls.append((verb, self.steps))
             return {"due": True, "finish": {}}.get(verb, self)
 
         return call
 
-    @property
-    def done(self) -> bool:
-        return self.steps == 3
-
-    def stopped(self, reason: str) -> Stopped:
+    def stopped(self, gone: ServiceGone | None = None) -> Stopped:
         self.done_calls.append(("saved", self.steps))
-        return Stopped(reason)
+        return Stopped(str(gone))
 
 
 def test_a_scoring_service_that_is_gone_stops_the_run_as_the_engine_does() -> None:
