@@ -13,11 +13,11 @@ __all__ = ["__version__", "build_algorithm"]
 
 
 def build_algorithm(*overrides: str) -> Algorithm:
-    """Compose an algorithm for use in a trainer of your own; no config file is needed.
+    """Compose an algorithm for use in your own trainer.
 
     >>> algo = build_algorithm("algorithm=dapo", "algorithm.objective.high=0.3")
 
-    The overrides are those of the command line. See `Algorithm.advantages` and `Algorithm.loss`.
+    The overrides are those of the command line, without a config file. See `Algorithm.advantages` and `Algorithm.loss`.
     Raises ConfigError, naming the key, for an unknown key, choice or value.
     """
     from grpocli.launch.compose import build_algorithm as build

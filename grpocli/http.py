@@ -1,4 +1,4 @@
-"""HTTP to servers that may fail or lie: which answers are worth a retry, how long to wait, how much to read."""
+"""HTTP to unreliable servers: which responses to retry, how long to wait, and how much to read."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ if TYPE_CHECKING:
 
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
 """Status codes after which a retry may succeed."""
-LONGEST_PAUSE = 30.0
+MAX_PAUSE = 30.0
+"""Seconds."""
 
 _jitter = random.Random()
 
 
 class TooLong(Exception):
-    """An answer of more bytes than it may have."""
+    """A response that is longer than the limit, or compressed."""
 
 
 async def bounded(http: httpx.AsyncClient, method: str, url: str, limit: int, **more: Any) -> httpx.Response:
-    """The whole response. Raises TooLong where it has more than `limit` bytes, without reading the rest, or is
-    compressed, which was not asked for: a few bytes of it may become gigabytes."""
+    """The whole response. Raises TooLong, without reading the rest, if it has more than `limit` bytes.
+
+    Compressed responses, which no request asks for, raise TooLong too: a few bytes may become gigabytes.
+    """
     import httpx
 
     async with http.stream(method, url, headers={"Accept-Encoding": "identity"}, **more) as response:
@@ -39,22 +42,22 @@ async def bounded(http: httpx.AsyncClient, method: str, url: str, limit: int, **
 
 
 def pause(tries: int, first: float, answer: httpx.Response | None = None) -> float:
-    """Seconds to wait before a retry: exponential backoff with jitter, or what the answer asks for, if that is longer.
+    """Seconds to wait before a retry: exponential backoff with jitter, or the response's Retry-After if that is longer.
 
-    tries: made so far. first: the longest first pause.
+    tries: the number of tries so far. first: the maximum of the first pause.
     """
     doubled = first * 2.0 ** min(tries - 1, 10) * _jitter.uniform(0.5, 1.0)
-    return min(max(doubled, _retry_after(answer) if answer is not None else 0.0), LONGEST_PAUSE)
+    return min(max(doubled, _retry_after(answer) if answer is not None else 0.0), MAX_PAUSE)
 
 
 def _retry_after(answer: httpx.Response) -> float:
-    """Seconds of the Retry-After header; 0 where there is none, or it is a date."""
+    """Seconds of the Retry-After header; 0 without one, or if it is a date."""
     wanted = answer.headers.get("retry-after", "")
     return float(wanted) if wanted.isascii() and wanted.isdigit() else 0.0
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, as a URL names it, is this machine alone."""
+    """Whether a URL's host is a loopback name or address."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""Names on the model hub, folders in its layout, and whether the hub answers."""
+"""The model hub: whether it is reachable, and checks of names and of model folders."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 CONNECT_SECONDS = 3.0
 READ_SECONDS = 0.5
-"""To wait for an answer. Its absence does not matter: the connection has shown that the hub is there."""
+"""Seconds to wait for an answer. None is needed: the connection shows that the hub is reachable."""
 WITHIN_SECONDS = 4.0
-"""For all of it: a timeout of a connection does not cover a name server that is silent."""
+"""Seconds for the whole check, because a connection timeout does not cover a silent name server."""
 
 
 @lru_cache(maxsize=1)
 def why_unreachable() -> str:
-    """Why the hub cannot be reached, as a phrase for the user, or "" where it answers.
+    """Why the hub is unreachable, as a phrase for the user; "" if it answers.
 
-    Any answer counts, also a proxy's. Where there is none, the hub's libraries are switched to their cache alone. Where
-    the user has done that already (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE), nothing is asked: "".
+    Any answer counts, also a proxy's. Without one the hub's libraries are switched to offline mode. In offline mode
+    (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE) there is no check, and the result is "".
     """
     from huggingface_hub import constants
 
@@ -50,12 +50,12 @@ def _ask(url: str) -> str:
     except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
         return str(error) or type(error).__name__
     except (httpx.HTTPError, httpx.InvalidURL):
-        pass  # the libraries say what is wrong with it
+        pass  # the libraries report this problem
     return ""
 
 
 def _go_offline() -> None:
-    """In modules that are imported, and through the environment in later ones and in child processes."""
+    """Switch imported libraries to offline mode, and through the environment later imports and child processes."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     for name in ("huggingface_hub.constants", "datasets.config"):
         if module := sys.modules.get(name):
@@ -63,7 +63,7 @@ def _go_offline() -> None:
 
 
 def check_folder(key: str, path: str) -> None:
-    """Raise ConfigError, naming `key`, where `path` is neither a folder with a model nor a possible name on the hub."""
+    """Raise ConfigError for `key` unless `path` is a folder with a model or a possible name on the hub."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return _check_files(key, path, folder)

@@ -1,4 +1,4 @@
-"""The version, and the folder of the package."""
+"""The version and the folder of the package."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""From a composed config to live objects. `_target_` names what is built of a mapping's other keys.
+"""Builds live objects from a composed config. `_target_` names the class for a mapping's other keys.
 
-A name is a choice (`reward/math`), a section (`train`), a part of the user's (`FILE.py:CLASS`), or the import path of
-any class. Names of choices are not places in the source, so a class may move and saved configs still build.
+A name is a choice (`reward/math`), a section (`train`), a part of the user (`FILE.py:CLASS`), or the import path of a
+class. Choices are independent of the source tree, so saved configs still build after a class moves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TARGET = "_target_"
 
 
 def build(config: DictConfig) -> Any:
-    """Turn a composed config into its live objects.
+    """Build the live objects of a composed config.
 
     Raises ConfigError for a value that a part refuses, a missing one, or a broken interpolation.
     """
@@ -37,7 +37,7 @@ def build(config: DictConfig) -> Any:
 
 
 def with_names(config: Any) -> Any:
-    """A plain config in which choices are named as now, where an earlier version wrote module paths."""
+    """A plain config in which the module paths of earlier versions are replaced by choices."""
     if isinstance(config, list):
         return [with_names(value) for value in config]
     if not isinstance(config, dict):
@@ -66,7 +66,7 @@ def _refuse_missing(config: DictConfig) -> None:
 
 
 def _built(value: Any, key: str) -> Any:
-    """The live object of a plain value. key: where it stands in the config."""
+    """The live object of a plain value. key: its key in the config."""
     if isinstance(value, list):
         return [_built(one, f"{key}[{i}]") for i, one in enumerate(value)]
     if not isinstance(value, dict):
@@ -96,7 +96,7 @@ def _made(target: str, values: dict[str, Any], key: str) -> Any:
 
 
 def _refuse_unknown(cls: type[Any], values: dict[str, Any], key: str) -> None:
-    """Raise ConfigError where a dataclass has no field for a key."""
+    """Raise ConfigError for a key without a field in a dataclass."""
     if not dataclasses.is_dataclass(cls):
         return
     names = [f.name for f in dataclasses.fields(cls) if f.init]
@@ -106,7 +106,7 @@ def _refuse_unknown(cls: type[Any], values: dict[str, Any], key: str) -> None:
 
 
 def _imported(target: str, key: str) -> Any:
-    """The class of an import path. Hydra refuses those that run commands, such as `os.system`."""
+    """The class of an import path. Hydra refuses functions that run commands, such as `os.system`."""
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 

@@ -1,4 +1,4 @@
-"""Configs as they are saved: values from environment variables, which may be secrets, stay interpolations."""
+"""Saving configs: values from environment variables, which may be secrets, stay interpolations."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from omegaconf.resolvers import oc
 from grpocli.masking import mask
 
 SECRET = re.compile(r"key|token|secret|pass|cred|auth", re.IGNORECASE)
-"""In the names of variables whose values are secret. Others, such as a job's number, have to be read in errors."""
+"""Matches names of variables with secret values. Other values, such as a job's number, stay readable in errors."""
 OVERRIDES = "overrides"
-"""The key with the command line, which is kept as it was typed."""
+"""The key with the command line, which is saved as typed."""
 
 
 def without_environment(config: DictConfig) -> dict[Any, Any]:
-    """The config as plain values, resolved except what reads the environment, directly or through other keys."""
+    """The config as plain values, resolved except for values that come from the environment."""
     with _reads() as names:
         return {key: raw_value(config, OVERRIDES) if key == OVERRIDES else _plain(config, key, names) for key in config}
 
 
 def unresolved(error: OmegaConfBaseException) -> str:
-    """Why an interpolation cannot be resolved, as a sentence."""
-    said = str(error)
-    variable = re.search(r"Environment variable '(.*)' not found", said)
-    key = re.search(r"full_key: (\S+)", said)
+    """A sentence about an interpolation that OmegaConf cannot resolve, parsed from its message."""
+    text = str(error)
+    variable = re.search(r"Environment variable '(.*)' not found", text)
+    key = re.search(r"full_key: (\S+)", text)
     if not variable:
-        return said.splitlines()[0]
+        return text.splitlines()[0]
     return (
         f"{key[1] if key else 'the config'} needs the environment variable {variable[1]}, which is not set: export it"
     )
 
 
 def raw_value(node: DictConfig | ListConfig, key: Any) -> Any:
-    """The value of a key as a plain value, with interpolations unresolved."""
+    """The plain value of a key, with unresolved interpolations."""
     return OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index]
 
 
 def needs_environment(text: str) -> bool:
-    """Whether a saved YAML reads the environment; only its owner should read it then."""
+    """Whether a saved YAML names environment variables, so that only its owner should read it."""
     return "oc.env" in text
 
 
 def _plain(node: DictConfig | ListConfig, key: Any, names: list[str]) -> Any:
-    """The value of a key; its interpolation where that reads the environment, or could not be written as text again."""
+    """The value of a key, or its interpolation if that reads the environment or has `${` in its result."""
     if OmegaConf.is_missing(node, key):
         return "???"
     if not OmegaConf.is_interpolation(node, key):
@@ -61,7 +61,7 @@ def _plain(node: DictConfig | ListConfig, key: Any, names: list[str]) -> Any:
     except OmegaConfBaseException:
         if len(names) == before:
             raise
-        return raw  # of a variable that is not set here
+        return raw  # its variable is not set
     return raw if len(names) > before or (isinstance(value, str) and "${" in value) else value
 
 
@@ -75,7 +75,7 @@ def _contents(value: Any, names: list[str]) -> Any:
 
 @contextmanager
 def _reads() -> Iterator[list[str]]:
-    """Record the names of environment variables that interpolations read within the block."""
+    """Collect the names of environment variables that interpolations read within the block."""
     names: list[str] = []
 
     def env(name: str, *default: Any) -> Any:
@@ -90,7 +90,7 @@ def _reads() -> Iterator[list[str]]:
 
 
 def _env(name: str, *default: Any) -> Any:
-    """OmegaConf's own resolver. A secret that it has read is masked from then on."""
+    """OmegaConf's resolver, which also masks secrets in the output from then on."""
     if name in os.environ and SECRET.search(name):
         mask(os.environ[name], f"${{oc.env:{name}}}")
     return oc.env(name, *default)

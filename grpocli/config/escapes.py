@@ -1,4 +1,4 @@
-"""Escapes in texts that are typed in a shell, where a line break is hard to type: `rollout.stop=["\\n\\n"]`."""
+"""Escapes for line breaks and tabs in texts on a command line: `rollout.stop=["\\n\\n"]`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ LATEX = re.compile(
     r"text|textbf|textit|textrm|textsc|textsf|textstyle|texttt|tfrac|therefore|theta|thickapprox|"
     r"tilde|times|tiny|to|top|triangle|triangleq|tt"
 )
-"""Commands of LaTeX that begin like an escape: prompts are full of them."""
+"""LaTeX commands that begin like an escape; prompts often have them."""
 ESCAPE = re.compile(r"\\(\\)(?=[nt])|\\([nt][A-Za-z]*(?:\.[A-Za-z])?)")
-"""A letter after a full stop belongs to the word: `\\ne.g.` is a line break and `e.g.`, not LaTeX's `\\ne`."""
+"""A letter after a full stop is part of the word: `\\ne.g.` is a line break and `e.g.`, not LaTeX's `\\ne`."""
 CHARACTERS = {"n": "\n", "t": "\t"}
 
 
 def unescape(text: str) -> str:
-    r"""`\n` as a line break, `\t` as a tab, `\\n` as a backslash and an n; everything else as it is.
+    r"""`\n` as a line break, `\t` as a tab, `\\n` as a backslash and an n; everything else unchanged.
 
-    A command of LaTeX stays one (`\neq`, `\text`), and so do `\boxed`, `\frac`, `\\`, `\d` and all other backslashes.
+    LaTeX commands (`\neq`, `\text`) and all other backslashes (`\boxed`, `\frac`, `\\`, `\d`) stay.
     """
     return ESCAPE.sub(lambda found: found[1] or _character(found[2]) or found[0], text)
 
@@ -34,7 +34,7 @@ def _character(word: str) -> str:
 
 
 def literal_escapes(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Warnings for texts of a config with a literal backslash-n or backslash-t, as a YAML without double quotes has."""
+    """Warnings for texts with a literal backslash-n or backslash-t, as from a YAML without double quotes."""
     for name in map(str, config):
         key = f"{prefix}{name}"
         if OmegaConf.is_missing(config, name) or OmegaConf.is_interpolation(config, name):
@@ -47,7 +47,7 @@ def literal_escapes(config: DictConfig, prefix: str = "") -> Iterator[str]:
             if found := [word for text in texts if isinstance(text, str) for word in _literal(text)]:
                 yield (
                     f"{key} has a backslash and the letter {found[0][1]} in {found[0]}, not a line break or a tab; "
-                    "a YAML wants double quotes for those"
+                    "in a YAML these need double quotes"
                 )
 
 

@@ -1,6 +1,6 @@
-"""Keys and choices of TRL, transformers and verl, and the overrides that do the same in grpocli.
+"""Keys and choices of TRL, transformers and verl, with the equivalent overrides of grpocli.
 
-`{}` in an override stands for the value as typed. A test composes every override of the table.
+`{}` in an override is replaced by the typed value. A test composes every override of the tables.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 class Equivalent:
     """The equivalent in grpocli.
 
-    overrides: with `{}` for the value; empty where there is nothing to set.
-    values: {value in lower case: its own overrides}. note: a remark that follows them.
+    overrides: `{}` is replaced by the value; empty if there is nothing to set. note: a remark after the overrides.
+    values: {value in lower case: overrides for it}.
     """
 
     overrides: str = ""
@@ -23,19 +23,19 @@ class Equivalent:
     values: Mapping[str, str] = field(default_factory=dict)
 
     def sentence(self, value: str) -> str:
-        """The advice for a value."""
+        """The advice for a value, such as `write optim.lr=1e-6`."""
         overrides = self.values.get(value.strip("'\"").lower(), self.overrides)
         written = " ".join(shlex.quote(one.format(value)) for one in overrides.split())
         return "; ".join(filter(None, [f"write {written}" if written else "", self.note]))
 
     def examples(self) -> Iterator[str]:
-        """Every text of overrides that may be advised."""
+        """All overrides that may be advised."""
         yield from filter(None, [self.overrides, *self.values.values()])
 
 
 BATCH = Equivalent(
     "rollout.prompts_per_step={}",
-    "a step has so many prompts with rollout.group_size completions each, whatever the number of devices",
+    "the prompts of a step on all devices, each with rollout.group_size completions",
 )
 MEMORY = Equivalent(
     "", "nothing to set: train.micro_batch_tokens bounds the memory, and batches are split and summed by it"
@@ -77,7 +77,7 @@ TRL = {
     "adam_epsilon": Equivalent("optim.eps={}"),
     "attn_implementation": Equivalent("model.attn_implementation={}"),
     "batch_size": BATCH,
-    "beta": Equivalent("algorithm.kl.beta={}", "algorithm=dapo, drgrpo and dgpo want algorithm/kl=k3 with it"),
+    "beta": Equivalent("algorithm.kl.beta={}", "algorithm=dapo, drgrpo and dgpo also need algorithm/kl=k3"),
     "bf16": Equivalent("model.dtype=bfloat16", values={"false": "model.dtype=float32"}),
     "chat_template_path": Equivalent("model=hf model.chat_template={}"),
     "dataset": Equivalent("task=hub task.path={}", "task=jsonl for a file"),
@@ -92,8 +92,8 @@ TRL = {
     "epsilon": Equivalent("algorithm.objective.low={} algorithm.objective.high={}"),
     "epsilon_high": Equivalent("algorithm.objective.high={}"),
     "eval_steps": Equivalent("eval.every={}"),
-    "eval_strategy": Equivalent("", "eval.every=N evaluates every N steps; before and after a run it is done anyway"),
-    "fp16": Equivalent("model.dtype=bfloat16", "float16 is not trained in"),
+    "eval_strategy": Equivalent("", "eval.every=N evaluates every N steps, besides before and after the run"),
+    "fp16": Equivalent("model.dtype=bfloat16", "there is no training in float16"),
     "fsdp": Equivalent("hardware.parallel=fsdp2"),
     "generation_batch_size": BATCH,
     "gradient_accumulation_steps": MEMORY,
@@ -141,10 +141,8 @@ TRL = {
     "ref_model_sync_steps": Equivalent("algorithm.kl.sync_every={}"),
     "repetition_penalty": Equivalent("rollout.repetition_penalty={}"),
     "report_to": Equivalent("tracker={}"),
-    "resume_from_checkpoint": Equivalent("", "resume=RUN goes on from the newest checkpoint of a run's folder"),
-    "reward_funcs": Equivalent(
-        "", "reward=[FILE.py:NAME] takes functions of yours, reward=[math,format] those that ship"
-    ),
+    "resume_from_checkpoint": Equivalent("", "resume=RUN continues from the newest checkpoint of a run's folder"),
+    "reward_funcs": Equivalent("", "reward=[FILE.py:NAME] uses your functions, reward=[math,format] built-in rewards"),
     "reward_weights": Equivalent("", "reward.NAME.weight=VALUE, for each"),
     "run_name": Equivalent("hydra.run.dir=runs/{}"),
     "save_steps": Equivalent("checkpoint.every={}"),

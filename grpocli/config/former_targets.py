@@ -1,4 +1,4 @@
-"""Names for the module paths that saved configs held before version 0.1.0. Frozen: never edit an entry."""
+"""The choices for module paths that configs saved before version 0.1.0 have. Never edit an entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a part says of its own mathematics. Imported by every part: nothing heavy here."""
+"""The formula of a part. Every part imports this module, so it imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from grpocli.config.field_docs import summary
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """What a part contributes to the objective with the values that it has.
+    """The contribution of a part to the objective, with its current values.
 
-    lines: formulas in Unicode, at most 61 characters each; none where the part changes nothing.
-    symbols: each symbol of the lines with the name of the part's field that holds it.
-    source: the papers, with equations. note: a sentence below the lines, or why there are none.
+    lines: formulas in Unicode, at most 61 characters each; none if the part changes nothing.
+    symbols: {symbol in the lines: the part's field with its value}.
+    source: the papers, with equations. note: a sentence below the lines, or the reason for having none.
 
     In all of them s_i is the score of completion o_i, A_i its advantage, r the ratio of policies, ℓ_it the
     policy-gradient term of token t, to be minimised, ρ_it its correction, D_it the KL estimate, H_it the entropy and
@@ -30,7 +30,7 @@ class Formula:
 
 
 def formula_of(part: object) -> Formula:
-    """A part's own formula, or for a part without one the first line of its docstring."""
+    """The formula of a part, or the first line of its docstring if it has none."""
     own = getattr(part, "formula", None)
     if own is None:
         return Formula((summary(type(part)),))
@@ -39,7 +39,7 @@ def formula_of(part: object) -> Formula:
 
 
 def settings(part: object) -> dict[str, Any]:
-    """A part's fields with their values."""
+    """{field: value} of a part."""
     if not dataclasses.is_dataclass(part):
         return {}
     return {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}

@@ -1,4 +1,4 @@
-"""The parts registry: one frozen dataclass is a part's schema, its defaults and its behaviour.
+"""The registry of parts. A part is a frozen dataclass with its schema, its defaults and its behaviour.
 
     @part("algorithm/advantage", "std")
     class Std:
@@ -28,23 +28,23 @@ T = TypeVar("T")
 
 ESCAPED, USER_CODE = "escaped", "user code"
 Escaped = Annotated[str, ESCAPED]
-"""A text field where `\\n` and `\\t` on the command line are a line break and a tab; not for regular expressions."""
+"""A text field, in which `\\n` and `\\t` on the command line are escapes. Not for regular expressions."""
 UserCode = Annotated[str, USER_CODE]
-"""A field with FILE.py:NAME or module:NAME."""
+"""A field that names code: FILE.py:NAME or module:NAME."""
 MARKED: dict[str, set[tuple[str, str]]] = {ESCAPED: set(), USER_CODE: set()}
-"""By kind, the first word and the end of each key: ("task", "prompt_template")."""
+"""{kind: {(first word of the key, rest of the key)}}, such as ("task", "prompt_template")."""
 
 SCHEMAS = "hydra/schema"
-"""The config group of the typed twins of all choices, which their YAML files begin with; `--help` hides `hydra`."""
+"""The config group of the schemas of all choices, with which their YAML files begin. `--help` hides `hydra`."""
 CLASSES: dict[str, type[Any]] = {}
-"""By `_target_`: `reward/math` for a choice, `train` for a section. Saved configs hold these names."""
+"""{`_target_`: class}. Names are `reward/math` for a choice and `train` for a section; saved configs have them."""
 
 BASES: dict[str, type[Any]] = {}
-"""By config group, the class that all of its parts derive from, where there is one."""
+"""{config group: base class of its parts}, for groups that have one."""
 
 
 def base(group: str) -> Callable[[type[T]], type[T]]:
-    """Declare the class that all parts of a config group derive from; those of the user's are held to it."""
+    """Declare the base class of a config group's parts, which parts of users must derive from."""
 
     def register(cls: type[T]) -> type[T]:
         BASES[group] = cls
@@ -57,8 +57,8 @@ def base(group: str) -> Callable[[type[T]], type[T]]:
 def part(group: str, name: str, *, package: str | None = None) -> Callable[[type[T]], type[T]]:
     """Make a class a frozen dataclass and register it as choice `name` of config group `group`.
 
-    `package` is where its keys live, by default the group with dots: several choices of one group
-    (rewards) need one each.
+    package: the prefix of its keys, by default the group with dots. Choices of a group that can be combined, such as
+    rewards, need different packages.
     """
 
     def register(cls: type[T]) -> type[T]:
@@ -74,7 +74,7 @@ def part(group: str, name: str, *, package: str | None = None) -> Callable[[type
 
 
 def named(name: str) -> Callable[[type[T]], type[T]]:
-    """Make `_target_: NAME` in a config build this class."""
+    """Register the class under `_target_: NAME`."""
 
     def register(cls: type[T]) -> type[T]:
         CLASSES[name] = cls
@@ -85,13 +85,13 @@ def named(name: str) -> Callable[[type[T]], type[T]]:
 
 
 def target_of(cls: type[Any]) -> str:
-    """The `_target_` of a class in configs: its name, FILE.py:CLASS, or where it is imported from."""
+    """The `_target_` of a class in configs: its registered name, FILE.py:CLASS, or its import path."""
     target: str | None = cls.__dict__.get("config_target")
     return target or f"{cls.__module__}.{cls.__qualname__}"
 
 
 def mark_keys(cls: type[Any], first: str, prefix: str = "") -> None:
-    """Remember which keys of a part are `Escaped` or `UserCode`, those of its sections too."""
+    """Register the keys of a part and its sections that are `Escaped` or `UserCode`."""
     for name, hint in get_type_hints(cls, include_extras=True).items():
         for mark in _marks(hint):
             start, end = (first, f"{prefix}{name}") if first else tuple(f"{prefix}{name}".split(".", 1))
@@ -107,12 +107,12 @@ def _marks(hint: Any) -> Iterator[str]:
 
 
 def is_marked(key: str, mark: str) -> bool:
-    """Whether a key is a field of that kind of some part, of `task.gsm8k.system_prompt` too."""
+    """Whether a key is a field of that kind in any part, also below a name as in `task.gsm8k.system_prompt`."""
     return any(key.startswith(f"{first}.") and key.endswith(f".{end}") for first, end in MARKED[mark])
 
 
 def node(made: type[Any]) -> Any:
-    """What Hydra composes. The keys of a `dict` field are the user's own: overriding one needs no `+`."""
+    """The schema as Hydra composes it. Fields of type `dict` accept new keys without `+`."""
     own = _dicts(made)
     if not own:
         return made
@@ -123,7 +123,7 @@ def node(made: type[Any]) -> Any:
 
 
 def _dicts(made: type[Any], prefix: str = "") -> list[str]:
-    """The names of fields of type `dict`, those of sections inside too."""
+    """The names of fields of type `dict`, including those of sections."""
     found = []
     for f in dataclasses.fields(made):
         if f.default_factory is dict:
@@ -134,7 +134,7 @@ def _dicts(made: type[Any], prefix: str = "") -> list[str]:
 
 
 def _changed(default: Any) -> dict[str, Any]:
-    """What a section's default says that its class does not."""
+    """The values in which a section's default differs from its class's defaults."""
     make = cast("Callable[[], Any]", type(default))
     plain = make()
     values = {f.name: (getattr(default, f.name), getattr(plain, f.name)) for f in dataclasses.fields(default)}
@@ -142,10 +142,10 @@ def _changed(default: Any) -> dict[str, Any]:
 
 
 def choices_of(group: str) -> list[str]:
-    """The choices of a config group that are classes; none for other groups."""
+    """The choices of a config group that are classes."""
     try:
         files = ConfigStore.instance().list(f"{SCHEMAS}/{group}")
-    except OSError:  # no class is registered there
+    except OSError:  # the group has none
         return []
     return [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
 
@@ -157,18 +157,18 @@ def registered(group: str) -> dict[str, type[Any]]:
 
 
 def typed_choice(group: str, name: str) -> ConfigNode:
-    """What Hydra composes of a choice that is a class, with the package of its keys: a copy, which takes a while."""
+    """The schema and package of a choice that is a class. It is copied, which takes time."""
     return ConfigStore.instance().load(f"{SCHEMAS}/{group}/{name}.yaml")
 
 
 def stored(group: str) -> dict[str, Any]:
-    """What Hydra composes of each choice of a config group that is a class."""
+    """{choice: schema} of a config group's choices that are classes."""
     return {name: typed_choice(group, name).node for name in choices_of(group)}
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def section(key: str) -> Callable[[type[T]], type[T]]:
-    """A frozen dataclass whose keys live under `key`, without being a choice of a group."""
+    """Make a class a frozen dataclass whose keys are below `key`, without making it a choice of a group."""
 
     def make(cls: type[T]) -> type[T]:
         made: type[T] = dataclasses.dataclass(frozen=True)(cls)
@@ -179,9 +179,9 @@ def section(key: str) -> Callable[[type[T]], type[T]]:
 
 
 def schema(cls: type[Any]) -> type[Any]:
-    """The mutable twin of a part, with its `_target_`, for Hydra to merge overrides into.
+    """The mutable twin of a part with its `_target_`, into which Hydra merges overrides.
 
-    The part itself cannot be stored: OmegaConf makes every config of a frozen dataclass read-only.
+    The part itself does not work, because OmegaConf makes configs of frozen dataclasses read-only.
     """
     hints = get_type_hints(cls)
     fields: list[tuple[str, Any, Any]] = [("_target_", str, dataclasses.field(default=target_of(cls)))]
@@ -193,7 +193,7 @@ def schema(cls: type[Any]) -> type[Any]:
 
 
 def follows(key: str) -> Any:
-    """A field whose default is the value of another key; None where there is no such config."""
+    """A field whose default is the value of another key; None outside of a config."""
     return dataclasses.field(default=None, metadata={"follows": key})
 
 
@@ -218,13 +218,13 @@ def key_of(owner: object, field: str) -> str:
 
 
 def require(owner: object, field: str, ok: bool, problem: str) -> None:
-    """Raise a ConfigError that names the key and its value unless `ok`."""
+    """Raise ConfigError with the field's key and value unless `ok`."""
     if not ok:
         raise ConfigError(problem, key=key_of(owner, field), value=getattr(owner, field))
 
 
 def one_of(owner: object, field: str, choices: Iterable[str]) -> None:
-    """Raise a ConfigError with the nearest valid name unless the field is one of `choices`."""
+    """Raise ConfigError with the nearest valid name unless the field is one of `choices`."""
     value, choices = getattr(owner, field), list(choices)
     if value not in choices:
         raise ConfigError(
@@ -232,27 +232,27 @@ def one_of(owner: object, field: str, choices: Iterable[str]) -> None:
         )
 
 
-def regular(owner: object, field: str, group: str = "") -> None:
-    """Raise a ConfigError unless the field is a regular expression, with a group where one is wanted for `group`."""
+def check_regex(owner: object, field: str, group: str = "") -> None:
+    """Raise ConfigError unless the field is a regular expression. group: the meaning of a required group."""
     pattern = getattr(owner, field)
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
-        raise ConfigError(f"is no regular expression: {error}", key=key_of(owner, field), value=pattern) from error
+        raise ConfigError(f"is not a regular expression: {error}", key=key_of(owner, field), value=pattern) from error
     require(owner, field, not group or groups > 0, f"needs a group: {group}")
 
 
 def template_fields(template: str, key: str = "task.prompt_template") -> list[str]:
-    """The names in {braces}. Raises ConfigError where the braces do not match."""
+    """The names in {braces}. Raises ConfigError for unmatched braces."""
     try:
         return [field for _, field, _, _ in Formatter().parse(template) if field is not None]
     except ValueError as error:
         raise ConfigError(
-            f"{error}; write a brace that is meant as one twice", key=key, value=repr(template)
+            str(error), key=key, value=repr(template), hint="double the braces that stand for themselves"
         ) from error
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """`; did you mean "x"?`, or nothing where no name is close."""
+    """`; did you mean "x"?` for the nearest name; "" if none is close."""
     close = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)
     return f'; did you mean "{close[0]}"?' if close else ""

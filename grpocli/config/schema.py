@@ -1,4 +1,4 @@
-"""The shape of a run: what `conf/train.yaml` composes and one `instantiate` turns into live objects."""
+"""The schema of a run: its sections and config groups, with types, defaults and checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpocli.config.parts import Escaped, one_of, part, require, section
 from grpocli.errors import ConfigError
 from grpocli.types import Sampling
 
-MOST_COMPLETIONS = 10_000_000
+MAX_COMPLETIONS = 10_000_000
 
 
 @section("train")
@@ -89,8 +89,8 @@ class Rollouts:
     def __post_init__(self) -> None:
         require(self, "prompts_per_step", self.prompts_per_step >= 1, "must be at least 1")
         require(self, "group_size", self.group_size >= 2, "a group is compared with itself: it needs at least 2")
-        problem = f"a step of more than {MOST_COMPLETIONS:,} completions fits in no memory"
-        require(self, "prompts_per_step", self.prompts_per_step * self.group_size <= MOST_COMPLETIONS, problem)
+        problem = f"a step of more than {MAX_COMPLETIONS:,} completions fits in no memory"
+        require(self, "prompts_per_step", self.prompts_per_step * self.group_size <= MAX_COMPLETIONS, problem)
         require(self, "max_prompt_tokens", self.max_prompt_tokens >= 1, "must be at least 1")
         require(self, "max_completion_tokens", self.max_completion_tokens >= 1, "must be at least 1")
         one_of(self, "long_prompts", ("drop", "truncate"))
@@ -118,7 +118,7 @@ class Rollouts:
 
     @property
     def longest_row(self) -> int:
-        """Tokens of a prompt and a completion, at most."""
+        """Maximum tokens of a prompt with its completion."""
         return self.max_prompt_tokens + self.max_completion_tokens
 
     @property
@@ -136,7 +136,7 @@ class Rollouts:
         )
 
     def _check_structure(self) -> None:
-        """What can be known without vLLM, whose own grammar is asked when the engine is connected."""
+        """Check regex and JSON schema as far as possible without vLLM, which checks them when the engine connects."""
         schema = self.json_schema
         require(self, "json_schema", schema is None or isinstance(schema, dict), "must be a JSON schema: an object")
         require(self, "json_schema", schema is None or self.regex is None, "choose this or rollout.regex, not both")
@@ -180,7 +180,7 @@ class Eval:
         require(self, "samples", self.samples >= 1, "must be at least 1")
 
     def n_problems(self, cpu: bool) -> int:
-        """How many problems are used. cpu: whether the model computes on one."""
+        """The number of problems. cpu: whether the model runs on a CPU."""
         return self.problems if self.problems is not None else 32 if cpu else 256
 
 

@@ -1,4 +1,4 @@
-"""Code of the user's, named in a config as FILE.py:NAME or module:NAME."""
+"""User code that a config names as FILE.py:NAME or module:NAME."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from grpocli.user_frames import raised
 logger = logging.getLogger(__name__)
 
 SLOW = 10.0
-"""Seconds after which an import that is still running is named in a warning."""
+"""Seconds after which a warning names an import that is still running."""
 HIDDEN = re.compile(r"import \*|__getattr__|global|exec\(|setattr\(")
-"""In the source of a module that may define names in a way that cannot be seen without running it."""
+"""Matches source that may define names which cannot be found without running it."""
 
 
 def load(function: str, key: str) -> Callable[..., Any]:
-    """The function or class that FILE.py:NAME or module:NAME names.
+    """Import the function or class that FILE.py:NAME or module:NAME names.
 
-    Raises ConfigError, naming `key`, where there is none.
+    Raises ConfigError for `key` if there is none.
     """
     place, _, name = function.rpartition(":")
     try:
@@ -52,9 +52,9 @@ def load(function: str, key: str) -> Callable[..., Any]:
 
 
 def absolute(function: str) -> str:
-    """The same with an absolute path, so that it is found from every folder.
+    """The name with an absolute path, which is valid in every folder.
 
-    A module that is a file in the working directory becomes that file; other modules stay as they are.
+    A module that is a file in the working directory becomes that file; other modules stay.
     """
     place, colon, name = function.rpartition(":")
     if not place.endswith(".py"):
@@ -66,7 +66,7 @@ def absolute(function: str) -> str:
 
 
 def short(spec: str) -> str:
-    """FILE.py:NAME without the folders."""
+    """FILE.py:NAME without folders."""
     place, _, name = spec.rpartition(":")
     return f"{Path(place).name}:{name}"
 
@@ -76,10 +76,9 @@ def _module_of(place: str, key: str) -> Any:
 
 
 def check_exists(function: str, key: str) -> None:
-    """Raise the ConfigError of `load` where the file, the module or the name in it is missing, without importing it.
+    """Raise the ConfigError of `load` if the file, module or name is missing, without importing it.
 
-    Importing may take long (a reward that uses torch), and happens later. A name that the source may define in a way
-    that cannot be seen without running it passes.
+    The import happens later, since it may be slow. Passes if the source may define the name at run time.
     """
     place, _, name = function.rpartition(":")
     if place.endswith(".py"):
@@ -113,7 +112,7 @@ def _check_name(path: Path, function: str, place: str, name: str, key: str) -> N
 
 
 def names_in(path: Path) -> list[str]:
-    """The functions and classes of a file whose names do not begin with `_`; none where it cannot be read."""
+    """The public functions and classes of a file; none if it cannot be read."""
     try:
         with tokenize.open(path) as file:
             blocks = symtable.symtable(file.read(), str(path), "exec").get_children()
@@ -137,31 +136,33 @@ def _no_name(function: str, place: str, name: str, names: Iterable[str], key: st
 def _module(name: str) -> Any:
     _reachable(Path.cwd())
     with nullcontext() if name in sys.modules else _importing(name):
-        return importlib.import_module(name)  # also waits where another thread is importing it
+        return importlib.import_module(name)  # also waits for an import in another thread
 
 
 def _reachable(folder: Path) -> None:
-    """Let imports find what is in a folder, after everything that is installed."""
+    """Append a folder to the import path, after installed packages."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
 def _file(path: Path) -> Any:
-    """The module, imported once: the same class wherever a config names it."""
-    _reachable(path.parent)  # as if it were run as a script
-    name = f"grpocli_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"  # two folders may have a file of one name
+    """Import a file once, so that all configs get the same classes."""
+    _reachable(path.parent)  # as for a script
+    name = (
+        f"grpocli_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"  # two folders may have files of the same name
+    )
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickling look a module up by its name
+    sys.modules[name] = module  # dataclasses and pickle look up modules by name
     try:
         with _importing(str(path)):
             spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]  # the next one who asks gets the error again, not half a module
+        del sys.modules[name]  # the next import raises the error again instead of finding half a module
         raise
     return module
 
@@ -178,19 +179,19 @@ def _importing(place: str) -> Iterator[None]:
         slow.cancel()
 
 
-LEAVE = {name: getattr(os, name) for name in ("_exit", "execv", "execve")}
-"""The functions of `os` that end this process's program at once; every `os.exec*` calls one of the last two."""
+EXITS = {name: getattr(os, name) for name in ("_exit", "execv", "execve")}
+"""The functions of `os` that end the program at once. Every `os.exec*` calls one of the last two."""
 _staying = 0
 _counting = threading.Lock()
 
 
 @contextmanager
 def staying(name: str) -> Iterator[None]:
-    """Keep user code, called `name` in messages, from ending this process silently or returning in a forked copy of it.
+    """Keep user code from ending this process silently, or from returning in a forked copy. name: for messages.
 
     Within the block `os._exit` and `os.exec*` raise SystemExit, except in processes that the code forks. A forked
-    process that reaches the end of the block would be a second trainer in the same folder, so it is ended. Several
-    threads may be in such a block at once.
+    process that reaches the end of the block is ended, since it would be a second trainer in the same folder. Several
+    threads may enter such blocks at the same time.
     """
     process = os.getpid()
     _count(1)
@@ -198,32 +199,32 @@ def staying(name: str) -> Iterator[None]:
         yield
     except SystemExit as error:
         if os.getpid() != process:
-            LEAVE["_exit"](error.code if isinstance(error.code, int) else error.code is not None)
+            EXITS["_exit"](error.code if isinstance(error.code, int) else error.code is not None)
         raise
     finally:
         if os.getpid() != process:
             os.write(2, f"grpocli: {name} forked a process that came back from it, and was ended\n".encode())
-            LEAVE["_exit"](70)
+            EXITS["_exit"](70)
         _count(-1)
 
 
 def _count(more: int) -> None:
-    """The first block replaces the functions, the last one puts them back."""
+    """Replace the functions in the first block, and restore them after the last one."""
     global _staying
     with _counting:
         before, _staying = _staying, _staying + more
         if before == 0:
-            for name in LEAVE:
+            for name in EXITS:
                 setattr(os, name, _refusing(name, os.getpid()))
         elif _staying == 0:
-            for name, leave in LEAVE.items():
+            for name, leave in EXITS.items():
                 setattr(os, name, leave)
 
 
 def _refusing(name: str, process: int) -> Callable[..., Any]:
     def refuse(*arguments: Any, **named: Any) -> None:
         if os.getpid() != process:
-            LEAVE[name](*arguments, **named)
+            EXITS[name](*arguments, **named)
         shown = ", ".join(map(repr, [*arguments, *named.values()]))
         raise SystemExit(f"os.{name}({shown}), which would have ended the run without a word")
 

@@ -1,8 +1,8 @@
-"""Parts of the user's own, named where a choice stands: `algorithm/advantage=FILE.py:CLASS`, `reward=[FILE.py:NAME]`.
+"""Parts of users, named instead of a choice: `algorithm/advantage=FILE.py:CLASS`, `reward=[FILE.py:NAME]`.
 
-The class is a dataclass with or without `@part`: its fields are typed keys, as those of the parts that ship. A plain
-function is a reward, called as `reward=[python]` calls one. Hydra finds them through a source of configs that stands
-last in its search path, so they work in every place a choice does: overrides, lists, sweeps, recipes.
+The class is a dataclass with or without `@part`, and its fields are typed keys. A plain function is a reward, called as
+by `reward=[python]`. A config source at the end of Hydra's search path resolves them, so they work wherever choices do:
+in overrides, lists, sweeps and recipes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grpocli.errors import ConfigError
 SPEC = re.compile(r"(?:[^:=\[\]{},]+|[^=\[\]{},]+\.py):[A-Za-z_]\w*")
 """FILE.py:NAME or module:NAME."""
 GROUP = re.compile(r"algorithm/\w+|engine|hardware|model|optim|reward|sync|task|tracker")
-"""The config groups that take a user's part."""
+"""The config groups that accept parts of users."""
 CHOICE = re.compile(rf"({GROUP.pattern})/({SPEC.pattern})")
 ATTRIBUTE = None
 NEEDS: Mapping[str, Mapping[str, str | None]] = {
@@ -46,16 +46,16 @@ NEEDS: Mapping[str, Mapping[str, str | None]] = {
     "task": {"examples": "split"},
     "tracker": {"check": "", "start": "name folder config"},
 }
-"""What a part of a group must have: methods with the arguments that each is called with, and attributes."""
+"""The members that a part of a group must have: methods with their arguments, and attributes."""
 
 
 def is_spec(choice: str) -> bool:
-    """Whether a choice names code of the user's."""
+    """Whether a choice names user code."""
     return SPEC.fullmatch(choice) is not None
 
 
 def name_of(spec: str) -> str:
-    """The part's name in a config: a function's own, `short_answers` for `ShortAnswers`."""
+    """The part's name in a config: that of a function, `short_answers` for the class `ShortAnswers`."""
     name = spec.rpartition(":")[2]
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower() if name[:1].isupper() else name
 
@@ -74,7 +74,7 @@ class UserParts(ConfigSource):  # type: ignore[misc]
         return "grpocli-user-parts"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The part's config. Raises ConfigError where there is no such part."""
+        """The part's config. Raises ConfigError if there is no such part."""
         group, spec = _read(config_path)
         config, package = composable(group, spec)
         return ConfigResult(config=config, path=spec, provider="user", header={"package": package})
@@ -100,10 +100,7 @@ def _read(config_path: str) -> tuple[str, str]:
 
 
 def composable(group: str, spec: str) -> tuple[DictConfig, str]:
-    """The typed config of the part `spec` of a group, and the package of its keys.
-
-    Raises ConfigError where it cannot be a part of the group.
-    """
+    """The typed config of a part, and the package of its keys. Raises ConfigError if it is not a part of the group."""
     package = f"reward.{name_of(spec)}" if group == "reward" else group.replace("/", ".")
     found = load(spec, group)
     if not isinstance(found, type):
@@ -125,13 +122,13 @@ def _structured(made: type[Any], group: str, spec: str) -> DictConfig:
 
 
 def _part(cls: type[Any], group: str, spec: str, key: str) -> type[Any]:
-    """The class as a part; a plain one becomes a frozen dataclass. Raises ConfigError where it cannot be one."""
+    """The class as a part; a plain class becomes a frozen dataclass. Raises ConfigError if that fails."""
     if "__init__" in cls.__dict__ and "__dataclass_params__" not in cls.__dict__:
         raise ConfigError("defines __init__; make it a dataclass, whose fields are its keys", key=group, value=spec)
     if "__dataclass_params__" not in cls.__dict__:
         try:
             section(key)(cls)
-        except (TypeError, ValueError) as error:  # a base that is not frozen; a default that is a list
+        except (TypeError, ValueError) as error:  # a base that is not frozen, or a mutable default
             raise ConfigError(f"cannot be made a frozen dataclass: {error}", key=group, value=spec) from error
     if "config_key" not in cls.__dict__:
         cls.config_key = key
@@ -141,7 +138,7 @@ def _part(cls: type[Any], group: str, spec: str, key: str) -> type[Any]:
 
 
 def _check(cls: type[Any], group: str, spec: str) -> None:
-    """Raise ConfigError unless it has what every part of its group has."""
+    """Raise ConfigError unless the class has the base and the members of its group."""
     base = BASES.get(group, object)
     if not issubclass(cls, base):
         raise ConfigError(
@@ -160,10 +157,10 @@ def _check(cls: type[Any], group: str, spec: str) -> None:
 
 
 def _check_signature(cls: type[Any], name: str, arguments: list[str], group: str, spec: str) -> None:
-    """Raise ConfigError where a method cannot be called with so many positional arguments."""
+    """Raise ConfigError if a method does not accept these positional arguments."""
     method = inspect.getattr_static(cls, name, None)
     if not inspect.isfunction(method):
-        return  # of another kind: its first call says what is wrong
+        return  # another kind of callable: its first call reports errors
     signature = inspect.signature(method)
     try:
         signature.bind("self", *arguments)
@@ -173,13 +170,13 @@ def _check_signature(cls: type[Any], name: str, arguments: list[str], group: str
 
 
 def _plain(signature: inspect.Signature) -> str:
-    """The names alone."""
+    """The signature without annotations."""
     bare = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
     return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
 
 
 def user_class(spec: str, key: str) -> type[Any]:
-    """The class FILE.py:CLASS as the part whose keys stand below `key`. Raises ConfigError where it cannot be one."""
+    """The class FILE.py:CLASS as the part with keys below `key`. Raises ConfigError if it is not a part."""
     first, *rest = key.split(".")
     group = f"{first}/{rest[0]}" if first == "algorithm" and rest else first
     cls: Any = load(spec, group)

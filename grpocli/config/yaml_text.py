@@ -1,4 +1,4 @@
-"""YAML from untrusted files: checked for size and depth before it is loaded."""
+"""YAML from untrusted files, checked for size and depth before it is loaded."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 import yaml
 
 MAX_VALUES = 100_000
-"""Values, with aliases expanded: nine lines of aliases can expand to a billion."""
+"""Maximum number of values with expanded aliases. Nine lines of aliases can expand to a billion values."""
 MAX_DEPTH = 100
-"""Nested lists and mappings: the C loader recurses, and crashes the process when its stack is full."""
+"""Maximum depth of nested lists and mappings. The C loader recurses, and a stack overflow crashes the process."""
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 BROKEN = (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
-"""What YAML's loaders raise, for `!!timestamp abc` among others."""
+"""The errors that YAML loaders raise, for example for `!!timestamp abc`."""
 
 
 def load(text: str) -> Any:
-    """A YAML as plain values. Raises ValueError, in one line, for what cannot be read or is too large."""
+    """A YAML as plain values. Raises ValueError, with a message of one line, if it is broken or too large."""
     check(text)
     try:
         return yaml.load(text, LOADER)
@@ -25,7 +25,7 @@ def load(text: str) -> Any:
 
 
 def check(text: str) -> None:
-    """Raise ValueError, in one line, where a YAML is broken, too deep, or larger than it looks."""
+    """Raise ValueError, with a message of one line, if a YAML is broken, too deep or too large."""
     sizes: dict[str, int] = {}
     open_nodes: list[tuple[str | None, int]] = []
     size = 0
@@ -43,18 +43,18 @@ def check(text: str) -> None:
                 size += before
             elif isinstance(event, yaml.AliasEvent):
                 if event.anchor in [anchor for anchor, _ in open_nodes]:
-                    raise ValueError(f"*{event.anchor} stands inside of what it stands for")
+                    raise ValueError(f"*{event.anchor} is inside its own anchor")
                 size += sizes.get(str(event.anchor), 1)
             elif isinstance(event, yaml.ScalarEvent):
                 size += 1
             if size > MAX_VALUES:
-                raise ValueError(f"more than {MAX_VALUES:,} values, with what its aliases stand for")
+                raise ValueError(f"more than {MAX_VALUES:,} values with expanded aliases")
     except yaml.YAMLError as error:
         raise ValueError(reason(error)) from error
 
 
 def reason(error: BaseException) -> str:
-    """An error of YAML's in one line: the problem and its line, without the file."""
+    """A YAML error in one line: the problem and its line number, without the file."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         return f"line {error.problem_mark.line + 1}: {error.problem}"
     return " ".join(str(error).partition("; use sys.")[0].split())[:200] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Which GPUs of a machine train and which serve completions."""
+"""The GPUs of a machine that train, and those that serve completions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from grpocli.hardware.hardware import Hardware, Multinode, Single
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Of one machine. processes: its trainer processes. train, rollout: GPUs by their names in CUDA_VISIBLE_DEVICES;
-    both empty on a CPU."""
+    """The devices of one machine.
+
+    processes: its trainer processes. train, rollout: GPUs that train and serve, by their names in CUDA_VISIBLE_DEVICES;
+    both empty on a CPU.
+    """
 
     processes: int
     train: tuple[str, ...] = ()
@@ -22,7 +25,7 @@ class Devices:
 
     @property
     def shared(self) -> bool | None:
-        """Whether the servers' GPUs are trainers' too: all of them, none (False), or some (None)."""
+        """Whether the servers' GPUs also train: True if all do, False if none does, None if some do."""
         both = set(self.rollout) & set(self.train)
         return None if both and both != set(self.rollout) else bool(both)
 
@@ -35,7 +38,7 @@ class Devices:
 
 
 def devices_of(hardware: Hardware, engine: Any) -> Devices:
-    """What this machine does in a run. Raises ConfigError where it has too few GPUs."""
+    """The devices of this machine in a run. Raises ConfigError if it has too few GPUs."""
     gpus = [] if hardware.device == "cpu" else visible_gpus()
     if isinstance(hardware, Multinode):
         return _of_a_node(hardware, gpus)
@@ -44,7 +47,7 @@ def devices_of(hardware: Hardware, engine: Any) -> Devices:
 
 
 def visible_gpus() -> list[str]:
-    """Of this machine, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs of this machine, as CUDA_VISIBLE_DEVICES names them."""
     import torch
 
     count = torch.cuda.device_count()
@@ -53,9 +56,9 @@ def visible_gpus() -> list[str]:
 
 
 def split(hardware: Single, engine: Any, gpus: Sequence[str]) -> Devices:
-    """Of all GPUs, servers get those they need, from the last on, and the trainer the rest; what is too few is shared.
+    """Assign GPUs: the last ones to the servers, as many as they need, and the rest to the trainer.
 
-    Raises ConfigError where what the config asks for is not there.
+    Too few GPUs are shared. Raises ConfigError if the config asks for more GPUs than there are.
     """
     needed = servers_need(engine)
     if needed > len(gpus):
@@ -84,7 +87,7 @@ def split(hardware: Single, engine: Any, gpus: Sequence[str]) -> Devices:
     processes = hardware.processes or len(train)
     if processes > len(train):
         raise ConfigError(
-            f"each process has a GPU of its own, and {len(train)} are left to train",
+            f"each process needs its own GPU, and {len(train)} are left to train",
             key="hardware.processes",
             value=processes,
         )
@@ -92,12 +95,12 @@ def split(hardware: Single, engine: Any, gpus: Sequence[str]) -> Devices:
 
 
 def servers_need(engine: Any) -> int:
-    """GPUs that the run's own servers take; 0 where it starts none."""
+    """The number of GPUs that the run's servers need; 0 if it starts none."""
     return int(engine.server_gpus)
 
 
 def _chosen(field: str, value: Any, gpus: Sequence[str], last: bool = False) -> tuple[str, ...] | None:
-    """The GPUs that a key asks for, the first or last ones where it is a number; None for auto."""
+    """The GPUs of a key: the first or last ones for a number; None for auto."""
     if value == "auto":
         return None
     if isinstance(value, int):
@@ -107,7 +110,9 @@ def _chosen(field: str, value: Any, gpus: Sequence[str], last: bool = False) -> 
     missing = [str(number) for number in value if str(number) not in gpus]
     if missing:
         raise ConfigError(
-            f"there is no GPU {missing[0]} here, but {', '.join(sorted(gpus))}", key=f"hardware.{field}", value=value
+            f"there is no GPU {missing[0]} here, only {', '.join(sorted(gpus))}",
+            key=f"hardware.{field}",
+            value=value,
         )
     return tuple(str(number) for number in value)
 

@@ -1,4 +1,4 @@
-"""Where a run runs: the config group `hardware`."""
+"""The config group `hardware`: machines, devices and processes."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def _check_devices(owner: Single, field: str) -> None:
 
 
 def node_of(hardware: Hardware) -> Node | None:
-    """This machine's place; None for a run on one machine.
+    """This machine's node in the job; None for a run on one machine.
 
-    Raises ConfigError where a run on several has no allocation.
+    Raises ConfigError if a run on several machines is not in a SLURM allocation.
     """
     if not isinstance(hardware, Multinode):
         return None

@@ -1,12 +1,12 @@
-"""No orphans: a tiny process between us and a command, which ends the command's whole process tree with us.
+"""The guard: a small process that ends a command and everything it started when this process ends.
 
     with guarded([sys.executable, "-m", "server"], name="server") as process:
         ...
 
-The guard runs in its own session and holds the read end of a pipe whose write end only we hold. However we end,
-SIGKILL included, the kernel closes our end; the guard then ends everything that the command started (TERM, a
-grace period, KILL), deletes the files it was told to, and goes. Run as a script (`reaper.py`) it needs the
-standard library alone, so it starts in some 20 ms.
+The guard (`reaper.py`) runs in its own session and holds the read end of a pipe; only this process holds the write end.
+When this process ends, even by SIGKILL, the kernel closes the write end. The guard then ends the command's process tree
+(SIGTERM, a grace period, SIGKILL), deletes given files, and exits. It imports only the standard library, so it starts
+in about 20 ms.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 GUARD = Path(__file__).with_name("reaper.py")
-KILL_WAIT = 10.0  # seconds in which the kernel surely ends a process that got SIGKILL
+KILL_WAIT = 10.0  # seconds within which the kernel ends a process after SIGKILL
 
 
 class Guarded:
-    """A running command and its guard. `returncode` is None while it runs, 128 + n where signal n ended it."""
+    """A command with its guard. `returncode` is None while the command runs, and 128 + n if signal n ended it."""
 
     def __init__(self, process: subprocess.Popen[bytes], line: int, name: str) -> None:
         self._process, self._line, self.name = process, line, name
@@ -39,7 +39,7 @@ class Guarded:
 
     @property
     def pid(self) -> int:
-        """The guard's."""
+        """The pid of the guard."""
         return self._process.pid
 
     def poll(self) -> int | None:
@@ -50,12 +50,12 @@ class Guarded:
         return self._process.wait(timeout)
 
     def terminate(self) -> None:
-        """Ask the command to end (SIGTERM to its process group), and do not wait."""
+        """Send SIGTERM to the command's process group, without waiting."""
         if self.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def stop(self, grace: float = 10.0) -> int:
-        """End the command and all it started: TERM, `grace` seconds, KILL. Safe to call twice."""
+        """End the command and everything it started: SIGTERM, `grace` seconds, SIGKILL. Safe to call twice."""
         self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(grace)
@@ -82,11 +82,11 @@ def guarded(
     remove: Sequence[Path | str] = (),
     hold: Sequence[int] = (),
 ) -> Iterator[Guarded]:
-    """Run `command` so that it cannot outlive this process; leaving the block stops it.
+    """Run `command` so that it cannot outlive this process. Leaving the block stops it.
 
-    name: what it is called in the process list. env: its whole environment (None: ours). log: where its output is
-    appended (None: ours). grace: seconds between TERM and KILL. remove: files and folders deleted when it has
-    ended, even if we did not live to see that; a text is a pattern of paths. hold: descriptors of locks that the guard
+    name: the guard's name in the process list. env: the whole environment (None: this process's). log: the file to
+    which output is appended (None: this process's output). grace: seconds between SIGTERM and SIGKILL. remove: files
+    and folders that the guard deletes at the end; a text is a glob pattern. hold: descriptors of locks that the guard
     keeps open and the command does not inherit. Raises FileNotFoundError if the program does not exist.
     """
     if shutil.which(command[0]) is None:
@@ -138,12 +138,12 @@ def _start(
             stdout=output,
             stderr=subprocess.STDOUT if output else None,
             pass_fds=(line, *hold),
-            start_new_session=True,  # a Ctrl-C in the terminal reaches us; we decide what becomes of the command
+            start_new_session=True,  # Ctrl-C does not reach the command: this process decides
         )
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
+    """Whether a process runs. A zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -152,7 +152,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_gone(pids: Sequence[int], timeout: float) -> list[int]:
-    """Those of `pids` that still run after at most `timeout` seconds."""
+    """Wait up to `timeout` seconds for processes to end. Returns those that still run."""
     deadline = time.monotonic() + timeout
     while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)

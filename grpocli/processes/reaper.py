@@ -1,4 +1,4 @@
-"""The guard process (see `guard.py`): standard library only, run as `reaper.py NAME ORDERS COMMAND...`."""
+"""The guard process of `guard.py`, run as `reaper.py NAME ORDERS COMMAND...`. It uses only the standard library."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from pathlib import Path
 from types import FrameType
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-PARENT_DIED = signal.SIGUSR1  # apart from TERM: the kernel also sends it when only a thread of the parent ends
-LEFTOVER_GRACE = 2.0  # seconds for what a command left behind when it ended by itself
-TRACKER = b"multiprocessing.resource_tracker"  # in its command line
+PARENT_DIED = signal.SIGUSR1  # not SIGTERM, since the kernel also sends it when only a thread of the parent ends
+LEFTOVER_GRACE = 2.0  # seconds for processes that a command leaves behind when it ends by itself
+TRACKER = b"multiprocessing.resource_tracker"  # in the command line of Python's resource trackers
 TIDY = 3.0  # seconds for Python's resource trackers to unlink the shared memory of processes that were killed
-KILL_WAIT = 10.0  # seconds for the kernel to end what got SIGKILL
+KILL_WAIT = 10.0  # seconds within which the kernel ends a process after SIGKILL
 
 
 class Guard:
-    """Runs one command, relays its exit code, and ends its process tree when told to or when the parent dies."""
+    """Runs a command, returns its exit code, and ends its process tree on request or when the parent dies."""
 
     def __init__(self, parent: int, line: int, grace: float, remove: list[str], hold: list[int]) -> None:
         self.parent, self.line, self.grace, self.remove = parent, line, grace, remove
         for descriptor in hold:
-            os.set_inheritable(descriptor, False)  # ours, not the command's
+            os.set_inheritable(descriptor, False)  # not for the command
         self.child = 0
         self.status: int | None = None
-        self.stop_at: float | None = None  # when KILL follows TERM
+        self.stop_at: float | None = None  # the time of SIGKILL after SIGTERM
         self.terminated = False
         self.wake, poke = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(poke, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self.on_term)
         signal.signal(PARENT_DIED, self.on_parent_died)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # only to wake the select
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # only wakes the select
 
     def on_term(self, number: int, frame: FrameType | None) -> None:
         self.terminated = True
@@ -50,7 +50,7 @@ class Guard:
             self.end_soon()
 
     def end_soon(self) -> None:
-        """TERM now, KILL after the grace period."""
+        """SIGTERM now, SIGKILL after the grace period."""
         if self.stop_at is None:
             self.stop_at = time.monotonic() + self.grace
             self.signal_group(signal.SIGTERM)
@@ -63,12 +63,12 @@ class Guard:
             return  # it has ended
 
     def run(self, command: list[str]) -> int:
-        prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the command leaves behind becomes our child, so we can find it
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command become children of this process, which can find them
         prctl(PR_SET_PDEATHSIG, PARENT_DIED)
         self.child = spawn(command, self.line)
-        if os.getppid() != self.parent:  # it died before we could ask to be told
+        if os.getppid() != self.parent:  # the parent died before the signal was requested
             self.end_soon()
-        if self.terminated:  # TERM came before there was a group
+        if self.terminated:  # SIGTERM came before the group existed
             self.signal_group(signal.SIGTERM)
         while self.status is None:
             self.watch()
@@ -80,7 +80,7 @@ class Guard:
         return os.waitstatus_to_exitcode(self.status)
 
     def watch(self) -> None:
-        """Sleep until a signal, a word from the parent, or the deadline."""
+        """Sleep until a signal, a message from the parent, or the deadline."""
         timeout = None if self.stop_at is None else max(0.0, self.stop_at - time.monotonic())
         ready = select.select([self.wake] + ([self.line] if self.line >= 0 else []), [], [], timeout)[0]
         if self.wake in ready:
@@ -90,11 +90,11 @@ class Guard:
             os.close(self.line)
             self.line = -1
             self.end_soon()
-            if word:  # the parent is there and has waited long enough
+            if word:  # the parent is alive and its grace period is over
                 self.stop_at = time.monotonic()
         if self.stop_at is not None and time.monotonic() >= self.stop_at:
             kill_tree(signal.SIGKILL, spare_trackers=True)
-            self.stop_at = time.monotonic() + 0.2  # once more, for what was started meanwhile
+            self.stop_at = time.monotonic() + 0.2  # again, for processes that were started meanwhile
 
     def reap(self) -> None:
         try:
@@ -105,7 +105,7 @@ class Guard:
             return  # no child left
 
     def end_leftovers(self) -> None:
-        """The command has ended; so must whatever it started."""
+        """End the processes that the command left behind."""
         grace = time.monotonic() + (0.0 if self.stop_at is not None else LEFTOVER_GRACE)
         kill_tree(signal.SIGTERM)
         while descendants() and time.monotonic() < grace + KILL_WAIT:
@@ -120,15 +120,15 @@ def prctl(option: int, value: int) -> None:
 
 
 def die_with_parent() -> None:
-    """SIGKILL when the thread that has started this process ends, however it ends."""
+    """Have the kernel send SIGKILL to this process when the thread that started it ends."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def spawn(command: list[str], line: int) -> int:
-    """Start the command in a process group of its own, which dies with the guard; return its pid."""
+    """Start the command in a new process group, which dies with the guard. Returns its pid."""
     pid = os.fork()
     if pid:
-        with contextlib.suppress(OSError):  # the child does it too: whoever comes first
+        with contextlib.suppress(OSError):  # parent and child both do it, to avoid a race
             os.setpgid(pid, pid)
         return pid
     try:
@@ -136,7 +136,7 @@ def spawn(command: list[str], line: int) -> int:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         die_with_parent()
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and exec would hand on
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would inherit that
             signal.signal(number, signal.SIG_DFL)
         os.execvp(command[0], command)
     except OSError as error:
@@ -145,7 +145,7 @@ def spawn(command: list[str], line: int) -> int:
 
 
 def descendants() -> list[int]:
-    """Every living process below this one, whatever group or session it moved to."""
+    """All living descendants of this process, in any process group or session."""
     parents = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -163,7 +163,7 @@ def descendants() -> list[int]:
 
 
 def kill_tree(number: int, spare_trackers: bool = False) -> None:
-    """spare_trackers: leave Python's resource trackers alone, which end when those they track for have ended."""
+    """Signal all descendants. spare_trackers: not Python's resource trackers, which end after their processes."""
     for pid in descendants():
         try:
             if not (spare_trackers and TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()):

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from omegaconf import MISSING
 
-from grpocli.config.parts import Escaped, nearest, part, regular, require, template_fields
+from grpocli.config.parts import Escaped, check_regex, nearest, part, require, template_fields
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
 
@@ -83,7 +83,7 @@ class Judge(BaseReward):
         except ValueError:  # brackets that do not match
             known = False
         require(self, "base_url", known, "must be a URL such as http://127.0.0.1:8000/v1")
-        regular(self, "pattern", group="the score")
+        check_regex(self, "pattern", group="the score")
         require(self, "high", -math.inf < self.low < self.high < math.inf, f"must be above reward.judge.low={self.low}")
         require(self, "max_tokens", self.max_tokens >= 1, "must be at least 1")
         require(self, "temperature", self.temperature >= 0, "must be 0 or more")

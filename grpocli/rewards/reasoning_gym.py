@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from grpocli.config.parts import nearest, part, regular, require
+from grpocli.config.parts import check_regex, nearest, part, require
 from grpocli.errors import ConfigError
 from grpocli.rewards.final_answer import after_thinking
 from grpocli.rewards.reward import BaseReward, Failure, Sample, Score
@@ -35,7 +35,7 @@ class ReasoningGymReward(BaseReward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        regular(self, "pattern", group="the answer")
+        check_regex(self, "pattern", group="the answer")
         require(self, "timeout", self.timeout > 0, "must be above 0 seconds")
         require(self, "workers", self.workers >= 0, "must be 0 (one for each core) or more")
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from grpocli.config.parts import part, regular, require
+from grpocli.config.parts import check_regex, part, require
 from grpocli.rewards.final_answer import final_answer
 from grpocli.rewards.reward import BaseReward, Correctness, Failure, Sample, Score, answer_of
 from grpocli.rewards.worker_pool import WorkerPool, score_items, shared_pool
@@ -159,7 +159,7 @@ class Format(BaseReward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        regular(self, "pattern")
+        check_regex(self, "pattern")
         require(self, "timeout", self.timeout > 0, "must be above 0 seconds")
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:

@@ -126,7 +126,7 @@ def test_only_what_differs_has_changed(tmp_path: Path) -> None:
     ("text", "problem"),
     [
         ("a: " + "[" * 300_000, "lists or mappings nested more than 100 deep"),
-        ("a: &a [1, *a]", "*a stands inside of what it stands for"),
+        ("a: &a [1, *a]", "*a is inside its own anchor"),
         ("a: [1", "line 2: did not find expected ',' or ']'"),
         ("seed: \udcff", "'utf-8' codec can't decode byte 0xff"),
     ],

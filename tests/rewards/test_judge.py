@@ -187,7 +187,7 @@ def test_checks_before_training(endpoint: Endpoint) -> None:
     judge(endpoint).check(["answer"])
     with pytest.raises(ConfigError, match=r"uses {answer}, but the task has no such column; did you mean \"answers\""):
         judge(endpoint).check(["answers"])
-    with pytest.raises(ConfigError, match=r"reward\.judge\.prompt=.*write a brace that is meant as one twice"):
+    with pytest.raises(ConfigError, match=r"reward\.judge\.prompt=.*double the braces that stand for themselves"):
         judge(endpoint, prompt="{").check([])
     with pytest.raises(ConfigError, match=r"reward\.judge\.base_url=http://a\.\.b/v1: cannot be reached"):
         Judge(base_url="http://a..b/v1", model="m", prompt="{prompt}").check([])

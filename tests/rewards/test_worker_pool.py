@@ -219,7 +219,7 @@ def test_a_completion_with_endless_backtracking_does_not_match(sample) -> None:
 
 
 def test_a_broken_pattern_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.format\.pattern=\(a: is no regular expression"):
+    with pytest.raises(ConfigError, match=r"reward\.format\.pattern=\(a: is not a regular expression"):
         Format(pattern="(a")
 
 
