@@ -144,10 +144,11 @@ class _CommandLine:
         given = {o.lstrip("+~").partition("=")[0]: o.partition("=")[2] for o in self.overrides}
         if advice := key_advice(key.rpartition(".")[2], given.get(key, "VALUE")):
             return ConfigError(problem, hint=advice)
-        if (reward := re.match(r"reward\.(\w+)\.", key)) and reward[1] in stored("reward"):
+        keys = self.known_keys(hydra=key.startswith("hydra."))
+        reward = re.match(r"reward\.(\w+)\.", key)
+        if reward and reward[1] in stored("reward") and not any(known.startswith(reward[0]) for known in keys):
             hint = f"add it: reward=[...,{reward[1]}]"
             return ConfigError(f"{problem}, since {reward[1]} is not one of the rewards", hint=hint)
-        keys = self.known_keys(hydra=key.startswith("hydra."))
         return ConfigError(f"{problem}{nearest(key, keys) or _same_last_word(key, keys)}")
 
     def _key_of_another_choice(self, key: str) -> ConfigError | None:

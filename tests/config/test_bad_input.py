@@ -28,6 +28,7 @@ BAD = [
     ("task.nope=1,2", "there is no key task.nope"),
     ("task.system_prompt=Be_nice,_please", "task.system_prompt belongs to task="),
     ("reward.format.weight=0.2", "since format is not one of the rewards; add it: reward=[...,format]"),
+    ("reward.exact_match.wieght=2", 'did you mean "reward.exact_match.weight"?'),
     ("algorithm/kl=k4", "algorithm/kl=k4: choose one of k1, k2, k3, none"),
     ("train.steps=many", "train.steps=many: must be of type integer"),
     ("algorithm.kl=k1", "algorithm.kl=k1: is not a part; choose one with algorithm/kl=k1"),
