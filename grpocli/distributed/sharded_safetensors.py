@@ -52,24 +52,24 @@ def write(
     from safetensors.torch import save_file
 
     files: dict[str, str] = {}
-    mine: dict[str, Tensor] = {}
+    pending: dict[str, Tensor] = {}
     number, size, waiting = 0, 0, False
 
     def flush() -> None:
-        if mine:
+        if pending:
             name = f"{stem}-{(number - 1) // world.size * world.size + world.rank + 1:05}.safetensors"
-            written = convert(mine) if convert else mine
+            written = convert(pending) if convert else pending
             save_file(written, folder / name, metadata={"format": "pt"})
             sync_file(
                 folder / name
             )  # in the process that wrote it, which may be on another machine than the main process
             files.update(dict.fromkeys(written, name))
-            mine.clear()
+            pending.clear()
 
     for name, tensor in tensors:
         to = dtype if dtype and tensor.is_floating_point() else tensor.dtype
         if number % world.size == world.rank:
-            mine[name] = tensor.detach().to("cpu", to).contiguous()
+            pending[name] = tensor.detach().to("cpu", to).contiguous()
         size, waiting = size + tensor.numel() * to.itemsize, True
         if size >= FILE_BYTES:
             number, size, waiting = number + 1, 0, False

@@ -67,7 +67,7 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
         rewards=", ".join(_code(name) for name in config.get("reward") or {}) or "none",
         steps=summary["steps"],
         sessions="".join(
-            f"| steps {one.first} to {one.last} | {_session(one, first=not i)} |\n" for i, one in enumerate(trained)
+            f"| steps {part.first} to {part.last} | {_session(part, first=not i)} |\n" for i, part in enumerate(trained)
         ),
         caption="The config of the last steps:" if len(trained) > 1 else "The config that made it:",
         before=_share(summary, "eval/accuracy_before"),
@@ -79,23 +79,23 @@ def model_card(run_dir: RunDir, base: str, summary: Mapping[str, Any]) -> str:
     )
 
 
-def _session(one: SessionSteps, first: bool) -> str:
+def _session(part: SessionSteps, first: bool) -> str:
     """The start, versions, damaged checkpoints and changed keys of a session."""
-    if one.session is None:
+    if part.session is None:
         return "in sessions that were not recorded"
-    versions = ", ".join(f"{name} {version}" for name, version in one.session.versions.items())
-    changes = {} if first else one.session.changes
+    versions = ", ".join(f"{name} {version}" for name, version in part.session.versions.items())
+    changes = {} if first else part.session.changes
     changed = "".join(f"; `{key}` {format_value(old)} -> {format_value(new)}" for key, (old, new) in changes.items())
-    found = "".join(f"; {sentence}" for sentence in one.session.fallback)
-    return f"started {one.session.time} with {versions}{found}{changed}".replace("|", "\\|")
+    damaged = "".join(f"; {sentence}" for sentence in part.session.fallback)
+    return f"started {part.session.time} with {versions}{damaged}{changed}".replace("|", "\\|")
 
 
 def _in_turn(last: Any, trained: Sequence[SessionSteps]) -> str:
     """The algorithms of all sessions, in order. last: that of the last one."""
     names = [last]
-    for one in reversed(trained):
-        if one.session and "algorithm" in one.session.changes:
-            names.insert(0, one.session.changes["algorithm"][0])
+    for part in reversed(trained):
+        if part.session and "algorithm" in part.session.changes:
+            names.insert(0, part.session.changes["algorithm"][0])
     return ", then ".join(map(_code, names))
 
 

@@ -64,11 +64,11 @@ def compare(folders: Sequence[Path], sort: str = "accuracy") -> list[RunTable]:
         rows.sort(key=lambda row: _best_first(row.results[sort]))
     keys = differing_settings(rows)
     names = short_names(keys)
-    found = [_run_table(rows, keys, names)]
+    tables = [_run_table(rows, keys, names)]
     others = [key for key in keys if key != "seed"]
     if "seed" in keys and any(len(group) > 1 for group in _group_by(rows, others).values()):
-        found.append(_seed_means(rows, others, names))
-    return found
+        tables.append(_seed_means(rows, others, names))
+    return tables
 
 
 def _best_first(value: float | None) -> tuple[bool, float]:
@@ -85,16 +85,16 @@ def differing_settings(rows: Sequence[RunRow]) -> list[str]:
     keys = dict.fromkeys(key for row in readable for key in row.settings)
     differ = [k for k in keys if k.split(".")[0] not in IGNORED and _values(readable, k) > 1]
     typed = {key for row in readable for key in row.typed or []}
-    found = [k for k in (*GROUPS, "reward") if k in differ]
-    found += [k for k in differ if k in typed and k not in found and k != "seed"]
+    chosen = [k for k in (*GROUPS, "reward") if k in differ]
+    chosen += [k for k in differ if k in typed and k not in chosen and k != "seed"]
     seed = ["seed"] if "seed" in differ else []
     all_typed = all(row.typed is not None for row in readable)
-    rest = sorted((k for k in differ if k not in (*found, *seed)), key=lambda k: ("/" not in k, k))
+    rest = sorted((k for k in differ if k not in (*chosen, *seed)), key=lambda k: ("/" not in k, k))
     for key in rest:
-        above = [*found, *seed] if all_typed else [k for k in found if _is_above(k, key)]
+        above = [*chosen, *seed] if all_typed else [k for k in chosen if _is_above(k, key)]
         if any(_values(group, key) > 1 for group in _group_by(readable, above).values()):
-            found.append(key)
-    return found + seed
+            chosen.append(key)
+    return chosen + seed
 
 
 def _is_above(group: str, key: str) -> bool:

@@ -52,11 +52,11 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        found = WHERE.fullmatch(text.strip())
-        if not found:
+        match = WHERE.fullmatch(text.strip())
+        if not match:
             signs = " ".join(COMPARISONS)
             raise ConfigError(f"--where {text!r}: write COLUMN<VALUE, such as math<1, with one of {signs}")
-        return cls(*found.groups())
+        return cls(*match.groups())
 
     def holds(self, row: RolloutRow) -> bool:
         """Whether a row satisfies the condition. Numbers are compared as numbers, everything else as text.
@@ -90,10 +90,10 @@ def step_files(run: Path, wanted: str = ":") -> list[Path]:
 
     Raises ConfigError if there are none.
     """
-    found = STEPS.fullmatch(wanted.strip())
-    if not found or not (wanted.strip()):
+    match = STEPS.fullmatch(wanted.strip())
+    if not match or not (wanted.strip()):
         raise ConfigError(f"--step {wanted!r}: write N, or FROM:TO")
-    first, colon, last = found.groups()
+    first, colon, last = match.groups()
     low = int(first or 0)
     high = int(last) if last else (None if colon else low)
     if not (run / "rollouts").is_dir():
@@ -126,8 +126,8 @@ def _check_row(row: RolloutRow, path: Path) -> None:
     kinds = KINDS | dict.fromkeys(("advantage", *scores), int | float | None)
     for name, kind in kinds.items():
         if name not in row or not isinstance(row[name], kind):
-            found = f"has {str(row[name])[:40]!r} for {name}" if name in row else f"has no column {name}"
-            raise ConfigError(f"{path}: holds no rollouts, a row {found}; remove it, or name other steps")
+            problem = f"has {str(row[name])[:40]!r} for {name}" if name in row else f"has no column {name}"
+            raise ConfigError(f"{path}: holds no rollouts, a row {problem}; remove it, or name other steps")
 
 
 def matching_rows(files: list[Path], conditions: list[Condition]) -> Iterator[RolloutRow]:

@@ -48,8 +48,8 @@ def evaluation_records(groups: Sequence[Group]) -> list[Record]:
 
 def reference_answer(columns: Mapping[str, Any], names: Iterable[str]) -> str | None:
     """The reference answer of an example as text: the first of these columns that is not None."""
-    found = next((columns[name] for name in names if columns.get(name) is not None), None)
-    return found if found is None or isinstance(found, str) else _json(found)
+    answer = next((columns[name] for name in names if columns.get(name) is not None), None)
+    return answer if answer is None or isinstance(answer, str) else _json(answer)
 
 
 def write_rollouts(path: Path, records: Sequence[Record], step: int, answers: Sequence[str] = ("answer",)) -> None:

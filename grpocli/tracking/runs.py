@@ -204,10 +204,10 @@ def saved_choices(run: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
     Nested groups (`algorithm/kl`) are included only if Hydra's file can be read.
     """
-    if found := _hydra_choices(run / ".hydra" / "hydra.yaml"):
+    if saved := _hydra_choices(run / ".hydra" / "hydra.yaml"):
         choices = {
             _group(name): _choice_text(choice)
-            for name, choice in found.items()
+            for name, choice in saved.items()
             if choice is not None and not name.startswith("hydra/")
         }
         return choices | _resumed_choices(config, choices)

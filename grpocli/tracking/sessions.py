@@ -67,7 +67,7 @@ def add_session(run_dir: RunDir, session: Session) -> None:
     """Append a session to the run's file atomically."""
     before = run_dir.sessions.read_bytes().splitlines() if run_dir.sessions.is_file() else []
     line = json.dumps(asdict(session), default=str).encode()
-    write_atomic(run_dir.sessions, b"".join(one + b"\n" for one in [*before, line]))
+    write_atomic(run_dir.sessions, b"".join(text + b"\n" for text in [*before, line]))
 
 
 def read_sessions(run_dir: RunDir) -> list[Session]:
@@ -75,10 +75,10 @@ def read_sessions(run_dir: RunDir) -> list[Session]:
     if not run_dir.sessions.is_file():
         return []
     lines = run_dir.sessions.read_text(errors="replace").splitlines()
-    found = [_session(line) for line in lines]
-    if damaged := [number for number, session in enumerate(found, start=1) if session is None]:
+    sessions = [_session(line) for line in lines]
+    if damaged := [number for number, session in enumerate(sessions, start=1) if session is None]:
         logger.warning("%s: line %s cannot be read", run_dir.sessions, ", ".join(map(str, damaged)))
-    return [session for session in found if session]
+    return [session for session in sessions if session]
 
 
 def run_id(run_dir: RunDir) -> str:
@@ -100,7 +100,7 @@ def steps_by_session(sessions: Sequence[Session], steps: int) -> list[SessionSte
     A session without steps in the model (it ended before its first checkpoint) is left out; its changes and damaged
     checkpoints count for the next one.
     """
-    found = (
+    parts = (
         [] if sessions and sessions[0].step == 0 else [SessionSteps(1, sessions[0].step if sessions else steps, None)]
     )
     ends = [session.step for session in sessions[1:]] + [steps]
@@ -111,9 +111,9 @@ def steps_by_session(sessions: Sequence[Session], steps: int) -> list[SessionSte
         fallback += session.fallback
         last = min(ends[i:])  # a later session may have resumed from an earlier step
         if last > session.step:
-            found.append(SessionSteps(session.step + 1, last, replace(session, changes=pending, fallback=fallback)))
+            parts.append(SessionSteps(session.step + 1, last, replace(session, changes=pending, fallback=fallback)))
             pending, fallback = {}, []
-    return [one for one in found if one.last >= one.first]
+    return [part for part in parts if part.last >= part.first]
 
 
 def why_incomparable(run_dir: RunDir) -> str:
@@ -124,12 +124,12 @@ def why_incomparable(run_dir: RunDir) -> str:
     changed: Changes = {}
     for session in read_sessions(run_dir):
         changed = _merged(changed, session.changes)
-    found = [
+    changes = [
         f"{key} {format_value(old)} -> {format_value(new)}"
         for key, (old, new) in changed.items()
         if _decides_problems(key)
     ]
-    return f"before and after are of different evaluations: {', '.join(found)}" if found else ""
+    return f"before and after are of different evaluations: {', '.join(changes)}" if changes else ""
 
 
 def _decides_problems(key: str) -> bool:
@@ -152,10 +152,10 @@ def _merged(earlier: Changes, later: Changes) -> dict[str, tuple[Any, Any]]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"grpocli": __version__, "python": platform.python_version()}
+    versions = {"grpocli": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -36,11 +36,11 @@ def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
 
     votes: the answer of each sample. right: whether it is right; equal answers that differ in this count as their mean.
     """
-    verdicts: dict[str, list[bool]] = defaultdict(list)
+    right_by_vote: dict[str, list[bool]] = defaultdict(list)
     for vote, verdict in zip(votes, right, strict=True):
-        verdicts[vote].append(verdict)
-    most = max(map(len, verdicts.values()))
-    return float(np.mean([np.mean(found) for found in verdicts.values() if len(found) == most]))
+        right_by_vote[vote].append(verdict)
+    longest = max(map(len, right_by_vote.values()))
+    return float(np.mean([np.mean(same_vote) for same_vote in right_by_vote.values() if len(same_vote) == longest]))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -98,8 +98,8 @@ class TaskResult:
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON values; unknown ones are null."""
-        found: dict[str, Any] = _without_nan(asdict(self))
-        return found
+        values: dict[str, Any] = _without_nan(asdict(self))
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,20 +151,20 @@ def _of_samples(groups: Sequence[Group], accuracy_rewards: AccuracyRewards, max_
     samples = len(groups[0].rollouts)
     scored = [(group, accuracy_rewards.right(group)) for group in groups]
     scored = [(group, right) for group, right in scored if _scored(right)]
-    found = {f"mean@{samples}": Estimate.of([_mean(right) for _, right in scored])}
+    scores = {f"mean@{samples}": Estimate.of([_mean(right) for _, right in scored])}
     k = 1
     while (k := min(2 * k, samples)) > 1:
         counts = [(int(np.nansum(right)), len(_scored(right))) for _, right in scored]
-        found[f"pass@{k}"] = Estimate.of([pass_at_k(c, n, k) for c, n in counts if n >= k])
+        scores[f"pass@{k}"] = Estimate.of([pass_at_k(c, n, k) for c, n in counts if n >= k])
         if k == samples:
             break
     if samples > 1:
-        found[f"maj@{samples}"] = Estimate.of([accuracy_rewards.majority(group, max_tokens) for group, _ in scored])
-    return found
+        scores[f"maj@{samples}"] = Estimate.of([accuracy_rewards.majority(group, max_tokens) for group, _ in scored])
+    return scores
 
 
 def _scored(right: Sequence[float]) -> list[float]:
-    return [one for one in right if not math.isnan(one)]
+    return [value for value in right if not math.isnan(value)]
 
 
 def _mean(right: Sequence[float]) -> float:
@@ -174,7 +174,7 @@ def _mean(right: Sequence[float]) -> float:
 
 def _without_nan(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nan(one) for key, one in value.items()}
+        return {key: _without_nan(item) for key, item in value.items()}
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
@@ -208,15 +208,15 @@ class Evaluator:
         untouched = replace(self.sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
         sampled = self._groups(untouched, self.samples, 0)
         greedy = self._groups(replace(untouched, temperature=0.0), 1, self.samples)
-        found = self._results("eval", sampled, greedy)
+        metrics = self._results("eval", sampled, greedy)
         for task in self.accuracy_rewards.names if len(self.accuracy_rewards.names) > 1 else ():
-            found |= self._results(f"eval/{task}", *(_of_task(task, groups) for groups in (sampled, greedy)))
-        return found
+            metrics |= self._results(f"eval/{task}", *(_of_task(task, groups) for groups in (sampled, greedy)))
+        return metrics
 
     def _results(self, name: str, sampled: Sequence[Group], greedy: Sequence[Group]) -> dict[str, float]:
         result = task_result(name, self.accuracy_rewards, greedy, sampled, self.sampling.max_tokens)
         known = {"greedy": "accuracy_greedy", f"mean@{self.samples}": "accuracy"}
-        scores = {f"{name}/{known.get(score, score)}": found.value for score, found in result.scores.items()}
+        scores = {f"{name}/{known.get(score, score)}": estimate.value for score, estimate in result.scores.items()}
         return {**scores, f"{name}/mean_length": result.mean_length, f"{name}/truncated": result.truncated}
 
     def _groups(self, sampling: Sampling, n: int, before: int) -> list[Group]:

@@ -102,8 +102,8 @@ def save(path: Path, state: State, contents: Contents, world: World, progress: P
         else:
             _save_weights(policy.model, folder, _gathered(policy, parallel.parameters(policy.model), progress), world)
         if reference is not None:
-            theirs = _gathered(policy, parallel.parameters(reference.model))
-            _save_weights(reference.model, folder / REFERENCE, theirs, world)
+            weights = _gathered(policy, parallel.parameters(reference.model))
+            _save_weights(reference.model, folder / REFERENCE, weights, world)
         progress(0, 0, "the optimizer's state")
         _write_optimizer(folder, policy, contents.optimizer, world)
         if world.is_main:
@@ -135,8 +135,8 @@ def save_model(
 @contextmanager
 def _folder(path: Path, world: World) -> Iterator[Path]:
     """An `atomic_folder` that all processes write to; it is renamed when all have written. Collective."""
-    with atomic_folder(path, replace=True) if world.is_main else full_disk_as_oserror(path) as made:
-        yield Path(world.broadcast_object(str(made)))
+    with atomic_folder(path, replace=True) if world.is_main else full_disk_as_oserror(path) as temporary:
+        yield Path(world.broadcast_object(str(temporary)))
         world.barrier()
 
 

@@ -32,9 +32,9 @@ def write(folder: Path, world: World) -> None:
     world.barrier()
     names = world.broadcast_object(_names(folder))
     mine = [name for name in names if shards.writer(name, world.size) == world.rank]
-    found = dict(world.gather_objects([(name, _checksum(folder / name)) for name in mine]))
+    checksums = dict(world.gather_objects([(name, _checksum(folder / name)) for name in mine]))
     if world.is_main:
-        (folder / INDEX).write_text(json.dumps({name: found[name] for name in names}, indent=2))
+        (folder / INDEX).write_text(json.dumps({name: checksums[name] for name in names}, indent=2))
 
 
 def check(folder: Path, progress: Progress = unreported) -> None:
@@ -59,8 +59,8 @@ def check(folder: Path, progress: Progress = unreported) -> None:
             progress(done / GB, total / GB, "GB")
 
     with ThreadPoolExecutor(THREADS) as pool:
-        found = pool.map(lambda name: _checksum(folder / name, count), names)
-        for name, checksum in zip(names, found, strict=True):
+        checksums = pool.map(lambda name: _checksum(folder / name, count), names)
+        for name, checksum in zip(names, checksums, strict=True):
             if checksum != expected[name]:
                 pool.shutdown(wait=False, cancel_futures=True)  # the others need not be read
                 raise ValueError(f"{name} is not what was written")

@@ -182,24 +182,24 @@ class RolloutStats:
 
         NaN for a task without a completion in this step.
         """
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for task, accuracy_reward in accuracy_rewards.items():
             own_P = torch.tensor([name == task for name in self.tasks])
             accuracies = self.rewards[accuracy_reward][own_P]
             right = (accuracies >= 1).double().where(~accuracies.isnan(), math.nan)
-            found |= {
+            metrics |= {
                 f"task/{task}/reward": scores_PG[own_P].nanmean().item(),
                 f"task/{task}/accuracy": right.nanmean().item(),
             }
-        return found
+        return metrics
 
 
 def _length_metrics(name: str, lengths: Sequence[int]) -> dict[str, float]:
     """Mean, minimum and maximum in tokens; empty without completions."""
     if not lengths:
         return {}
-    found = {"mean": float(np.mean(lengths)), "min": float(min(lengths)), "max": float(max(lengths))}
-    return {f"completions/{kind}_{name}": value for kind, value in found.items()}
+    values = {"mean": float(np.mean(lengths)), "min": float(min(lengths)), "max": float(max(lengths))}
+    return {f"completions/{kind}_{name}": value for kind, value in values.items()}
 
 
 @dataclass(slots=True)

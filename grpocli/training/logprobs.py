@@ -133,8 +133,8 @@ def marked(head: torch.nn.Module, model: torch.nn.Module) -> tuple[Tensor, Tenso
         return marks[-1]
 
     with replaced(head, forward):
-        found = model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=_device(model)), use_cache=False).logits
-    return found, marks[-1]
+        logits = model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=_device(model)), use_cache=False).logits
+    return logits, marks[-1]
 
 
 def _device(model: torch.nn.Module) -> torch.device:
@@ -233,22 +233,22 @@ def _any_scores(head: torch.nn.Module, hidden_NH: Tensor, targets: Targets) -> t
         return _token_scores(logits_nV, targets.ids_N[piece], targets.sampling, targets.entropy_gradient, seen_nV)
 
     vocabulary = len(head.weight) if isinstance(head.weight, torch.Tensor) else LOGITS_AT_ONCE
-    found = [
+    pieces = [
         checkpoint(scores, hidden_NH[piece], piece, use_reentrant=False)
         for piece in _pieces(len(targets.ids_N), _rows_at_once(vocabulary))
     ]
-    return torch.cat([one for one, _ in found]), torch.cat([other for _, other in found])
+    return torch.cat([logp_n for logp_n, _ in pieces]), torch.cat([entropy_n for _, entropy_n in pieces])
 
 
 def of_logits(logits_NV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies from logits [N, V], for a model that scales or caps the output of its head."""
-    found = []
+    pieces = []
     for piece in _pieces(len(targets.ids_N), _rows_at_once(logits_NV.shape[1])):
         seen_nV = targets.seen.rows(piece.start, piece.stop) if targets.seen else None
-        found.append(
+        pieces.append(
             _token_scores(logits_NV[piece], targets.ids_N[piece], targets.sampling, targets.entropy_gradient, seen_nV)
         )
-    return torch.cat([logp for logp, _ in found]), torch.cat([entropy for _, entropy in found])
+    return torch.cat([logp_n for logp_n, _ in pieces]), torch.cat([entropy_n for _, entropy_n in pieces])
 
 
 def _token_scores(
@@ -291,8 +291,8 @@ def completion_logp(
         seen = TokenHistory(first_seen(layout.input_ids, layout.attention_mask, n, _vocabulary(head)), n)
     targets = Targets(layout.targets(ids_BT), layout.before_N, sampling, seen, entropy_gradient)
     with context, scoring(head, targets) if at_head and head is not None else repeating(head, layout.before_N):
-        found = layout.forward(model)
-    logp_N, entropy_N = found.unbind(-1) if at_head else of_logits(found, targets)
+        output = layout.forward(model)
+    logp_N, entropy_N = output.unbind(-1) if at_head else of_logits(output, targets)
     return layout.spread(logp_N), layout.spread(entropy_N)
 
 

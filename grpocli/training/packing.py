@@ -96,14 +96,14 @@ class Padded:
         """The output of the output head for each target [N, ...]."""
         length = self.input_ids.shape[1]
         before_T = torch.arange(length - self.completion - 1, length - 1, device=self.input_ids.device)
-        found: Tensor = model(
+        logits: Tensor = model(
             input_ids=self.input_ids,
             attention_mask=self.attention_mask,
             position_ids=self.position_ids,
             use_cache=False,
             logits_to_keep=before_T,
         ).logits
-        return found.flatten(0, 1)
+        return logits.flatten(0, 1)
 
 
 def rounded(n: int) -> int:
@@ -229,7 +229,7 @@ class Packed:
     def forward(self, model: torch.nn.Module) -> Tensor:
         """The output of the output head for each target; `logprobs.scoring` repeats hidden states by `before_N`."""
         # transformers uses a mask of four dimensions as it is, instead of making one of L x L
-        found: Tensor = model(
+        logits: Tensor = model(
             input_ids=self.input_ids,
             attention_mask=self.input_ids.new_zeros(1, 1, 1, 1),
             position_ids=self.position_ids,
@@ -237,7 +237,7 @@ class Packed:
             logits_to_keep=self.last_U,
             segments=self.segments,
         ).logits
-        return found[0]
+        return logits[0]
 
 
 Layout = Padded | Packed
@@ -283,8 +283,8 @@ def by_prompt(rows: Sequence[Row]) -> Iterator[tuple[list[int], list[int]]]:
     """Each group's prompt with the indices of its rows."""
     numbers = sorted(range(len(rows)), key=lambda k: rows[k].group)
     for _, group in groupby(numbers, key=lambda k: (rows[k].group, tuple(rows[k].prompt_ids))):
-        found = list(group)
-        yield rows[found[0]].prompt_ids, found
+        indices = list(group)
+        yield rows[indices[0]].prompt_ids, indices
 
 
 def pad(values: Iterable[Tensor], left: bool = False) -> Tensor:

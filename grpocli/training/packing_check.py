@@ -34,8 +34,8 @@ def find_head(policy: Policy, world: World) -> bool:
     """Set and return whether the model's logits are exactly the output of its output head. Collective."""
 
     def tried() -> bool:
-        found, mark = _marked(policy)
-        return found.shape == mark.shape and torch.equal(found.float(), mark.float())
+        logits, mark = _marked(policy)
+        return logits.shape == mark.shape and torch.equal(logits.float(), mark.float())
 
     policy.at_head = not world.any(output_head(policy.model) is None or not _holds(tried))
     return policy.at_head
@@ -96,9 +96,9 @@ def _logp(policy: Policy, rows: list[Row], layout: type[Layout]) -> Tensor:
     return logp_BT[batch.mask.bool()]
 
 
-def _near(one: Tensor, other: Tensor, close: float) -> bool:
+def _near(a: Tensor, b: Tensor, close: float) -> bool:
     """Whether the relative difference is at most `close`; False if either is NaN."""
-    return bool((one - other).abs().mean() <= close * other.abs().mean())
+    return bool((a - b).abs().mean() <= close * b.abs().mean())
 
 
 def _rows(policy: Policy) -> list[Row]:

@@ -116,11 +116,11 @@ class Reference:
 
         TR-DPO (arXiv 2404.09656), equation 5.
         """
-        mine = dict(self.model.named_parameters())
-        for name, theirs in self.policy.weights():
-            mine.pop(name).lerp_(theirs, alpha)
-        if mine:
-            raise ValueError(f"the policy has no weights called {', '.join(sorted(mine))}")
+        reference = dict(self.model.named_parameters())
+        for name, weight in self.policy.weights():
+            reference.pop(name).lerp_(weight, alpha)
+        if reference:
+            raise ValueError(f"the policy has no weights called {', '.join(sorted(reference))}")
 
 
 class BaseReference(Reference):

@@ -31,16 +31,16 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def _numbered(folder: Path) -> list[Path]:
     """Folders of checkpoints, damaged ones included, oldest first."""
-    found = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name) and path.is_dir()]
+    folders = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(
-        (path for path in found if any(path.iterdir())), key=lambda path: int(path.name.removeprefix("step_"))
+        (path for path in folders if any(path.iterdir())), key=lambda path: int(path.name.removeprefix("step_"))
     )
 
 
 def latest(folder: Path) -> Path | None:
     """The newest whole checkpoint below `folder`."""
-    found = checkpoints(folder)
-    return found[-1] if found else None
+    whole = checkpoints(folder)
+    return whole[-1] if whole else None
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -102,24 +102,24 @@ def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported)
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError("holds no run: there is no config.yaml in it", key="resume", value=run_dir)
     damaged: dict[Path, str] = {}
-    found, run = None, run_id(RunDir(run_dir))
+    point, run = None, run_id(RunDir(run_dir))
     for path in reversed(_numbered(run_dir / "checkpoints")):
         try:
-            found = ResumePoint(path, damaged, _check(path, run, progress))
+            point = ResumePoint(path, damaged, _check(path, run, progress))
             break
         except (OSError, *UNREADABLE) as error:
             if isinstance(error, OSError) and error.errno not in LOST:
                 raise
             damaged[path] = _cause(error)
-    if damaged and not (found and fallback):
+    if damaged and not (point and fallback):
         newest, problem = next(iter(damaged.items()))
         remedy = (
-            f"resume_fallback=true goes on from {found.path.name}, the newest one that is whole"
-            if found and found.path
+            f"resume_fallback=true goes on from {point.path.name}, the newest one that is whole"
+            if point and point.path
             else f"no other one is whole: remove {newest.parent} to begin again"
         )
         raise ConfigError(f"resume: the checkpoint {newest} is damaged ({problem}); {remedy}")
-    return found or ResumePoint()
+    return point or ResumePoint()
 
 
 def _check(path: Path, run: str, progress: Progress) -> bool:

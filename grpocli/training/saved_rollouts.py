@@ -32,9 +32,9 @@ def save(groups: Sequence[Group], folder: Path) -> None:
 
 
 def load(
-    folder: Path, draw: Callable[[int], Prompt], group_size: int, rewards: Iterable[str], most: int
+    folder: Path, draw: Callable[[int], Prompt], group_size: int, rewards: Iterable[str], max_groups: int
 ) -> list[Group]:
-    """The groups of `save`, equal to the bit; at most `most`, a step's worth, so that none waits for a second step.
+    """The groups of `save`, equal to the bit; at most `max_groups`, a step's worth, so that none waits for a second step.
 
     Groups that do not fit a config changed by a resume (seed, task, group size, rewards) are left out, with a warning
     in the log. Raises ValueError if a completion is damaged, and the errors of torch.load.
@@ -43,7 +43,7 @@ def load(
         return []
     saved = torch.load(folder / CARRIED, weights_only=True)
     names = set(rewards)
-    groups = [group for one in saved if (group := _restored(one, draw, group_size, names))][:most]
+    groups = [group for saved_group in saved if (group := _restored(saved_group, draw, group_size, names))][:max_groups]
     if len(groups) < len(saved):
         logger.warning("%d of %d carried groups do not fit the changed config", len(saved) - len(groups), len(saved))
     return groups
@@ -64,7 +64,7 @@ def load_steps(folder: Path, collector: Collector, wanted: bool) -> list[Rollout
     if not (folder / AHEAD).is_file():
         return []
     saved = torch.load(folder / AHEAD, weights_only=True)
-    steps = [step for one in saved if (step := _restored_step(one, collector))]
+    steps = [step for saved_step in saved if (step := _restored_step(saved_step, collector))]
     if wanted and len(steps) == len(saved):
         return steps
     logger.warning("the rollouts of %d steps collected ahead do not fit the changed config", len(saved))
@@ -89,11 +89,11 @@ def _restored_step(saved: dict[str, Any], collector: Collector) -> RolloutBatch 
     def restored(group: dict[str, Any]) -> Group | None:
         return _restored(group, collector.draw, collector.group_size, set(collector.weights))
 
-    groups = [group for one in saved["groups"] if (group := restored(one))]
+    groups = [group for saved_group in saved["groups"] if (group := restored(saved_group))]
     if len(groups) < len(saved["groups"]):
         return None
     left = saved.get("rest", []) if collector.keeps_rest else []
-    rest = [(Status(status), group) for status, one in left if (group := restored(one))]
+    rest = [(Status(status), group) for status, saved_group in left if (group := restored(saved_group))]
     if len(rest) < len(left):
         logger.warning(
             "%d of %d groups of a rollout file do not fit the changed config", len(left) - len(rest), len(left)
@@ -116,9 +116,9 @@ def _restored(saved: dict[str, Any], draw: Callable[[int], Prompt], size: int, n
 
 def _group(group: Group) -> dict[str, Any]:
     rollouts = [asdict(r.completion) | {"text": r.text, "rewards": r.rewards} for r in group.rollouts]
-    for one in rollouts:
-        one["token_ids"] = torch.tensor(one["token_ids"], dtype=torch.int32)
-        one["logprobs"] = torch.tensor(one["logprobs"], dtype=torch.float64)
+    for rollout in rollouts:
+        rollout["token_ids"] = torch.tensor(rollout["token_ids"], dtype=torch.int32)
+        rollout["logprobs"] = torch.tensor(rollout["logprobs"], dtype=torch.float64)
     return {
         "draw": int(group.uid),
         "prompt_ids": torch.tensor(group.prompt.token_ids, dtype=torch.int32),

@@ -86,11 +86,11 @@ class Updater:
         computed keep None.
         """
         computed = {i: (row.logp, row.entropy) for i, row in enumerate(rows) if row.logp is not None}
-        mine = []
+        own = []
         if computed:
             values_2N = torch.stack([torch.cat(list(values)) for values in zip(*computed.values(), strict=True)])
-            mine = [(list(computed), values_2N.float().cpu())]
-        for numbers, values_2N in self.world.gather_to_main(mine):
+            own = [(list(computed), values_2N.float().cpu())]
+        for numbers, values_2N in self.world.gather_to_main(own):
             pieces = values_2N.split([len(rows[i].completion_ids) for i in numbers], dim=1)
             for i, (logp, entropy) in zip(numbers, pieces, strict=True):
                 rows[i].logp, rows[i].entropy = logp, entropy
@@ -100,8 +100,10 @@ class Updater:
         layout = self.policy.layout(self.sampling)
         needed = [row for row in rows if self._matters(row)]
         shares = [layout.pack(share, self.train.micro_batch_tokens) for share in layout.deal(needed, self.world.size)]
-        most = max(1, *(len(share) for share in shares))  # at least one: without a gradient AdamW would skip its decay
-        mine = shares[self.world.rank]
+        busiest = max(
+            1, *(len(share) for share in shares)
+        )  # at least one: without a gradient AdamW would skip its decay
+        own = shares[self.world.rank]
         totals = Totals.from_lengths(
             torch.tensor([r.advantage for r in rows]),
             torch.tensor([sum(r.mask) for r in rows]),
@@ -111,7 +113,7 @@ class Updater:
         totals = replace(totals, skipped=totals.tokens - sum(sum(r.mask) for r in needed))
         self._count(layout, [micro_batch for share in shares for micro_batch in share])
         self.tokens["tokens/skipped"] += sum(r.n_tokens for r in rows) - sum(r.n_tokens for r in needed)
-        return _Plan([*mine, *([Row.empty()] for _ in range(most - len(mine)))], totals.to(self.world.device))
+        return _Plan([*own, *([Row.empty()] for _ in range(busiest - len(own)))], totals.to(self.world.device))
 
     def _count(self, layout: type[Layout], micro_batches: Sequence[Sequence[Row]]) -> None:
         for rows in micro_batches:

@@ -154,8 +154,8 @@ def test_carried_groups_survive_a_checkpoint(tmp_path: Path) -> None:
     made.collect()
     assert made.leftover
     saved_rollouts.save(made.leftover, tmp_path)
-    assert repr(saved_rollouts.load(tmp_path, prompt, 3, ["r"], most=9)) == repr(made.leftover)
-    assert saved_rollouts.load(tmp_path / "elsewhere", prompt, 3, ["r"], most=9) == []
+    assert repr(saved_rollouts.load(tmp_path, prompt, 3, ["r"], max_groups=9)) == repr(made.leftover)
+    assert saved_rollouts.load(tmp_path / "elsewhere", prompt, 3, ["r"], max_groups=9) == []
 
 
 def test_carried_groups_that_do_not_fit_a_changed_config_are_left_out(
@@ -169,13 +169,13 @@ def test_carried_groups_that_do_not_fit_a_changed_config_are_left_out(
     def other_prompt(number: int) -> Prompt:
         return Prompt(str(number), [2], "another seed")
 
-    assert saved_rollouts.load(tmp_path, prompt, 2, ["r"], most=3) == made.leftover
+    assert saved_rollouts.load(tmp_path, prompt, 2, ["r"], max_groups=3) == made.leftover
     assert caplog.text == ""
-    assert saved_rollouts.load(tmp_path, prompt, 2, ["r"], most=1) == made.leftover[:1]
+    assert saved_rollouts.load(tmp_path, prompt, 2, ["r"], max_groups=1) == made.leftover[:1]
     assert "2 of 3 carried groups do not fit" in caplog.text
-    assert saved_rollouts.load(tmp_path, prompt, 4, ["r"], most=3) == []
-    assert saved_rollouts.load(tmp_path, prompt, 2, ["r", "format"], most=3) == []
-    assert saved_rollouts.load(tmp_path, other_prompt, 2, ["r"], most=3) == []
+    assert saved_rollouts.load(tmp_path, prompt, 4, ["r"], max_groups=3) == []
+    assert saved_rollouts.load(tmp_path, prompt, 2, ["r", "format"], max_groups=3) == []
+    assert saved_rollouts.load(tmp_path, other_prompt, 2, ["r"], max_groups=3) == []
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_damaged_carried_completion_is_refused(damage: dict[str, torch.Tensor]
     saved[0]["rollouts"][0] |= damage
     torch.save(saved, tmp_path / saved_rollouts.CARRIED)
     with pytest.raises(ValueError, match="finite log-prob"):
-        saved_rollouts.load(tmp_path, prompt, 2, ["r"], most=3)
+        saved_rollouts.load(tmp_path, prompt, 2, ["r"], max_groups=3)
 
 
 def test_a_group_can_be_kept_by_one_reward_alone() -> None:

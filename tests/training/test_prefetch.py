@@ -437,7 +437,7 @@ def test_a_restored_run_continues_in_the_same_way(surplus: str, tmp_path: Path) 
     sampler.allow(999)
     again = collector(sampler, *overrides)
     again.draws = progress.draws
-    again.leftover = saved_rollouts.load(tmp_path, again.draw, 2, ["r"], most=2)
+    again.leftover = saved_rollouts.load(tmp_path, again.draw, 2, ["r"], max_groups=2)
     ready = saved_rollouts.load_steps(tmp_path, again, wanted=True)
     assert len(ready) == 1
     with ahead(again, steps=8, done=4, ready=ready) as one:
