@@ -59,7 +59,7 @@ def compare(folders: Sequence[Path], sort: str = "accuracy") -> list[RunTable]:
     """A table of the runs, best first, and a table of means over seeds if there are several seeds."""
     rows = list({row.path.resolve(): row for folder in folders for row in find_runs(folder)}.values())
     if not rows:
-        raise ConfigError(f"there is no run below {', '.join(map(str, folders))}: no folder has a config.yaml of one")
+        raise ConfigError(f"there is no run below {', '.join(map(str, folders))}: no folder there has a config.yaml")
     if sort != "path":
         rows.sort(key=lambda row: _best_first(row.results[sort]))
     keys = differing_settings(rows)

@@ -34,7 +34,7 @@ def save(groups: Sequence[Group], folder: Path) -> None:
 def load(
     folder: Path, draw: Callable[[int], Prompt], group_size: int, rewards: Iterable[str], max_groups: int
 ) -> list[Group]:
-    """The groups of `save`, equal to the bit; at most `max_groups`, a step's worth, so that none waits for a second step.
+    """The groups of `save`, equal to the bit; at most `max_groups`, so that the next step uses all of them.
 
     Groups that do not fit a config changed by a resume (seed, task, group size, rewards) are left out, with a warning
     in the log. Raises ValueError if a completion is damaged, and the errors of torch.load.
