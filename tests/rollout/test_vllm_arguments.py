@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -113,12 +112,10 @@ def test_vllm_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, cache_folder
     monkeypatch.setattr(arguments, "LIST_OPTIONS", "import no_such_module_here")
     with pytest.raises(EngineError, match=r"engine\.vllm_args.*No module named 'no_such_module_here'"):
         known_options()
-    monkeypatch.setattr(arguments, "LIST_OPTIONS", "import time; time.sleep(30)")
+    monkeypatch.setattr(arguments, "LIST_OPTIONS", "import time; time.sleep(600)")
     monkeypatch.setattr(arguments, "LIST_TIMEOUT", 0.5)
-    began = time.monotonic()
     with pytest.raises(EngineError, match=r"did not list its options \(engine\.vllm_args\) within 0\.5 s"):
         known_options()
-    assert time.monotonic() - began < 10
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
