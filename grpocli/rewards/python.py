@@ -11,7 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -39,7 +39,6 @@ class PythonReward(BaseReward):
     """
 
     verifiable = True
-    config_key: ClassVar[str]
     function: UserCode = MISSING
     """FILE.py:NAME or module:NAME."""
     timeout: float = 300.0

@@ -107,6 +107,8 @@ LARGEST_SCORE = 1e12
 class BaseReward:
     """Base class of the config group `reward`; its choices are registered with `package="reward.NAME"`."""
 
+    config_key: ClassVar[str]
+    """Config key of the reward, such as `reward.math`; set by its registration."""
     has_processes: ClassVar[bool] = False
     """Whether the reward scores each sample independently, in worker processes. Then it is called group by group while
     other completions are still being sampled; any other reward is called once, with all samples."""
@@ -146,12 +148,8 @@ class BaseReward:
         """Raise ConfigError if the reward cannot score examples with these columns. Runs before training."""
         wanted = getattr(self, "answer_column", None)
         if wanted is not None and wanted not in columns:
-            key = f"{getattr(self, 'config_key', 'reward')}.answer_column"
-            raise ConfigError(
-                f"the task's examples have the columns {', '.join(columns)}{nearest(wanted, columns)}",
-                key=key,
-                value=wanted,
-            )
+            problem = f"the task's examples have the columns {', '.join(columns)}{nearest(wanted, columns)}"
+            raise ConfigError(problem, key=f"{self.config_key}.answer_column", value=wanted)
 
     def close(self) -> None:
         """Stop worker processes and requests."""

@@ -207,11 +207,12 @@ class _IsolatedProcess:
 
 @contextlib.contextmanager
 def _process(
-    backend: Backend, limits: Limits, wire: socket.socket, task: dict[str, Any], enter: Sequence[str]
+    backend: Backend, limits: Limits, connection: socket.socket, task: dict[str, Any], enter: Sequence[str]
 ) -> Iterator[_IsolatedProcess]:
     """Start one of the two processes; it is killed at the end of the block.
 
-    wire: its end of the socket. task: for `inside.program` or `inside.tests`. enter: the words before its command.
+    connection: the process's end of the socket. task: for `inside.program` or `inside.tests`. enter: the words before
+    its command.
     """
     with contextlib.ExitStack() as stack:
         results, printed = (
@@ -220,9 +221,9 @@ def _process(
         status, report = (
             stack.enter_context(os.fdopen(fd, mode)) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True)
         )
-        inherited = [wire.fileno(), report.fileno(), *([results.fileno()] if "tests" in task else [])]
+        inherited = [connection.fileno(), report.fileno(), *([results.fileno()] if "tests" in task else [])]
         order = {**asdict(limits), **backend.order, **task}
-        order |= {"status": report.fileno(), "wire": wire.fileno(), "results": results.fileno()}
+        order |= {"status": report.fileno(), "connection": connection.fileno(), "results": results.fileno()}
         python = backend.python
         command = [*backend.command(limits.disk_mb), python.path, "-I", "-u", *python.options, "-c", START]
         process = _start(enter, command, printed, inherited)

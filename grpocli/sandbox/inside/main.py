@@ -6,7 +6,7 @@ import os
 import sys
 
 from . import namespaces, program, restrict, tests
-from .protocol import Wire, decode, nothing
+from .protocol import Connection, decode, nothing
 
 
 def main() -> None:
@@ -28,9 +28,10 @@ def main() -> None:
         os._exit(1)
     os.write(status, b"isolated")
     os.close(status)
-    wire = Wire(order["wire"])
+    connection = Connection(order["connection"])
     if "tests" in order:
-        tests.run(wire, order["reference"], order["entry_point"], order["setup"], order["tests"], order["results"])
+        reference, entry_point = order["reference"], order["entry_point"]
+        tests.run(connection, reference, entry_point, order["setup"], order["tests"], order["results"])
     else:
-        program.serve(wire, order["text"], order["before"])
+        program.serve(connection, order["text"], order["before"])
     os._exit(0)  # without waiting for threads and exit handlers of the program

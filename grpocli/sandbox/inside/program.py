@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 
-from .protocol import Closed, Wire, decode, encode
+from .protocol import Closed, Connection, decode, encode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,17 +32,17 @@ class ObjectTable:
         return number, type(one).__name__
 
 
-def serve(wire: Wire, text: str, before: str) -> None:
+def serve(connection: Connection, text: str, before: str) -> None:
     """Run the program of a completion, send what it defines, and answer requests until the connection closes."""
     space: dict[str, Any] = {"__name__": "solution"}
     table = ObjectTable()
-    wire.send(_answer(table, lambda: _execute(source(text, before), space)))
+    connection.send(_answer(table, lambda: _execute(source(text, before), space)))
     while True:
         try:
-            message = wire.receive()
+            message = connection.receive()
         except Closed:
             return
-        wire.send(_answer(table, _perform, message, table))
+        connection.send(_answer(table, _perform, message, table))
 
 
 def source(text: str, before: str) -> str:

@@ -126,7 +126,7 @@ def nothing(number: int, name: str) -> Any:
     raise ValueError(f"{name} is not a plain value")
 
 
-class Wire:
+class Connection:
     """One end of the connection between the two processes."""
 
     def __init__(self, fd: int) -> None:

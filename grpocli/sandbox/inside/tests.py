@@ -10,7 +10,7 @@ import builtins
 import os
 import sys
 
-from .protocol import Closed, Wire, decode, encode
+from .protocol import Closed, Connection, decode, encode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ class Remote:
 class Program:
     """The connection to the program's process."""
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     def names(self) -> dict[str, Any]:
         """The names that the program defines. Raises the program's exception."""
@@ -78,12 +78,12 @@ class Program:
 
     def ask(self, operation: str, /, *arguments: Any, **named: Any) -> Any:
         """The result of one of `program.OPERATIONS`. Raises the program's exception."""
-        self._wire.send(encode((operation, arguments, named), _number))
+        self._connection.send(encode((operation, arguments, named), _number))
         return self._received()
 
     def _received(self) -> Any:
         try:
-            kind, *rest = decode(self._wire.receive(), lambda number, name: Remote(self.ask, number, name))
+            kind, *rest = decode(self._connection.receive(), lambda number, name: Remote(self.ask, number, name))
         except Closed as closed:
             raise Closed(f"the program gave no answer: {closed}") from closed
         if kind != "value":
@@ -161,7 +161,7 @@ def _number(value: Any) -> tuple[int, str]:
     raise TypeError(f"a test gave the program a {type(value).__name__}, which is not a plain value")
 
 
-def run(wire: Wire, reference: str, entry_point: str, setup: str, tests: Sequence[str], out: int) -> None:
+def run(connection: Connection, reference: str, entry_point: str, setup: str, tests: Sequence[str], out: int) -> None:
     """Run the tests and write one line for the example and one for each test: empty, or the error."""
     examples: list[Example] = []
     broken = _problem(lambda: examples.append(Example(reference, entry_point, setup, tests)))
@@ -170,7 +170,7 @@ def run(wire: Wire, reference: str, entry_point: str, setup: str, tests: Sequenc
         return
     (example,) = examples
     space: dict[str, Any] = {}
-    problem = _problem(lambda: space.update(example.names(Program(wire).names())))
+    problem = _problem(lambda: space.update(example.names(Program(connection).names())))
     for test in example.tests:
         _write(out, problem or _problem(exec, test, space))
 
