@@ -1,4 +1,4 @@
-"""Algorithms that tests share: they are frozen, and composing a config takes a quarter of a second."""
+"""Algorithms that tests share. They are frozen, and composing a config takes a quarter of a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures that several folders of tests share: a random little model, folders for caches, commands run in process."""
+"""Fixtures for all tests: a small random model, cache folders, commands in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when the libraries are first imported
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of little models two threads are slower, and spin while others work
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads are slower for small models, and spin
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait for others leave the core to them
 
 import pytest
@@ -22,7 +22,7 @@ from isolation import isolated
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """How long an example of hypothesis' takes depends on what else runs; where TRL is compared with, it is missing."""
+    """hypothesis has no deadline for an example, because the machine may be busy. Environments for TRL lack it."""
     with suppress(ImportError):
         from hypothesis import settings
 
@@ -86,22 +86,21 @@ def little_model():
 
 @pytest.fixture(scope="module", autouse=True)
 def each_file_is_isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Its fixtures and tests leave nothing of a user's code to the next file that this process tests."""
+    """Isolates test files from each other, with their fixtures."""
     with isolated(tmp_path_factory.getbasetemp()):
         yield
 
 
 @pytest.fixture(autouse=True)
 def each_test_is_isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A test leaves nothing of a user's code to the next one, and keeps what the fixtures of its file imported."""
+    """Isolates the tests of a file from each other."""
     with isolated(tmp_path_factory.getbasetemp()):
         yield
 
 
 @pytest.fixture(scope="session")
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache for runs in which it does not matter, so that the built-in model is made once; pytest-xdist's workers
-    share it too."""
+    """A cache that tests share, also in pytest-xdist's workers, so that the built-in model is made once."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-cache"
     folder.mkdir(exist_ok=True)
@@ -110,21 +109,21 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of this test's own."""
+    """A separate cache for this test."""
     monkeypatch.setenv("GRPOCLI_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def grpocli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run a command in this process; the exit code, and what it printed to stdout and stderr."""
+    """Runs a command in this process; returns the exit code, stdout and stderr."""
     from grpocli.cli import main
 
     def run(*argv: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as exit_:
             main(list(argv))
-        said = capsys.readouterr()
-        return int(exit_.value.code or 0), said.out, said.err
+        output = capsys.readouterr()
+        return int(exit_.value.code or 0), output.out, output.err
 
     return run
 

@@ -1,4 +1,4 @@
-"""What a command that runs inside a test's process leaves behind there, put back."""
+"""Restores the state of a test's process after a command that ran in it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from hydra.core.hydra_config import HydraConfig
 from grpocli.config.parts import CLASSES, MARKED
 from grpocli.launch.compose import register_parts
 
-PYTESTS_OWN = "PYTEST_CURRENT_TEST"
+PYTEST_VARIABLE = "PYTEST_CURRENT_TEST"
 
-registered = functools.cache(register_parts)  # it reads every file of the package, and what it registers stays
+registered = functools.cache(register_parts)  # registered parts stay
 
 
 @contextmanager
 def isolated(made_here: Path) -> Iterator[None]:
-    """Forget the parts that are registered inside, the modules of the folder `made_here` that are imported, and the
-    changes of `sys.path` and `sys.argv`, of the working directory, the environment, Hydra's own config and the root
-    logger's level."""
+    """A block after which parts, imported modules of the folder `made_here`, `sys.path`, `sys.argv`, the working
+    directory, the environment, Hydra's config and the root logger's level are as before."""
     registered()
     store = ConfigStore.instance()
     repo, marked = _copied(store.repo), {kind: set(keys) for kind, keys in MARKED.items()}
@@ -46,9 +45,9 @@ def isolated(made_here: Path) -> Iterator[None]:
             if (getattr(sys.modules[name], "__file__", None) or "").startswith(f"{made_here}{os.sep}"):
                 del sys.modules[name]
         os.chdir(folder)
-        for name in set(os.environ) - set(environ) - {PYTESTS_OWN}:
+        for name in set(os.environ) - set(environ) - {PYTEST_VARIABLE}:
             del os.environ[name]
-        os.environ.update({name: value for name, value in environ.items() if name != PYTESTS_OWN})
+        os.environ.update({name: value for name, value in environ.items() if name != PYTEST_VARIABLE})
 
 
 def _copied(repo: dict[str, Any]) -> dict[str, Any]:

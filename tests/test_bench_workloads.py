@@ -1,4 +1,4 @@
-"""What the benchmarks beside TRL count: wrong numbers would be published."""
+"""The counts of tokens and FLOPs that the benchmarks publish."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_needed_tokens_are_prompts_once_and_rows_with_a_gradient(workloads: Modu
     assert max(work.lengths(1)) <= 256
 
 
-def test_pairs_are_those_of_causal_attention(workloads: ModuleType) -> None:
+def test_pairs_are_counted_as_in_causal_attention(workloads: ModuleType) -> None:
     work = workloads.Workload("", groups=1, rows=2, prompt=3, longest=4)
     seen = [range(k + 1) for k in range(3)] + [range(3 + k + 1) for k in range(4)] * 2
-    assert work.pairs(0) == sum(map(len, seen)) - (3 + 2 * 4) / 2, "but for half of each token's own"
+    assert work.pairs(0) == sum(map(len, seen)) - (3 + 2 * 4) / 2, "a token's pair with itself counts half"
 
 
-def test_flops_are_those_of_the_weights(workloads: ModuleType, tmp_path: Path) -> None:
-    """Six for each weight and token, of the head's only where a completion is."""
+def test_flops_follow_from_the_weights(workloads: ModuleType, tmp_path: Path) -> None:
+    """Six operations for each weight and token; the head's weights count for completion tokens only."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = workloads.MODELS["0.4M"]
@@ -48,7 +48,7 @@ def test_flops_are_those_of_the_weights(workloads: ModuleType, tmp_path: Path) -
     assert work.flops(0) == 6 * (layers * 11 + head * 8)
 
 
-def test_given_completions_are_of_those_lengths_and_rewards(workloads: ModuleType) -> None:
+def test_prepared_completions_have_the_lengths_and_rewards_of_the_workload(workloads: ModuleType) -> None:
     work = workloads.WORKLOADS["W5"]
     groups = work.completions(2)
     assert [len(row) for rows in groups for row in rows] == work.lengths(2)
@@ -57,7 +57,7 @@ def test_given_completions_are_of_those_lengths_and_rewards(workloads: ModuleTyp
     assert rewards[1] == {0.0, 1.0}
 
 
-def test_peak_memory_is_that_of_this_process(workloads: ModuleType) -> None:
+def test_peak_memory_covers_this_process(workloads: ModuleType) -> None:
     before = workloads.peak()
     held = bytearray(b"x" * int(2**29 + max(0.0, before * 2**30)))
     assert workloads.peak() >= before + 0.4

@@ -1,4 +1,4 @@
-"""Without a network: one sentence, not a minute of retries."""
+"""Without a network, an error comes at once instead of after a minute of retries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpocli.tasks.loading import load_table
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A hub at a port where nothing listens, and no memory of what was asked before."""
+    """The address of a hub at a closed port, with an empty cache of earlier checks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
@@ -29,14 +29,14 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     why_unreachable.cache_clear()
 
 
-def test_a_model_of_a_hub_that_does_not_answer_is_refused_in_one_sentence(closed: str) -> None:
+def test_a_model_is_refused_in_one_sentence_without_a_hub(closed: str) -> None:
     with pytest.raises(ConfigError, match=r"^model\.path=some/model: .*the hub does not answer") as caught:
         HuggingFace(path="some/model").prepare()
     assert closed in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_then_its_libraries_do_not_try_either(closed: str) -> None:
+def test_the_hub_s_libraries_are_switched_to_offline_mode(closed: str) -> None:
     assert closed in why_unreachable()
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     assert huggingface_hub.constants.HF_HUB_OFFLINE
@@ -45,12 +45,12 @@ def test_then_its_libraries_do_not_try_either(closed: str) -> None:
     assert closed in str(caught.value)
 
 
-def test_a_hub_that_is_switched_off_is_not_asked(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_skips_the_check(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert why_unreachable() == ""
 
 
-def test_a_hub_that_is_slow_to_answer_is_there(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_hub_is_reachable(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpocli.hub.READ_SECONDS", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")

@@ -1,4 +1,4 @@
-"""No test finds in its process what another one left there."""
+"""Tests do not affect later tests of the same process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LeftBehind:
 
 @pytest.fixture
 def left_behind(tmp_path: Path) -> Path:
-    """The folder of a user's file with a part; the working directory is another one."""
+    """A folder with a user's file that defines a part; it is not the working directory."""
     folder = tmp_path / "theirs"
     folder.mkdir()
     (folder / "left_behind.py").write_text(PART)
@@ -42,7 +42,7 @@ def imported(folder: Path) -> None:
     assert ("algorithm", "text") in MARKED[ESCAPED]
 
 
-def test_users_code_is_forgotten(left_behind: Path, tmp_path: Path) -> None:
+def test_user_code_is_forgotten(left_behind: Path, tmp_path: Path) -> None:
     path, modules = list(sys.path), set(sys.modules)
     for _ in range(2):
         with isolated(tmp_path):
@@ -55,7 +55,7 @@ def test_users_code_is_forgotten(left_behind: Path, tmp_path: Path) -> None:
             check_exists("left_behind:LeftBehind", "algorithm/advantage")
 
 
-def test_what_a_command_sets_in_its_process_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_state_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REMOVED", "1")
     monkeypatch.setenv("CHANGED", "1")
     before, folder, argv, level = dict(os.environ), Path.cwd(), sys.argv, logging.root.level

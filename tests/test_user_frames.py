@@ -84,7 +84,7 @@ def of_reward(function: str) -> str:
     return found.reason
 
 
-def of(function: Callable[..., Any], *given: Any) -> str:
+def message_of(function: Callable[..., Any], *given: Any) -> str:
     with pytest.raises(Exception) as caught:  # noqa: PT011 - each has another message
         function(*given)
     assert isinstance(caught.value, GrpoError | RuntimeError)
@@ -100,7 +100,7 @@ def thrown(function: Callable[..., Any], *given: Any) -> BaseException:
 
 
 def of_part() -> str:
-    return of(build_run, compose(["+reward.mine={_target_:framed_mine.Part}"]))
+    return message_of(build_run, compose(["+reward.mine={_target_:framed_mine.Part}"]))
 
 
 def of_a_run() -> str:
@@ -123,49 +123,52 @@ CASES: dict[str, tuple[Callable[[], str], str]] = {
     "async": (lambda: of_reward("framed_mine.py:later"), f"IndexError: string index out of range ({FIRST}; called at"),
     "a library that the function calls": (lambda: of_reward("framed_mine.py:below"), "(framed_mine.py:15, in "),
     "row": (
-        lambda: of(processed, "framed_mine.py:row", 60.0, {"a": 1}, "line 3"),
+        lambda: message_of(processed, "framed_mine.py:row", 60.0, {"a": 1}, "line 3"),
         'raised KeyError for line 3: \'gone\' (framed_mine.py:18, in row: return {"prompt": row["gone"]})',
     ),
-    "environment that is made": (
-        lambda: of(call, "reset", "framed_mine.py:Board", '{"bad": true}', {}),
+    "environment in __init__": (
+        lambda: message_of(call, "reset", "framed_mine.py:Board", '{"bad": true}', {}),
         "ValueError: no board (framed_mine.py:23, in __init__: raise ValueError(",
     ),
-    "environment that begins": (
-        lambda: of(call, "reset", "framed_mine.py:Board", "{}", {}),
+    "environment in reset": (
+        lambda: message_of(call, "reset", "framed_mine.py:Board", "{}", {}),
         "KeyError: 7 (framed_mine.py:25, in reset: return metadata[7])",
     ),
-    "environment that leaves": (
-        lambda: of(call, "step", "framed_mine.py:Board", "{}", [], {}),
+    "environment that exits": (
+        lambda: message_of(call, "step", "framed_mine.py:Board", "{}", [], {}),
         "SystemExit: done (framed_mine.py:27, in step: ",
     ),
     "part": (of_part, "framed_mine.py:31, in __init__: raise ValueError("),
     "syntax": (
-        lambda: of(load, "unfinished.py:f", "key"),
+        lambda: message_of(load, "unfinished.py:f", "key"),
         "importing it raised SyntaxError: invalid syntax (unfinished.py:3: def f(:)",
     ),
     "import": (
-        lambda: of(load, "absent.py:f", "key"),
+        lambda: message_of(load, "absent.py:f", "key"),
         "ModuleNotFoundError: No module named 'no_such_package' (absent.py:2, in <module>: import no_such_package)",
     ),
-    "anything else": (of_a_run, f"IndexError: string index out of range ({FIRST}); the traceback is in run/run.log"),
+    "an unexpected error": (
+        of_a_run,
+        f"IndexError: string index out of range ({FIRST}); the traceback is in run/run.log",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", CASES)
 def test_the_users_file_and_line_are_named(kind: str) -> None:
-    said_of, sentence = CASES[kind]
-    said = said_of()
-    assert sentence in said
-    assert len(said.splitlines()) == 1
-    assert not re.search(r"grpocli/\w+/\w+\.py", said), "frames of ours"
+    message, sentence = CASES[kind]
+    text = message()
+    assert sentence in text
+    assert len(text.splitlines()) == 1
+    assert not re.search(r"grpocli/\w+/\w+\.py", text), "it names a file of grpocli"
 
 
 @pytest.mark.parametrize("kind", CASES)
 def test_the_traceback_is_included_on_request(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPOCLI_TRACEBACK", "1")
-    said_of, sentence = CASES[kind]
-    assert sentence.partition(";")[0] in said_of()
-    assert "Traceback (most recent call last)" in said_of()
+    message, sentence = CASES[kind]
+    assert sentence.partition(";")[0] in message()
+    assert "Traceback (most recent call last)" in message()
 
 
 def test_without_user_code_no_line_is_named() -> None:
@@ -184,9 +187,9 @@ def test_the_command_prints_one_traceback(
     monkeypatch.setattr(cli, "run", lambda args: fails())
     with pytest.raises(SystemExit):
         cli.main([])
-    said = capsys.readouterr().err
-    assert "Traceback (most recent call last)" in said
-    assert said.startswith("grpocli: error: ") == in_message
+    output = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in output
+    assert output.startswith("grpocli: error: ") == in_message
 
 
 def test_the_slurm_launcher_is_not_the_users_code() -> None:
