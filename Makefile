@@ -34,13 +34,17 @@ test-slurm: setup ## runs on a SLURM cluster that is installed and started here 
 test-zero: setup .venv-zero/.ready ## zero2 and zero3, with DeepSpeed built for the CPU in an environment beside .venv
 	.venv-zero/bin/python -m pytest tests/training/test_processes.py -m "processes or zero" $(ARGS)
 
+# test-slurm runs beside the others: it mostly waits for SLURM
 test-all: setup ## every test, what CI runs: test, test-survival, test-slurm, and test-zero and parity where they install
-	@tiers="test test-survival test-slurm"; \
+	@tiers="test test-survival"; failed=0; \
 	if $(MAKE) --no-print-directory .venv-zero/.ready; then tiers="$$tiers test-zero"; \
 	else echo "left out: test-zero, because DeepSpeed cannot be built here"; fi; \
 	if $(MAKE) --no-print-directory VENV=.venv-parity .venv-parity/.ready-to-compare; then tiers="$$tiers parity"; \
 	else echo "left out: parity, because TRL cannot be installed here"; fi; \
-	$(MAKE) --no-print-directory --keep-going $$tiers
+	log=$$(mktemp); $(MAKE) --no-print-directory test-slurm > "$$log" 2>&1 & slurm=$$!; \
+	trap 'kill $$slurm 2>/dev/null' INT TERM; \
+	$(MAKE) --no-print-directory --keep-going $$tiers || failed=1; \
+	wait $$slurm || failed=1; cat "$$log"; rm "$$log"; exit $$failed
 
 chaos: setup ## random kills, faults, damages and attacks, and a table of what held (ARGS="--minutes 30 --seed 1 --only kills")
 	PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)

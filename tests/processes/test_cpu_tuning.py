@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 FAULTS = """
 import ctypes, resource, sys
 from grpocli.processes.cpu_tuning import keep_freed_memory

@@ -18,10 +18,8 @@ from grpocli.processes.deadline import deadline, within
 
 @pytest.mark.parametrize("work", [lambda: time.sleep(30), lambda: [None for _ in iter(int, 1)]])
 def test_a_call_that_hangs_is_ended(work) -> None:
-    start = time.monotonic()
     with pytest.raises(TimeoutError, match="too slow"), deadline(0.2, "too slow"):
         work()
-    assert time.monotonic() - start < 5
 
 
 def test_a_call_may_use_its_own_alarms() -> None:
@@ -45,10 +43,10 @@ def test_a_deadline_holds_in_every_thread(run) -> None:
     assert run(lambda: within(20, "too slow", lambda: 3)) == 3
     with pytest.raises(TimeoutError, match="its own"):
         run(lambda: within(20, "too slow", raises))
-    start = time.monotonic()
+    ended: list[None] = []
     with pytest.raises(TimeoutError, match="too slow"):
-        run(lambda: within(0.2, "too slow", lambda: time.sleep(2)))
-    assert time.monotonic() - start < 1.5
+        run(lambda: within(0.2, "too slow", lambda: ended.append(time.sleep(2))))
+    assert ended == []
 
 
 def raises() -> None:
@@ -81,6 +79,7 @@ def ended(code: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "call",
     [
@@ -94,6 +93,7 @@ def test_a_regular_expression_is_interrupted_even_if_it_catches_exceptions(call:
     assert (code, said.splitlines()[-1]) == (1, "TimeoutError: too slow")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "run",
     [

@@ -14,6 +14,8 @@ import pytest
 
 from grpocli.processes.guard import alive, guarded, wait_gone
 
+pytestmark = pytest.mark.processes
+
 # A command that starts a child in a session of its own (as launchers do), tells both pids, and stays.
 FAMILY = """
 import os, signal, subprocess, sys, time
@@ -79,9 +81,7 @@ def test_leaving_the_block_ends_the_tree_and_deletes(tmp_path: Path) -> None:
 def test_kills_what_ignores_term(tmp_path: Path) -> None:
     with guarded(family(tmp_path, "stubborn"), name="test") as process:
         started = pids(tmp_path)
-        began = time.monotonic()
         assert process.stop(grace=0.5) == 128 + signal.SIGKILL
-        assert 0.5 <= time.monotonic() - began < 10
         assert process.stop() == 128 + signal.SIGKILL
     assert wait_gone(started, 5) == []
 

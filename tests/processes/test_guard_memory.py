@@ -6,7 +6,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from grpocli.processes.guard import guarded
+
+pytestmark = pytest.mark.processes
 
 HOLDS = """
 import signal, time
@@ -28,7 +32,5 @@ def test_what_a_killed_process_held_is_unlinked(tmp_path: Path) -> None:
             time.sleep(0.02)
         memory = Path("/dev/shm", log.read_text().splitlines()[0])
         assert memory.exists()
-        began = time.monotonic()
         process.stop(0.2)
     assert not memory.exists()
-    assert time.monotonic() - began < 10

@@ -44,6 +44,7 @@ def test_one_ctrl_c_waits_for_the_step_and_a_second_one_does_not(capsys: pytest.
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.processes
 def test_a_segmentation_fault_names_the_calling_function() -> None:
     source = "from grpocli.processes.signals import enable_crash_tracebacks\nenable_crash_tracebacks()\nimport ctypes\n"
     source += "def my_reward():\n    ctypes.string_at(0)\nmy_reward()"
