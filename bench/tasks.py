@@ -69,7 +69,7 @@ class Timed:
     ) -> list[list[Completion]]:
         start = time.perf_counter()
         if not self.keeps:
-            requests = [replace(request, pasts=()) for request in requests]
+            requests = [replace(request, reusable_kv=()) for request in requests]
         found: list[list[Completion]] = self.engine.generate(requests, sampling, on_group)
         self.seconds += time.perf_counter() - start
         return found

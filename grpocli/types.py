@@ -215,14 +215,14 @@ class Sampling:
 
 
 @dataclass(slots=True, eq=False)
-class Past:
+class ReusableKV:
     """An engine's KV cache of one completion that a later request may continue.
 
-    held: in the engine's own format. None until an engine stores it, and after the next request has used it; the caller
-    sets it to None when no request follows.
+    state: in the engine's own format. None until an engine stores it, and after the next request has used it; the
+    caller sets it to None when no request follows.
     """
 
-    held: Any = None
+    state: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +231,8 @@ class Request:
 
     max_tokens: a lower limit than the sampling's. stop: strings in addition to the sampling's.
     prompt: for an engine that does not sample; in later turns of an episode its text is the conversation so far.
-    pasts: one for each completion that a later request may continue. That request's tokens begin with this prompt and
-        the completion, and its only past is the same object. Engines may ignore them.
+    reusable_kv: one for each completion, if a later request may continue it. That request's tokens begin with this
+        prompt and the completion, and its only `reusable_kv` is the same object. Engines may ignore them.
     """
 
     token_ids: list[int]
@@ -240,7 +240,7 @@ class Request:
     seed: int
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    pasts: tuple[Past, ...] = ()
+    reusable_kv: tuple[ReusableKV, ...] = ()
     prompt: Prompt | None = None
 
     def under(self, sampling: Sampling) -> Sampling:

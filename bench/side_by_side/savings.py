@@ -69,7 +69,7 @@ def freed_memory_given_back() -> None:
 def growing_cache() -> None:
     import grpocli.rollout.kv_cache as cache
 
-    cache.make_room = lambda cache, tokens, dtype: None
+    cache.preallocate = lambda cache, tokens, dtype: None
 
 
 def sampled_in_bfloat16() -> None:

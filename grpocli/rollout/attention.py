@@ -1,6 +1,6 @@
-"""Attention of sampled tokens on a CPU: in float32, under autocast too.
+"""Attention of sampled tokens on a CPU: in float32, even under autocast.
 
-With one query a row `sdpa` takes three to six times as long in bfloat16, and transformers copies grouped keys for it.
+With one query in each row `sdpa` takes three to six times as long in bfloat16, and transformers copies grouped keys.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, heads, N, D], key and value [B, heads / groups, L, D] -> [B, N, heads, D]. As transformers calls it.
+    """query [B, heads, N, D], key and value [B, heads / groups, L, D] -> [B, N, heads, D], as transformers calls it.
 
-    Prompts and what follows an earlier turn (N > 1) are computed as ever.
+    Prompts, and tokens after an earlier turn (N > 1), use the usual attention.
     """
     if query.shape[2] > 1 or others.get("position_bias") is not None:
         from grpocli.models.shared_prompt_attention import attend as rows_side_by_side
 
-        key, value = key.to(query.dtype), value.to(query.dtype)  # of earlier turns they are held in float32
+        key, value = key.to(query.dtype), value.to(query.dtype)  # an earlier turn's are in float32
         return rows_side_by_side(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
     with torch.autocast("cpu", enabled=False):
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -51,7 +51,7 @@ def attend(
 
 @contextmanager
 def in_float32(model: PreTrainedModel) -> Iterator[None]:
-    """Have a model on a CPU that attends by `sdpa` attend by `attend`; others stay as they are."""
+    """Replace a CPU model's `sdpa` by `attend` during the block; other models keep their attention."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -71,7 +71,7 @@ def in_float32(model: PreTrainedModel) -> Iterator[None]:
 
 
 def cache_dtype(model: PreTrainedModel) -> torch.dtype | None:
-    """That keys and values are read in, so that they are cast once. None: their own."""
+    """The dtype in which attention reads keys and values, to cast them once. None: their own."""
     if model.config._attn_implementation == NAME:
         return torch.float32
     kind = model.device.type

@@ -1,4 +1,4 @@
-"""The distribution that completions are drawn from, the same for the sampler and for the trainer that scores them."""
+"""The distribution of sampled tokens, the same in the sampler and in the trainer that scores them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from grpocli.types import Sampling
 
 BLOCK = 64
-"""Tokens whose probabilities are added up in float32."""
+"""Tokens whose probabilities are summed in float32."""
 BELOW_1 = 1 - 2**-53
 """The last number before 1 in float64."""
 
@@ -24,15 +24,14 @@ def sampling_logits(
 ) -> Tensor:
     """Logits [N, V] (float32) after repetition penalty, temperature, min_p, top_k and top_p, in vLLM's order.
 
-    -inf for what is cut off. Temperature 0 counts as 1 and cuts nothing off: the likeliest token is then the choice.
-    keep_N: tokens that stay whatever the cut, so that a token sampled under slightly different weights keeps a
-    finite log-prob.
-    seen_NV: which tokens the penalty is for (bool); needed unless it is 1.
+    Truncated tokens have -inf. Temperature 0 counts as 1 without truncation; sampling then takes the likeliest token.
+    keep_N: tokens that are never truncated, so that a token sampled under slightly different weights keeps a finite
+    log-prob. seen_NV: the tokens to penalise (bool); needed unless the penalty is 1.
     """
     logits_NV = logits_NV.float()
     if sampling.repetition_penalty != 1:
         if seen_NV is None:
-            raise ValueError("a repetition penalty needs to know which tokens were seen")
+            raise ValueError("a repetition penalty needs seen_NV")
         logits_NV = penalised(logits_NV, seen_NV, sampling.repetition_penalty)
     if sampling.temperature == 0:
         return logits_NV
@@ -65,22 +64,22 @@ def _removed(logits_NV: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """One token a row by inverting the cumulative distribution at uniform_N (float64) in [0, 1).
+    """One token for each row, by inverting the cumulative distribution at uniform_N (float64) in [0, 1).
 
-    One uniform number a token makes a row's tokens depend on its own seed alone, not on its batch. First which BLOCK of
-    tokens, then which of them: only the sums of blocks and one block a row need to be added up in float64.
+    With one uniform number for each token, a row depends on its own seed alone, not on its batch. The inversion first
+    finds a BLOCK of tokens, then the token in it, so that float64 sums cover only blocks and one block of each row.
     """
-    filler = -probs_NV.shape[1] % BLOCK
-    probs_NKS = torch.nn.functional.pad(probs_NV, (0, filler)).unflatten(1, (-1, BLOCK))
+    padding = -probs_NV.shape[1] % BLOCK
+    probs_NKS = torch.nn.functional.pad(probs_NV, (0, padding)).unflatten(1, (-1, BLOCK))
     block_N1, within_N1 = _invert(probs_NKS.sum(-1), uniform_N.unsqueeze(1))
     probs_NS = probs_NKS.take_along_dim(block_N1.unsqueeze(2), 1).squeeze(1)
     place_N1, _ = _invert(probs_NS, within_N1)
     token_N = (block_N1 * BLOCK + place_N1).squeeze(1)
-    return token_N.clamp(max=probs_NV.shape[1] - 1)  # weights that are no numbers are found in the update, not here
+    return token_N.clamp(max=probs_NV.shape[1] - 1)  # the update reports NaN weights
 
 
 def _invert(mass_NK: Tensor, uniform_N1: Tensor) -> tuple[Tensor, Tensor]:
-    """Where its cumulative sum passes that share of the total, and how far inside of that place, in [0, 1)."""
+    """The position where the cumulative sum passes a share of the total, and the fraction within it, in [0, 1)."""
     cdf_NK = mass_NK.cumsum(-1, dtype=torch.float64)
     target_N1 = uniform_N1 * cdf_NK[:, -1:]
     place_N1 = torch.searchsorted(cdf_NK, target_N1, right=True).clamp(max=mass_NK.shape[1] - 1)

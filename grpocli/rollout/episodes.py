@@ -1,4 +1,4 @@
-"""Completions of several turns: the model's tokens as they were sampled, and an environment's words between them."""
+"""Completions of several turns: the model's tokens as sampled, and an environment's messages between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpocli.rewards.reward import Failure
 from grpocli.rewards.worker_pool import WorkerPool, default_workers
 from grpocli.rollout.engine import Listener, OnGroup, ignore
 from grpocli.rollout.sampling import seed_of
-from grpocli.types import Completion, Episode, Message, Past, Prompt, Request, Sampling
+from grpocli.types import Completion, Episode, Message, Prompt, Request, ReusableKV, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,15 +34,15 @@ def _pool_of(environment: EnvironmentConfig) -> WorkerPool:
 
 
 @dataclass(slots=True, eq=False)
-class _Live:
-    """An episode that goes on. k, i: the i-th completion of the k-th request."""
+class _RunningEpisode:
+    """An episode under way, the i-th completion of the k-th request."""
 
     k: int
     i: int
     prompt: Prompt
     request: Request
     environment: EnvironmentConfig
-    past: Past
+    reusable: ReusableKV
     state: dict[str, Any] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -55,13 +55,13 @@ class _Live:
     turns: int = 0
 
     @property
-    def said(self) -> list[Message]:
+    def conversation(self) -> list[Message]:
         """The prompt's messages and this episode's."""
         text = self.prompt.text
         return [*([{"role": "user", "content": text}] if isinstance(text, str) else text), *self.messages]
 
-    def spoke(self, turn: Completion, text: str) -> None:
-        """The model's turn."""
+    def add_turn(self, turn: Completion, text: str) -> None:
+        """Append a turn of the model."""
         self.token_ids += turn.token_ids
         self.logprobs += turn.logprobs
         self.mask += [1] * len(turn.token_ids)
@@ -70,8 +70,8 @@ class _Live:
         self.finish_reason = turn.finish_reason
         self.turns += 1
 
-    def heard(self, ids: Sequence[int], observation: Sequence[Message]) -> None:
-        """The environment's words."""
+    def add_observation(self, ids: Sequence[int], observation: Sequence[Message]) -> None:
+        """Append the environment's messages, which have mask 0 and log-prob 0."""
         self.token_ids += ids
         self.logprobs += [0.0] * len(ids)
         self.mask += [0] * len(ids)
@@ -105,105 +105,129 @@ class Episodes:
     ) -> list[list[Completion]]:
         """`n` completions for each request, in order. on_group: as an engine's. Collective."""
         first = [
-            _first(request, self.environments.get(prompt.task))
+            _turn_request(request, self.environments.get(prompt.task))
             for prompt, request in zip(prompts, requests, strict=True)
         ]
 
         listener = Listener.wrap(on_group)
         watch = listener.watch
 
-        def over(k: int, completions: list[Completion]) -> None:
+        def complete(k: int, completions: list[Completion]) -> None:
             if prompts[k].task not in self.environments:
                 listener(k, completions)
 
-        found = self.engine.generate(first, sampling, Listener(over, watch))
+        found = self.engine.generate(first, sampling, Listener(complete, watch))
         if not self.environments:
             return found
-        begun = [] if watch.cancelled() else enumerate(zip(prompts, requests, strict=True))
-        live = [
-            _Live(k, i, prompt, request, self.environments[prompt.task], past)
-            for k, (prompt, request) in begun
-            if prompt.task in self.environments
-            for i, past in enumerate(first[k].pasts or [Past()] * request.n)
-        ]
+        live = [] if watch.cancelled() else self._begin(prompts, requests, first)
         everyone = list(live)
         self._reset(live)
-        turns = [found[one.k][one.i] for one in live]  # none is missing: it was not cancelled
+        turns = [found[episode.k][episode.i] for episode in live]  # none is missing, because it was not cancelled
         while True:
             live = [] if watch.cancelled() else self._after(live, turns, sampling)
             if not self.world.any(bool(live)):
                 break
-            asked = [self._next(one, sampling) for one in live]
+            asked = [self._next(episode, sampling) for episode in live]
             ended = len(everyone) - len(live)
             counted = Listener(watch=watch.part(ended, len(everyone)))
             turns = [completions[0] for completions in self.engine.generate(asked, sampling, counted) if completions]
-        for one in everyone:
-            if one.spans:  # else it was cancelled before its first turn was taken
-                found[one.k][one.i] = one.completion()
+        for episode in everyone:
+            if episode.spans:  # otherwise it was cancelled before its first turn
+                found[episode.k][episode.i] = episode.completion()
         return found
 
+    def _begin(
+        self, prompts: Sequence[Prompt], requests: Sequence[Request], first: Sequence[Request]
+    ) -> list[_RunningEpisode]:
+        """The episodes of the prompts that have an environment. first: the requests of their first turns."""
+        return [
+            _RunningEpisode(k, i, prompt, request, self.environments[prompt.task], kv)
+            for k, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
+            if prompt.task in self.environments
+            for i, kv in enumerate(first[k].reusable_kv or [ReusableKV()] * request.n)
+        ]
+
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """That an episode of each can begin. Raises ConfigError."""
-        live = [_Live(0, 0, prompt, Request([], 1, 0), self.environments[prompt.task], Past()) for prompt in prompts]
+        """Check that an episode of each prompt can begin. Raises ConfigError."""
+        live = [
+            _RunningEpisode(0, 0, prompt, Request([], 1, 0), self.environments[prompt.task], ReusableKV())
+            for prompt in prompts
+        ]
         self._reset(live)
-        for one in live:
-            if one.problem:
+        for episode in live:
+            if episode.problem:
                 raise ConfigError(
-                    f"{one.prompt.task}: {one.problem}", key="task.environment.name", value=one.environment.name
+                    f"{episode.prompt.task}: {episode.problem}",
+                    key="task.environment.name",
+                    value=episode.environment.name,
                 )
 
-    def _reset(self, live: Sequence[_Live]) -> None:
-        answers = self._ask(live, ["reset"] * len(live), [[_columns(one.prompt)] for one in live])
-        for one, answer in zip(live, answers, strict=True):
+    def _reset(self, live: Sequence[_RunningEpisode]) -> None:
+        answers = self._ask(live, ["reset"] * len(live), [[_columns(episode.prompt)] for episode in live])
+        for episode, answer in zip(live, answers, strict=True):
             if isinstance(answer, Failure):
-                one.problem = f"its environment could not be reset: {answer.reason}"
+                episode.problem = f"its environment could not be reset: {answer.reason}"
             else:
-                (one.state,) = answer
+                (episode.state,) = answer
 
-    def _after(self, live: Sequence[_Live], turns: Sequence[Completion], sampling: Sampling) -> list[_Live]:
-        """Hand each turn to its environment; the episodes that go on."""
-        for one, turn in zip(live, turns, strict=True):
-            one.spoke(turn, str(self.tokenizer.decode(turn.token_ids, skip_special_tokens=True)))
-        acting = [one for one in live if one.problem is None]
-        answers = self._ask(acting, ["step"] * len(acting), [[one.said, one.state] for one in acting])
-        on = [one for one, answer in zip(acting, answers, strict=True) if self._goes_on(one, answer, sampling)]
-        for one in set(live).difference(on):
-            one.past.held = None
+    def _after(
+        self, live: Sequence[_RunningEpisode], turns: Sequence[Completion], sampling: Sampling
+    ) -> list[_RunningEpisode]:
+        """Pass each turn to its environment; return the episodes that continue."""
+        for episode, turn in zip(live, turns, strict=True):
+            episode.add_turn(turn, str(self.tokenizer.decode(turn.token_ids, skip_special_tokens=True)))
+        acting = [episode for episode in live if episode.problem is None]
+        answers = self._ask(
+            acting, ["step"] * len(acting), [[episode.conversation, episode.state] for episode in acting]
+        )
+        on = [
+            episode
+            for episode, answer in zip(acting, answers, strict=True)
+            if self._continues(episode, answer, sampling)
+        ]
+        for episode in set(live).difference(on):
+            episode.reusable.state = None
         return on
 
-    def _goes_on(self, one: _Live, answer: Any, sampling: Sampling) -> bool:
+    def _continues(self, episode: _RunningEpisode, answer: Any, sampling: Sampling) -> bool:
         if isinstance(answer, Failure):
-            one.problem = f"turn {one.turns} of its environment: {answer.reason}"
+            episode.problem = f"turn {episode.turns} of its environment: {answer.reason}"
             return False
-        observation, rewards, done, one.state = answer
+        observation, rewards, done, episode.state = answer
         for name, value in rewards.items():
-            one.rewards[name] = one.rewards.get(name, 0.0) + value
+            episode.rewards[name] = episode.rewards.get(name, 0.0) + value
         if done:
-            one.finish_reason = "stop" if len(one.token_ids) < sampling.max_tokens else one.finish_reason
+            episode.finish_reason = "stop" if len(episode.token_ids) < sampling.max_tokens else episode.finish_reason
             return False
         try:
-            ids = Turns(self.tokenizer).after(one.token_ids, observation, not isinstance(one.prompt.text, str))
+            ids = TurnEncoder(self.tokenizer).between(
+                episode.token_ids, observation, not isinstance(episode.prompt.text, str)
+            )
         except ConfigError as error:
-            one.problem = f"turn {one.turns} of its environment: {error}"
+            episode.problem = f"turn {episode.turns} of its environment: {error}"
             return False
-        if one.turns == one.environment.turns or len(one.token_ids) + len(ids) >= sampling.max_tokens:
-            one.finish_reason = "length"
+        if episode.turns == episode.environment.turns or len(episode.token_ids) + len(ids) >= sampling.max_tokens:
+            episode.finish_reason = "length"
             return False
-        one.heard(ids, observation)
+        episode.add_observation(ids, observation)
         return True
 
-    def _next(self, one: _Live, sampling: Sampling) -> Request:
-        room = sampling.max_tokens - len(one.token_ids)
-        seed = seed_of(one.request.seed, one.i, one.turns)
-        prompt = replace(one.prompt, text=one.said)
-        request = _first(Request([*one.request.token_ids, *one.token_ids], 1, seed, prompt=prompt), one.environment)
-        return replace(request, max_tokens=min(room, one.environment.turn_tokens or room), pasts=(one.past,))
+    def _next(self, episode: _RunningEpisode, sampling: Sampling) -> Request:
+        room = sampling.max_tokens - len(episode.token_ids)
+        seed = seed_of(episode.request.seed, episode.i, episode.turns)
+        prompt = replace(episode.prompt, text=episode.conversation)
+        request = _turn_request(
+            Request([*episode.request.token_ids, *episode.token_ids], 1, seed, prompt=prompt), episode.environment
+        )
+        return replace(
+            request, max_tokens=min(room, episode.environment.turn_tokens or room), reusable_kv=(episode.reusable,)
+        )
 
-    def _ask(self, live: Sequence[_Live], kinds: Sequence[str], given: Sequence[Sequence[Any]]) -> list[Any]:
-        """All of them side by side, in the worker processes."""
+    def _ask(self, live: Sequence[_RunningEpisode], kinds: Sequence[str], given: Sequence[Sequence[Any]]) -> list[Any]:
+        """The environments' answers, computed concurrently in worker processes."""
         answers: list[Any] = [None] * len(live)
-        for pool in dict.fromkeys(_pool_of(one.environment) for one in live):
-            own = [i for i, one in enumerate(live) if _pool_of(one.environment) is pool]
+        for pool in dict.fromkeys(_pool_of(episode.environment) for episode in live):
+            own = [i for i, episode in enumerate(live) if _pool_of(episode.environment) is pool]
             items = [
                 [kinds[i], live[i].environment.name, json.dumps(live[i].environment.arguments), *given[i]] for i in own
             ]
@@ -220,7 +244,7 @@ class Episodes:
 def check_environment(task: str, environment: EnvironmentConfig, example: Mapping[str, Any]) -> None:
     """Check, before a model is fetched, that an episode of the example can begin. Raises ConfigError.
 
-    The environment runs in a worker process, as always: it may import what this process should not have.
+    The environment runs in a worker process, as always, so that its imports do not reach this process.
     """
     if missing := [name for name in environment.env if name not in os.environ]:
         raise ConfigError(
@@ -238,16 +262,16 @@ def check_environment(task: str, environment: EnvironmentConfig, example: Mappin
         raise ConfigError(problem, key="task.environment.name", value=environment.name)
 
 
-def _first(request: Request, environment: EnvironmentConfig | None) -> Request:
-    """With the limits of a turn, and what another turn needs."""
+def _turn_request(request: Request, environment: EnvironmentConfig | None) -> Request:
+    """The request with the limits of a turn, and reusable keys and values if another turn may follow."""
     if environment is None:
         return request
-    pasts = tuple(Past() for _ in range(request.n)) if environment.turns > 1 else ()
-    return replace(request, max_tokens=environment.turn_tokens, stop=tuple(environment.stop), pasts=pasts)
+    reusable_kv = tuple(ReusableKV() for _ in range(request.n)) if environment.turns > 1 else ()
+    return replace(request, max_tokens=environment.turn_tokens, stop=tuple(environment.stop), reusable_kv=reusable_kv)
 
 
 def _columns(prompt: Prompt) -> dict[str, Any]:
-    """What of an example can be sent to a worker process."""
+    """The prompt's columns as JSON types, for a worker process."""
     found: dict[str, Any] = json.loads(json.dumps(prompt.columns, default=str))
     return found
 
@@ -262,41 +286,39 @@ def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return made
 
 
-SPOKEN = "grpocli-turn"
-"""Stands for the model's words: these stay the tokens that were sampled, and are never written again."""
+PLACEHOLDER = "grpocli-turn"
+"""Stands for the model's turn in the template, since the sampled tokens are kept and never encoded again."""
 
 
-class Turns:
-    """With the chat template of `tokenizer`, or as plain text where the prompts are."""
+class TurnEncoder:
+    """Encodes an environment's messages with the chat template of `tokenizer`, or as plain text after plain prompts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
 
-    def after(self, sampled: Sequence[int], observation: Sequence[Message], chat: bool) -> list[int]:
-        """The tokens from the end of a turn of the model's, `sampled`, to the beginning of its next one.
+    def between(self, sampled: Sequence[int], observation: Sequence[Message], chat: bool) -> list[int]:
+        """The tokens between a turn of the model, `sampled`, and its next one.
 
-        The template's end of a turn is left out where the model has sampled it. Raises ConfigError where the template
-        cannot show these messages.
+        They leave out the template's end of a turn if the model has sampled it. Raises ConfigError if the template
+        cannot render these messages.
         """
-        text = self._between(observation) if chat else "".join(message["content"] for message in observation)
+        text = self._render(observation) if chat else "".join(message["content"] for message in observation)
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False).input_ids
         if chat and ids and sampled and ids[0] == sampled[-1]:
             return ids[1:]
         return ids
 
-    def _between(self, observation: Sequence[Message]) -> str:
+    def _render(self, observation: Sequence[Message]) -> str:
         from jinja2 import TemplateError
 
-        spoken: list[Any] = [{"role": "user", "content": "."}, {"role": "assistant", "content": SPOKEN}]
+        turn: list[Any] = [{"role": "user", "content": "."}, {"role": "assistant", "content": PLACEHOLDER}]
         try:
             text = str(
-                self.tokenizer.apply_chat_template([*spoken, *observation], tokenize=False, add_generation_prompt=True)
+                self.tokenizer.apply_chat_template([*turn, *observation], tokenize=False, add_generation_prompt=True)
             )
         except (TemplateError, ValueError) as error:
-            raise ConfigError(f"model: its chat template refuses what an environment says: {error}") from error
-        _, found, after = text.partition(SPOKEN)  # the first one: an environment may say it too
+            raise ConfigError(f"model: its chat template refuses an environment's messages: {error}") from error
+        _, found, after = text.partition(PLACEHOLDER)  # the first occurrence, since a message may contain it too
         if not found:
-            raise ConfigError(
-                "model: its chat template leaves out what the model has said before an environment's words"
-            )
+            raise ConfigError("model: its chat template leaves out the model's turn before an environment's messages")
         return after

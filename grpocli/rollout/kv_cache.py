@@ -1,4 +1,4 @@
-"""A key-value cache with room for what comes: a new token does not copy those before it."""
+"""Keys and values of sampled rows: buffers that grow without copies, and rows reused by the next turn of an episode."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ if TYPE_CHECKING:
 
 
 class PreallocatedKVLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's keys and values [B, heads, L, D]: the first L places of buffers, which double up to `most` places.
+    """One layer's keys and values [B, heads, L, D]: the first L positions of buffers, which double up to `limit`.
 
-    dtype: what they are held in, that of attention, which would cast all of them again for every token. None: own.
+    A new token so copies none of those before it, as it would in transformers' cache.
+    buffer_dtype: that of attention, which would otherwise cast all of them again for every token. None: unchanged.
     """
 
     keys: Tensor
     values: Tensor
 
-    def __init__(self, keys: Tensor, values: Tensor, most: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, limit: int, buffer_dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.most, self.held = most, dtype
+        self.limit, self.buffer_dtype = limit, buffer_dtype
         self.lazy_initialization(keys, values)
-        self._hold(keys, values, 1)
+        self._allocate(keys, values, 1)
 
-    def _hold(self, keys: Tensor, values: Tensor, more: int = 0) -> None:
-        """From now on; `more` tokens are to come."""
-        self.__dict__.update(keys=None, values=None, _keys=None, _values=None)  # freed first
+    def _allocate(self, keys: Tensor, values: Tensor, more: int = 0) -> None:
+        """Copy keys and values into new buffers with room for at least `more` tokens."""
+        self.__dict__.update(keys=None, values=None, _keys=None, _values=None)  # free the old buffers first
         length = keys.shape[2]
-        room = length if not more else max(min(2 * (length + more), self.most), length + more)
+        room = length if not more else max(min(2 * (length + more), self.limit), length + more)
         self._keys, self._values = (
-            x.new_empty(*x.shape[:2], room, x.shape[3], dtype=self.held or x.dtype) for x in (keys, values)
+            x.new_empty(*x.shape[:2], room, x.shape[3], dtype=self.buffer_dtype or x.dtype) for x in (keys, values)
         )
         self._keys[:, :, :length] = keys
         self._values[:, :, :length] = values
@@ -47,36 +48,41 @@ class PreallocatedKVLayer(DynamicLayer):  # type: ignore[misc]
         start, new = self.keys.shape[2], key_states.shape[2]
         end = start + new
         if end > self._keys.shape[2]:
-            self._hold(self.keys, self.values, new)
+            self._allocate(self.keys, self.values, new)
         self._keys[:, :, start:end] = key_states
         self._values[:, :, start:end] = value_states
         self.keys, self.values = self._keys[:, :, :end], self._values[:, :, :end]
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._hold(self.keys[indices], self.values[indices], 1)
+        self._allocate(self.keys[indices], self.values[indices], 1)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._hold(self.keys.repeat_interleave(repeats, 0), self.values.repeat_interleave(repeats, 0), 1)
+        self._allocate(self.keys.repeat_interleave(repeats, 0), self.values.repeat_interleave(repeats, 0), 1)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def reset(self) -> None:
-        self._hold(self.keys[:, :, :0], self.values[:, :, :0], 1)
+        self._allocate(self.keys[:, :, :0], self.values[:, :, :0], 1)
 
 
-def make_room(cache: Any, tokens: int, dtype: torch.dtype | None = None) -> None:
-    """For `tokens` more in each layer that keeps them all, held in `dtype`; other kinds of layers stay as they are."""
-    for number, layer in enumerate(cache.layers):  # one at a time: the old one is freed before the next is made
+def preallocate(cache: Any, tokens: int, dtype: torch.dtype | None = None) -> None:
+    """Give each layer that keeps all tokens buffers with room for `tokens` more; other layers stay as they are.
+
+    dtype: of the buffers, see `PreallocatedKVLayer`.
+    """
+    for number, layer in enumerate(cache.layers):  # layer by layer, so that each old one is freed before the next copy
         if type(layer) is DynamicLayer and layer.is_initialized:
-            cache.layers[number] = PreallocatedKVLayer(layer.keys, layer.values, layer.get_seq_length() + tokens, dtype)
+            limit = layer.get_seq_length() + tokens
+            cache.layers[number] = PreallocatedKVLayer(layer.keys, layer.values, limit, dtype)
 
 
 @dataclass(slots=True)
-class Kept:
-    """The first `tokens` of a row. layers: keys and values of each, [tokens, heads, D]; they are given away once.
+class CachedRow:
+    """Keys and values of the first `tokens` tokens of a row, without padding, since later batches have other rows.
 
+    layers: keys and values of each layer, [tokens, heads, D]; `fill_cache` empties the list.
     version: of the weights that computed them.
     """
 
@@ -85,37 +91,38 @@ class Kept:
     version: int
 
 
-def kept(cache: Any, attention_BL: Tensor | None, row: int, version: int) -> Kept | None:
-    """A copy of what `cache` has of a row of the batch; None where a layer does not keep all tokens."""
+def cached_row(cache: Any, attention_BL: Tensor | None, row: int, version: int) -> CachedRow | None:
+    """A copy of a row of `cache`; None if a layer does not keep all tokens."""
     if not all(type(layer) is PreallocatedKVLayer for layer in cache.layers):
         return None
     keys = cache.layers[0].keys
-    places = torch.arange(keys.shape[2], device=keys.device)
+    positions = torch.arange(keys.shape[2], device=keys.device)
     if attention_BL is not None:
-        places = places[attention_BL[row].bool()]
+        positions = positions[attention_BL[row].bool()]
     layers = [
-        (layer.keys[row].transpose(0, 1)[places], layer.values[row].transpose(0, 1)[places]) for layer in cache.layers
+        (layer.keys[row].transpose(0, 1)[positions], layer.values[row].transpose(0, 1)[positions])
+        for layer in cache.layers
     ]
-    return Kept(len(places), layers, version)
+    return CachedRow(len(positions), layers, version)
 
 
-def goes_on(request: Request, version: int) -> bool:
-    """Whether what was kept for it is there, and of the present weights."""
-    return bool(request.pasts) and all(
-        isinstance(past.held, Kept) and past.held.version == version for past in request.pasts
+def can_reuse(request: Request, version: int) -> bool:
+    """Whether the request has cached rows, computed by the current weights."""
+    return bool(request.reusable_kv) and all(
+        isinstance(reusable.state, CachedRow) and reusable.state.version == version for reusable in request.reusable_kv
     )
 
 
-def resume(requests: Sequence[Request], cache: Any, room: int) -> Tensor:
-    """Fill `cache` with what was kept for each, with room for so many tokens more; which places of it count [B, L].
+def fill_cache(requests: Sequence[Request], cache: Any, room: int) -> Tensor:
+    """Move the requests' cached rows into `cache`, with room for `room` more tokens; return their mask [B, L].
 
-    Layer by layer, so that nothing is there twice.
+    Works layer by layer, so that no more than one layer is in memory twice.
     """
-    rows: list[Kept] = []
+    rows: list[CachedRow] = []
     for request in requests:
-        (past,) = request.pasts
-        rows.append(past.held)
-        past.held = None
+        (reusable,) = request.reusable_kv
+        rows.append(reusable.state)
+        reusable.state = None
     longest = max(row.tokens for row in rows)
     cache.layers = []
     for _ in range(len(rows[0].layers)):

@@ -1,4 +1,4 @@
-"""Sampling with a transformers model in this process: prompts computed once a group, finished rows dropped."""
+"""Sampling with a transformers model in this process: each prompt is computed once, and finished rows are dropped."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from grpocli.progress import UNWATCHED, Watch
 from grpocli.rollout.distribution import draw, sampling_logits
-from grpocli.rollout.kv_cache import goes_on, kept, resume
+from grpocli.rollout.kv_cache import cached_row, can_reuse, fill_cache
 from grpocli.rollout.sampling import StopStrings, first_seen
-from grpocli.types import Completion, Past, Request, Sampling
+from grpocli.types import Completion, Request, ReusableKV, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Rows:
-    """The rows still being sampled: row[i] is the place in the output of the batch's i-th row.
+    """The rows that are still sampled: row[i] is the output row of the batch's i-th row.
 
-    seen_BV: which tokens each row has had, prompt included; None where nobody asks.
+    seen_BV: the tokens that each row has had, prompt included; None without a repetition penalty.
     """
 
     cache: Any
@@ -52,31 +52,31 @@ def sample(
     tokenizer: PreTrainedTokenizerBase | None = None,
     watch: Watch = UNWATCHED,
 ) -> list[list[Completion]]:
-    """`n` completions for each request. A row's tokens depend on its request's seed, not on the others'.
+    """`n` completions for each request. A row's tokens depend on its own request's seed alone.
 
-    The token that ends a completion is part of it. tokenizer: needed for stop strings alone. What was kept of earlier
-    turns is used if there is some for every request. watch: called for every token; once it is cancelled,
-    completions end with the present token.
+    The token that ends a completion is part of it. Cached keys and values of earlier turns are reused if every request
+    has them. tokenizer: needed for stop strings only. watch: called for every token; once it is cancelled, completions
+    end with the current token.
     """
-    rows = _watched_prefill(model, requests, sampling, version, watch)
-    texts = _texts(requests, sampling, tokenizer)
+    rows = _reported_prefill(model, requests, sampling, version, watch)
+    stop_strings = _stop_strings(requests, sampling, tokenizer)
     limits = [r.under(sampling).max_tokens for r in requests for _ in range(r.n)]
     limit_B = torch.tensor(limits, device=rows.row.device)
     uniform_BT = _uniforms(requests, sampling.max_tokens).to(rows.row.device)
     stops = torch.tensor(list(stop_ids), device=rows.row.device)
     going = torch.ones_like(rows.row, dtype=torch.bool)
-    pasts = [past for r in requests for past in r.pasts or (None,) * r.n]
+    reusable_kv = [reusable for r in requests for reusable in r.reusable_kv or (None,) * r.n]
     drawn = []
 
     for t in range(max(limits)):
         token, logp = _choose(rows, sampling, uniform_BT[rows.row, t])
         ended = torch.isin(token, stops)
-        if texts:
-            ended |= _stopped(texts, rows.row, token)
+        if stop_strings:
+            ended |= _stopped(stop_strings, rows.row, token)
         drawn.append((rows.row, torch.full_like(rows.row, t), token, logp, ended))
         before, going = going, going & ~ended & (t + 1 < limit_B[rows.row])
-        if any(pasts):
-            _keep(rows, before & ~going, pasts, version)
+        if any(reusable_kv):
+            _store_kv(rows, before & ~going, reusable_kv, version)
         left = int(going.sum())
         _report(watch, len(limits), left, t + 1, max(limits))
         if left == 0 or watch.cancelled():
@@ -88,7 +88,7 @@ def sample(
     return _gather(requests, drawn, limits, version)
 
 
-def _watched_prefill(
+def _reported_prefill(
     model: PreTrainedModel, requests: Sequence[Request], sampling: Sampling, version: int, watch: Watch
 ) -> _Rows:
     total = sum(request.n for request in requests)
@@ -99,24 +99,24 @@ def _watched_prefill(
 
 
 def _report(watch: Watch, total: int, left: int, tokens: int, longest: int) -> None:
-    """Each of the completions that are `left` counts by its share of the longest."""
+    """Report progress; each of the `left` completions counts by its share of the longest."""
     done = total - left * (1 - tokens / longest)
     watch.progress(done, total, "completions", f"token {tokens} of at most {longest}")
 
 
 def _prefill(model: PreTrainedModel, requests: Sequence[Request], sampling: Sampling, version: int) -> _Rows:
-    """Run each prompt once, or what follows its earlier turns, then repeat its cache for its completions."""
+    """Run each prompt once, or what follows its earlier turns, and repeat its cache for its completions."""
     from transformers import DynamicCache
 
     from grpocli.rollout.attention import cache_dtype
-    from grpocli.rollout.kv_cache import make_room
+    from grpocli.rollout.kv_cache import preallocate
 
     device, cache = model.device, DynamicCache(config=model.config)
-    ids_PL, mask_PL = whole = _side_by_side([r.token_ids for r in requests], device)
-    if all(goes_on(r, version) for r in requests):
-        done = [r.pasts[0].held.tokens for r in requests]
-        ids_PL, new_PL = _side_by_side([r.token_ids[n:] for r, n in zip(requests, done, strict=True)], device)
-        mask_PL = torch.cat([resume(requests, cache, ids_PL.shape[1] + sampling.max_tokens), new_PL], 1)
+    ids_PL, mask_PL = whole = _left_padded([r.token_ids for r in requests], device)
+    if all(can_reuse(r, version) for r in requests):
+        cached = [r.reusable_kv[0].state.tokens for r in requests]
+        ids_PL, new_PL = _left_padded([r.token_ids[n:] for r, n in zip(requests, cached, strict=True)], device)
+        mask_PL = torch.cat([fill_cache(requests, cache, ids_PL.shape[1] + sampling.max_tokens), new_PL], 1)
     out = model(
         input_ids=ids_PL,
         attention_mask=mask_PL,
@@ -139,13 +139,13 @@ def _prefill(model: PreTrainedModel, requests: Sequence[Request], sampling: Samp
     )
     if any(r.n > 1 for r in requests):
         rows.keep(rows.row.repeat_interleave(repeats))
-    make_room(rows.cache, sampling.max_tokens, cache_dtype(model))
+    preallocate(rows.cache, sampling.max_tokens, cache_dtype(model))
     rows.row = torch.arange(len(rows.row), device=device)
     return rows
 
 
-def _side_by_side(token_ids: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids and mask [P, L]; what makes rows equally long comes first."""
+def _left_padded(token_ids: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids and mask [P, L], padded on the left."""
     longest = max(map(len, token_ids))
     ids_PL = torch.zeros(len(token_ids), longest, dtype=torch.long)
     mask_PL = torch.zeros_like(ids_PL)
@@ -155,12 +155,12 @@ def _side_by_side(token_ids: Sequence[Sequence[int]], device: torch.device) -> t
     return ids_PL.to(device), mask_PL.to(device)
 
 
-def _keep(rows: _Rows, ended: Tensor, pasts: Sequence[Past | None], version: int) -> None:
-    """Of rows that end here, for a next turn: all but the last token, which no forward has seen."""
+def _store_kv(rows: _Rows, ended: Tensor, reusable_kv: Sequence[ReusableKV | None], version: int) -> None:
+    """Store keys and values of rows that have ended, for a next turn; the last token has none yet."""
     for i in ended.nonzero().squeeze(1).tolist():
-        past = pasts[int(rows.row[i])]
-        if past is not None:
-            past.held = kept(rows.cache, rows.attention_BL, i, version)
+        reusable = reusable_kv[int(rows.row[i])]
+        if reusable is not None:
+            reusable.state = cached_row(rows.cache, rows.attention_BL, i, version)
 
 
 def _advance(model: PreTrainedModel, rows: _Rows, token_B: Tensor) -> None:
@@ -191,21 +191,21 @@ def _choose(rows: _Rows, sampling: Sampling, uniform_B: Tensor) -> tuple[Tensor,
     return token, probs_BV.gather(1, token.unsqueeze(1)).squeeze(1).log()
 
 
-def _texts(
+def _stop_strings(
     requests: Sequence[Request], sampling: Sampling, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[StopStrings]:
-    """Of each row of the output; empty where there are no stop strings."""
+    """One for each output row; empty if there are no stop strings."""
     stops = [r.under(sampling).stop for r in requests]
     if not any(stops):
         return []
     if tokenizer is None:
         raise ValueError("stop strings need a tokenizer")
-    watched = zip(requests, stops, strict=True)
-    return [StopStrings(tokenizer, stop, r.token_ids) for r, stop in watched for _ in range(r.n)]
+    pairs = zip(requests, stops, strict=True)
+    return [StopStrings(tokenizer, stop, r.token_ids) for r, stop in pairs for _ in range(r.n)]
 
 
-def _stopped(texts: list[StopStrings], row: Tensor, token: Tensor) -> Tensor:
-    ended = [texts[i].completed_by(one) for i, one in zip(row.tolist(), token.tolist(), strict=True)]
+def _stopped(stop_strings: list[StopStrings], row: Tensor, token: Tensor) -> Tensor:
+    ended = [stop_strings[i].completed_by(one) for i, one in zip(row.tolist(), token.tolist(), strict=True)]
     return torch.tensor(ended, device=token.device)
 
 
@@ -221,12 +221,13 @@ def _uniforms(requests: Sequence[Request], max_tokens: int) -> Tensor:
 def _gather(
     requests: Sequence[Request], drawn: Sequence[tuple[Tensor, ...]], limits: Sequence[int], version: int
 ) -> list[list[Completion]]:
-    """drawn: of each step rows, places, tokens, log-probs and whether the token ends its row; what follows is void.
+    """Completions from the sampled steps.
 
-    limits: the most tokens of each row.
+    drawn: for each step the rows, positions, tokens, log-probs, and whether the token ends its row; tokens after that
+    are ignored. limits: the most tokens of each row.
     """
-    row, place, *of_tokens = (torch.cat(pieces) for pieces in zip(*drawn, strict=True))
-    token_BT, logp_BT, ended_BT = (_table(values, row, place).tolist() for values in of_tokens)
+    row, position, *of_tokens = (torch.cat(pieces) for pieces in zip(*drawn, strict=True))
+    token_BT, logp_BT, ended_BT = (_table(values, row, position).tolist() for values in of_tokens)
 
     def completions() -> Iterator[Completion]:
         for ids, logp, ended, limit in zip(token_BT, logp_BT, ended_BT, limits, strict=True):
@@ -238,8 +239,8 @@ def _gather(
     return [[next(each) for _ in range(r.n)] for r in requests]
 
 
-def _table(values: Tensor, row: Tensor, place: Tensor) -> Tensor:
-    """[B, T]."""
-    made = values.new_zeros(int(row.max()) + 1, int(place.max()) + 1)
-    made[row, place] = values
-    return made
+def _table(values: Tensor, row: Tensor, position: Tensor) -> Tensor:
+    """Values as a table [B, T]."""
+    table = values.new_zeros(int(row.max()) + 1, int(position.max()) + 1)
+    table[row, position] = values
+    return table

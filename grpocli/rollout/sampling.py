@@ -13,53 +13,59 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CONTEXT = 6  # tokens of the prompt that may change how the completion's first ones are decoded
-UNFINISHED = "\ufffd"  # what the first bytes of a character are decoded to
+CONTEXT = 6  # tokens of the prompt that may change the decoding of the completion's first ones
+UNFINISHED = "\ufffd"  # the decoded form of an incomplete character
 
 
 class StopStrings:
-    """Watches the growing text of one completion."""
+    """Finds the token whose text completes a stop string in one growing completion, as vLLM does.
+
+    The text is decoded as it grows, after the prompt's last tokens, because a token's text depends on its neighbours (a
+    space at a word's start, the bytes of a character). Special tokens have no text.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], prompt_ids: Sequence[int]) -> None:
         self.tokenizer, self.stop = tokenizer, list(stop)
         self._ids = list(prompt_ids[-CONTEXT:])
-        self._said = self._decode()  # what is already part of the text, of the tokens kept for context
-        self._new = len(self._ids)  # where the tokens begin that have not become text
+        self._context_text = self._decode()  # the text of the context tokens
+        self._new = len(self._ids)  # the first token whose text is not decoded yet
         self._tail = ""
-        self._reach = (
-            max(map(len, stop), default=1) - 1
-        )  # characters before the new ones that a stop string may begin with
+        # characters before the new ones that a stop string may begin with
+        self._reach = max(map(len, stop), default=1) - 1
 
     def completed_by(self, token: int) -> bool:
-        """Add the next token; whether its text completes a stop string."""
+        """Add the next token; return whether its text completes a stop string."""
         self._ids.append(token)
         text = self._decode()
-        if len(text) <= len(self._said) or text.endswith(UNFINISHED):
+        if len(text) <= len(self._context_text) or text.endswith(UNFINISHED):
             return False
-        grown = self._tail + text[len(self._said) :]
+        grown = self._tail + text[len(self._context_text) :]
         self._ids, self._new = self._ids[self._new :], len(self._ids) - self._new
-        self._said = self._decode()
+        self._context_text = self._decode()
         self._tail = grown[-self._reach :] if self._reach else ""
         return any(stop in grown for stop in self.stop)
 
     def _decode(self) -> str:
-        text: str = self.tokenizer.decode(
-            self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )  # as vLLM does
-        return text
+        # vLLM's options
+        text = self.tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text)
 
 
 def penalised(logits_NV: Tensor, seen_NV: Tensor, penalty: float) -> Tensor:
-    """Logits [N, V] with those of seen tokens penalised."""
+    """Logits [N, V] with those of seen tokens penalised: less likely above 1, likelier below 1.
+
+    A token is seen if it occurs in the prompt or earlier in the completion. Keskar et al. 2019 (CTRL), as transformers
+    and vLLM have it: before the temperature, a positive logit is divided by the penalty, a negative one multiplied.
+    """
     lower_NV = torch.where(logits_NV > 0, logits_NV / penalty, logits_NV * penalty)
     return torch.where(seen_NV, lower_NV, logits_NV)
 
 
 def first_seen(input_ids_BL: Tensor, attention_mask_BL: Tensor, completion: int, vocabulary: int) -> Tensor:
-    """[B, V]: the place in the completion, the row's last `completion` tokens, where each token first stands.
+    """[B, V]: the first position of each token in the completion, the row's last `completion` tokens.
 
-    -1 where it stands in the prompt, `completion` where it does not stand at all; padding does not count. So at place
-    t of the completion the seen tokens are those with `first < t`.
+    -1 for tokens of the prompt, `completion` for tokens that do not occur; padding does not count. So at position t of
+    the completion the seen tokens are those with `first < t`.
     """
     length = input_ids_BL.shape[1]
     place_L = (torch.arange(length, device=input_ids_BL.device, dtype=torch.int32) - (length - completion)).clamp(
@@ -71,15 +77,18 @@ def first_seen(input_ids_BL: Tensor, attention_mask_BL: Tensor, completion: int,
 
 
 SMALL = 10_000_000
-"""Multiplications of a layer for one token of every row; below that, threads wait for each other longer than they work.
+"""Multiplications in a layer for one token of every row; with fewer, threads wait longer than they work.
 
-Measured with two threads; with more there is more to wait for.
+Measured with two threads; more threads wait longer.
 """
 
 
 @contextmanager
 def threads_for(model: PreTrainedModel, rows: int) -> Iterator[None]:
-    """While `rows` completions are sampled side by side."""
+    """Use one thread on a CPU while `rows` small completions are sampled together.
+
+    A rule by size, not by timing, so that a resumed run samples the same.
+    """
     before = torch.get_num_threads()
     if model.device.type != "cpu" or before == 1 or rows * _layer(model) > SMALL:
         yield
@@ -92,18 +101,18 @@ def threads_for(model: PreTrainedModel, rows: int) -> Iterator[None]:
 
 
 def _layer(model: PreTrainedModel) -> int:
-    """Parameters, the model's by its layers. DeepSpeed's are empty while they are elsewhere, and know their size."""
+    """Parameters per layer. DeepSpeed's are empty while they are partitioned, and have their size in `ds_numel`."""
     total = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     return int(total // (getattr(model.config.get_text_config(), "num_hidden_layers", None) or 1))
 
 
 def seed_of(*parts: int) -> int:
-    """A seed for one prompt's completions from the run's seed and counters: nothing else to save or restore."""
+    """A seed from the run's seed and counters, so that nothing random has a state to save."""
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
 
 
 def stop_ids(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end a completion: those of the model's generation config, and the tokenizer's own."""
+    """The tokens that end a completion: those of the model's generation config and of the tokenizer."""
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
     return sorted(i for i in ids if i is not None)

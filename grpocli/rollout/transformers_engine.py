@@ -1,4 +1,4 @@
-"""engine=transformers: the trainer's own model samples, in each trainer process; nothing to start or to sync."""
+"""engine=transformers: each trainer process samples with the policy itself, so nothing is started or synced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpocli.rollout.sampling import stop_ids
 from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
-    from grpocli.rollout.engine import Engine, EngineContext, OnGroup
+    from grpocli.rollout.engine import Engine, EngineContext, OnGroup, PolicyView
 
 
 @part("engine", "transformers")
@@ -35,14 +35,14 @@ class Transformers(EnginePart):
 class TransformersEngine:
     """See `Transformers`."""
 
-    def __init__(self, policy: Any, stop_ids: Sequence[int], max_rows: int, tokenizer: Any) -> None:
+    def __init__(self, policy: PolicyView, stop_ids: Sequence[int], max_rows: int, tokenizer: Any) -> None:
         self.policy, self.stop_ids, self.max_rows, self.tokenizer = policy, stop_ids, max_rows, tokenizer
         self.version = 0
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
     ) -> list[list[Completion]]:
-        """`n` completions for each request, in order. Raises ConfigError where the sampling asks for a structure."""
+        """`n` completions for each request, in order. Raises ConfigError for a regex or JSON schema."""
         from grpocli.rollout.attention import in_float32
         from grpocli.rollout.sampler import sample
         from grpocli.rollout.sampling import threads_for
@@ -52,7 +52,7 @@ class TransformersEngine:
         before, total = 0, sum(request.n for request in requests)
         results: list[list[Completion]] = [[] for _ in requests]
         chunks = self._chunks(requests)
-        requests = self._within(requests, chunks)
+        requests = self._limit_reuse(requests, chunks)
         with self.policy.sampling_mode(), in_float32(self.policy.model):
             for chunk in chunks:
                 asked = [requests[i] for i in chunk]
@@ -67,18 +67,18 @@ class TransformersEngine:
                     break
                 for i, completions in zip(chunk, done, strict=True):
                     results[i] = completions
-                    if len(asked) < len(requests):  # else nothing is left to be sampled meanwhile
+                    if len(asked) < len(requests):  # a group is reported early only if others are sampled meanwhile
                         listener(i, completions)
         return results
 
     def _chunks(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Prompts of like length together, at most `max_rows` completions a chunk (but one prompt at least).
+        """Prompts of similar length in chunks of at most `max_rows` completions, but at least one prompt.
 
-        First those of which something was kept: a chunk computes all of its prompts or only what is new of each.
+        Requests with cached rows come first, in chunks without others, which compute only their new tokens.
         """
-        from grpocli.rollout.kv_cache import goes_on
+        from grpocli.rollout.kv_cache import can_reuse
 
-        anew = [not goes_on(request, self.version) for request in requests]
+        anew = [not can_reuse(request, self.version) for request in requests]
         chunks: list[list[int]] = []
         rows = self.max_rows
         for i in sorted(range(len(requests)), key=lambda i: (anew[i], len(requests[i].token_ids))):
@@ -89,13 +89,13 @@ class TransformersEngine:
             rows += requests[i].n
         return chunks
 
-    def _within(self, requests: Sequence[Request], chunks: Sequence[Sequence[int]]) -> list[Request]:
-        """The same, where something is kept of at most `max_rows` completions: those that are sampled first."""
+    def _limit_reuse(self, requests: Sequence[Request], chunks: Sequence[Sequence[int]]) -> list[Request]:
+        """The requests, with `reusable_kv` only for the first `max_rows` completions that are sampled."""
         found, room = list(requests), self.max_rows
         for i in (i for chunk in chunks for i in chunk):
-            room -= len(requests[i].pasts)
+            room -= len(requests[i].reusable_kv)
             if room < 0:
-                found[i] = replace(requests[i], pasts=())
+                found[i] = replace(requests[i], reusable_kv=())
         return found
 
     def sync(self, version: int) -> dict[str, float]:
@@ -107,7 +107,7 @@ class TransformersEngine:
 
 
 def refuse_structure(sampling: Sampling, engine: str = "transformers") -> None:
-    """Raise a ConfigError if completions are to match a regex or a JSON schema."""
+    """Raise ConfigError if completions must match a regex or a JSON schema."""
     if sampling.structure:
         problem = f"engine={engine} cannot hold completions to it: choose engine=vllm, or set it to null"
         raise ConfigError(problem, key=f"rollout.{sampling.structure}", value=getattr(sampling, sampling.structure))

@@ -36,9 +36,9 @@ class Scripted:
     ) -> list[list[Completion]]:
         turn = len(self.seen)
         self.seen.append(list(requests))
-        self.found_kept.append([past.held for request in requests for past in request.pasts])
-        for past in (past for request in requests for past in request.pasts):
-            past.held = turn
+        self.found_kept.append([reusable.state for request in requests for reusable in request.reusable_kv])
+        for reusable in (reusable for request in requests for reusable in request.reusable_kv):
+            reusable.state = turn
         found = []
         for k, request in enumerate(requests):
             limit = request.under(sampling).max_tokens
@@ -179,9 +179,11 @@ def test_the_engine_gets_its_state_of_an_episode_back_until_it_ends(make_episode
     )
     first, second, third = engine.seen
     assert engine.found_kept == [[None] * 6, [0] * 4, [1] * 2]
-    assert [request.pasts for request in second] == [(past,) for k in (0, 2) for past in first[k].pasts]
-    assert [request.pasts for request in third] == [(past,) for past in first[0].pasts]
-    assert all(past.held is None for request in first for past in request.pasts)
+    assert [request.reusable_kv for request in second] == [
+        (reusable,) for k in (0, 2) for reusable in first[k].reusable_kv
+    ]
+    assert [request.reusable_kv for request in third] == [(reusable,) for reusable in first[0].reusable_kv]
+    assert all(reusable.state is None for request in first for reusable in request.reusable_kv)
 
 
 @pytest.mark.processes
@@ -194,7 +196,7 @@ def test_a_single_turn_keeps_no_engine_state(make_episodes) -> None:
         prompts, requests, Sampling(200)
     )
     ((one, other),) = engine.seen
-    assert one.pasts == other.pasts == ()
+    assert one.reusable_kv == other.reusable_kv == ()
 
 
 @pytest.fixture(scope="module")

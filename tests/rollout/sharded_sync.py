@@ -1,4 +1,4 @@
-"""A trainer process for test_vllm_sync.py: an FSDP2 policy syncs to a stand-in server, and to one that fails."""
+"""A trainer process for test_vllm_weight_sync.py: an FSDP2 policy syncs to a stand-in server, and to one that fails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from test_vllm_sync import Server
+from test_vllm_weight_sync import Server
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpocli.rollout.transformers_engine import TransformersEngine
-from grpocli.types import Completion, Past, Request, Sampling
+from grpocli.types import Completion, Request, ReusableKV, Sampling
 
 PROMPTS = [[2, 5, 6], [2, 7, 8, 9, 10, 11], [2, 12]]
 HEARD = [[20, 21], [22], [23, 24, 25, 26]]
@@ -41,22 +41,25 @@ class Watched(TransformersEngine):
 
 def talk(engine: TransformersEngine, sampling: Sampling, keeps: bool = True, n: int = 2) -> list[list[Completion]]:
     """Three turns of every row, in the order of the rows; a row that is a multiple of 5 ends after two."""
-    requests = [Request(ids, n, i, pasts=boxes(n) if keeps else ()) for i, ids in enumerate(PROMPTS)]
+    requests = [Request(ids, n, i, reusable_kv=boxes(n) if keeps else ()) for i, ids in enumerate(PROMPTS)]
     turns = [[one for group in engine.generate(requests, sampling) for one in group]]
-    rows = [(request.token_ids, past) for request in requests for past in request.pasts or [None] * n]
+    rows = [(request.token_ids, reusable) for request in requests for reusable in request.reusable_kv or [None] * n]
     for turn in (1, 2):
         rows = [
-            ([*ids, *said.token_ids, *HEARD[(i + turn) % 3]], past)
-            for i, ((ids, past), said) in enumerate(zip(rows, turns[-1], strict=True))
+            ([*ids, *said.token_ids, *HEARD[(i + turn) % 3]], reusable)
+            for i, ((ids, reusable), said) in enumerate(zip(rows, turns[-1], strict=True))
             if turn == 1 or i % 5
         ]
-        asked = [Request(ids, 1, 10 * turn + i, pasts=(past,) if past else ()) for i, (ids, past) in enumerate(rows)]
+        asked = [
+            Request(ids, 1, 10 * turn + i, reusable_kv=(reusable,) if reusable else ())
+            for i, (ids, reusable) in enumerate(rows)
+        ]
         turns.append([one for (one,) in engine.generate(asked, sampling)])
     return turns
 
 
-def boxes(n: int) -> tuple[Past, ...]:
-    return tuple(Past() for _ in range(n))
+def boxes(n: int) -> tuple[ReusableKV, ...]:
+    return tuple(ReusableKV() for _ in range(n))
 
 
 def assert_same(one: Sequence[Sequence[Completion]], other: Sequence[Sequence[Completion]]) -> None:
@@ -86,10 +89,10 @@ def test_rows_of_one_length_too(model) -> None:
 
     def turns(keeps: bool) -> list[Completion]:
         engine = TransformersEngine(SimpleNamespace(model=model, sampling_mode=torch.no_grad), [], 256, None)
-        first = Request(PROMPTS[0], 4, 0, pasts=boxes(4) if keeps else ())
+        first = Request(PROMPTS[0], 4, 0, reusable_kv=boxes(4) if keeps else ())
         (said,) = engine.generate([first], FREE)
         asked = [
-            Request([*PROMPTS[0], *done.token_ids, 20], 1, i, pasts=first.pasts[i : i + 1])
+            Request([*PROMPTS[0], *done.token_ids, 20], 1, i, reusable_kv=first.reusable_kv[i : i + 1])
             for i, done in enumerate(said)
         ]
         return [one for (one,) in engine.generate(asked, FREE)]
@@ -100,11 +103,11 @@ def test_rows_of_one_length_too(model) -> None:
 def test_under_autocast_log_probs_are_near(model) -> None:
     """Greedy, rounding may decide a token; so each row's first one is compared, whatever was said before it."""
     engine = Watched(model, dtype=torch.bfloat16)
-    request = Request(PROMPTS[1], 3, 0, pasts=boxes(3))
+    request = Request(PROMPTS[1], 3, 0, reusable_kv=boxes(3))
     (said,) = engine.generate([request], FREE)
-    for done, past in zip(said, request.pasts, strict=True):
-        asked = Request([*PROMPTS[1], *done.token_ids, 20], 1, 5, pasts=(past,))
-        ((anew,),) = engine.generate([replace(asked, pasts=())], replace(FREE, max_tokens=1))
+    for done, reusable in zip(said, request.reusable_kv, strict=True):
+        asked = Request([*PROMPTS[1], *done.token_ids, 20], 1, 5, reusable_kv=(reusable,))
+        ((anew,),) = engine.generate([replace(asked, reusable_kv=())], replace(FREE, max_tokens=1))
         ((next_one,),) = engine.generate([asked], replace(FREE, max_tokens=1))
         assert next_one.token_ids == anew.token_ids
         assert next_one.logprobs == pytest.approx(anew.logprobs, abs=0.05)
@@ -117,10 +120,10 @@ def test_weights_that_are_bfloat16(model) -> None:
 
 def test_other_weights_compute_all_of_it(model) -> None:
     engine = Watched(model)
-    request = Request(PROMPTS[0], 1, 0, pasts=boxes(1))
+    request = Request(PROMPTS[0], 1, 0, reusable_kv=boxes(1))
     ((said,),) = engine.generate([request], FREE)
     engine.sync(1)
-    again = Request([*PROMPTS[0], *said.token_ids, 20], 1, 1, pasts=request.pasts)
+    again = Request([*PROMPTS[0], *said.token_ids, 20], 1, 1, reusable_kv=request.reusable_kv)
     engine.generate([again], FREE)
     assert engine.prompts[-1] == (1, len(again.token_ids))
 
@@ -129,20 +132,20 @@ def test_only_so_many_rows_are_kept(model) -> None:
     engine = Watched(model, max_rows=4)
     found = talk(engine, FREE)
     assert_same(found, talk(Watched(model), FREE, keeps=False))
-    held = [Past() for _ in range(6)]
-    engine.generate([Request(PROMPTS[0], 2, 0, pasts=(held[2 * i], held[2 * i + 1])) for i in range(3)], FREE)
-    assert [past.held is not None for past in held] == [True] * 4 + [False] * 2
+    held = [ReusableKV() for _ in range(6)]
+    engine.generate([Request(PROMPTS[0], 2, 0, reusable_kv=(held[2 * i], held[2 * i + 1])) for i in range(3)], FREE)
+    assert [reusable.state is not None for reusable in held] == [True] * 4 + [False] * 2
 
 
 def test_what_is_kept_is_used_once(model) -> None:
     engine = Watched(model)
-    request = Request(PROMPTS[0], 1, 0, pasts=boxes(1))
+    request = Request(PROMPTS[0], 1, 0, reusable_kv=boxes(1))
     ((said,),) = engine.generate([request], FREE)
-    first = request.pasts[0].held
+    first = request.reusable_kv[0].state
     assert first.tokens == len(PROMPTS[0]) + len(said.token_ids) - 1
-    engine.generate([Request([*PROMPTS[0], *said.token_ids, 20], 1, 1, pasts=request.pasts)], FREE)
+    engine.generate([Request([*PROMPTS[0], *said.token_ids, 20], 1, 1, reusable_kv=request.reusable_kv)], FREE)
     assert first.layers == [], "given to the batch"
-    assert request.pasts[0].held.tokens > first.tokens
+    assert request.reusable_kv[0].state.tokens > first.tokens
 
 
 def test_a_model_that_forgets_keeps_nothing() -> None:
@@ -153,6 +156,6 @@ def test_a_model_that_forgets_keeps_nothing() -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     model = MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=4)).eval()
     assert_same(talk(Watched(model), FREE), talk(Watched(model), FREE, keeps=False))
-    request = Request(PROMPTS[0], 1, 0, pasts=boxes(1))
+    request = Request(PROMPTS[0], 1, 0, reusable_kv=boxes(1))
     Watched(model).generate([request], FREE)
-    assert request.pasts[0].held is None
+    assert request.reusable_kv[0].state is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from grpocli.rollout.kv_cache import PreallocatedKVLayer, make_room
+from grpocli.rollout.kv_cache import PreallocatedKVLayer, preallocate
 
 
 def states(rows: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,7 +22,7 @@ def test_it_holds_what_the_plain_one_holds() -> None:
     plain, roomy = DynamicCache(), DynamicCache()
     for cache in (plain, roomy):
         cache.update(*states(3, 5, 0), 0)
-    make_room(roomy, 4)
+    preallocate(roomy, 4)
     assert isinstance(roomy.layers[0], PreallocatedKVLayer)
     index = torch.tensor([2, 0, 0, 1])
     for cache in (plain, roomy):
@@ -41,7 +41,7 @@ def test_it_holds_what_the_plain_one_holds() -> None:
 def test_it_holds_what_attention_computes_in(dtype: torch.dtype) -> None:
     cache = DynamicCache()
     cache.update(*states(2, 5, 0), 0)
-    make_room(cache, 4, dtype)
+    preallocate(cache, 4, dtype)
     found = cache.update(*states(2, 1, 1), 0)
     for one, *pieces in zip(found, states(2, 5, 0), states(2, 1, 1), strict=True):
         torch.testing.assert_close(one, torch.cat(pieces, 2).to(dtype), rtol=0, atol=0)
@@ -50,7 +50,7 @@ def test_it_holds_what_attention_computes_in(dtype: torch.dtype) -> None:
 def test_few_tokens_move_those_before_them() -> None:
     cache = DynamicCache()
     cache.update(*states(2, 3, 0), 0)
-    make_room(cache, 100)
+    preallocate(cache, 100)
     places = set()
     for _ in range(100):
         cache.update(*states(2, 1, 0), 0)
@@ -71,7 +71,7 @@ def test_it_changes_as_the_plain_one(change: Callable[[DynamicCache], None]) -> 
     plain, roomy = DynamicCache(), DynamicCache()
     for cache in (plain, roomy):
         cache.update(*states(2, 5, 0), 0)
-    make_room(roomy, 4)
+    preallocate(roomy, 4)
     found = []
     for cache in (plain, roomy):
         change(cache)
@@ -83,7 +83,7 @@ def test_it_changes_as_the_plain_one(change: Callable[[DynamicCache], None]) -> 
 def test_after_a_reset_it_is_empty() -> None:
     cache = DynamicCache()
     cache.update(*states(2, 5, 0), 0)
-    make_room(cache, 4)
+    preallocate(cache, 4)
     cache.layers[0].reset()
     assert cache.get_seq_length() == 0
     keys, _ = cache.update(*states(2, 3, 1), 0)
@@ -97,5 +97,5 @@ def test_other_kinds_of_layers_stay() -> None:
     cache = DynamicCache()
     cache.update(*states(2, 3, 0), 0)
     cache.layers = [Other(), DynamicLayer()]  # the second has held nothing yet
-    make_room(cache, 10)
+    preallocate(cache, 10)
     assert [type(layer) for layer in cache.layers] == [Other, DynamicLayer]
