@@ -12,7 +12,7 @@ from grpocli.config.parts import part, require, section
 if TYPE_CHECKING:
     from torch import Tensor
 
-ZERO = "A_i = 0 for a completion without a score, which is left out, and where all scores of G are equal."
+ZERO = "A_i = 0 for a completion without a score, and if all scores of the group are equal."
 
 
 @section("algorithm.advantage")

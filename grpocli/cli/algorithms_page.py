@@ -31,35 +31,35 @@ VARIANTS: dict[tuple[str, str], list[dict[str, Any]]] = {
 INTRODUCTION = """\
 # Algorithms
 
-This page is written by `make docs` from the code of the parts; `grpocli explain` prints the same for any config, and
-`grpocli explain A vs B` what two configs differ in. Values below are those of the default run.
+`make docs` writes this page from the code of the parts. `grpocli explain` prints the same for any config, and
+`grpocli explain A vs B` prints the differences of two configs. Values below are those of the default run.
 
-A step samples completions o_1 … o_G of each of P questions and scores them; scores become advantages A_i; the loss is a
-weighted sum over completions i and their tokens t. mean_G, std_G, min_G and Σ_G run over the completions of o_i's
-question, r is a ratio of policies, sg[ ] a constant without gradient, and |o_i| counts o_i's tokens in the loss. Every
-count is over all micro-batches and processes of an update, so the gradient does not depend on how it is split.
+A step samples completions o_1 … o_G for each of P questions and scores them. The scores become advantages A_i, and the
+loss is a weighted sum over completions i and their tokens t. mean_G, std_G, min_G and Σ_G run over the completions of
+o_i's question, r is a ratio of policies, sg[ ] stops the gradient, and |o_i| is the number of o_i's tokens in the loss.
+Counts run over all micro-batches and processes of an update, so the gradient does not depend on the split.
 """
 
 OWN_TRAINER = """\
-## In a trainer of your own
+## In your own trainer
 
-`grpocli.build_algorithm(*overrides)` composes an algorithm from the overrides of the command line. Only the
-`algorithm` keys matter, and for `algorithm/aggregate=constant` without a length `rollout.max_completion_tokens`, which
-it follows. No file is read but the package's own config. All arguments are tensors.
+`grpocli.build_algorithm(*overrides)` composes an algorithm from overrides as on the command line. Only the `algorithm`
+keys matter, and `rollout.max_completion_tokens` for `algorithm/aggregate=constant` without a length. It reads no files
+but the config of the package. All arguments below are tensors.
 
-- `algorithm.advantages(rewards, weights=None, accuracy=None)`: rewards `{name: [P, G]}`, finite, or NaN where one does
-  not apply; `[P, G]`. accuracy: for each question the name of the reward that is its accuracy (the first).
-- `algorithm.kept(rewards, weights=None, accuracy=None)`: the questions to train on, `[P]` (bool), by the keep part.
-- `algorithm.totals(advantages, mask, group_ids=None, micro_batches=1)`: the counts of a whole update, `[B]`, `[B, T]`,
-  `[B]`, to be given to the `loss` of each of its parts.
-- `algorithm.loss(logp, old_logp, advantages, mask, *, group_ids, ref_logp, rollout_logp, entropy, selected, totals)`:
-  a scalar, and metrics. Log-probs and the mask are `[B, T]`, `advantages` and the integers `group_ids` are `[B]`.
-  Losses and metrics of the parts of an update add up to those of the update; of `clip_ratio/low_min` and
-  `clip_ratio/high_max` the least and the largest counts. Without `totals` the rows given are all of it.
-  `algorithm.needs_reference` says whether `ref_logp` is wanted, `algorithm.needs_entropy_gradient` and
-  `algorithm.tokens.needs_entropy` whether `entropy` is.
+- `algorithm.advantages(rewards, weights=None, accuracy=None)` returns `[P, G]`. rewards: `{name: [P, G]}`, finite, or
+  NaN where a reward does not apply. accuracy: for each question the name of the reward that is its accuracy (the first).
+- `algorithm.kept(rewards, weights=None, accuracy=None)` returns the questions to train on, `[P]` (bool).
+- `algorithm.totals(advantages, mask, group_ids=None, micro_batches=1)` returns the counts of a whole update, from `[B]`,
+  `[B, T]` and `[B]`; pass them to the `loss` of each micro-batch.
+- `algorithm.loss(logp, old_logp, advantages, mask, *, group_ids, ref_logp, rollout_logp, entropy, selected, totals)`
+  returns a scalar and metrics. Log-probs and the mask are `[B, T]`, `advantages` and the integers `group_ids` are `[B]`.
+  Losses and metrics of micro-batches add up to those of the update, except `clip_ratio/low_min` and
+  `clip_ratio/high_max`, which are the minimum and the maximum. Without `totals` the rows are the whole update.
+  `ref_logp` is required if `algorithm.needs_reference`, and `entropy` if `algorithm.needs_entropy_gradient` or
+  `algorithm.tokens.needs_entropy`.
 
-A complete loop, with two micro-batches an update:
+A complete loop, with two micro-batches per update:
 """
 
 

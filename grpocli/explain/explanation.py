@@ -1,4 +1,4 @@
-"""A run's objective as formulas, in the order that `Algorithm` computes it, and the comparison of two."""
+"""The objective of a run as formulas, in the order of the computation, and the comparison of two."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ ORDER = (
 )
 COMPARED = ("algorithm", "reward", "rollout", "train")
 
-UNSCORED = "A reward that does not apply to o_i is left out; where none applies, o_i has no score."
-LOSS_NOTE = "Minimised. i: the N completions of an update. t: the |o_i| tokens of o_i that are in the loss."
+UNSCORED = "A reward that does not apply to o_i is left out; if none applies, o_i has no score."
+LOSS_NOTE = "Minimised. i: the N completions of an update. t: the |o_i| tokens of o_i in the loss."
 ABSENT = "–"
 """Shown where one of two configs has no such formula or key."""
 CUTS = ("min_p", "top_k", "top_p")  # in the order that the sampler applies them
@@ -46,7 +46,7 @@ CUTS = ("min_p", "top_k", "top_p")  # in the order that the sampler applies them
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A symbol with the key that holds its value."""
+    """A symbol of a formula, with the config key that holds its value."""
 
     name: str
     key: str
@@ -72,7 +72,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The whole objective. title: the overrides. unused: parts without an effect. values: every compared key."""
+    """An objective. title: the overrides. unused: parts without an effect. values: all keys that are compared."""
 
     title: str
     sections: tuple[Section, ...]
@@ -116,7 +116,7 @@ def part_section(group: str, part: object) -> Section:
 
 
 def is_used(algorithm: Algorithm, kind: str, section: Section) -> bool:
-    """Whether a part has an effect; optional terms of the loss ask what `Algorithm.loss` asks."""
+    """Whether a part has an effect; optional terms are decided as in `Algorithm.loss`."""
     asked = {
         "kl": algorithm.needs_reference,
         "entropy": algorithm.needs_entropy_gradient,
@@ -177,10 +177,10 @@ def _sampling(rollout: Rollouts) -> Section:
         "",
         (
             "o_1 … o_G ~ μ(· | q) for each of P questions q",
-            f"μ, π_θ, π_old, π_ref: softmax(logits / T_s){cut}",
+            f"μ (sampler), π_θ, π_old, π_ref = softmax(logits / T_s){cut}",
             *(("logits z of tokens in q or earlier in o_i: z / ν where z > 0, else ν z",) if penalised else ()),
             *((f"μ: only tokens that keep o_i within rollout.{structure}",) if structure else ()),
-            "π(o_it): of o_i's token t, given q and the tokens before it",
+            "π(o_it): probability of o_i's token t given q and o_i,<t",
         ),
         symbols=_symbols(rollout, "rollout", keys),
         settings=tuple((f"rollout.{f}", spelled(getattr(rollout, f))) for f in CUTS if f not in cuts),
@@ -232,10 +232,10 @@ def _beside_answers(rewards: dict[str, Any]) -> str:
     if not punished or not isinstance(accuracy, Correctness):
         return ""
     weight, given = accuracy.weight * (accuracy.right - accuracy.wrong) / 2, punished[0].weight
-    compared = "is the paper's" if math.isclose(weight, given) else f"is not the paper's, which would be {weight:g}"
+    compared = "is equivalent" if math.isclose(weight, given) else f"is not equivalent, {weight:g} would be"
     return (
         "DAPO's equation 7 scores answers 1 and -1 and adds the punishment with weight 1. "
-        f"Beside {name}'s scores of {accuracy.right:g} and {accuracy.wrong:g}, "
+        f"With {name}'s scores of {accuracy.right:g} and {accuracy.wrong:g}, "
         f"reward.overlong.weight={given:g} {compared}."
     )
 
@@ -254,7 +254,7 @@ def _combine(algorithm: Algorithm) -> list[Section]:
 
 
 def _named(section: Section, run: Run) -> Section:
-    """The section with the accuracy reward of each task where the config names none."""
+    """The section with the accuracy reward of each task, if the config names none."""
     from grpocli.tasks.prompt_source import accuracy_rewards_of
 
     accuracy_rewards = accuracy_rewards_of(run)
@@ -271,9 +271,9 @@ def _update(run: Run) -> Section:
     updates = train.updates_per_step
     several, older = updates > 1, run.algorithm.keep.surplus == "carry" or rollout.max_staleness > 0
     lines = (
-        f"E M = {_count(updates, 'update')} a step, of N = P G / M {_share(rows, train.minibatches)} completions",
-        "π_old: π_θ before the step's first update" if several else "π_old = sg[π_θ]: with one update, r = 1 in value",
-        *((f"μ: π_θ of up to {_count(rollout.max_staleness, 'step')} before",) if rollout.max_staleness else ()),
+        f"E M = {_count(updates, 'update')} per step, of N = P G / M {_share(rows, train.minibatches)} completions",
+        "π_old: π_θ before the step's first update" if several else "π_old = sg[π_θ]: with one update per step, r = 1",
+        *((f"μ: π_θ of up to {_count(rollout.max_staleness, 'step')} earlier",) if rollout.max_staleness else ()),
         *(("π_old = μ for completions of older weights",) if older and not run.algorithm.corrects else ()),
     )
     keys = {"E": ("epochs", "Passes over a step's completions"), "M": ("minibatches", "Updates per pass")}

@@ -1,4 +1,4 @@
-"""An explanation, or a comparison of two, as text for a terminal and as GitHub-flavoured Markdown."""
+"""An explanation, or a comparison of two, as text and as GitHub-flavoured Markdown."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def explanation_text(shown: Explanation) -> str:
         _table(out, ["symbol", "key", "value", "meaning"], symbol_rows(shown.symbols))
         _paragraph(out, "other keys", settings_line(shown.settings))
         _paragraph(out, "not in use", unused_line(shown.unused))
-        _table(out, ["of", "source"], source_rows(shown.sections))
+        _table(out, ["part", "source"], source_rows(shown.sections))
     return _trimmed(captured.get())
 
 
@@ -132,7 +132,7 @@ def _table(out: CleanConsole, header: Sequence[str], rows: Sequence[Sequence[str
         return
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for column in header:
-        drawn.add_column(column, overflow="fold", no_wrap=column in ("symbol", "key", "of"))
+        drawn.add_column(column, overflow="fold", no_wrap=column in ("symbol", "key", "part"))
     for row in rows:
         drawn.add_row(*[Text(cell) for cell in row])
     out.print()
@@ -156,7 +156,7 @@ def explanation_markdown(shown: Explanation) -> str:
             *table(["symbol", "key", "value", "meaning"], _keys(symbol_rows(shown.symbols), 1)),
             *([f"Other keys: `{settings_line(shown.settings)}`.", ""] if shown.settings else []),
             *([f"Not in use: {unused_line(shown.unused)}.", ""] if shown.unused else []),
-            *table(["of", "source"], source_rows(shown.sections)),
+            *table(["part", "source"], source_rows(shown.sections)),
         ]
     )
 

@@ -63,7 +63,7 @@ class Overlong(BaseReward):
     def formula(self) -> Formula:
         return Formula(
             (
-                "a soft punishment of length",
+                "soft punishment of long completions",
                 "R_overlong = min(0, max(−1, (l_max − l_buf − l_i) / l_buf))",
                 "l_i: o_i's tokens;  l_buf null: max(1, ⌊l_max / 5⌋)",
             ),

@@ -101,11 +101,11 @@ def test_the_accuracy_of_difficulty_is_named() -> None:
 
 def test_updates_of_a_step() -> None:
     assert section(explained(), "update") == [
-        "E M = 1 update a step, of N = P G / M = 256 completions",
-        "π_old = sg[π_θ]: with one update, r = 1 in value",
+        "E M = 1 update per step, of N = P G / M = 256 completions",
+        "π_old = sg[π_θ]: with one update per step, r = 1",
     ]
     assert section(explained("train.epochs=2", "train.minibatches=3"), "update") == [
-        "E M = 6 updates a step, of N = P G / M ≈ 85 completions",
+        "E M = 6 updates per step, of N = P G / M ≈ 85 completions",
         "π_old: π_θ before the step's first update",
     ]
 
@@ -126,9 +126,9 @@ def test_explain_says_whether_the_punishment_of_length_weighs_as_in_the_paper() 
     def note(*overrides: str) -> str:
         return next(s.note for s in explained("algorithm=dapo", *overrides).sections if s.label == "score")
 
-    assert note().endswith("Beside exact_match's scores of 1 and 0, reward.overlong.weight=0.5 is the paper's.")
+    assert note().endswith("With exact_match's scores of 1 and 0, reward.overlong.weight=0.5 is equivalent.")
     assert note("reward=[math]", "reward.math.wrong=-1").endswith(
-        "Beside math's scores of 1 and -1, reward.overlong.weight=0.5 is not the paper's, which would be 1."
+        "With math's scores of 1 and -1, reward.overlong.weight=0.5 is not equivalent, 1 would be."
     )
     assert "equation 7" not in note("~reward@reward.overlong")
 
@@ -153,9 +153,9 @@ def test_older_weights() -> None:
     shown = explained(*ahead)
     assert section(shown, "loss") == ["L(θ) = Σ_i w_i Σ_t ( ρ_it ℓ_it + β D_it )"]
     assert section(shown, "correction")[1] == "ρ_it = clip(x_it, 0, 2)"
-    assert section(shown, "update")[2:] == ["μ: π_θ of up to 2 steps before"]
+    assert section(shown, "update")[2:] == ["μ: π_θ of up to 2 steps earlier"]
     uncorrected = section(explained(*ahead, "algorithm/correction=none"), "update")
-    assert uncorrected[2:] == ["μ: π_θ of up to 2 steps before", "π_old = μ for completions of older weights"]
+    assert uncorrected[2:] == ["μ: π_θ of up to 2 steps earlier", "π_old = μ for completions of older weights"]
     carried = explained("algorithm=dapo", "algorithm.keep.surplus=carry")
     assert section(carried, "update")[2:] == ["π_old = μ for completions of older weights"]
 
