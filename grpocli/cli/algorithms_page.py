@@ -48,12 +48,12 @@ keys matter, and `rollout.max_completion_tokens` for `algorithm/aggregate=consta
 but the config of the package. All arguments below are tensors.
 
 - `algorithm.advantages(rewards, weights=None, accuracy=None)` returns `[P, G]`. rewards: `{name: [P, G]}`, finite, or
-  NaN where a reward does not apply. accuracy: for each question the name of the reward that is its accuracy (the first).
+  NaN where a reward does not apply. accuracy: for each question, the name of its accuracy reward (the first).
 - `algorithm.kept(rewards, weights=None, accuracy=None)` returns the questions to train on, `[P]` (bool).
-- `algorithm.totals(advantages, mask, group_ids=None, micro_batches=1)` returns the counts of a whole update, from `[B]`,
-  `[B, T]` and `[B]`; pass them to the `loss` of each micro-batch.
+- `algorithm.totals(advantages, mask, group_ids=None, micro_batches=1)` returns the counts of a whole update from
+  `[B]`, `[B, T]` and `[B]`; pass them to the `loss` of each micro-batch.
 - `algorithm.loss(logp, old_logp, advantages, mask, *, group_ids, ref_logp, rollout_logp, entropy, selected, totals)`
-  returns a scalar and metrics. Log-probs and the mask are `[B, T]`, `advantages` and the integers `group_ids` are `[B]`.
+  returns a scalar and metrics. Log-probs and mask are `[B, T]`; `advantages` and the integers `group_ids` are `[B]`.
   Losses and metrics of micro-batches add up to those of the update, except `clip_ratio/low_min` and
   `clip_ratio/high_max`, which are the minimum and the maximum. Without `totals` the rows are the whole update.
   `ref_logp` is required if `algorithm.needs_reference`, and `entropy` if `algorithm.needs_entropy_gradient` or
