@@ -18,6 +18,8 @@ from grpocli.rollout.vllm import server_files as folders
 from grpocli.rollout.vllm.api_server import PRIVATE_FOLDER_VARIABLE
 from grpocli.rollout.vllm.server_files import private_folder, shared_memory_name, sweep
 
+pytestmark = pytest.mark.processes
+
 SERVER = """
 import sys
 import engine
@@ -28,7 +30,6 @@ ENGINE = """
 import multiprocessing, os, sys, time
 from multiprocessing.shared_memory import SharedMemory
 
-pytestmark = pytest.mark.processes
 
 def start(method, *below):
     made = multiprocessing.get_context(method)

@@ -108,6 +108,7 @@ def test_the_answer_is_kept_for_a_version(monkeypatch: pytest.MonkeyPatch, cache
     assert asked == ["1", "1", "2"]
 
 
+@pytest.mark.processes
 def test_vllm_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
     monkeypatch.setattr(arguments, "LIST_OPTIONS", "import no_such_module_here")
     with pytest.raises(EngineError, match=r"engine\.vllm_args.*No module named 'no_such_module_here'"):
@@ -118,6 +119,7 @@ def test_vllm_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, cache_folder
         known_options()
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_the_installed_vllm_says_what_it_has(cache_folder: Path) -> None:
     """Every option that grpocli sets itself is one of them, or servers would not start."""

@@ -104,6 +104,7 @@ def help_text() -> str:
     return done.stdout
 
 
+@pytest.mark.processes
 def test_help_names_every_short_key_and_fits_a_terminal(help_text: str) -> None:
     assert [line for line in help_text.splitlines() if len(line) > 80] == []
     for name in (*SHORT, "model", "dtype", "host", "port", "lora_rank", "sync"):
@@ -176,6 +177,7 @@ def when_it_serves(config: Serve, act: Callable[[], object]) -> threading.Thread
     return thread
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_and_nothing_is_left(
     fake: Serve, capsys: pytest.CaptureFixture[str], number: signal.Signals
@@ -202,6 +204,7 @@ def test_a_signal_ends_it_and_nothing_is_left(
     assert not Path(left[0].shm_dir).exists()
 
 
+@pytest.mark.processes
 def test_a_server_that_dies_says_why(fake: Serve, tmp_path: Path) -> None:
     def act() -> None:
         (tmp_path / "die").touch()
@@ -216,6 +219,7 @@ def test_a_server_that_dies_says_why(fake: Serve, tmp_path: Path) -> None:
     assert "the engine is dead" in serve_file(fake.port).with_suffix(".log").read_text(), "the sentence names this file"
 
 
+@pytest.mark.processes
 def test_a_busy_port_is_said_and_its_server_left_alone(fake: Serve, tmp_path: Path) -> None:
     """The one that has the port keeps its key and its log."""
 
@@ -255,6 +259,7 @@ def test_a_log_is_printed_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not log.exists()
 
 
+@pytest.mark.processes
 def test_verbose_prints_the_log_too(fake: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     thread = when_it_serves(fake, lambda: (time.sleep(0.3), signal.raise_signal(signal.SIGINT)))
     assert serve(replace(fake, verbose=True), "/m", "float32") == 0

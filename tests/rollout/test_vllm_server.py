@@ -189,6 +189,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "MASTER_ADDR" not in env
 
 
+@pytest.mark.processes
 def test_vllm_not_installed(monkeypatch: pytest.MonkeyPatch, job: EngineJob) -> None:
     monkeypatch.setattr(vllm_checks, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[vllm\]'.*engine=transformers"), Vllm().launch(job):
@@ -200,12 +201,14 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_server, "on_cpu", lambda: True)
 
 
+@pytest.mark.processes
 def test_busy_port(monkeypatch: pytest.MonkeyPatch, job: EngineJob, busy_port: int) -> None:
     installed(monkeypatch)
     with pytest.raises(ConfigError, match=rf"engine\.port={busy_port}: .*in use"), Vllm(port=busy_port).launch(job):
         pass
 
 
+@pytest.mark.processes
 def test_a_given_folder_for_weights(monkeypatch: pytest.MonkeyPatch, job: EngineJob, tmp_path: Path) -> None:
     """It is made where it is not there, and stays; what cannot be made is said before anything starts."""
     installed(monkeypatch)
@@ -226,6 +229,7 @@ def test_a_given_folder_for_weights(monkeypatch: pytest.MonkeyPatch, job: Engine
         pass
 
 
+@pytest.mark.processes
 def test_context_too_small_for_the_run(job: EngineJob) -> None:
     with (
         pytest.raises(ConfigError, match=r"engine\.max_model_len=100: .*128 tokens"),
@@ -234,6 +238,7 @@ def test_context_too_small_for_the_run(job: EngineJob) -> None:
         pass
 
 
+@pytest.mark.processes
 def test_a_server_that_ends_while_it_starts_says_why(monkeypatch: pytest.MonkeyPatch, job: EngineJob) -> None:
     installed(monkeypatch)
     code = (
@@ -247,6 +252,7 @@ def test_a_server_that_ends_while_it_starts_says_why(monkeypatch: pytest.MonkeyP
         pass
 
 
+@pytest.mark.processes
 def test_a_server_that_does_not_answer_in_time(monkeypatch: pytest.MonkeyPatch, job: EngineJob) -> None:
     installed(monkeypatch)
     monkeypatch.setattr(vllm_server, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
@@ -268,6 +274,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Other).serve_forever()
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("key", "code", "said"),
     [
@@ -322,6 +329,7 @@ def test_a_free_port_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [vllm_server.free_port(), vllm_server.free_port()] == [5001, 5002]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("tries", [2, 5])
 def test_a_port_that_was_taken_meanwhile(monkeypatch: pytest.MonkeyPatch, job: EngineJob, tries: int) -> None:
     """A free port is chosen, then lost: another is tried, three times in all."""
@@ -421,6 +429,7 @@ def test_of_several_refused_values_the_given_one_is_named(tmp_path: Path) -> Non
     assert "pydantic" not in cause
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("config", "size"),
     [

@@ -100,6 +100,7 @@ def told(run_dir: Path) -> Endpoint:
     return Endpoint.load(run_file(run_dir))
 
 
+@pytest.mark.processes
 def test_a_server_that_ends_is_started_again_until_restarts_are_used_up(tmp_path: Path) -> None:
     starts = Starts()
     with watched(tmp_path, starts, max_restarts=2):
@@ -114,6 +115,7 @@ def test_a_server_that_ends_is_started_again_until_restarts_are_used_up(tmp_path
     assert len(starts.running) == 3
 
 
+@pytest.mark.processes
 def test_a_start_that_fails_is_one_of_the_restarts(tmp_path: Path) -> None:
     starts = Starts(1, 3)
     with watched(tmp_path, starts, max_restarts=3):
@@ -124,6 +126,7 @@ def test_a_start_that_fails_is_one_of_the_restarts(tmp_path: Path) -> None:
         assert "start 3 failed" in str(told(tmp_path).gone)
 
 
+@pytest.mark.processes
 def test_a_server_that_cannot_be_ended_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hung GPU may keep its process for ever. The trainer must not wait for another until its own deadline."""
 
@@ -137,6 +140,7 @@ def test_a_server_that_cannot_be_ended_is_told(tmp_path: Path, monkeypatch: pyte
         assert "timed out" in str(told(tmp_path).gone)
 
 
+@pytest.mark.processes
 def test_a_server_that_the_trainer_reports_is_replaced_once(tmp_path: Path) -> None:
     """It may hang and never end by itself; a second trainer that reports the same one must not cost another."""
     starts, own = Starts(), OwnServers(Vllm(), job_in(tmp_path), never)
@@ -151,6 +155,7 @@ def test_a_server_that_the_trainer_reports_is_replaced_once(tmp_path: Path) -> N
         assert starts.running[1].poll() is None
 
 
+@pytest.mark.processes
 def test_a_trainer_is_told_why_no_server_comes(tmp_path: Path) -> None:
     starts, own = Starts(), OwnServers(Vllm(), job_in(tmp_path), never)
     with watched(tmp_path, starts, max_restarts=0), pytest.raises(EngineGone, match=r"it hangs; .*max_restarts=0"):
@@ -213,6 +218,7 @@ def serving_stand_in(
     yield
 
 
+@pytest.mark.processes
 def test_a_start_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "serving", serving_stand_in)
     with pytest.raises(ConfigError, match="9001"), launch.launch(Vllm(replicas=3, port=9000), job_in(tmp_path)):
@@ -237,6 +243,7 @@ with launch._weights_folder() as folder:
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("seconds", [0.0, 60.0], ids=["it ends", "it is killed"])
 def test_the_folder_for_weights_goes_with_the_run(seconds: float) -> None:
     with subprocess.Popen([sys.executable, "-c", KEEPS, str(seconds)], stdout=subprocess.PIPE, text=True) as process:

@@ -462,6 +462,7 @@ def test_every_dtype_of_a_job_has_a_tolerance(tmp_path: Path) -> None:
 # Sharded policies
 
 
+@pytest.mark.processes
 def test_sharded_weights_are_gathered_in_lockstep(tmp_path: Path) -> None:
     """Two processes with half of every parameter each; a good sync, and one whose server fails in the middle."""
     script = Path(__file__).with_name("sharded_sync.py")
