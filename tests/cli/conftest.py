@@ -1,4 +1,4 @@
-"""Running grpocli as a user does, on a model that is built in seconds."""
+"""Fixtures for running grpocli as a user does, on a model that is built in seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def with_the_shared_cache(shared_cache: Path) -> Iterator[None]:
-    """For runs that a file's fixtures make, too."""
+    """Also for runs that the fixtures of a file make."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPOCLI_CACHE", str(shared_cache))
         yield

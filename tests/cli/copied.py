@@ -114,7 +114,7 @@ class CopiedEngine:
 
 
 def config_dir(folder: Path) -> list[str]:
-    """The arguments that make it a choice, `engine=copied`; `tests` must be in PYTHONPATH."""
+    """The arguments that choose this engine; `tests` must be in PYTHONPATH."""
     (folder / "engine").mkdir(parents=True, exist_ok=True)
     fields = "".join(f"{field.name}: {str(field.default).lower()}\n" for field in dataclasses.fields(Copied))
     (folder / "engine" / "copied.yaml").write_text("_target_: cli.copied.Copied\n" + fields)

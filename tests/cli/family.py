@@ -1,4 +1,4 @@
-"""Processes that a test has started, those that they started, and what these hold in shared memory."""
+"""The processes that a test started, their descendants, and their shared memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpocli.processes.reaper import TRACKER, descendants
 
 
 class Family:
-    """All that this test has started, also what vLLM renames (which hides its environment) or starts later."""
+    """All processes of this test, including those that vLLM renames (which hides their environment) or starts later."""
 
     def __init__(self) -> None:
         self.before = set(descendants())

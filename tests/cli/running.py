@@ -1,4 +1,4 @@
-"""Running grpocli in this process or in another one, and reading what a run has left."""
+"""Helpers that run grpocli in this process or another one, and read the files of a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVEN = ["reward=[format]", "reward.format.pattern='.*[02468]'"]
 
 
 def run_here(*argv: str) -> int:
-    """Run a command in this process; its exit code."""
+    """Run a command in this process. Returns its exit code."""
     with pytest.raises(SystemExit) as ended:
         main(list(argv))
     return int(ended.value.code or 0)
@@ -43,7 +43,7 @@ def start(*argv: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 300) -> tuple[int, str]:
-    """Its exit code and output. A process that does not end is killed, so that the next test starts without it."""
+    """Wait for a process. Returns its exit code and output. A process that does not end is killed."""
     try:
         out, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

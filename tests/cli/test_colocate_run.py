@@ -18,7 +18,7 @@ NOT_OURS = ("Traceback", "Warning", "WARNING", "INFO", "Loading", "it/s", "Gloo"
     ("processes", "rank"),
     [pytest.param(1, 4, id="one process, LoRA"), pytest.param(2, 0, id="two processes", marks=pytest.mark.survival)],
 )
-def test_a_run_syncs_samples_and_ends_quietly(tmp_path: Path, processes: int, rank: int) -> None:
+def test_a_run_syncs_samples_and_ends(tmp_path: Path, processes: int, rank: int) -> None:
     run = tmp_path / "run"
     code, out = finish(
         start(
@@ -38,7 +38,7 @@ def test_a_run_syncs_samples_and_ends_quietly(tmp_path: Path, processes: int, ra
 
 
 @pytest.mark.survival
-def test_an_argument_that_vllm_does_not_have_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_argument_of_vllm_is_refused(tmp_path: Path) -> None:
     argument = "engine.vllm_args.max_num_seq=4"
     command = [sys.executable, "-m", "grpocli", "train", *SMALL, "engine=vllm_colocate", argument]
     done = subprocess.run([*command, f"hydra.run.dir={tmp_path}/run"], capture_output=True, text=True, check=False)

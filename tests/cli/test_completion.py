@@ -58,7 +58,7 @@ def test_candidates(line: str, among: str, monkeypatch: pytest.MonkeyPatch, caps
     ("line", "offered"),
     [("grpocli compare x", ""), ("grpocli nonsense x", ""), ("grpocli train algorithm=nonsense tas", "task=")],
 )
-def test_a_line_that_is_wrong_prints_no_error(
+def test_a_wrong_line_prints_no_error(
     line: str, offered: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COMP_LINE", line)

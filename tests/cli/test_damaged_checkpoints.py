@@ -1,4 +1,4 @@
-"""A checkpoint that is not what was written is named, and never trained on. One run, copied for each damage."""
+"""A damaged checkpoint is named and never used. One run is copied for each damage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUN = ["train", *SMALL, *EVEN, "eval.problems=0", "checkpoint.every=1", "optim.w
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps; the checkpoints of the last two are there."""
+    """A run of three steps with the checkpoints of the last two."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     assert run_here(*RUN, f"hydra.run.dir={run}") == 0
     assert all(row["grad_norm"] > 0 for row in metrics(run))
@@ -34,7 +34,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(undisturbed: Path, tmp_path: Path) -> Path:
-    """A copy, killed before it could say that it was finished."""
+    """A copy of the run, as if killed before its summary."""
     copy = tmp_path / "run"
     shutil.copytree(undisturbed, copy)
     shutil.rmtree(copy / "model")
@@ -66,7 +66,7 @@ def cut(content: bytearray) -> None:
 
 
 def without_checksums(at: Path) -> None:
-    """As an earlier version wrote it."""
+    """A checkpoint as an earlier version wrote it."""
     state = json.loads((at / "trainer.json").read_text())
     del state["checksums"]
     (at / "trainer.json").write_text(json.dumps(state))
@@ -79,7 +79,7 @@ def counted_otherwise(at: Path) -> None:
 
 
 def of_another_run(at: Path) -> None:
-    """Whole, and with its checksums, but not from here."""
+    """An intact checkpoint with checksums from another run."""
     state = json.loads((at / "trainer.json").read_text())
     (at / "trainer.json").write_text(json.dumps(state | {"run": "0123456789abcdef"}))
 
@@ -108,7 +108,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(kind: str, run: Path) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_offered(kind: str, run: Path) -> None:
     assert resume_point(run, fallback=False).path == newest(run)
     damage, problem = DAMAGES[kind]
     damage(newest(run))
@@ -128,8 +128,8 @@ def test_a_resume_from_a_damaged_checkpoint_is_refused(grpocli, run: Path) -> No
     assert not (run / "summary.json").exists()
 
 
-def test_the_next_older_one_is_taken_if_asked_for(grpocli, undisturbed: Path, run: Path) -> None:
-    """And the run ends as if nothing had happened; its log, its sessions and its card say what has."""
+def test_resume_fallback_uses_the_previous_checkpoint(grpocli, undisturbed: Path, run: Path) -> None:
+    """The run ends with the same result; its log, sessions and card name the damage."""
     change(newest(run) / "model.safetensors", flipped)
     sentence = (
         "the checkpoint step_000003 was damaged (model.safetensors is not what was written), "
@@ -164,14 +164,14 @@ def test_a_resume_after_a_kill_within_a_checkpoint_equals_never_having_stopped(u
     assert_same_run(run, undisturbed)
 
 
-def test_no_checkpoint_is_whole(run: Path) -> None:
+def test_no_intact_checkpoint(run: Path) -> None:
     for path in (run / "checkpoints").iterdir():
         change(path / "model.safetensors", zeroed)
     with pytest.raises(ConfigError, match=f"no other one is whole: remove {run}/checkpoints to begin again"):
         resume_point(run, fallback=True)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_taken_and_missing_metrics_are_said(grpocli, run: Path) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_used_and_missing_metrics_are_reported(grpocli, run: Path) -> None:
     without_checksums(newest(run))
     (run / "metrics.jsonl").unlink()
     code, out, err = grpocli("train", f"resume={run}")
@@ -200,7 +200,7 @@ def _pointing_elsewhere(text: bytes) -> bytes:
         ("optimizer.safetensors.index.json", _pointing_elsewhere),
     ],
 )
-def test_damage_that_is_found_without_checksums(name: str, damage, grpocli, run: Path) -> None:
+def test_damage_without_checksums(name: str, damage, grpocli, run: Path) -> None:
     without_checksums(newest(run))
     (newest(run) / name).write_bytes(damage((newest(run) / name).read_bytes()))
     code, said = failed(grpocli, "train", f"resume={run}")
@@ -222,12 +222,12 @@ def test_damage_that_is_found_without_checksums(name: str, damage, grpocli, run:
         {"num_tokens": "7"},
     ],
 )
-def test_a_state_that_no_run_has(values: dict[str, Any]) -> None:
+def test_an_impossible_state(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"trainer\.json holds a value that is out of range"):
         State(**values)
 
 
-def test_progress_of_checking_is_of_bytes(undisturbed: Path) -> None:
+def test_the_progress_of_the_check_counts_bytes(undisturbed: Path) -> None:
     told: list[tuple[float, float, str]] = []
     checksums.check(newest(undisturbed), lambda done, total, unit, detail="": told.append((done, total, unit)))
     size = sum(path.stat().st_size for path in newest(undisturbed).rglob("*") if path.name != "checksums.json") / 1e9
@@ -235,10 +235,10 @@ def test_progress_of_checking_is_of_bytes(undisturbed: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ESTALE])
-def test_a_checkpoint_that_may_be_whole_is_not_set_aside(
+def test_a_checkpoint_that_may_be_intact_is_not_set_aside(
     run: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """A permission or a network file system that fails for a moment costs no steps."""
+    """A temporary failure of permissions or of a network file system costs no steps."""
 
     def check(folder: Path, progress: object) -> None:
         raise OSError(number, "not now", str(folder / "model.safetensors"))

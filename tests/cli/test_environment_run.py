@@ -1,4 +1,4 @@
-"""Runs with environments: of one turn and of several, beside each other, resumed, and broken."""
+"""Runs with environments of one and of several turns: combined, resumed and broken."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def mean(rows: list[dict[str, float]], key: str) -> float:
 
 
 @pytest.mark.survival
-def test_two_environments_are_learned_at_once(tmp_path: Path) -> None:
+def test_two_environments_are_learned_together(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert run_here(*TWO, "train.steps=40", "eval.problems=0", f"hydra.run.dir={run}") == 0
     rows = metrics(run)

@@ -1,4 +1,4 @@
-"""`grpocli eval`: models and checkpoints, the same numbers as within training, and bad input."""
+"""`grpocli eval`: models and checkpoints, the same results as during training, and bad input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def results(out: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps of the little model, a checkpoint after each."""
+    """Two steps of the tiny model with a checkpoint after each."""
     folder = tmp_path_factory.mktemp("eval") / "run"
     more = [
         "train.steps=2",
@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_checkpoints_of_a_run_have_the_accuracies_that_training_saw(grpocli, run: Path, tmp_path: Path) -> None:
+def test_checkpoints_have_the_accuracies_measured_in_training(grpocli, run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     code, said, err = grpocli(
         "eval", "--run", str(run), "--checkpoints", "all", "--problems", "12", "--samples", "3", "--out", str(out)
@@ -95,7 +95,7 @@ def test_bad_input_is_one_sentence(grpocli, tmp_path: Path, options: list[str], 
     assert "Traceback" not in err
 
 
-def test_what_a_run_does_not_have(grpocli, run: Path, tmp_path: Path) -> None:
+def test_a_missing_model_or_checkpoint(grpocli, run: Path, tmp_path: Path) -> None:
     code, _, err = grpocli("eval", "--run", str(run), "--checkpoints", "1,7", "--out", str(tmp_path / "out"))
     assert (code, "has 1, 2 (checkpoint.every" in err) == (2, True)
     (tmp_path / "full").mkdir()

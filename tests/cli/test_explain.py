@@ -1,4 +1,4 @@
-"""`grpocli explain`, as a user types it."""
+"""`grpocli explain` on the command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.mark.parametrize("word", ["versus", "vs.", "VS"])
-def test_another_word_for_vs_is_answered(grpocli, word: str) -> None:
+def test_another_word_for_vs_gets_advice(grpocli, word: str) -> None:
     code, out, err = grpocli("explain", "algorithm=grpo", word, "algorithm=dapo")
     assert (code, out, err) == (2, "", f"grpocli: error: {word}: write vs between the two lists of overrides\n")
 
@@ -74,7 +74,7 @@ def test_help_has_examples(grpocli: Command) -> None:
     assert "grpocli explain algorithm=grpo vs algorithm=dapo train.epochs=2" in out
 
 
-def test_a_part_of_the_user_s(grpocli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_a_user(grpocli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine_for_explain.py").write_text(
         "class Reinforce:\n"
         '    """−A log π, no ratio at all."""\n'
@@ -90,7 +90,7 @@ def test_a_part_of_the_user_s(grpocli: Command, tmp_path: Path, monkeypatch: pyt
     assert "−A log π, no ratio at all." in out
 
 
-def test_a_run_that_was_started(grpocli: Command, tmp_path: Path) -> None:
+def test_an_existing_run(grpocli: Command, tmp_path: Path) -> None:
     overrides = ["algorithm=dgpo", "algorithm.question_weight.temperature=5"]
     (tmp_path / "run" / ".hydra").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text(save(compose(overrides)))

@@ -1,4 +1,4 @@
-"""What goes wrong once a run has started, or just before: one sentence, the right code, nothing half-written."""
+"""Failures at the start of a run or during it: one sentence, the right exit code, no partial files."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def failed(grpocli, *argv: str) -> tuple[int, str]:
     return code, lines[0]
 
 
-def test_an_engine_that_says_other_tokens_than_it_sampled(
+def test_an_engine_that_reports_other_tokens_than_it_sampled(
     grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the right form, so that only the trainer's own probabilities tell."""
+    """The tokens are valid, so only the trainer's log-probs reveal it."""
     generate = TransformersEngine.generate
 
     def backwards(self: TransformersEngine, *arguments: Any, **_: Any) -> list[list[Completion]]:
@@ -72,7 +72,7 @@ def test_an_empty_dataset(grpocli, tmp_path: Path) -> None:
     assert "empty" in said
 
 
-def test_a_reward_that_wants_a_column_the_task_lacks(grpocli, tmp_path: Path) -> None:
+def test_a_reward_that_needs_a_missing_column(grpocli, tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def score(completions, ground_truth, **kwargs):\n    return [0.0]\n")
     code, said = failed(grpocli, *SMALL_RUN, "reward=[python]", "reward.python.function=r.py:score")
     assert code == 2
@@ -102,7 +102,7 @@ def test_a_reward_that_fails(kind: str, grpocli, tmp_path: Path) -> None:
     assert "reward.python" in json.loads((tmp_path / "run" / "summary.json").read_text())["exit"]
 
 
-def test_a_reward_that_fails_now_and_then_is_counted_and_not_a_zero(grpocli, tmp_path: Path) -> None:
+def test_occasional_reward_errors_are_counted_rather_than_scored_as_zero(grpocli, tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(
         "def score(completions, **kwargs):\n    return [float('nan'), *[1.0] * (len(completions) - 1)]\n"
     )
@@ -113,7 +113,7 @@ def test_a_reward_that_fails_now_and_then_is_counted_and_not_a_zero(grpocli, tmp
     assert (row["rewards/python/errors"], row["rewards/python/mean"]) == (1, 1.0)
 
 
-def test_a_folder_that_holds_a_run(grpocli, tmp_path: Path) -> None:
+def test_a_folder_with_a_run(grpocli, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     code, said = failed(grpocli, *SMALL_RUN, f"hydra.run.dir={tmp_path}/run")
@@ -130,14 +130,14 @@ def test_a_folder_that_cannot_be_written(grpocli, tmp_path: Path) -> None:
         assert "cannot be written" in said
 
 
-def test_vllm_asked_for_but_not_installed(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_is_not_installed(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpocli.rollout.vllm.validate.find_spec", lambda name: None)
     code, said = failed(grpocli, *SMALL_RUN, "engine=vllm")
     assert code == 2
     assert "engine=vllm: vLLM is not installed; in a clone of grpocli, pip install '.[vllm]'" in said
 
 
-def test_deepspeed_asked_for_but_not_installed(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_is_not_installed(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpocli.launch.ready.find_spec", lambda name: None)
     code, said = failed(grpocli, *SMALL_RUN, "hardware.parallel=zero2")
     assert code == 2
@@ -157,7 +157,7 @@ def test_a_busy_port(grpocli) -> None:
         assert f"port={port}" in said
 
 
-def test_an_external_server_that_is_not_there(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_external_server_at_the_address(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
     code, said = failed(grpocli, *SMALL_RUN, "engine=vllm", "engine.base_url=http://127.0.0.1:9")
     assert code == 2
     assert "engine.base_url=http://127.0.0.1:9: no vLLM server answers there" in said
@@ -176,7 +176,7 @@ def test_a_tracker_that_is_not_installed(grpocli, tmp_path: Path) -> None:
     assert "pip install aim" in said
 
 
-def test_a_policy_that_is_no_number_is_not_saved(grpocli, tmp_path: Path) -> None:
+def test_a_policy_with_nan_is_not_saved(grpocli, tmp_path: Path) -> None:
     options = ["optim.lr=1e30", "optim.max_grad_norm=0", "reward=[format]", "reward.format.pattern='.*[02468]'"]
     code, said = failed(grpocli, *SMALL_RUN, *options, "checkpoint.every=1", f"hydra.run.dir={tmp_path}/run")
     assert code == 1
@@ -187,7 +187,7 @@ def test_a_policy_that_is_no_number_is_not_saved(grpocli, tmp_path: Path) -> Non
     assert not (tmp_path / "run" / "model").exists()
 
 
-def test_weights_that_the_last_update_broke_are_not_saved(grpocli, tmp_path: Path) -> None:
+def test_weights_with_nan_after_the_last_update_are_not_saved(grpocli, tmp_path: Path) -> None:
     options = ["optim.lr=1e308", "train.steps=1", "reward=[format]", "reward.format.pattern='.*[02468]'"]
     code, said = failed(grpocli, *SMALL_RUN, *options, f"hydra.run.dir={tmp_path}/run")
     assert code == 1

@@ -1,4 +1,4 @@
-"""A disk that fills up, or a folder that loses its permission, at any time: one sentence, and the summary."""
+"""A full disk or an unwritable folder at any time: one sentence, and a summary."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def score(completions, **kwargs):
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A little file system; needs the right to mount."""
+    """A small file system; mounting it needs root."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(disk)], capture_output=True)
@@ -54,14 +54,14 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def options(tmp_path: Path, run: Path, step: int, act: str) -> list[str]:
-    """A run whose reward function does something to the run's folder in a step."""
+    """A run whose reward function changes the run's folder during a step."""
     (tmp_path / "r.py").write_text(REWARD.format(disk=str(run.parent), step=step, act=act))
     reward = ["reward=[python]", f"reward.python.function={tmp_path}/r.py:score"]
     return ["train", *SMALL, *reward, "eval.problems=0", f"hydra.run.dir={run}"]
 
 
 @pytest.mark.parametrize(("room", "every"), [(0, 20), (1 << 16, 1)], ids=["nothing more", "a checkpoint"])
-def test_a_disk_that_fills_up(room: int, every: int, grpocli, tmp_path: Path, disk: Path) -> None:
+def test_a_full_disk(room: int, every: int, grpocli, tmp_path: Path, disk: Path) -> None:
     run = disk / "run"
     argv = options(tmp_path, run, 2, f"fill({room})")
     code, said = failed(grpocli, *argv, f"checkpoint.every={every}")
@@ -76,9 +76,7 @@ def test_a_disk_that_fills_up(room: int, every: int, grpocli, tmp_path: Path, di
     assert json.loads((run / "summary.json").read_text())["exit"] == "done"
 
 
-def test_a_run_is_not_finished_before_its_model_is_there(
-    grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_its_model_is_not_finished(grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, there = tmp_path / "run", []
 
     def save_model(*_: object) -> None:
@@ -106,7 +104,7 @@ def without_root_s_rights() -> Iterator[None]:
         assert libc.capset(header, before) == 0
 
 
-def test_a_folder_that_loses_its_permission(grpocli, tmp_path: Path) -> None:
+def test_a_folder_that_becomes_unwritable(grpocli, tmp_path: Path) -> None:
     run = tmp_path / "run"
     argv = options(tmp_path, run, 2, f"os.chmod({str(run)!r}, 0o555)")
     with without_root_s_rights():

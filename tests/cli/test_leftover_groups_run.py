@@ -1,4 +1,4 @@
-"""Dynamic sampling with carried groups in whole runs."""
+"""Dynamic sampling with leftover groups in whole runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RUN = [
 ]
 
 
-def test_carried_groups_are_off_policy_by_one_version_and_survive_a_resume(tmp_path: Path) -> None:
+def test_leftover_groups_are_one_version_old_and_survive_a_resume(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     assert run_here(*RUN, "train.steps=6", f"hydra.run.dir={whole}") == 0
     rows = metrics(whole)
@@ -69,7 +69,7 @@ def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
     return read_rollouts(run / "rollouts" / f"step_{step:06d}.parquet")
 
 
-def test_a_damaged_carried_group_is_one_sentence(grpocli, tmp_path: Path) -> None:
+def test_a_damaged_leftover_group_is_one_sentence(grpocli, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert run_here(*RUN, "train.steps=1", f"hydra.run.dir={run}") == 0
     (run / "checkpoints" / "step_000001" / CARRIED).write_bytes(b"half a file")
@@ -78,7 +78,7 @@ def test_a_damaged_carried_group_is_one_sentence(grpocli, tmp_path: Path) -> Non
     assert f"damaged ({CARRIED} is not what was written)" in said
 
 
-def test_several_processes_that_shard_carry_the_same(tmp_path: Path) -> None:
+def test_sharded_processes_have_the_same_leftover_groups(tmp_path: Path) -> None:
     """Dynamic sampling by a model that both processes have a half of, each for as long as its completions are."""
     runs = []
     for options in ((), ("hardware.processes=2", "hardware.parallel=fsdp2", "hardware.timeout=120")):

@@ -1,4 +1,4 @@
-"""Whole runs with model.lora: they learn, resume exactly, spread over processes, and leave a plain model."""
+"""Whole runs with model.lora: learning, exact resume, several processes, and a plain final model."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ pytestmark = pytest.mark.processes
 LORA = ["train", *SMALL, *EVEN, "model.lora.rank=4", "train.steps=8", "checkpoint.every=2", "checkpoint.keep=0"]
 LORA += ["eval.problems=0"]
 KINDS = {"still": [], "moving": ["algorithm.kl.sync_every=3", "algorithm.kl.sync_alpha=0.4"]}
-"""What the KL term pulls towards: the base model, or TR-DPO's mixture."""
+"""The kinds of reference: the base model, or TR-DPO's mixture."""
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run of each kind that nothing happens to."""
+    """An uninterrupted run of each kind."""
     runs = {kind: tmp_path_factory.mktemp(kind) / "run" for kind in KINDS}
     for kind, run in runs.items():
         assert run_here(*LORA, *KINDS[kind], f"hydra.run.dir={run}") == 0
@@ -50,7 +50,7 @@ def base_of(run: Path) -> Path:
     return Path(config["base_model_name_or_path"])
 
 
-def test_it_trains_the_updates_and_leaves_a_plain_model(undisturbed: dict[str, Path]) -> None:
+def test_only_the_adapter_is_trained_and_the_final_model_is_plain(undisturbed: dict[str, Path]) -> None:
     run = undisturbed["still"]
     rows = metrics(run)
     assert rows[0]["kl"] == 0, "the first policy is the reference"
@@ -69,7 +69,7 @@ def test_it_trains_the_updates_and_leaves_a_plain_model(undisturbed: dict[str, P
 
 
 def test_a_moving_reference_is_saved_whole(undisturbed: dict[str, Path]) -> None:
-    """Mixed twice, after steps 3 and 6; the kl of step 4 is lower for it."""
+    """It is mixed after steps 3 and 6, so the KL of step 4 is lower."""
     run = undisturbed["moving"]
     last = run / "checkpoints" / "step_000008"
     base, reference = (load_file(f / "model.safetensors") for f in (base_of(run), last / "reference"))
@@ -107,9 +107,7 @@ def assert_same_to_the_adapter(run: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [8, 0])
-def test_a_run_goes_on_only_with_the_same_updates(
-    rank: int, grpocli, undisturbed: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_resume_needs_the_same_adapter(rank: int, grpocli, undisturbed: dict[str, Path], tmp_path: Path) -> None:
     run = killed_after(4, undisturbed["still"], tmp_path / "run")
     code, said = failed(grpocli, "train", f"resume={run}", f"model.lora.rank={rank}")
     assert code == 2
@@ -117,7 +115,7 @@ def test_a_run_goes_on_only_with_the_same_updates(
 
 
 @pytest.mark.survival
-def test_two_processes_that_shard_do_what_one_does(undisturbed: dict[str, Path], tmp_path: Path) -> None:
+def test_two_sharded_processes_equal_one(undisturbed: dict[str, Path], tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = ["hardware.processes=2", "hardware.parallel=fsdp2", "hardware.timeout=120", "train.steps=4"]
     assert run_here(*LORA, *options, f"hydra.run.dir={run}") == 0
@@ -129,7 +127,7 @@ def test_two_processes_that_shard_do_what_one_does(undisturbed: dict[str, Path],
 @pytest.mark.survival
 @pytest.mark.vllm
 def test_a_vllm_server_samples_with_the_adapter(tmp_path: Path) -> None:
-    """Each sync sends as much as the updates are, and no more."""
+    """Each sync sends only the adapter."""
     run = tmp_path / "run"
     options = ["engine=vllm", "model.dtype=float32", "train.steps=4", "optim.lr=0.01", "sync.tolerance=1e-4"]
     assert run_here(*LORA, *options, f"hydra.run.dir={run}") == 0

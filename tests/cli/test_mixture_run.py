@@ -1,4 +1,4 @@
-"""Several tasks in one run: shares, rewards and metrics of each, and a resume that goes on with the same prompts."""
+"""Several tasks in one run: shares, rewards and metrics of each, and a resume with the same prompts."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ class Breaks:
 """
 
 
-def test_a_task_whose_environment_breaks_lets_the_others_go_on_where_the_config_says_so(
-    grpocli, tmp_path: Path
-) -> None:
+def test_a_broken_environment_does_not_end_the_other_tasks_if_the_config_allows_it(grpocli, tmp_path: Path) -> None:
     (tmp_path / "breaks.py").write_text(BREAKS)
     two = ["train", *SMALL, "eval.problems=0", "train.steps=2", "task=[arithmetic]", "+task@task.board=arithmetic"]
     board = [*two, "task.board.environment.name=breaks.py:Breaks", "task.board.environment.workers=1"]

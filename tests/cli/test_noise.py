@@ -1,4 +1,4 @@
-"""What a person sees while something takes long."""
+"""The output during long operations."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.processes
-def test_an_installation_says_what_it_does(tmp_path: Path) -> None:
-    """uv and pip show what they download, unless they are asked not to."""
+def test_the_installation_prints_its_steps(tmp_path: Path) -> None:
+    """uv and pip print their downloads unless they are quiet."""
     command = ["make", "-n", "-C", str(ROOT), f"VENV={tmp_path}/venv", "train"]
     recipe = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert 'echo "installing' in recipe

@@ -1,4 +1,4 @@
-"""Sampling ahead on a real vLLM server: versions, age, and what the objective sees of it."""
+"""Prefetching on a real vLLM server: weight versions, staleness, and the objective's metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs that sample ahead, on an engine that needs no server: exact resumes, processes, errors, signals."""
+"""Whole runs with prefetching, on an engine without a server: exact resumes, processes, errors, signals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def versions(run: Path, step: int) -> set[int]:
     return {row["version"] for row in read_rollouts(run / "rollouts" / f"step_{step:06d}.parquet")}
 
 
-def test_staleness_0_is_what_the_trainer_s_own_model_gives(engine: list[str], tmp_path: Path) -> None:
+def test_staleness_0_equals_the_trainers_own_model(engine: list[str], tmp_path: Path) -> None:
     rows = trained(tmp_path / "copied", *engine, "train.steps=3")
     assert not [name for name in rows[0] if name.startswith("staleness/") or name == "time/generate"]
     trained(tmp_path / "own", "engine=transformers", "train.steps=3")
@@ -92,7 +92,7 @@ def test_kill_9_while_a_step_is_collected_then_resume(engine: list[str], tmp_pat
 @pytest.mark.survival
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_two_processes_collect_the_same(engine: list[str], staleness: int, tmp_path: Path) -> None:
-    """With two steps ahead it is a matter of time which weights sample what, and nothing is too old."""
+    """With two steps ahead, timing decides which weights sample, but none is too old."""
     options = [*engine, f"rollout.max_staleness={staleness}", "train.steps=6", "eval.problems=4", "eval.every=2"]
     options += ["hardware.timeout=60", "engine.slow=0.05"]
     rows = trained(tmp_path / "two", *options, "hardware.processes=2")
@@ -107,8 +107,8 @@ def test_two_processes_collect_the_same(engine: list[str], staleness: int, tmp_p
         ]
 
 
-def test_training_and_sampling_take_place_at_the_same_time(engine: list[str], tmp_path: Path) -> None:
-    """The engine answers once the policy has changed since it was asked: the run only ends if both go on together."""
+def test_training_and_sampling_overlap(engine: list[str], tmp_path: Path) -> None:
+    """The engine answers only after the policy has changed, so the run ends only if both overlap."""
     options = ["engine.meanwhile=true", "rollout.max_staleness=1", "train.steps=4"]
     options += ["optim.weight_decay=0.1"]  # weights change also where no reward differs
     rows = trained(tmp_path / "run", *engine, *options)
@@ -116,17 +116,15 @@ def test_training_and_sampling_take_place_at_the_same_time(engine: list[str], tm
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
-def test_an_engine_that_is_lost_while_a_step_trains_is_synced_again(
-    engine: list[str], processes: int, tmp_path: Path
-) -> None:
-    """By the thread that trains, between two steps: the completions are of the weights after the step."""
+def test_an_engine_lost_during_a_step_is_synced_again(engine: list[str], processes: int, tmp_path: Path) -> None:
+    """The training thread syncs it between two steps, so the completions have the weights after the step."""
     options = ["engine.lost=2", "rollout.max_staleness=1", "train.steps=4", f"hardware.processes={processes}"]
     rows = trained(tmp_path / "run", *engine, *options, "hardware.timeout=60")
     assert [row["staleness/max"] for row in rows] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
-def test_an_engine_that_is_gone_while_a_step_trains_ends_the_run_with_a_checkpoint(
+def test_an_unavailable_engine_ends_the_run_with_a_checkpoint(
     grpocli, engine: list[str], processes: int, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -140,7 +138,7 @@ def test_an_engine_that_is_gone_while_a_step_trains_ends_the_run_with_a_checkpoi
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
-def test_an_engine_that_breaks_ends_the_run_with_its_error(
+def test_a_broken_engine_ends_the_run_with_its_error(
     grpocli, engine: list[str], processes: int, tmp_path: Path
 ) -> None:
     options = [*engine, "rollout.max_staleness=1", "train.steps=9", "engine.fails=3", f"hardware.processes={processes}"]

@@ -1,4 +1,4 @@
-"""Several trainer processes: one that hangs, one that is killed, and processes on several machines."""
+"""Several trainer processes: one hangs, one is killed, and processes on several machines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run_with_reward(tmp_path: Path, then: str, *options: str) -> list[str]:
 
 
 @pytest.mark.survival
-def test_a_process_that_hangs_is_named_with_its_stage_at_the_deadline(tmp_path: Path) -> None:
+def test_a_hanging_process_is_named_with_its_stage_at_the_timeout(tmp_path: Path) -> None:
     options = ["hardware.processes=2", "hardware.timeout=20"]
     code, out = finish(start(*run_with_reward(tmp_path, "time.sleep(10_000)", *options)), timeout=240)
     assert code == 1, out
@@ -51,7 +51,7 @@ def test_a_process_that_hangs_is_named_with_its_stage_at_the_deadline(tmp_path: 
 
 
 @pytest.mark.survival
-def test_a_process_that_is_killed_ends_the_others_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_process_ends_the_others_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -61,7 +61,7 @@ def test_a_process_that_is_killed_ends_the_others_and_is_named(tmp_path: Path, m
     os.kill(victim.pid, signal.SIGKILL)
     code, out = finish(process, timeout=180)
     assert code == 1, out
-    assert f"process 1 (pid {victim.pid}) ended without a word at" in out.splitlines()[-1]
+    assert f"process 1 (pid {victim.pid}) ended without an error message at" in out.splitlines()[-1]
     assert "Traceback" not in out
     assert "ChildFailedError" not in out
     assert list(temporary.glob("torchelastic_*")) == []
@@ -69,7 +69,7 @@ def test_a_process_that_is_killed_ends_the_others_and_is_named(tmp_path: Path, m
 
 @pytest.mark.survival
 @pytest.mark.parametrize("killed", ["reaper.py trainers", "grpocli.launch.trainers"])
-def test_without_their_guard_or_launcher_no_process_goes_on(tmp_path: Path, killed: str) -> None:
+def test_no_process_outlives_its_guard_or_launcher(tmp_path: Path, killed: str) -> None:
     process = start(*run_with_reward(tmp_path, "pass", "hardware.processes=2"))
     wait_for(tmp_path / "run" / "metrics.jsonl")
     found = subprocess.run(["pgrep", "-f", f"{killed}.*{tmp_path}"], capture_output=True, text=True, check=True)
@@ -81,7 +81,7 @@ def test_without_their_guard_or_launcher_no_process_goes_on(tmp_path: Path, kill
 
 
 def machine(rank: int, *argv: str, session: str = "77", count: int = 2) -> subprocess.Popen[str]:
-    """A training machine of a job, as the batch script starts it; this one is several."""
+    """A training machine of a job, as the batch script starts it; this machine stands for several."""
     job = {"SLURM_JOB_ID": session, "SLURM_PROCID": str(rank), "SLURM_NTASKS": str(count)}
     port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(21000 + os.getpid() % 9000)}
     env = {**os.environ, "OMP_NUM_THREADS": "1", **job, **port}
@@ -90,7 +90,7 @@ def machine(rank: int, *argv: str, session: str = "77", count: int = 2) -> subpr
 
 
 @pytest.mark.survival
-def test_two_machines_do_what_two_processes_do(tmp_path: Path) -> None:
+def test_two_machines_equal_two_processes(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     assert run_here("train", *SMALL, "hardware.processes=2", f"hydra.run.dir={one}") == 0
     several = [*MACHINES, "hardware.train_nodes=2", "hardware.rollout_nodes=0"]
@@ -107,7 +107,7 @@ def test_two_machines_do_what_two_processes_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.survival
-def test_an_error_on_the_other_machine_is_the_runs(tmp_path: Path) -> None:
+def test_an_error_on_the_other_machine_ends_the_run(tmp_path: Path) -> None:
     several = [*MACHINES, "hardware.train_nodes=2", "hardware.rollout_nodes=0"]
     words = run_with_reward(tmp_path, "raise ValueError('the second machine is unhappy')", *several)
     first = machine(0, *words[1:])
@@ -128,7 +128,7 @@ def score(completions, **kwargs):
 """
 
 
-def test_a_run_that_a_batch_script_stops_says_that_it_wants_to_go_on(tmp_path: Path) -> None:
+def test_a_run_stopped_by_a_batch_script_asks_for_a_resume(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(STOPS)
     run = tmp_path / "run"
     assert run_here("train", *SMALL, "reward=[reward.py:score]", "eval.problems=0", f"hydra.run.dir={run}") == 3

@@ -1,4 +1,4 @@
-"""A command that is refused leaves a run's folder as it was, to the byte and to the nanosecond."""
+"""A refused command leaves a run's folder unchanged, to the byte and to the nanosecond."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SLURM = ["-m", "hydra/launcher=slurm", "hydra.launcher.dry_run=true"]
 
 
 def digest(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """{name: (time of the last change, content)} of a folder and all that is below it."""
+    """{name: (time of the last change, content)} of everything in a folder."""
     paths = [folder, *sorted(folder.rglob("*"))]
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in paths}
 
 
 def make_run(folder: Path, exit_: str = "stopped") -> RunDir:
-    """What is left of a run of three steps."""
+    """The folder of a run of three steps."""
     run = RunDir(folder)
     overrides = ["train.steps=3", "optim.lr=0.5"]
     for path in (run.path / ".hydra", run.checkpoints / "step_000003", run.model):
@@ -85,7 +85,7 @@ def test_a_refused_command_changes_nothing(kind: str, grpocli, run: RunDir, unto
     assert err.startswith("grpocli: error: ")
 
 
-def test_neither_does_a_resume_of_a_run_that_is_alive(grpocli, run: RunDir, untouched: None) -> None:
+def test_a_refused_resume_of_a_running_run_changes_nothing(grpocli, run: RunDir, untouched: None) -> None:
     with run.locked():
         code, _, err = grpocli("train", f"resume={run.path}", "train.steps=4", "engine=transformers")
     assert code == 2
@@ -93,12 +93,12 @@ def test_neither_does_a_resume_of_a_run_that_is_alive(grpocli, run: RunDir, unto
 
 
 @pytest.mark.parametrize("argv", [["--cfg", "job"], ["--cfg", "hydra"], ["--cfg", "all"]])
-def test_neither_does_printing(argv: list[str], grpocli, run: RunDir, untouched: None) -> None:
+def test_printing_changes_nothing(argv: list[str], grpocli, run: RunDir, untouched: None) -> None:
     for given in (f"hydra.run.dir={run.path}", f"resume={run.path}"):
         assert grpocli("train", given, *argv)[0] == 0
 
 
-def test_neither_does_a_resume_of_a_run_that_is_finished(grpocli, tmp_path: Path) -> None:
+def test_a_resume_of_a_finished_run_changes_nothing(grpocli, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "done")
     before = digest(run.path)
     code, out, err = grpocli("train", f"resume={run.path}", "optim.lr=0.1")
@@ -115,18 +115,18 @@ def test_a_new_run_that_cannot_work_leaves_no_folder(grpocli, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["model/config.json", "checkpoints/mine", "rollouts/mine", "summary.json"])
-def test_a_folder_with_files_that_a_run_would_write_over_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_folder_with_files_that_a_run_would_overwrite_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
     with pytest.raises(ConfigError, match=f"has a {name.partition('/')[0]} already"):
         RunDir(tmp_path).check_free()
 
 
-def test_a_folder_inside_of_a_run_is_refused(run: RunDir) -> None:
+def test_a_folder_inside_a_run_is_refused(run: RunDir) -> None:
     with pytest.raises(ConfigError, match=f"is inside of the run {run.path}"):
         RunDir(run.checkpoints).check_free()
 
 
-def test_other_files_of_the_users_may_be_there(tmp_path: Path) -> None:
+def test_other_files_are_allowed(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").touch()
     RunDir(tmp_path).check_free()

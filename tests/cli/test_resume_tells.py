@@ -1,4 +1,4 @@
-"""What `resume=` says, and what it leaves behind, as a user sees it."""
+"""The output and the files of a resume."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ SECRET = "hunter2-of-the-environment"
 TYPED = "rollout.stop=['${oc.env:MY_SECRET}']"
 
 
-def test_a_resume_tells_what_has_changed_and_that_a_run_is_finished(
-    grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_reports_changes_and_a_finished_run(grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SECRET", SECRET)
     run = tmp_path / "run"
     start = ["train", *SMALL, "train.steps=2", "eval.problems=0", "optim.lr=1e-3", TYPED, f"hydra.run.dir={run}"]

@@ -1,4 +1,4 @@
-"""`grpocli reward-check`: what agrees, what does not, and how that is told."""
+"""`grpocli reward-check`: agreement, disagreements and their output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_rewards_that_agree(grpocli) -> None:
         ("7", [], 0, "100.00%"),
     ],
 )
-def test_what_disagrees_is_shown(
+def test_disagreements_are_shown(
     grpocli, tmp_path: Path, answer: str, options: list[str], code: int, said: str
 ) -> None:
     (tmp_path / "d.jsonl").write_text(LINES % answer)
@@ -52,7 +52,7 @@ def test_answers_are_those_of_the_rewards_column(grpocli, tmp_path: Path) -> Non
     assert (code, "100.00%" in out) == (0, True)
 
 
-def test_another_answer_that_is_right_too_is_a_disagreement(grpocli, tmp_path: Path) -> None:
+def test_a_right_answer_of_another_example_is_a_disagreement(grpocli, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text(LINES % "2.0")
     (tmp_path / "e.jsonl").write_text('{"prompt": "?", "answer": "1"}\n')
     task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"task.eval_path={tmp_path}/e.jsonl"]
@@ -76,7 +76,7 @@ def test_another_answer_that_is_right_too_is_a_disagreement(grpocli, tmp_path: P
         (["rewrd=[math]"], "did you mean"),
     ],
 )
-def test_what_cannot_be_checked_is_one_sentence(grpocli, options: list[str], said: str) -> None:
+def test_bad_input_is_one_sentence(grpocli, options: list[str], said: str) -> None:
     code, _, err = grpocli("reward-check", *options)
     assert code == 2
     assert said in err
@@ -89,7 +89,7 @@ def test_bad_options(grpocli, options: list[str]) -> None:
     assert f"{options[0]} " in err
 
 
-def test_both_splits_are_read_by_default_and_a_bad_reference_to_train_on_is_found(grpocli, tmp_path: Path) -> None:
+def test_both_splits_are_checked_by_default(grpocli, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text(LINES % "two")
     (tmp_path / "e.jsonl").write_text(LINES % "4")
     task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"task.eval_path={tmp_path}/e.jsonl", "reward=[number]"]
@@ -100,7 +100,7 @@ def test_both_splits_are_read_by_default_and_a_bad_reference_to_train_on_is_foun
     assert [line.split()[:3] for line in out.splitlines() if "3/3" in line] == [["jsonl", "eval", "number"]] * 2
 
 
-def test_answers_are_tried_in_other_forms(grpocli, tmp_path: Path) -> None:
+def test_answers_are_scored_in_other_forms(grpocli, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"prompt": "?", "answer": "1"}\n')
     (tmp_path / "e.jsonl").write_text(LINES % "0.5")
     task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"task.eval_path={tmp_path}/e.jsonl", "--split", "eval"]

@@ -1,4 +1,4 @@
-"""A Ctrl-C inside an evaluation ends it with a checkpoint; a resume repeats it, and equals never having stopped."""
+"""Ctrl-C during an evaluation ends it with a checkpoint; a resume repeats it and equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def even(completions, **kwargs):
 """
 
 
-def test_a_stop_inside_evaluations(
+def test_a_stop_during_evaluations(
     grpocli, tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRPOCLI_CACHE", str(shared_cache))

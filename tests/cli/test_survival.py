@@ -1,4 +1,4 @@
-"""Kills, signals and resumes: a resume equals never having stopped."""
+"""Kills and signals: a resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONG = ["train", *SMALL, *EVEN, "train.steps=12", "checkpoint.every=3", "eval.pr
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that nothing happens to."""
+    """An uninterrupted run."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     assert run_here(*LONG, f"hydra.run.dir={run}") == 0
     assert [row["step"] for row in metrics(run)] == list(range(1, 13))
@@ -52,7 +52,7 @@ def test_a_signal_stops_after_a_checkpoint(number: int, undisturbed: Path, tmp_p
     assert_same_run(run, undisturbed)
 
 
-def test_a_run_that_had_no_checkpoint_starts_again(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_starts_again(undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(*LONG, f"hydra.run.dir={run}")
     wait_for(run / "config.yaml")
@@ -62,7 +62,7 @@ def test_a_run_that_had_no_checkpoint_starts_again(undisturbed: Path, tmp_path: 
     assert_same_run(run, undisturbed)
 
 
-def test_two_processes_do_what_one_does(undisturbed: Path, tmp_path: Path) -> None:
+def test_two_processes_equal_one(undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = ["hardware.processes=2", "hardware.timeout=120"]
     assert run_here(*LONG, "train.steps=4", *options, f"hydra.run.dir={run}") == 0

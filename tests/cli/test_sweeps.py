@@ -1,4 +1,4 @@
-"""Sweepers of Hydra's that choose by a run's value, its `eval/accuracy`."""
+"""Hydra sweepers that choose by the result of a run, its `eval/accuracy`."""
 
 from __future__ import annotations
 

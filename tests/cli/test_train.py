@@ -1,4 +1,4 @@
-"""`grpocli train`, as a user sees it."""
+"""`grpocli train` on the command line."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SMALL_RUN = ["train", *SMALL]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with what most of them have."""
+    """A typical run."""
     run = tmp_path_factory.mktemp("train") / "run"
     options = ["checkpoint.every=2", "checkpoint.keep=1", "eval.every=2", "tracker=tensorboard"]
     assert run_here(*SMALL_RUN, *options, f"hydra.run.dir={run}") == 0
     return run
 
 
-def test_a_run_says_what_it_does(grpocli, tmp_path: Path) -> None:
+def test_a_run_prints_its_progress(grpocli, tmp_path: Path) -> None:
     code, out, err = grpocli(*SMALL_RUN, "train.steps=1", "engine=fake", f"hydra.run.dir={tmp_path}/run")
     assert (code, err) == (0, "")
     assert "method  algorithm=grpo, engine=fake" in out
@@ -31,7 +31,7 @@ def test_a_run_says_what_it_does(grpocli, tmp_path: Path) -> None:
     assert "held-out accuracy after 1 step" in out
 
 
-def test_a_run_leaves_what_it_promises(run: Path) -> None:
+def test_a_run_writes_its_files(run: Path) -> None:
     rows = metrics(run)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["weight_version"] for row in rows] == [1, 2, 3]
@@ -72,7 +72,7 @@ def test_a_run_leaves_what_it_promises(run: Path) -> None:
 
 
 @pytest.mark.parametrize(("terminal", "sweep"), [(True, False), (False, False), (True, True)])
-def test_the_end_of_a_run_says_what_to_do_next_in_a_terminal(
+def test_a_finished_run_prints_the_next_commands_in_a_terminal(
     terminal: bool, sweep: bool, grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpocli.launch.run.launch", lambda *_, **__: 0.5)
@@ -129,7 +129,7 @@ def test_gradient_checkpointing_changes_nothing(grpocli, tmp_path: Path) -> None
     assert other[1]["grad_norm"] == pytest.approx(one[1]["grad_norm"], rel=1e-4)
 
 
-def test_a_truncated_sampling_distribution_is_scored_as_it_is(grpocli, tmp_path: Path) -> None:
+def test_a_truncated_distribution_is_scored_under_the_same_truncation(grpocli, tmp_path: Path) -> None:
     options = ["rollout.top_p=0.9", "rollout.top_k=5", "rollout.min_p=0.01", "rollout.temperature=0.8"]
     assert grpocli(*SMALL_RUN, *options, "eval.problems=0", f"hydra.run.dir={tmp_path}/run")[0] == 0
     assert all(row["token_mult_prob_error"] == pytest.approx(1, abs=1e-4) for row in metrics(tmp_path / "run"))
@@ -150,7 +150,7 @@ def test_a_sweep_and_its_comparison(grpocli, tmp_path: Path) -> None:
     assert all(row["exit"] == "done" for row in rows)
 
 
-def test_a_sweep_goes_on_after_a_job_that_failed(grpocli, tmp_path: Path) -> None:
+def test_a_sweep_continues_after_a_failed_run(grpocli, tmp_path: Path) -> None:
     sweep = ["-m", "eval.reward=nothing,exact_match", "train.steps=1", f"hydra.sweep.dir={tmp_path}/sweep"]
     code, _, err = grpocli(*SMALL_RUN, *sweep)
     assert code == 2

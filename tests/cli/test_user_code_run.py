@@ -1,4 +1,4 @@
-"""A run whose reward misbehaves towards the whole process ends as any other, once and in one folder."""
+"""A run ends normally although its reward misuses threads, alarms, descriptors and child processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs on a real vLLM server: the run's own, and one that `grpocli vllm-serve` started."""
+"""Whole runs on a real vLLM server: the run's own server, and one of `grpocli vllm-serve`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def assert_synced(run: Path) -> None:
 
 
 def until_signal(run: Path, steps: int, number: signal.Signals, *options: str) -> int:
-    """Start a long run, send it a signal after some steps; its exit code. Nothing of it is left."""
+    """Start a long run and send it a signal after some steps. Returns its exit code; no process may be left."""
     family = Family()
     process = start(*RUN, "train.steps=1000", *options, f"hydra.run.dir={run}")
     try:
@@ -41,7 +41,7 @@ def until_signal(run: Path, steps: int, number: signal.Signals, *options: str) -
 
 
 def test_a_run_starts_syncs_and_stops_its_server(tmp_path: Path) -> None:
-    """One task of one turn, and one of several: the trainer scores the very tokens of both."""
+    """One task of one turn and one of several turns; the trainer scores the tokens of both."""
     code = until_signal(tmp_path / "run", 5, signal.SIGTERM, *TWO[1:])
     assert code == 3, "it stops after a step, with a checkpoint"
     assert_synced(tmp_path / "run")
@@ -54,7 +54,7 @@ def test_a_killed_run_leaves_no_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.survival
-def test_two_processes_with_parts_of_the_weights_use_the_server_of_another_terminal(tmp_path: Path) -> None:
+def test_two_sharded_processes_use_the_server_of_another_terminal(tmp_path: Path) -> None:
     family = Family()
     serve = start("vllm-serve", "model.warm_start_steps=20", "port=0", "max_model_len=64")
     try:

@@ -1,4 +1,4 @@
-"""Real servers that are killed under a run: its own come back, a given one that does not ends it with a checkpoint."""
+"""Real servers are killed during a run: its own are restarted; a lost external one ends the run with a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def assert_complete(run: Path, steps: int) -> None:
     assert all(row["sampling/kept"] == 4 for row in rows)
 
 
-def test_a_replica_that_is_killed_in_a_step_is_replaced(tmp_path: Path) -> None:
+def test_a_killed_replica_is_replaced(tmp_path: Path) -> None:
     family, run, steps = Family(), tmp_path / "run", 6
     process = start(*RUN, "engine.replicas=2", f"train.steps={steps}", f"hydra.run.dir={run}")
     try:
@@ -46,8 +46,8 @@ def test_a_replica_that_is_killed_in_a_step_is_replaced(tmp_path: Path) -> None:
     family.assert_gone(memory)
 
 
-def test_a_given_server_that_stays_away_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
-    """It and its guard are killed, so that nobody is left who could end vLLM's processes and remove their files."""
+def test_a_lost_external_server_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    """The server and its guard are killed, so that no process ends vLLM's processes and removes their files."""
     family, servers, run = Family(), Family(), tmp_path / "run"
     serve = start("vllm-serve", "model.warm_start_steps=20", "port=0", "max_model_len=64")
     try:

@@ -1,4 +1,4 @@
-"""Whatever a user gets wrong is one sentence that names the key, with exit code 2, before anything heavy starts."""
+"""Every mistake of a user is one sentence that names the key, with exit code 2, before anything heavy starts."""
 
 from __future__ import annotations
 
@@ -150,9 +150,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1
         ("seed: !!timestamp x", "'NoneType' object has no attribute 'groupdict'"),
     ],
 )
-def test_a_recipe_that_cannot_be_read(
-    text: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_recipe(text: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "recipe").mkdir()
     file = tmp_path / "recipe" / "mine.yaml"
     file.write_bytes(text.encode(errors="surrogateescape"))
@@ -172,9 +170,7 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert 'did you mean "train"?' in capsys.readouterr().err
 
 
-def test_the_traceback_is_shown_when_asked_for(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_traceback_is_shown_on_request(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPOCLI_TRACEBACK", "1")
     with pytest.raises(SystemExit):
         main(["train", "train.steps=many"])
@@ -195,7 +191,7 @@ def test_the_traceback_is_shown_when_asked_for(
         ["explain", "vs", "algorithm=dapo", "--markdown"],
     ],
 )
-def test_nothing_heavy_is_imported_to_answer(argv: list[str]) -> None:
+def test_quick_commands_import_nothing_heavy(argv: list[str]) -> None:
     code = (
         "import sys; from grpocli.cli import run; "
         f"code = 0\ntry: run({argv!r})\nexcept SystemExit as e: code = e.code or 0\n"

@@ -1,4 +1,4 @@
-"""Saved configs name choices, not places in the source."""
+"""Saved configs name choices instead of module paths."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def resumed(folder: Path, *given: str):
     return build_run(resume.merged(compose([o for o in resume.overrides([]) if not o.startswith(("resume", "hydra"))])))
 
 
-def test_a_saved_config_holds_no_module_path() -> None:
+def test_a_saved_config_has_no_module_path() -> None:
     assert "grpocli." not in save(compose(["algorithm=dapo", "reward=[math,format]", "task=[gsm8k,arithmetic]"]))
 
 
@@ -40,8 +40,8 @@ def test_a_run_resumes_after_a_class_has_moved(tmp_path: Path, monkeypatch: pyte
     assert (run.seed, run.train.steps) == (3, 70)
 
 
-def test_a_run_of_before_names_resumes(tmp_path: Path) -> None:
-    """Its config has the module paths of the version that wrote it."""
+def test_a_run_with_module_paths_resumes(tmp_path: Path) -> None:
+    """The config was saved by a version before choices had names."""
     text = save(compose(["algorithm=dgpo", "reward=[math]", "model.lora.rank=4"]))
     for path, name in FORMER.items():
         text = text.replace(f"_target_: {name}\n", f"_target_: {path}\n")
@@ -63,16 +63,16 @@ def test_an_unknown_choice_in_a_saved_config_is_one_sentence() -> None:
         build(OmegaConf.create({"reward": {"a": {"_target_": "nowhere.Reward"}}}))
 
 
-def test_a_class_without_a_name_is_imported() -> None:
+def test_a_class_without_a_choice_is_imported() -> None:
     made = build(OmegaConf.create({"_target_": "fractions.Fraction", "numerator": 3}))
     assert made == 3
 
 
-def test_a_yaml_of_before_names_still_chooses() -> None:
+def test_a_yaml_with_a_module_path_still_works() -> None:
     made = build(OmegaConf.create({"_target_": "grpocli.rewards.python.PythonReward", "function": "x:y"}))
     assert made == PythonReward(function="x:y")
 
 
-def test_what_runs_commands_is_refused() -> None:
+def test_functions_that_run_commands_are_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be imported"):
         build(OmegaConf.create({"_target_": "os.system", "command": "true"}))

@@ -1,4 +1,4 @@
-"""What the config groups compose to."""
+"""The config that groups compose, and the lines printed about it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_dapo_punishes_length_and_the_accuracy_stays_first() -> None:
     assert list(compose(["algorithm=grpo"]).reward) == ["exact_match"]
 
 
-def test_parts_are_swapped_as_groups_and_keys_set_by_name() -> None:
+def test_groups_choose_parts_and_keys_set_values() -> None:
     a = compose(["algorithm=grpo", "algorithm/advantage=center", "algorithm/kl=k1", "algorithm.kl.beta=0.5"]).algorithm
     assert [name(a.advantage), name(a.kl), a.kl.beta] == ["Center", "K1", 0.5]
 
@@ -85,7 +85,7 @@ def test_every_shipped_choice_builds(path: Path) -> None:
         build_run(config)
 
 
-def test_the_plan_is_in_plain_words() -> None:
+def test_the_printed_plan() -> None:
     run = build_run(
         compose(
             [
@@ -105,13 +105,13 @@ def test_the_plan_is_in_plain_words() -> None:
     assert "10 steps, 80 updates, 240 completions" in total
 
 
-def test_the_plan_counts_the_problems_of_every_task() -> None:
+def test_the_printed_plan_counts_the_problems_of_every_task() -> None:
     run = build_run(compose(["task=[arithmetic,countdown]", "reward=[number]", "eval.problems=4"]))
     evaluation = next(line for line in plan_lines(run, Devices(1)) if line.startswith("eval"))
     assert "2 tasks x 4 problems x (4 + 1 greedy) = 40 completions" in evaluation
 
 
-def test_the_opening_names_what_trains(tmp_path: Path) -> None:
+def test_the_first_lines_name_model_task_and_method(tmp_path: Path) -> None:
     run = build_run(compose(["task=[arithmetic,countdown]", "reward=[number,format]", "algorithm=dapo", "engine=vllm"]))
     job = EngineJob("/models/m", "bfloat16", 100, tmp_path, seed=0)
     said = "\n".join(opening_lines(run, job, Devices(1), {"model": "hf", "algorithm": "dapo"}))
@@ -120,7 +120,7 @@ def test_the_opening_names_what_trains(tmp_path: Path) -> None:
     assert "2 GPUs" in opening_lines(run, job, Devices(2, ("0", "1")), {})[0]
 
 
-def test_an_evaluation_by_default_is_small_where_a_model_is_slow() -> None:
+def test_default_evaluations_are_smaller_on_a_cpu() -> None:
     assert compose([]).eval.problems == 256, "the built-in model is fast"
     other = build_run(compose(["model=hf", "model.path=x"]))
     assert (other.eval.n_problems(cpu=True), other.eval.n_problems(cpu=False)) == (32, 256)
@@ -128,7 +128,7 @@ def test_an_evaluation_by_default_is_small_where_a_model_is_slow() -> None:
     assert chosen.eval.n_problems(cpu=True) == chosen.eval.n_problems(cpu=False) == 7
 
 
-def test_a_users_own_reward_and_recipe(tmp_path: Path) -> None:
+def test_a_reward_and_a_recipe_of_a_user(tmp_path: Path) -> None:
     (tmp_path / "reward").mkdir()
     (tmp_path / "recipe").mkdir()
     (tmp_path / "reward" / "mine.yaml").write_text(

@@ -1,4 +1,4 @@
-"""What is saved of a config names environment variables, and never holds their values."""
+"""Saved configs name environment variables and never contain their values."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
         ("???", "???"),
     ],
 )
-def test_what_reads_the_environment_stays_an_interpolation(value: object, saved: object) -> None:
+def test_values_from_the_environment_stay_interpolations(value: object, saved: object) -> None:
     others = {"seed": 3, "secret": "${oc.env:MY_SECRET}", "both": {"x": "${seed}", "y": "${secret}"}}
     config = OmegaConf.create({**others, "a": value, "overrides": ["a=${oc.env:MY_SECRET}", "b=${seed}", "c=${..d}"]})
     kept = without_environment(config)
@@ -59,7 +59,7 @@ def test_what_reads_the_environment_stays_an_interpolation(value: object, saved:
     assert OmegaConf.create({"x": "${oc.env:MY_SECRET}"}).x == SECRET  # reading goes on as before
 
 
-def test_what_was_read_from_the_environment_is_masked(tmp_path: Path) -> None:
+def test_values_from_the_environment_are_masked(tmp_path: Path) -> None:
     assert OmegaConf.create({"x": "http://${oc.env:MY_SECRET}/v1"}).x == f"http://{SECRET}/v1"
     assert masked(f"no answer at http://{SECRET}/v1") == "no answer at http://${oc.env:MY_SECRET}/v1"
     handler = QuietFileHandler(tmp_path / "run.log")
@@ -68,7 +68,7 @@ def test_what_was_read_from_the_environment_is_masked(tmp_path: Path) -> None:
     assert (tmp_path / "run.log").read_text() == "refused: ${oc.env:MY_SECRET}\n"
 
 
-def test_a_saved_config_is_the_same_run(tmp_path: Path) -> None:
+def test_a_saved_config_builds_the_same_run(tmp_path: Path) -> None:
     config = compose(["rollout.stop=['${oc.env:MY_SECRET}']", "seed='${oc.decode:${oc.env:MY_NUMBER}}'"])
     text = save(config)
     assert SECRET not in text
@@ -89,7 +89,7 @@ def again(folder: Path, *given: str) -> DictConfig:
     return resume.merged(compose([o for o in resume.overrides([]) if not o.startswith(("resume", "hydra"))]))
 
 
-def test_a_resume_keeps_what_was_typed_then_and_now(tmp_path: Path) -> None:
+def test_a_resume_keeps_old_and_new_overrides(tmp_path: Path) -> None:
     begun(tmp_path, "rollout.stop=['${oc.env:MY_SECRET}']")
     merged = again(tmp_path, "seed=${oc.env:MY_NUMBER}", "train.steps=7")
     text = save(merged)
@@ -100,7 +100,7 @@ def test_a_resume_keeps_what_was_typed_then_and_now(tmp_path: Path) -> None:
     assert (run.rollout.stop, run.seed, run.train.steps) == ([SECRET], 7, 7)
 
 
-def test_a_variable_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unset_variable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun(tmp_path, "rollout.stop=['${oc.env:MY_SECRET}']")
     monkeypatch.delenv("MY_SECRET")
     sentence = r"^rollout\.stop\[0\] needs the environment variable MY_SECRET, which is not set: export it$"
@@ -111,14 +111,14 @@ def test_a_variable_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "MY_SECRET" in save(merged)  # as what was typed once
 
 
-def test_a_card_names_the_variable_of_a_model(tmp_path: Path) -> None:
+def test_a_model_card_names_the_variable(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: {_target_: model/hf, path: '${oc.env:MY_SECRET}/model'}\n")
     card = model_card(RunDir(tmp_path), f"{SECRET}/model", {"steps": 1})
     assert SECRET not in card
     assert "| started from | `hf` (`${oc.env:MY_SECRET}/model`) |" in card
 
 
-def test_a_tracker_is_given_names(tmp_path: Path) -> None:
+def test_a_tracker_gets_the_names_of_variables(tmp_path: Path) -> None:
     from grpocli.launch.train_process import make_recorder
 
     begun(tmp_path, "rollout.stop=['${oc.env:MY_SECRET}']")

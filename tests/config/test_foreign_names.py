@@ -1,4 +1,4 @@
-"""A user of TRL, transformers or verl is answered with grpocli's key."""
+"""Keys of TRL, transformers and verl raise an error with the equivalent key."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_every_override_in_the_table_composes(advised: str) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["train", "plan"])
-def test_what_they_type_is_answered(
+def test_a_foreign_key_raises_the_equivalent(
     command: str, argv: list[str], said: str, grpocli: Callable[..., tuple[int, str, str]]
 ) -> None:
     code, _, err = grpocli(command, *argv)

@@ -1,4 +1,4 @@
-"""Nothing tells anybody to install what cannot be installed."""
+"""Documented installation commands work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def project() -> dict[str, object]:
 
 
 @pytest.mark.skipif(not (ROOT / "pyproject.toml").is_file(), reason="an installed package has no docs")
-def test_no_text_names_an_index_that_does_not_have_it_and_every_extra_exists() -> None:
+def test_no_text_installs_from_an_index_and_every_extra_exists() -> None:
     extras = project()["optional-dependencies"]
     assert isinstance(extras, dict)
     texts = {path: path.read_text() for place in PLACES for path in ROOT.glob(place) if path.is_file()}
@@ -32,5 +32,5 @@ def test_no_text_names_an_index_that_does_not_have_it_and_every_extra_exists() -
 
 
 @pytest.mark.skipif(not (ROOT / "pyproject.toml").is_file(), reason="an installed package has no docs")
-def test_the_version_is_said_once_in_one_way() -> None:
+def test_the_version_is_the_same_everywhere() -> None:
     assert project()["version"] == grpocli.__version__

@@ -1,4 +1,4 @@
-"""What users type and what Hydra gets: escapes, models by path, and how to quote."""
+"""Rewriting of overrides: escapes, models by path, and advice about quotes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_escapes_of_a_text_key_leave_latex_alone(text: str, read: str) -> None:
 
 
 @pytest.mark.parametrize("override", RIGHT)
-def test_what_is_right_already_is_not_touched(override: str) -> None:
+def test_valid_overrides_stay(override: str) -> None:
     assert typed(override.split(" ") if " " in override else [override]) == override.split(" ")
 
 
@@ -108,7 +108,7 @@ def test_escapes_are_read_in_each_value_of_a_sweep() -> None:
     assert typed([r'task.prefix="a\n","b"']) == ['task.prefix="a\n","b"']
 
 
-def test_a_resume_has_the_text_that_the_run_had(tmp_path: Path) -> None:
+def test_a_resume_has_the_same_text(tmp_path: Path) -> None:
     began = typed([*JSONL, r'task.prefix="one\ntwo \\n"'])
     assert began[-1] == 'task.prefix="one\ntwo \\n"'
     config = compose(began)
@@ -120,7 +120,7 @@ def test_a_resume_has_the_text_that_the_run_had(tmp_path: Path) -> None:
     assert compose(again).task.prefix == "one\ntwo \\n"
 
 
-def test_a_warning_names_a_backslash_that_no_escape_used() -> None:
+def test_a_literal_backslash_n_gets_a_warning() -> None:
     config = compose(JSONL)
     config.task.system_prompt = r"end\nwith \boxed{} \neq"  # as a YAML without double quotes has it
     (warning,) = literal_escapes(config)
@@ -144,7 +144,7 @@ QUOTED = [
 
 
 @pytest.mark.parametrize(("key", "value", "meant"), table(QUOTED, fast=3))
-def test_the_message_about_a_text_without_quotes_is_a_command_that_works(key: str, value: str, meant: object) -> None:
+def test_the_advice_about_quotes_is_a_command_that_works(key: str, value: str, meant: object) -> None:
     with pytest.raises(ConfigError) as caught:
         compose([*JSONL, f"{key}={value}"])
     (advised,) = shlex.split(caught.value.hint.removeprefix("write "))
@@ -152,7 +152,7 @@ def test_the_message_about_a_text_without_quotes_is_a_command_that_works(key: st
     assert (list(read) if isinstance(meant, list) else read) == meant
 
 
-def test_several_values_without_m() -> None:
+def test_several_values_need_multirun() -> None:
     with pytest.raises(ConfigError, match=r"^optim\.lr=1e-6,1e-5: give one value; -m tries several in turn$"):
         compose(["optim.lr=1e-6,1e-5"])
 
@@ -181,7 +181,7 @@ def test_a_model_by_its_path(given: list[str], path: str, tmp_path: Path, monkey
     assert model.lora.rank == (16 if "model.lora=16" in given else 0)
 
 
-def test_a_recipe_keeps_what_it_says_of_its_model() -> None:
+def test_a_model_path_keeps_the_model_of_a_recipe() -> None:
     given = ["recipe=gsm8k-qwen2.5-1.5b", "model.path=mine"]
     assert rewritten(given) == given
     assert rewritten(["model.path=mine"], "vllm_serve") == ["model=hf", "model.path=mine"]
@@ -200,6 +200,6 @@ def test_a_sweep_over_models_by_name_and_by_path(grpocli: Run, tmp_path: Path) -
     "override",
     ["resume=", "resume=''", "hydra.run.dir=", "hydra.sweep.dir=", "model=", "reward= ", "algorithm/kl=", "recipe="],
 )
-def test_a_choice_or_a_folder_without_a_name_is_refused(override: str) -> None:
+def test_an_empty_choice_or_folder_is_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{override.partition('=')[0]}=: has no value; give one, or leave"):
         rewritten(["train.steps=2", override])

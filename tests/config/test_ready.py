@@ -1,4 +1,4 @@
-"""What is missing on this machine is said before torch, a model or a server is touched."""
+"""Missing files, packages and servers are reported before torch, a model or a server is loaded."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def answers(command: str, lines: list[str]) -> dict[str, str]:
-    """What a command says to each list of overrides, all in one process, which has imported nothing heavy."""
+    """The error of a command for each list of overrides, all in one process that has imported nothing heavy."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(lines), command], capture_output=True, text=True, check=False
     )
@@ -89,7 +89,7 @@ def answers(command: str, lines: list[str]) -> dict[str, str]:
 
 
 @pytest.mark.processes
-def test_what_is_missing_is_said_before_anything_heavy(here: Path) -> None:
+def test_missing_things_are_reported_before_heavy_imports(here: Path) -> None:
     said = answers("train", list(CASES))
     for line, sentence in CASES.items():
         assert sentence in said.get(line, "nothing"), line
@@ -97,7 +97,7 @@ def test_what_is_missing_is_said_before_anything_heavy(here: Path) -> None:
 
 
 @pytest.mark.processes
-def test_other_commands_ask_too(here: Path) -> None:
+def test_other_commands_check_too(here: Path) -> None:
     for command in ("eval", "reward-check"):
         reward, *_ = lines = [line for line in CASES if "missing.py" in line or line.startswith("task=jsonl")]
         said = answers(command, lines)
@@ -107,7 +107,7 @@ def test_other_commands_ask_too(here: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["accuracy", "Board", "other", "torch"])
-def test_every_way_to_give_a_module_a_name_is_known(here: Path, name: str) -> None:
+def test_every_way_to_define_a_name_is_found(here: Path, name: str) -> None:
     check_exists(f"rewards.py:{name}", "key")
     check_exists(f"rewards:{name}", "key")
 
@@ -125,7 +125,7 @@ def test_every_way_to_give_a_module_a_name_is_known(here: Path, name: str) -> No
         "def f():\n    global hidden\n    hidden = 1\nf()",
     ],
 )
-def test_a_name_that_importing_may_give_is_not_refused(here: Path, source: str) -> None:
+def test_a_name_that_the_import_may_define_is_accepted(here: Path, source: str) -> None:
     (here / "strange.py").write_text(source)
     check_exists("strange.py:hidden", "key")
     (here / "plain.py").write_text("x = 1")

@@ -134,7 +134,7 @@ MORE = {  # and what one of them changes besides
 
 
 def resolved(name: str) -> dict[str, Any]:
-    """Every key of a recipe, with dots, and its value."""
+    """{dotted key: value} of a recipe."""
     return flat(OmegaConf.to_container(compose([f"recipe={name}"]), resolve=True))
 
 

@@ -1,4 +1,4 @@
-"""The config of a run that began with other defaults."""
+"""The config of a resumed run, also after defaults have changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpocli.launch.resume import Resume, changes
 
 
 def resumed(folder: Path, began_with: list[str], now: list[str], *overrides: str) -> Run:
-    """A run that began with the defaults `began_with`, of which its `overrides` say nothing."""
+    """A run that began with the defaults `began_with`, which its `overrides` do not name."""
     config = compose([*overrides, *began_with])
     config.overrides = list(overrides)
     (folder / "config.yaml").write_text(save(config))
@@ -28,7 +28,7 @@ def again(resume: Resume) -> Run:
     return build_run(resume.merged(compose([o for o in resume.overrides([]) if not o.startswith(("resume", "hydra"))])))
 
 
-def test_a_folder_with_quotes_in_its_name(tmp_path: Path) -> None:
+def test_a_folder_name_with_quotes(tmp_path: Path) -> None:
     folder = tmp_path / """it's a "run" \\"""
     folder.mkdir()
     run = resumed(folder, [], ["train.steps=7"])
@@ -37,26 +37,26 @@ def test_a_folder_with_quotes_in_its_name(tmp_path: Path) -> None:
     assert composed.resume == str(folder)
 
 
-def test_a_default_choice_that_has_changed_since_stays_what_it_was(tmp_path: Path) -> None:
+def test_a_changed_default_choice_does_not_change_the_run(tmp_path: Path) -> None:
     run = resumed(tmp_path, ["algorithm/correction=none", "algorithm/advantage=center"], ["train.steps=7"])
     assert run.algorithm.correction == NoCorrection()
     assert type(run.algorithm.advantage).__name__ == "Center"
     assert run.train.steps == 7
 
 
-def test_what_is_given_now_changes_it(tmp_path: Path) -> None:
+def test_an_override_changes_the_run(tmp_path: Path) -> None:
     run = resumed(tmp_path, ["algorithm/correction=none"], ["algorithm/correction=token_mask"])
     assert run.algorithm.correction == TokenMask()
 
 
-def test_what_follows_a_key_that_is_given_now_follows_it(tmp_path: Path) -> None:
+def test_a_key_that_follows_an_override_follows_it(tmp_path: Path) -> None:
     run = resumed(tmp_path, ["engine=vllm"], ["rollout.max_staleness=1"])
     assert run.algorithm.corrects
     assert resumed_length(tmp_path / "a", "rollout.max_completion_tokens=20") == 30
     assert resumed_length(tmp_path / "b", "algorithm.aggregate.length=20") == 20
 
 
-def test_another_algorithm_leaves_out_the_keys_of_what_it_does_not_have(tmp_path: Path) -> None:
+def test_another_algorithm_drops_keys_that_it_does_not_have(tmp_path: Path) -> None:
     given = ["algorithm=dapo", "reward.overlong.buffer_tokens=2"]
     config = compose(given)
     config.overrides = given
@@ -66,7 +66,7 @@ def test_another_algorithm_leaves_out_the_keys_of_what_it_does_not_have(tmp_path
     assert run.reward["overlong"].buffer_tokens == 2, "the run keeps its rewards"
 
 
-def test_a_resume_goes_on_in_the_folder_of_the_run(tmp_path: Path) -> None:
+def test_a_resume_continues_in_the_folder_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     said = "hydra.run.dir=/elsewhere: a resume continues in the run's own folder"
     with pytest.raises(ConfigError, match=re.escape(said)):
@@ -75,7 +75,7 @@ def test_a_resume_goes_on_in_the_folder_of_the_run(tmp_path: Path) -> None:
 
 
 def resumed_length(folder: Path, began_with: str) -> int:
-    """Of Dr. GRPO's constant, after a resume with another limit of completions."""
+    """The length of Dr. GRPO after a resume with another max_completion_tokens."""
     folder.mkdir()
     run = resumed(folder, [], ["rollout.max_completion_tokens=30"], "algorithm=drgrpo", began_with)
     return int(run.algorithm.aggregate.length)
@@ -90,8 +90,8 @@ HYDRA_S = {
 
 
 @pytest.mark.parametrize("recorded", HYDRA_S)
-def test_a_run_of_an_earlier_version_is_what_its_config_says(tmp_path: Path, recorded: str) -> None:
-    """It has no `overrides` there, and Hydra's own record of them may be damaged."""
+def test_a_run_of_an_earlier_version_is_read_from_its_config(tmp_path: Path, recorded: str) -> None:
+    """Its config has no `overrides`, and Hydra's record of them may be damaged."""
     config = compose(["algorithm=dapo", "optim.lr=0.5", "train.steps=7"])
     (tmp_path / "config.yaml").write_text(save(config).replace("overrides: []\n", ""))
     if (text := HYDRA_S[recorded]) is not None:
@@ -109,7 +109,7 @@ def test_a_run_of_an_earlier_version_is_what_its_config_says(tmp_path: Path, rec
     assert run.train.steps == 9
 
 
-def test_only_what_differs_has_changed(tmp_path: Path) -> None:
+def test_changes_lists_only_differences(tmp_path: Path) -> None:
     before = OmegaConf.to_container(compose(["reward=[math]"]), resolve=True)
     given = ["optim.lr=5e-7", "engine=vllm", "reward=[math,format]", "resume=/run", "rollout.stop=[a]"]
     after = OmegaConf.to_container(compose(given), resolve=True)
@@ -131,7 +131,7 @@ def test_only_what_differs_has_changed(tmp_path: Path) -> None:
         ("seed: \udcff", "'utf-8' codec can't decode byte 0xff"),
     ],
 )
-def test_a_config_that_is_none(text: str, problem: str, tmp_path: Path) -> None:
+def test_a_broken_config(text: str, problem: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=re.escape(f"resume={file}: cannot be read: {problem}")):

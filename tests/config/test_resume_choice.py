@@ -1,4 +1,4 @@
-"""A resume may choose another part; the keys of the one before go with it."""
+"""A resume may replace a part, which drops the overrides of the replaced part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAVED = ["engine=vllm", "engine.base_url=http://127.0.0.1:8000", "+engine.vllm_a
 
 
 def again(folder: Path, saved: list[str], given: list[str]) -> list[str]:
-    """The overrides that compose a run again, without those that every resume has."""
+    """The overrides that compose a run again, without those of every resume."""
     (folder / "config.yaml").write_text(yaml.safe_dump({"overrides": saved}))
     return Resume(folder, given).overrides([])[:-3]
 
@@ -29,7 +29,7 @@ def again(folder: Path, saved: list[str], given: list[str]) -> list[str]:
         (["optim=adamw", "train.steps=5"], SAVED[:4]),
     ],
 )
-def test_overrides_of_a_part_that_is_replaced_are_forgotten(tmp_path: Path, given: list[str], left: list[str]) -> None:
+def test_overrides_of_a_replaced_part_are_dropped(tmp_path: Path, given: list[str], left: list[str]) -> None:
     assert again(tmp_path, SAVED, given) == [*left, *given]
 
 
@@ -41,11 +41,11 @@ def test_overrides_of_a_part_that_is_replaced_are_forgotten(tmp_path: Path, give
         (["reward=[exact_match]"], REWARDS[:1]),
     ],
 )
-def test_of_several_parts_those_that_stay_keep_theirs(tmp_path: Path, given: list[str], left: list[str]) -> None:
+def test_parts_that_stay_keep_their_overrides(tmp_path: Path, given: list[str], left: list[str]) -> None:
     assert again(tmp_path, REWARDS, given) == [*left, *given]
 
 
-def test_the_next_resume_knows_what_this_one_was_given(tmp_path: Path) -> None:
+def test_the_next_resume_keeps_the_overrides_of_this_one(tmp_path: Path) -> None:
     config = compose(REWARDS)
     config.overrides = REWARDS
     (tmp_path / "config.yaml").write_text(save(config))

@@ -1,4 +1,4 @@
-"""Importing code of the user's: it can neither end the process nor come back twice."""
+"""Importing user code, which can neither end the process nor return in a forked copy of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_an_import_does_not_end_the_process(tmp_path: Path, leave: str) -> None:
 
 
 @pytest.mark.processes
-def test_a_fork_at_import_comes_back_once(tmp_path: Path) -> None:
+def test_a_fork_at_import_returns_once(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import os\nos.fork()\ndef score(): ...\n")
     code = f"from grpocli.config.user_code import load\nload('{tmp_path}/mine.py:score', 'key')\nprint('here')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -168,7 +168,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("given", "key", "name", "fields"), table(KINDS, fast=3))
-def test_every_group_takes_a_class_of_the_users(given: list[str], key: str, name: str, fields: dict[str, Any]) -> None:
+def test_every_group_accepts_a_class_of_a_user(given: list[str], key: str, name: str, fields: dict[str, Any]) -> None:
     config = compose(given)
     assert OmegaConf.select(config, key)._target_ == f"{Path.cwd()}/mine.py:{name}"
     part: Any = build_run(config)
@@ -248,13 +248,13 @@ def test_a_saved_config_is_built_from_another_folder(monkeypatch: pytest.MonkeyP
         ("reward=[math,other.py:math]", "are both called math"),
     ],
 )
-def test_what_cannot_be_a_part_is_one_sentence(override: str, said: str) -> None:
+def test_an_invalid_part_is_one_sentence(override: str, said: str) -> None:
     with pytest.raises(ConfigError, match=r"^(algorithm/\w+|optim|task|reward)[=:]") as caught:
         compose([override])
     assert said in str(caught.value)
 
 
-def test_every_part_that_ships_can_be_called_as_a_users_part_is() -> None:
+def test_built_in_parts_have_the_members_that_user_parts_need() -> None:
     register_parts()
     for group in NEEDS:
         for choice in stored(group):
@@ -263,7 +263,7 @@ def test_every_part_that_ships_can_be_called_as_a_users_part_is() -> None:
 
 
 @pytest.mark.parametrize(("path", "had"), [("mine.py", "; it has Rank, Mine, "), ("none.py", "NAME")])
-def test_a_file_without_a_name_is_answered_with_its_names(path: str, had: str) -> None:
+def test_a_file_without_a_name_raises_its_names(path: str, had: str) -> None:
     for group in ("reward=[{}]", "task={}", "algorithm/advantage={}"):
         with pytest.raises(ConfigError, match=rf"={path}: name what to take from the file: {path}:NAME") as caught:
             compose([group.format(path)])
@@ -278,7 +278,7 @@ def test_a_path_may_have_a_colon() -> None:
     assert build_run(config).reward["accuracy"].function == f"{Path.cwd()}/a:b/mine.py:accuracy"
 
 
-def test_files_of_one_name_in_two_folders_are_two_modules() -> None:
+def test_files_of_the_same_name_are_two_modules() -> None:
     for folder, value in (("a", 1), ("b", 2)):
         Path(folder).mkdir()
         Path(folder, "parts.py").write_text(
@@ -308,7 +308,7 @@ def test_a_sweep_over_parts_and_print(
     assert "mine.py:Rank" in out
 
 
-def test_the_documented_class_works_as_it_stands(tmp_path: Path) -> None:
+def test_the_documented_class_works(tmp_path: Path) -> None:
     page = Path(__file__).parents[2] / "docs" / "command_line.md"
     block = re.search(r"    # mine\.py\n((?:    .*\n|\n)+)", page.read_text())
     assert block

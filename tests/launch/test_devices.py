@@ -1,4 +1,4 @@
-"""Which GPUs train and which serve, on one machine and on several."""
+"""The GPUs that train and serve, on one machine and on several."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_split(hardware: Single, engine: object, gpus: list[str], train: lis
     assert found.shared is (None if train == ["0", "1", "2"] else bool(set(train) & set(rollout)))
 
 
-def test_servers_that_share_only_some_gpus_are_neither_shared_nor_apart() -> None:
+def test_shared_is_none_if_only_some_gpus_are_shared() -> None:
     assert Devices(2, ("0", "1"), ("1", "2")).shared is None
 
 
@@ -70,19 +70,19 @@ def test_servers_that_share_only_some_gpus_are_neither_shared_nor_apart() -> Non
         (Single(processes=8), Vllm(), r"hardware\.processes=8: .* 7 are left to train"),
     ],
 )
-def test_gpus_that_are_not_there(hardware: Single, engine: object, message: str) -> None:
+def test_missing_gpus(hardware: Single, engine: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         split(hardware, engine, EIGHT)
 
 
-def test_on_a_cpu_there_is_nothing_to_choose() -> None:
+def test_devices_on_a_cpu() -> None:
     assert devices_of(Single(device="cpu"), Vllm()) == Devices(1)
     assert devices_of(Single(device="cpu", processes=3), Vllm()) == Devices(3)
     with pytest.raises(ConfigError, match=r"hardware\.train_devices=2: there is no GPU"):
         devices_of(Single(device="cpu", train_devices=2), Vllm())
 
 
-def test_a_machine_of_several_must_have_what_the_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_must_have_the_configured_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "visible_gpus", lambda: EIGHT[:4])
     assert devices_of(Multinode(devices_per_node=4), Vllm()).train == tuple(EIGHT[:4])
     with pytest.raises(ConfigError, match=r"hardware\.devices_per_node=8: .* has 4 GPUs for this job"):
@@ -94,7 +94,7 @@ def test_a_machine_of_several_must_have_what_the_config_says(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("value", ["0", "[]", "[0,0]", "some", "true"])
-def test_nonsense_for_devices_is_refused(value: str) -> None:
+def test_invalid_devices_are_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=r"hardware\.train_devices=.*: give auto, how many GPUs, or a list"):
         build_run(compose([f"hardware.train_devices={value}"]))
 
@@ -113,12 +113,12 @@ def test_nonsense_for_devices_is_refused(value: str) -> None:
         ),
     ],
 )
-def test_several_machines_that_cannot_work(overrides: str, message: str) -> None:
+def test_invalid_runs_on_several_machines(overrides: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_run(compose(["hardware=multinode", *overrides.split()]))
 
 
-def test_the_plan_says_who_does_what() -> None:
+def test_the_printed_plan_names_devices_and_machines() -> None:
     run = build_run(compose(["hardware=multinode", "engine=vllm", "engine.tensor_parallel=8"]))
     lines = plan_lines(run, Devices(8, tuple(EIGHT)))
     assert any("1 machine, each: train on GPUs 0,1,2,3,4,5,6,7; serve on 1 machine" in line for line in lines)
@@ -126,7 +126,7 @@ def test_the_plan_says_who_does_what() -> None:
     check_shares(run, 8)
 
 
-def test_a_place_in_a_job_comes_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_node_is_read_from_slurms_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert node_of(Single()) is None
@@ -140,9 +140,7 @@ def test_a_place_in_a_job_comes_from_slurm(monkeypatch: pytest.MonkeyPatch) -> N
         node_of(Multinode(train_nodes=4))
 
 
-def test_a_machine_that_follows_does_not_fail_where_the_run_was_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_is_no_error_on_other_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`srun --kill-on-bad-exit` would kill the first machine, which may still be at work."""
 
     def stopped(*_: object) -> None:
@@ -155,16 +153,14 @@ def test_a_machine_that_follows_does_not_fail_where_the_run_was_stopped(
     assert processes.again_file(tmp_path).exists()
 
 
-def test_a_folder_that_another_machine_holds_open_is_used_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_folder_with_open_files_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     new_engine_folder(tmp_path)
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as over NFS, where what is open stays
     new_engine_folder(tmp_path)
     assert (tmp_path / "engine").stat().st_mode & 0o777 == 0o700
 
 
-def test_an_engine_that_turns_out_to_be_vllm_needs_machines_of_its_own() -> None:
+def test_engine_auto_that_chooses_vllm_needs_rollout_nodes() -> None:
     run = build_run(compose(["hardware=multinode", "hardware.rollout_nodes=0", "engine=auto"]))
     with pytest.raises(ConfigError, match=r"hardware\.rollout_nodes=0: engine=vllm starts its servers on machines of"):
         check_nodes(run, Vllm())

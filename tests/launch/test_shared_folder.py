@@ -1,4 +1,4 @@
-"""What servers on other machines read from a folder that all machines see."""
+"""The folder from which servers on other machines read weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpocli.tracking.run_dir import RunDir
     ("nodes", "transport", "rank", "shared"),
     [(0, "shm", 0, False), (1, "shm", 0, True), (1, "nccl", 0, False), (1, "nccl", 8, True), (0, "nccl", 8, False)],
 )
-def test_weights_and_adapters_that_are_files_are_where_other_machines_see_them(
+def test_files_for_other_machines_are_in_the_run_folder(
     tmp_path: Path, nodes: int, transport: str, rank: int, shared: bool
 ) -> None:
     run: Any = SimpleNamespace(model=SimpleNamespace(lora=SimpleNamespace(rank=rank)))
