@@ -34,7 +34,7 @@ def assert_equal(
     torch.testing.assert_close(results[0].gradient, results[1].gradient, rtol=1e-10, atol=1e-13)
 
 
-# TRL's pull request on Dr. GRPO: what the mean over a local batch's tokens is in its special cases. The KL term stays.
+# TRL's pull request on Dr. GRPO: special cases of the mean over the tokens of a local batch, with the KL term
 
 
 def token_mean(scope: str) -> Algorithm:

@@ -338,7 +338,7 @@ def test_entropy_bonus(batch: Batch) -> None:
     assert_same(batch, token_mean(batch, lambda at, a: clipped(batch, at, a)), *TOKEN_MEAN, "algorithm/entropy=none")
 
 
-# How token losses become one number. Advantages are given: those of the first question are all 0.
+# aggregations of token losses, with given advantages, which are 0 for the first question
 
 
 def aggregated(batch: Batch, advantages: torch.Tensor, divisor: Callable[[int, int], float]) -> torch.Tensor:
@@ -415,7 +415,7 @@ def test_a_masked_completion_counts_as_a_row_and_not_as_tokens(batch: Batch) -> 
         assert_same(masked, objective, "algorithm=grpo", "algorithm.advantage.eps=0", *options)
 
 
-# Advantages and question weights. Rewards of four questions: with gaps, constant, one alone, none.
+# advantages and question weights, with rewards of four questions: with gaps, constant, only one, none
 
 
 def rewards(seed: int) -> torch.Tensor:

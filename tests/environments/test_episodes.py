@@ -154,7 +154,7 @@ def test_limits_on_turns_and_tokens(make_episodes) -> None:
     assert short.finish_reason == "length"
     assert len(short.token_ids) <= 24
     assert short.mask is not None
-    assert short.mask[-1] == 1  # nothing is heard that nobody can answer
+    assert short.mask[-1] == 1  # the last token is the model's: an observation without an answer is left out
     cut = one(200, turns=2, turn_tokens=1)
     assert cut.mask is not None
     assert sum(cut.mask) == 2

@@ -46,13 +46,13 @@ class Case:
 
 
 GRPO = ("algorithm=grpo", "algorithm/kl=none")
-# TRL multiplies the KL term by pi / pi_old unless told not to; ours is `on_policy`.
+# by default TRL multiplies the KL term by pi / pi_old, which is `on_policy` in grpocli
 KL, KL_WEIGHTED = {"beta": 0.04, "use_bias_correction_kl": False}, {"beta": 0.04}
 OUR_KL, OUR_KL_WEIGHTED = ("algorithm/kl=k3",), ("algorithm/kl=k3", "algorithm.kl.on_policy=true")
 # "dapo" in TRL is a token mean over the window and nothing else: clip-higher is `epsilon_high`.
 DAPO = ("algorithm=dapo", "algorithm.objective.high=0.2")
 DR_GRPO = ("algorithm=drgrpo", f"algorithm.aggregate.length={LENGTH}")  # TRL's is always max_completion_length
-# "bnpo" divides by the tokens of a micro-batch, "luspo" by rows alone, which is Dr. GRPO's with length 1.
+# "bnpo" divides by the tokens of a micro-batch, "luspo" by rows only, which is Dr. GRPO's with length 1.
 BNPO = (*DAPO, "algorithm.aggregate.scope=micro_batch")
 LUSPO = (*GRPO, "algorithm.objective.level=sequence", "algorithm/aggregate=constant", "algorithm.aggregate.length=1")
 SEQUENCE = {"importance_sampling_level": "sequence"}
@@ -61,7 +61,7 @@ OUR_SEQUENCE = ("algorithm.objective.level=sequence",)
 CISPO = {"loss_type": "cispo", "epsilon_high": 1.5}
 OUR_CISPO = ("algorithm=dapo", "algorithm/objective=cispo", "algorithm.objective.high=0.5")
 CISPO_METRICS = {"kl": "kl", "clip_ratio/high_mean": "cispo_clip_ratio"}
-# TRL rounds the temperatures to float32 whatever the dtype: 1.25 stays what it is.
+# TRL rounds the temperatures to float32 for every dtype; 1.25 is exact
 SAPO = {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.25}
 OUR_SAPO = (*GRPO, "algorithm/objective=sapo", "algorithm.objective.tau_negative=1.25")
 SAPO_METRICS = {"kl": "kl"}  # it has no clip

@@ -156,7 +156,7 @@ def test_with_process_the_scores_are_the_same(reward, sample) -> None:
         first, none = asked("ask")
         assert first != os.getpid()
         assert none is None
-        assert asked("ask", tokens=2)[0] == first  # what it keeps is still there
+        assert asked("ask", tokens=2)[0] == first  # the process and its state persist
         assert asked("draw") == asked("draw") != asked("draw", tokens=2)
         assert all("it raised SystemExit: enough (" in score.reason for score in asked("leave"))
         assert all("1.0, expected a list" in score.reason for score in asked("scalar"))

@@ -37,7 +37,7 @@ def others() -> set[int]:
 def nothing_is_left():
     before = others()
     yield
-    left = others() - before  # of other tests beside this one too, which end soon
+    left = others() - before  # includes those of concurrent tests, which end soon
     deadline = time.monotonic() + 20
     while left and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -82,7 +82,7 @@ def answer():
     assert sandbox(program, TEST).passed == [True]
 
 
-UNTIED = "import ctypes, os, time\nctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\n"  # of whoever is killed with the test
+UNTIED = "import ctypes, os, time\nctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\n"  # undoes PR_SET_PDEATHSIG
 
 
 @pytest.mark.parametrize(

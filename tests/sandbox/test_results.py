@@ -237,7 +237,7 @@ def test_candidates_for_the_parent_control_group(monkeypatch, tmp_path):
     (tmp_path / "user").mkdir()
     where = ["memory/a/b", "memory/a", "user/run.scope", "user"]
     assert cgroup._candidates() == [tmp_path / path for path in where]
-    assert cgroup.parent_group.__wrapped__() is None  # a folder that is no control group
+    assert cgroup.parent_group.__wrapped__() is None  # a folder that is not a control group
     assert list((tmp_path / "user").iterdir()) == []
 
 
