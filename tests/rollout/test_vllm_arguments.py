@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +118,7 @@ def test_vllm_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, cache_folder
         known_options()
 
 
-@pytest.mark.processes
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.vllm
 def test_the_installed_vllm_says_what_it_has(cache_folder: Path) -> None:
     """Every option that grpocli sets itself is one of them, or servers would not start."""
     options = known_options()

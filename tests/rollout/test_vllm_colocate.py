@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from grpocli.rollout.vllm.colocate import ColocateEngine, InProcessLLM, argument
 from grpocli.rollout.vllm.engine_parts import VllmColocate
 from grpocli.rollout.vllm.env_isolation import VllmEnvironment
 from grpocli.types import Request, Sampling
-
-needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 class Recorded:
@@ -152,7 +149,7 @@ def test_bad_keys(key: str, value: Any, says: str) -> None:
         VllmColocate(**{key: value})
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("options", "says"),
     [({"max_model_len": 20}, r"engine\.max_model_len=20"), ({"sleep": True}, r"engine\.sleep=")],

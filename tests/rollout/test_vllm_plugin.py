@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 
 import pytest
-from vllm.distributed.device_communicators import shm_broadcast
 
 from grpocli.rollout.vllm.plugin import register
 
 SECONDS = 0.4
 
 
+@pytest.mark.vllm
 def test_a_reader_that_waits_leaves_the_core_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.device_communicators import shm_broadcast  # slow: only where the test is run
+
     monkeypatch.setattr(shm_broadcast, "sched_yield", shm_broadcast.sched_yield)  # as it was, afterwards
     register()
     reader = shm_broadcast.SpinCondition.__new__(shm_broadcast.SpinCondition)

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -457,7 +456,7 @@ def test_heads_that_vllm_has_no_kernel_for(
         pass
 
 
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.vllm
 def test_the_installed_vllm_lists_its_head_sizes() -> None:
     assert {32, 64, 128} <= set(heads.cpu_head_sizes())
 

@@ -567,6 +567,7 @@ def test_only_what_is_listed_is_encoded() -> None:
         encode_handles({"GPU-1": (os.system,)})
 
 
+@pytest.mark.vllm
 def test_what_a_source_declares_is_what_it_yields() -> None:
     pytest.importorskip("vllm")
     weights = PolicyWeights(context().policy, torch.bfloat16)
@@ -623,6 +624,7 @@ def test_a_broadcast_that_failed_is_aborted_once(tmp_path: Path) -> None:
     assert done == ["send", "shutdown"]
 
 
+@pytest.mark.vllm
 def test_vllm_takes_what_we_tell_it_of_packing() -> None:
     pytest.importorskip("vllm")
     from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
@@ -643,6 +645,7 @@ def test_a_transfer_that_hangs_has_a_deadline() -> None:
     for_ever.set()
 
 
+@pytest.mark.vllm
 def test_the_worker_takes_no_pickled_handles() -> None:
     pytest.importorskip("vllm")
     from grpocli.rollout.vllm.worker import JsonIpcUpdate

@@ -80,6 +80,7 @@ def test_close_waits_for_the_given_time() -> None:
     assert done == [1]
 
 
+@pytest.mark.processes
 def test_rollouts_are_sampled_while_a_checkpoint_is_written(
     grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_full_disk_ends_the_run_before_another_update(
     assert len(metrics(tmp_path / "run")) == 1
 
 
+@pytest.mark.processes
 def test_a_process_that_abandons_a_checkpoint_exits_without_an_abort() -> None:
     """Python's finalization aborts a process whose daemon thread runs C++ code."""
     code = """
