@@ -37,12 +37,12 @@ COLUMNS = 1024
 class Targets:
     """Tokens [N] whose log-probs are wanted, and the distribution they are drawn from.
 
-    before_N: the index of the hidden state that predicts each token; None: token n is predicted from hidden state n.
+    predictor_N: the index of the hidden state that predicts each token; None: token n is predicted from hidden state n.
     seen: the earlier tokens, for a repetition penalty. entropy_gradient: whether entropies have a gradient.
     """
 
     ids_N: Tensor
-    before_N: Tensor | None
+    predictor_N: Tensor | None
     sampling: Sampling
     seen: TokenHistory | None = None
     entropy_gradient: bool = False
@@ -72,7 +72,7 @@ def scoring(head: torch.nn.Module, targets: Targets) -> Iterator[None]:
     """
 
     def forward(hidden: Tensor) -> Tensor:
-        hidden_NH = _picked(hidden.reshape(-1, hidden.shape[-1]), targets.before_N)
+        hidden_NH = _picked(hidden.reshape(-1, hidden.shape[-1]), targets.predictor_N)
         sampling = targets.sampling
         plain = sampling.repetition_penalty == 1 and not sampling.truncates and not targets.entropy_gradient
         if plain and type(head) is torch.nn.Linear and getattr(head, "bias", None) is None:
@@ -82,7 +82,7 @@ def scoring(head: torch.nn.Module, targets: Targets) -> Iterator[None]:
             )
         else:
             logp_N, entropy_N = _any_scores(head, hidden_NH, targets)
-        shape = hidden.shape[:-1] if targets.before_N is None else (1, len(targets.ids_N))
+        shape = hidden.shape[:-1] if targets.predictor_N is None else (1, len(targets.ids_N))
         return torch.stack([logp_N, entropy_N], -1).view(*shape, 2)
 
     with replaced(head, forward):
@@ -90,19 +90,19 @@ def scoring(head: torch.nn.Module, targets: Targets) -> Iterator[None]:
 
 
 @contextmanager
-def repeating(head: torch.nn.Module | None, before_N: Tensor | None) -> Iterator[None]:
-    """A block in which `head` returns logits [1, N, V] for hidden states [1, U, H], which it repeats by `before_N`."""
-    if head is None or before_N is None:
+def repeating(head: torch.nn.Module | None, predictor_N: Tensor | None) -> Iterator[None]:
+    """A block in which `head` returns logits [1, N, V] for hidden states [1, U, H], repeated by `predictor_N`."""
+    if head is None or predictor_N is None:
         yield
         return
     plain = head.forward
-    with replaced(head, lambda hidden: plain(_picked(hidden[0], before_N).unsqueeze(0))):
+    with replaced(head, lambda hidden: plain(_picked(hidden[0], predictor_N).unsqueeze(0))):
         yield
 
 
-def _picked(hidden_UH: Tensor, before_N: Tensor | None) -> Tensor:
+def _picked(hidden_UH: Tensor, predictor_N: Tensor | None) -> Tensor:
     """[N, H]. By an embedding, whose gradient sums in a fixed order; that of an index depends on threads."""
-    return hidden_UH if before_N is None else torch.nn.functional.embedding(before_N, hidden_UH)
+    return hidden_UH if predictor_N is None else torch.nn.functional.embedding(predictor_N, hidden_UH)
 
 
 @contextmanager
@@ -289,8 +289,8 @@ def completion_logp(
             raise ValueError("a repetition penalty needs padded rows")
         n = ids_BT.shape[1]
         seen = TokenHistory(first_seen(layout.input_ids, layout.attention_mask, n, _vocabulary(head)), n)
-    targets = Targets(layout.targets(ids_BT), layout.before_N, sampling, seen, entropy_gradient)
-    with context, scoring(head, targets) if at_head and head is not None else repeating(head, layout.before_N):
+    targets = Targets(layout.targets(ids_BT), layout.predictor_N, sampling, seen, entropy_gradient)
+    with context, scoring(head, targets) if at_head and head is not None else repeating(head, layout.predictor_N):
         output = layout.forward(model)
     logp_N, entropy_N = output.unbind(-1) if at_head else of_logits(output, targets)
     return layout.spread(logp_N), layout.spread(entropy_N)

@@ -80,7 +80,7 @@ class Padded:
         return sum(row.n_tokens for row in rows)
 
     @property
-    def before_N(self) -> None:
+    def predictor_N(self) -> None:
         """One hidden state per target token."""
         return None
 
@@ -118,19 +118,19 @@ def rounded(n: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """All rows in one sequence: each prompt once, before its completions, and filler up to the next `rounded` number.
+    """All rows in one sequence: each prompt once, before its completions, and filler up to the next `rounded` size.
 
-    input_ids, position_ids [1, L]. last_U: the positions whose hidden states predict completion tokens, each once, so
-    that the gradients of all completions at the last token of their prompt are summed in a fixed order. before_N: for
-    each completion token, row by row, the index in last_U of the position that predicts it; then filler. place_C: the
-    indices of the completion tokens in [B, T], flattened, with T = `completion`.
+    input_ids, position_ids [1, L]. keep_U: the positions whose hidden states predict completion tokens, each once, so
+    that the gradients of all completions at the last token of their prompt are summed in a fixed order. predictor_N:
+    for each completion token, row by row, the index in keep_U of the position that predicts it; then filler. index_C:
+    the indices of the completion tokens in [B, T], flattened, with T = `completion`.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    last_U: Tensor
-    before_N: Tensor
-    place_C: Tensor
+    keep_U: Tensor
+    predictor_N: Tensor
+    index_C: Tensor
     completion: int
     rows: int
     segments: Segments
@@ -140,35 +140,36 @@ class Packed:
         """on_cpu: whether attention is called as on a CPU; None: as on `device`."""
         on_cpu = device.type == "cpu" if on_cpu is None else on_cpu
         sequence, segments = _TokenSequence(), []
-        before: list[list[int]] = [[] for _ in rows]
-        for prompt, numbers in by_prompt(rows):
+        predictors: list[list[int]] = [[] for _ in rows]
+        for prompt, row_indices in by_prompt(rows):
             if not prompt:
                 raise ValueError("a prompt has no tokens, so nothing predicts the first token of its completions")
             last = sequence.add(prompt) + len(prompt) - 1
-            made = []
-            for block in split_into_blocks(len(prompt), [len(rows[k].completion_ids) for k in numbers]):
-                found = [numbers[k] for k in block]
-                for number in found:
-                    first = sequence.add(ids := rows[number].completion_ids, len(prompt))
-                    before[number] = [last, *range(first, first + len(ids) - 1)][: len(ids)]
-                if lengths := [n for k in found if (n := len(rows[k].completion_ids))]:
-                    made.append(Block.build(len(prompt), lengths, device, on_cpu))
-            segments.append(Segment(len(prompt), tuple(made)))
+            blocks = []
+            for block in split_into_blocks(len(prompt), [len(rows[k].completion_ids) for k in row_indices]):
+                indices = [row_indices[k] for k in block]
+                for index in indices:
+                    first = sequence.add(ids := rows[index].completion_ids, len(prompt))
+                    predictors[index] = [last, *range(first, first + len(ids) - 1)][: len(ids)]
+                if lengths := [n for k in indices if (n := len(rows[k].completion_ids))]:
+                    blocks.append(Block.build(len(prompt), lengths, device, on_cpu))
+            segments.append(Segment(len(prompt), tuple(blocks)))
         if filler := rounded(len(sequence.ids)) - len(sequence.ids):
             sequence.fill(filler)
             segments.append(Segment(filler))
-        longest = max(len(r.completion_ids) for r in rows)
-        places = [k * longest + t for k, r in enumerate(rows) for t in range(len(r.completion_ids))]
-        flat = [k for row in before for k in row]
-        once = {place: k for k, place in enumerate(dict.fromkeys(flat or [0]))}
-        before_N = [once[place] for place in flat] + [0] * (rounded(len(flat)) - len(flat))
+        width = max(len(r.completion_ids) for r in rows)
+        completion_indices = [k * width + t for k, r in enumerate(rows) for t in range(len(r.completion_ids))]
+        flat_predictors = [k for row in predictors for k in row]
+        keep = {position: k for k, position in enumerate(dict.fromkeys(flat_predictors or [0]))}
+        filler = rounded(len(flat_predictors)) - len(flat_predictors)
+        predictor_N = [keep[position] for position in flat_predictors] + [0] * filler
         return cls(
             input_ids=torch.tensor([sequence.ids], device=device),
             position_ids=torch.tensor([sequence.positions], device=device),
-            last_U=torch.tensor(list(once), dtype=torch.long, device=device),
-            before_N=torch.tensor(before_N, dtype=torch.long, device=device),
-            place_C=torch.tensor(places, dtype=torch.long, device=device),
-            completion=longest,
+            keep_U=torch.tensor(list(keep), dtype=torch.long, device=device),
+            predictor_N=torch.tensor(predictor_N, dtype=torch.long, device=device),
+            index_C=torch.tensor(completion_indices, dtype=torch.long, device=device),
+            completion=width,
             rows=len(rows),
             segments=Segments(tuple(segments), on_cpu=on_cpu),
         )
@@ -218,23 +219,23 @@ class Packed:
 
     def targets(self, completion_ids_BT: Tensor) -> Tensor:
         """The target tokens [N]: the completions, row by row, and filler."""
-        ids_C = completion_ids_BT.reshape(-1).index_select(0, self.place_C)
-        return torch.nn.functional.pad(ids_C, (0, len(self.before_N) - len(ids_C)))
+        ids_C = completion_ids_BT.reshape(-1).index_select(0, self.index_C)
+        return torch.nn.functional.pad(ids_C, (0, len(self.predictor_N) - len(ids_C)))
 
     def spread(self, values_N: Tensor) -> Tensor:
         """Values of the targets as [B, T]; 0 at padding."""
         flat = values_N.new_zeros(self.rows * self.completion)
-        return flat.index_copy(0, self.place_C, values_N[: len(self.place_C)]).view(self.rows, self.completion)
+        return flat.index_copy(0, self.index_C, values_N[: len(self.index_C)]).view(self.rows, self.completion)
 
     def forward(self, model: torch.nn.Module) -> Tensor:
-        """The output of the output head for each target; `logprobs.scoring` repeats hidden states by `before_N`."""
+        """The output of the output head for each target; `logprobs.scoring` repeats hidden states by `predictor_N`."""
         # transformers uses a mask of four dimensions as it is, instead of making one of L x L
         logits: Tensor = model(
             input_ids=self.input_ids,
             attention_mask=self.input_ids.new_zeros(1, 1, 1, 1),
             position_ids=self.position_ids,
             use_cache=False,
-            logits_to_keep=self.last_U,
+            logits_to_keep=self.keep_U,
             segments=self.segments,
         ).logits
         return logits[0]

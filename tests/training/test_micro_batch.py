@@ -66,9 +66,9 @@ def test_packed_rows_have_their_prompt_once() -> None:
     assert layout.input_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0, 1]]  # nine: so few need no filler
     assert layout.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2]]
     assert isinstance(layout, Packed)
-    assert layout.last_U[layout.before_N].tolist() == [2, 3, 6, 7, 2]  # of rows, not of the sequence
-    assert layout.last_U.tolist() == [2, 3, 6, 7]
-    assert layout.place_C.tolist() == [0, 1, 2, 3, 4]
+    assert layout.keep_U[layout.predictor_N].tolist() == [2, 3, 6, 7, 2]  # of rows, not of the sequence
+    assert layout.keep_U.tolist() == [2, 3, 6, 7]
+    assert layout.index_C.tolist() == [0, 1, 2, 3, 4]
     assert layout.spread(torch.arange(5.0)).tolist() == [[0, 1], [2, 3], [4, 0]]
 
 
