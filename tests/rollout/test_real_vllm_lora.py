@@ -150,13 +150,13 @@ def test_no_block_of_the_prefix_cache_outlives_its_adapter(running: Running) -> 
 
 
 def test_requests_in_flight_keep_their_adapter(running: Running) -> None:
-    """Through three syncs, though vLLM holds two adapters; then the old one goes."""
+    """vLLM holds two adapters, and requests that wait during three syncs still get theirs; then it is removed."""
     client, sync = running.connect(in_flight=True)
     sync(1)
     old = LoraPolicy(Path(running.context.job.model_path))
     old.model.load_state_dict(running.policy.model.state_dict())
     done: list[Completion] = []
-    thread = threading.Thread(target=lambda: done.extend(generate(client, [5, 6, 7], 128, 240, 1, times=9)))
+    thread = threading.Thread(target=lambda: done.extend(generate(client, [5, 6, 7], 128, 120, 1, times=3)))
     thread.start()
     while not client.adapters_in_use():
         assert thread.is_alive()
@@ -165,11 +165,11 @@ def test_requests_in_flight_keep_their_adapter(running: Running) -> None:
         sync(version)
     assert thread.is_alive(), "make the completions longer"
     assert set(client.adapters()) == {"policy-v1", "policy-v3", "policy-v4"}
-    thread.join(120)
-    assert len(done) == 9 * 128
+    thread.join(600)
+    assert len(done) == 3 * 128
     assert {(one.version, one.spans) for one in done} == {(1, None)}
-    for one in done[::288]:
-        expected = expected_logprobs(old, [5, 6, 7], one.token_ids, Sampling(240))
+    for one in done[::96]:
+        expected = expected_logprobs(old, [5, 6, 7], one.token_ids, Sampling(120))
         assert one.logprobs == pytest.approx(expected, abs=1e-3)
     sync(5)
     probe = sync.probe.token_ids

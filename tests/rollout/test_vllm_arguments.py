@@ -118,6 +118,7 @@ def test_vllm_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, cache_folder
         known_options()
 
 
+@pytest.mark.processes
 @pytest.mark.vllm
 def test_the_installed_vllm_says_what_it_has(cache_folder: Path) -> None:
     """Every option that grpocli sets itself is one of them, or servers would not start."""

@@ -51,6 +51,7 @@ def test_the_first_problems_cover_the_range() -> None:
     assert 45 < sum(first) / len(first) < 64
 
 
+@pytest.mark.processes
 def test_another_process_has_the_same_problems() -> None:
     code = (
         "import json; from grpocli.tasks.arithmetic import Arithmetic; "

@@ -75,6 +75,7 @@ def test_rows_without_tests(tmp_path):
         list(CodeProblems(path=str(path)).examples("train"))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("task", "rows"), [("mbpp", MBPP), ("humaneval", HUMAN_EVAL)])
 def test_the_reference_answers_have_to_pass(tmp_path, capsys, task, rows):
     path = written(tmp_path / "rows.jsonl", rows)
