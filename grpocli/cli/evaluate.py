@@ -91,7 +91,7 @@ def _run(args: argparse.Namespace) -> tuple[DictConfig, Run]:
         overrides.insert(0, f"resume={args.run}")
     config = composed(overrides, args.config_dir)
     run = build_run(config)
-    if (getattr(run.hardware, "processes", 1) or 1) > 1 or run.hardware.nodes > 1:
+    if (run.hardware.processes or 1) > 1 or run.hardware.nodes > 1:
         raise ConfigError(
             "an evaluation runs in one process; leave it null", key="hardware.processes", value=run.hardware.processes
         )

@@ -45,7 +45,8 @@ class Single(Hardware):
     parallel: str = "ddp"
     timeout: int = 1800
 
-    nodes = 1
+    nodes = train_nodes = 1
+    rollout_nodes = 0
 
     def __post_init__(self) -> None:
         self._check()

@@ -33,7 +33,7 @@ def plan_lines(run: Run, devices: Devices) -> list[str]:
     rollout, train = run.rollout, run.train
     rows = rollout.prompts_per_step * rollout.group_size
     groups = _share(rollout.prompts_per_step, train.minibatches)
-    processes = devices.processes * getattr(run.hardware, "train_nodes", 1)
+    processes = devices.processes * run.hardware.train_nodes
     rounds = run.algorithm.keep.max_rounds
     refill = f", refilled up to {rounds} rounds" if rounds > 1 else ""
     sample = (
@@ -66,7 +66,7 @@ def _evaluation(run: Run) -> list[str]:
 
 def _devices(run: Run, devices: Devices) -> list[str]:
     """The devices; no line for the CPU of one machine."""
-    nodes = getattr(run.hardware, "rollout_nodes", 0)
+    nodes = run.hardware.rollout_nodes
     if run.hardware.nodes == 1 and not devices.train:
         return []
     each = f"{_count(run.hardware.train_nodes, 'machine')}, each: " if run.hardware.nodes > 1 else ""

@@ -211,7 +211,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
         with about(key_of(run.task, name)):
             _check_functions(run, name, task, task.examples("train")[0])
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
-    nodes = getattr(run.hardware, "rollout_nodes", 0)
+    nodes = run.hardware.rollout_nodes
     transport = run.sync.choose(locate_servers(run.hardware.device, run.engine.urls, devices.shared, nodes))
     engine = EngineJob(
         model_path=model_path,

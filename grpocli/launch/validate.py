@@ -128,8 +128,8 @@ def _check_group_fits(run: Run) -> None:
 
 def _check_waits(run: Run) -> None:
     """Require that processes wait longer for each other than the main one waits for a lost server."""
-    engine, limit = run.engine, getattr(run.hardware, "timeout", 0)
-    for key, seconds in engine.waits.items() if (getattr(run.hardware, "processes", 1) or 1) > 1 else ():
+    engine, limit = run.engine, run.hardware.timeout
+    for key, seconds in engine.waits.items() if (run.hardware.processes or 1) > 1 else ():
         if seconds >= limit:
             raise ConfigError(
                 f"must be above the {seconds} s for which a lost server may be waited for ({key}): raise it, or lower "

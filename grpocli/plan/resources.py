@@ -78,7 +78,7 @@ def find_resources(run: Run, engine: Any, asked: DeviceOptions) -> Resources:
     kind = device_kind(run)
     memory, tflops, bandwidth, assumed = _gpu(asked) if kind == "cuda" else _cpu(asked)
     servers, tensor_parallel = _servers(engine)
-    rollout_nodes = getattr(run.hardware, "rollout_nodes", 0)
+    rollout_nodes = run.hardware.rollout_nodes
     servers *= max(1, rollout_nodes)
     trainers, shared, more = _split(run, kind, servers * tensor_parallel, asked)
     return Resources(
