@@ -1,8 +1,7 @@
-"""`grpocli compare FOLDER ...`: a table of the runs below some folders, and of their means over seeds."""
+"""Tables of the runs below some folders, and of their means over seeds."""
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import os
@@ -35,24 +34,6 @@ class RunTable:
     header: list[str]
     body: list[list[Any]]
     notes: list[str] = field(default_factory=list)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Print the tables. Returns the exit code; raises ConfigError where there are no runs."""
-    cli = argparse.ArgumentParser(
-        prog="grpocli compare",
-        description="Print a table of the runs below some folders, and of their means over seeds.",
-        epilog=FOOTER,
-    )
-    cli.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run, a sweep, or any folder of runs")
-    cli.add_argument("--format", choices=sorted(PRINTERS), default="table")
-    cli.add_argument("--sort", choices=["accuracy", "change", "final reward", "path"], default="accuracy")
-    args = cli.parse_args(argv)
-    tables = compare(args.folders, args.sort)
-    PRINTERS[args.format](tables)
-    if args.format in ("table", "markdown"):
-        print(*(one_line(note) for table in tables for note in table.notes), FOOTER, sep="\n")
-    return 0
 
 
 def compare(folders: Sequence[Path], sort: str = "accuracy") -> list[RunTable]:

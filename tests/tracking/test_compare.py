@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from grpocli.cli.compare import main
 from grpocli.errors import ConfigError
-from grpocli.tracking.compare import main
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import check_run
 from grpocli.tracking.sessions import Session, add_session
