@@ -15,7 +15,7 @@ from grpocli.rollout.vllm import server as vllm_server
 from grpocli.rollout.vllm import validate as arguments
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.server import ServerSpec, serving
-from grpocli.rollout.vllm.validate import check_arguments, further_words, known_options
+from grpocli.rollout.vllm.validate import check_arguments, known_options, option_words
 
 KNOWN = {
     "max-num-seqs": "value",
@@ -51,7 +51,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_options_pass_through(known: None, given: dict[str, Any], words: list[str]) -> None:
     check_arguments(given)
-    assert further_words(given) == words
+    assert option_words(given) == words
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_it_is_found_before_a_server_starts(known: None, monkeypatch: pytest.Mon
 def test_nobody_is_asked_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "known_options", lambda: pytest.fail("vLLM was asked"))
     check_arguments({})
-    assert further_words({}) == []
+    assert option_words({}) == []
 
 
 def test_the_answer_is_kept_for_a_version(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:

@@ -25,7 +25,7 @@ from grpocli.rollout.vllm import server as vllm_server
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.server import ServerSpec
 from grpocli.rollout.vllm.server_files import Endpoint, serve_file
-from grpocli.rollout.vllm.server_log import StartupLog, followed, fresh
+from grpocli.rollout.vllm.server_log import StartupLog, fresh_log, printed_log
 
 VALUES: dict[str, Any] = {
     "tensor_parallel": 2,
@@ -88,7 +88,7 @@ def test_what_runs_will_do_is_told_to_the_server() -> None:
         ("engine.base_url=[http://a:1,http://b:1]", r"^engine\.base_url=.*: not for vllm-serve"),
         ("engine.port=8001", r"^engine\.port=8001: not for vllm-serve: set port"),
         ("engine=transformers", "^engine: vllm-serve serves with engine=vllm"),
-        ("engine.vllm_args.dtype=half", r"^engine\.vllm_args\.dtype: is a key of its own: set model\.dtype"),
+        ("engine.vllm_args.dtype=half", r"^engine\.vllm_args\.dtype: set model\.dtype"),
     ],
 )
 def test_refused(override: str, message: str) -> None:
@@ -247,7 +247,7 @@ def test_a_log_is_printed_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixtu
     log = tmp_path / "serve" / "1.log"
     log.parent.mkdir()
     log.write_text("of an earlier server\n")
-    with fresh(log), followed(log):
+    with fresh_log(log), printed_log(log):
         assert log.stat().st_mode & 0o777 == 0o600
         with log.open("a") as file:
             file.write("first\n")

@@ -171,7 +171,9 @@ class Client:
         with self._counted(model):
             answer = await self._ask(endpoint, "POST", GENERATE, {"model": model, **body})
         if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
-            raise EngineError(f"what answers {GENERATE} at {endpoint.url} is no vLLM server: {str(answer)[:100]}")
+            raise EngineError(
+                f"the answer to {GENERATE} at {endpoint.url} is not from a vLLM server: {str(answer)[:100]}"
+            )
         choices: list[dict[str, Any]] = answer["choices"]
         with well_formed(endpoint, GENERATE):
             for choice in choices:
@@ -240,7 +242,7 @@ class Client:
             where = f"the vLLM server at {endpoint.url}"
             if dot:
                 raise EngineError(f"another run has changed the weights of {where}: a server is for one run at a time")
-            raise self._gone(endpoint, f"{where} was started again by somebody")
+            raise self._gone(endpoint, f"{where} was started again")
         return label
 
     def _post_once(self, path: str, body: dict[str, Any] | None = None) -> None:
@@ -350,7 +352,7 @@ def well_formed(endpoint: Endpoint, path: str) -> Iterator[None]:
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        problem = f"what answers {path} at {endpoint.url} is no vLLM server, or answers wrongly"
+        problem = f"the answer to {path} at {endpoint.url} is not from a vLLM server, or invalid"
         raise EngineError(f"{problem}: {type(error).__name__}: {error}") from error
 
 

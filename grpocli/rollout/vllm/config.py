@@ -158,7 +158,7 @@ class VllmOptions(EnginePart):
             key, option = f"{key_of(self, 'vllm_args')}.{name}", name.replace("-", "_")
             own = f"engine.{option}" if option in self._fields() else RENAMED.get(option)
             if own:
-                raise ConfigError(f"{key}: is a key of its own: set {own}")
+                raise ConfigError(f"{key}: set {own} instead")
             if option in RESERVED:
                 raise ConfigError(
                     f"{key}: grpocli sets this itself, because a run's correctness or safety depends on it"

@@ -24,7 +24,7 @@ SHAPE = (
     *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
 )
 SERVE = "`grpocli vllm-serve`"
-NO_SERVER = f"what answers there is no vLLM server for training: start one with {SERVE}"
+NO_SERVER = f"the server there is not a vLLM server for training: start one with {SERVE}"
 HEALTH_TIMEOUT = 30.0  # seconds: a busy server answers /health at once, too
 
 

@@ -66,7 +66,7 @@ ADVICE = (
         "there are fewer GPUs than engine.tensor_parallel times engine.data_parallel: lower them",
     ),
     (r"Model architectures .* (are not supported|failed)", "vLLM does not know this model: take engine=transformers"),
-    (r"trust_remote_code=True", "the model brings code of its own: set model.trust_remote_code=true if you trust it"),
+    (r"trust_remote_code=True", "the model has its own code: set model.trust_remote_code=true if you trust it"),
 )
 """Patterns of vLLM's errors, and the remedy for each."""
 
