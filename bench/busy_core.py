@@ -1,7 +1,7 @@
-"""The default run's steps, alone and beside a program that keeps one core busy: `python bench/busy_core.py`.
+"""Step times of the default run, alone and beside a program that keeps one core busy: `python bench/busy_core.py`.
 
-Compares grpocli's waiting threads (a short spin) with libgomp's default, turn by turn, and prints Markdown rows of the
-median seconds a step.
+Compares grpocli's setting for waiting threads (a short spin) with libgomp's default, in alternating runs, and prints
+Markdown rows of median seconds per step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TURNS, STEPS = 3, 20
 
 @contextmanager
 def busy_core() -> Iterator[None]:
-    """A program that never waits."""
+    """A program that keeps one core busy."""
     hog = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         yield

@@ -1,8 +1,8 @@
-"""Tokens a second through `engine=vllm` against vLLM called directly: `python bench/generation.py --model FOLDER`.
+"""Tokens per second of `engine=vllm` and of vLLM called directly: `python bench/generation.py --model FOLDER`.
 
-Both get the same requests (token ids, seeds, sampling parameters) and the same vLLM options. The two are up side by
-side and are asked in turn, so that a busy minute of the machine hits both; medians are printed as JSON. vLLM directly
-is `LLM.generate` in a process of its own.
+Both receive the same requests (token ids, seeds, sampling parameters) and use the same vLLM options. Both are loaded
+at the same time and alternate, so that other load on the machine affects both. Prints medians as JSON. The direct
+side is `LLM.generate` in a separate process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def bodies(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def direct(settings: dict[str, Any]) -> None:
-    """The child: says how many tokens in how many seconds, once for every line it reads."""
+    """The child process: for each line on stdin, sample once and print the number of tokens and seconds."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(**settings["llm"])
@@ -145,7 +145,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def take_turns(engine: Any, child: subprocess.Popen[str], args: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Tokens a second of each turn; the first of each warms up and is left out."""
+    """Tokens per second of each round, without the warm-up round of each side."""
     ours, theirs = [], []
     assert child.stdin is not None
     for _ in range(args.turns + 1):

@@ -1,8 +1,6 @@
-"""The table of docs/rewards.md: `math`, Math-Verify and Hendrycks' is_equiv on the pairs of answers of the tests.
+"""The table of docs/rewards.md: `math`, Math-Verify and Hendrycks' is_equiv on the answer pairs of the tests.
 
-    python bench/graders.py math_equivalence.py
-
-The file is modeling/math_equivalence.py of github.com/hendrycks/math.
+`python bench/graders.py math_equivalence.py`; the file is modeling/math_equivalence.py of github.com/hendrycks/math.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Time and memory of what a newcomer runs first: `python bench/limits.py [--run]`.
+"""Time and memory of a user's first commands: `python bench/limits.py [--run]`.
 
-Each command is run several times as a whole process; the median, the slowest and the peak memory (of the largest
-process below it) are printed as a Markdown row. `--run` adds the default training run, with an empty cache.
+Runs each command several times as a process. Prints the median and largest time, and the peak memory of the largest
+descendant, as a Markdown row. `--run` adds the default training run with an empty cache.
 """
 
 from __future__ import annotations

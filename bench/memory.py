@@ -1,9 +1,9 @@
-"""Peak memory of trainer processes against what `grpocli plan` said: `python bench/memory.py [CASE ...]`.
+"""Peak memory of trainer processes compared with `grpocli plan`: `python bench/memory.py [CASE ...]`.
 
-Runs short real runs on this machine's CPU, of the built-in model and of models with random weights that are made on the
-spot, and prints Markdown rows. Measured is the largest resident size of a trainer process, checkpoint and final model
-included, less that of the same run of the built-in model with tiny batches (the libraries): once with malloc giving
-back what is freed, once with glibc's default, which keeps much of it.
+Runs short trainings on this machine's CPU, with the built-in model and with random weights, and prints Markdown rows.
+The measured memory is the largest resident size of a trainer process, with checkpoint and final model, minus that of
+the built-in model with tiny batches (the libraries): once if malloc returns freed memory, once with glibc's default,
+which keeps much of it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def make_model(name: str, folder: Path) -> list[str]:
 
 
 def peak(overrides: list[str], gives_back: bool = True) -> int:
-    """Bytes of the largest process of a run. gives_back: malloc returns what is freed to the system at once."""
+    """Bytes of the largest process of a run. gives_back: malloc returns freed memory to the system at once."""
     env = {**os.environ, **({"MALLOC_MMAP_THRESHOLD_": "262144"} if gives_back else {})}
     with tempfile.TemporaryDirectory() as folder:
         run = subprocess.Popen(
@@ -118,7 +118,7 @@ def peak(overrides: list[str], gives_back: bool = True) -> int:
 
 
 def planned(overrides: list[str]) -> float:
-    """Bytes of one trainer process without its libraries, as the plan has them."""
+    """Planned bytes of one trainer process, without its libraries."""
     answer = subprocess.run([GRPOCLI, "plan", "--json", *overrides], capture_output=True, text=True, check=False)
     if answer.returncode not in (0, 1):
         raise SystemExit(answer.stderr)

@@ -1,9 +1,9 @@
-"""Seconds a step with and without overlap, against the longer of generation and training: `python bench/overlap.py`.
+"""Seconds per step with and without overlap of sampling and training: `python bench/overlap.py`.
 
-`recipe=multiplication` with 16 longer completions a step, `engine=vllm`, in turn with `rollout.max_staleness` 0 and
-1. On a CPU generation and training would share the cores and overlap could gain nothing, so there are two cores, vLLM
-is bound to one and the trainer has one thread; on a GPU machine nothing is bound. Medians over the steps after the
-first two, as JSON.
+Runs `recipe=multiplication` with 16 longer completions a step and `engine=vllm`, alternating `rollout.max_staleness`
+0 and 1, and compares with the longer of sampling and training. On a CPU both would share the cores and gain nothing,
+so vLLM is bound to one of two cores and the trainer has one thread; on a GPU machine nothing is bound. Prints medians
+over the steps after the first two, as JSON.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Time, memory and tokens a second with one and two trainer processes: `python bench/scaling.py [--model DIR]`.
+"""Time, memory and tokens per second with one and two trainer processes: `python bench/scaling.py [--model DIR]`.
 
-The same few steps on this machine's CPU, sampled by transformers: one process with one thread, one with all cores, and
-two that share them, in each way to share an update; `--rounds` times in turn. Medians over the steps after the first of
-each run, as Markdown rows; memory is the largest resident size of a trainer process, libraries included.
+Runs the same steps on this machine's CPU, sampled by transformers: one process with one thread, one process with all
+cores, and two processes that share the cores, for each `hardware.parallel`; `--rounds` times, alternating. Prints
+medians over the steps after the first of each run, as Markdown rows. Memory is the largest resident size of a trainer
+process, libraries included.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SHOWN = ("time/step", "time/rollout", "time/train")
 
 
 def measured(way: str, model: list[str], steps: int) -> dict[str, float]:
-    """Of one run."""
+    """The medians of one run."""
     overrides, threads = WAYS[way]
     with tempfile.TemporaryDirectory() as folder:
         options = [

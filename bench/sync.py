@@ -1,11 +1,10 @@
-"""Seconds of a weight sync against a plain copy of the same bytes: `python bench/sync.py --model FOLDER`.
+"""Seconds of a weight sync compared with a plain copy of the same bytes: `python bench/sync.py --model FOLDER`.
 
-Starts the server that `engine=vllm` would start, moves the weights and syncs n times, and prints JSON. `ratio` is
-`update_seconds` (without the probe's, which proves the weights) over `copy_seconds`. `split` is what the server's calls
-took (the trainer's writing overlaps `update` where there are several buckets; `write` is its share).
-`copy_seconds` copies as many bytes from memory to memory that has been touched before, with as many threads, in this
-process. Peaks are resident memory: VmHWM after the syncs above VmRSS before the first one (VmHWM is reset then), of
-this process, and of the server's largest one, which is its worker; shared buckets count in both.
+Starts the server of `engine=vllm`, changes the weights, syncs n times, and prints JSON. `ratio` is `update_seconds`
+(without the probe) over `copy_seconds`. `split` has the time of each call to the server; with several buckets the
+trainer's `write` overlaps `update`. `copy_seconds` copies as many bytes between warm memory in this process, with as
+many threads. Peaks are resident memory: VmHWM after the syncs minus VmRSS before the first (VmHWM is reset then), of
+this process and of the server's largest process, its worker; shared buckets count in both.
 """
 
 from __future__ import annotations

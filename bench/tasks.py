@@ -1,7 +1,7 @@
-"""What tasks cost beside sampling: rewards with a pool of workers, sandboxes, and episodes of several turns.
+"""The cost of tasks beside sampling: reward worker pools, sandboxes, and episodes of several turns.
 
-`python bench/tasks.py --model FOLDER --gsm8k FOLDER`: a folder with a chat model, for the episodes; one with GSM8K's
-test.jsonl, for the rewards.
+`python bench/tasks.py --model FOLDER --gsm8k FOLDER`, with a chat model for the episodes, and a folder with GSM8K's
+test.jsonl for the rewards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Echo:
 
 
 def rewards(folder: Path, rounds: int) -> None:
-    """Seconds for so many completions, half of them right, by `math`; the workers have started."""
+    """Seconds in which `math` scores `n` completions, half of them correct, with started workers."""
     rows = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()][:COMPLETIONS]
     samples = []
     for i, row in enumerate(rows):
@@ -59,7 +59,7 @@ def rewards(folder: Path, rounds: int) -> None:
 
 
 class Timed:
-    """An engine that counts its own seconds. keeps: what it has computed, between turns."""
+    """An engine that counts its seconds. keeps: reuse keys and values between turns."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.seconds, self.keeps = engine, 0.0, True
@@ -83,7 +83,7 @@ class Alone:
 
 
 def episodes(folder: Path, rounds: int) -> None:
-    """Episodes of several turns against the time in which the engine alone samples as many tokens, in one turn."""
+    """Seconds of episodes of several turns, and of the engine alone for as many tokens in one turn."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -125,7 +125,7 @@ def episodes(folder: Path, rounds: int) -> None:
 
 
 def sandboxes(rounds: int) -> None:
-    """Milliseconds of a program that does nothing, one after the other: both of its processes from start to end."""
+    """Milliseconds to run an empty program and its test, one program at a time."""
     limits, python = Limits(), interpreter(None)
     job = Submission("def add(a, b):\n    return a + b\n", ["assert add(1, 2) == 3"])
     for way in (backend_named(select_backend(None, limits), None), no_isolation(python)):

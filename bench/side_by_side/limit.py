@@ -1,7 +1,7 @@
-"""The bare model on the tokens of a workload: forward and backward over each different token once, no trainer.
+"""The bare model on the tokens of a workload: forward and backward over each distinct token once, without a trainer.
 
-`python limit.py WORKLOAD MODEL_FOLDER STEPS` prints one JSON line. The tokens (prompts once, no padding) stand in plain
-rows of such a length that about as many pairs of them attend to each other as where they belong.
+`python limit.py WORKLOAD MODEL_FOLDER STEPS` prints one JSON line. The tokens (prompts once, no padding) form plain
+rows of a length for which about as many pairs of tokens attend to each other as in the workload.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
     for step in range(steps):
         total, completions = work.needed(step)
         rows = max(1, round(total**2 / (2 * work.pairs(step))))
-        length = rounded(-(-total // rows))  # few sizes, as ours: each new one compiles kernels
+        length = rounded(-(-total // rows))  # few sizes, as in grpocli: each new one compiles kernels
         ids = torch.arange(length * rows, device=device).view(rows, -1) % 300
         began = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16):

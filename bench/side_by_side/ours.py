@@ -1,4 +1,4 @@
-"""grpocli's side: `grpocli train` on one workload, as a user runs it. Prints one JSON line.
+"""The side of grpocli: `grpocli train` on one workload. Prints one JSON line.
 
 `python ours.py WORKLOAD MODEL_FOLDER STEPS [KEY=VALUE ...]`
 """
@@ -21,14 +21,14 @@ from grpocli.config.parts import part
 from grpocli.rollout.engine import OnGroup, ignore
 from grpocli.types import Completion, Request, Sampling
 
-TRL = [  # the loss that TRL's defaults stand for, so that both compute the same gradient
+TRL = [  # the loss of TRL's defaults, so that both compute the same gradient
     *("algorithm=grpo", "algorithm.kl.beta=0", "algorithm/aggregate=token_mean"),
 ]
 
 
 @part("engine", "given")
 class Given:
-    """An engine that samples nothing: the workload's completions."""
+    """An engine that returns the workload's completions."""
 
     workload: str = ""
 
@@ -70,7 +70,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         prompts, other, run = (Path(scratch) / name for name in ("prompts.jsonl", "held_out.jsonl", "run"))
         write_prompts(work.prompts(), prompts)
-        write_prompts(["t5"], other)  # else one of the others would be held out
+        write_prompts(["t5"], other)  # otherwise one of the other rows would be held out
         engine = [f"engine={work.engine}"] if work.sampled else ["engine=given", f"engine.workload={name}"]
         options = [
             *("model=hf", f"model.path={folder}", "model.dtype=bfloat16", *engine, *TRL),
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def suppress_output() -> AbstractContextManager[Any]:
-    """The JSON line is all that stdout gets."""
+    """Keep stdout for the JSON line."""
     return redirect_stdout(sys.stderr)
 
 

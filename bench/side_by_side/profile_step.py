@@ -1,7 +1,7 @@
-"""Where the time of one update goes: `python bench/side_by_side/profile_step.py [WORKLOAD]` prints a Markdown table.
+"""The time of an update by operation: `python bench/side_by_side/profile_step.py [WORKLOAD]` prints a Markdown table.
 
-The update is that of `grpocli train` under torch's profiler, after a few without it. An operation counts with its own
-time, under what it is part of: the output head, attention, the optimizer; else under what it is.
+Profiles an update of `grpocli train` after a few warm-up updates. The own time of an operation counts for the part
+that it belongs to (output head, attention, optimizer), otherwise for the operation itself.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("workload", nargs="?", default="W2", choices=WORKLOADS)
     name = parser.parse_args().workload
     shorten_spinning(os.environ)
-    # libgomp has read it when torch is loaded
+    # libgomp reads it when torch is loaded
     from torch.profiler import ProfilerActivity, profile
 
     from grpocli.training.update import Updater

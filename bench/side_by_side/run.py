@@ -1,8 +1,8 @@
-"""grpocli beside TRL, beside the bare model, and with more rows and longer ones: see KINDS.
+"""grpocli compared with TRL, with the bare model, and with more and longer rows; see KINDS.
 
-Each workload runs in processes of its own, in turn, in every second round the other way round. A figure is the median
-of a run's steps after the first two; the table has the medians over rounds, and the least and the most of them. Written
-between two marks of docs/benchmarks.md, with every number in docs/benchmarks.json.
+Each workload runs in separate processes. The sides alternate, and every second round starts with the other side. A
+figure is the median of a run's steps after the first two; the table has the median, the least and the largest over
+rounds. Writes the table between two markers of docs/benchmarks.md, and all numbers into docs/benchmarks.json.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ PEAK = {
     **{"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12},
     **{"L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12},
 }
-"""FLOPs a second in bfloat16, dense, as the data sheets have them; the first name that fits."""
+"""Dense bfloat16 FLOPs per second, from the data sheets; the first name that matches counts."""
 REWARD, IN_A_ROW = 0.95, 10
-"""A whole run is over when the mean reward of so many steps in a row is this."""
+"""A whole run ends when the mean reward of IN_A_ROW consecutive steps reaches REWARD."""
 APART = 0.03
-"""Two right gradients' norms, in bfloat16, at most."""
+"""Largest relative difference of the norms of two correct gradients in bfloat16."""
 WARM = 2
-"""First steps that do not count: memory is touched for the first time, kernels are made."""
+"""First steps of a run that do not count: memory is touched for the first time and kernels are compiled."""
 
 
 def one(script: str, python: str, name: str, folder: Path, steps: int, *more: str) -> dict[str, Any]:
-    """What a side prints of one run."""
+    """The output of one side for one run."""
     command = [python, str(HERE / script), name, str(folder), str(steps), *more]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     if script != "theirs.py":
@@ -57,7 +57,7 @@ def one(script: str, python: str, name: str, folder: Path, steps: int, *more: st
 
 
 def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Over rounds."""
+    """Statistics over rounds."""
     medians = [statistics.median(run["seconds"][WARM:]) for run in runs]
     found = {"seconds": statistics.median(medians), "least": min(medians), "most": max(medians)}
     if "GiB" in runs[0]:
@@ -66,7 +66,7 @@ def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def same_gradient(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
-    """How far the gradient norms of the first steps are apart, relative: both had the same weights and data."""
+    """Relative difference of the gradient norms of the first steps, which have the same weights and data."""
     one, other = (side["logs"][0]["grad_norm"] for side in (ours, theirs))
     apart = float(abs(one - other) / other)
     if apart > APART:
@@ -81,7 +81,7 @@ def peer_table(found: dict[str, dict[str, Any]]) -> str:
         same = (
             "sampled" if WORKLOADS[name].sampled else f"{same_gradient(sides['ours'][0], sides['theirs'][0]):.1%} apart"
         )
-        alone = WORKLOADS[name].engine != "vllm"  # else the server's memory is not in it
+        alone = WORKLOADS[name].engine != "vllm"  # otherwise the server's memory is missing
         ratio = f"{ours['GiB'] / theirs['GiB']:.2f}" if alone else ""
         rows.append(
             f"| {name}: {WORKLOADS[name].about} | {_spread(ours)} | {_spread(theirs)} | "
@@ -113,7 +113,9 @@ def linear_table(found: dict[str, dict[str, Any]]) -> str:
 
 
 def gpu_table(found: dict[str, dict[str, Any]]) -> str:
-    """Tokens: of all completions. Needed FLOPs: of the update, the same for both."""
+    """Cells of a workload: tokens of all completions, and the FLOPs that the update needs, which are the same for
+    both sides.
+    """
     one = "s | tokens/s | needed FLOPs | GiB"
     rows = [f"| | grpocli, {one} | TRL, {one} | ratio |", f"|{'---|' * 10}"]
     for name, sides in found.items():
@@ -125,7 +127,7 @@ def gpu_table(found: dict[str, dict[str, Any]]) -> str:
 
 
 def _on_a_gpu(work: Workload, runs: list[dict[str, Any]]) -> str:
-    """A side's cells."""
+    """The cells of one side."""
     steps = range(WARM, len(runs[0]["seconds"]))
     seconds = statistics.mean(sum(run["seconds"][WARM:]) for run in runs)
     tokens, flops = (sum(map(of, steps)) for of in (lambda step: sum(work.lengths(step)), work.flops))
@@ -145,7 +147,7 @@ def reached(run: dict[str, Any]) -> int:
 
 
 def whole_table(found: dict[str, dict[str, Any]]) -> str:
-    """Of all steps up to there, the slow first ones too."""
+    """Seconds of all these steps, slow first ones included."""
     rows = [f"| | steps to a mean reward of {REWARD} | s | s a step |", f"|{'---|' * 4}"]
     for sides in found.values():
         for name, runs in (("grpocli", sides["ours"]), ("TRL", sides["theirs"])):
@@ -164,12 +166,12 @@ def _spread(found: dict[str, Any]) -> str:
 
 
 def measured(mark: str) -> dict[str, Any]:
-    """What the docs have."""
+    """The numbers in docs/benchmarks.json."""
     return (json.loads(DATA.read_text()) if DATA.exists() else {}).get(mark, {})
 
 
 def write(mark: str, table: str, found: dict[str, Any]) -> None:
-    """Into the docs: the table between its marks, the numbers beside it."""
+    """Write the table between its markers, and the numbers into the JSON file."""
     page = DOCS / "benchmarks.md"
     begin, end = f"<!-- {mark} -->", f"<!-- end of {mark} -->"
     text = page.read_text(encoding="utf-8")
@@ -184,7 +186,7 @@ def write(mark: str, table: str, found: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """A comparison. mark: where it is written. theirs: the script of the other side, None: grpocli alone."""
+    """A comparison. mark: the marker of its table. theirs: the script of the other side; None: grpocli alone."""
 
     about: str
     mark: str
@@ -205,7 +207,7 @@ KINDS = {
 
 
 def _lengths(found: dict[str, dict[str, Any]]) -> str:
-    """How often and how long each workload was run: `3 rounds of 7 steps (W1: 3 of 28).`"""
+    """The rounds and steps of the workloads: `3 rounds of 7 steps (W1: 3 of 28).`"""
     each = {name: (len(sides["ours"]), len(sides["ours"][0]["seconds"])) for name, sides in found.items()}
     usual = statistics.mode(each.values())
     others = [f"{name}: {rounds} of {steps}" for name, (rounds, steps) in each.items() if (rounds, steps) != usual]
@@ -213,7 +215,7 @@ def _lengths(found: dict[str, dict[str, Any]]) -> str:
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """That something is measured."""
+    """Report which measurement runs."""
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: at least 1")
     if args.steps <= WARM:
@@ -252,7 +254,7 @@ def main() -> None:
                 folder = Path(scratch) / ALL[name].model.replace(" ", "-")
                 if not folder.exists():
                     make_model(ALL[name].model, folder)
-                for side in sorted(sides, reverse=number % 2 == 0):  # the other first in the first round
+                for side in sorted(sides, reverse=number % 2 == 0):  # the other side starts the first round
                     steps = args.steps * ALL[name].times
                     runs[side].append(one(*sides[side], name, folder, steps, f"seed={number}"))
                     median = statistics.median(runs[side][-1]["seconds"][WARM:])

@@ -1,6 +1,7 @@
-"""What each saving saves: `python bench/side_by_side/savings.py`. Steps of grpocli with and without it, in turn.
+"""Time and memory that each saving contributes: `python bench/side_by_side/savings.py`.
 
-Written between two marks of docs/benchmarks.md, as `run.py` does it. With `--without SAVING ...` it is one side.
+Alternates steps of grpocli with and without one saving. Writes a table between two markers of docs/benchmarks.md, as
+`run.py` does. `--without SAVING ...` runs one side.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def sampled_in_bfloat16() -> None:
 
 @dataclass(frozen=True)
 class Saving:
-    """What a step costs without it: keys of the config, or a change to the code."""
+    """How to switch a saving off: config keys, or a change to the code."""
 
     workload: str
     options: tuple[str, ...] = ()
@@ -104,7 +105,7 @@ SAVINGS = {
 
 
 def side(name: str, workload: str, folder: str, steps: str) -> None:
-    """One run, in this process; prints what ours.py prints."""
+    """One run in this process, with the output of ours.py."""
     import ours
 
     options: tuple[str, ...] = ()
@@ -118,7 +119,7 @@ def side(name: str, workload: str, folder: str, steps: str) -> None:
 def run(name: str, workload: str, folder: Path, steps: int) -> dict[str, Any]:
     command = [sys.executable, __file__, "--without", name, workload, str(folder), str(steps)]
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    shorten_spinning(env)  # some changes load torch before grpocli could say it
+    shorten_spinning(env)  # some changes load torch before grpocli sets it
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
@@ -127,12 +128,12 @@ def run(name: str, workload: str, folder: Path, steps: int) -> dict[str, Any]:
 
 
 def middle(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Medians over rounds."""
+    """The medians over rounds."""
     return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
 
 
 def row(name: str, sides: dict[str, list[dict[str, Any]]]) -> str:
-    """Of the table."""
+    """A cell of the table."""
     with_it, without = (middle(sides[side]) for side in ("with", "without"))
     change = with_it["seconds"] / without["seconds"] - 1
     return (

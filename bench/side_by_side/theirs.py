@@ -1,4 +1,4 @@
-"""TRL's side: its GRPOTrainer on one workload, in its own environment. Prints one JSON line.
+"""The side of TRL: its GRPOTrainer on one workload, in a separate environment. Prints one JSON line.
 
 `python theirs.py WORKLOAD MODEL_FOLDER STEPS [seed=NUMBER]`
 """
@@ -24,7 +24,7 @@ from workloads import ALL, FIRST_WORD, Workload, own_tokenizer, peak, reward
 
 
 class Watch(TrainerCallback):
-    """When steps end, and what is logged of them."""
+    """Records the time at which each step ends, and its log."""
 
     def __init__(self) -> None:
         self.stamps: list[float] = []
@@ -41,7 +41,7 @@ class Watch(TrainerCallback):
 
 
 def given(work: Workload, tokenizer: Any) -> Any:
-    """The given completions, through TRL's hook for a rollout of one's own."""
+    """Returns the workload's completions through TRL's rollout hook."""
     steps = iter(range(10**9))
 
     def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
@@ -58,13 +58,13 @@ def main() -> None:
 
 
 def run(scratch: str) -> None:
-    """scratch: where the trainer may write."""
+    """Run the trainer. scratch: a folder for its files."""
     name, folder, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
     seed = int(sys.argv[4].removeprefix("seed=")) if len(sys.argv) > 4 else 42
     work, watch = ALL[name], Watch()
     cuda = torch.cuda.is_available()
     rows = work.groups * work.rows
-    # on a GPU about as many tokens in a forward as ours, rather more; one piece is faster, where memory allows it
+    # on a GPU a forward has at least as many tokens as grpocli's; one piece is faster if it fits into memory
     pieces = min(rows, 2 ** max(0, round(math.log2(rows * (work.prompt + work.longest) / 8192)))) if cuda else 1
     own_tokenizer()
     trainer = GRPOTrainer(

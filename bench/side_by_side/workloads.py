@@ -1,6 +1,6 @@
-"""What is measured: models that are made on the spot, prompts, and completions that are given or sampled.
+"""Workloads: models with random weights, prompts, and completions that are given or sampled.
 
-Both trainers read this file, each in its own environment, so it needs transformers and nothing else.
+Both trainers read this file in their own environments, so it needs transformers only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 FIRST_WORD = 3
-"""Ids below are special. A token's text is `t` and its id, so a prompt's tokens are the same for both trainers."""
+"""Ids below this are special. A token's text is `t` and its id, so a prompt has the same tokens for both trainers."""
 LAST_WORD = 400
 
 LLAMA = {"model_type": "llama", "tie_word_embeddings": True, "max_position_embeddings": 2048}
@@ -39,11 +39,11 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Workload:
-    """A step: `groups` prompts of `prompt` tokens, `rows` completions of each.
+    """A step of `groups` prompts of `prompt` tokens with `rows` completions each.
 
-    longest: tokens of a completion, all of them or, `skewed`, a few (log-normal lengths up to it). constant: share of
-    the groups whose rewards are all equal. sampled: each trainer samples for itself, up to `longest` tokens; engine:
-    with what grpocli does. times: how often as many steps are run, where they are short. rate: of learning.
+    longest: tokens of a completion: of every one, or of a few if `skewed` (log-normal lengths). constant: share of
+    groups whose rewards are all equal. sampled: each trainer samples itself, up to `longest` tokens. engine:
+    grpocli's engine. times: multiplies the number of steps if they are short. rate: learning rate.
     """
 
     about: str
@@ -60,7 +60,7 @@ class Workload:
     rate: float = 1e-5
 
     def lengths(self, step: int) -> list[int]:
-        """Of the step's given completions, group by group."""
+        """Lengths of the step's completions, group by group."""
         draw, n = random.Random(step), self.groups * self.rows
         if not self.skewed:
             return [self.longest] * n
@@ -68,19 +68,19 @@ class Workload:
         return [max(1, min(self.longest, length)) for length in drawn]
 
     def needed(self, step: int) -> tuple[int, int]:
-        """Different tokens that have a gradient, prompts once, and of them the completions'."""
+        """The number of distinct tokens with a gradient, prompts once; and those of completions among them."""
         flat = int(self.constant * self.groups)
         lengths = self.lengths(step)[flat * self.rows :]
         return (self.groups - flat) * self.prompt + sum(lengths), sum(lengths)
 
     def pairs(self, step: int) -> float:
-        """Of tokens of which one attends to the other, among those that are `needed`."""
+        """The number of pairs of needed tokens of which one attends to the other."""
         flat = int(self.constant * self.groups)
         lengths = self.lengths(step)[flat * self.rows :]
         return (self.groups - flat) * self.prompt**2 / 2 + sum(n * self.prompt + n**2 / 2 for n in lengths)
 
     def flops(self, step: int) -> float:
-        """Of products of matrices with weights, forward and backward, for what is `needed`; attention is left out."""
+        """FLOPs of matrix products with weights, forward and backward, for the needed tokens; without attention."""
         sizes: dict[str, Any] = MODELS[self.model]
         width, inner, heads = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_attention_heads"]
         attention = 2 * width * width * (1 + sizes["num_key_value_heads"] / heads)
@@ -89,7 +89,7 @@ class Workload:
         return 6 * float(layers * tokens + sizes["vocab_size"] * width * completions)
 
     def prompts(self) -> list[str]:
-        """One for each group; the first token tells which. Every step has them all."""
+        """One prompt for each group, identified by its first token. All steps have the same prompts."""
         draw = random.Random(0)
         return [
             words([FIRST_WORD + group, *(draw.randrange(FIRST_WORD, LAST_WORD) for _ in range(self.prompt - 1))])
@@ -138,10 +138,7 @@ ALL = WORKLOADS | LINEAR | GPU | WHOLE
 
 
 def peak() -> float:
-    """The most memory that this process has had, GiB: of the GPU if there is one, else of the machine.
-
-    Not getrusage's: a process starts there with what its parent had.
-    """
+    """The peak memory of this process in GiB, on the GPU if there is one. getrusage would include the parent's."""
     import torch
 
     if torch.cuda.is_available():
@@ -151,7 +148,7 @@ def peak() -> float:
 
 
 def own_tokenizer() -> None:
-    """Load the tokenizer that `make_model` saved: transformers takes Qwen2's own for anything that is called qwen2."""
+    """Load the tokenizer of `make_model`. transformers would load Qwen2's for any model named qwen2."""
     from transformers.models.auto import tokenization_auto
 
     getattr(tokenization_auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", set()).discard("qwen2")
@@ -162,7 +159,7 @@ def words(ids: list[int]) -> str:
 
 
 def reward(completions: list[str], **columns: object) -> list[float]:
-    """1 for an odd first token. As TRL calls it."""
+    """1 if the first token is odd. TRL calls it like this."""
     return [float(int((text.split() or ["t0"])[0].removeprefix("t")) % 2) for text in completions]
 
 
@@ -187,5 +184,5 @@ def make_model(name: str, folder: Path) -> Path:
 
 
 def write_prompts(prompts: list[str], path: Path) -> None:
-    """As grpocli reads them."""
+    """Write the prompts as grpocli reads them."""
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
