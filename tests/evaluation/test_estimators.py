@@ -40,7 +40,7 @@ def test_the_majoritys_answer(votes: str, right: list[int], expected: float) -> 
 
 
 def wilson(right: int, n: int) -> tuple[float, float]:
-    """The p at which |right / n - p| is 1.96 of its own standard errors: the roots of a quadratic equation."""
+    """Each p with |right / n - p| = 1.96 standard errors at p: the roots of a quadratic equation."""
     z2, share = 1.959963984540054**2, right / n
     low, high = np.sort(np.roots([1 + z2 / n, -(2 * share + z2 / n), share**2]).real)
     return float(low), float(high)

@@ -1,4 +1,4 @@
-"""Printed formulas as Python: to compute with them what the code computes.
+"""Evaluates printed formulas, to compare them with the code.
 
 Symbols such as π_θ or ε_low are Python names already; a space between two factors is a product.
 """
@@ -62,7 +62,7 @@ def computed(lines: tuple[str, ...], wanted: str, values: dict[str, Any]) -> flo
 
 
 def identifier(text: str) -> str:
-    """As Python reads names: ℓ is l."""
+    """Python normalises identifiers: ℓ becomes l."""
     return unicodedata.normalize("NFKC", text)
 
 

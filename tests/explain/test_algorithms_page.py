@@ -1,4 +1,4 @@
-"""docs/algorithms.md is what the code says, and its example runs."""
+"""docs/algorithms.md is up to date, and its example runs."""
 
 from __future__ import annotations
 

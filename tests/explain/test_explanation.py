@@ -1,4 +1,4 @@
-"""The composition of a whole run, and what two of them differ in."""
+"""The explanation of a run, and the comparison of two."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASES = [
 
 @functools.cache
 def explained_config(*overrides: str) -> tuple[DictConfig, Explanation]:
-    """Both are only read, so tests share them: composing a config takes a quarter of a second."""
+    """Composing takes a quarter of a second, so read-only configs are shared."""
     config = compose(list(overrides))
     return config, explanation(build_run(config), config, list(overrides))
 
@@ -80,7 +80,7 @@ def test_sections_come_in_the_order_of_the_computation(overrides: list[str]) -> 
         (["algorithm=dgpo", "algorithm/entropy=bonus", "algorithm.entropy.coefficient=0"], "L(θ) = Σ_i w_i Σ_t ℓ_it"),
     ],
 )
-def test_the_loss_has_the_terms_that_are_there(overrides: list[str], loss: str) -> None:
+def test_the_loss_has_the_terms_in_use(overrides: list[str], loss: str) -> None:
     assert section(explained(*overrides), "loss") == [loss]
 
 

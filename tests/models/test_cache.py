@@ -1,4 +1,4 @@
-"""The cache of built models: whole or absent, whatever happens while one is being made."""
+"""The cache of built models: a folder is complete or absent, even after a crash."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def slow_builder(seconds: float) -> subprocess.Popen[str]:
     return process
 
 
-def test_it_is_made_once(cache_folder: Path) -> None:
+def test_a_folder_is_made_once(cache_folder: Path) -> None:
     path = cached("models/x", NEEDED, write("one"))
     assert path == cache_folder / "models" / "x"
     assert cached("models/x", NEEDED, forbidden) == path
@@ -56,7 +56,7 @@ def test_it_is_made_once(cache_folder: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_builder_killed_half_way_leaves_nothing_that_is_trusted(cache_folder: Path) -> None:
+def test_a_half_made_folder_is_not_used(cache_folder: Path) -> None:
     process = slow_builder(60)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=10)
@@ -67,7 +67,7 @@ def test_a_builder_killed_half_way_leaves_nothing_that_is_trusted(cache_folder: 
 
 
 @pytest.mark.processes
-def test_two_builders_wait_for_each_other(cache_folder: Path) -> None:
+def test_two_processes_make_a_folder_once(cache_folder: Path) -> None:
     process = slow_builder(1)
     path = cached("models/x", NEEDED, forbidden)  # it waits, and finds what the other one made
     assert (path / "b").read_text() == "slow"
@@ -75,7 +75,7 @@ def test_two_builders_wait_for_each_other(cache_folder: Path) -> None:
     process.communicate()
 
 
-def test_waiting_has_a_deadline_and_says_for_what(cache_folder: Path) -> None:
+def test_waiting_has_a_deadline(cache_folder: Path) -> None:
     folder = cache_folder / "models"
     folder.mkdir(parents=True)
     with (folder / ".lock-x").open("w") as handle:
@@ -108,7 +108,7 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypa
         cached("models/x", NEEDED, forbidden)
 
 
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GRPOCLI_CACHE", "/own")
     monkeypatch.setenv("XDG_CACHE_HOME", "/shared")
     assert cache_dir() == Path("/own")

@@ -1,4 +1,4 @@
-"""model=hf: what is refused before anything is loaded, and how a failed load reads."""
+"""model=hf: bad folders are refused before loading, and a failed load is one sentence."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from grpocli.models.tiny import make_model, make_tokenizer
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A whole model, saved as transformers saves them."""
+    """A complete model, saved by transformers."""
     path = tmp_path / "model"
     make_model(seed=0).save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     return path
 
 
-def test_a_whole_folder_is_taken_and_loads(folder: Path) -> None:
+def test_a_complete_folder_loads(folder: Path) -> None:
     part = HuggingFace(path=str(folder), attn_implementation="eager")
     path = part.prepare()
     assert path == str(folder)
@@ -36,7 +36,7 @@ def test_a_whole_folder_is_taken_and_loads(folder: Path) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_a_hub_id_is_returned_as_it_is() -> None:
+def test_prepare_returns_a_hub_id_unchanged() -> None:
     assert HuggingFace(path="Qwen/Qwen2.5-0.5B-Instruct").prepare() == "Qwen/Qwen2.5-0.5B-Instruct"
 
 
@@ -48,7 +48,7 @@ def test_no_path_names_the_key() -> None:
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./here", "../there", "~/nowhere/at/all", "a/b/c"])
-def test_a_folder_that_does_not_exist(path: str) -> None:
+def test_a_missing_folder_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match=r"model\.path=.*no such folder") as caught:
         HuggingFace(path=path).prepare()
     assert path in str(caught.value)
@@ -58,13 +58,13 @@ def test_a_folder_that_does_not_exist(path: str) -> None:
     ("file", "what"),
     [("config.json", "config.json"), ("model.safetensors", "weights"), ("tokenizer.json", "tokenizer")],
 )
-def test_an_incomplete_folder_names_what_it_lacks(folder: Path, file: str, what: str) -> None:
+def test_an_incomplete_folder_names_the_missing_file(folder: Path, file: str, what: str) -> None:
     (folder / file).unlink()
     with pytest.raises(ConfigError, match=rf"model\.path=.*has no {what}"):
         HuggingFace(path=str(folder)).prepare()
 
 
-def test_a_file_is_no_model(folder: Path) -> None:
+def test_a_file_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path=.*is a file"):
         HuggingFace(path=str(folder / "config.json")).prepare()
 
@@ -81,7 +81,7 @@ def test_a_broken_config_is_one_sentence(folder: Path, broken: str | dict[str, A
 
 
 @pytest.mark.parametrize("config", ["{", '{"model_type": "nonsense"}', '{"model_type": "t5"}', "[]", "{}"])
-def test_its_dtype_is_not_chosen_by_a_broken_config(folder: Path, config: str, monkeypatch) -> None:
+def test_choosing_the_dtype_needs_a_readable_config(folder: Path, config: str, monkeypatch) -> None:
     monkeypatch.setattr(loading, "cpu_has_bfloat16", lambda _: True)
     part = HuggingFace(path=str(folder))
     assert loading.choose_dtype("auto", part, part.prepare(), "cpu") == "float32"
@@ -106,7 +106,7 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence() -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_an_absent_padding_token_becomes_the_end_token(folder: Path) -> None:
+def test_the_end_token_replaces_a_missing_padding_token(folder: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.pad_token = None
     tokenizer.save_pretrained(folder)
@@ -125,7 +125,7 @@ def test_arguments_of_the_chat_template(folder: Path, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "saved")
 
 
-def test_a_chat_template_of_ones_own(folder: Path, tmp_path: Path) -> None:
+def test_a_chat_template_from_a_file(folder: Path, tmp_path: Path) -> None:
     template = tmp_path / "own.jinja"
     template.write_text("{{ messages[0]['content'] }}!")
     part = HuggingFace(path=str(folder), chat_template=str(template))
@@ -153,8 +153,8 @@ def test_every_named_model_composes(name: str) -> None:
         ("vocab_size", 999, r"has weights of another shape for \S+embed_tokens\.weight"),
     ],
 )
-def test_no_weights_are_made_up(folder: Path, key: str, value: int, said: str) -> None:
-    """As transformers would, in silence."""
+def test_missing_weights_are_refused(folder: Path, key: str, value: int, said: str) -> None:
+    """transformers would initialise them at random, silently."""
     config = json.loads((folder / "config.json").read_text())
     assert config[key] != value
     (folder / "config.json").write_text(json.dumps(config | {key: value}))

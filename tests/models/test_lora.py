@@ -35,7 +35,7 @@ def logits(model) -> torch.Tensor:
 
 
 def adapted(base, lora: Lora | None = None, seed: int = 0):
-    """A copy with updates that are still 0."""
+    """A copy with updates of 0."""
     return attach(copy.deepcopy(base), lora or Lora(rank=4), seed)
 
 
@@ -52,7 +52,7 @@ def moved(base, lora: Lora | None = None):
 
 @pytest.fixture
 def folder(little_model, tmp_path: Path) -> Path:
-    """The base model, where transformers finds it."""
+    """The base model in a folder."""
     little_model.save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
@@ -68,7 +68,7 @@ def test_untrained_updates_change_no_bit(little_model) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_updates_start_from_the_seed_alone(little_model) -> None:
+def test_initial_updates_depend_only_on_the_seed(little_model) -> None:
     def first(seed: int) -> torch.Tensor:
         return next(p for p in adapted(little_model, seed=seed).parameters() if p.requires_grad).detach()
 
@@ -76,12 +76,12 @@ def test_updates_start_from_the_seed_alone(little_model) -> None:
     expected = torch.rand(3)
     torch.manual_seed(5)
     one = first(1)
-    assert torch.rand(3).equal(expected), "nobody else's random numbers are used up"
+    assert torch.rand(3).equal(expected), "the global generator is not used"
     assert first(1).equal(one)
     assert not first(2).equal(one)
 
 
-def test_merged_is_the_formula_under_the_base_models_names(little_model) -> None:
+def test_merged_weights_follow_the_formula(little_model) -> None:
     model = moved(little_model, Lora(rank=4, alpha=6.0, target_modules=["q_proj", "down_proj"]))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     weights = dict(merged(model, model.named_parameters()))
@@ -126,7 +126,7 @@ def test_a_plain_model_with_merged_weights_is_the_same_policy(little_model, make
     torch.testing.assert_close(logits(plain), logits(model), rtol=1e-4, atol=1e-4)
 
 
-def test_without_an_adapter_merged_changes_nothing(little_model) -> None:
+def test_merged_without_an_adapter_changes_nothing(little_model) -> None:
     for (name, weight), (expected, parameter) in zip(
         merged(little_model, little_model.named_parameters()), little_model.named_parameters(), strict=True
     ):
@@ -135,7 +135,7 @@ def test_without_an_adapter_merged_changes_nothing(little_model) -> None:
         assert not weight.requires_grad
 
 
-def test_switched_off_is_the_base_to_the_bit_and_ends(little_model) -> None:
+def test_switched_off_is_the_base_model_to_the_bit(little_model) -> None:
     model = moved(little_model)
     trained = [p.requires_grad for p in model.parameters()]
     on = logits(model)
@@ -145,7 +145,7 @@ def test_switched_off_is_the_base_to_the_bit_and_ends(little_model) -> None:
     assert [p.requires_grad for p in model.parameters()] == trained
 
 
-def test_saved_updates_come_back_to_the_bit(little_model, tmp_path: Path) -> None:
+def test_saved_updates_load_to_the_bit(little_model, tmp_path: Path) -> None:
     model, fresh = moved(little_model), adapted(little_model)
     save_adapter(model, tmp_path)
     load_adapter(fresh, Lora(rank=4), tmp_path)
@@ -163,7 +163,7 @@ def test_transformers_loads_saved_updates_onto_the_base(folder: Path, tmp_path: 
     assert logits(AutoModelForCausalLM.from_pretrained(saved)).equal(logits(model))
 
 
-def test_another_rank_alpha_or_target_does_not_fit_a_checkpoint(little_model, tmp_path: Path) -> None:
+def test_a_checkpoint_with_other_settings_is_refused(little_model, tmp_path: Path) -> None:
     save_adapter(moved(little_model), tmp_path)
     check_same(Lora(rank=4), tmp_path)
     with pytest.raises(ConfigError, match=r"model\.lora\.rank=8: the run so far has 4"):
@@ -177,24 +177,24 @@ def test_another_rank_alpha_or_target_does_not_fit_a_checkpoint(little_model, tm
         load_adapter(adapted(little_model, only), only, tmp_path)
 
 
-def test_a_whole_model_is_no_checkpoint_of_lora(folder: Path) -> None:
+def test_a_checkpoint_without_lora_is_refused(folder: Path) -> None:
     check_same(Lora(), folder)
     with pytest.raises(ConfigError, match=r"model\.lora\.rank=4: the run so far has 0"):
         check_same(Lora(rank=4), folder)
 
 
 @pytest.mark.parametrize("head", ["lm_head", "embed_tokens"])
-def test_a_tied_weight_has_no_update_of_its_own(head: str) -> None:
+def test_a_tied_weight_cannot_have_an_update(head: str) -> None:
     with pytest.raises(ConfigError, match=rf"model\.lora\.target_modules=.*{head} shares its weight"):
         attach(make_model(seed=0), Lora(rank=4, target_modules=["q_proj", head]), 0)
 
 
-def test_a_target_that_the_model_does_not_have(little_model) -> None:
+def test_a_target_that_the_model_lacks_is_refused(little_model) -> None:
     with pytest.raises(ConfigError, match=r"model\.lora\.target_modules=.*query.* does not fit the model"):
         adapted(little_model, Lora(rank=4, target_modules=["query"]))
 
 
-def test_the_trained_share(little_model) -> None:
+def test_trained_share_counts_parameters(little_model) -> None:
     total = sum(p.numel() for p in little_model.parameters())
     assert trained_share(little_model) == f"{total:,} of {total:,} parameters"
     hidden, inner, rank = 32, 64, 4

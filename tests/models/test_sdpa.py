@@ -15,7 +15,7 @@ def states(queries: int, keys: int) -> list[torch.Tensor]:
 
 
 def later_half(queries: int, keys: int) -> torch.Tensor:
-    """A mask by which no token attends to the first half."""
+    """A mask in which no token attends to the first half."""
     mask = torch.zeros(queries, keys)
     mask[:, : keys // 2] = float("-inf")
     return mask

@@ -1,4 +1,4 @@
-"""model=tiny: its tokenizer, its warm start, and that the same settings give the same bytes."""
+"""model=tiny: tokenizer, warm start, and the same bytes for the same settings."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TOKENIZER = make_tokenizer()
 
 
 def plain(texts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    """Of characters alone: a special token that is written out is one token."""
+    """A text of plain characters; a special token in it is one token."""
     return texts.filter(lambda text: not any(token in text for token in TOKENIZER.all_special_tokens))
 
 
 @given(plain(st.text(ALPHABET)))
-def test_its_alphabet_survives_the_round_trip(text: str) -> None:
+def test_the_alphabet_survives_a_round_trip(text: str) -> None:
     ids = TOKENIZER(text).input_ids
     assert len(ids) == len(text)
     assert TOKENIZER.decode(ids) == text
@@ -40,14 +40,14 @@ def test_unknown_characters_are_one_token_each(text: str) -> None:
     assert len(ids) == len(text)
 
 
-def test_the_chat_template_writes_one_token_a_mark() -> None:
+def test_the_chat_template_writes_special_tokens() -> None:
     chat = [{"role": "user", "content": "47+85="}]
     text = TOKENIZER.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert text == "<bos><user>47+85=<end><assistant>"
     assert len(TOKENIZER(text, add_special_tokens=False).input_ids) == 4 + len("47+85=")
 
 
-def test_special_tokens_are_what_the_model_config_says() -> None:
+def test_tokenizer_and_model_config_agree_on_special_tokens() -> None:
     config = make_model(seed=0).config
     assert TOKENIZER.pad_token_id == config.pad_token_id
     assert TOKENIZER.bos_token_id == config.bos_token_id
@@ -80,7 +80,7 @@ def test_prepare_is_deterministic_and_cached(
         assert (first / file).read_bytes() == (second / file).read_bytes()
 
 
-def test_what_prepare_returns_loads(cache_folder: Path) -> None:
+def test_the_prepared_folder_loads(cache_folder: Path) -> None:
     part = Tiny(warm_start_steps=1)
     path = part.prepare()
     model, tokenizer = load_model(part, path), load_tokenizer(part, path)
@@ -96,7 +96,7 @@ def test_progress_goes_up_to_one(cache_folder: Path) -> None:
     assert [fraction for fraction, _ in seen] == [0.25, 0.5, 0.75, 1.0]
 
 
-def test_every_setting_that_matters_is_in_the_hash() -> None:
+def test_every_setting_changes_the_hash() -> None:
     parts = [Tiny(), Tiny(noise=0.1), Tiny(digits=3), Tiny(operation="-"), Tiny(warm_start_steps=9)]
     assert len({content_hash(part) for part in parts}) == len(parts)
     assert content_hash(Tiny(dtype="bfloat16")) == content_hash(Tiny())
@@ -119,7 +119,7 @@ def test_the_warm_start_teaches_digits_and_restores_the_threads() -> None:
     assert torch.get_num_threads() == threads
 
 
-def test_noise_replaces_its_share_of_digits_and_nothing_else() -> None:
+def test_noise_replaces_only_its_share_of_digits() -> None:
     digits = torch.arange(10)
     answers = torch.tensor([[3, 7, 50, -100]]).repeat(20_000, 1)
     noisy = corrupt(answers, digits, 0.3, torch.Generator().manual_seed(0))
@@ -139,7 +139,7 @@ def test_muon_steps_along_matrices_of_singular_values_near_one(shape: tuple[int,
     assert float(values.max()) < 1.3
 
 
-def test_digits_follow_the_task_where_it_has_them() -> None:
+def test_digits_follow_the_task() -> None:
     followed = build(compose(["model=tiny", "task=arithmetic", "task.digits=3", "task.operation='*'"]).model)
     assert (followed.digits, followed.operation) == (3, "*")
     own = build(compose(["model=tiny", "task=jsonl", "task.path=x.jsonl"]).model)

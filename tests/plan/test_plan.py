@@ -1,4 +1,4 @@
-"""`grpocli plan`: counts, what is shared among processes, exit codes, and figures that a real run confirms."""
+"""`grpocli plan`: sizes, sharding, exit codes, and a comparison with a real run."""
 
 from __future__ import annotations
 

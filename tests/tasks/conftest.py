@@ -1,4 +1,4 @@
-"""Word-level tokenizers made on the spot, with and without a chat template."""
+"""Word-level tokenizers, with and without a chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""task=arithmetic: the same problems everywhere, and none of them in both splits."""
+"""task=arithmetic: the same problems on every machine, and disjoint splits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_answers_are_right(digits: int, operation: str) -> None:
 
 
 @pytest.mark.parametrize("digits", [1, 2])
-def test_the_splits_share_nothing_and_together_are_every_pair(digits: int) -> None:
+def test_the_splits_are_disjoint_and_cover_every_pair(digits: int) -> None:
     task = Arithmetic(digits=digits)
     train, held_out = questions(task, "train"), questions(task, "eval")
     assert len(set(train)) == len(train)
@@ -52,7 +52,7 @@ def test_the_first_problems_cover_the_range() -> None:
 
 
 @pytest.mark.processes
-def test_another_process_has_the_same_problems() -> None:
+def test_another_process_makes_the_same_problems() -> None:
     code = (
         "import json; from grpocli.tasks.arithmetic import Arithmetic; "
         "print(json.dumps(list(Arithmetic().examples('eval'))))"
@@ -61,8 +61,8 @@ def test_another_process_has_the_same_problems() -> None:
     assert json.loads(done.stdout) == list(Arithmetic().examples("eval"))
 
 
-def test_the_problems_never_change() -> None:
-    """A new default here means that old runs cannot be compared with new ones: say so in the changelog."""
+def test_the_default_problems_are_pinned() -> None:
+    """If this changes, old and new runs cannot be compared, which belongs in the changelog."""
     lines = "\n".join(questions(Arithmetic(), "train") + questions(Arithmetic(), "eval"))
     assert hashlib.sha256(lines.encode()).hexdigest()[:16] == "c015e790270b7906"
 

@@ -1,4 +1,4 @@
-"""task=code: the columns of MBPP, of HumanEval and of one's own."""
+"""task=code: the columns of MBPP, HumanEval and grpocli."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_humaneval(tmp_path):
     assert example["tests"][0].endswith("check(add)\n")
 
 
-def test_rows_of_ones_own(tmp_path):
+def test_rows_in_own_columns(tmp_path):
     rows = [{"prompt": f"Write f{i}.", "tests": [f"assert f{i}() == {i}"], "answer": ""} for i in range(4)]
     example = CodeProblems(path=str(written(tmp_path / "own.jsonl", rows))).examples("train")[0]
     assert example["tests"][0].startswith("assert f")
     assert example["prompt"][0]["role"] == "user"
 
 
-def test_rows_without_tests(tmp_path):
+def test_rows_without_tests_are_refused(tmp_path):
     rows = [{"prompt": f"Write f{i}.", "tests": [], "answer": ""} for i in range(4)]
     path = written(tmp_path / "own.jsonl", rows)
     with pytest.raises(ConfigError, match=r"row \d of .*own.jsonl has no tests"):
@@ -77,7 +77,7 @@ def test_rows_without_tests(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("task", "rows"), [("mbpp", MBPP), ("humaneval", HUMAN_EVAL)])
-def test_the_reference_answers_have_to_pass(tmp_path, capsys, task, rows):
+def test_reference_answers_pass(tmp_path, capsys, task, rows):
     path = written(tmp_path / "rows.jsonl", rows)
     given = [f"task={task}", f"task.path={path}", "task.split=null", "task.eval_split=test", "reward=[code]"]
     assert main(given) == 0
@@ -88,7 +88,7 @@ def test_the_reference_answers_have_to_pass(tmp_path, capsys, task, rows):
     assert "scores 0 (AssertionError)" in capsys.readouterr().out
 
 
-def test_the_warning_of_an_unsafe_reward_is_seen(tmp_path, capsys):
+def test_an_unsafe_reward_prints_a_warning(tmp_path, capsys):
     path = written(tmp_path / "rows.jsonl", MBPP)
     given = [
         f"task.path={path}",

@@ -1,4 +1,4 @@
-"""What is held out: whole questions, the same ones whatever else is in the file."""
+"""`hold_out` takes whole questions, independent of the order of rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROWS = [{"q": f"{i}", "n": i} for i in range(20)]
 
 
 @pytest.mark.parametrize(("rows", "most", "held_out"), [(2, 128, 1), (20, 128, 4), (20, 3, 3)])
-def test_at_least_one_and_at_most_a_fifth(rows: int, most: int, held_out: int) -> None:
+def test_at_least_one_and_at_most_a_fifth_is_held_out(rows: int, most: int, held_out: int) -> None:
     train, evaluate = hold_out(ROWS[:rows], ["q"], most)
     assert len(evaluate) == held_out
     assert sorted(train + evaluate) == list(range(rows))
@@ -23,7 +23,7 @@ def test_equal_questions_are_on_the_same_side() -> None:
     assert not {rows[i]["q"] for i in train} & {rows[i]["q"] for i in evaluate}
 
 
-def test_one_question_only_is_divided_by_rows() -> None:
+def test_rows_of_a_single_question_are_divided() -> None:
     train, evaluate = hold_out([{"q": "same"}] * 10, ["q"], 128)
     assert (len(train), len(evaluate)) == (8, 2)
 

@@ -1,4 +1,4 @@
-"""Rows to prompts: what a template, a prefix, a system prompt and a format do, and refuse."""
+"""Rows become prompts by template, prefix, system prompt and format; unusable rows are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_prompts(options: dict[str, Any], prompt: Any, wanted: Any) -> None:
     assert mapping(**options).prompt({"prompt": prompt, "n": 7}, "row 0") == wanted
 
 
-def test_keys_that_only_other_messages_have_are_left_out() -> None:
+def test_keys_without_a_value_are_removed_from_messages() -> None:
     assert mapping().prompt({"prompt": [{**USER, "tool_calls": None}]}, "row 0") == [USER]
 
 
@@ -58,7 +58,7 @@ def test_keys_that_only_other_messages_have_are_left_out() -> None:
         ({"prefix": "x"}, [USER], "task.prefix='x': row 3 is a list of messages"),
     ],
 )
-def test_what_is_no_prompt_names_the_row(options: dict[str, Any], prompt: Any, sentence: str) -> None:
+def test_an_unusable_prompt_names_its_row(options: dict[str, Any], prompt: Any, sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
         mapping(**options).prompt({"prompt": prompt}, "row 3")
     assert sentence in str(error.value)
@@ -68,7 +68,7 @@ def test_what_is_no_prompt_names_the_row(options: dict[str, Any], prompt: Any, s
     ("template", "sentence"),
     [("{quest}", "no column 'quest'"), ("{}", "no column ''"), ("{question", "write a brace"), ("}", "write a brace")],
 )
-def test_templates_that_cannot_be_filled(template: str, sentence: str) -> None:
+def test_a_template_that_cannot_be_filled_names_the_row(template: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as error:
         mapping(prompt_template=template).check(["question"], "data.jsonl")
     assert str(error.value).startswith("task.prompt_template=")
@@ -83,7 +83,7 @@ def test_examples_to_train_on_are_refused_for_evaluation(options: dict[str, Any]
         task.examples("eval")
 
 
-def test_data_without_answers_and_with_an_answer_column_of_another_name(tmp_path: Path) -> None:
+def test_answer_column_may_be_null_or_another_name(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"p{i}", "gold": i}) + "\n" for i in range(3)))
     assert "answer" not in Hub(path=str(file), answer_column=None).examples("train")[0]
@@ -108,7 +108,7 @@ def test_indexing_and_iterating_agree(tmp_path: Path) -> None:
         ({"prompt": "p", "answer": [1, {"x": -math.inf}]}, "-inf"),
     ],
 )
-def test_rows_without_an_answer(row: dict[str, Any], there: str, tmp_path: Path) -> None:
+def test_rows_without_an_answer_are_refused(row: dict[str, Any], there: str, tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "a", "answer": 0}\n{"prompt": "b", "answer": 0}\n' + json.dumps(row))
     with pytest.raises(

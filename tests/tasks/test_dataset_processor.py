@@ -1,4 +1,4 @@
-"""task.processor: examples made of rows by a function of the user's."""
+"""task.processor: a function of the user converts rows to examples."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def task(tmp_path: Path) -> Any:
     return make
 
 
-def test_examples_are_what_it_returns(task) -> None:
+def test_the_processor_returns_the_examples(task) -> None:
     made = task(*({"id": n} for n in range(1, 6)))
     train, held_out = made.examples("train"), made.examples("eval")
     assert sorted(one["answer"] for one in [*train, *held_out]) == [1, 2, 3, 4, 5]
@@ -50,7 +50,7 @@ def test_examples_are_what_it_returns(task) -> None:
     assert len(held_out) == 1
 
 
-def test_a_multiplier_reaches_the_prompt(task, chat_tokenizer) -> None:
+def test_loss_multiplier_reaches_the_prompt(task, chat_tokenizer) -> None:
     made = task({"id": 1, "multiplier": 0.5}, {"id": 2}, {"id": 3})
     prompts = PromptSet(made.examples("train"), chat_tokenizer, 99, "drop", "train")
     found = {
@@ -72,13 +72,13 @@ def test_a_multiplier_reaches_the_prompt(task, chat_tokenizer) -> None:
         (10, r"raised TimeoutError for row [12] of .*: no example within 0\.5 s \(task\.processor_timeout\)"),
     ],
 )
-def test_what_it_cannot_process_is_one_sentence(task, row: int, said: str) -> None:
+def test_a_failure_is_one_sentence(task, row: int, said: str) -> None:
     made = task({"id": row}, {"id": row}, processor_timeout=0.5)
     with pytest.raises(ConfigError, match=rf"task\.processor=.*mine\.py:process: {said}"):
         list(made.examples("train"))
 
 
-def test_a_function_that_is_not_there(task, tmp_path: Path) -> None:
+def test_a_missing_function_is_refused(task, tmp_path: Path) -> None:
     task({"id": 1}, {"id": 2})
     with pytest.raises(ConfigError, match=r'mine\.py has no function or class proces; did you mean "process"'):
         Jsonl(path=str(tmp_path / "d.jsonl"), processor=f"{tmp_path}/mine.py:proces").examples("train")

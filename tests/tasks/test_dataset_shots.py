@@ -26,7 +26,7 @@ def file(tmp_path: Path) -> str:
 
 
 def questions(example: dict[str, Any]) -> list[str]:
-    """Of plain text, the prompts that are in it."""
+    """The questions in a plain-text prompt."""
     return [part.split("A")[0] for part in example["prompt"].split("\n\n")]
 
 
@@ -43,21 +43,21 @@ def test_shots_are_neither_trained_nor_evaluated_on(file: str, streaming: bool) 
         assert {questions(one)[-1] for one in (*train, *held_out)} == {f"Q{i}" for i in range(10)} - set(shown)
 
 
-def test_a_stream_passes_its_shots_over(file: str, plain_tokenizer) -> None:
+def test_a_stream_skips_its_shots(file: str, plain_tokenizer) -> None:
     task = Jsonl(path=file, shots=3, eval_size=2, streaming=True)
     prompts = StreamedPrompts(task.stream, plain_tokenizer, 100, "drop", "jsonl", 6, (0,))
     drawn = [questions({"prompt": prompts.draw(number, "").text}) for number in range(60)]
     assert {one[-1] for one in drawn} == {f"Q{i}" for i in range(2, 10)} - set(drawn[0][:-1])
 
 
-def test_the_seed_chooses(file: str) -> None:
+def test_the_seed_chooses_the_shots(file: str) -> None:
     chosen = [questions(Jsonl(path=file, shots=3, shot_seed=seed).examples("train")[0])[:-1] for seed in (0, 1, 0)]
     assert chosen[0] == chosen[2] != chosen[1]
     run: Any = build_run(compose(["task=jsonl", f"task.path={file}", "task.shots=3", "seed=1"]))
     assert questions(run.task.examples("train")[0])[:-1] == chosen[1]
 
 
-def test_plain_text(file: str) -> None:
+def test_shots_in_plain_text(file: str) -> None:
     task = Jsonl(path=file, shots=2, prompt_template="Q: {prompt}\nA:", shot_template=" {answer}", prefix="> ")
     first, second, asked = str(task.examples("train")[0]["prompt"]).split("\n\n")
     assert asked.startswith("> Q: Q")
@@ -100,6 +100,6 @@ def test_gsm8k_shows_its_worked_solutions(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])
-def test_what_cannot_be_shown(file: str, settings: dict[str, Any], sentence: str, streaming: bool) -> None:
+def test_unusable_shots_are_refused(file: str, settings: dict[str, Any], sentence: str, streaming: bool) -> None:
     with pytest.raises(ConfigError, match=sentence):
         Jsonl(path=file, eval_size=2, streaming=streaming, **settings).examples("train")

@@ -1,4 +1,4 @@
-"""Tasks that make their examples: the same everywhere, none in both splits, each with a right answer."""
+"""Generated tasks: the same on every machine, disjoint splits, right answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sample(columns: dict[str, Any], text: str) -> Any:
 
 
 @pytest.mark.parametrize("task", [Countdown, LetterCounting, SlidingPuzzles])
-def test_splits_are_reproducible_and_apart(task: Any) -> None:
+def test_splits_are_reproducible_and_disjoint(task: Any) -> None:
     made = task(train_size=60, eval_size=20)
     train, held_out = made.examples("train"), made.examples("eval")
     texts = [str(one["prompt"]) for one in [*train, *held_out]]
@@ -55,7 +55,7 @@ def test_countdown_has_a_solution_for_every_question() -> None:
         *(("(" * 400 + "19", False), ("True", False), ("(19.0 - 7) * 3", False)),
     ],
 )
-def test_expressions(expression: str, fits: bool) -> None:
+def test_countdown_checks_expressions(expression: str, fits: bool) -> None:
     assert reaches(expression, [3, 7, 19], 36) is fits
 
 
@@ -71,7 +71,7 @@ def test_letters_are_counted() -> None:
     assert Number()([sample(one, f"It is {one['answer']}.") for one in examples]) == [1.0] * 200
 
 
-def test_settings_that_leave_nothing() -> None:
+def test_settings_without_examples_are_one_sentence() -> None:
     class Same(Generated):
         def make(self, random: Any) -> Any:
             return {"question": "the same again"}

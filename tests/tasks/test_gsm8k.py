@@ -17,7 +17,7 @@ def write(path: Path, answers: list[str]) -> Path:
     return path
 
 
-def test_a_single_file_is_divided_without_overlap(tmp_path: Path) -> None:
+def test_a_single_file_is_split_without_overlap(tmp_path: Path) -> None:
     task = Gsm8k(path=str(write(tmp_path / "train.jsonl", [f"so\n#### {i}" for i in range(10)])))
     train, held_out = ({e["question"] for e in task.examples(s)} for s in ("train", "eval"))
     assert (len(train), len(held_out)) == (8, 2)
@@ -25,13 +25,13 @@ def test_a_single_file_is_divided_without_overlap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("written", "answer"), [("#### 1,234,567", "1234567"), ("a #### b\n#### -3.5 ", "-3.5")])
-def test_the_answer_is_what_follows_the_last_mark(written: str, answer: str, tmp_path: Path) -> None:
+def test_the_answer_follows_the_last_mark(written: str, answer: str, tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [written])
     write(tmp_path / "test.jsonl", ["#### 1"])
     assert Gsm8k(path=str(tmp_path)).examples("train")[0]["answer"] == answer
 
 
-def test_the_template_and_the_system_prompt_are_the_users(tmp_path: Path) -> None:
+def test_template_and_system_prompt_can_be_set(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", ["#### 1"])
     task = Gsm8k(path=str(tmp_path), prompt_template="Q: {question}", system_prompt="Be brief.")
     assert task.examples("train")[0]["prompt"] == [

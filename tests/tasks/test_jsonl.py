@@ -1,4 +1,4 @@
-"""Local files with their columns mapped, and what can be wrong with them."""
+"""task=jsonl: columns of local files are mapped; bad files are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def file(tmp_path: Path) -> str:
     return write(tmp_path / "data.jsonl", ROWS)
 
 
-def test_columns_are_mapped_and_the_others_passed_on(file: str) -> None:
+def test_columns_are_mapped_and_others_are_kept(file: str) -> None:
     task = Jsonl(path=file, **NAMED)
     examples = task.examples("train")
     one = next(e for e in (*examples, *task.examples("eval")) if e["level"] == 3)
@@ -43,7 +43,7 @@ def test_held_out_examples_are_not_trained_on(file: str) -> None:
     assert [e["level"] for e in again.examples("eval")] == held_out
 
 
-def test_held_out_examples_from_a_file_of_their_own(file: str, tmp_path: Path) -> None:
+def test_held_out_examples_from_a_separate_file(file: str, tmp_path: Path) -> None:
     other = write(tmp_path / "test.jsonl", ROWS[:2])
     task = Jsonl(path=file, eval_path=other, **NAMED)
     assert (len(task.examples("train")), len(task.examples("eval"))) == (10, 2)
@@ -84,12 +84,12 @@ def test_other_formats(name: str, text: str, tmp_path: Path) -> None:
         ({**NAMED, "prompt_column": "level"}, "task.prompt_column=level: row 1 .* a prompt is text"),
     ],
 )
-def test_columns_that_do_not_fit(options: dict[str, Any], sentence: str, file: str) -> None:
+def test_a_missing_column_names_its_key(options: dict[str, Any], sentence: str, file: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         _ = [*Jsonl(path=file, **options).examples("train")]
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     for name, text, sentence in [
         ("empty.jsonl", "", "it is empty"),
         ("one.jsonl", '{"prompt": "a", "answer": "b"}\n', "has one example"),
@@ -106,7 +106,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         Jsonl(path=str(tmp_path / "pipe.jsonl")).examples("train")
 
 
-def test_a_name_the_hub_does_not_give(cache_folder: Path) -> None:
+def test_a_name_that_the_hub_lacks_is_refused(cache_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"task\.path=nobody/nothing: there is no such local file, and the hub"):
         Jsonl(path="nobody/nothing").examples("train")
 

@@ -1,4 +1,4 @@
-"""Tables from local files: values as they were written, splits by file names."""
+"""Tables from local files: unchanged values, splits by file names, errors with file and line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_csv_and_parquet(tmp_path: Path, cache_folder: Path) -> None:
     assert load_table(str(tmp_path / "a.csv"), None, "train").rows[0] == {"q": "a, or b", "n": "1"}
 
 
-def test_cells_of_a_csv_are_the_texts_that_they_are(tmp_path: Path, cache_folder: Path) -> None:
+def test_cells_of_a_csv_stay_text(tmp_path: Path, cache_folder: Path) -> None:
     answers = ["007", "1.50", "12345678901234567890123", "NA", "None", "null", "1e3", "True", ""]
     (tmp_path / "a.csv").write_text("q,a\n" + "".join(f"b,{answer}\n" for answer in answers))
     for load in (load_table, load_streamed):
@@ -76,7 +76,7 @@ def test_a_folders_files_are_chosen_by_split(
         ("a.csv", "", "it is empty"),
     ],
 )
-def test_what_cannot_be_read_is_one_sentence(name: str, text: str, sentence: str, tmp_path: Path) -> None:
+def test_unreadable_data_is_one_sentence(name: str, text: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=sentence) as error:
         load_table(str(tmp_path / name), None, "train", "task.eval_path")
@@ -85,7 +85,7 @@ def test_what_cannot_be_read_is_one_sentence(name: str, text: str, sentence: str
 
 
 @pytest.mark.parametrize("separator", [";", "\t", "|"])
-def test_columns_that_are_not_separated_by_commas(tmp_path: Path, separator: str, cache_folder: Path) -> None:
+def test_a_csv_with_other_separators_is_refused(tmp_path: Path, separator: str, cache_folder: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_text(f"prompt{separator}answer\n1, or 2{separator}3\n")
     problem = f"columns are separated by {separator!r}, and have to be by commas; convert it with python -c "
@@ -118,7 +118,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize(("row", "problem"), HOSTILE)
 @pytest.mark.parametrize("load", [load_table, load_streamed])
-def test_json_that_means_nothing_certain(load: Any, row: str, problem: str, tmp_path: Path) -> None:
+def test_ambiguous_json_is_refused(load: Any, row: str, problem: str, tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(f'{{"a": 1}}\n\n{row}\n')
     with pytest.raises(ConfigError) as caught:
@@ -127,7 +127,7 @@ def test_json_that_means_nothing_certain(load: Any, row: str, problem: str, tmp_
 
 
 @pytest.mark.parametrize(("row", "problem"), HOSTILE)
-def test_so_does_a_list(row: str, problem: str, tmp_path: Path) -> None:
+def test_ambiguous_json_in_a_list_is_refused(row: str, problem: str, tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text(f'[\n{{"a": 1}},\n{row}]')
     with pytest.raises(ConfigError) as caught:
@@ -144,7 +144,7 @@ def test_lists_that_are_not_json(text: str, line: int, tmp_path: Path) -> None:
         load_table(str(tmp_path / "a.json"), None, "train")
 
 
-def test_a_whole_character_of_two_escapes(tmp_path: Path) -> None:
+def test_a_surrogate_pair_is_one_character(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(r'{"a": "\ud83d\ude00"}')
     assert load_table(str(tmp_path / "a.jsonl"), None, "train").rows == [{"a": "\U0001f600"}]
 
@@ -176,7 +176,7 @@ def test_a_parquet_with_text_that_is_not_utf8(load: Any, tmp_path: Path, cache_f
         load(str(tmp_path / "a.parquet"), None, "train", "task.path")
 
 
-def test_rows_that_have_hardly_a_column_in_common(tmp_path: Path) -> None:
+def test_too_many_columns_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("".join(f'{{"{number}": 1}}\n' for number in range(20_000)))
     for load in (load_table, load_streamed):
@@ -184,7 +184,7 @@ def test_rows_that_have_hardly_a_column_in_common(tmp_path: Path) -> None:
             load(str(file), None, "train", "task.path")
 
 
-def test_what_is_no_row_is_shown_in_short(tmp_path: Path) -> None:
+def test_a_value_that_is_not_a_row_is_quoted_in_short(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(f'"{"x" * 10_000}"')
     with pytest.raises(ConfigError, match=r"example 1 is not an object with columns: 'xxx.*\.\.\.$") as caught:
         load_table(str(tmp_path / "a.jsonl"), None, "train")
@@ -198,13 +198,13 @@ def test_what_is_no_row_is_shown_in_short(tmp_path: Path) -> None:
         ("q," + "a" * 200_000, "cannot be read: field"),
     ],
 )
-def test_headers_that_cannot_be_used(header: str, problem: str, tmp_path: Path) -> None:
+def test_bad_headers_are_refused(header: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(f"{header}\n1,2,3\n")
     with pytest.raises(ConfigError, match=f"^task.path={tmp_path}/a.csv: {problem}"):
         load_table(str(tmp_path / "a.csv"), None, "train")
 
 
-def test_the_library_underneath_prints_nothing_of_what_is_in_a_file(
+def test_the_datasets_library_prints_no_data(
     tmp_path: Path, cache_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.csv").write_text("q,a\n1,2\n1,2,3,4\n")
@@ -213,7 +213,7 @@ def test_the_library_underneath_prints_nothing_of_what_is_in_a_file(
     assert capfd.readouterr().err == ""
 
 
-def test_folders_without_what_is_wanted(tmp_path: Path) -> None:
+def test_a_folder_without_the_split_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="found none"):
         load_table(str(tmp_path), None, "train")
     (tmp_path / "train.jsonl").write_text('{"a": 1}')
@@ -227,11 +227,11 @@ def test_folders_without_what_is_wanted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "local"), [("openai/gsm8k", False), ("squad", False), ("./x", True), ("x.csv", True), ("a/b/c", True)]
 )
-def test_what_was_meant_as_a_path(path: str, local: bool) -> None:
+def test_looks_local_recognises_paths(path: str, local: bool) -> None:
     assert looks_local(path) is local
 
 
-def test_columns_without_a_name(tmp_path: Path, cache_folder: Path) -> None:
+def test_unnamed_columns_of_a_csv(tmp_path: Path, cache_folder: Path) -> None:
     (tmp_path / "a.csv").write_text("q,a,,\n1,2,,\n")  # as spreadsheets leave them
     assert load_table(str(tmp_path / "a.csv"), None, "train").columns[:2] == ["q", "a"]
 
@@ -247,8 +247,8 @@ def test_columns_without_a_name(tmp_path: Path, cache_folder: Path) -> None:
         ("a.csv", ",".join([*(f"k{i}" for i in range(9000)), "k8999"]) + "\n", "two columns called 'k8999'"),
     ],
 )
-def test_a_repeated_name_is_found_among_many(name: str, text: str, repeated: str, tmp_path: Path) -> None:
-    """A search that compared each name with each would take hours."""
+def test_a_repeated_name_among_many_is_found_quickly(name: str, text: str, repeated: str, tmp_path: Path) -> None:
+    """Comparing all pairs of names would take hours."""
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=repeated):
         load_table(str(tmp_path / name), None, "train")
@@ -262,7 +262,7 @@ def test_a_repeated_name_is_found_among_many(name: str, text: str, repeated: str
         ('"q\n', "they differ in 'a', 'q'"),
     ],
 )
-def test_csv_files_with_other_columns(tmp_path: Path, second: str, said: str) -> None:
+def test_csv_files_with_different_columns_are_refused(tmp_path: Path, second: str, said: str) -> None:
     (tmp_path / "train-1.csv").write_text("\nq,a\n1,2\n")
     (tmp_path / "train-2.csv").write_text(second)
     for load in (load_table, load_streamed):

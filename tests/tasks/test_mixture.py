@@ -1,4 +1,4 @@
-"""Several tasks: how they are asked for, drawn, and kept apart."""
+"""task=[A,B]: composing, drawing from and evaluating several tasks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_list_is_spread_under_the_names_of_its_tasks() -> None:
 
 
 @pytest.mark.parametrize(("given", "said"), [("task=[]", "at least one task"), ("task=[a,b,a]", "names a twice")])
-def test_lists_that_say_nothing(given: str, said: str) -> None:
+def test_bad_lists_of_tasks_are_refused(given: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         spread([given])
 
@@ -62,12 +62,12 @@ def test_a_yaml_names_its_task(path: Path) -> None:
     assert config.task.get("task_name") == path.stem or path.stem == "mixture" or MARK in path.read_text()
 
 
-def test_the_name_of_the_only_task_may_be_given() -> None:
+def test_task_name_names_the_only_task() -> None:
     assert list(tasks_of(run_of("task=math").task)) == ["math"]
     assert list(tasks_of(run_of("task=hub", "task.path=a/b", "task.task_name=ours").task)) == ["ours"]
 
 
-def test_a_limit_of_errors_of_a_task_has_its_key() -> None:
+def test_the_error_limit_of_a_task_names_its_key() -> None:
     assert limits_of(run_of("task=[arithmetic,gsm8k]", "task.gsm8k.max_reward_errors=0.5").task) == {
         "gsm8k": ErrorLimit("task.gsm8k.max_reward_errors", 0.5)
     }
@@ -76,7 +76,7 @@ def test_a_limit_of_errors_of_a_task_has_its_key() -> None:
         run_of("task=[arithmetic,gsm8k]", "task.gsm8k.max_reward_errors=2")
 
 
-def test_rewards_of_a_task_are_rewards_of_the_run() -> None:
+def test_a_task_with_unknown_rewards_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"task\.arithmetic\.rewards=exact_mtach: .* did you mean \"exact_match\""):
         run_of("task=[arithmetic,gsm8k]", "task.arithmetic.rewards=[exact_mtach]")
 
@@ -95,7 +95,7 @@ def two_tasks(tmp_path: Path, *overrides: str) -> Any:
     )
 
 
-def test_draws_are_shared_by_weight_and_every_task_runs_through_its_epochs(tmp_path: Path, plain_tokenizer) -> None:
+def test_draws_follow_weights_and_each_task_has_epochs(tmp_path: Path, plain_tokenizer) -> None:
     data = PromptSource.of(two_tasks(tmp_path, "task.one.weight=3", "eval.problems=0"), plain_tokenizer)
     prompts = [data.draw(number) for number in range(400)]
     assert [prompt.uid for prompt in prompts[:3]] == ["0", "1", "2"]
@@ -107,14 +107,14 @@ def test_draws_are_shared_by_weight_and_every_task_runs_through_its_epochs(tmp_p
     assert [data.draw(number) for number in (399, 7)] == [prompts[399], prompts[7]]
 
 
-def test_problems_of_every_task_are_kept_for_evaluation(tmp_path: Path, plain_tokenizer) -> None:
+def test_every_task_has_evaluation_problems(tmp_path: Path, plain_tokenizer) -> None:
     data = PromptSource.of(two_tasks(tmp_path), plain_tokenizer)
     problems = data.problems()
     assert Counter(problem.task for problem in problems) == {"one": 1, "two": 1}
     assert len({problem.uid for problem in problems}) == 2
 
 
-def test_what_is_trained_on_is_not_evaluated_on(tmp_path: Path, plain_tokenizer) -> None:
+def test_training_on_evaluation_problems_is_refused(tmp_path: Path, plain_tokenizer) -> None:
     other = write(tmp_path / "other.jsonl", ["c", "a b"])
     held_out = [f"task.two.eval_path={other}", f"task.one.eval_path={write(tmp_path / 'others.jsonl', ['c c'])}"]
     with pytest.raises(ConfigError, match=r"1 of 2 problems that two is evaluated on are trained on in one.*'a b'"):
@@ -136,7 +136,7 @@ def test_what_is_trained_on_is_not_evaluated_on(tmp_path: Path, plain_tokenizer)
         (ConfigError("no data"), "task.one: no data"),
     ],
 )
-def test_an_error_gets_the_key_of_its_task(error: ConfigError, wanted: str) -> None:
+def test_errors_name_the_key_of_their_task(error: ConfigError, wanted: str) -> None:
     with pytest.raises(ConfigError) as raised, about("task.one"):
         raise error
     assert str(raised.value) == wanted
@@ -154,6 +154,6 @@ def test_an_error_gets_the_key_of_its_task(error: ConfigError, wanted: str) -> N
         ("task.two.prompt_column=c", r"^task\.two\.prompt_column=c: choose one of the columns"),
     ],
 )
-def test_a_task_of_a_mixture_that_cannot_work(given: str, said: str, tmp_path: Path, plain_tokenizer) -> None:
+def test_a_bad_task_of_a_mixture_names_its_key(given: str, said: str, tmp_path: Path, plain_tokenizer) -> None:
     with pytest.raises(ConfigError, match=said):
         PromptSource.of(two_tasks(tmp_path, given), plain_tokenizer)

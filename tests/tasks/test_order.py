@@ -1,4 +1,4 @@
-"""The order of examples as a law: a permutation an epoch, from a seed and a counter."""
+"""Each epoch is a permutation, a function of the seed and a counter."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def test_every_epoch_is_a_permutation(n: int, seed: int, epoch: int) -> None:
 
 
 @given(draws=st.lists(st.integers(0, 200), min_size=1, max_size=20))
-def test_a_draw_does_not_depend_on_what_was_drawn_before(draws: list[int]) -> None:
+def test_a_draw_does_not_depend_on_earlier_draws(draws: list[int]) -> None:
     order = Order(7, seed=1)
     assert [order.index(d) for d in draws] == [Order(7, seed=1).index(d) for d in draws]
 
 
-def test_the_order_is_this_one_on_every_machine() -> None:
+def test_the_order_is_pinned() -> None:
     order = Order(6, seed=0)
     assert [[order.index(e * 6 + i) for i in range(6)] for e in range(2)] == ORDER
 
@@ -30,14 +30,14 @@ def test_the_order_is_this_one_on_every_machine() -> None:
 @given(
     weights=st.lists(st.floats(0.05, 10), min_size=2, max_size=6), seed=st.integers(0, 2**40), at=st.integers(0, 9999)
 )
-def test_a_rotation_keeps_the_shares_in_every_stretch(weights: list[float], seed: int, at: int) -> None:
+def test_tasks_keep_their_shares_in_every_stretch(weights: list[float], seed: int, at: int) -> None:
     rotation = TaskScheduler(weights, seed)
     stretch = Counter(rotation.of(draw)[0] for draw in range(at, at + 200))
     for task, weight in enumerate(weights):
         assert abs(stretch[task] - 200 * weight / sum(weights)) < 6
 
 
-def test_a_rotation_counts_each_tasks_draws_whatever_was_asked_first() -> None:
+def test_the_count_of_a_tasks_draws_does_not_depend_on_the_order_of_calls() -> None:
     rotation, counts = TaskScheduler([1, 2, 1], seed=5), Counter[int]()
     late = TaskScheduler([1, 2, 1], seed=5).of(5000)
     for draw in range(5001):

@@ -1,4 +1,4 @@
-"""From examples to token ids, and what happens to prompts that are too long."""
+"""Examples become token ids; long prompts are dropped or truncated."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_long_prompts_are_cut_on_the_left(plain_tokenizer) -> None:
     assert "cut on the left" in prompts.report
 
 
-def test_all_too_long(plain_tokenizer) -> None:
+def test_only_long_prompts_are_refused(plain_tokenizer) -> None:
     with pytest.raises(ConfigError, match=r"rollout.max_prompt_tokens=1: all 3 train prompts .* shortest has 2"):
         PromptSet(TEXTS, plain_tokenizer, 1, "drop", "train")
 
 
-def test_no_chat_template(plain_tokenizer) -> None:
+def test_conversations_need_a_chat_template(plain_tokenizer) -> None:
     with pytest.raises(ConfigError, match="no chat template"):
         PromptSet(CHAT, plain_tokenizer, 10, "drop", "train")
 
@@ -74,13 +74,13 @@ def test_a_template_that_refuses_an_example(chat_tokenizer) -> None:
         ([{"role": "user", "content": "\udc00"}], "has a lone surrogate, half of a character, in its prompt"),
     ],
 )
-def test_what_is_no_prompt(prompt, sentence: str, chat_tokenizer) -> None:
+def test_unusable_prompts_are_refused(prompt, sentence: str, chat_tokenizer) -> None:
     with pytest.raises(ConfigError, match="train example 1") as error:
         PromptSet([TEXTS[0], {"prompt": prompt}], chat_tokenizer, 10, "drop", "train")
     assert sentence in str(error.value)
 
 
-def test_every_example_once_an_epoch_in_another_order_each() -> None:
+def test_every_example_is_drawn_once_per_epoch_in_a_new_order() -> None:
     order = Order(10, seed=3)
     epochs = [[order.index(e * 10 + i) for i in range(10)] for e in range(3)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)

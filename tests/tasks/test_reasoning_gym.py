@@ -1,4 +1,4 @@
-"""reasoning-gym's generators as tasks, and their own scorers as the reward."""
+"""Generators of reasoning-gym as tasks, with their scorers as the reward."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_generator_scores_its_own_answer_as_right(name: str, reward: Reaso
     assert all(isinstance(score, float) and score < 1 for score in wrong)
 
 
-def test_its_settings_reach_the_generator() -> None:
+def test_settings_reach_the_generator() -> None:
     task = ReasoningGym(name="chain_sum", config={"min_terms": 2, "max_terms": 2}, train_size=20)
     assert all(one["question"].count(" + ") + one["question"].count(" - ") == 1 for one in task.examples("train"))
 
@@ -79,7 +79,7 @@ def test_its_settings_reach_the_generator() -> None:
         ({"name": "chain_sum", "config": {"min_terms": -1}}, r"refuses it: min_terms must be positive"),
     ],
 )
-def test_what_cannot_work_is_one_sentence(settings: dict, said: str) -> None:
+def test_bad_settings_are_one_sentence(settings: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ReasoningGym(**settings).examples("train")
 

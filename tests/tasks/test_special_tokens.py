@@ -1,4 +1,4 @@
-"""One bos at the start of a plain prompt, and no eos at its end, whatever the tokenizer adds."""
+"""A plain prompt starts with one BOS and ends without EOS, for every tokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_bos_in_the_text_is_not_doubled(plain_tokenizer) -> None:
     assert ids(plain_tokenizer, "<s> a b") == ids(plain_tokenizer, "a b") == [1, 6, 7]
 
 
-def test_an_eos_that_the_tokenizer_adds_is_taken_off(plain_tokenizer) -> None:
+def test_an_eos_that_the_tokenizer_adds_is_removed(plain_tokenizer) -> None:
     from tokenizers.processors import TemplateProcessing
 
     plain_tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -26,11 +26,11 @@ def test_an_eos_that_the_tokenizer_adds_is_taken_off(plain_tokenizer) -> None:
     assert ids(plain_tokenizer, "a </s>") == [1, 6, 2]
 
 
-def test_chat_prompts_have_the_templates_bos_only(chat_tokenizer) -> None:
+def test_chat_prompts_have_only_the_bos_of_the_template(chat_tokenizer) -> None:
     assert ids(chat_tokenizer, [{"role": "user", "content": "a"}]) == [1, 3, 6, 4]
 
 
-def test_a_prompt_without_any_token_is_refused(plain_tokenizer) -> None:
+def test_a_prompt_without_tokens_is_refused(plain_tokenizer) -> None:
     from tokenizers.processors import TemplateProcessing
 
     plain_tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])

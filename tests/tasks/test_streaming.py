@@ -1,4 +1,4 @@
-"""task.streaming: rows read as they are drawn, in an order that is a function of the seed and the draw."""
+"""task.streaming: rows are read when they are drawn, in an order that depends on the seed and the draw."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LETTERS = "abc"
 
 
 def text(i: int) -> str:
-    """Different ones of one length, in words that the tokenizer knows."""
+    """Different prompts of one length, in words of the tokenizer."""
     return " ".join(LETTERS[i // 3**k % 3] for k in range(4))
 
 
@@ -63,7 +63,7 @@ def texts(data: PromptSource, draws: range) -> list[str]:
     return [str(data.draw(number).text) for number in draws]
 
 
-def test_an_epoch_has_the_same_prompts_streamed_and_not(data, file: Path) -> None:
+def test_streaming_does_not_change_the_prompts_of_an_epoch(data, file: Path) -> None:
     streamed, whole = data(file), data(file, streaming=False)
     epochs = [texts(streamed, range(start, start + N)) for start in (0, N, 2 * N)]
     assert all(sorted(epoch) == sorted(texts(whole, range(N))) for epoch in epochs)
@@ -75,7 +75,7 @@ def test_an_epoch_has_the_same_prompts_streamed_and_not(data, file: Path) -> Non
 
 
 @pytest.mark.parametrize("buffer", [1, 8, 10, 100])
-def test_a_draw_does_not_depend_on_those_before_it(file: Path, plain_tokenizer, buffer: int) -> None:
+def test_a_draw_does_not_depend_on_earlier_draws(file: Path, plain_tokenizer, buffer: int) -> None:
     def made() -> StreamedPrompts:
         task = Jsonl(path=str(file), eval_path="other", streaming=True)
         return StreamedPrompts(task.stream, plain_tokenizer, 10, "drop", "jsonl", buffer, (3,))
@@ -104,9 +104,7 @@ print([data.draw(number).text for number in range({2 * N})])
     assert done.stdout.strip() == repr(texts(data(file), range(2 * N)))
 
 
-def test_what_a_resume_passes_over_is_neither_parsed_nor_tokenised(
-    data, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_neither_parses_nor_tokenises_skipped_rows(data, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = data(file)
     tokenised, parsed = Counter[str](), Counter[str]()
     tokenize, json_row = prompts.tokenize, json_rows.json_row
@@ -127,7 +125,7 @@ def test_what_a_resume_passes_over_is_neither_parsed_nor_tokenised(
 
 
 @pytest.mark.parametrize(("long", "drawn"), [("drop", {"b"}), ("truncate", {"b", "a a a a"})])
-def test_prompts_that_are_too_long(data, tmp_path: Path, long: str, drawn: set[str]) -> None:
+def test_long_prompts_are_replaced(data, tmp_path: Path, long: str, drawn: set[str]) -> None:
     file = write(tmp_path / "long.jsonl", ["a a a a", "b"] * 8)
     made = data(file, limit=2, long=long)
     prompts = [made.draw(number) for number in range(40)]
@@ -137,7 +135,7 @@ def test_prompts_that_are_too_long(data, tmp_path: Path, long: str, drawn: set[s
     assert [again.draw(number) for number in range(39, -1, -1)] == prompts[::-1]
 
 
-def test_no_prompt_is_short_enough(data, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_long_prompts_are_refused(data, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "TRIES", 50)
     with pytest.raises(ConfigError, match=r"rollout\.max_prompt_tokens=2: 50 rows of jsonl in a row are lon"):
         data(file, limit=2)
@@ -152,13 +150,13 @@ def test_the_first_different_examples_are_held_out(data, tmp_path: Path) -> None
         data(file, eval_path=None, eval_size=9)
 
 
-def test_what_is_evaluated_on_is_passed_over(data, tmp_path: Path) -> None:
+def test_evaluation_problems_are_skipped(data, tmp_path: Path) -> None:
     file = write(tmp_path / "d.jsonl", ["a", "c", "b"])
     assert set(texts(data(file), range(12))) == {"a", "b"}
     assert set(texts(data(file, allow_overlap=True), range(12))) == {"a", "b", "c"}
 
 
-def test_of_a_mixture(tmp_path: Path, file: Path, plain_tokenizer) -> None:
+def test_streamed_tasks_in_a_mixture(tmp_path: Path, file: Path, plain_tokenizer) -> None:
     other, held_out = write(tmp_path / "o.jsonl", ["c c", "c"]), write(tmp_path / "h.jsonl", [text(3)])
     config = [
         *("task=mixture", "+task@task.one=jsonl", "+task@task.two=jsonl", "task.one.streaming=true"),
@@ -174,7 +172,7 @@ def test_of_a_mixture(tmp_path: Path, file: Path, plain_tokenizer) -> None:
     assert [again.draw(number) for number in range(41, 50)] == drawn[41:50]
 
 
-def test_a_broken_line_in_the_middle(data, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_line_names_its_number(data, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "HEAD", 8)
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join([*lines[:20], '{"prompt": "a\n', *lines[20:]]))
@@ -196,7 +194,7 @@ def test_a_broken_line_in_the_middle(data, file: Path, monkeypatch: pytest.Monke
         ),
     ],
 )
-def test_a_row_that_is_no_example(data, tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
+def test_an_unusable_row_is_refused(data, tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
     file = write(tmp_path / "d.jsonl", [text(i) for i in range(12)])
     file.write_text(file.read_text() + json.dumps(row) + "\n")
     with pytest.raises(ConfigError, match=sentence):
@@ -212,7 +210,7 @@ def test_a_row_that_is_no_example(data, tmp_path: Path, row: dict[str, Any], sen
         ("d.parquet", "PAR", "cannot be read: "),
     ],
 )
-def test_what_cannot_be_streamed(tmp_path: Path, name: str, content: str, sentence: str) -> None:
+def test_data_that_cannot_be_streamed_is_refused(tmp_path: Path, name: str, content: str, sentence: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=r"task\.path=.*" + sentence):
         Jsonl(path=str(tmp_path / name), streaming=True).examples("train")
@@ -220,7 +218,7 @@ def test_what_cannot_be_streamed(tmp_path: Path, name: str, content: str, senten
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # datasets leaves a .csv open
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_tables_of_other_kinds(data, tmp_path: Path, kind: str) -> None:
+def test_csv_and_parquet_are_streamed(data, tmp_path: Path, kind: str) -> None:
     import datasets
 
     columns = {"prompt": [text(i) for i in range(N)], "answer": ["x"] * N}
@@ -232,7 +230,7 @@ def test_tables_of_other_kinds(data, tmp_path: Path, kind: str) -> None:
     gc.collect()
 
 
-def test_a_stream_is_not_read_whole(data, tmp_path: Path) -> None:
+def test_a_stream_is_not_read_completely(data, tmp_path: Path) -> None:
     file = write(tmp_path / "endless.jsonl", [text(i) for i in range(200)])
     with file.open("a") as more:
         more.write("{ this is no JSON\n" * 100_000)
