@@ -1,4 +1,4 @@
-"""Tokens sampled on a CPU attend in float32, whatever the model computes in."""
+"""Tokens sampled on a CPU attend in float32, whatever the model's dtype."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sampled(model, requests: list[Request] = REQUESTS) -> list[Completion]:
 
 
 @pytest.mark.parametrize("requests", [REQUESTS, REQUESTS[:1]], ids=["padded", "no padding"])
-def test_it_samples_what_sdpa_samples(grouped, requests) -> None:
+def test_tokens_equal_those_of_sdpa(grouped, requests) -> None:
     plain = sampled(grouped, requests)
     with attention.in_float32(grouped):
         assert grouped.config._attn_implementation == attention.NAME

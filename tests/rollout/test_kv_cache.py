@@ -1,4 +1,4 @@
-"""A cache with room holds what transformers' own holds."""
+"""A preallocated cache holds what transformers' cache holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def states(rows: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tenso
     return keys, torch.randn(rows, 2, tokens, 4, generator=generator).bfloat16()
 
 
-def test_it_holds_what_the_plain_one_holds() -> None:
+def test_contents_equal_those_of_transformers_cache() -> None:
     plain, roomy = DynamicCache(), DynamicCache()
     for cache in (plain, roomy):
         cache.update(*states(3, 5, 0), 0)
@@ -38,7 +38,7 @@ def test_it_holds_what_the_plain_one_holds() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_holds_what_attention_computes_in(dtype: torch.dtype) -> None:
+def test_buffers_have_attentions_dtype(dtype: torch.dtype) -> None:
     cache = DynamicCache()
     cache.update(*states(2, 5, 0), 0)
     preallocate(cache, 4, dtype)

@@ -1,4 +1,4 @@
-"""A turn that goes on from what was kept samples what it would have sampled without, and computes what is new alone."""
+"""A turn that reuses cached keys and values samples the same tokens, and computes only its new ones."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def model(little_model):
 
 
 @pytest.mark.parametrize("sampling", [FREE, replace(FREE, top_k=7, repetition_penalty=1.3)])
-def test_the_same_tokens_from_what_is_new(model, sampling: Sampling) -> None:
+def test_reuse_samples_the_same_tokens(model, sampling: Sampling) -> None:
     anew = talk(Watched(model), sampling, keeps=False)
     assert len({len(done.token_ids) for done in anew[0]}) > 2
     engine = Watched(model)
@@ -84,7 +84,7 @@ def test_the_same_tokens_from_what_is_new(model, sampling: Sampling) -> None:
     assert engine.prompts == [(3, 6), (6, longest), (4, longest)]
 
 
-def test_rows_of_one_length_too(model) -> None:
+def test_reuse_with_rows_of_one_length(model) -> None:
     """No padding, no mask."""
 
     def turns(keeps: bool) -> list[Completion]:
@@ -137,7 +137,7 @@ def test_only_so_many_rows_are_kept(model) -> None:
     assert [reusable.state is not None for reusable in held] == [True] * 4 + [False] * 2
 
 
-def test_what_is_kept_is_used_once(model) -> None:
+def test_cached_rows_are_used_once(model) -> None:
     engine = Watched(model)
     request = Request(PROMPTS[0], 1, 0, reusable_kv=boxes(1))
     ((said,),) = engine.generate([request], FREE)

@@ -305,7 +305,7 @@ def test_the_key_is_private(running: Running) -> None:
     assert running.endpoint.api_key not in Path(str(running.endpoint.log)).read_text()
 
 
-def test_a_given_server_that_does_not_fit_is_refused(running: Running, tmp_path: Path) -> None:
+def test_an_unsuitable_external_server_is_refused(running: Running, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text(running.endpoint.api_key)
     other = build_model(tmp_path / "other", tied=True)
@@ -413,7 +413,7 @@ def test_completions_match_a_json_schema(fresh: Running) -> None:
         assert value["b"] in ("c", "d")
 
 
-def test_log_probs_of_a_structure_are_those_of_what_it_allows(fresh: Running) -> None:
+def test_log_probs_of_a_structure_are_of_the_allowed_tokens(fresh: Running) -> None:
     """The sampler's are of the masked distribution; the trainer's are of all tokens, so they are less."""
     one = fresh.engine.generate([Request(PROMPTS[0], 1, 0)], replace(FREE, regex="[abc]-"))[0][0]
     allowed = [

@@ -1,4 +1,4 @@
-"""The repetition penalty: as transformers defines it, the same in the sampler and in the trainer."""
+"""The repetition penalty equals transformers', and is the same in the sampler and in the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling in process: the log-probs are the model's, and a row depends on its own seed alone."""
+"""In-process sampling: log-probs are the model's, and a row depends on its own seed alone."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_draw_follows_the_distribution() -> None:
     assert draw(probs[None], torch.zeros(1, dtype=torch.float64)).item() == 0
 
 
-def test_a_token_is_one_of_the_vocabulary_whatever_the_probabilities() -> None:
+def test_a_token_is_in_the_vocabulary_for_any_probabilities() -> None:
     assert draw(torch.full((3, 103), float("nan")), torch.tensor([0.0, 0.5, 0.9], dtype=torch.float64)).max() < 103
 
 
@@ -118,7 +118,7 @@ def test_truncation(sampling: Sampling, kept: list[int]) -> None:
     assert not forced[0, 3].isinf()
 
 
-def test_a_request_may_have_a_limit_of_its_own(little_model) -> None:
+def test_a_request_may_have_a_lower_limit(little_model) -> None:
     """Its tokens are those of the longer one, as far as they go, whatever is sampled beside it."""
     sampling = Sampling(8)
     (whole,) = sample(little_model, [Request(PROMPTS[0], 3, 7)], sampling, [], 0)

@@ -1,4 +1,4 @@
-"""Stop strings with the in-process sampler: where a completion ends, and that nothing else changes."""
+"""Stop strings of the in-process sampler: where a completion ends, and that nothing else changes."""
 
 from __future__ import annotations
 

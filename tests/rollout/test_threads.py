@@ -1,4 +1,4 @@
-"""One thread samples where a token's products are too small to share."""
+"""One thread samples if a token's products are too small to share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sampled_with(model, rows: int, monkeypatch) -> int:
     return seen[0]
 
 
-def test_few_rows_of_a_little_model_are_sampled_by_one_thread(little_model, monkeypatch) -> None:
+def test_one_thread_samples_few_rows_of_a_small_model(little_model, monkeypatch) -> None:
     parameters = sum(p.numel() for p in little_model.parameters())
     monkeypatch.setattr(sampling, "SMALL", 8 * parameters // 2)  # two layers
     assert sampled_with(little_model, 8, monkeypatch) == 1

@@ -1,4 +1,4 @@
-"""The processes of a server end with it, and the next start removes what it left; a stand-in takes vLLM's place."""
+"""The processes of a server end with it, and the next start removes its leftovers; a stand-in replaces vLLM."""
 
 from __future__ import annotations
 
@@ -90,9 +90,7 @@ with private_folder() as folder, guarded(["sleep", "300"], name="test", hold=[fo
 """
 
 
-def test_a_folder_is_removed_once_neither_its_owner_nor_the_guard_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_removed_when_owner_and_guard_are_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the next that makes one; not where its lock is held, and not where an older version has made it."""
     older = tmp_path / f"{folders.PREFIX}older"
     older.mkdir()

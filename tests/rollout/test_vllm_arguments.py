@@ -1,4 +1,4 @@
-"""`engine.vllm_args`: what vLLM has is passed on, what it does not have is found before a server starts."""
+"""`engine.vllm_args`: known options reach vLLM, and unknown ones are refused before a server starts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_options_pass_through(known: None, given: dict[str, Any], words: list[st
         ({"disable-log-stats": "no"}, r"^engine\.vllm_args\.disable-log-stats=no: must be true or false"),
     ],
 )
-def test_what_vllm_does_not_have(known: None, given: dict[str, Any], message: str) -> None:
+def test_unknown_options_are_refused(known: None, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_arguments(given)
 
@@ -82,13 +82,13 @@ def test_it_is_found_before_a_server_starts(known: None, monkeypatch: pytest.Mon
         pass
 
 
-def test_nobody_is_asked_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_lists_no_options_without_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "known_options", lambda: pytest.fail("vLLM was asked"))
     check_arguments({})
     assert option_words({}) == []
 
 
-def test_the_answer_is_kept_for_a_version(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
+def test_the_options_are_cached_for_a_version(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
     asked: list[str] = []
 
     def ask() -> dict[str, str]:
@@ -108,7 +108,7 @@ def test_the_answer_is_kept_for_a_version(monkeypatch: pytest.MonkeyPatch, cache
 
 
 @pytest.mark.processes
-def test_vllm_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
+def test_vllm_cannot_list_its_options(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
     monkeypatch.setattr(arguments, "LIST_OPTIONS", "import no_such_module_here")
     with pytest.raises(EngineError, match=r"engine\.vllm_args.*No module named 'no_such_module_here'"):
         known_options()
@@ -120,7 +120,7 @@ def test_vllm_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, cache_folder
 
 @pytest.mark.processes
 @pytest.mark.vllm
-def test_the_installed_vllm_says_what_it_has(cache_folder: Path) -> None:
+def test_the_installed_vllm_lists_its_options(cache_folder: Path) -> None:
     """Every option that grpocli sets itself is one of them, or servers would not start."""
     options = known_options()
     assert options["max-num-seqs"] == "value"

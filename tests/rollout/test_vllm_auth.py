@@ -1,4 +1,4 @@
-"""The middleware that closes every route of a vLLM server but /health."""
+"""The middleware that requires the key on every route of a vLLM server but /health."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert {len(one) for pair in compared for one in pair} == {32}
 
 
-def test_a_key_is_not_what_another_header_or_the_query_says() -> None:
+def test_a_key_in_another_header_or_the_query_is_refused() -> None:
     query = {"query_string": f"key={KEY}&api_key={KEY}&token={KEY}".encode()}
     assert ask("http", "/pause", [], "POST", **query)[0]["status"] == 401
     assert ask("http", "/pause", [(b"cookie", f"key={KEY}".encode())], "POST")[0]["status"] == 401

@@ -1,4 +1,4 @@
-"""What a run is told when a server is slow, gone, broken or not the right one; against a stand-in server."""
+"""The errors of a run when a server is slow, gone, broken or the wrong one; with a stand-in server."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_choices_are_put_in_order(stand_in: StandIn, client: Client) -> None:
     assert [c["a"] for c in asyncio.run(client.generate({}))] == ["a", "b"]
 
 
-def test_what_the_server_says_is_passed_on(stand_in: StandIn, client: Client) -> None:
+def test_the_servers_message_is_passed_on(stand_in: StandIn, client: Client) -> None:
     stand_in.answer = lambda path, body: (400, {"error": {"message": "prompt too long", "code": 400}})
     with pytest.raises(Refused, match=r"refused /inference/v1/generate \(400\): prompt too long"):
         generate(client, 3)
@@ -364,7 +364,7 @@ def test_seeds_of_neighbours_do_not_overlap() -> None:
     assert used[-1] < 2**62
 
 
-def test_a_given_server_is_not_trusted_before_a_sync(client: Client) -> None:
+def test_an_external_server_needs_a_sync_first(client: Client) -> None:
     engine = engine_of([client], version=None)
     with pytest.raises(EngineError, match="sync before the first completion"):
         engine.generate([Request([1], 1, seed=0)], Sampling(2))
@@ -394,7 +394,7 @@ def patient(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> Client:
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_given_server_in_trouble_is_asked_again(stand_in: StandIn, patient: Client, status: int) -> None:
+def test_a_request_to_a_failing_external_server_is_retried(stand_in: StandIn, patient: Client, status: int) -> None:
     troubled = Troubled(stand_in, status, times=2)
     assert generate(patient, 1, max_tokens=1)[0][0].token_ids == [5]
     patient.pause()
@@ -437,7 +437,7 @@ def test_an_update_of_weights_is_not_repeated_by_itself(stand_in: StandIn, patie
     assert set(troubled.calls.values()) == {1}
 
 
-def test_a_sync_that_met_a_busy_server_is_tried_again(stand_in: StandIn, patient: Client) -> None:
+def test_a_sync_that_met_a_busy_server_is_repeated(stand_in: StandIn, patient: Client) -> None:
     troubled, tried = Troubled(stand_in, 503, times=2), list[int]()
 
     def sync(version: int) -> dict[str, float]:

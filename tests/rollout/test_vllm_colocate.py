@@ -1,4 +1,4 @@
-"""engine=vllm_colocate: the order of its calls to vLLM, recorded by a stand-in, and the options that it refuses."""
+"""engine=vllm_colocate with a stand-in for `vllm.LLM`: arguments and the order of calls."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_bad_keys(key: str, value: Any, says: str) -> None:
     ("options", "says"),
     [({"max_model_len": 20}, r"engine\.max_model_len=20"), ({"sleep": True}, r"engine\.sleep=")],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, options: Any, says: str) -> None:
+def test_impossible_options_are_refused_before_a_start(tmp_path: Path, options: Any, says: str) -> None:
     with (
         pytest.raises(ConfigError, match=says),
         VllmColocate(**options).launch(EngineJob("model", "float32", 40, tmp_path, seed=0)),

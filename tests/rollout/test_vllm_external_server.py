@@ -1,4 +1,4 @@
-"""What is said of a server at `engine.base_url` that is not there, closed, too old, or another run's; stand-ins."""
+"""The errors for a server at `engine.base_url` that is missing, closed, too old, or another run's; with stand-ins."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def job(tmp_path: Path) -> EngineJob:
     return EngineJob("/other", "float32", 128, tmp_path / "run", seed=0)
 
 
-def test_one_that_fits(stand_in: StandIn, job: EngineJob) -> None:
+def test_a_suitable_server_is_accepted(stand_in: StandIn, job: EngineJob) -> None:
     """Its key and its folder come from what vllm-serve left on this machine."""
     assert external_servers(Vllm(base_url=stand_in.url + "/"), job) == [
         Endpoint(stand_in.url, KEY, str(stand_in.folder))

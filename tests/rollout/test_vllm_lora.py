@@ -71,9 +71,7 @@ def test_ranks_and_dtypes_that_vllm_cannot_serve_are_refused() -> None:
         (None, 0, ""),
     ],
 )
-def test_a_given_server_that_does_not_fit_is_refused(
-    limit: int | None, rank: int, problem: str, tmp_path: Path
-) -> None:
+def test_an_unsuitable_external_server_is_refused(limit: int | None, rank: int, problem: str, tmp_path: Path) -> None:
     served = {"lora_config": limit and {"max_lora_rank": limit}}
     found = lora_misfit(served, EngineJob("model", "float32", 64, tmp_path, seed=0, lora_rank=rank))
     assert found.endswith(problem)

@@ -1,4 +1,4 @@
-"""vLLM's processes on a CPU do not hold a core while they wait for each other."""
+"""vLLM's processes on a CPU sleep while they wait for each other."""
 
 from __future__ import annotations
 

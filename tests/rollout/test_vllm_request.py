@@ -1,4 +1,4 @@
-"""What a request says to vLLM, and what its answer becomes."""
+"""Requests in vLLM's form, and completions from its answers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_weights_that_the_run_has_not_sent_are_refused() -> None:
         ({"weight_versions": [label(3, 0, 2)]}, r"are of the tokens \[\(0, 2\)\], and it has 4"),
     ],
 )
-def test_what_cannot_have_been_sampled_is_refused(wrong: dict[str, Any], said: str) -> None:
+def test_impossible_completions_are_refused(wrong: dict[str, Any], said: str) -> None:
     """A server may be another program than it should be, or have a fault."""
     logprobs = {"content": [{"logprob": -9999.0}] * 3 + [{"logprob": 1e-4}]}  # vLLM's least, and rounding
     right = {"token_ids": [0, 8, 8, 8], "logprobs": logprobs, "finish_reason": "length", "server": "the server S"}

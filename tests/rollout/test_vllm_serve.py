@@ -1,4 +1,4 @@
-"""`grpocli vllm-serve` without a server: its keys, its help, what it prints, and what it refuses."""
+"""`grpocli vllm-serve` without a server: its keys, help, output and errors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_defaults_are_those_of_the_engine_and_the_model() -> None:
     assert (job.transport, job.sync_folder, job.lora_rank, job.seed) == ("shm", None, 0, 0)
 
 
-def test_what_runs_will_do_is_told_to_the_server() -> None:
+def test_the_server_gets_the_settings_of_later_runs() -> None:
     job = composed("lora_rank=8", "sync=shm", "sync.folder=/shared", "seed=3").job("/m", "bfloat16")
     assert (job.lora_rank, job.transport, job.sync_folder, job.seed) == (8, "shm", "/shared", 3)
     assert composed("model.lora.rank=4").job("/m", "float32").lora_rank == 4
@@ -205,7 +205,7 @@ def test_a_signal_ends_it_and_nothing_is_left(
 
 
 @pytest.mark.processes
-def test_a_server_that_dies_says_why(fake: Serve, tmp_path: Path) -> None:
+def test_a_dead_servers_cause_is_reported(fake: Serve, tmp_path: Path) -> None:
     def act() -> None:
         (tmp_path / "die").touch()
         with contextlib.suppress(httpx.HTTPError):  # it dies of the request
@@ -220,7 +220,7 @@ def test_a_server_that_dies_says_why(fake: Serve, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_busy_port_is_said_and_its_server_left_alone(fake: Serve, tmp_path: Path) -> None:
+def test_a_busy_port_is_reported_and_its_server_left_alone(fake: Serve, tmp_path: Path) -> None:
     """The one that has the port keeps its key and its log."""
 
     def act() -> None:

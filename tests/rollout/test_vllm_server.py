@@ -1,4 +1,4 @@
-"""The server's command line and environment, and what is said when it cannot start."""
+"""A server's command line and environment, and the errors of its start."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def flags(options: Vllm, cpu: bool = True, spec: ServerSpec = SPEC) -> dict[str,
     return {name: value if found else None for name, found, value in (word.partition("=") for word in words[4:])}
 
 
-def test_command_says_what_correctness_and_safety_rest_on() -> None:
+def test_the_command_has_the_options_of_correctness_and_safety() -> None:
     given = flags(Vllm())
     assert given["--host"] == "127.0.0.1"
     assert given["--port"] == "8001"
@@ -77,7 +77,7 @@ def test_command_on_cpu_and_gpu() -> None:
 @pytest.mark.parametrize(
     ("most", "cpu", "limit"), [(128, True, None), (129, True, "129"), (256, False, None), (300, False, "300")]
 )
-def test_a_large_group_is_one_request_all_the_same(most: int, cpu: bool, limit: str | None) -> None:
+def test_a_large_group_is_one_request(most: int, cpu: bool, limit: str | None) -> None:
     assert flags(Vllm(), cpu, replace(SPEC, job=replace(SPEC.job, max_num_seqs=most))).get("--max-num-seqs") == limit
 
 
@@ -91,7 +91,7 @@ def test_keys_that_vllm_names_otherwise() -> None:
     assert not {"--data-parallel-size", "--quantization", "--speculative-config"} & set(plain)
 
 
-def test_a_server_is_what_the_job_says(job: EngineJob) -> None:
+def test_a_server_follows_the_job(job: EngineJob) -> None:
     special = replace(job, transport="ipc", revision="v2", trust_remote_code=True, lora_rank=8, sync_folder="/shared")
     spec = ServerSpec(special, 8001, 256, port_key="port")
     given = flags(Vllm(), spec=spec)
@@ -167,7 +167,7 @@ def test_nothing_unsafe_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "2"
 
 
-def test_other_machines_take_part_where_the_user_or_the_transport_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_and_the_user_may_choose_other_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     assert "NCCL_SOCKET_IFNAME" not in environment("key", Path("/x"), Path("/own"), Vllm(), transport="nccl")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
@@ -208,7 +208,7 @@ def test_busy_port(monkeypatch: pytest.MonkeyPatch, job: EngineJob, busy_port: i
 
 
 @pytest.mark.processes
-def test_a_given_folder_for_weights(monkeypatch: pytest.MonkeyPatch, job: EngineJob, tmp_path: Path) -> None:
+def test_a_users_folder_for_weights(monkeypatch: pytest.MonkeyPatch, job: EngineJob, tmp_path: Path) -> None:
     """It is made where it is not there, and stays; what cannot be made is said before anything starts."""
     installed(monkeypatch)
     monkeypatch.setattr(vllm_server, "command", lambda *_: [sys.executable, "-c", "raise SystemExit('x')"])
@@ -238,7 +238,7 @@ def test_context_too_small_for_the_run(job: EngineJob) -> None:
 
 
 @pytest.mark.processes
-def test_a_server_that_ends_while_it_starts_says_why(monkeypatch: pytest.MonkeyPatch, job: EngineJob) -> None:
+def test_a_failed_start_reports_its_cause(monkeypatch: pytest.MonkeyPatch, job: EngineJob) -> None:
     installed(monkeypatch)
     code = (
         "import sys; print('x'); sys.exit('(EngineCore pid=9) ERROR 11-21 [core.py:1] ValueError: too little memory')"
@@ -283,7 +283,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Other).serve_forever()
     ],
     ids=["it is ours", "another has the port", "ours has ended"],
 )
-def test_only_a_server_that_lives_and_takes_our_key_is_healthy(key: str, code: str, said: str | None) -> None:
+def test_a_healthy_server_lives_and_accepts_the_key(key: str, code: str, said: str | None) -> None:
     """Two servers may have been given the same port; `/health` asks for no key."""
     port = vllm_server.free_port()
     url = f"http://127.0.0.1:{port}"
@@ -307,7 +307,7 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_a_free_port_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_free_port_is_returned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system may offer one again before its server listens there."""
     offered = iter([5001, 5001, 5002])
 
@@ -346,7 +346,7 @@ def test_a_port_that_was_taken_meanwhile(monkeypatch: pytest.MonkeyPatch, job: E
     assert len(ports) == min(tries, 3)
 
 
-def test_failure_cause_skips_what_is_not_the_cause(tmp_path: Path) -> None:
+def test_failure_cause_skips_consequences(tmp_path: Path) -> None:
     log = tmp_path / "vllm.log"
     log.write_text("ValueError: of an earlier run\n")
     since = log.stat().st_size
@@ -410,7 +410,7 @@ def test_the_key_to_change_is_named(tmp_path: Path, said: str, told: str) -> Non
     assert "stack trace" not in cause
 
 
-def test_of_several_refused_values_the_given_one_is_named(tmp_path: Path) -> None:
+def test_the_users_refused_value_is_named(tmp_path: Path) -> None:
     log = tmp_path / "vllm.log"
     log.write_text(
         "(APIServer pid=2) INFO 11-21 [utils.py:286] non-default args: {'model': 'm', 'max_num_seqs': -3}\n"

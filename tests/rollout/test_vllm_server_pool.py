@@ -1,4 +1,4 @@
-"""Several servers: who gets which request, and what happens when one dies; against stand-in servers."""
+"""Several servers: which gets which request, and what happens when one dies; with stand-in servers."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_group_is_handed_out_before_the_slowest_is_there(serve: Callable[..., 
     assert handed == [0, 1]
 
 
-def test_when_one_of_two_dies_only_what_it_owed_is_asked_again(serve: Callable[..., Vllm]) -> None:
+def test_only_a_dead_servers_unanswered_requests_are_repeated(serve: Callable[..., Vllm]) -> None:
     dies, lives = serve(seconds=0.02, lives=5), serve(seconds=0.02)
     waiting = Comes()
     engine, sync = engine_of([dies, lives], waiting)
@@ -204,7 +204,7 @@ def test_when_one_of_two_dies_only_what_it_owed_is_asked_again(serve: Callable[.
     assert waiting.waited == [0]
 
 
-def test_when_the_only_one_dies_its_answers_are_kept(serve: Callable[..., Vllm]) -> None:
+def test_the_answers_of_a_dead_server_are_kept(serve: Callable[..., Vllm]) -> None:
     """The next server is synced to the same version first, and is asked only for what is missing."""
     dies, dies_too, lives = serve(seconds=0.02, lives=3), serve(seconds=0.02, lives=4), serve()
     engine, sync = engine_of([dies], Comes(dies_too, lives))
@@ -262,7 +262,7 @@ def test_a_server_that_dies_at_every_attempt_is_named(serve: Callable[..., Vllm]
         engine.generate(requests(1), Sampling(1))
 
 
-def test_a_server_that_hangs_is_given_up_after_the_timeout(serve: Callable[..., Vllm]) -> None:
+def test_a_stuck_server_is_lost_after_the_timeout(serve: Callable[..., Vllm]) -> None:
     hangs, lives = serve(), serve()
     hangs.answer = lambda path, body: (200, {}) if path == "/health" or hangs.closed.wait(60) else (500, {})
     engine, _ = engine_of([hangs], Comes(lives))
@@ -435,7 +435,7 @@ def test_processes_recover_together_or_fail_together(serve: Callable[..., Vllm],
         assert str(results[0]) == str(results[1])
 
 
-def test_endpoints_are_told_in_order_and_only_to_their_owner(tmp_path: Path) -> None:
+def test_endpoints_are_in_order_and_readable_by_their_owner_only(tmp_path: Path) -> None:
     from grpocli.rollout.vllm.server_files import run_file, run_files
 
     for index in (11, 2, 0):

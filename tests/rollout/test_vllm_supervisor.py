@@ -1,4 +1,4 @@
-"""Servers of the run's own are started again, given ones waited for; with processes that stand for servers."""
+"""A run's own servers are restarted, and external ones are waited for; with processes that stand in for servers."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_start_that_fails_is_one_of_the_restarts(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_server_that_cannot_be_ended_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_cannot_be_ended_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hung GPU may keep its process for ever. The trainer must not wait for another until its own deadline."""
 
     def stuck(self: Guarded, grace: float) -> int:
@@ -156,7 +156,7 @@ def test_a_server_that_the_trainer_reports_is_replaced_once(tmp_path: Path) -> N
 
 
 @pytest.mark.processes
-def test_a_trainer_is_told_why_no_server_comes(tmp_path: Path) -> None:
+def test_a_trainer_learns_why_no_server_comes(tmp_path: Path) -> None:
     starts, own = Starts(), OwnServers(Vllm(), job_in(tmp_path), never)
     with watched(tmp_path, starts, max_restarts=0), pytest.raises(EngineGone, match=r"it hangs; .*max_restarts=0"):
         own.wait({0: (told(tmp_path), "it hangs")})
@@ -182,7 +182,7 @@ def test_a_trainer_that_outlives_its_launcher_does_not_wait(tmp_path: Path) -> N
         OwnServers(Vllm(), job_in(tmp_path), never).wait(lost)
 
 
-def test_a_given_server_is_waited_for_and_found_again(
+def test_an_external_server_is_waited_for_and_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     """It may come back with another key; only its own address is looked at."""
@@ -274,7 +274,7 @@ def test_a_restarted_server_has_another_port(tmp_path: Path, monkeypatch: pytest
     assert ports[1] != 9002
 
 
-def test_what_a_killed_run_left_is_not_taken_for_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_runs_files_are_not_taken_for_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = Endpoint("http://127.0.0.1:1", "old", "/x"), Endpoint("http://127.0.0.1:2", "new", "/x")
     for index in range(3):
         old.save(run_file(tmp_path, index))

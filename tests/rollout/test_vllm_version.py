@@ -1,4 +1,4 @@
-"""Which vLLM we run with."""
+"""Supported versions of vLLM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_version_that_we_support_passes(monkeypatch: pytest.MonkeyPatch, versi
     checks.check_vllm("vllm")
 
 
-def test_without_a_package_of_grpocli_the_sentence_says_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_the_package_says_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def requires(name: str) -> list[str]:
         raise checks.PackageNotFoundError(name)
 

@@ -1,4 +1,4 @@
-"""Weights to servers without a server: the files, the handles, the order of calls, the choice, and the proof."""
+"""Weight syncs without a server: files, handles, the order of calls, the choice of a transport, the proof."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_compare(server: list[float], agrees: bool) -> None:
         compare(server, trainer, 0.1, version=4)
 
 
-def test_one_wild_token_is_refused_even_where_the_mean_is_fine() -> None:
+def test_one_wrong_token_is_refused_even_if_the_mean_is_small() -> None:
     with pytest.raises(EngineError, match=r"token 3, -2\.00000 against -1\.00000: 1\.00000"):
         compare([-1.0, -1.0, -2.0] + [-1.0] * 97, [-1.0] * 100, 0.05, version=1)
 
@@ -562,13 +562,13 @@ def test_anything_else_is_no_ipc_handle(part: Any) -> None:
         decode_handles({"GPU-1": good[:-1]})
 
 
-def test_only_what_is_listed_is_encoded() -> None:
+def test_other_types_are_not_encoded() -> None:
     with pytest.raises(ValueError, match="is not part of an IPC handle"):
         encode_handles({"GPU-1": (os.system,)})
 
 
 @pytest.mark.vllm
-def test_what_a_source_declares_is_what_it_yields() -> None:
+def test_a_source_yields_what_it_declares() -> None:
     pytest.importorskip("vllm")
     weights = PolicyWeights(context().policy, torch.bfloat16)
     source = transport_gpu.WeightSource(weights)
@@ -625,7 +625,7 @@ def test_a_broadcast_that_failed_is_aborted_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-def test_vllm_takes_what_we_tell_it_of_packing() -> None:
+def test_vllm_accepts_our_packing() -> None:
     pytest.importorskip("vllm")
     from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
@@ -657,7 +657,7 @@ def test_the_worker_takes_no_pickled_handles() -> None:
         JsonIpcUpdate(**fields, ipc_handles_pickled="gASVAA==")
 
 
-def test_a_transfer_that_is_given_up_and_the_rest_of_the_gathers_share_one_stream() -> None:
+def test_an_abandoned_transfer_and_the_remaining_gathers_share_a_stream() -> None:
     """sync=nccl over sharded weights, and a server that died: the transfer's thread is still inside a gather."""
     inside, go_on = threading.Event(), threading.Event()
 
