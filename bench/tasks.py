@@ -37,7 +37,7 @@ class Echo:
 
 
 def rewards(folder: Path, rounds: int) -> None:
-    """Seconds in which `math` scores `n` completions, half of them correct, with started workers."""
+    """Seconds in which `math` scores `COMPLETIONS` completions, half of them correct, with started workers."""
     rows = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()][:COMPLETIONS]
     samples = []
     for i, row in enumerate(rows):
