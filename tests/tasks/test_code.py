@@ -88,6 +88,7 @@ def test_reference_answers_pass(tmp_path, capsys, task, rows):
     assert "scores 0 (AssertionError)" in capsys.readouterr().out
 
 
+@pytest.mark.processes
 def test_an_unsafe_reward_prints_a_warning(tmp_path, capsys):
     path = written(tmp_path / "rows.jsonl", MBPP)
     given = [

@@ -84,6 +84,7 @@ def test_unreadable_data_is_one_sentence(name: str, text: str, sentence: str, tm
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("separator", [";", "\t", "|"])
 def test_a_csv_with_other_separators_is_refused(tmp_path: Path, separator: str, cache_folder: Path) -> None:
     file = tmp_path / "a.csv"

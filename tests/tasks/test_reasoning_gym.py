@@ -33,7 +33,10 @@ TWENTY = [
     ),
 ]
 
-pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning")  # of a library that reasoning-gym draws with
+pytestmark = [
+    pytest.mark.processes,  # answers are scored in one
+    pytest.mark.filterwarnings("ignore::SyntaxWarning"),  # of a library that reasoning-gym draws with
+]
 
 
 @pytest.fixture(scope="module")

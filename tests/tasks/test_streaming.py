@@ -89,6 +89,7 @@ def test_a_draw_does_not_depend_on_earlier_draws(file: Path, plain_tokenizer, bu
             assert resumed.draw(number, "").text == drawn[number]
 
 
+@pytest.mark.processes
 def test_every_process_draws_the_same(data, file: Path) -> None:
     config = [f"task.path={file}", f"task.eval_path={file.parent}/held_out.jsonl", "task.streaming=true"]
     code = f"""

@@ -1,7 +1,7 @@
 """One, two and three real processes make the same updates, however they share them: weights and metrics, to rounding.
 
 Each set of processes is started once, by the launcher that a run uses, and goes through all algorithms and all ways to
-share. Two processes come first, and leave checkpoints that one and three go on from.
+share. Two processes come first, and leave checkpoints that one and three go on from. Three are survival tests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ pytestmark = pytest.mark.processes
 
 ZERO = ("zero2", "zero3") if find_spec("deepspeed") else ()
 PARALLEL = {1: ("ddp",), 2: ("ddp", "fsdp2"), 3: ("ddp", "fsdp2", *ZERO)}
-PROCESSES = tuple(PARALLEL)
+THREE = pytest.mark.survival
+"""What three processes do is the same law again; `make test` has one and two."""
+Results = dict[tuple[int, int, str], dict[str, Any]]
 ADVANTAGES = [[1.2, -0.3, -0.9], [-0.5, 1.5, -0.5, -0.5], [0.0, 0.0, 0.0], [2.0, -2.0], [0.4, 0.1, -0.7, 0.2, 0.3]]
 
 
@@ -71,33 +73,50 @@ def rows(tied_model) -> list[Row]:
     return rows
 
 
+class Processes:
+    """Runs each number of processes once, when a test first needs its results."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ran: dict[int, Results] = {}
+
+    def results(self, n: int) -> Results:
+        """Results of `n` processes, by their number, rank and `hardware.parallel`."""
+        if n not in self.ran:
+            if n != 2:
+                self.results(2)  # leaves the checkpoints that the others go on from
+            process = start(self.folder, n)
+            try:
+                output, _ = process.communicate(timeout=600)
+                assert process.returncode == 0, output
+            finally:
+                process.kill()
+            self.ran[n] = {
+                (n, rank, parallel): torch.load(self.folder / f"{n}_{rank}_{parallel}.pt", weights_only=True)
+                for rank in range(n)
+                for parallel in PARALLEL[n]
+            }
+        return self.ran[n]
+
+
 @pytest.fixture(scope="module")
-def ended(tied_model, rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the results of every process."""
+def processes(tied_model, rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> Processes:
     folder = tmp_path_factory.mktemp("processes")
     tied_model.save_pretrained(folder / "model")
     updating.save_rows(rows, folder / "rows.json")
-    for numbers in ((2,), (1, 3)):
-        started = [start(folder, n) for n in numbers]
-        try:
-            for process in started:
-                output, _ = process.communicate(timeout=300)
-                assert process.returncode == 0, output
-        finally:
-            for process in started:
-                process.kill()
-    return folder
+    return Processes(folder)
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=THREE)])
+def n(request: pytest.FixtureRequest) -> int:
+    """A number of processes, to be compared with one."""
+    return int(request.param)
 
 
 @pytest.fixture(scope="module")
-def results(ended: Path) -> dict[tuple[int, int, str], dict[str, Any]]:
-    """Results by number of processes, rank and `hardware.parallel`."""
-    return {
-        (n, rank, parallel): torch.load(ended / f"{n}_{rank}_{parallel}.pt", weights_only=True)
-        for n in PROCESSES
-        for rank in range(n)
-        for parallel in PARALLEL[n]
-    }
+def results(processes: Processes, n: int) -> Results:
+    """Results of one process and of `n`."""
+    return processes.results(1) | processes.results(n)
 
 
 def start(folder: Path, n: int) -> subprocess.Popen[str]:
@@ -110,7 +129,6 @@ def start(folder: Path, n: int) -> subprocess.Popen[str]:
     return subprocess.Popen([*launcher, *script], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-@pytest.mark.parametrize("n", PROCESSES[1:])
 def test_the_shares_are_uneven(rows: list[Row], n: int) -> None:
     """The premise of the next test: processes differ in numbers of tokens and micro-batches."""
     spans = windows(updating.N_GROUPS, updating.TRAIN.minibatches)
@@ -123,7 +141,6 @@ def test_the_shares_are_uneven(rows: list[Row], n: int) -> None:
     assert max(len(counts) for counts in micro_batches) > 1
 
 
-@pytest.mark.parametrize("n", PROCESSES[1:])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_uneven_loads_make_equal_numbers_of_collective_calls(results, n: int, parallel: str) -> None:
     """One long row in one process, many micro-batches in the others, and rows that are skipped."""
@@ -203,18 +220,23 @@ def test_the_algorithms_differ(results) -> None:
 
 
 @pytest.mark.parametrize("saved", ["ddp", "fsdp2"])
-def test_any_number_of_processes_resumes_a_checkpoint(results, saved: str) -> None:
+@pytest.mark.survival
+def test_any_number_of_processes_resumes_a_checkpoint(processes: Processes, saved: str) -> None:
     """Saved by two processes, resumed by one and by three, with the same and another `hardware.parallel`."""
-    alone = results[1, 0, "ddp"][f"saved_2_{saved}"]
-    for process, result in results.items():
-        if process[0] != 2:
-            assert_same(result[f"saved_2_{saved}"], alone, 1e-5, process)
+    alone = processes.results(1)[1, 0, "ddp"][f"saved_2_{saved}"]
+    for process, result in processes.results(3).items():
+        assert_same(result[f"saved_2_{saved}"], alone, 1e-5, process)
+
+
+RESUMED = ["1_ddp", *(pytest.param(f"3_{parallel}", marks=THREE) for parallel in PARALLEL[3])]
 
 
 @pytest.mark.parametrize("saved", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("resumed", ["1_ddp", *(f"3_{parallel}" for parallel in PARALLEL[3])])
-def test_a_checkpoint_is_loaded_to_the_bit(ended: Path, saved: str, resumed: str) -> None:
+@pytest.mark.parametrize("resumed", RESUMED)
+def test_a_checkpoint_is_loaded_to_the_bit(processes: Processes, saved: str, resumed: str) -> None:
     """A checkpoint that is loaded and saved again is the same."""
+    processes.results(int(resumed[0]))
+    ended = processes.folder
     one, other = (
         {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
         for folder in (ended / f"saved_2_{saved}", ended / f"saved_2_{saved}_to_{resumed}.again")
@@ -225,17 +247,23 @@ def test_a_checkpoint_is_loaded_to_the_bit(ended: Path, saved: str, resumed: str
     assert all(other[name].equal(tensor) for name, tensor in one.items())
 
 
-@pytest.mark.parametrize("resumed", ["1_ddp", *(f"3_{parallel}" for parallel in PARALLEL[3])])
-def test_any_number_of_processes_writes_the_same_checksums(ended: Path, resumed: str) -> None:
-    checksums.check(ended / f"saved_2_ddp_to_{resumed}.again")
+@pytest.mark.parametrize("resumed", RESUMED)
+def test_any_number_of_processes_writes_the_same_checksums(processes: Processes, resumed: str) -> None:
+    processes.results(int(resumed[0]))
+    checksums.check(processes.folder / f"saved_2_ddp_to_{resumed}.again")
 
 
-@pytest.mark.parametrize("name", ["saved_1_ddp", "saved_2_ddp", *(f"saved_3_{one}" for one in PARALLEL[3][1:])])
-def test_transformers_loads_the_checkpoints_of_any_number_of_processes(ended: Path, results, name: str) -> None:
+SAVED = ["saved_1_ddp", "saved_2_ddp", "saved_2_fsdp2"]
+SAVED_BY_THREE = [pytest.param(f"saved_3_{parallel}", marks=THREE) for parallel in PARALLEL[3][1:]]
+
+
+@pytest.mark.parametrize("name", SAVED + SAVED_BY_THREE)
+def test_transformers_loads_the_checkpoints_of_any_number_of_processes(processes: Processes, name: str) -> None:
     """The loaded weights equal the trained ones to the bit."""
-    _, processes, parallel = name.split("_")
-    trained = results[int(processes), 0, parallel]["model"]["weights"]
-    for folder, dtype in ((ended / name, torch.float32), (ended / name / "final", torch.bfloat16)):
+    _, n, parallel = name.split("_")
+    trained = processes.results(int(n))[int(n), 0, parallel]["model"]["weights"]
+    saved = processes.folder / name
+    for folder, dtype in ((saved, torch.float32), (saved / "final", torch.bfloat16)):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         assert type(model) is LlamaForCausalLM
         weights = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -245,7 +273,8 @@ def test_transformers_loads_the_checkpoints_of_any_number_of_processes(ended: Pa
 @pytest.mark.zero
 @pytest.mark.skipif(not ZERO, reason="no DeepSpeed: zero2 and zero3 are not tried (pip install deepspeed)")
 @pytest.mark.parametrize("parallel", ["zero2", "zero3"])
-def test_zero_is_part_of_the_tests_above(results, parallel: str) -> None:
+def test_zero_is_part_of_the_tests_above(processes: Processes, parallel: str) -> None:
+    results = processes.results(3)
     assert "mixed" in results[3, 0, "fsdp2"]["grpo"]
     for rank in range(3):
         assert {"grpo", "clipped", "saved_2_fsdp2"} <= results[3, rank, parallel].keys()
