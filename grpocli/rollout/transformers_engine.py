@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from grpocli.config.parts import part, require
 from grpocli.errors import ConfigError
 from grpocli.rollout.engine import EnginePart, Listener, ignore
-from grpocli.rollout.sampling import stop_ids
 from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
@@ -28,6 +27,8 @@ class Transformers(EnginePart):
         require(self, "max_rows", self.max_rows >= 1, "must be at least 1")
 
     def connect(self, context: EngineContext) -> Engine:
+        from grpocli.rollout.sampling import stop_ids  # imports torch
+
         ids = stop_ids(context.policy.model, context.tokenizer)
         return TransformersEngine(context.policy, ids, self.max_rows, context.tokenizer)
 
