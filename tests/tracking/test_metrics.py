@@ -84,6 +84,7 @@ def test_a_failed_write_leaves_no_part_of_a_line(tmp_path: Path, monkeypatch: py
     assert log.path.read_text() == json_line(1, {"reward": 0.5})
 
 
+@pytest.mark.processes
 def test_a_full_disk_keeps_the_lines_before(small_disk: Path) -> None:
     log = MetricsLog(small_disk / "metrics.jsonl")
 

@@ -66,6 +66,7 @@ def test_the_pager_s_command(env: dict[str, str], command: list[str], charset: s
     assert its_env.get("LESSCHARSET") == charset
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not shutil.which("less"), reason="less is not installed")
 @pytest.mark.parametrize("env", [{}, {"LESS": "-S"}, {"LESS": "-F -X"}, {"LANG": "C", "LC_ALL": "C"}])
 def test_less_shows_styles_and_no_escape_codes_as_text(env: dict[str, str]) -> None:
@@ -75,6 +76,7 @@ def test_less_shows_styles_and_no_escape_codes_as_text(env: dict[str, str]) -> N
     assert shown.rstrip().endswith("after")
 
 
+@pytest.mark.processes
 def test_another_pager_gets_plain_text(tmp_path: Path) -> None:
     pager = tmp_path / "pager"
     pager.write_text(f"#!/bin/sh\ncat > {tmp_path}/seen\n")

@@ -204,6 +204,7 @@ def test_text_with_lone_surrogates(tmp_path: Path) -> None:
     assert row["prompt"] == "half ? of a face"
 
 
+@pytest.mark.processes
 def test_a_full_disk_leaves_no_half_file(full_disk: Path) -> None:
     (full_disk / "filler").unlink()
     noise = random.Random(0).randbytes(2_000_000).hex()  # more than a MiB can hold, however well compressed

@@ -51,6 +51,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_a_full_disk(full_disk: Path) -> None:
     with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.*No space left.*free some space"):
         RunDir(full_disk).check_writable(resuming=False)
@@ -89,6 +90,7 @@ def test_a_run_that_began_is_kept(tmp_path: Path) -> None:
     assert run.metrics.exists()
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_does_not_keep_the_folder_locked(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
