@@ -42,6 +42,7 @@ def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: 
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
 
+@pytest.mark.processes
 def test_a_write_on_a_full_disk_leaves_nothing(full_disk: Path) -> None:
     before = set(full_disk.iterdir())
     with pytest.raises(OSError, match="No space left"):
@@ -49,6 +50,7 @@ def test_a_write_on_a_full_disk_leaves_nothing(full_disk: Path) -> None:
     assert set(full_disk.iterdir()) == before
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("delay", [True, False])
 def test_a_log_on_a_full_disk_is_silent(full_disk: Path, capsys: pytest.CaptureFixture[str], delay: bool) -> None:
     handler = QuietFileHandler(full_disk / "run.log", delay=delay)
@@ -114,6 +116,7 @@ def test_a_folder_is_replaced_only_when_asked(tmp_path: Path) -> None:
     assert [p.name for p in target.iterdir()] == ["new"]
 
 
+@pytest.mark.processes
 def test_a_full_disk_is_reported_whatever_the_library_raises(full_disk: Path) -> None:
     before = set(full_disk.iterdir())
     with pytest.raises(OSError, match="No space left") as caught, atomic_folder(full_disk / "step_1"):

@@ -51,7 +51,6 @@ def sample(example: dict, text: str):
     return Sample.of(Rollout(Prompt("0", [1], example["prompt"], columns), Completion([1], [0.0], "stop", 0), text), 99)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("name", TWENTY)
 def test_every_generator_scores_its_own_answer_as_right(name: str, reward: ReasoningGymReward) -> None:
     task = ReasoningGym(name=name, train_size=5, eval_size=2, instructions="\nAnswer in <answer> tags.")

@@ -87,6 +87,7 @@ def test_summary_of_a_run_that_failed(run: RunDir) -> None:
     assert "eval/accuracy" not in read
 
 
+@pytest.mark.processes
 def test_a_summary_can_be_written_to_a_full_disk(small_disk: Path) -> None:
     run = RunDir(small_disk)
     reserve_space(run.summary)

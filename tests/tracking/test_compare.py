@@ -237,6 +237,7 @@ def test_a_folder_given_twice_is_shown_once(sweep: Path, capsys: pytest.CaptureF
     assert len(json.loads(capsys.readouterr().out)) == 4
 
 
+@pytest.mark.processes
 def test_help_imports_nothing_heavy() -> None:
     heavy = "[m for m in ('torch', 'rich', 'hydra') if m in sys.modules]"
     code = f"import sys; from grpocli.tracking import compare; print({heavy})"

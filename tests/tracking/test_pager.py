@@ -85,6 +85,7 @@ def test_another_pager_gets_plain_text(tmp_path: Path) -> None:
     assert (tmp_path / "seen").read_text() == "line 0\nline 1\nline 2\n"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("pager", ["", "/nowhere/pager", "head -1"])
 def test_a_pager_that_is_missing_or_quits_early(pager: str) -> None:
     shown = screen(5000, PAGER=pager)
