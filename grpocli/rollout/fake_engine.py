@@ -42,7 +42,7 @@ class Fake(EnginePart):
         return FakeEngine(self, context.policy, context.tokenizer)
 
     def texts(self, prompt: Prompt, n: int, seed: int) -> list[str]:
-        """The completions of a prompt. Raises RunError where the user's function does not write n texts."""
+        """The completions of a prompt. Raises RunError unless the user's function returns n texts."""
         from grpocli.rollout.sampling import seed_of
 
         if self.function:
@@ -116,7 +116,7 @@ class FakeEngine:
         return next((i + 1 for i, token in enumerate(ids) if watched.completed_by(token)), len(ids))
 
     def _logprobs(self, prompt_ids: Sequence[int], ids: Sequence[int], sampling: Sampling) -> list[float]:
-        """Of each token, in nats, under the policy's sampling distribution; 0 where sampling is greedy."""
+        """Log-probs in nats under the policy's sampling distribution; 0 for greedy sampling."""
         import torch
 
         from grpocli.rollout.distribution import sampling_logits

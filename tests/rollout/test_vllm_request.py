@@ -54,7 +54,7 @@ def test_weights_that_the_run_has_not_sent_are_refused() -> None:
         ({"token_ids": [1, 2, 3, 9]}, "9 is not a token of the model, which has 9"),
         ({"token_ids": [1, 2, 3, -1]}, "-1 is not a token"),
         ({"token_ids": [1, 2, 3, "4"]}, "'4' is not a token"),
-        ({"token_ids": [1] * 5, "logprobs": {"content": [{"logprob": -1.0}] * 5}}, "5 tokens, where 4 were asked for"),
+        ({"token_ids": [1] * 5, "logprobs": {"content": [{"logprob": -1.0}] * 5}}, "5 tokens instead of at most 4"),
         ({"logprobs": {"content": [{"logprob": math.nan}] * 4}}, "nan is not a log-prob"),
         ({"logprobs": {"content": [{"logprob": -math.inf}] * 4}}, "-inf is not a log-prob"),
         ({"logprobs": {"content": [{"logprob": 0.5}] * 4}}, "0.5 is not a log-prob"),

