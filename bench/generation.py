@@ -151,7 +151,7 @@ def take_turns(engine: Any, child: subprocess.Popen[str], args: argparse.Namespa
     for _ in range(args.turns + 1):
         tokens, seconds = through_engine(engine, args)
         ours.append(tokens / seconds)
-        for server in engine.fleet.clients:
+        for server in engine.pool.clients:
             server.reset_prefix_cache()
         child.stdin.write("go\n")
         child.stdin.flush()

@@ -134,7 +134,7 @@ def timings(engine: Any, policy: Any, times: int, processes: dict[str, int]) -> 
     for pid in processes.values():
         reset_peak(pid)
     calls = Timed()
-    for server in engine._sync.servers:
+    for server in engine._synchronizer.servers:
         for name in CALLS:
             calls.watch(server, name, name)
     calls.watch(BucketFile, "write", "write")

@@ -228,7 +228,7 @@ def test_a_sync_without_a_parameter_is_refused(running: Running) -> None:
 
 def test_weights_change_under_running_requests(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens before the sync are of the old version, those after it of the new one; each has its version's log-prob."""
-    monkeypatch.setattr(running.engine._synchronizer, "mode", "keep")  # type: ignore[attr-defined]
+    monkeypatch.setattr(running.engine._synchronizer, "pause_mode", "keep")  # type: ignore[attr-defined]
     running.engine.sync(100)
     before = TinyPolicy(Path(running.job.model_path))
     before.model.load_state_dict(running.policy.model.state_dict())
