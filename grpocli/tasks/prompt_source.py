@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 from grpocli.environments.environment import environment_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.score_stats import excerpt
+from grpocli.tasks.jsonl import Jsonl
 from grpocli.tasks.mixture import about, key_of, tasks_of
 from grpocli.tasks.order import Order, TaskScheduler
 from grpocli.tasks.prompts import PromptSet
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from grpocli.config.schema import Run
     from grpocli.environments.environment import EnvironmentConfig
-    from grpocli.tasks.streaming import ExampleStream
     from grpocli.tasks.task import Task
     from grpocli.types import Prompt
 
@@ -77,10 +77,8 @@ class TaskPrompts:
         seed = (run.seed,) if alone else (run.seed, zlib.crc32(name.encode()))
         examples = task.examples("train")
         train: TrainingPrompts
-        if getattr(task, "streaming", False):
-            stream: ExampleStream = task.stream  # type: ignore[attr-defined]
-            buffer: int = task.shuffle_buffer  # type: ignore[attr-defined]
-            train = StreamedPrompts(stream, tokenizer, *limits, name, buffer, seed)
+        if isinstance(task, Jsonl) and task.streaming:
+            train = StreamedPrompts(task.stream, tokenizer, *limits, name, task.shuffle_buffer, seed)
         else:
             prompts = PromptSet(examples, tokenizer, *limits, f"{label}train", name)
             train = EpochPrompts(prompts, Order(len(prompts), *seed))
