@@ -123,7 +123,7 @@ def test_a_folder_with_files_that_a_run_would_overwrite_is_refused(tmp_path: Pat
 
 
 def test_a_folder_inside_a_run_is_refused(run: RunDir) -> None:
-    with pytest.raises(ConfigError, match=f"is inside of the run {run.path}"):
+    with pytest.raises(ConfigError, match=f"is inside the run {run.path}"):
         RunDir(run.checkpoints).check_free()
 
 

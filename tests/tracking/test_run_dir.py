@@ -114,8 +114,8 @@ def test_a_forked_process_does_not_keep_the_folder_locked(tmp_path: Path) -> Non
     [
         (errno.ENOSPC, True, r"^no space left on the disk while writing .*metrics\.jsonl; free some, then resume="),
         (errno.EROFS, True, r"^hydra\.run\.dir=.*Read-only file system .*metrics\.jsonl.* resume="),
-        (errno.EACCES, False, r"^/etc/shadow: Permission denied; put that right, then resume="),
-        (errno.ENOENT, True, r"metrics\.jsonl: No such file or directory; put that right, "),
+        (errno.EACCES, False, r"^/etc/shadow: Permission denied; fix that, then resume="),
+        (errno.ENOENT, True, r"metrics\.jsonl: No such file or directory; fix that, "),
     ],
 )
 def test_an_os_error_during_a_run_has_a_remedy(tmp_path: Path, code: int, inside: bool, said: str) -> None:
@@ -142,7 +142,7 @@ def test_a_file_system_without_locks_is_used_with_a_warning(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with nullcontext() if goes_on else pytest.raises(OSError, match=os.strerror(problem)), RunDir(tmp_path).locked():
-        assert "nothing keeps a second process out" in caplog.text
+        assert "a second process is not kept out" in caplog.text
 
 
 def test_a_resume_waits_for_trainer_processes_that_outlive_a_kill(
