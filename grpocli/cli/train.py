@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         print("reading the config ...", end="\r", flush=True)
     resume = Resume.asked_for(args.overrides)
     if resume and args.multirun:
-        raise ConfigError("cannot be combined with -m", key="resume=")
+        raise ConfigError("cannot be combined with -m", key="resume")
     if "hydra/launcher=slurm" in args.overrides and not args.multirun:
         raise ConfigError(
             "only a multirun can be submitted", key="hydra/launcher", value="slurm", hint="add -m, also for one run"
