@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tables import table
 
 from grpocli.launch.slurm.monitor import last_error
 from grpocli.launch.slurm.options import Options, seconds
@@ -34,6 +35,7 @@ def written(grpocli: Command, tmp_path: Path, *overrides: str) -> str:
     return script
 
 
+@pytest.mark.processes
 def test_the_script_in_the_docs_is_what_the_recipe_writes(
     grpocli: Command, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -51,6 +53,7 @@ def test_the_script_in_the_docs_is_what_the_recipe_writes(
     assert script.replace(str(tmp_path / "sweep"), "/shared/me/runs/qwen72b") == shown.read_text()
 
 
+@pytest.mark.processes
 def test_a_dry_run_of_one_run_has_every_option(grpocli: Command, tmp_path: Path) -> None:
     script = written(
         grpocli,
@@ -100,6 +103,7 @@ def test_a_dry_run_of_one_run_has_every_option(grpocli: Command, tmp_path: Path)
     assert f"SRUN=(--cpus-per-task=16 --container-image=image.sqsh {mounts})" in lines
 
 
+@pytest.mark.processes
 def test_a_sweep_is_one_array_and_its_runs_are_listed(grpocli: Command, tmp_path: Path) -> None:
     script = written(grpocli, tmp_path, "seed=0,1,2", "hydra.launcher.max_parallel=2", "hydra.launcher.max_requeues=0")
     assert "#SBATCH --array=0-2%2" in script
@@ -109,12 +113,14 @@ def test_a_sweep_is_one_array_and_its_runs_are_listed(grpocli: Command, tmp_path
     assert [f"seed: {i}" in (folder / "config.yaml").read_text() for i, folder in enumerate(folders)] == [True] * 3
 
 
+@pytest.mark.processes
 def test_nodes_and_gpus_follow_from_the_hardware(grpocli: Command, tmp_path: Path) -> None:
     script = written(grpocli, tmp_path, *MULTINODE)
     for line in ("#SBATCH --nodes=5", "#SBATCH --gpus-per-node=8", "TRAIN_NODES=4", "ROLLOUT_NODES=1"):
         assert line in script
 
 
+@pytest.mark.processes
 def test_a_folder_of_configs_goes_with_the_job(grpocli: Command, tmp_path: Path) -> None:
     (tmp_path / "mine" / "recipe").mkdir(parents=True)
     (tmp_path / "mine" / "recipe" / "short.yaml").write_text("# @package _global_\ntrain:\n  steps: 2\n")
@@ -124,22 +130,25 @@ def test_a_folder_of_configs_goes_with_the_job(grpocli: Command, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
-    [
-        (["hydra.launcher.time=soon"], "hydra.launcher.time=soon: write minutes, HH:MM:SS or D-HH:MM:SS"),
-        (["hydra.launcher.gpus=many"], "hydra.launcher.gpus=many: must be null, a number, or TYPE:NUMBER"),
-        (["hydra.launcher.partitio=a"], "there is no key hydra.launcher.partitio"),
-        (["hydra.launcher.time=2"], "hydra.launcher.signal_before=120: must be less than the time limit"),
-        (
-            ["hydra.launcher.memory=lots"],
-            "hydra.launcher.memory=lots: must be megabytes, or a number with K, M, G or T",
-        ),
-        (["hydra.launcher.extra.open_mode=append"], "open_mode is set by grpocli"),
-        (["seed=0,-1"], "seed=-1: must be 0 or more (job 1: seed=-1; nothing was submitted)"),
-        (
-            ["hardware=single,multinode", "engine=vllm", "engine.tensor_parallel=8"],
-            "all runs of an array need the same nodes, not one node and 1 train",
-        ),
-    ],
+    table(
+        [
+            (["hydra.launcher.time=soon"], "hydra.launcher.time=soon: write minutes, HH:MM:SS or D-HH:MM:SS"),
+            (["hydra.launcher.gpus=many"], "hydra.launcher.gpus=many: must be null, a number, or TYPE:NUMBER"),
+            (["hydra.launcher.partitio=a"], "there is no key hydra.launcher.partitio"),
+            (["hydra.launcher.time=2"], "hydra.launcher.signal_before=120: must be less than the time limit"),
+            (
+                ["hydra.launcher.memory=lots"],
+                "hydra.launcher.memory=lots: must be megabytes, or a number with K, M, G or T",
+            ),
+            (["hydra.launcher.extra.open_mode=append"], "open_mode is set by grpocli"),
+            (["seed=0,-1"], "seed=-1: must be 0 or more (job 1: seed=-1; nothing was submitted)"),
+            (
+                ["hardware=single,multinode", "engine=vllm", "engine.tensor_parallel=8"],
+                "all runs of an array need the same nodes, not one node and 1 train",
+            ),
+        ],
+        fast=3,
+    ),
 )
 def test_bad_input_is_one_sentence_and_makes_no_run(
     grpocli: Command, tmp_path: Path, overrides: list[str], said: str
@@ -151,7 +160,7 @@ def test_bad_input_is_one_sentence_and_makes_no_run(
     assert "#SBATCH" not in out
 
 
-@pytest.mark.parametrize("name", ["a'b", 'a"b', "a\\b"])
+@pytest.mark.parametrize("name", table(["a'b", 'a"b', "a\\b"], fast=1))
 def test_a_folder_that_no_shell_hands_on_is_refused(grpocli: Command, tmp_path: Path, name: str) -> None:
     quoted = name.replace("\\", "\\\\").replace("'", "\\'")
     code, _, err = grpocli(*DRY, f"hydra.sweep.dir='{tmp_path}/{quoted}'")
@@ -159,6 +168,7 @@ def test_a_folder_that_no_shell_hands_on_is_refused(grpocli: Command, tmp_path: 
     assert "quotes, backslashes and line breaks do not reach the nodes" in err
 
 
+@pytest.mark.processes
 def test_the_folder_of_an_earlier_sweep_is_left_alone(grpocli: Command, tmp_path: Path) -> None:
     written(grpocli, tmp_path, "seed=0,1")
     before = sorted(tmp_path.rglob("*"))
