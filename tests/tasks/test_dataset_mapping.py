@@ -66,7 +66,12 @@ def test_an_unusable_prompt_names_its_row(options: dict[str, Any], prompt: Any, 
 
 @pytest.mark.parametrize(
     ("template", "sentence"),
-    [("{quest}", "no column 'quest'"), ("{}", "no column ''"), ("{question", "write a brace"), ("}", "write a brace")],
+    [
+        ("{quest}", "no column 'quest'"),
+        ("{}", "no column ''"),
+        ("{question", "double the braces"),
+        ("}", "double the braces"),
+    ],
 )
 def test_a_template_that_cannot_be_filled_names_the_row(template: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as error:

@@ -95,7 +95,7 @@ def test_gsm8k_shows_its_worked_solutions(tmp_path: Path) -> None:
             {"shots": 1, "shot_template": "{anser}"},
             r"task\.shot_template='{anser}': row \d+ .* did you mean \"answer\"",
         ),
-        ({"shots": 1, "shot_template": "{answer"}, r"task\.shot_template='{answer': .*write a brace"),
+        ({"shots": 1, "shot_template": "{answer"}, r"task\.shot_template='{answer': .*double the braces"),
         ({"shots": 1, "shot_template": "{answer:d}"}, r"task\.shot_template=.* cannot be filled with row \d+"),
     ],
 )
