@@ -216,6 +216,7 @@ def test_a_shared_gpu_holds_trainer_and_server(config_only: list[str]) -> None:
     assert update(apart, "vLLM") == 0
 
 
+@pytest.mark.processes
 def test_a_real_run_needs_the_planned_memory(tmp_path: Path) -> None:
     """Compares resident memory without that of a small run, which has the libraries too."""
     from grpocli.models.tiny import make_tokenizer
