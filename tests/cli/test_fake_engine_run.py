@@ -1,0 +1,62 @@
+"""Whole runs with engine=fake: dynamic sampling, episodes, a resume to the bit, and two processes as one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli.running import SMALL, assert_same_run, killed_after, metrics, run_here
+from cli.test_environment_run import TWO
+
+from grpocli.tracking.rollouts import read_rollouts
+
+pytestmark = pytest.mark.processes
+
+RUN = [*TWO, *SMALL, "engine=fake", "algorithm=dapo", "checkpoint.every=1", "checkpoint.keep=0", "eval.problems=0"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("fake") / "run"
+    assert run_here(*RUN, f"hydra.run.dir={run}") == 0
+    return run
+
+
+def test_texts_are_scored_by_the_policy_and_learned(whole: Path) -> None:
+    rows = metrics(whole)
+    assert all(row["token_mult_prob_error"] == pytest.approx(1, abs=1e-4) for row in rows)
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert sum(row["sampling/rounds"] for row in rows) > len(rows), "groups of one text are sampled again"
+    assert any(row["completions/mean_turns"] > 1 for row in rows)
+
+
+def test_a_resume_equals_never_having_stopped(whole: Path, tmp_path: Path) -> None:
+    killed = killed_after(1, whole, tmp_path / "killed")
+    assert run_here("train", f"resume={killed}") == 0
+    assert_same_run(killed, whole)
+
+
+@pytest.mark.survival
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_two_processes_take_the_same_texts(parallel: str, whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = ["hardware.processes=2", f"hardware.parallel={parallel}", "hardware.timeout=120", "train.steps=2"]
+    assert run_here(*RUN, *options, f"hydra.run.dir={run}") == 0
+    for step in ("step_000001.parquet", "step_000002.parquet"):
+        one, two = (read_rollouts(folder / "rollouts" / step) for folder in (whole, run))
+        assert [row["completion_ids"] for row in one] == [row["completion_ids"] for row in two]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["rollout.max_staleness=1"], "rollout.max_staleness=1: engine=fake samples with the trainer's own weights"),
+        (["rollout.regex=a"], "rollout.regex=a: engine=fake cannot hold completions to it"),
+        (["engine.completions=[]"], "engine.completions=[]: needs at least one text"),
+        (["engine.function=nowhere.py:write"], "nowhere.py: there is no such file"),
+    ],
+)
+def test_what_cannot_be_faked_is_one_sentence(grpocli, options: list[str], said: str) -> None:
+    code, _, err = grpocli("train", "engine=fake", *options)
+    assert code == 2
+    assert said in err
