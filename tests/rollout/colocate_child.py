@@ -1,4 +1,7 @@
-"""What vLLM does in a process of its own, told in JSON: run as `python -m rollout.colocate_child MODEL RUN RESULTS`."""
+"""Runs colocated vLLM in a separate process and writes the results as JSON.
+
+Run as `python -m rollout.colocate_child MODEL RUN RESULTS`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def requests(n: int = 4, seed: int = 0) -> list[Request]:
 
 
 def state() -> dict[str, str]:
-    """Everything of this process that training could stumble over."""
+    """The process state that vLLM must not change."""
     root = logging.getLogger()
     return {
         "environment": json.dumps(dict(os.environ), sort_keys=True),
@@ -73,7 +76,7 @@ def main(model: Path, run: Path) -> dict[str, Any]:
     before, found = state(), dict[str, Any]()
     with options.launch(job):
         engine: Any = options.connect(EngineContext(job, policy, TOKENIZER, Alone()))
-    # vLLM makes the default group of a single process, which has no other
+    # vLLM makes a default process group if the process has none
     found["changed by start"] = {k: v for k, v in changed(before).items() if k != "process group"}
     found["before the first sync"] = refusal(lambda: engine.generate(requests(), Sampling(4)))
     found["synced"] = [engine.sync(1), 4.0 * sum(p.numel() for p in policy.model.parameters())]
@@ -106,7 +109,7 @@ def tokens(engine: Any, asked: list[Request]) -> list[list[list[int]]]:
 
 
 def greedy(engine: Any, policy: TinyPolicy) -> list[list[int]]:
-    """What the engine gives, and what transformers does."""
+    """Log-probs of the engine and of transformers."""
     group = engine.generate([Request(PROMPTS[0], 2, seed=0)], Sampling(8, temperature=0.0))[0]
     ids = list(PROMPTS[0])
     while len(ids) < len(PROMPTS[0]) + 8 and ids[-1] != TOKENIZER.eos_token_id:
@@ -116,7 +119,7 @@ def greedy(engine: Any, policy: TinyPolicy) -> list[list[int]]:
 
 
 def moved(engine: Any, policy: TinyPolicy) -> dict[str, Any]:
-    """Weights change, then are synced: the log-probs of both sides before, between and after."""
+    """Log-probs of both sides before, between and after a change of the weights and a sync."""
     probe = engine.probe.token_ids
     scores = [engine.llm.score(probe), policy.score(probe)]
     policy.change(seed=2)
@@ -128,7 +131,7 @@ def moved(engine: Any, policy: TinyPolicy) -> dict[str, Any]:
 
 
 def corrupted(engine: Any, policy: TinyPolicy) -> dict[str, list[Any]]:
-    """For what was sent wrongly: the refusal, and the means of both sides."""
+    """Sends wrong weights; records the refusal and both means."""
     found = {}
     wrong = ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight", "missing")
     for version, name in enumerate(wrong, start=3):

@@ -14,9 +14,9 @@ SINGLE = [*"abcdefghijklmnop", *"0123456789", *'{}[]":,.-+', SPACE, NEWLINE, FIR
 
 
 def letters(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Tokens 0 and 1 are special; then single characters; then pairs, until there are `vocabulary`.
+    """Special tokens 0 and 1, then single characters, then pairs, `vocabulary` in all.
 
-    "ab" is one token and two, and what is encoded takes the one.
+    "ab" can be one token or two; the encoder uses one.
     """
     pairs = [a + b for a, b in product("abcdefgh", repeat=2)]
     words = ["<s>", "</s>", *SINGLE, *pairs][:vocabulary]
@@ -30,7 +30,7 @@ def letters(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def cut(tokenizer: Any, token_ids: list[int], stop: tuple[str, ...]) -> list[int]:
-    """Up to the first token whose text completes a stop string; all of them where none does."""
+    """The tokens up to the first whose text completes a stop string, or all tokens."""
     for n in range(1, len(token_ids) + 1):
         text = tokenizer.decode(token_ids[:n], skip_special_tokens=True)
         if any(s in text for s in stop):

@@ -1,4 +1,4 @@
-"""A trainer process for test_vllm_weight_sync.py: an FSDP2 policy syncs to a stand-in server, and to one that fails."""
+"""A trainer process for test_vllm_weight_sync.py: FSDP2 weights go to a stand-in server, and to one that fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main(folder: Path) -> None:
     world = World(Single(device="cpu", timeout=60))
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=31,  # odd: the halves of the processes differ
+        vocab_size=31,  # odd, so that the two processes' shards differ in size
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=2,

@@ -1,4 +1,4 @@
-"""A stand-in for a vLLM server, which answers as a test says."""
+"""A stand-in for a vLLM server with scripted answers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Answer = Callable[[str, Any], tuple[int, Any]]
 
 
 class StandIn:
-    """Answers by calling `answer(path, body)`, counts how many requests are under way."""
+    """Answers with `answer(path, body)` and counts the requests in flight."""
 
     def __init__(self) -> None:
         self.answer: Answer = lambda path, body: (200, {})
         self.now = self.most = 0
-        self.closed = threading.Event()  # an answer that never comes waits for this
+        self.closed = threading.Event()  # a response that never comes waits for this event
         self.lock = threading.Lock()
         outer = self
 
@@ -50,7 +50,7 @@ class StandIn:
             daemon_threads = True
 
             def handle_error(self, *_: object) -> None:
-                return  # a client that gave up
+                return  # the client gave up
 
         self.server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"

@@ -1,4 +1,4 @@
-"""Tokens sampled on a CPU attend in float32, whatever the model's dtype."""
+"""Sampling on a CPU computes attention in float32, whatever the model's dtype."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLING = Sampling(max_tokens=9)
 
 @pytest.fixture
 def grouped(little_model):
-    """A copy of its own; it has two heads for each head of keys."""
+    """A copy with two heads for each key head."""
     return deepcopy(little_model)
 
 
@@ -39,8 +39,8 @@ def test_tokens_equal_those_of_sdpa(grouped, requests) -> None:
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-5, atol=1e-6)
 
 
-def test_a_model_whose_weights_are_bfloat16_samples_too(grouped) -> None:
-    """As FSDP2 gathers them, without autocast."""
+def test_a_model_with_bfloat16_weights_can_sample(grouped) -> None:
+    """FSDP2 gathers such weights, without autocast."""
     with attention.in_float32(grouped.bfloat16()):
         assert all(one.token_ids for one in sampled(grouped))
 
@@ -63,7 +63,7 @@ def test_under_autocast_keys_queries_and_values_are_float32(grouped, monkeypatch
     assert len(seen) == 2 * (SAMPLING.max_tokens - 1), "every layer, every token but the first"
 
 
-def test_its_log_probs_under_autocast_are_near_those_in_float32(grouped) -> None:
+def test_log_probs_under_autocast_are_near_those_in_float32(grouped) -> None:
     with attention.in_float32(grouped), torch.autocast("cpu", torch.bfloat16):
         low = sampled(grouped)
     for prompt, one in zip([REQUESTS[0]] * 2 + [REQUESTS[1]] * 3, low, strict=True):
@@ -74,7 +74,7 @@ def test_its_log_probs_under_autocast_are_near_those_in_float32(grouped) -> None
         torch.testing.assert_close(torch.tensor(one.logprobs), exact, rtol=0, atol=0.05)
 
 
-def test_it_ends_with_the_block(grouped) -> None:
+def test_float32_attention_ends_with_the_block(grouped) -> None:
     def broken() -> None:
         with attention.in_float32(grouped):
             raise ValueError("broken")
@@ -87,13 +87,13 @@ def test_it_ends_with_the_block(grouped) -> None:
     assert attention.cache_dtype(grouped) is None
 
 
-def test_models_that_attend_otherwise_are_left_alone(grouped) -> None:
+def test_other_attention_implementations_are_not_changed(grouped) -> None:
     grouped.set_attn_implementation("eager")
     with attention.in_float32(grouped):
         assert grouped.config._attn_implementation == "eager"
 
 
-def test_so_are_models_elsewhere() -> None:
+def test_attention_on_other_devices_is_not_changed() -> None:
     elsewhere = SimpleNamespace(device=torch.device("cuda"), config=SimpleNamespace(_attn_implementation="sdpa"))
     with attention.in_float32(elsewhere):
         assert elsewhere.config._attn_implementation == "sdpa"

@@ -1,4 +1,4 @@
-"""engine=fake: which texts it says, where they end, and that their log-probs are the policy's."""
+"""engine=fake: its texts, their ends, and the policy's log-probs."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def test_about_half_of_the_default_completions_are_right(policy: Policy) -> None
         assert 30 < group.count("wrong") < 70
 
 
-def test_a_prompts_seed_decides_and_not_the_requests_beside_it(policy: Policy) -> None:
+def test_completions_depend_on_the_prompts_seed_and_not_on_the_batch(policy: Policy) -> None:
     engine, asked = FakeEngine(Fake(), policy, TOKENIZER), requests()
     assert engine.generate(asked[2:], SAMPLING) == engine.generate(asked, SAMPLING)[2:]
     assert said(Fake(), policy) == said(Fake(), policy)
 
 
-def test_braces_that_name_no_column_stay(policy: Policy) -> None:
+def test_braces_that_name_no_column_are_kept(policy: Policy) -> None:
     part = Fake([r"\boxed{{answer}} of {nothing}"])
     assert said(part, policy, Sampling(99))[1] == [r"\boxed{2} of {nothing}"] * 4
 
 
-def test_a_completion_ends_at_a_stop_string_its_limit_or_its_own_end(policy: Policy) -> None:
+def test_a_completion_ends_at_a_stop_string_its_limit_or_an_end_token(policy: Policy) -> None:
     engine, asked = FakeEngine(Fake(["12345"]), policy, TOKENIZER), requests(1, 1)
     ends = {SAMPLING: ("12345<end>", "stop"), replace(SAMPLING, stop=("3",)): ("123", "stop")}
     ends |= {Sampling(5): ("12345", "length"), Sampling(6): ("12345<end>", "stop")}
@@ -75,7 +75,7 @@ def test_a_completion_ends_at_a_stop_string_its_limit_or_its_own_end(policy: Pol
     ids=["plain", "truncated", "penalised"],
 )
 @torch.no_grad()
-def test_log_probs_are_those_that_the_trainer_computes(policy: Policy, sampling: Sampling) -> None:
+def test_log_probs_are_the_trainers(policy: Policy, sampling: Sampling) -> None:
     asked = requests()
     groups = FakeEngine(Fake(["{answer} and {answer}", "wrong"]), policy, TOKENIZER).generate(asked, sampling)
     done = [(request, one) for request, group in zip(asked, groups, strict=True) for one in group]
@@ -103,7 +103,7 @@ def written(tmp_path: Path, policy: Policy) -> Callable[[str], list[list[str]]]:
     return lambda name: said(Fake(function=f"{tmp_path}/texts.py:{name}"), policy)
 
 
-def test_a_function_of_the_users_writes_completions(written) -> None:
+def test_a_user_function_writes_completions(written) -> None:
     assert written("write") == [["0+0=0 0"] * 4, ["1+1=2 1"] * 4, ["2+2=4 2"] * 4]
 
 
@@ -114,6 +114,6 @@ def test_a_function_of_the_users_writes_completions(written) -> None:
         ("breaks", r"texts.py:breaks raised ValueError: no idea \(.*texts.py:9, in breaks: "),
     ],
 )
-def test_a_function_that_does_not_is_one_sentence(written, name: str, problem: str) -> None:
+def test_a_wrong_user_function_gives_a_one_sentence_error(written, name: str, problem: str) -> None:
     with pytest.raises(RunError, match=problem):
         written(name)

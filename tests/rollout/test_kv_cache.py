@@ -1,4 +1,4 @@
-"""A preallocated cache holds what transformers' cache holds."""
+"""A preallocated cache has the same contents as transformers' cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpocli.rollout.kv_cache import PreallocatedKVLayer, preallocate
 
 
 def states(rows: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values need not be of one size or dtype."""
+    """Keys and values may differ in size and dtype."""
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randn(rows, 2, tokens, 8, generator=generator)
     return keys, torch.randn(rows, 2, tokens, 4, generator=generator).bfloat16()
@@ -28,7 +28,7 @@ def test_contents_equal_those_of_transformers_cache() -> None:
     for cache in (plain, roomy):
         cache.update(*states(3, 1, 1), 0)
         cache.batch_select_indices(index)
-    for k in range(6):  # two more than there is room for
+    for k in range(6):  # two more than the preallocated length
         expected, found = (cache.update(*states(4, 1, 2 + k), 0) for cache in (plain, roomy))
         for one, other in zip(expected, found, strict=True):
             assert one.dtype == other.dtype
@@ -38,7 +38,7 @@ def test_contents_equal_those_of_transformers_cache() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_buffers_have_attentions_dtype(dtype: torch.dtype) -> None:
+def test_buffers_have_the_dtype_of_attention(dtype: torch.dtype) -> None:
     cache = DynamicCache()
     cache.update(*states(2, 5, 0), 0)
     preallocate(cache, 4, dtype)
@@ -47,7 +47,7 @@ def test_buffers_have_attentions_dtype(dtype: torch.dtype) -> None:
         torch.testing.assert_close(one, torch.cat(pieces, 2).to(dtype), rtol=0, atol=0)
 
 
-def test_few_tokens_move_those_before_them() -> None:
+def test_buffers_are_rarely_reallocated() -> None:
     cache = DynamicCache()
     cache.update(*states(2, 3, 0), 0)
     preallocate(cache, 100)
@@ -55,7 +55,7 @@ def test_few_tokens_move_those_before_them() -> None:
     for _ in range(100):
         cache.update(*states(2, 1, 0), 0)
         places.add(cache.layers[0].keys.data_ptr())
-        assert cache.layers[0]._keys.shape[2] <= 103, "never more room than all of it needs"
+        assert cache.layers[0]._keys.shape[2] <= 103, "never larger than all tokens need"
     assert len(places) <= 6
 
 
@@ -67,7 +67,7 @@ def test_few_tokens_move_those_before_them() -> None:
         lambda cache: cache.crop(-1),
     ],
 )
-def test_it_changes_as_the_plain_one(change: Callable[[DynamicCache], None]) -> None:
+def test_changes_have_the_same_effect_as_on_a_plain_cache(change: Callable[[DynamicCache], None]) -> None:
     plain, roomy = DynamicCache(), DynamicCache()
     for cache in (plain, roomy):
         cache.update(*states(2, 5, 0), 0)
@@ -80,7 +80,7 @@ def test_it_changes_as_the_plain_one(change: Callable[[DynamicCache], None]) -> 
         torch.testing.assert_close(other, one, rtol=0, atol=0)
 
 
-def test_after_a_reset_it_is_empty() -> None:
+def test_a_cache_is_empty_after_a_reset() -> None:
     cache = DynamicCache()
     cache.update(*states(2, 5, 0), 0)
     preallocate(cache, 4)
@@ -90,12 +90,12 @@ def test_after_a_reset_it_is_empty() -> None:
     torch.testing.assert_close(keys, states(2, 3, 1)[0], rtol=0, atol=0)
 
 
-def test_other_kinds_of_layers_stay() -> None:
+def test_other_kinds_of_layers_are_not_replaced() -> None:
     class Other(DynamicLayer):
         pass
 
     cache = DynamicCache()
     cache.update(*states(2, 3, 0), 0)
-    cache.layers = [Other(), DynamicLayer()]  # the second has held nothing yet
+    cache.layers = [Other(), DynamicLayer()]  # the second layer has no contents yet
     preallocate(cache, 10)
     assert [type(layer) for layer in cache.layers] == [Other, DynamicLayer]

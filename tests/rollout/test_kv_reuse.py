@@ -1,4 +1,4 @@
-"""A turn that reuses cached keys and values samples the same tokens, and computes only its new ones."""
+"""A turn that reuses cached keys and values samples the same tokens and computes only the new ones."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from grpocli.types import Completion, Request, ReusableKV, Sampling
 
 PROMPTS = [[2, 5, 6], [2, 7, 8, 9, 10, 11], [2, 12]]
 HEARD = [[20, 21], [22], [23, 24, 25, 26]]
-"""After a turn; of different lengths, so that there is padding between turns too."""
+"""Tokens after a turn. Their lengths differ, so that there is padding between turns too."""
 FREE = Sampling(max_tokens=9)
 
 
 class Watched(TransformersEngine):
-    """Knows how many tokens each forward of several was of, padding included."""
+    """Records the number of tokens of each forward of several tokens, padding included."""
 
     def __init__(self, model: Any, max_rows: int = 256, dtype: torch.dtype | None = None) -> None:
         @contextmanager
@@ -40,7 +40,7 @@ class Watched(TransformersEngine):
 
 
 def talk(engine: TransformersEngine, sampling: Sampling, keeps: bool = True, n: int = 2) -> list[list[Completion]]:
-    """Three turns of every row, in the order of the rows; a row that is a multiple of 5 ends after two."""
+    """Three turns of every row, in the order of the rows; each fifth row ends after two."""
     requests = [Request(ids, n, i, reusable_kv=boxes(n) if keeps else ()) for i, ids in enumerate(PROMPTS)]
     turns = [[one for group in engine.generate(requests, sampling) for one in group]]
     rows = [(request.token_ids, reusable) for request in requests for reusable in request.reusable_kv or [None] * n]
@@ -85,7 +85,7 @@ def test_reuse_samples_the_same_tokens(model, sampling: Sampling) -> None:
 
 
 def test_reuse_with_rows_of_one_length(model) -> None:
-    """No padding, no mask."""
+    """Such a batch has no padding and no mask."""
 
     def turns(keeps: bool) -> list[Completion]:
         engine = TransformersEngine(SimpleNamespace(model=model, sampling_mode=torch.no_grad), [], 256, None)
@@ -101,7 +101,7 @@ def test_reuse_with_rows_of_one_length(model) -> None:
 
 
 def test_under_autocast_log_probs_are_near(model) -> None:
-    """Greedy, rounding may decide a token; so each row's first one is compared, whatever was said before it."""
+    """Rounding may change a greedy token, so only each row's first one is compared."""
     engine = Watched(model, dtype=torch.bfloat16)
     request = Request(PROMPTS[1], 3, 0, reusable_kv=boxes(3))
     (said,) = engine.generate([request], FREE)
@@ -113,12 +113,12 @@ def test_under_autocast_log_probs_are_near(model) -> None:
         assert next_one.logprobs == pytest.approx(anew.logprobs, abs=0.05)
 
 
-def test_weights_that_are_bfloat16(model) -> None:
-    """Without autocast, as FSDP2 gathers them: keys are held in float32, queries are bfloat16."""
+def test_reuse_with_bfloat16_weights(model) -> None:
+    """FSDP2 gathers such weights without autocast; keys are stored in float32 and queries are bfloat16."""
     assert all(done.token_ids for turn in talk(Watched(model.bfloat16()), FREE) for done in turn)
 
 
-def test_other_weights_compute_all_of_it(model) -> None:
+def test_changed_weights_compute_every_token_again(model) -> None:
     engine = Watched(model)
     request = Request(PROMPTS[0], 1, 0, reusable_kv=boxes(1))
     ((said,),) = engine.generate([request], FREE)
@@ -128,7 +128,7 @@ def test_other_weights_compute_all_of_it(model) -> None:
     assert engine.prompts[-1] == (1, len(again.token_ids))
 
 
-def test_only_so_many_rows_are_kept(model) -> None:
+def test_the_number_of_kept_rows_is_limited(model) -> None:
     engine = Watched(model, max_rows=4)
     found = talk(engine, FREE)
     assert_same(found, talk(Watched(model), FREE, keeps=False))
@@ -144,11 +144,11 @@ def test_cached_rows_are_used_once(model) -> None:
     first = request.reusable_kv[0].state
     assert first.tokens == len(PROMPTS[0]) + len(said.token_ids) - 1
     engine.generate([Request([*PROMPTS[0], *said.token_ids, 20], 1, 1, reusable_kv=request.reusable_kv)], FREE)
-    assert first.layers == [], "given to the batch"
+    assert first.layers == [], "the batch owns it"
     assert request.reusable_kv[0].state.tokens > first.tokens
 
 
-def test_a_model_that_forgets_keeps_nothing() -> None:
+def test_a_model_with_a_sliding_window_keeps_nothing() -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""engine=vllm_colocate with real vLLM: one engine, in a process that does all that these tests look at."""
+"""engine=vllm_colocate with real vLLM: one engine, in a separate process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What `colocate_child` found; vLLM in this process would change the other tests."""
+    """Results of `colocate_child`, in a separate process because vLLM changes global state."""
     folder = tmp_path_factory.mktemp("colocate")
     model, results = build_model(folder / "model", tied=True), folder / "results.json"
     command = [sys.executable, "-m", "rollout.colocate_child", str(model), str(folder / "run"), str(results)]
@@ -29,7 +29,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", ["plain", "truncated"])
-def test_logprobs_are_those_of_transformers(found: Any, name: str) -> None:
+def test_log_probs_equal_those_of_transformers(found: Any, name: str) -> None:
     reasons = set()
     for one in found["sampled"][name]:
         assert one["logprobs"] == pytest.approx(one["expected"], abs=1e-3)
@@ -40,7 +40,7 @@ def test_logprobs_are_those_of_transformers(found: Any, name: str) -> None:
     assert name == "truncated" or reasons == {"stop", "length"}
 
 
-def test_same_seed_same_tokens_in_any_company(found: Any) -> None:
+def test_a_seed_gives_the_same_tokens_in_any_batch(found: Any) -> None:
     together, alone, other = found["seeds"]
     assert together == alone
     assert other != together
@@ -48,17 +48,17 @@ def test_same_seed_same_tokens_in_any_company(found: Any) -> None:
     assert len(set(everything)) == len(everything), "neighbouring seeds gave the same completion"
 
 
-def test_greedy(found: Any) -> None:
+def test_greedy_takes_the_likeliest_tokens(found: Any) -> None:
     expected, *got = found["greedy"]
     assert got == [expected] * 2
 
 
-def test_a_sync_brings_the_weights_and_only_a_sync(found: Any) -> None:
+def test_only_a_sync_changes_the_weights(found: Any) -> None:
     synced, size = found["synced"]
     assert synced == {"sync/bytes": size}
     before, trainer_before, between, trainer_between, after, trainer_after = found["moved"]["scores"]
     assert before == pytest.approx(trainer_before, abs=1e-4)
-    assert between == before, "vLLM looks into the trainer's own tensors"
+    assert between == before, "vLLM shares the trainer's tensors"
     assert max(abs(a - b) for a, b in zip(trainer_before, trainer_between, strict=True)) > 0.1
     assert after == pytest.approx(trainer_after, abs=1e-4)
     assert (found["moved"]["versions"], found["moved"]["weight version"]) == ([2], "2")
@@ -76,19 +76,19 @@ def test_wrong_weights_are_refused_with_both_numbers(found: Any, name: str) -> N
     assert f"{trainer:.5f}" in said
 
 
-def test_a_parameter_that_vllm_does_not_know_is_refused(found: Any) -> None:
+def test_an_unknown_parameter_is_refused(found: Any) -> None:
     assert "could not load the weights" in found["corrupted"]["unknown"][0]
 
 
-def test_the_process_is_the_trainers_again_after_every_call(found: Any) -> None:
+def test_the_process_state_is_restored_after_every_call(found: Any) -> None:
     assert found["changed by start"] == {}
     assert found["changed by use"] == {}
     assert found["changed in the end"] == {}
 
 
-def test_structured_outputs_of_a_request(found: Any) -> None:
+def test_a_requests_structured_outputs_are_followed(found: Any) -> None:
     assert found["structured outputs"] == ["StructuredOutputsParams", "[0-9]+"]
 
 
-def test_its_log_is_in_the_run_folder(found: Any) -> None:
+def test_the_log_is_in_the_run_folder(found: Any) -> None:
     assert "vllm" in found["log"]

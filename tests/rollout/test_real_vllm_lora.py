@@ -1,4 +1,4 @@
-"""LoRA with vLLM: a sync sends the adapter and leaves the base weights as they are; with one real server."""
+"""LoRA with one real vLLM server: a sync sends the adapter and leaves the base weights as they are."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from grpocli.rollout.vllm.server_pool import ServerPool
 from grpocli.types import Completion, Request, Sampling
 
 pytestmark = pytest.mark.vllm
-RANK = 3  # alpha / rank is no power of two, and vLLM pads the rank
+RANK = 3  # alpha / rank is not a power of two, and vLLM pads the rank
 
 
 class LoraPolicy(TinyPolicy):
-    """A policy with updates of every linear layer but the head; vLLM fuses some of them (q, k, v; gate, up)."""
+    """A policy with LoRA updates of every linear layer but the head; vLLM fuses some (q, k, v; gate, up)."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -58,12 +58,12 @@ class Running:
     context: EngineContext
 
     def connect(self, **changes: Any) -> tuple[Client, AdapterSync]:
-        """Connect as a run does that has just started."""
+        """Connect as a run that has just started."""
         client = Client(self.endpoint, 60)
         return client, AdapterSync([client], replace(self.context, **changes))
 
     def folders(self) -> list[Path]:
-        """The folders of adapters; beside them are the server's lock and sockets."""
+        """The folders of adapters, without the server's lock and sockets."""
         return sorted(path for path in Path(self.endpoint.shm_dir).iterdir() if path.is_dir())
 
     def checksums(self) -> dict[str, str]:
@@ -71,7 +71,7 @@ class Running:
         return sums
 
     def cached_tokens(self) -> float:
-        """Prompt tokens that were found in the prefix cache so far."""
+        """Prompt tokens served from the prefix cache so far."""
         headers = {"Authorization": f"Bearer {self.endpoint.api_key}"}
         text = httpx.get(f"{self.endpoint.url}/metrics", headers=headers, trust_env=False).text
         return sum(float(n) for n in re.findall(r"^vllm:prefix_cache_hits_total\S* (\S+)$", text, re.MULTILINE))
@@ -79,7 +79,7 @@ class Running:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server that the run starts itself, with tied embeddings. After the run nothing of it is left."""
+    """A server started by the run, with tied embeddings. Nothing of it is left after the run."""
     folder = tmp_path_factory.mktemp("lora")
     model = build_model(folder / "model", tied=True)
     job = EngineJob(str(model), "float32", 256, folder / "run", seed=0, lora_rank=RANK)
@@ -95,7 +95,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def generate(client: Client, prompt: list[int], n: int, tokens: int, version: int, times: int = 1) -> list[Completion]:
-    """n completions for each of as many requests of the same prompt."""
+    """`n` completions for each of several requests with the same prompt."""
     sampling = Sampling(tokens)
     requests = [Request(prompt, n, seed=version + 1000 * i) for i in range(times)]
     answers = ServerPool([client]).complete([body(request, sampling, []) for request in requests])
@@ -106,7 +106,7 @@ def generate(client: Client, prompt: list[int], n: int, tokens: int, version: in
     return [one for group in made for one in group]
 
 
-def test_base_is_unchanged_to_the_bit_after_50_syncs(running: Running) -> None:
+def test_the_base_is_unchanged_to_the_bit_after_50_syncs(running: Running) -> None:
     client, sync = running.connect()
     policy, probe = running.policy, sync.probe.token_ids
     checksums, base = running.checksums(), client.score(probe)
@@ -116,10 +116,12 @@ def test_base_is_unchanged_to_the_bit_after_50_syncs(running: Running) -> None:
         assert sync(version)["sync/bytes"] == policy.adapter_bytes()
         assert client.weight_version() == version
         assert client.model == f"policy-v{version}"
-    assert set(client.adapters()) == {"policy-v49", "policy-v50"}, "the last one stays for requests under way"
+    assert set(client.adapters()) == {"policy-v49", "policy-v50"}, "the last adapter stays for requests in flight"
     assert running.folders() == sorted(client.adapters().values())
     assert client.score(probe) == pytest.approx(policy.score(probe), abs=1e-3)
-    assert max(abs(a - b) for a, b in zip(client.score(probe), base, strict=True)) > 0.1, "the updates matter"
+    assert max(abs(a - b) for a, b in zip(client.score(probe), base, strict=True)) > 0.1, (
+        "the updates change the log-probs"
+    )
     client.model = MODEL
     assert client.score(probe) == base
     with switched_off(policy.model):
@@ -129,7 +131,7 @@ def test_base_is_unchanged_to_the_bit_after_50_syncs(running: Running) -> None:
     assert (client.adapters(), running.folders()) == ({}, [])
 
 
-def test_no_block_of_the_prefix_cache_outlives_its_adapter(running: Running) -> None:
+def test_no_block_of_the_prefix_cache_is_used_for_another_adapter(running: Running) -> None:
     """The prompt is longer than a block of the cache (128 tokens on a CPU)."""
     client, sync = running.connect()
     prompt = [2 + i % 90 for i in range(200)]
@@ -144,13 +146,13 @@ def test_no_block_of_the_prefix_cache_outlives_its_adapter(running: Running) -> 
                 assert one.logprobs == pytest.approx(expected, abs=1e-3)
                 assert one.version == version
             hits.append(running.cached_tokens() - before)
-        assert hits[0] == 0, "computed with older updates"
+        assert hits[0] == 0, "computed with the updates of an earlier version"
         assert hits[1] >= 128
     sync.close()
 
 
 def test_requests_in_flight_keep_their_adapter(running: Running) -> None:
-    """vLLM holds two adapters, and requests that wait during three syncs still get theirs; then it is removed."""
+    """vLLM holds two adapters; requests that wait during three syncs still get theirs, which is removed afterwards."""
     client, sync = running.connect(in_flight=True)
     sync(1)
     old = LoraPolicy(Path(running.context.job.model_path))
@@ -199,12 +201,12 @@ def test_a_corrupted_adapter_is_refused(running: Running, monkeypatch: pytest.Mo
     monkeypatch.undo()
     _, next_run = running.connect()
     next_run(1)
-    assert list(client.adapters()) == ["policy-v1"], "what a failed run leaves is taken out by the next"
+    assert list(client.adapters()) == ["policy-v1"], "the next run removes the folder of a failed one"
     assert running.folders() == list(client.adapters().values())
     next_run.close()
 
 
-def test_target_modules_that_vllm_does_not_have_are_named(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_modules_that_vllm_lacks_are_named(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def renamed(model: Any) -> list[tuple[str, torch.Tensor]]:
         return [(name.replace("q_proj", "odd_proj"), tensor) for name, tensor in adapter_tensors(model)]
 
@@ -226,7 +228,7 @@ def test_another_base_model_is_refused(running: Running, tmp_path: Path) -> None
     assert running.folders() == []
 
 
-def test_the_ranks_are_those_of_vllm() -> None:
+def test_the_ranks_equal_those_of_vllm() -> None:
     from typing import get_args
 
     from vllm.config.lora import MaxLoRARanks

@@ -1,4 +1,4 @@
-"""engine=vllm with one real server, started by `grpocli vllm-serve`: sampling, weight sync, its key and its end."""
+"""engine=vllm with one real server, started by `grpocli vllm-serve`: sampling, weight sync, key and shutdown."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ sys.exit(serve(Serve(model=None, engine=Vllm(), port=int(sys.argv[2]), max_model
 
 @dataclass
 class Running:
-    """An engine and the server that it was given."""
+    """An engine and its server."""
 
     engine: VllmEngine
     policy: TinyPolicy
@@ -67,7 +67,7 @@ class Running:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose output head is not its embedding."""
+    """A model with an untied output head."""
     folder = build_model(tmp_path_factory.mktemp("untied") / "model", tied=False)
     TOKENIZER.save_pretrained(folder)
     return folder
@@ -75,7 +75,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def endpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    """The only server of this file. Ctrl-C ends it and leaves nothing of it."""
+    """The only server of this file. Ctrl-C ends it and leaves nothing behind."""
     folder, port = tmp_path_factory.mktemp("serve"), free_port()
     output, before = folder / "output", set(descendants())
     with pytest.MonkeyPatch.context() as patch, output.open("wb") as file:
@@ -98,7 +98,7 @@ def endpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def wait_for(path: Path, server: subprocess.Popen[bytes], output: Path) -> None:
-    """Wait until the server has written the file; it ends by itself where it cannot start (engine.start_timeout)."""
+    """Wait until the server has written the file; engine.start_timeout ends a server that cannot start."""
     while not path.exists():
         assert server.poll() is None, output.read_text()[-2000:]
         time.sleep(0.2)
@@ -135,7 +135,7 @@ def requests(n: int = 4, seed: int = 0) -> list[Request]:
     [Sampling(24), Sampling(24, temperature=0.7, top_p=0.9, top_k=20, min_p=0.02)],
     ids=["plain", "truncated"],
 )
-def test_logprobs_are_those_of_transformers(running: Running, sampling: Sampling) -> None:
+def test_log_probs_equal_those_of_transformers(running: Running, sampling: Sampling) -> None:
     completions = running.engine.generate(requests(n=8), sampling)
     assert [len(group) for group in completions] == [8] * len(PROMPTS)
     reasons = set()
@@ -162,7 +162,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(running: Running) -> 
 
 
 def test_more_prompts_than_fit_into_a_batch_are_computed(running: Running) -> None:
-    """By default vLLM splits such prompts, and on a CPU it dies of a split prompt with a seed."""
+    """By default vLLM splits such prompts, and on a CPU it crashes if a split prompt has a seed."""
     asked = [Request([2 + (7 * i + j) % 90 for j in range(120)], 1, seed=i) for i in range(60)]
     groups = running.engine.generate(asked, Sampling(2))
     assert [len(group) for group in groups] == [1] * len(asked)
@@ -227,7 +227,7 @@ def test_a_sync_without_a_parameter_is_refused(running: Running) -> None:
 
 
 def test_weights_change_under_running_requests(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens before the sync are of the old version, those after it of the new one; each has its version's log-prob."""
+    """Tokens before the sync have the old version, those after it the new one; each has its version's log-prob."""
     monkeypatch.setattr(running.engine._synchronizer, "pause_mode", "keep")  # type: ignore[attr-defined]
     running.engine.sync(100)
     before = TinyPolicy(Path(running.job.model_path))
@@ -263,7 +263,7 @@ def test_a_sync_ends_an_update_that_another_run_left_unfinished(running: Running
     assert running.engine.generate([Request([5], 1, seed=0)], Sampling(4))[0][0].version == 70
 
 
-def test_the_server_reads_weights_from_its_own_folder_only(running: Running, tmp_path: Path) -> None:
+def test_the_server_reads_weights_only_from_its_own_folder(running: Running, tmp_path: Path) -> None:
     client = Client(running.endpoint, timeout=60)
     (tmp_path / "weights.safetensors").write_bytes(b"")
     Path(running.endpoint.shm_dir, "link").symlink_to(tmp_path / "weights.safetensors")
@@ -333,7 +333,7 @@ FREE = Sampling(40)
 
 @pytest.fixture
 def fresh(running: Running) -> Running:
-    """The server has the model's first weights, whatever earlier tests have sent."""
+    """The server with the model's first weights, whatever earlier tests have sent."""
     running.sync_first_weights()
     return running
 
@@ -373,10 +373,10 @@ def test_greedy_with_a_penalty_is_the_same_in_both_engines(fresh: Running, trans
 @pytest.mark.parametrize(
     ("stop", "regex"), [(("a",), None), (("fc", "3"), None), (("dé", "bé"), "[a-d]{1,3}é[a-p]{3}")], ids=str
 )
-def test_stop_strings_end_a_completion_and_remove_no_token(
+def test_stop_strings_end_a_completion_and_keep_every_token(
     fresh: Running, stop: tuple[str, ...], regex: str | None
 ) -> None:
-    """With the same seeds a completion is the start of the one without stop strings; é is two tokens."""
+    """A completion is a prefix of the one with the same seed and no stop strings; é is two tokens."""
     free = replace(FREE, regex=regex)
     whole = fresh.engine.generate(requests(16), free)
     stopped = fresh.engine.generate(requests(16), replace(free, stop=stop))
@@ -413,8 +413,8 @@ def test_completions_match_a_json_schema(fresh: Running) -> None:
         assert value["b"] in ("c", "d")
 
 
-def test_log_probs_of_a_structure_are_of_the_allowed_tokens(fresh: Running) -> None:
-    """The sampler's are of the masked distribution; the trainer's are of all tokens, so they are less."""
+def test_log_probs_of_structured_outputs_are_over_the_allowed_tokens(fresh: Running) -> None:
+    """The sampler's log-probs are over the allowed tokens; the trainer's are over all tokens, so they are lower."""
     one = fresh.engine.generate([Request(PROMPTS[0], 1, 0)], replace(FREE, regex="[abc]-"))[0][0]
     allowed = [
         TOKENIZER.convert_tokens_to_ids(["a", "b", "c"]),
@@ -431,8 +431,8 @@ def test_log_probs_of_a_structure_are_of_the_allowed_tokens(fresh: Running) -> N
     assert sum(of_all) < sum(one.logprobs)
 
 
-def test_a_sampling_that_vllm_refuses_fails_the_first_sync(fresh: Running) -> None:
-    """Before it, a run that was killed may have left the server paused."""
+def test_a_refused_sampling_key_fails_the_first_sync(fresh: Running) -> None:
+    """Not earlier: a killed run may have left the server paused."""
 
     def connect(**changes: Any) -> None:
         context = replace(fresh.context, sampling=replace(FREE, **changes))
@@ -453,8 +453,8 @@ def test_a_sampling_that_vllm_refuses_fails_the_first_sync(fresh: Running) -> No
 
 
 @pytest.mark.parametrize("name", ["vllm", "transformers"])
-def test_prompts_and_completions_stay_tokens(name: str, fresh: Running, transformers: Any) -> None:
-    """Neither is ever text in between, which would come back as other tokens."""
+def test_prompts_and_completions_are_sent_as_tokens(name: str, fresh: Running, transformers: Any) -> None:
+    """Decoding and encoding again could give other tokens."""
     engine = fresh.engine if name == "vllm" else transformers
     prompt = [A, B, A, B]
     assert TOKENIZER.encode(TOKENIZER.decode(prompt)) == [AB, AB]
@@ -466,4 +466,4 @@ def test_prompts_and_completions_stay_tokens(name: str, fresh: Running, transfor
         assert one.logprobs == pytest.approx(expected_logprobs(fresh.policy, prompt, one.token_ids, FREE), abs=1e-3)
     assert changed_by_text > 12
     reencoded = expected_logprobs(fresh.policy, [AB, AB], group[0].token_ids, FREE)
-    assert group[0].logprobs != pytest.approx(reencoded, abs=1e-2), "another prompt would look the same"
+    assert group[0].logprobs != pytest.approx(reencoded, abs=1e-2), "otherwise another prompt would look the same"

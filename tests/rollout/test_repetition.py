@@ -1,4 +1,4 @@
-"""The repetition penalty equals transformers', and is the same in the sampler and in the trainer."""
+"""The repetition penalty equals transformers' penalty and is the same in the sampler and in the trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpocli.training.logprobs import completion_logp
 from grpocli.training.micro_batch import MicroBatch
 from grpocli.types import Completion, Request, Row, Sampling
 
-PROMPTS = [[2, 5, 6], [2, 7, 8, 9, 10, 11], [12, 12]]  # shared by their completions; none holds the padding token 0
+PROMPTS = [[2, 5, 6], [2, 7, 8, 9, 10, 11], [12, 12]]  # repeated in completions; without the padding token 0
 PENALISED = Sampling(12, temperature=0.9, repetition_penalty=1.8)
 LIKED = replace(PENALISED, repetition_penalty=0.6)
 CUT = replace(PENALISED, top_p=0.9, top_k=9, min_p=0.01)
@@ -29,13 +29,13 @@ def sampled(model, sampling: Sampling, n: int = 4) -> list[tuple[list[int], Comp
 
 
 def slowly(model, prompt: list[int], token_ids: list[int], sampling: Sampling) -> torch.Tensor:
-    """Log-probs [T], a token at a time, with transformers' own penalty."""
+    """Log-probs [T], one token at a time, with transformers' penalty."""
     processor = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
     plain = replace(sampling, repetition_penalty=1.0)
     ids, logp = list(prompt), []
     for token in token_ids:
         logits = model(input_ids=torch.tensor([ids])).logits[:, -1].float()
-        logits = processor(torch.tensor([sorted(set(ids))]), logits)  # its gradient counts repeated ids again
+        logits = processor(torch.tensor([sorted(set(ids))]), logits)  # repeated ids would have their gradient twice
         logp.append(sampling_logits(logits, plain, keep_N=torch.tensor([token])).log_softmax(-1)[0, token])
         ids.append(token)
     return torch.stack(logp)
@@ -51,7 +51,7 @@ def test_sampler_and_trainer_agree_with_transformers(
     little_model, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = sampled(little_model, sampling)
-    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 40 * 7)  # pieces that end within rows
+    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 40 * 7)  # splits within rows
     micro = MicroBatch.build([row(*pair) for pair in done], torch.device("cpu"))
     assert (micro.layout.attention_mask == 0).any()
     logp_BT, _ = completion_logp(little_model, micro, sampling, nullcontext())
@@ -64,8 +64,8 @@ def test_sampler_and_trainer_agree_with_transformers(
 
 
 @torch.no_grad()
-def test_padding_is_not_seen(little_model) -> None:
-    """The padding token is one of the vocabulary: here both rows say it, and only one of them has padding."""
+def test_padding_is_not_penalised(little_model) -> None:
+    """The padding token is part of the vocabulary: both rows contain it, and only one has padding."""
     short = Completion([0, 5], [0.0] * 2, "length", 0)
     long = Completion([9, 0, 5, 0, 3], [0.0] * 5, "length", 0)
     rows = [row([6], short), row([6, 7, 8, 9], long)]
@@ -88,7 +88,7 @@ def test_gradient_flows_through_the_penalty(little_model) -> None:
 
 
 @torch.no_grad()
-def test_greedy_takes_the_likeliest_penalised_token(little_model) -> None:
+def test_greedy_takes_the_likeliest_token_after_the_penalty(little_model) -> None:
     greedy = replace(PENALISED, temperature=0.0, repetition_penalty=5.0)
     processor = RepetitionPenaltyLogitsProcessor(5.0)
     plain = sampled(little_model, replace(greedy, repetition_penalty=1.0), n=1)
@@ -102,7 +102,7 @@ def test_greedy_takes_the_likeliest_penalised_token(little_model) -> None:
     assert [c.token_ids for _, c in plain] != [c.token_ids for _, c in penalised]
 
 
-def test_without_a_penalty_nothing_is_looked_up(little_model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_penalty_no_history_is_kept(little_model, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError
 

@@ -1,4 +1,4 @@
-"""In-process sampling: log-probs are the model's, and a row depends on its own seed alone."""
+"""In-process sampling: log-probs are the model's, and a row depends only on its own seed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_greedy_takes_the_likeliest_token(little_model) -> None:
     assert group[0].token_ids == group[1].token_ids == ids[3:]
 
 
-def test_draw_follows_the_distribution() -> None:
+def test_drawn_tokens_follow_the_distribution() -> None:
     probs = torch.tensor([0.5, 0.0, 0.3, 0.2])
     n = 20_000
     uniform = (torch.arange(n, dtype=torch.float64) + 0.5) / n
@@ -78,14 +78,14 @@ def test_draw_follows_the_distribution() -> None:
     assert draw(probs[None], torch.zeros(1, dtype=torch.float64)).item() == 0
 
 
-def test_a_token_is_in_the_vocabulary_for_any_probabilities() -> None:
+def test_a_drawn_token_is_in_the_vocabulary_for_any_probabilities() -> None:
     assert draw(torch.full((3, 103), float("nan")), torch.tensor([0.0, 0.5, 0.9], dtype=torch.float64)).max() < 103
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 1024, 50_257])
 @pytest.mark.parametrize("spread", [0.0, 3.0, 30.0])
 def test_draw_inverts_the_whole_cumulative_distribution(tokens: int, spread: float) -> None:
-    """Whatever its blocks: where the two differ, the number is on the edge between two tokens, to rounding."""
+    """Where blocks change the token, the random number is on the edge between two tokens, up to rounding."""
     generator = torch.Generator().manual_seed(tokens)
     probs = (spread * torch.randn(200, tokens, generator=generator)).softmax(-1)
     probs[:, 1::7] = 0
@@ -110,7 +110,7 @@ def test_draw_inverts_the_whole_cumulative_distribution(tokens: int, spread: flo
         (Sampling(1), [0, 1, 2, 3]),
     ],
 )
-def test_truncation(sampling: Sampling, kept: list[int]) -> None:
+def test_truncation_keeps_the_likeliest_tokens(sampling: Sampling, kept: list[int]) -> None:
     logits = torch.tensor([[0.5, 0.3, 0.14, 0.06]]).log()
     out = sampling_logits(logits, sampling)
     assert (~out.isinf()).nonzero()[:, 1].tolist() == kept
@@ -119,7 +119,7 @@ def test_truncation(sampling: Sampling, kept: list[int]) -> None:
 
 
 def test_a_request_may_have_a_lower_limit(little_model) -> None:
-    """Its tokens are those of the longer one, as far as they go, whatever is sampled beside it."""
+    """Its tokens are a prefix of the longer completion, whatever else is in the batch."""
     sampling = Sampling(8)
     (whole,) = sample(little_model, [Request(PROMPTS[0], 3, 7)], sampling, [], 0)
     beside = [
@@ -145,7 +145,7 @@ def test_a_cancelled_watch_ends_completions_within_a_token(little_model) -> None
         assert done.token_ids == expected.token_ids[:3]
 
 
-def test_progress_ends_with_all_completions_and_changes_nothing(little_model) -> None:
+def test_progress_reaches_all_completions_and_changes_nothing(little_model) -> None:
     told: list[float] = []
     watch = Watch(lambda done, total, unit, detail="": told.append(done / total))
     requests = [Request(p, 3, s) for s, p in enumerate(PROMPTS)]

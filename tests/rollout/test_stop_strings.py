@@ -1,4 +1,4 @@
-"""Stop strings of the in-process sampler: where a completion ends, and that nothing else changes."""
+"""Stop strings of the in-process sampler: where a completion ends, and that its tokens stay the same."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def watched(tokenizer: PreTrainedTokenizerFast, stop: list[str], prompt: list[in
     return [watch.completed_by(i) for i in ids]
 
 
-def test_a_character_of_several_tokens() -> None:
+def test_a_stop_string_may_have_a_character_of_several_tokens() -> None:
     tokenizer = letters(96)
     first, second, a = tokenizer.convert_tokens_to_ids(["Ã", "©", "a"])
     assert watched(tokenizer, ["é"], [], [first, second]) == [False, True]
@@ -47,8 +47,8 @@ def test_a_character_of_several_tokens() -> None:
     assert watched(tokenizer, ["a"], [], [first, a]) == [False, True]
 
 
-def test_spaces_at_the_start_of_words() -> None:
-    """Where a decoder drops the space of a text's first word, the prompt tells that it is not the first."""
+def test_a_space_at_the_start_of_a_word_is_part_of_the_text() -> None:
+    """Some decoders drop the space of a text's first word; the prompt before it prevents that."""
     words = {"</s>": 0, "▁a": 1, "▁b": 2, "c": 3}
     core = Tokenizer(BPE(words, []))
     core.decoder = decoders.Metaspace()
@@ -59,7 +59,7 @@ def test_spaces_at_the_start_of_words() -> None:
     assert watched(tokenizer, ["ab"], [1], [1, 2]) == [False, False]
 
 
-def test_special_tokens_and_the_prompt_are_no_text_of_the_completion() -> None:
+def test_special_tokens_and_the_prompt_do_not_count() -> None:
     core = Tokenizer(WordLevel({"</s>": 0, "a": 1, "b": 2}, unk_token="</s>"))
     core.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")

@@ -1,4 +1,4 @@
-"""One thread samples if a token's products are too small to share."""
+"""One thread samples if a token's matrix products are too small to share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def two_threads():
 
 
 def sampled_with(model, rows: int, monkeypatch) -> int:
-    """Threads that the engine samples so many rows with."""
+    """The number of threads that the engine uses to sample `rows` rows."""
     seen = []
     real = sampler.sample
 
@@ -33,18 +33,18 @@ def sampled_with(model, rows: int, monkeypatch) -> int:
     monkeypatch.setattr(sampler, "sample", sample)
     policy = SimpleNamespace(model=model, sampling_mode=nullcontext)
     TransformersEngine(policy, [1], 256, None).generate([Request([2, 3], rows, 0)], Sampling(2))
-    assert torch.get_num_threads() == 2, "as before"
+    assert torch.get_num_threads() == 2, "the number of threads is restored"
     return seen[0]
 
 
 def test_one_thread_samples_few_rows_of_a_small_model(little_model, monkeypatch) -> None:
     parameters = sum(p.numel() for p in little_model.parameters())
-    monkeypatch.setattr(sampling, "SMALL", 8 * parameters // 2)  # two layers
+    monkeypatch.setattr(sampling, "SMALL", 8 * parameters // 2)  # products of two layers
     assert sampled_with(little_model, 8, monkeypatch) == 1
     assert sampled_with(little_model, 9, monkeypatch) == 2
 
 
-def test_an_error_leaves_the_threads_as_they_were(little_model) -> None:
+def test_an_error_restores_the_number_of_threads(little_model) -> None:
     seen = []
 
     def broken() -> None:

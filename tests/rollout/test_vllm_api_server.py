@@ -45,7 +45,7 @@ def start(method, *below):
 def test_no_process_outlives_a_server_that_is_killed(method: str, tmp_path: Path) -> None:
     package = tmp_path / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
-    for folder in (package, package.parent, package.parent.parent):  # else the real vLLM would come first
+    for folder in (package, package.parent, package.parent.parent):  # shadow the real vLLM
         (folder / "__init__.py").touch()
     (package / "api_server.py").write_text(SERVER)
     (tmp_path / "engine.py").write_text(ENGINE)
@@ -58,7 +58,7 @@ def test_no_process_outlives_a_server_that_is_killed(method: str, tmp_path: Path
             until_lines(pids, 2, server)
             family = [int(pid) for pid in pids.read_text().split()]
             trackers = [pid for pid in descendants() if TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()]
-            for pid in trackers:  # as `pkill -f` does where the name of the environment's folder fits
+            for pid in trackers:  # `pkill -f` kills them too if the environment's folder matches
                 os.kill(pid, signal.SIGKILL)
         finally:
             server.kill()
@@ -75,8 +75,8 @@ def test_no_process_outlives_a_server_that_is_killed(method: str, tmp_path: Path
 def until_lines(file: Path, count: int, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 60
     while file.read_text().count("\n") < count:
-        assert process.poll() is None, "it ended"
-        assert time.monotonic() < deadline, "it did not start"
+        assert process.poll() is None, "the server exited"
+        assert time.monotonic() < deadline, "the server did not start"
         time.sleep(0.02)
 
 
@@ -91,7 +91,7 @@ with private_folder() as folder, guarded(["sleep", "300"], name="test", hold=[fo
 
 
 def test_a_folder_is_removed_when_owner_and_guard_are_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the next that makes one; not where its lock is held, and not where an older version has made it."""
+    """The next process that creates one removes it, unless its lock is held or an older version created it."""
     older = tmp_path / f"{folders.PREFIX}older"
     older.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -100,7 +100,7 @@ def test_a_folder_is_removed_when_owner_and_guard_are_dead(tmp_path: Path, monke
         path, guard = owner.stdout.readline().split()
         sweep()
         assert Path(path).is_dir()
-        os.kill(int(guard), signal.SIGSTOP)  # it would remove the folder of its own accord
+        os.kill(int(guard), signal.SIGSTOP)  # otherwise it would remove the folder itself
         owner.kill()
     sweep()
     assert Path(path).is_dir()

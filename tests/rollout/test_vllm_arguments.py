@@ -25,7 +25,7 @@ KNOWN = {
     "compilation-config": "value",
     "allowed-origins": "value",
 }
-"""A few of vLLM's."""
+"""Some options of vLLM."""
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"allowed_origins": ["*"]}, ['--allowed-origins=["*"]']),
     ],
 )
-def test_options_pass_through(known: None, given: dict[str, Any], words: list[str]) -> None:
+def test_known_options_are_passed_on(known: None, given: dict[str, Any], words: list[str]) -> None:
     check_arguments(given)
     assert option_words(given) == words
 
@@ -66,12 +66,14 @@ def test_options_pass_through(known: None, given: dict[str, Any], words: list[st
         ({"disable-log-stats": "no"}, r"^engine\.vllm_args\.disable-log-stats=no: must be true or false"),
     ],
 )
-def test_unknown_options_are_refused(known: None, given: dict[str, Any], message: str) -> None:
+def test_unknown_options_and_wrong_values_are_refused(known: None, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_arguments(given)
 
 
-def test_it_is_found_before_a_server_starts(known: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unknown_option_is_refused_before_a_server_starts(
+    known: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(vllm_server, "check_plugin", lambda: None)
     monkeypatch.setattr(vllm_server, "guarded", lambda *_, **__: pytest.fail("a server was started"))
     spec = ServerSpec(EngineJob("/m", "float32", 8, tmp_path, seed=0), vllm_server.free_port(), 8)
@@ -82,13 +84,13 @@ def test_it_is_found_before_a_server_starts(known: None, monkeypatch: pytest.Mon
         pass
 
 
-def test_vllm_lists_no_options_without_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_arguments_vllm_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "known_options", lambda: pytest.fail("vLLM was asked"))
     check_arguments({})
     assert option_words({}) == []
 
 
-def test_the_options_are_cached_for_a_version(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
+def test_the_options_are_cached_for_each_version(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
     asked: list[str] = []
 
     def ask() -> dict[str, str]:
@@ -108,7 +110,7 @@ def test_the_options_are_cached_for_a_version(monkeypatch: pytest.MonkeyPatch, c
 
 
 @pytest.mark.processes
-def test_vllm_cannot_list_its_options(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
+def test_a_failure_to_list_the_options_is_an_error(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
     monkeypatch.setattr(arguments, "LIST_OPTIONS", "import no_such_module_here")
     with pytest.raises(EngineError, match=r"engine\.vllm_args.*No module named 'no_such_module_here'"):
         known_options()
@@ -121,7 +123,7 @@ def test_vllm_cannot_list_its_options(monkeypatch: pytest.MonkeyPatch, cache_fol
 @pytest.mark.processes
 @pytest.mark.vllm
 def test_the_installed_vllm_lists_its_options(cache_folder: Path) -> None:
-    """Every option that grpocli sets itself is one of them, or servers would not start."""
+    """They include every option that grpocli sets itself, or servers would not start."""
     options = known_options()
     assert options["max-num-seqs"] == "value"
     assert options["enable-prefix-caching"] == "boolean"

@@ -20,7 +20,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 def ask(kind: str, path: str, headers: list[tuple[bytes, bytes]], method: str = "GET", **more: Any) -> list[Any]:
-    """What the client gets to see; `reached` where the request came through."""
+    """The client's response; `reached` if the request passed the check."""
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -65,29 +65,29 @@ def test_http_without_the_key_is_401(path: str, method: str, headers: list[tuple
 @pytest.mark.parametrize(
     "headers", [bearer(KEY), bearer(KEY, "bearer"), [(b"Authorization", f"Bearer {KEY}".encode())]]
 )
-def test_the_key_opens(headers: list[tuple[bytes, bytes]]) -> None:
+def test_the_right_key_is_accepted(headers: list[tuple[bytes, bytes]]) -> None:
     assert ask("http", "/update_weights", headers, "POST") == [{"type": "reached"}]
     assert ask("websocket", "/v1/realtime", headers) == [{"type": "reached"}]
 
 
-def test_health_is_open_for_reading_only() -> None:
+def test_health_needs_no_key_for_reading_only() -> None:
     assert ask("http", "/health", []) == [{"type": "reached"}]
     assert ask("http", "/health", [], "POST")[0]["status"] == 401
     assert ask("websocket", "/health", [])[0]["type"] == "websocket.close"
 
 
-def test_websocket_without_the_key() -> None:
+def test_a_websocket_without_the_key_is_closed() -> None:
     assert ask("websocket", "/v1/realtime", bearer("wrong")) == [{"type": "websocket.close", "code": 1008}]
     answer = ask("websocket", "/v1/realtime", [], extensions={"websocket.http.response": {}})
     assert (answer[0]["type"], answer[0]["status"]) == ("websocket.http.response.start", 401)
 
 
-def test_lifespan_passes() -> None:
+def test_lifespan_events_need_no_key() -> None:
     assert ask("lifespan", "", []) == [{"type": "reached"}]
 
 
 @pytest.mark.parametrize("value", [None, ""])
-def test_no_key_no_server(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+def test_without_a_key_no_server_starts(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     if value is not None:
         monkeypatch.setenv("VLLM_API_KEY", value)
@@ -95,13 +95,13 @@ def test_no_key_no_server(monkeypatch: pytest.MonkeyPatch, value: str | None) ->
         RequireKey(app)
 
 
-def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     assert RequireKey(app)._authorized({"headers": bearer(KEY)})
 
 
 class Routes:
-    """An application like vLLM's: routes, a mounted application, a websocket, maybe behind a prefix."""
+    """An application like vLLM's: routes, a mounted application, a websocket, optionally behind a prefix."""
 
     def __init__(self, root_path: str = "") -> None:
         pytest.importorskip("fastapi")
@@ -126,7 +126,7 @@ class Routes:
         self.web = web
 
     def ask(self, path: str, method: str = "POST", kind: str = "http", **more: Any) -> int | None:
-        """The status, or None for a websocket that was closed."""
+        """The status, or None for a closed websocket."""
         sent: list[Any] = []
 
         async def send(message: Any) -> None:
@@ -149,7 +149,7 @@ TRICKY = [
 
 @pytest.mark.parametrize("path", TRICKY)
 @pytest.mark.parametrize("root_path", ["", "/x", "/health"])
-def test_no_way_around_the_key(path: str, root_path: str) -> None:
+def test_no_path_or_method_bypasses_the_key(path: str, root_path: str) -> None:
     routes = Routes(root_path)
     for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "get", "X"):
         assert routes.ask(path, method) == 401, method
@@ -157,12 +157,12 @@ def test_no_way_around_the_key(path: str, root_path: str) -> None:
     assert routes.ask("/v1/realtime", kind="websocket") is None
     assert routes.ask("/health", kind="websocket") is None
     assert routes.reached == []
-    assert routes.ask("/health", "GET") in (200, 404)  # where it is served, it is open
+    assert routes.ask("/health", "GET") in (200, 404)  # open where it exists
     assert routes.reached in ([], ["health"])
 
 
-def test_percent_encoded_health_is_health_and_nothing_more() -> None:
-    """Servers decode the path before anyone looks at it: the one that was checked is the one that is routed."""
+def test_only_health_itself_is_open_however_it_is_encoded() -> None:
+    """Servers decode the path first, so the checked path is the routed one."""
     routes = Routes()
     assert routes.ask("/health", "GET", raw_path=b"/%68ealth") == 200
     assert routes.ask("/update_weights", raw_path=b"/health") == 401
@@ -170,7 +170,7 @@ def test_percent_encoded_health_is_health_and_nothing_more() -> None:
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By `secrets.compare_digest`, of digests of one length whatever was sent."""
+    """`secrets.compare_digest` compares digests of one length, whatever the length of the sent key."""
     compared: list[tuple[bytes, bytes]] = []
 
     def compare(a: bytes, b: bytes) -> bool:
@@ -192,12 +192,12 @@ def test_a_key_in_another_header_or_the_query_is_refused() -> None:
         assert ask("http", "/pause", [(b"authorization", value.encode())], "POST")[0]["status"] == 401
 
 
-def test_a_key_is_not_shown_by_accident() -> None:
+def test_repr_and_str_do_not_show_the_key() -> None:
     assert KEY not in repr(Endpoint("http://127.0.0.1:1", KEY, "/dev/shm/x"))
 
 
 def test_a_key_file_is_private_from_its_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where an older file, or the umask, would let others read."""
+    """This holds even if an older file or the umask would let others read it."""
     modes: list[int] = []
     opened = os.open
 

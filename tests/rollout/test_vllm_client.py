@@ -1,4 +1,4 @@
-"""The errors of a run when a server is slow, gone, broken or the wrong one; with a stand-in server."""
+"""Errors of a run when a server is slow, dead, broken or foreign; with a stand-in server."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def generate(client: Client, n: int, max_tokens: int = 2) -> Any:
     return engine_of([client]).generate([Request([i], 1, seed=i) for i in range(n)], Sampling(max_tokens))
 
 
-def test_order_is_that_of_the_requests_and_concurrency_is_bounded(stand_in: StandIn, client: Client) -> None:
+def test_answers_keep_the_order_of_requests_and_concurrency_is_bounded(stand_in: StandIn, client: Client) -> None:
     def answer(path: str, body: Any) -> tuple[int, Any]:
         time.sleep(0.05 if body["token_ids"][0] % 2 else 0.01)
         return 200, {"choices": [choice([body["token_ids"][0]] * 2)]}
@@ -66,7 +66,7 @@ def test_order_is_that_of_the_requests_and_concurrency_is_bounded(stand_in: Stan
     assert 4 < stand_in.most <= CONCURRENT
 
 
-def test_choices_are_put_in_order(stand_in: StandIn, client: Client) -> None:
+def test_choices_are_sorted_by_index(stand_in: StandIn, client: Client) -> None:
     stand_in.answer = lambda path, body: (200, {"choices": [{"index": 1, "a": "b"}, {"index": 0, "a": "a"}]})
     assert [c["a"] for c in asyncio.run(client.generate({}))] == ["a", "b"]
 
@@ -95,11 +95,14 @@ def test_the_first_failure_does_not_wait_for_the_others(stand_in: StandIn, clien
     stand_in.answer = answer
     with pytest.raises(Refused, match="broken"):
         generate(client, 3)
-    assert stand_in.now, "the others are not answered yet"
+    assert stand_in.now, "the others have no answer yet"
 
 
 class Busy:
-    """What a server shows while it owes an answer for `seconds`; `tokens` more are computed between two looks."""
+    """The state that a server reports during a request of `seconds`.
+
+    `tokens` more tokens are generated between two polls.
+    """
 
     def __init__(self, stand_in: StandIn, seconds: float, tokens: int = 0, paused: bool = False) -> None:
         self.seconds, self.tokens, self.paused, self.computed = seconds, tokens, paused, 0
@@ -130,10 +133,10 @@ def test_a_server_that_does_nothing_is_stuck(stand_in: StandIn) -> None:
 
 
 @pytest.mark.parametrize("shows", [{"tokens": 1}, {"paused": True}], ids=["it computes", "it is paused"])
-def test_a_slow_server_that_works_is_waited_for(
+def test_a_busy_server_gets_more_time(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, shows: dict[str, Any]
 ) -> None:
-    """A request may queue in it for longer than the timeout, but not for ever."""
+    """A request may queue for longer than the timeout, but not forever."""
     monkeypatch.setattr(vllm_client, "HEARTBEAT", 0.05)
     (client,) = clients_of(stand_in, timeout=0.3)
     Busy(stand_in, seconds=1.5, **shows)
@@ -141,10 +144,10 @@ def test_a_slow_server_that_works_is_waited_for(
     Busy(stand_in, seconds=60, **shows)
     with pytest.raises(ServerGone, match=r"within 10 times engine\.request_timeout=0\.3 s"):
         asyncio.run(client.generate({}))
-    assert stand_in.now, "it has not answered yet"
+    assert stand_in.now, "the request is still in flight"
 
 
-def test_a_pause_of_the_server_is_no_reason_to_wait_for_the_pause_itself(stand_in: StandIn) -> None:
+def test_the_timeout_of_a_pause_is_not_extended_by_the_pause(stand_in: StandIn) -> None:
     Busy(stand_in, seconds=3, paused=True)
     (client,) = clients_of(stand_in, timeout=0.2)
     with pytest.raises(ServerGone, match=r"did not answer /pause\?mode=wait"):
@@ -164,7 +167,7 @@ def test_answers_to_other_requests_show_that_a_server_works(stand_in: StandIn, m
     assert client.lost is None
 
 
-def test_adapters_are_in_use_while_requests_wait(client: Client, stand_in: StandIn) -> None:
+def test_adapters_are_in_use_while_requests_are_in_flight(client: Client, stand_in: StandIn) -> None:
     seen: list[set[str]] = []
 
     def answer(path: str, body: Any) -> tuple[int, Any]:
@@ -177,10 +180,10 @@ def test_adapters_are_in_use_while_requests_wait(client: Client, stand_in: Stand
         asyncio.run(client.generate({}))
     assert seen == [{"policy-v0"}, {"policy-v1"}, {"policy-v2"}]
     assert client.adapters_in_use() == set()
-    assert not client._running, "a run has thousands of versions"
+    assert not client._running, "counts of old versions are dropped: a run has thousands"
 
 
-def test_a_server_that_is_gone(stand_in: StandIn, tmp_path: Path) -> None:
+def test_a_server_that_is_gone_is_reported_with_its_log(stand_in: StandIn, tmp_path: Path) -> None:
     log = tmp_path / "vllm.log"
     before = "RuntimeError: of the server that was here before\n"
     log.write_text(before + "(EngineCore pid=1) ERROR [core.py:1] MemoryError: no memory\n")
@@ -211,7 +214,7 @@ def test_a_server_whose_engine_has_died_is_gone_although_it_answers(
 def test_a_server_that_dies_without_an_answer(
     stand_in: StandIn, client: Client, monkeypatch: pytest.MonkeyPatch, dead: bool
 ) -> None:
-    """vLLM may leave a call unanswered for ever when its engine dies; a busy server is waited for."""
+    """vLLM may never answer a call when its engine dies; the client waits for a busy server only."""
 
     def answer(path: str, body: Any) -> tuple[int, Any]:
         if path == "/health":
@@ -225,14 +228,14 @@ def test_a_server_that_dies_without_an_answer(
         with pytest.raises(ServerGone, match="died during /weight_info"):
             client.weight_version()
         assert client.lost
-        assert stand_in.now, "it has not answered yet"
+        assert stand_in.now, "the request is still in flight"
     else:
         assert client.weight_version() == "1"
         assert client.lost is None
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 429])
-def test_a_server_that_refuses_is_not_gone(stand_in: StandIn, client: Client, status: int) -> None:
+def test_a_server_that_refuses_a_request_is_not_gone(stand_in: StandIn, client: Client, status: int) -> None:
     stand_in.answer = lambda path, body: (status, {"error": {"message": "too much"}})
     for call in (client.resume, lambda: asyncio.run(client.generate({}))):
         with pytest.raises(Refused, match="too much"):
@@ -240,8 +243,8 @@ def test_a_server_that_refuses_is_not_gone(stand_in: StandIn, client: Client, st
         assert client.lost is None
 
 
-def test_another_server_at_the_same_address_is_noticed(stand_in: StandIn, client: Client) -> None:
-    """By its key, or by weights that have had no version of ours."""
+def test_a_foreign_server_at_the_same_address_is_detected(stand_in: StandIn, client: Client) -> None:
+    """A foreign server is detected by its key or its weight version."""
     stand_in.answer = lambda path, body: (200, {"weight_version": ".3"})
     assert client.weight_version() == 3
     stand_in.answer = lambda path, body: (401, {"error": "Unauthorized"})
@@ -257,8 +260,8 @@ def test_another_server_at_the_same_address_is_noticed(stand_in: StandIn, client
     assert client.lost
 
 
-def test_weights_of_another_run_are_not_taken_for_ours(stand_in: StandIn) -> None:
-    """Two runs that sync to one server would each find their own weights after each sync."""
+def test_weights_of_another_run_are_refused(stand_in: StandIn) -> None:
+    """Two runs that sync to one server would each find their own version after each sync."""
     ours = Client(Endpoint(stand_in.url, "key", "/nowhere"), 30, run="ours")
     version = "theirs.8"
     labels = [{"start": 0, "end": 1}]
@@ -268,7 +271,7 @@ def test_weights_of_another_run_are_not_taken_for_ours(stand_in: StandIn) -> Non
         return 200, {"weight_version": version, "choices": [choice([5], weight_versions=labels)]}
 
     stand_in.answer = answer
-    assert ours.weight_version() == "theirs.8", "of a run before this one, until the first sync"
+    assert ours.weight_version() == "theirs.8", "of an earlier run, until the first sync"
     version = "ours.1"
     assert ours.weight_version() == 1
     (made,) = asyncio.run(ours.generate({}))
@@ -280,25 +283,25 @@ def test_weights_of_another_run_are_not_taken_for_ours(stand_in: StandIn) -> Non
     assert ours.lost is None
 
 
-def test_an_update_that_was_broken_off_has_no_version(stand_in: StandIn, client: Client) -> None:
+def test_an_interrupted_update_has_no_version(stand_in: StandIn, client: Client) -> None:
     calls: list[tuple[str, Any]] = []
     stand_in.answer = lambda path, body: (calls.append((path, body)), (200, {}))[1]
     client.abandon_update()
     assert calls == [("/finish_weight_update", {}), ("/update_weight_version", {"new_version": "unfinished"})]
     stand_in.answer = lambda path, body: (calls.append((path, body)), (409, {}))[1]
     client.abandon_update()
-    assert [path for path, _ in calls[2:]] == ["/finish_weight_update"], "there was none"
+    assert [path for path, _ in calls[2:]] == ["/finish_weight_update"], "no update has run"
 
 
-def test_an_answer_that_is_none(stand_in: StandIn, client: Client) -> None:
-    """From a proxy, say: it must not reach the user as an error of ours."""
+def test_an_unexpected_answer_is_an_error_of_the_server(stand_in: StandIn, client: Client) -> None:
+    """An unexpected answer, for example a proxy's, must not look like a bug in grpocli."""
     stand_in.answer = lambda path, body: (200, b"<html>welcome</html>")
     with pytest.raises(EngineError, match="is not from a vLLM server"):
         ServerPool([client]).complete([{}])
 
 
 @pytest.mark.parametrize("answer", [{}, [], "no", b"not JSON"])
-def test_an_answer_that_cannot_be_read(stand_in: StandIn, client: Client, answer: Any) -> None:
+def test_an_unreadable_answer_is_an_error(stand_in: StandIn, client: Client, answer: Any) -> None:
     stand_in.answer = lambda path, body: (200, answer)
     for call in (client.weight_version, client.world_size, client.adapters, lambda: client.score([1, 2])):
         with pytest.raises(EngineError, match=rf"^the answer to /.* at {stand_in.url} is not from a vLLM server"):
@@ -306,14 +309,16 @@ def test_an_answer_that_cannot_be_read(stand_in: StandIn, client: Client, answer
 
 
 def test_a_server_that_shuts_down_is_gone(stand_in: StandIn, client: Client) -> None:
-    """What it answers then is half a completion."""
+    """The server then answers half a completion."""
     stand_in.answer = lambda path, body: (200, {"choices": [choice([5, 6], reason="abort")]})
     with pytest.raises(ServerGone, match="shutting down"):
         asyncio.run(client.generate({}))
     assert client.lost
 
 
-def test_a_call_to_the_server_before_does_not_lose_the_new_one(stand_in: StandIn, client: Client) -> None:
+def test_a_failed_call_to_a_replaced_server_does_not_mark_its_successor_as_lost(
+    stand_in: StandIn, client: Client
+) -> None:
     def answer(path: str, body: Any) -> tuple[int, Any]:
         client.connect(Endpoint(stand_in.url, "new", "/nowhere"))
         return 503, {}
@@ -341,7 +346,7 @@ def test_broken_completions_are_errors(stand_in: StandIn, client: Client, broken
         generate(client, 1)
 
 
-def test_an_answer_without_end_is_not_read_to_its_end(
+def test_an_endless_answer_is_not_read_to_its_end(
     stand_in: StandIn, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_client, "LARGEST_ANSWER", 1000)
@@ -350,13 +355,13 @@ def test_an_answer_without_end_is_not_read_to_its_end(
         client.get("/weight_info")
 
 
-def test_temperature_that_vllm_would_change(client: Client) -> None:
+def test_a_temperature_that_vllm_would_change_is_refused(client: Client) -> None:
     engine = engine_of([client])
     with pytest.raises(ConfigError, match=r"rollout\.temperature=0\.001"):
         engine.generate([Request([1], 1, seed=0)], Sampling(2, temperature=0.001))
 
 
-def test_seeds_of_neighbours_do_not_overlap() -> None:
+def test_seeds_of_neighbouring_prompts_do_not_overlap() -> None:
     """The i-th of n completions gets seed + i on the server."""
     used = sorted(spread_seed(seed) for seed in range(2000))
     assert min(b - a for a, b in pairwise(used)) > 10_000
@@ -371,7 +376,7 @@ def test_an_external_server_needs_a_sync_first(client: Client) -> None:
 
 
 class Troubled:
-    """A server that answers `status` to the first `times` calls of each path, then as it should."""
+    """A server that answers `status` to the first `times` calls of each path, then normally."""
 
     def __init__(self, stand_in: StandIn, status: int, times: float) -> None:
         self.status, self.times, self.calls = status, times, Counter[str]()
@@ -406,8 +411,8 @@ def test_a_request_to_a_failing_external_server_is_retried(stand_in: StandIn, pa
     assert patient.lost is None
 
 
-def test_a_server_that_stays_in_trouble_ends_the_run_with_a_checkpoint(stand_in: StandIn, patient: Client) -> None:
-    """Not even where it seems to be back: the checks that a server fits ask little of it."""
+def test_a_server_that_keeps_failing_ends_the_run_with_a_checkpoint(stand_in: StandIn, patient: Client) -> None:
+    """Reconnecting does not help either: its checks use few routes of the server."""
     patient.patience = 0.2
     Troubled(stand_in, 429, times=math.inf)
     waiting, sync = SimpleNamespace(check=lambda _: None), SimpleNamespace(release=lambda: None)
@@ -417,8 +422,8 @@ def test_a_server_that_stays_in_trouble_ends_the_run_with_a_checkpoint(stand_in:
     assert isinstance(patient.lost, KeepsRefusing)
 
 
-def test_an_update_of_weights_is_not_repeated_by_itself(stand_in: StandIn, patient: Client) -> None:
-    """The server may have taken it: the whole sync begins again, as with another server."""
+def test_an_update_of_weights_is_not_retried_alone(stand_in: StandIn, patient: Client) -> None:
+    """The server may have applied it, so the whole sync starts again, as for a new server."""
     troubled = Troubled(stand_in, 503, times=1)
     patient.start_update()
     calls: list[Callable[[], None]] = [
@@ -437,7 +442,7 @@ def test_an_update_of_weights_is_not_repeated_by_itself(stand_in: StandIn, patie
     assert set(troubled.calls.values()) == {1}
 
 
-def test_a_sync_that_met_a_busy_server_is_repeated(stand_in: StandIn, patient: Client) -> None:
+def test_a_sync_that_meets_a_busy_server_is_repeated(stand_in: StandIn, patient: Client) -> None:
     troubled, tried = Troubled(stand_in, 503, times=2), list[int]()
 
     def sync(version: int) -> dict[str, float]:

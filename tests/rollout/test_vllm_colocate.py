@@ -20,7 +20,7 @@ from grpocli.types import Request, Sampling
 
 
 class Recorded:
-    """A `vllm.LLM` that notes what is asked of it, and how many of the tensors it was given were alive at once."""
+    """A `vllm.LLM` that records calls and the largest number of live tensors."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -57,7 +57,7 @@ class Recorded:
 
 
 class Sampling1(InProcessLLM):
-    """Its completions and scores are made here."""
+    """An engine with scripted completions and scores."""
 
     policy: TinyPolicy
 
@@ -97,7 +97,7 @@ def test_it_sleeps_while_the_trainer_trains(recorded: tuple[ColocateEngine, Reco
     assert llm.calls == [*AWAKE, "probe", "generate", "sleep 2"]
 
 
-def test_a_second_generation_without_a_sync_has_the_weights(recorded: tuple[ColocateEngine, Recorded]) -> None:
+def test_a_second_generation_without_a_sync_uses_the_same_weights(recorded: tuple[ColocateEngine, Recorded]) -> None:
     engine, llm = recorded
     engine.sync(7)
     engine.generate([Request([5, 6], 1, seed=0)], Sampling(4))
@@ -107,9 +107,9 @@ def test_a_second_generation_without_a_sync_has_the_weights(recorded: tuple[Colo
     assert (group[0].version, llm.version) == (7, "7")
 
 
-def test_one_parameter_at_a_time(recorded: tuple[ColocateEngine, Recorded]) -> None:
+def test_parameters_are_sent_one_at_a_time(recorded: tuple[ColocateEngine, Recorded]) -> None:
     engine, llm = recorded
-    engine.llm.dtype = torch.bfloat16  # so that a parameter is cast, and the copy is ours
+    engine.llm.dtype = torch.bfloat16  # casting makes a copy, whose lifetime is measured
     gc.disable()
     try:
         engine.llm.load(engine.weights.stream(), 1)
@@ -144,7 +144,7 @@ def test_engines_of_several_processes_use_the_trainers_group(tmp_path: Path) -> 
         ("vllm_args", {"tensor_parallel_size": 2}, r"engine\.vllm_args\.tensor_parallel_size"),
     ],
 )
-def test_bad_keys(key: str, value: Any, says: str) -> None:
+def test_wrong_keys_are_refused(key: str, value: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         VllmColocate(**{key: value})
 

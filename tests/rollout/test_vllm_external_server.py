@@ -1,4 +1,4 @@
-"""The errors for a server at `engine.base_url` that is missing, closed, too old, or another run's; with stand-ins."""
+"""Errors for a server at `engine.base_url` that is missing, locked, too old, or another run's; with stand-ins."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEY = "the-key"
 
 
 class StandIn:
-    """A server of vllm-serve, as far as the checks look; `answers[path]` replaces what it says there."""
+    """A vllm-serve stand-in; `answers[path]` overrides a response."""
 
     def __init__(self, shm_dir: Path) -> None:
         self.answers: dict[str, tuple[int, Any]] = {}
@@ -98,7 +98,7 @@ def job(tmp_path: Path) -> EngineJob:
 
 
 def test_a_suitable_server_is_accepted(stand_in: StandIn, job: EngineJob) -> None:
-    """Its key and its folder come from what vllm-serve left on this machine."""
+    """The key and folder come from vllm-serve's file."""
     assert external_servers(Vllm(base_url=stand_in.url + "/"), job) == [
         Endpoint(stand_in.url, KEY, str(stand_in.folder))
     ]
@@ -119,7 +119,7 @@ def test_every_server_of_a_list_is_checked(stand_in: StandIn, job: EngineJob, tm
         external_servers(options, job)
 
 
-def test_a_dead_server_is_not_called_a_missing_key(stand_in: StandIn, job: EngineJob) -> None:
+def test_a_dead_server_is_not_reported_as_a_missing_key(stand_in: StandIn, job: EngineJob) -> None:
     serve_file(stand_in.port).unlink()
     options = Vllm(base_url=stand_in.url)
     with pytest.raises(ConfigError, match=rf"engine\.api_key_file=None: no key for {stand_in.url}"):
@@ -146,7 +146,7 @@ def test_a_dead_server_is_not_called_a_missing_key(stand_in: StandIn, job: Engin
         ({"/weight_info": (200, ["x"])}, r"no vLLM server for training: start one with"),
     ],
 )
-def test_servers_that_are_not_for_this(
+def test_unsuitable_servers_are_refused(
     stand_in: StandIn, job: EngineJob, answers: dict[str, tuple[int, Any]], message: str
 ) -> None:
     stand_in.answers.update(answers)
@@ -154,7 +154,7 @@ def test_servers_that_are_not_for_this(
         external_servers(Vllm(base_url=stand_in.url), job)
 
 
-def test_a_wrong_key(stand_in: StandIn, job: EngineJob, tmp_path: Path) -> None:
+def test_a_wrong_key_is_refused(stand_in: StandIn, job: EngineJob, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("of another server")
     with pytest.raises(ConfigError, match=r"refuses the key: set engine\.api_key_file"):
@@ -164,7 +164,9 @@ def test_a_wrong_key(stand_in: StandIn, job: EngineJob, tmp_path: Path) -> None:
         external_servers(Vllm(base_url=stand_in.url, api_key_file=str(file)), job)
 
 
-def test_a_folder_of_weights_that_this_machine_does_not_see(stand_in: StandIn, job: EngineJob, tmp_path: Path) -> None:
+def test_a_folder_of_weights_that_this_machine_lacks_is_refused(
+    stand_in: StandIn, job: EngineJob, tmp_path: Path
+) -> None:
     Endpoint(stand_in.url, KEY, "/of/another/machine").save(serve_file(stand_in.port))
     options = Vllm(base_url=stand_in.url)
     with pytest.raises(ConfigError, match=rf"sync\.folder=None: must be the folder that the server at {stand_in.url}"):
@@ -178,7 +180,9 @@ def test_gpu_transports_need_no_folder(stand_in: StandIn, job: EngineJob) -> Non
     assert external_servers(Vllm(base_url=stand_in.url), replace(job, transport="nccl"))[0].url == stand_in.url
 
 
-def test_where_a_key_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
+def test_a_key_comes_from_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_folder: Path
+) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     here, there = "http://localhost:8000", "http://elsewhere:8000"
     with pytest.raises(ConfigError, match=r"engine\.api_key_file=None: no key for http://localhost:8000"):
@@ -215,12 +219,12 @@ def test_where_a_key_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         ({"base_url": "http://a:1", "tensor_parallel": 2}, r"engine\.tensor_parallel=2: does not change"),
     ],
 )
-def test_options_that_contradict_each_other(options: dict[str, Any], message: str) -> None:
+def test_contradicting_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         Vllm(**options)
 
 
-def test_misfit(job: EngineJob) -> None:
+def test_differences_from_the_job_are_named(job: EngineJob) -> None:
     assert misfit(served(), job) == ""
     assert "dtype=float32" in misfit(served(dtype="torch.bfloat16"), job)
     assert "max_model_len=128" in misfit(served(max_model_len=64), job)
@@ -230,7 +234,7 @@ def test_misfit(job: EngineJob) -> None:
     assert "through shm, the run sends them through nccl" in misfit(served(), replace(job, transport="nccl"))
 
 
-def test_another_model(job: EngineJob, tmp_path: Path) -> None:
+def test_another_model_is_named(job: EngineJob, tmp_path: Path) -> None:
     def model(name: str, **config: Any) -> str:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"architectures": ["X"], "vocab_size": 90} | config))
@@ -239,7 +243,7 @@ def test_another_model(job: EngineJob, tmp_path: Path) -> None:
     ours = model("ours", num_key_value_heads=2)
     job = replace(job, model_path=ours)
     assert misfit(served(model=ours), job) == ""
-    assert misfit(served(model=model("silent")), job) == "", "what a config leaves out is not known"
+    assert misfit(served(model=model("silent")), job) == "", "keys that a config leaves out are not compared"
     assert "vocab_size=91, the run's 90" in misfit(served(model=model("larger", vocab_size=91)), job)
     assert "architectures=['Y']" in misfit(served(model=model("other", architectures=["Y"])), job)
     assert "num_key_value_heads=1" in misfit(served(model=model("narrower", num_key_value_heads=1)), job)

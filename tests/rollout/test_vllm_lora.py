@@ -1,4 +1,4 @@
-"""What a vLLM server is started with for LoRA, and which servers and adapters are refused."""
+"""Server options for LoRA, and refused servers and adapters."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from grpocli.rollout.vllm.lora import AdapterSync, lora_environment, lora_flags,
 
 
 @pytest.mark.parametrize(("rank", "fits"), [(1, 1), (3, 8), (8, 8), (9, 16), (300, 320), (512, 512)])
-def test_a_server_is_started_for_the_next_rank_that_vllm_supports(rank: int, fits: int) -> None:
+def test_a_server_starts_with_the_next_rank_that_vllm_supports(rank: int, fits: int) -> None:
     assert lora_flags(rank, "float32", cpu=True)["max-lora-rank"] == fits
     assert lora_environment(rank)
 
 
-def test_of_several_failures_the_first_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that dies while it loads cannot be resumed either."""
+def test_the_first_of_several_failures_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that dies during a load also fails to resume."""
 
     class Dies:
         def adapters(self) -> dict[str, Path]:
@@ -49,7 +49,7 @@ def test_of_several_failures_the_first_is_raised(monkeypatch: pytest.MonkeyPatch
         AdapterSync([Dies()], context)._send(1, set())  # type: ignore[list-item]
 
 
-def test_without_lora_a_server_takes_no_adapters() -> None:
+def test_a_server_without_lora_takes_no_adapters() -> None:
     assert (lora_flags(0, "float32", cpu=False), lora_environment(0)) == ({}, {})
 
 

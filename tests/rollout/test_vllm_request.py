@@ -31,7 +31,7 @@ def label(version: int | str, start: int, end: int) -> dict[str, Any]:
         ([label("default", 0, 2), label(7, 2, 4)], 7, None),
     ],
 )
-def test_versions_of_the_tokens(labels: Any, version: int, spans: Any) -> None:
+def test_each_token_has_the_version_of_its_weights(labels: Any, version: int, spans: Any) -> None:
     logprobs = {"content": [{"logprob": -0.5}] * 4}
     choice = {"token_ids": [1] * 4, "logprobs": logprobs, "finish_reason": "length", "weight_versions": labels}
     for one in completions([choice, choice], REQUEST, Sampling(4), version=7):
@@ -39,8 +39,8 @@ def test_versions_of_the_tokens(labels: Any, version: int, spans: Any) -> None:
         assert one.spans is None or sum(n for _, n in one.spans) == len(one.token_ids)
 
 
-def test_weights_that_the_run_has_not_sent_are_refused() -> None:
-    """Once every server has been synced, a label that is no number is of another server, or another program."""
+def test_versions_that_the_run_has_not_sent_are_refused() -> None:
+    """After the first sync, a non-numeric label belongs to another server."""
     logprobs = {"content": [{"logprob": -0.5}] * 4}
     labels = [label(7, 0, 2), label("default", 2, 4)]
     choice = {"token_ids": [1] * 4, "logprobs": logprobs, "finish_reason": "length", "weight_versions": labels}
@@ -68,15 +68,15 @@ def test_weights_that_the_run_has_not_sent_are_refused() -> None:
     ],
 )
 def test_impossible_completions_are_refused(wrong: dict[str, Any], said: str) -> None:
-    """A server may be another program than it should be, or have a fault."""
-    logprobs = {"content": [{"logprob": -9999.0}] * 3 + [{"logprob": 1e-4}]}  # vLLM's least, and rounding
+    """The server may be another program or have a bug."""
+    logprobs = {"content": [{"logprob": -9999.0}] * 3 + [{"logprob": 1e-4}]}  # vLLM's lowest log-prob, and rounding
     right = {"token_ids": [0, 8, 8, 8], "logprobs": logprobs, "finish_reason": "length", "server": "the server S"}
     assert len(completions([right, right], REQUEST, Sampling(4), version=7, vocabulary=9)) == 2
     with pytest.raises(EngineError, match=rf"^the server S returned a broken completion: .*{said}"):
         completions([right, right | wrong], REQUEST, Sampling(4), version=7, vocabulary=9)
 
 
-def test_text_is_decoded_for_stop_strings_alone() -> None:
+def test_text_is_decoded_for_stop_strings_only() -> None:
     plain = sampling_params(REQUEST, Sampling(4), [1])
     assert (plain["detokenize"], plain["stop"]) == (False, [])
     assert "structured_outputs" not in plain
@@ -84,7 +84,7 @@ def test_text_is_decoded_for_stop_strings_alone() -> None:
     assert (stopped["detokenize"], stopped["stop"], stopped["include_stop_str_in_output"]) == (True, ["\n"], True)
 
 
-def test_temperatures_that_vllm_would_not_take() -> None:
+def test_temperatures_that_vllm_refuses_are_refused() -> None:
     for temperature in (0.0, 0.01, 2.0):
         check_temperature(Sampling(4, temperature=temperature))
     for temperature in (0.005, 2.1):

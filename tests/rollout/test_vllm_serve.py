@@ -49,12 +49,12 @@ def written(value: Any) -> str:
 
 @pytest.mark.parametrize("prefix", ["", "engine."])
 @pytest.mark.parametrize("name", SHORT)
-def test_both_spellings_set_the_same(name: str, prefix: str) -> None:
+def test_a_key_may_have_the_prefix_engine(name: str, prefix: str) -> None:
     options = composed(f"{prefix}{name}={written(VALUES[name])}").options()
     assert options == replace(Vllm(), **{name: VALUES[name]})
 
 
-def test_defaults_are_those_of_the_engine_and_the_model() -> None:
+def test_defaults_equal_those_of_the_engine_and_the_model() -> None:
     made = composed()
     assert made.options() == Vllm()
     assert made.dtype == "auto"
@@ -91,7 +91,7 @@ def test_the_server_gets_the_settings_of_later_runs() -> None:
         ("engine.vllm_args.dtype=half", r"^engine\.vllm_args\.dtype: set model\.dtype"),
     ],
 )
-def test_refused(override: str, message: str) -> None:
+def test_wrong_overrides_are_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         composed(override)
 
@@ -118,7 +118,7 @@ def test_help_names_every_short_key_and_fits_a_terminal(help_text: str) -> None:
 DESCRIPTION = {"version": "0.32.0", "max_model_len": 128}
 
 
-def test_summary() -> None:
+def test_the_summary_shows_address_key_and_example() -> None:
     job = EngineJob("/models/m", "bfloat16", 0, Path(), seed=0)
     said = how_to_use(Endpoint("http://127.0.0.1:8000", "s3cret", "/dev/shm/x"), Path("/c/8000.json"), job, DESCRIPTION)
     for fact in ("0.32.0", "/models/m", "bfloat16", "128 tokens", "sync=shm, through /dev/shm/x", "/c/8000.json"):
@@ -155,7 +155,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_folder: Path) -> Serve:
-    """Instead of vLLM, a process that answers; it dies at a request once the file `die` is there."""
+    """A process in place of vLLM; the request after the file `die` appears ends it."""
 
     def command(spec: ServerSpec, *_: object) -> list[str]:
         return [sys.executable, "-c", FAKE, str(spec.port), str(tmp_path / "die")]
@@ -208,7 +208,7 @@ def test_a_signal_ends_it_and_nothing_is_left(
 def test_a_dead_servers_cause_is_reported(fake: Serve, tmp_path: Path) -> None:
     def act() -> None:
         (tmp_path / "die").touch()
-        with contextlib.suppress(httpx.HTTPError):  # it dies of the request
+        with contextlib.suppress(httpx.HTTPError):  # the request kills the server
             httpx.get(f"http://127.0.0.1:{fake.port}/health", trust_env=False)
 
     thread = when_it_serves(fake, act)
@@ -216,12 +216,12 @@ def test_a_dead_servers_cause_is_reported(fake: Serve, tmp_path: Path) -> None:
         serve(fake, "/m", "float32")
     thread.join()
     assert not serve_file(fake.port).exists()
-    assert "the engine is dead" in serve_file(fake.port).with_suffix(".log").read_text(), "the sentence names this file"
+    assert "the engine is dead" in serve_file(fake.port).with_suffix(".log").read_text(), "the message names this file"
 
 
 @pytest.mark.processes
-def test_a_busy_port_is_reported_and_its_server_left_alone(fake: Serve, tmp_path: Path) -> None:
-    """The one that has the port keeps its key and its log."""
+def test_a_busy_port_is_reported_and_its_server_keeps_running(fake: Serve, tmp_path: Path) -> None:
+    """The server on that port keeps its key and its log."""
 
     def act() -> None:
         before = serve_file(fake.port).read_text()
@@ -243,7 +243,7 @@ def test_a_busy_port_is_reported_and_its_server_left_alone(fake: Serve, tmp_path
     assert passed == [True]
 
 
-def test_a_log_is_printed_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_log_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "serve" / "1.log"
     log.parent.mkdir()
     log.write_text("of an earlier server\n")
@@ -272,7 +272,7 @@ def test_the_phases_of_a_start_are_read_from_the_log(tmp_path: Path) -> None:
     log.write_text("INFO 11-23 08:42:00 [weights.py:1] Loading weights took 3 s\n")
     start = StartupLog(log, log.stat().st_size)
     start.read()
-    assert (start.phase, start.last) == ("loading libraries", ""), "the server before said that"
+    assert (start.phase, start.last) == ("loading libraries", ""), "lines of an earlier server do not count"
     for line, phase in (
         ("(APIServer pid=1) INFO 11-23 08:42:00 [api_utils.py:286] non-default args: {}", "reading the model's config"),
         ("(APIServer pid=1) WARNING 11-23 08:42:00 [vllm.py:1703] Enforce eager set, disabling torch.compile", None),

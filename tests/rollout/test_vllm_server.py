@@ -48,7 +48,7 @@ def flags(options: Vllm, cpu: bool = True, spec: ServerSpec = SPEC) -> dict[str,
     return {name: value if found else None for name, found, value in (word.partition("=") for word in words[4:])}
 
 
-def test_the_command_has_the_options_of_correctness_and_safety() -> None:
+def test_the_command_has_the_options_for_correctness_and_safety() -> None:
     given = flags(Vllm())
     assert given["--host"] == "127.0.0.1"
     assert given["--port"] == "8001"
@@ -63,7 +63,7 @@ def test_the_command_has_the_options_of_correctness_and_safety() -> None:
     assert not any("key" in name for name in given)
 
 
-def test_command_on_cpu_and_gpu() -> None:
+def test_the_command_differs_between_cpu_and_gpu() -> None:
     on_cpu, on_gpu = flags(Vllm(), cpu=True), flags(Vllm(gpu_memory_utilization=0.5), cpu=False)
     assert "--enforce-eager" in on_cpu
     assert "--gpu-memory-utilization" not in on_cpu
@@ -81,7 +81,7 @@ def test_a_large_group_is_one_request(most: int, cpu: bool, limit: str | None) -
     assert flags(Vllm(), cpu, replace(SPEC, job=replace(SPEC.job, max_num_seqs=most))).get("--max-num-seqs") == limit
 
 
-def test_keys_that_vllm_names_otherwise() -> None:
+def test_keys_with_other_names_in_vllm_are_translated() -> None:
     given = flags(Vllm(tensor_parallel=2, data_parallel=3, quantization="fp8", speculative={"method": "ngram"}))
     assert given["--tensor-parallel-size"] == "2"
     assert given["--data-parallel-size"] == "3"
@@ -91,7 +91,7 @@ def test_keys_that_vllm_names_otherwise() -> None:
     assert not {"--data-parallel-size", "--quantization", "--speculative-config"} & set(plain)
 
 
-def test_a_server_follows_the_job(job: EngineJob) -> None:
+def test_a_server_has_the_settings_of_the_job(job: EngineJob) -> None:
     special = replace(job, transport="ipc", revision="v2", trust_remote_code=True, lora_rank=8, sync_folder="/shared")
     spec = ServerSpec(special, 8001, 256, port_key="port")
     given = flags(Vllm(), spec=spec)
@@ -119,7 +119,7 @@ def test_a_server_follows_the_job(job: EngineJob) -> None:
         ("dtype", r"set model\.dtype"),
     ],
 )
-def test_options_that_are_ours_are_refused(name: str, instead: str) -> None:
+def test_options_that_grpocli_sets_are_refused(name: str, instead: str) -> None:
     with pytest.raises(ConfigError, match=rf"^engine\.vllm_args\.{name}: .*{instead}"):
         Vllm(vllm_args={name: "x"})
 
@@ -143,14 +143,14 @@ def test_bad_values_name_their_key(field: str, value: object) -> None:
         Vllm(**{field: value})
 
 
-def test_replicas_need_ports_up_to_the_last() -> None:
+def test_replicas_need_a_port_each() -> None:
     with pytest.raises(ConfigError, match=r"^engine\.port=65535: leaves no room for 2 servers"):
         Vllm(port=65535, replicas=2)
     Vllm(port=65535)
 
 
-def test_nothing_unsafe_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM would unpickle what it is sent, or serve through a front end that asks nobody for a key."""
+def test_unsafe_environment_variables_are_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These options would unpickle input or serve without a key."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     for name in ("VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_USE_RUST_FRONTEND", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
@@ -174,7 +174,7 @@ def test_nccl_and_the_user_may_choose_other_interfaces(monkeypatch: pytest.Monke
     assert environment("key", Path("/x"), Path("/own"), Vllm())["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
-def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_has_the_settings_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("VLLM_PLUGINS", "mine")
     env = environment("the-key", Path("/dev/shm/x"), Path("/dev/shm/own"), Vllm(cpu_kv_cache_gb=2))
@@ -189,7 +189,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.processes
-def test_vllm_not_installed(monkeypatch: pytest.MonkeyPatch, job: EngineJob) -> None:
+def test_a_missing_vllm_is_reported(monkeypatch: pytest.MonkeyPatch, job: EngineJob) -> None:
     monkeypatch.setattr(vllm_checks, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[vllm\]'.*engine=transformers"), Vllm().launch(job):
         pass
@@ -201,15 +201,17 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.processes
-def test_busy_port(monkeypatch: pytest.MonkeyPatch, job: EngineJob, busy_port: int) -> None:
+def test_a_busy_port_is_reported(monkeypatch: pytest.MonkeyPatch, job: EngineJob, busy_port: int) -> None:
     installed(monkeypatch)
     with pytest.raises(ConfigError, match=rf"engine\.port={busy_port}: .*in use"), Vllm(port=busy_port).launch(job):
         pass
 
 
 @pytest.mark.processes
-def test_a_users_folder_for_weights(monkeypatch: pytest.MonkeyPatch, job: EngineJob, tmp_path: Path) -> None:
-    """It is made where it is not there, and stays; what cannot be made is said before anything starts."""
+def test_a_users_folder_for_weights_is_created_and_kept(
+    monkeypatch: pytest.MonkeyPatch, job: EngineJob, tmp_path: Path
+) -> None:
+    """The folder is created if missing, and kept; a failure is reported before the start."""
     installed(monkeypatch)
     monkeypatch.setattr(vllm_server, "command", lambda *_: [sys.executable, "-c", "raise SystemExit('x')"])
     monkeypatch.setattr(vllm_server, "wait_healthy", lambda *_: None)
@@ -229,7 +231,7 @@ def test_a_users_folder_for_weights(monkeypatch: pytest.MonkeyPatch, job: Engine
 
 
 @pytest.mark.processes
-def test_context_too_small_for_the_run(job: EngineJob) -> None:
+def test_a_context_too_small_for_the_run_is_refused(job: EngineJob) -> None:
     with (
         pytest.raises(ConfigError, match=r"engine\.max_model_len=100: .*128 tokens"),
         Vllm(max_model_len=100).launch(job),
@@ -252,7 +254,7 @@ def test_a_failed_start_reports_its_cause(monkeypatch: pytest.MonkeyPatch, job: 
 
 
 @pytest.mark.processes
-def test_a_server_that_does_not_answer_in_time(monkeypatch: pytest.MonkeyPatch, job: EngineJob) -> None:
+def test_a_server_that_does_not_answer_in_time_is_reported(monkeypatch: pytest.MonkeyPatch, job: EngineJob) -> None:
     installed(monkeypatch)
     monkeypatch.setattr(vllm_server, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
     options = replace(Vllm(), start_timeout=1)
@@ -283,8 +285,8 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Other).serve_forever()
     ],
     ids=["it is ours", "another has the port", "ours has ended"],
 )
-def test_a_healthy_server_lives_and_accepts_the_key(key: str, code: str, said: str | None) -> None:
-    """Two servers may have been given the same port; `/health` asks for no key."""
+def test_a_healthy_server_must_be_alive_and_accept_the_key(key: str, code: str, said: str | None) -> None:
+    """Two servers may have the same port, and `/health` needs no key."""
     port = vllm_server.free_port()
     url = f"http://127.0.0.1:{port}"
     with (
@@ -307,8 +309,8 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_a_free_port_is_returned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system may offer one again before its server listens there."""
+def test_a_free_port_is_returned_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may offer a port again before its server listens."""
     offered = iter([5001, 5001, 5002])
 
     class Probe:
@@ -330,8 +332,8 @@ def test_a_free_port_is_returned_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("tries", [2, 5])
-def test_a_port_that_was_taken_meanwhile(monkeypatch: pytest.MonkeyPatch, job: EngineJob, tries: int) -> None:
-    """A free port is chosen, then lost: another is tried, three times in all."""
+def test_a_lost_port_is_replaced(monkeypatch: pytest.MonkeyPatch, job: EngineJob, tries: int) -> None:
+    """Another process may take a free port before the server does; grpocli tries three ports."""
     installed(monkeypatch)
     ports: list[int] = []
 
@@ -346,7 +348,7 @@ def test_a_port_that_was_taken_meanwhile(monkeypatch: pytest.MonkeyPatch, job: E
     assert len(ports) == min(tries, 3)
 
 
-def test_failure_cause_skips_consequences(tmp_path: Path) -> None:
+def test_the_cause_of_a_failure_is_its_first_error(tmp_path: Path) -> None:
     log = tmp_path / "vllm.log"
     log.write_text("ValueError: of an earlier run\n")
     since = log.stat().st_size
@@ -410,7 +412,7 @@ def test_the_key_to_change_is_named(tmp_path: Path, said: str, told: str) -> Non
     assert "stack trace" not in cause
 
 
-def test_the_users_refused_value_is_named(tmp_path: Path) -> None:
+def test_the_refused_value_of_the_user_is_named(tmp_path: Path) -> None:
     log = tmp_path / "vllm.log"
     log.write_text(
         "(APIServer pid=2) INFO 11-21 [utils.py:286] non-default args: {'model': 'm', 'max_num_seqs': -3}\n"
@@ -439,10 +441,10 @@ def test_the_users_refused_value_is_named(tmp_path: Path) -> None:
         ({"text_config": {"head_dim": 8}}, None),
     ],
 )
-def test_heads_that_vllm_has_no_kernel_for(
+def test_head_sizes_without_a_vllm_kernel_are_refused(
     monkeypatch: pytest.MonkeyPatch, job: EngineJob, tmp_path: Path, config: dict[str, Any], size: int | None
 ) -> None:
-    """On a CPU its server would start, and die at the first completion."""
+    """On a CPU the server would start and crash at the first completion."""
     installed(monkeypatch)
     monkeypatch.setattr(heads, "cpu_head_sizes", lambda: [32, 64])
     monkeypatch.setattr(
@@ -461,14 +463,14 @@ def test_the_installed_vllm_lists_its_head_sizes() -> None:
     assert {32, 64, 128} <= set(heads.cpu_head_sizes())
 
 
-def test_address() -> None:
+def test_an_address_is_a_url() -> None:
     assert address("127.0.0.1", 1) == "http://127.0.0.1:1"
     assert address("0.0.0.0", 1) == "http://127.0.0.1:1"
     assert address("::1", 1) == "http://[::1]:1"
 
 
-def test_any_option_of_vllm_is_an_override() -> None:
-    """Without Hydra's `+`, and still typed elsewhere."""
+def test_any_option_of_vllm_can_be_set() -> None:
+    """No `+` of Hydra is needed; other keys of the engine stay typed."""
     from omegaconf import OmegaConf
 
     from grpocli.config.parts import stored

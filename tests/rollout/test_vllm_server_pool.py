@@ -1,4 +1,4 @@
-"""Several servers: which gets which request, and what happens when one dies; with stand-in servers."""
+"""Several servers: how requests are distributed, and recovery when one dies; with stand-in servers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from grpocli.types import Completion, Request, Sampling
 
 
 class Vllm(StandIn):
-    """Answers each request with its own prompt, counts what it was asked for, and dies after `lives` answers."""
+    """Answers each request with its own prompt, records the requests, and dies after `lives` answers."""
 
     def __init__(self, seconds: float = 0.0, lives: int | None = None) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Vllm(StandIn):
         time.sleep(self.seconds)
         with self.lock:
             if self.lives == 0:
-                raise ConnectionAbortedError  # closes the connection without a word
+                raise ConnectionAbortedError  # closes the connection without an answer
             if self.lives is not None:
                 self.lives -= 1
         return 200, {"choices": [choice([prompt, 7]) | {"index": i} for i in range(n)]}
@@ -53,7 +53,7 @@ class Vllm(StandIn):
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Vllm]]:
-    """Makes servers."""
+    """A function that starts stand-in servers and stops them after the test."""
     made: list[Vllm] = []
 
     def make(**options: Any) -> Vllm:
@@ -66,7 +66,7 @@ def serve() -> Iterator[Callable[..., Vllm]]:
 
 
 class Comes:
-    """Waits for nothing: in place of a lost server there are these, one after the other; then none."""
+    """Replaces a lost server with the next of `servers` at once, or fails if none is left."""
 
     def __init__(self, *servers: Vllm) -> None:
         self.servers = list(servers)
@@ -86,7 +86,7 @@ class Comes:
 
 
 class Syncs:
-    """Stands for the weight sync: a call to each server, and an error in every process if one fails."""
+    """A stand-in for the weight sync: one call to each server, and an error in every process if one fails."""
 
     def __init__(self, clients: Sequence[Client]) -> None:
         self.clients, self.versions = clients, list[int]()
@@ -111,8 +111,8 @@ def engine_of(servers: Sequence[Vllm], waiting: Comes, world: Any = None) -> tup
     return VllmEngine(ServerPool(clients), sync, [1], version=3, world=world or Alone(), reconnector=waiting), sync
 
 
-def test_servers_are_tried_once_when_they_have_the_first_weights(serve: Callable[..., Vllm]) -> None:
-    """Not before: a run that was killed may have left them paused."""
+def test_servers_are_tried_once_after_the_first_sync(serve: Callable[..., Vllm]) -> None:
+    """Not earlier: a killed run may have left them paused."""
     tried: list[list[int]] = []
     clients = clients_of(serve())
     sync = Syncs(clients)
@@ -149,10 +149,10 @@ def test_a_group_goes_to_the_server_with_the_fewest_outstanding_completions(serv
     assert sorted(two.asked) == [1, 2, 3]
 
 
-def test_a_fast_server_does_more_and_answers_keep_their_order(
+def test_a_fast_server_gets_more_requests_and_answers_keep_their_order(
     serve: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slow one answers nothing before the fast one has done all that the slow one has no room for."""
+    """The slow server answers only after the fast one has answered all other requests."""
     monkeypatch.setattr(server_pool, "CONCURRENT", 4)
     slow, fast = serve(), serve()
     go_on, count = threading.Event(), 20
@@ -175,7 +175,7 @@ def test_a_fast_server_does_more_and_answers_keep_their_order(
     assert fast.most <= 4
 
 
-def test_a_group_is_handed_out_before_the_slowest_is_there(serve: Callable[..., Vllm]) -> None:
+def test_a_group_is_returned_before_the_slowest_is_complete(serve: Callable[..., Vllm]) -> None:
     server = serve()
     first = threading.Event()
 
@@ -204,20 +204,20 @@ def test_only_a_dead_servers_unanswered_requests_are_repeated(serve: Callable[..
     assert set(asked) == {10 + i for i in range(40)}
     assert len(dies.asked) > 5
     assert sum(asked.values()) == 40 + len(dies.asked) - 5
-    assert waiting.waited == sync.versions == [], "the living one answers all: nothing needs to be waited for"
+    assert waiting.waited == sync.versions == [], "the living server answers all, so nothing waits"
     waiting.servers = [serve()]
     assert engine.sync(4)["engine/restarts"] == 1.0
     assert waiting.waited == [0]
 
 
 def test_the_answers_of_a_dead_server_are_kept(serve: Callable[..., Vllm]) -> None:
-    """The next server is synced to the same version first, and is asked only for what is missing."""
+    """The next server is synced to the same version and gets only the unanswered requests."""
     dies, dies_too, lives = serve(seconds=0.02, lives=3), serve(seconds=0.02, lives=4), serve()
     engine, sync = engine_of([dies], Comes(dies_too, lives))
     handed: list[tuple[int, list[Completion]]] = []
     groups = engine.generate(requests(12), Sampling(2), lambda k, done: handed.append((k, done)))
     assert prompts_of(groups) == [10 + i for i in range(12)]
-    assert sorted(handed, key=lambda pair: pair[0]) == list(enumerate(groups)), "each was handed out once"
+    assert sorted(handed, key=lambda pair: pair[0]) == list(enumerate(groups)), "each group is returned once"
     assert {c.version for group in groups for c in group} == {3}
     assert len(dies_too.asked) == 9
     assert len(lives.asked) == 5
@@ -225,7 +225,7 @@ def test_the_answers_of_a_dead_server_are_kept(serve: Callable[..., Vllm]) -> No
     assert engine.restarts == 2
 
 
-def test_a_death_while_weights_are_sent(serve: Callable[..., Vllm]) -> None:
+def test_a_server_that_dies_during_a_sync_is_replaced(serve: Callable[..., Vllm]) -> None:
     dead, living, new = serve(), serve(), serve()
     dead.close()
     engine, sync = engine_of([dead, living], Comes(new))
@@ -246,7 +246,7 @@ def test_a_failed_sync_of_living_servers_is_an_error(serve: Callable[..., Vllm])
     assert waiting.waited == []
 
 
-def test_a_server_that_does_not_come_back(serve: Callable[..., Vllm]) -> None:
+def test_a_server_without_a_replacement_is_an_error(serve: Callable[..., Vllm]) -> None:
     engine, _ = engine_of([serve(lives=1)], Comes())
     with pytest.raises(EngineGone, match=r"none is left \(the vLLM server at http.* is gone"):
         engine.generate(requests(3), Sampling(2))
@@ -272,12 +272,12 @@ def test_a_stuck_server_is_lost_after_the_timeout(serve: Callable[..., Vllm]) ->
     hangs, lives = serve(), serve()
     hangs.answer = lambda path, body: (200, {}) if path == "/health" or hangs.closed.wait(60) else (500, {})
     engine, _ = engine_of([hangs], Comes(lives))
-    engine.pool.clients[0].timeout = 0.3  # it says that it is well, and does nothing
+    engine.pool.clients[0].timeout = 0.3  # reports that it is healthy, but does nothing
     assert prompts_of(engine.generate(requests(3), Sampling(2))) == [10, 11, 12]
     assert len(lives.asked) == 3
 
 
-def test_a_refusal_ends_the_run_and_no_server(serve: Callable[..., Vllm]) -> None:
+def test_a_refused_request_ends_the_run_and_no_server(serve: Callable[..., Vllm]) -> None:
     one, two = serve(), serve()
     asked = threading.Event()
 
@@ -293,12 +293,14 @@ def test_a_refusal_ends_the_run_and_no_server(serve: Callable[..., Vllm]) -> Non
     engine, _ = engine_of([one, two], waiting)
     with pytest.raises(Refused, match="prompt too long"):
         engine.generate(requests(4), Sampling(2))
-    assert two.now, "it has not answered yet"
+    assert two.now, "the request is still in flight"
     assert waiting.waited == []
 
 
-def test_a_thread_that_generates_leaves_the_recovery_to_the_main_one(serve: Callable[..., Vllm]) -> None:
-    """Weights may only be read between two updates: the thread asks and waits, and new weights have a new version."""
+def test_a_generating_thread_leaves_recovery_to_the_main_thread(serve: Callable[..., Vllm]) -> None:
+    """Weights may only be read between two updates, so the thread waits for the main thread. New weights have a new
+    version.
+    """
     engine, sync = engine_of([serve(lives=2)], Comes(serve()))
     due, done = threading.Event(), threading.Event()
 
@@ -328,7 +330,7 @@ def test_a_new_server_gets_no_requests_before_it_has_the_weights(serve: Callable
     assert one.complete(bodies(1)) != [None]
 
 
-def test_a_request_that_waits_for_room_does_not_go_to_a_server_that_has_been_replaced(
+def test_a_queued_request_does_not_go_to_a_replaced_server(
     serve: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_pool, "CONCURRENT", 1)
@@ -349,7 +351,7 @@ def test_a_request_that_waits_for_room_does_not_go_to_a_server_that_has_been_rep
     dies.answer, lives.answer = die, wait
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.extend(two.complete(bodies(1, 2, 1))))
-    thread.start()  # the first and, behind it, the third go to the one that dies
+    thread.start()  # the dying server gets the first request; the third queues behind it
     assert under_way.wait(10)
     two.replace(0, Endpoint(new.url, "key", "/nowhere"))
     replaced.set()
@@ -359,8 +361,8 @@ def test_a_request_that_waits_for_room_does_not_go_to_a_server_that_has_been_rep
     assert None not in found
 
 
-def test_answers_beside_a_sync_that_failed_are_not_used(serve: Callable[..., Vllm]) -> None:
-    """The server may have sampled them with any weights, and under the version before."""
+def test_answers_during_a_failed_sync_are_discarded(serve: Callable[..., Vllm]) -> None:
+    """The server may have mixed weights and may report the earlier version."""
     server = serve()
     engine, sync = engine_of([server], Comes())
     go_on, asked = threading.Event(), threading.Event()
@@ -396,7 +398,7 @@ def test_answers_beside_a_sync_that_failed_are_not_used(serve: Callable[..., Vll
 
 
 class Together:
-    """A world of threads: collective calls meet at a barrier."""
+    """Threads as processes: collective calls meet at a barrier."""
 
     def __init__(self, rank: int, meeting: threading.Barrier, box: dict[int, Any]) -> None:
         self.rank, self.size, self.is_main = rank, meeting.parties, rank == 0
@@ -415,7 +417,7 @@ class Together:
 
 @pytest.mark.parametrize("back", [True, False], ids=["it comes back", "it does not"])
 def test_processes_recover_together_or_fail_together(serve: Callable[..., Vllm], back: bool) -> None:
-    """The second process alone loses a server; the first waits for the next one, and both sync as often."""
+    """Only the second process loses a server; the first waits for the new one, and both sync equally often."""
     good, dies, new = serve(), serve(lives=1), serve()
     meeting, box = threading.Barrier(2), dict[int, Any]()
     waiting = Comes(*([new] if back else []))
@@ -464,12 +466,12 @@ def test_a_cancelled_watch_leaves_requests_unanswered(serve: Callable[..., Vllm]
     try:
         cut = engine.generate(requests(3), Sampling(2), Listener(watch=Watch(cancelled=asked.is_set)))
         assert cut == [[], [], []]
-        assert not engine.pool.lost, "the server is well"
+        assert not engine.pool.lost, "the server is healthy"
     finally:
         over.set()
 
 
-def test_answers_are_counted_as_they_come(serve: Callable[..., Vllm]) -> None:
+def test_answers_are_counted_as_they_arrive(serve: Callable[..., Vllm]) -> None:
     told: list[tuple[float, float, str]] = []
     watch = Watch(lambda done, total, unit, detail="": told.append((done, total, unit)))
     engine, _ = engine_of([serve()], Comes())

@@ -1,4 +1,4 @@
-"""A run's own servers are restarted, and external ones are waited for; with processes that stand in for servers."""
+"""A run restarts its own servers and waits for external ones; with processes in place of servers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
 class Starts:
-    """A process instead of a server; the starts whose number is in `broken` fail."""
+    """Starts a process in place of a server; the starts numbered in `broken` fail."""
 
     def __init__(self, *broken: int) -> None:
         self.broken = broken
@@ -67,7 +67,7 @@ def never() -> bool:
 
 
 class Clock:
-    """In place of the module `time`: nobody sleeps, and sleeping is all that takes time."""
+    """Replaces `time`: sleeping advances the clock at once."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -83,7 +83,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of those who wait for a server."""
+    """The clock of the supervisor."""
     made = Clock()
     monkeypatch.setattr(supervisor, "time", made)
     return made
@@ -101,7 +101,7 @@ def told(run_dir: Path) -> Endpoint:
 
 
 @pytest.mark.processes
-def test_a_server_that_ends_is_started_again_until_restarts_are_used_up(tmp_path: Path) -> None:
+def test_a_server_that_exits_is_restarted_until_restarts_are_used_up(tmp_path: Path) -> None:
     starts = Starts()
     with watched(tmp_path, starts, max_restarts=2):
         for generation in (0, 1, 2):
@@ -116,7 +116,7 @@ def test_a_server_that_ends_is_started_again_until_restarts_are_used_up(tmp_path
 
 
 @pytest.mark.processes
-def test_a_start_that_fails_is_one_of_the_restarts(tmp_path: Path) -> None:
+def test_a_failed_start_counts_as_a_restart(tmp_path: Path) -> None:
     starts = Starts(1, 3)
     with watched(tmp_path, starts, max_restarts=3):
         starts.running[0].terminate()
@@ -127,8 +127,8 @@ def test_a_start_that_fails_is_one_of_the_restarts(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_server_that_cannot_be_ended_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hung GPU may keep its process for ever. The trainer must not wait for another until its own deadline."""
+def test_a_server_that_does_not_exit_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hung GPU may keep its process forever; the trainer must not wait for its own deadline."""
 
     def stuck(self: Guarded, grace: float) -> int:
         raise subprocess.TimeoutExpired("vllm", grace)
@@ -141,8 +141,8 @@ def test_a_server_that_cannot_be_ended_is_reported(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.processes
-def test_a_server_that_the_trainer_reports_is_replaced_once(tmp_path: Path) -> None:
-    """It may hang and never end by itself; a second trainer that reports the same one must not cost another."""
+def test_a_server_that_a_trainer_reports_is_replaced_once(tmp_path: Path) -> None:
+    """It may hang and never exit; a second report of the same server must not cost another restart."""
     starts, own = Starts(), OwnServers(Vllm(), job_in(tmp_path), never)
     with watched(tmp_path, starts, max_restarts=5):
         before = told(tmp_path)
@@ -156,14 +156,14 @@ def test_a_server_that_the_trainer_reports_is_replaced_once(tmp_path: Path) -> N
 
 
 @pytest.mark.processes
-def test_a_trainer_learns_why_no_server_comes(tmp_path: Path) -> None:
+def test_a_trainer_gets_the_reason_why_no_server_starts(tmp_path: Path) -> None:
     starts, own = Starts(), OwnServers(Vllm(), job_in(tmp_path), never)
     with watched(tmp_path, starts, max_restarts=0), pytest.raises(EngineGone, match=r"it hangs; .*max_restarts=0"):
         own.wait({0: (told(tmp_path), "it hangs")})
 
 
-def test_all_lost_servers_have_one_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    """Other processes wait in a collective call meanwhile. Every loss is reported before the first wait."""
+def test_all_lost_servers_share_one_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """Other processes wait in a collective call, so every loss is reported before the first wait."""
     monkeypatch.setattr(vllm_config, "STOPPING", 0)
     lost = {index: (Endpoint("http://x", "key", "/nowhere"), "it hangs") for index in range(3)}
     for index, (endpoint, _) in lost.items():
@@ -182,10 +182,10 @@ def test_a_trainer_that_outlives_its_launcher_does_not_wait(tmp_path: Path) -> N
         OwnServers(Vllm(), job_in(tmp_path), never).wait(lost)
 
 
-def test_an_external_server_is_waited_for_and_found_again(
+def test_an_external_server_that_comes_back_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    """It may come back with another key; only its own address is looked at."""
+    """It may come back with another key; other addresses are not asked."""
     options = Vllm(base_url=["http://a:1", "http://b:1"], api_key_file=["/a", "/b"], reconnect_timeout=1)
     before, after = Endpoint("http://b:1", "old", "/x"), Endpoint("http://b:1", "new", "/y")
     comes = 0.5
@@ -209,17 +209,17 @@ def test_an_external_server_is_waited_for_and_found_again(
 def serving_stand_in(
     spec: object, options: object, log: object, over: threading.Event, **_: object
 ) -> Iterator[object]:
-    """The second one is refused its port; the others start until `over` is set."""
+    """The second server's port is refused; the others start until `over` is set."""
     port = spec.port  # type: ignore[attr-defined]
     if port == 9001:
         raise ConfigError("engine.port=9001: taken")
-    assert over.wait(60), "the other starts were not ended"
+    assert over.wait(60), "the other starts were not cancelled"
     raise EngineError("not wanted any more")
     yield
 
 
 @pytest.mark.processes
-def test_a_start_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_cancels_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "serving", serving_stand_in)
     with pytest.raises(ConfigError, match="9001"), launch.launch(Vllm(replicas=3, port=9000), job_in(tmp_path)):
         pass
@@ -245,7 +245,7 @@ with launch._weights_folder() as folder:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("seconds", [0.0, 60.0], ids=["it ends", "it is killed"])
-def test_the_folder_for_weights_goes_with_the_run(seconds: float) -> None:
+def test_the_folder_for_weights_is_removed_with_the_run(seconds: float) -> None:
     with subprocess.Popen([sys.executable, "-c", KEEPS, str(seconds)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         folder = Path(process.stdout.readline().strip())
@@ -257,7 +257,7 @@ def test_the_folder_for_weights_goes_with_the_run(seconds: float) -> None:
 
 
 def test_a_restarted_server_has_another_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a request to the one before could be answered with other weights."""
+    """With the same port, a request to the old server could be answered with other weights."""
     ports: list[int] = []
 
     @contextlib.contextmanager
@@ -274,7 +274,7 @@ def test_a_restarted_server_has_another_port(tmp_path: Path, monkeypatch: pytest
     assert ports[1] != 9002
 
 
-def test_a_killed_runs_files_are_not_taken_for_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_killed_run_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = Endpoint("http://127.0.0.1:1", "old", "/x"), Endpoint("http://127.0.0.1:2", "new", "/x")
     for index in range(3):
         old.save(run_file(tmp_path, index))
@@ -285,7 +285,7 @@ def test_a_killed_runs_files_are_not_taken_for_servers(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("kind", [OwnServers, ExternalServers])
-def test_a_run_that_is_asked_to_stop_waits_no_longer(
+def test_a_run_that_is_asked_to_stop_does_not_wait_for_servers(
     tmp_path: Path, kind: type[OwnServers | ExternalServers], monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     def look(asked: Vllm, job: EngineJob) -> list[Endpoint]:

@@ -15,7 +15,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("version", ["0.33.0", "0.34.1.dev3", "0.25.1"])
 def test_a_version_with_another_interface_for_weights_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    """Its first sync would fail, long after the start."""
+    """Otherwise the first sync would fail, long after the start."""
     monkeypatch.setattr(checks, "_installed", lambda: version)
     with pytest.raises(
         ConfigError, match=rf"engine=vllm: vLLM {version} is installed, .* pip install 'vllm<0\.33,>=0\.32'"
@@ -24,12 +24,12 @@ def test_a_version_with_another_interface_for_weights_is_refused(monkeypatch: py
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1.dev5+gabc", None])
-def test_a_version_that_we_support_passes(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+def test_a_supported_version_passes(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     monkeypatch.setattr(checks, "_installed", lambda: version)
     checks.check_vllm("vllm")
 
 
-def test_the_error_without_the_package_says_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_vllm_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def requires(name: str) -> list[str]:
         raise checks.PackageNotFoundError(name)
 

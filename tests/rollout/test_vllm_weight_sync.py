@@ -1,4 +1,4 @@
-"""Weight syncs without a server: files, handles, the order of calls, the choice of a transport, the proof."""
+"""Weight syncs without a server: files, handles, order of calls, choice of a transport, and the check after it."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def test_files_hold_the_weights_cast_as_torch_casts(tmp_path: Path, dtype: torch
         assert torch.equal(read[name], tensor.to(dtype))
 
 
-def test_an_existing_file_is_not_written_to(tmp_path: Path) -> None:
+def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "w").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(EngineError, match="cannot write weights to"):
         BucketFile(tmp_path / "w", 100)
 
 
-def test_a_kept_file_is_read_again_without_its_name(tmp_path: Path) -> None:
+def test_a_kept_file_is_read_again_after_its_name_is_gone(tmp_path: Path) -> None:
     file, server = BucketFile(tmp_path / "w", file_size(SHAPES, torch.float32)), MappedFiles()
     file.write(SHAPES, WEIGHTS.values(), torch.float32)
     server.tensors("w", tmp_path, keep=True)
@@ -83,7 +83,7 @@ def test_a_kept_file_is_read_again_without_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [4, 100, 3000])
-def test_files_that_are_cut_off_are_refused(tmp_path: Path, cut: int) -> None:
+def test_truncated_files_are_refused(tmp_path: Path, cut: int) -> None:
     file = BucketFile(tmp_path / "w", file_size(SHAPES, torch.float32))
     file.write(SHAPES, WEIGHTS.values(), torch.float32)
     (tmp_path / "cut").write_bytes((tmp_path / "w").read_bytes()[:cut])
@@ -92,7 +92,7 @@ def test_files_that_are_cut_off_are_refused(tmp_path: Path, cut: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 64, 200, 2900, 10**9])
-def test_buckets_are_bounded_and_hold_everything(size: int) -> None:
+def test_buckets_are_bounded_and_hold_all_weights(size: int) -> None:
     counts = bucket_counts(SHAPES, torch.float32, size)
     assert sum(counts) == len(SHAPES)
     begins = [sum(counts[:i]) for i in range(len(counts))]
@@ -126,14 +126,14 @@ def test_paths_outside_the_folder_are_refused(tmp_path: Path) -> None:
             MappedFiles().tensors(name, folder, keep=False)  # type: ignore[arg-type]
 
 
-def test_no_folder_no_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transport_without_a_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRPOCLI_SHM_DIR", raising=False)
     with pytest.raises(RuntimeError, match="GRPOCLI_SHM_DIR"):
         weights_folder()
 
 
 @pytest.mark.parametrize("vocabulary", [8, 97, 32_000, 151_936])
-def test_probe_is_fixed_and_spread(vocabulary: int) -> None:
+def test_probe_tokens_are_fixed_and_spread(vocabulary: int) -> None:
     tokens = sequence(vocabulary)
     assert tokens == sequence(vocabulary)
     assert len(tokens) == 32
@@ -154,7 +154,7 @@ def test_probe_is_fixed_and_spread(vocabulary: int) -> None:
         ([-1.0, -math.inf, -3.0], False),
     ],
 )
-def test_compare(server: list[float], agrees: bool) -> None:
+def test_log_probs_outside_the_tolerance_are_refused(server: list[float], agrees: bool) -> None:
     trainer = [-1.0, -2.0, -3.0]
     if agrees:
         compare(server, trainer, 0.1, version=4)
@@ -169,7 +169,7 @@ def test_one_wrong_token_is_refused_even_if_the_mean_is_small() -> None:
 
 
 class Server:
-    """Loads what it is told to from its folder, as a real one does; remembers what it was asked; fails on demand."""
+    """Loads weights from its folder, records calls, fails on demand."""
 
     def __init__(self, folder: Path, fails: str = "", version: str | None = None, scores: float = -1.0) -> None:
         self.endpoint = Endpoint("http://x", "k", str(folder))
@@ -225,7 +225,7 @@ class Server:
 
 
 class Pair:
-    """Two processes as threads, with what they say to each other."""
+    """Two processes as threads, and their messages."""
 
     def __init__(self) -> None:
         self.box: Any = None
@@ -264,7 +264,7 @@ def context(world: Any = ALONE, *, transport: str = "shm", in_flight: bool = Fal
 
 @pytest.fixture
 def two() -> Any:
-    """Run a sync in two processes at once; what each returned or raised."""
+    """Runs a sync in two processes at once; returns each one's result or error."""
 
     def run(server: Server) -> list[Any]:
         pair, results = Pair(), [None, None]
@@ -289,7 +289,7 @@ UPDATE = ["start_update", "update", "finish_update", "reset_prefix_cache", "weig
 BYTES = 4 * sum(t.numel() for t in WEIGHTS.values())
 
 
-def test_the_main_process_sends_and_all_learn_of_it(two: Any, tmp_path: Path) -> None:
+def test_the_main_process_sends_and_all_get_the_result(two: Any, tmp_path: Path) -> None:
     server = Server(tmp_path)
     assert [result["sync/bytes"] for result in two(server)] == [BYTES, BYTES]
     assert server.calls == ["weight_version", "pause wait", "init_transfer", *UPDATE, "resume", "score"]
@@ -305,8 +305,8 @@ def test_all_processes_fail_together(two: Any, tmp_path: Path, step: str) -> Non
 
 
 @pytest.mark.parametrize("in_flight", [True, False])
-def test_servers_with_some_of_the_weights_hold_their_requests(tmp_path: Path, in_flight: bool) -> None:
-    """One of two dies in a bucket: the other serves again after the next sync, or when there will be none."""
+def test_servers_with_partial_weights_hold_their_requests(tmp_path: Path, in_flight: bool) -> None:
+    """One of two servers dies during a bucket: the other resumes after the next sync, or when the run ends."""
     dies, lives = Server(tmp_path, fails="update"), Server(tmp_path)
     sync = sync_for([dies, lives], in_flight=in_flight)
     with pytest.raises(EngineError, match="update failed"):
@@ -323,33 +323,33 @@ def test_servers_with_some_of_the_weights_hold_their_requests(tmp_path: Path, in
     dies.calls.clear()
     sync.release()
     assert lives.calls[-2:] == ["abandon_update", "resume"]
-    assert dies.calls == [], "it would keep us waiting"
+    assert dies.calls == [], "a lost server is not called"
 
 
-def test_wrong_version_is_refused(two: Any, tmp_path: Path) -> None:
+def test_a_wrong_version_is_refused(two: Any, tmp_path: Path) -> None:
     server = Server(tmp_path, version="2")
     assert two(server) == ["after a sync the vLLM server at http://x has weight version 2, the trainer 3"] * 2
 
 
-def test_requests_in_flight_are_held(tmp_path: Path) -> None:
+def test_requests_in_flight_are_paused(tmp_path: Path) -> None:
     server = Server(tmp_path)
     sync_for([server], in_flight=True)(1)
     assert server.calls[1] == "pause keep"
-    assert server.calls[-1] == "score first", "else the proof waits behind all requests that wait"
+    assert server.calls[-1] == "score first", "otherwise the check waits behind all queued requests"
 
 
 @pytest.fixture(params=["in memory", "on disk"])
 def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the folder is taken for shared memory."""
+    """Whether the folder is treated as shared memory."""
     kept = bool(request.param == "in memory")
     monkeypatch.setattr(transport_shm, "in_memory", lambda folder: kept)
     return kept
 
 
-def test_every_sync_leaves_the_present_weights_on_every_server_and_no_file(
+def test_every_sync_updates_every_server_and_leaves_no_file(
     tmp_path: Path, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three servers, two of which share a folder; four buckets, so that files are written again while others load."""
+    """Three servers, two of which share a folder; four buckets, so that files are rewritten while others load."""
     monkeypatch.setattr(transport_shm, "bucket_counts", lambda *_: [1, 2, 1, 1])
     made: list[Path] = []
     monkeypatch.setattr(transport_shm, "BucketFile", lambda path, size: made.append(path) or BucketFile(path, size))
@@ -372,7 +372,7 @@ def test_every_sync_leaves_the_present_weights_on_every_server_and_no_file(
     assert [server.calls.count("init_transfer") for server in servers] == [1, 1, 1]
 
 
-def test_a_server_in_the_place_of_another_gets_the_weights(tmp_path: Path, kept: bool) -> None:
+def test_a_replacement_server_gets_the_weights(tmp_path: Path, kept: bool) -> None:
     servers = [Server(tmp_path), Server(tmp_path)]
     sync = sync_for(servers)
     sync(1)
@@ -382,7 +382,7 @@ def test_a_server_in_the_place_of_another_gets_the_weights(tmp_path: Path, kept:
     assert [server.calls.count("score") for server in servers] == [2, 1]
 
 
-def test_a_sync_after_a_failure_starts_afresh(tmp_path: Path, kept: bool) -> None:
+def test_a_sync_after_a_failure_starts_again(tmp_path: Path, kept: bool) -> None:
     server = Server(tmp_path, fails="update")
     sync = sync_for([server])
     with pytest.raises(EngineError, match="update failed"):
@@ -392,7 +392,7 @@ def test_a_sync_after_a_failure_starts_afresh(tmp_path: Path, kept: bool) -> Non
     assert torch.equal(server.loaded["big"], WEIGHTS["big"])
 
 
-def test_the_probe_is_scored_at_the_first_sync_every_nth_and_where_a_server_is_new(tmp_path: Path) -> None:
+def test_the_probe_is_scored_at_the_first_sync_every_nth_and_on_new_servers(tmp_path: Path) -> None:
     server = Server(tmp_path)
     sync = sync_for([server], verify_every=3)
     probed = []
@@ -411,7 +411,7 @@ def test_one_wrong_server_of_two_is_found(tmp_path: Path) -> None:
         sync_for([Server(tmp_path), Server(tmp_path, scores=-1.5)])(1)
 
 
-def test_full_memory_file_system(two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_memory_file_system_is_reported(two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -422,8 +422,8 @@ def test_full_memory_file_system(two: Any, tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_room_is_known_before_any_update_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half an update would be worse than none; the room for the first file does not stay taken either."""
+def test_space_is_reserved_before_any_update_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A partial update would be worse than none, and the space of the first file is released."""
     monkeypatch.setattr(transport_shm, "in_memory", lambda folder: True)
     room, real = iter([True, True, False]), os.posix_fallocate
 
@@ -454,7 +454,7 @@ def test_every_dtype_of_a_job_has_a_tolerance(tmp_path: Path) -> None:
         return EngineJob("model", dtype, 40, tmp_path, seed=0, **options)
 
     assert tolerance(job("float32"), gpu=False) == TOLERANCE["float32"]
-    assert tolerance(job("float32"), gpu=True) > 10 * 1e-3  # vLLM's attention multiplies in TF32 there
+    assert tolerance(job("float32"), gpu=True) > 10 * 1e-3  # vLLM's attention multiplies in TF32
     assert tolerance(job("bfloat16"), gpu=True) == TOLERANCE["bfloat16"]
     assert tolerance(job("bfloat16", quantized=True), gpu=True) > TOLERANCE["bfloat16"]
 
@@ -464,7 +464,7 @@ def test_every_dtype_of_a_job_has_a_tolerance(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_sharded_weights_are_gathered_in_lockstep(tmp_path: Path) -> None:
-    """Two processes with half of every parameter each; a good sync, and one whose server fails in the middle."""
+    """Two processes hold half of every parameter each: one sync succeeds, another fails in the middle."""
     script = Path(__file__).with_name("sharded_sync.py")
     launcher = command(2, tmp_path)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_LOG_LEVEL": "ERROR"}
@@ -504,7 +504,7 @@ SAME, PARTLY, AWAY = (
         (choices.AutoSync(), AWAY, "nccl"),
     ],
 )
-def test_the_transport_fits_the_machine(part: choices.Sync, place: ServerLocation, chosen: str) -> None:
+def test_the_transport_suits_the_machine(part: choices.Sync, place: ServerLocation, chosen: str) -> None:
     assert part.choose(place) == chosen
 
 
@@ -524,7 +524,7 @@ def test_impossible_transports_are_refused(part: choices.Sync, place: ServerLoca
         part.choose(place)
 
 
-def test_where_servers_are_is_read_from_the_config() -> None:
+def test_the_machines_of_servers_come_from_the_config() -> None:
     assert choices.locate_servers("cpu") == ServerLocation(gpu=False, shared=False)
     assert choices.locate_servers("cuda", shared=None) == PARTLY
     assert choices.locate_servers("cuda", shared=True) == SAME
@@ -534,7 +534,7 @@ def test_where_servers_are_is_read_from_the_config() -> None:
     assert choices.locate_servers("cuda") == OTHER
 
 
-# GPUs: what is said, since nothing can be run
+# GPU transports: only messages are tested
 
 HANDLE = (
     *(torch.Tensor, torch.Size([3, 2]), (2, 1), 0, torch.storage.TypedStorage, torch.uint8, 1, b"\x00\xffhandle"),
@@ -554,7 +554,7 @@ def test_ipc_handles_survive_json() -> None:
     "part",
     [{"type": "os.system"}, {"dtype": "int3"}, {"bytes": "%%"}, {"ints": [1, "2"]}, {"ints": [True]}, "text", 1.5, []],
 )
-def test_anything_else_is_no_ipc_handle(part: Any) -> None:
+def test_other_values_are_refused_as_ipc_handles(part: Any) -> None:
     good = encode_handles({"GPU-1": HANDLE})["GPU-1"]
     with pytest.raises(ValueError, match=r"IPC handle|base64|Invalid|Non-base64"):
         decode_handles({"GPU-1": [part, *good[1:]]})
@@ -568,7 +568,7 @@ def test_other_types_are_not_encoded() -> None:
 
 
 @pytest.mark.vllm
-def test_a_source_yields_what_it_declares() -> None:
+def test_a_source_yields_the_declared_weights() -> None:
     pytest.importorskip("vllm")
     weights = PolicyWeights(context().policy, torch.bfloat16)
     source = transport_gpu.WeightSource(weights)
@@ -593,8 +593,8 @@ def test_workers_of_several_servers_are_one_group(tmp_path: Path) -> None:
         assert server.weight_version() == 7
 
 
-def test_a_transfer_goes_on_to_its_end_after_a_failure(tmp_path: Path) -> None:
-    """Other processes take part in it: leaving it in the middle would leave them waiting."""
+def test_a_failed_transfer_is_completed(tmp_path: Path) -> None:
+    """Other processes take part in it and would wait forever otherwise."""
     server: Any = Server(tmp_path, fails="start_update")
     client = transport_gpu.SyncClient()
     client.begin([server], 7)
@@ -607,7 +607,7 @@ def test_a_transfer_goes_on_to_its_end_after_a_failure(tmp_path: Path) -> None:
 
 
 def test_a_broadcast_that_failed_is_aborted_once(tmp_path: Path) -> None:
-    """Its kernel would wait on the GPU for ever, and with it whoever frees memory there."""
+    """The kernel would wait forever, and block everything that frees GPU memory."""
     done: list[str] = []
 
     def fails() -> None:
@@ -636,7 +636,7 @@ def test_vllm_accepts_our_packing() -> None:
     assert packing.keys() <= fields & inspect.signature(NCCLTrainerWeightTransferEngine).parameters.keys()
 
 
-def test_a_transfer_that_hangs_has_a_deadline() -> None:
+def test_a_transfer_that_hangs_reaches_a_deadline() -> None:
     for_ever = threading.Event()
     with pytest.raises(EngineError, match=r"waited 0\.2 s for the test"):
         transport_gpu.in_thread(0.2, "the test", lambda: for_ever.wait(60) and None)
@@ -646,7 +646,7 @@ def test_a_transfer_that_hangs_has_a_deadline() -> None:
 
 
 @pytest.mark.vllm
-def test_the_worker_takes_no_pickled_handles() -> None:
+def test_the_worker_refuses_pickled_handles() -> None:
     pytest.importorskip("vllm")
     from grpocli.rollout.vllm.worker import JsonIpcUpdate
 
@@ -658,7 +658,7 @@ def test_the_worker_takes_no_pickled_handles() -> None:
 
 
 def test_an_abandoned_transfer_and_the_remaining_gathers_share_a_stream() -> None:
-    """sync=nccl over sharded weights, and a server that died: the transfer's thread is still inside a gather."""
+    """With sync=nccl and sharded weights, the thread of a failed transfer may still be inside a gather."""
     inside, go_on = threading.Event(), threading.Event()
 
     def gathers():

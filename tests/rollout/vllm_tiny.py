@@ -1,4 +1,4 @@
-"""A tiny model that vLLM can serve, and what an engine needs to know of a trainer, for tests with real vLLM."""
+"""A tiny model that vLLM can serve, and an engine's view of the trainer, for tests with real vLLM."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ VOCABULARY = 96
 
 
 def build_model(folder: Path, *, tied: bool, seed: int = 0) -> Path:
-    """A random Llama whose logits are spread out, with a tokenizer of words w0 ... and the end token 1."""
+    """A random Llama whose logits differ clearly, with a tokenizer of words w0 ... and the end token 1."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=2,  # of 32: vLLM on a CPU has no smaller ones,
+        num_attention_heads=2,  # of size 32, the smallest that vLLM supports on a CPU
         num_key_value_heads=1,
         max_position_embeddings=256,
         tie_word_embeddings=tied,
@@ -48,7 +48,7 @@ def build_model(folder: Path, *, tied: bool, seed: int = 0) -> Path:
 
 
 class TinyPolicy:
-    """What an engine may know of a policy; `sent` are the weights that a sync sends, where they are not its own."""
+    """A policy stand-in; `sent` replaces the weights of a sync."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         self.model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -67,7 +67,7 @@ class TinyPolicy:
 
     @torch.no_grad()
     def change(self, seed: int, by: float = 0.1) -> None:
-        """Move every parameter, as an optimizer would."""
+        """Change every parameter, as an optimizer would."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.model.parameters():
             parameter += by * torch.randn(parameter.shape, generator=generator)
@@ -94,7 +94,7 @@ TOKENIZER: Any = SimpleNamespace(eos_token_id=1)
 
 @torch.no_grad()
 def expected_logprobs(policy: TinyPolicy, prompt: list[int], token_ids: list[int], sampling: Sampling) -> list[float]:
-    """Log-probs of the completion by transformers, under the distribution that is sampled from."""
+    """The completion's log-probs by transformers, under the sampling distribution."""
     ids, n = torch.tensor([prompt + token_ids]), len(token_ids)
     logits_TV = policy.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
     seen_TV = first_seen(ids, torch.ones_like(ids), n, VOCABULARY) < torch.arange(n)[:, None]
