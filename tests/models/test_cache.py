@@ -69,7 +69,7 @@ def test_a_half_made_folder_is_not_used(cache_folder: Path) -> None:
 @pytest.mark.processes
 def test_two_processes_make_a_folder_once(cache_folder: Path) -> None:
     process = slow_builder(1)
-    path = cached("models/x", NEEDED, forbidden)  # it waits, and finds what the other one made
+    path = cached("models/x", NEEDED, forbidden)  # the second process waits and finds the folder
     assert (path / "b").read_text() == "slow"
     assert process.wait(timeout=10) == 0
     process.communicate()
@@ -94,7 +94,7 @@ def test_a_failed_build_leaves_nothing(cache_folder: Path) -> None:
     assert [p.name for p in (cache_folder / "models").iterdir()] == [".lock-x"]
 
 
-def test_a_damaged_folder_is_made_again(cache_folder: Path) -> None:
+def test_a_damaged_folder_is_built_again(cache_folder: Path) -> None:
     path = cached("models/x", NEEDED, write("one"))
     (path / "b").unlink()
     assert (cached("models/x", NEEDED, write("two")) / "b").read_text() == "two"
@@ -102,7 +102,7 @@ def test_a_damaged_folder_is_made_again(cache_folder: Path) -> None:
 
 def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = tmp_path / "file"
-    blocked.write_text("not a folder")  # works for root too, whom no permission stops
+    blocked.write_text("not a folder")  # also works for root, who ignores permissions
     monkeypatch.setenv("GRPOCLI_CACHE", str(blocked / "cache"))
     with pytest.raises(ConfigError, match=r"GRPOCLI_CACHE=.*cannot store the built-in model"):
         cached("models/x", NEEDED, forbidden)

@@ -40,7 +40,7 @@ def test_prepare_returns_a_hub_id_unchanged() -> None:
     assert HuggingFace(path="Qwen/Qwen2.5-0.5B-Instruct").prepare() == "Qwen/Qwen2.5-0.5B-Instruct"
 
 
-def test_no_path_names_the_key() -> None:
+def test_a_missing_path_names_the_key() -> None:
     with pytest.raises(ConfigError, match=r"model\.path"):
         HuggingFace()
     with pytest.raises(ConfigError, match=r"model\.path"):
@@ -115,7 +115,7 @@ def test_the_end_token_replaces_a_missing_padding_token(folder: Path) -> None:
     assert len(loaded) == len(tokenizer)
 
 
-def test_arguments_of_the_chat_template(folder: Path, tmp_path: Path) -> None:
+def test_arguments_reach_the_chat_template(folder: Path, tmp_path: Path) -> None:
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages[0].content }}{% if thinking is defined and not thinking %} (briefly){% endif %}")
     for arguments, text in (({}, "hi"), ({"thinking": False}, "hi (briefly)")):
@@ -125,7 +125,7 @@ def test_arguments_of_the_chat_template(folder: Path, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "saved")
 
 
-def test_a_chat_template_from_a_file(folder: Path, tmp_path: Path) -> None:
+def test_a_chat_template_may_come_from_a_file(folder: Path, tmp_path: Path) -> None:
     template = tmp_path / "own.jinja"
     template.write_text("{{ messages[0]['content'] }}!")
     part = HuggingFace(path=str(folder), chat_template=str(template))
@@ -154,7 +154,7 @@ def test_every_named_model_composes(name: str) -> None:
     ],
 )
 def test_missing_weights_are_refused(folder: Path, key: str, value: int, said: str) -> None:
-    """transformers would initialise them at random, silently."""
+    """Otherwise transformers would silently initialise them at random."""
     config = json.loads((folder / "config.json").read_text())
     assert config[key] != value
     (folder / "config.json").write_text(json.dumps(config | {key: value}))

@@ -1,4 +1,4 @@
-"""model.lora: the updates, their sum with the base weights, and the files that hold them."""
+"""model.lora: the updates, their sum with the base weights, and their files."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def logits(model) -> torch.Tensor:
 
 
 def adapted(base, lora: Lora | None = None, seed: int = 0):
-    """A copy with updates of 0."""
+    """A copy with zero updates."""
     return attach(copy.deepcopy(base), lora or Lora(rank=4), seed)
 
 
 def moved(base, lora: Lora | None = None):
-    """A copy with updates large enough to matter."""
+    """A copy with updates large enough to change results."""
     model = adapted(base, lora)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -99,7 +99,7 @@ def test_merged_weights_follow_the_formula(little_model) -> None:
 
 
 def gpt2():
-    """Its layers keep their weights transposed, and its head is tied to the embedding."""
+    """A model with transposed weights and a tied head."""
     torch.manual_seed(0)
     return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=32, n_embd=32, n_layer=2, n_head=2)).eval()
 
@@ -120,7 +120,7 @@ def test_a_plain_model_with_merged_weights_is_the_same_policy(little_model, make
     model = moved(base, Lora(rank=3, target_modules=target_modules))
     plain = copy.deepcopy(base)
     weights = dict(merged(model, model.named_parameters()))
-    assert list(weights) == [name for name, _ in base.named_parameters()], "tied ones once"
+    assert list(weights) == [name for name, _ in base.named_parameters()], "tied weights once"
     assert not plain.load_state_dict(weights, strict=False).unexpected_keys
     assert (logits(model) - logits(base)).abs().max() > 0.01
     torch.testing.assert_close(logits(plain), logits(model), rtol=1e-4, atol=1e-4)
@@ -135,7 +135,7 @@ def test_merged_without_an_adapter_changes_nothing(little_model) -> None:
         assert not weight.requires_grad
 
 
-def test_switched_off_is_the_base_model_to_the_bit(little_model) -> None:
+def test_a_disabled_adapter_gives_the_base_model_to_the_bit(little_model) -> None:
     model = moved(little_model)
     trained = [p.requires_grad for p in model.parameters()]
     on = logits(model)
@@ -198,7 +198,7 @@ def test_trained_share_counts_parameters(little_model) -> None:
     total = sum(p.numel() for p in little_model.parameters())
     assert trained_share(little_model) == f"{total:,} of {total:,} parameters"
     hidden, inner, rank = 32, 64, 4
-    attention = 2 * (hidden + hidden) + 2 * (hidden + hidden // 2)  # q and o; k and v of one head of two
+    attention = 2 * (hidden + hidden) + 2 * (hidden + hidden // 2)  # q and o; k and v of one of two heads
     trained = 2 * rank * (attention + 3 * (hidden + inner))
     assert trained_share(adapted(little_model)) == f"{trained:,} of {total + trained:,} parameters"
 

@@ -1,4 +1,4 @@
-"""On a CPU large calls of `sdpa` are in bfloat16 and of few lengths; small calls are in float32."""
+"""On a CPU large `sdpa` calls run in bfloat16 with few different lengths, and small calls in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over packed rows: completions that share a prompt's keys, in blocks, attend as separate rows do."""
+"""Completions that share a prompt's keys attend like separate rows."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_filler_is_never_attended_to() -> None:
     segments = Segments((Segment(2, (block,)),), on_cpu=True)
     before, _ = attention.attend(torch.nn.Identity(), query, key, value, None, segments)
     assert block.row_index is not None
-    assert block.row_index.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0], "the second row ends with the first one's first"
+    assert block.row_index.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0], "the second row ends with the first row's first"
     value[:, :, 2] = 100.0
     after, _ = attention.attend(torch.nn.Identity(), query, key, value, None, segments)
     assert torch.equal(before[:, -4:], after[:, -4:])

@@ -55,7 +55,7 @@ def test_tokenizer_and_model_config_agree_on_special_tokens() -> None:
     assert len(TOKENIZER) == config.vocab_size
 
 
-def test_the_model_is_small_and_leaves_the_global_generator_alone() -> None:
+def test_the_model_is_small_and_keeps_the_global_generator_unchanged() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     model = make_model(seed=0)
@@ -73,7 +73,7 @@ def test_prepare_is_deterministic_and_cached(
     assert part.prepare() == str(first)
     assert (first / "model.safetensors").stat().st_mtime_ns == stamp
     monkeypatch.setenv("GRPOCLI_CACHE", str(tmp_path / "other"))
-    torch.manual_seed(123)  # a different global state must not matter
+    torch.manual_seed(123)  # another global random state must not change the result
     second = Path(part.prepare())
     assert second.name == first.name
     for file in ("model.safetensors", "tokenizer.json", "config.json"):
@@ -90,7 +90,7 @@ def test_the_prepared_folder_loads(cache_folder: Path) -> None:
     assert tokenizer.decode(tokenizer("a  b ,c").input_ids) == "a  b ,c"
 
 
-def test_progress_goes_up_to_one(cache_folder: Path) -> None:
+def test_progress_ends_at_one(cache_folder: Path) -> None:
     seen: list[tuple[float, str]] = []
     Tiny(warm_start_steps=4).prepare(lambda fraction, text: seen.append((fraction, text)))
     assert [fraction for fraction, _ in seen] == [0.25, 0.5, 0.75, 1.0]
@@ -130,7 +130,7 @@ def test_noise_replaces_only_its_share_of_digits() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 32, 16), (2, 16, 32)])
-def test_muon_steps_along_matrices_of_singular_values_near_one(shape: tuple[int, int, int]) -> None:
+def test_muon_updates_have_singular_values_near_one(shape: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
     result = orthogonalise(torch.randn(shape))
     assert result.shape == shape
@@ -139,7 +139,7 @@ def test_muon_steps_along_matrices_of_singular_values_near_one(shape: tuple[int,
     assert float(values.max()) < 1.3
 
 
-def test_digits_follow_the_task() -> None:
+def test_the_number_of_digits_follows_the_task() -> None:
     followed = build(compose(["model=tiny", "task=arithmetic", "task.digits=3", "task.operation='*'"]).model)
     assert (followed.digits, followed.operation) == (3, "*")
     own = build(compose(["model=tiny", "task=jsonl", "task.path=x.jsonl"]).model)

@@ -28,7 +28,7 @@ print(kept, touch())
 
 
 def faults(**env: str) -> tuple[str, int]:
-    """Whether memory is kept, and the pages that 64 MiB take from the system the second time."""
+    """Whether memory is kept, and the page faults of 64 MiB that are allocated a second time."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
     out = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, env=clean | env)
     kept, pages = out.stdout.split()
@@ -44,7 +44,7 @@ def test_freed_memory_is_reused() -> None:
 @pytest.mark.parametrize(
     "theirs", [{"MALLOC_MMAP_THRESHOLD_": "262144"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=262144"}]
 )
-def test_settings_in_the_environment_stay(theirs: dict[str, str]) -> None:
+def test_settings_in_the_environment_are_kept(theirs: dict[str, str]) -> None:
     kept, pages = faults(**theirs)
     assert kept == "False"
     assert pages > 10_000

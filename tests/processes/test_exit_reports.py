@@ -1,4 +1,4 @@
-"""Of several processes that fail, the root cause is named."""
+"""The root cause is named when several processes fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def heartbeat(rank: int, stage: str, ago: float, step: int = 3) -> Heartbeat:
     return Heartbeat(rank, 100 + rank, os.uname().nodename, stage, step, time.time() - ago)
 
 
-def test_nothing_is_wrong() -> None:
+def test_without_failures_there_is_no_cause() -> None:
     assert root_cause([], [], [heartbeat(0, "train", 5), heartbeat(1, DONE, 1)], 60) is None
 
 
@@ -57,7 +57,7 @@ def test_a_process_that_nccl_aborted_while_waiting_is_not_the_cause() -> None:
     assert "did not come within hardware.timeout=60 s" in str(error)
 
 
-def test_a_process_a_step_behind_is_the_one_that_hangs() -> None:
+def test_the_process_that_is_a_step_behind_hangs() -> None:
     living = [heartbeat(1, "gather", 70, step=4), heartbeat(2, "train", 65, step=3)]
     assert "process 2" in str(root_cause([ExitReport(1, 0, 1, TIMEOUT, lost_peer=True)], [], living, 60))
 
@@ -105,7 +105,7 @@ def test_heartbeats_and_reports_pass_through_files(tmp_path: Path) -> None:
 
 
 def test_another_thread_does_not_hide_the_main_one(tmp_path: Path) -> None:
-    """With rollout.max_staleness the prefetch thread goes on for a while when the update hangs."""
+    """With rollout.max_staleness the prefetch thread continues for a while when the update hangs."""
     writer = HeartbeatWriter(tmp_path, 0)
     writer.enter("train")
     sampler = threading.Thread(target=writer.enter, args=("reward",))
@@ -117,7 +117,7 @@ def test_another_thread_does_not_hide_the_main_one(tmp_path: Path) -> None:
 
 
 def test_files_of_an_earlier_session_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that lost its connection does not know that the job was requeued without it."""
+    """A machine without a connection does not know that the job was requeued without it."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "2")

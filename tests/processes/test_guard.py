@@ -1,4 +1,4 @@
-"""Whatever a guarded command starts ends with us, however we end."""
+"""Processes of a guarded command end with the parent, however it ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpocli.processes.guard import alive, guarded, wait_gone
 
 pytestmark = pytest.mark.processes
 
-# A command that starts a child in a session of its own (as launchers do), tells both pids, and stays.
+# A command that starts a child in another session, prints both pids and waits.
 FAMILY = """
 import os, signal, subprocess, sys, time
 if "stubborn" in sys.argv: signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -43,13 +43,13 @@ def pids(folder: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("code", "expected"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)]
 )
-def test_relays_exit_code(code: str, expected: int) -> None:
+def test_the_exit_code_is_the_commands(code: str, expected: int) -> None:
     with guarded([sys.executable, "-c", code], name="test") as process:
         assert process.wait(20) == expected
         assert process.returncode == expected
 
 
-def test_passes_environment_and_folder_and_appends_to_log(tmp_path: Path) -> None:
+def test_the_environment_and_folder_are_passed_on_and_the_log_is_appended_to(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "a.log"
     code = "import os, sys; print(os.environ['A'], os.getcwd()); print('err', file=sys.stderr)"
     for word in ("one", "two"):
@@ -61,7 +61,7 @@ def test_passes_environment_and_folder_and_appends_to_log(tmp_path: Path) -> Non
     assert text.index("one") < text.index("two")
 
 
-def test_leaving_the_block_ends_the_tree_and_deletes(tmp_path: Path) -> None:
+def test_leaving_the_block_ends_the_process_tree_and_deletes_the_folder(tmp_path: Path) -> None:
     folder, file = tmp_path / "weights", tmp_path / "socket"
     folder.mkdir()
     (folder / "a").write_text("x")
@@ -78,7 +78,7 @@ def test_leaving_the_block_ends_the_tree_and_deletes(tmp_path: Path) -> None:
     assert not (tmp_path / "piece_1").exists()
 
 
-def test_kills_what_ignores_term(tmp_path: Path) -> None:
+def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     with guarded(family(tmp_path, "stubborn"), name="test") as process:
         started = pids(tmp_path)
         assert process.stop(grace=0.5) == 128 + signal.SIGKILL
@@ -86,7 +86,7 @@ def test_kills_what_ignores_term(tmp_path: Path) -> None:
     assert wait_gone(started, 5) == []
 
 
-def test_ends_what_the_command_left_behind(tmp_path: Path) -> None:
+def test_processes_that_the_command_left_behind_are_ended(tmp_path: Path) -> None:
     with guarded(family(tmp_path, "brief"), name="test") as process:
         started = pids(tmp_path)
         assert process.wait(20) == 7
@@ -94,8 +94,8 @@ def test_ends_what_the_command_left_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_parent_killed(tmp_path: Path, how: signal.Signals) -> None:
-    """The parent gets no chance to clean up; a forked child of it still holds the pipe, as a worker pool would."""
+def test_a_killed_parent_ends_the_command(tmp_path: Path, how: signal.Signals) -> None:
+    """The parent cannot clean up; a forked child of it still holds the pipe, as a worker pool would."""
     folder = tmp_path / "weights"
     folder.mkdir()
     script = textwrap.dedent(f"""
@@ -119,7 +119,7 @@ def test_parent_killed(tmp_path: Path, how: signal.Signals) -> None:
     assert not folder.exists()
 
 
-def test_guard_killed_takes_the_command_along(tmp_path: Path) -> None:
+def test_a_killed_guard_ends_the_command(tmp_path: Path) -> None:
     with guarded(family(tmp_path), name="test") as process:
         command = pids(tmp_path)[0]
         os.kill(process.pid, signal.SIGKILL)
@@ -127,8 +127,8 @@ def test_guard_killed_takes_the_command_along(tmp_path: Path) -> None:
     os.kill(pids(tmp_path)[1], signal.SIGKILL)
 
 
-def test_a_thread_that_ends_does_not_end_the_command(tmp_path: Path) -> None:
-    """The kernel reports the death of the thread that started a process as its parent's death."""
+def test_a_finished_thread_does_not_end_the_command(tmp_path: Path) -> None:
+    """The kernel reports the end of the thread that started a process as the death of its parent."""
     import contextlib
     import threading
 
@@ -143,6 +143,6 @@ def test_a_thread_that_ends_does_not_end_the_command(tmp_path: Path) -> None:
     assert wait_gone(started, 5) == []
 
 
-def test_missing_program() -> None:
+def test_a_missing_program_is_reported() -> None:
     with pytest.raises(FileNotFoundError, match="/no/such/program"), guarded(["/no/such/program"], name="test"):
         pass

@@ -1,4 +1,4 @@
-"""Shared memory of guarded processes goes with them, also when they are killed."""
+"""Shared memory of guarded processes is removed with them, also when they are killed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ time.sleep(60)
 """
 
 
-def test_what_a_killed_process_held_is_unlinked(tmp_path: Path) -> None:
-    """Python's resource tracker does that, if it is left the time."""
+def test_shared_memory_of_a_killed_process_is_unlinked(tmp_path: Path) -> None:
+    """Python's resource tracker does that if it gets the time."""
     log = tmp_path / "log"
     with guarded([sys.executable, "-c", HOLDS], name="holds", log=log, grace=0.2) as process:
         deadline = time.monotonic() + 20

@@ -11,7 +11,7 @@ from grpocli.processes import threads
 from grpocli.processes.threads import BackgroundTask
 
 
-def test_result_waits_for_the_task() -> None:
+def test_the_result_waits_for_the_task() -> None:
     go_on = threading.Event()
 
     def work() -> int:
@@ -23,7 +23,7 @@ def test_result_waits_for_the_task() -> None:
         assert begun.result() == 7
 
 
-def test_result_raises_the_error_of_the_task_and_leaving_does_not() -> None:
+def test_the_result_raises_the_error_of_the_task_and_leaving_does_not() -> None:
     def work() -> None:
         raise ValueError("no data")
 

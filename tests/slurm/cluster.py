@@ -23,7 +23,7 @@ PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge"]
 TOOLS = ["slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare", "setpriv"]
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 NET = "10.77.0"
-"""Exists only between the namespaces."""
+"""This path exists only inside the namespaces."""
 
 CONF = """\
 ClusterName=test
@@ -78,14 +78,14 @@ sleep infinity
 
 
 class Unavailable(Exception):
-    """Why there can be no cluster here."""
+    """The reason why no cluster can run here."""
 
 
 class Cluster:
-    """Nodes `node1` ... of a cluster with the partitions `debug` and, which preempts it, `urgent`."""
+    """A cluster of the nodes `node1` ... with the partitions `debug` and `urgent`, which preempts it."""
 
     def __init__(self, nodes: int = 3, cpus: int = 8) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # munge wants a path that everybody may enter
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # munge needs a path that everyone may enter
         self.nodes, self._cpus = [f"node{i + 1}" for i in range(nodes)], cpus
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -106,13 +106,13 @@ class Cluster:
         self._until(lambda: self.idle() == len(self.nodes), "idle nodes")
 
     def stop(self) -> None:
-        """End everything, nodes last: what runs on them gets no chance to say anything."""
+        """Kill everything, nodes last."""
         for name in ["slurmctld", *self.nodes, "munged", "login"]:
             self.power_off(name)
         shutil.rmtree(self.folder)
 
     def run(self, *command: str, cwd: Path | None = None, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        """Run a command as a user of the login node does."""
+        """Run a command on the login node."""
         return subprocess.run(
             self._inside(*command, cwd=cwd), env=self.environment(), capture_output=True, text=True, timeout=timeout
         )
@@ -131,7 +131,7 @@ class Cluster:
         return {**os.environ, "PATH": PATH, "SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
 
     def power_off(self, name: str) -> None:
-        """Kill a node with all that runs on it (or a daemon), as if its plug were pulled."""
+        """Kill a node with all its processes (or one daemon), as a power failure would."""
         process = self._processes.pop(name, None)
         if process:
             process.kill()
@@ -147,7 +147,7 @@ class Cluster:
         self._ip(f"link add veth{i} type veth peer name eth0 netns {process.pid}", f"link set veth{i} master br0 up")
 
     def processes(self, node: str) -> list[str]:
-        """The command lines of everything on a node but SLURM's own and the node's shell."""
+        """Command lines of the processes on a node, without SLURM's and the node's shell."""
         return [
             line
             for line in self._on(node, "ps", "-e", "-o", "args=", "-ww").splitlines()
@@ -156,7 +156,7 @@ class Cluster:
 
     @contextmanager
     def hidden(self, node: str, folder: Path) -> Iterator[None]:
-        """A folder that one node sees empty, as if it were that node's own."""
+        """A folder that one node sees empty, as if it were a local one."""
         self._on(node, "mount", "-t", "tmpfs", "none", str(folder))
         try:
             yield
@@ -164,7 +164,7 @@ class Cluster:
             self._on(node, "umount", "--lazy", str(folder))
 
     def _on(self, node: str, *command: str) -> str:
-        """What a command prints that sees a node's processes and mounts."""
+        """The output of a command that sees a node's processes and mounts."""
         init = subprocess.run(
             ["pgrep", "--parent", str(self._processes[node].pid)], capture_output=True, text=True, check=True
         ).stdout.split()[0]
@@ -172,12 +172,12 @@ class Cluster:
         return subprocess.run(inside, capture_output=True, text=True, check=True).stdout
 
     def idle(self) -> int:
-        """How many nodes are idle."""
+        """The number of idle nodes."""
         said = self.run("sinfo", "--noheader", "--Node", "--partition=debug", "--states=idle", "--format=%N").stdout
         return len(said.split())
 
     def _inside(self, *command: str, cwd: Path | None = None) -> list[str]:
-        """On the login node; entering its mounts forgets the folder one is in."""
+        """A command prefix for the login node. Entering its mounts resets the current folder."""
         at = str(cwd or Path.cwd())
         login = ["nsenter", "--target", str(self._processes["login"].pid), "--net", "--uts", "--mount"]
         return [*login, "sh", "-c", 'cd "$0" && exec "$@"', at, *command]
@@ -229,7 +229,7 @@ class Cluster:
 
 
 def install() -> None:
-    """Make sure that the programs are here. Raises Unavailable, with the reason, where that cannot be."""
+    """Install missing programs. Raises Unavailable, with the reason, if that is impossible."""
     if os.geteuid() != 0:
         raise Unavailable("a cluster on one machine needs root")
     if all(shutil.which(tool, path=PATH) for tool in TOOLS):

@@ -12,7 +12,10 @@ from slurm.cluster import Cluster, Unavailable, install
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """A cluster of three nodes. Where there can be none, tests are skipped with the reason, or fail with CI_SLURM=1."""
+    """A cluster of three nodes.
+
+    Without one, tests are skipped with the reason, or fail with CI_SLURM=1.
+    """
     cluster = Cluster()
     try:
         install()

@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
 """Stands in for `python -m grpocli train resume=RUN` and `python -m grpocli.launch.rollout_node RUN` in a job.
 
-It does what the batch script may expect of them and no more: a "step" takes 0.2 s, `stop` or SIGTERM makes a
-"checkpoint" and leaves `again`, the last step ends the rollout nodes. What a part of it should do instead stands in
-`RUN/orders.json`, by the name of the part.
+It only does what the batch script relies on: a "step" takes 0.2 s, `stop` or SIGTERM makes a "checkpoint" and leaves
+`again`, and the last step ends the rollout nodes. `RUN/orders.json` changes the behaviour of a part by its name.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Submitting runs to the tests' cluster, and reading what became of them."""
+"""Submits runs to the tests' cluster and reads their results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MULTIRUN = ["train", "-m", "hydra/launcher=slurm"]
 
 
 def written(sweep: Path, orders: dict[str, Any], *overrides: str) -> Path:
-    """The batch script of a run that the stand-in does; `orders` are what it does differently."""
+    """A batch script for the stand-in; `orders` change its behaviour."""
     python = f"hydra.launcher.python={STAND_IN}"
     command = [*GRPOCLI, *MULTIRUN, "hydra.launcher.dry_run=true", python, f"hydra.sweep.dir={sweep}", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -63,7 +63,7 @@ class Submitted:
         self.until(lambda: self.shown("JobState") in expected, " or ".join(expected), seconds)
 
     def until_step(self, number: int) -> None:
-        """The stand-in's."""
+        """Wait until the stand-in has done a step."""
         self.until(lambda: self.step() >= number, f"step {number}")
 
     def step(self) -> int:
@@ -76,7 +76,7 @@ class Submitted:
 
 
 def detached(cluster: Cluster, sweep: Path, *overrides: str) -> Submitted:
-    """A job of one run that is not waited for."""
+    """Submit a job of one run without waiting for it."""
     done = cluster.run(*GRPOCLI, *MULTIRUN, "hydra.launcher.wait=false", f"hydra.sweep.dir={sweep}", *overrides)
     assert done.returncode == 0, done.stderr
     found = re.search(r"submitted job (\d+)", done.stdout)
@@ -85,6 +85,6 @@ def detached(cluster: Cluster, sweep: Path, *overrides: str) -> Submitted:
 
 
 def until_learning(job: Submitted, step: int, seconds: float = 120) -> None:
-    """Until a run has logged a step."""
+    """Wait until a run has logged a step."""
     path = job.run / "metrics.jsonl"
     job.until(lambda: path.exists() and len(path.read_text().splitlines()) >= step, f"step {step}", seconds)

@@ -1,4 +1,4 @@
-"""The batch script in a real cluster, with a stand-in for the training: what is started where, and what ends what."""
+"""The batch script in a real cluster, with a stand-in for the training: placement of processes, and shutdown."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_one_allocation_is_split_into_training_and_rollout_nodes(cluster: Cluste
     assert (job.run / "slurm.log").read_text() == job.log
 
 
-def test_jobs_have_ports_of_their_own(cluster: Cluster, tmp_path: Path) -> None:
+def test_jobs_have_separate_ports(cluster: Cluster, tmp_path: Path) -> None:
     script = written(tmp_path / "sweep", {"steps": 3})
     ports = set()
     for _ in range(2):
@@ -41,7 +41,7 @@ def test_jobs_have_ports_of_their_own(cluster: Cluster, tmp_path: Path) -> None:
 def test_a_signal_before_the_limit_ends_in_a_requeue(cluster: Cluster, tmp_path: Path) -> None:
     job = Submitted.of(cluster, written(tmp_path / "sweep", {"steps": 30}, *MULTINODE))
     job.until_step(3)
-    cluster.run("scancel", "--batch", "--signal=USR1", job.number)  # what `--signal=B:USR1@S` does
+    cluster.run("scancel", "--batch", "--signal=USR1", job.number)  # as `--signal=B:USR1@S` does
     job.until_over("COMPLETED")
     assert job.shown("Restarts") == "1"
     assert [p["SLURM_RESTART_COUNT"] for p in job.rows("places") if p["rank"] == 0] == [None, None, "1", "1"]
@@ -50,7 +50,7 @@ def test_a_signal_before_the_limit_ends_in_a_requeue(cluster: Cluster, tmp_path:
     assert "queued again (1 of at most 10)" in job.log
 
 
-def test_a_preempted_job_is_requeued_and_ends(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_preempted_job_is_requeued_and_finishes(cluster: Cluster, tmp_path: Path) -> None:
     job = Submitted.of(cluster, written(tmp_path / "sweep", {"steps": 30}))
     job.until_step(3)
     urgent = cluster.run("sbatch", "--parsable", "--partition=urgent", "-N3", "--exclusive", "--wrap=sleep 3")
@@ -60,7 +60,7 @@ def test_a_preempted_job_is_requeued_and_ends(cluster: Cluster, tmp_path: Path) 
     assert job.step() == 30
 
 
-def test_a_preempted_run_that_just_dies_is_requeued_too(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_preempted_run_that_dies_at_once_is_requeued_too(cluster: Cluster, tmp_path: Path) -> None:
     job = Submitted.of(cluster, written(tmp_path / "sweep", {"steps": 60, "train": {"deaf": True}}))
     job.until_step(3)
     cluster.run("sbatch", "--partition=urgent", "-N3", "--exclusive", "--wrap=sleep 3")
@@ -70,7 +70,7 @@ def test_a_preempted_run_that_just_dies_is_requeued_too(cluster: Cluster, tmp_pa
     assert job.shown("Restarts") == "1"
 
 
-def test_a_failure_is_not_requeued_and_its_code_is_the_job_s(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_failure_is_not_requeued_and_its_exit_code_is_the_jobs(cluster: Cluster, tmp_path: Path) -> None:
     job = Submitted.of(cluster, written(tmp_path / "sweep", {"train": {"fail": 3}}))
     job.until_over("FAILED")
     assert (job.shown("ExitCode"), job.shown("Restarts")) == ("7:0", "0")
@@ -83,7 +83,7 @@ def test_the_rollout_nodes_end_when_the_training_fails(cluster: Cluster, tmp_pat
     assert [e["signals"] for e in job.rows("ends") if e["part"] == "rollout"] == [[15]]
 
 
-def test_the_training_ends_when_the_rollout_part_does(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_training_ends_when_the_rollout_nodes_fail(cluster: Cluster, tmp_path: Path) -> None:
     orders = {"steps": 200, "rollout": {"fail": 3}}
     job = Submitted.of(cluster, written(tmp_path / "sweep", orders, *MULTINODE, "hydra.launcher.max_requeues=1"))
     job.until_over("FAILED")
@@ -105,7 +105,7 @@ def test_scancel_leaves_no_process(cluster: Cluster, tmp_path: Path) -> None:
     assert job.shown("Restarts") == "0"
 
 
-def test_a_stopping_run_that_is_cancelled_stays_cancelled(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_stopping_run_stays_cancelled(cluster: Cluster, tmp_path: Path) -> None:
     job = Submitted.of(cluster, written(tmp_path / "sweep", {"steps": 1000}))
     job.until_step(3)
     cluster.run("scancel", job.number)
@@ -114,7 +114,7 @@ def test_a_stopping_run_that_is_cancelled_stays_cancelled(cluster: Cluster, tmp_
     assert job.shown("Restarts") == "0"
 
 
-def test_a_node_that_does_not_see_the_runs_is_named(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_node_without_the_run_folder_is_named(cluster: Cluster, tmp_path: Path) -> None:
     script = written(tmp_path / "sweep", {}, *MULTINODE)
     script.write_text(script.read_text().replace("seq 30", "seq 1"))
     with cluster.hidden("node2", tmp_path):
@@ -126,8 +126,8 @@ def test_a_node_that_does_not_see_the_runs_is_named(cluster: Cluster, tmp_path: 
 
 
 @pytest.mark.parametrize("node", ["node1", "node2"])
-def test_a_node_that_dies_is_named_and_the_run_goes_on(cluster: Cluster, tmp_path: Path, node: str) -> None:
-    """The first node, which runs the batch script itself, and another one."""
+def test_a_dead_node_is_named_and_the_run_is_requeued(cluster: Cluster, tmp_path: Path, node: str) -> None:
+    """This holds for the first node, which runs the batch script, and for another one."""
     job = Submitted.of(cluster, written(tmp_path / "sweep", {"steps": 40}, *MULTINODE))
     job.until_step(3)
     cluster.power_off(node)
@@ -140,7 +140,7 @@ def test_a_node_that_dies_is_named_and_the_run_goes_on(cluster: Cluster, tmp_pat
     assert node in job.log.partition("start 2")[0].partition("\n")[2]
 
 
-def test_a_node_that_dies_is_named_where_nothing_is_queued_again(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_dead_node_is_named_without_requeueing(cluster: Cluster, tmp_path: Path) -> None:
     overrides = [*MULTINODE, "hydra.launcher.max_requeues=0", "hydra.launcher.signal_before=5"]
     job = Submitted.of(cluster, written(tmp_path / "sweep", {"steps": 1000}, *overrides))
     job.until_step(3)

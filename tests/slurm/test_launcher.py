@@ -1,4 +1,4 @@
-"""hydra/launcher=slurm without a cluster: found by Hydra, checked, and written by a dry run."""
+"""hydra/launcher=slurm without a cluster: found by Hydra, checked, and its dry run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_hydra_finds_the_launcher_and_its_options(grpocli: Command) -> None:
 
 
 def written(grpocli: Command, tmp_path: Path, *overrides: str) -> str:
-    """The script of a dry run, which bash can read."""
+    """The script of a dry run, checked with `bash -n`."""
     code, out, err = grpocli(*DRY, f"hydra.sweep.dir={tmp_path / 'sweep'}", *overrides)
     assert code == 0, err
     script = (tmp_path / "sweep" / "job.sh").read_text()
@@ -36,7 +36,7 @@ def written(grpocli: Command, tmp_path: Path, *overrides: str) -> str:
 
 
 @pytest.mark.processes
-def test_the_script_in_the_docs_is_what_the_recipe_writes(
+def test_the_script_in_the_docs_is_the_recipes_script(
     grpocli: Command, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     python = "/shared/me/.venv/bin/python"
@@ -121,7 +121,7 @@ def test_nodes_and_gpus_follow_from_the_hardware(grpocli: Command, tmp_path: Pat
 
 
 @pytest.mark.processes
-def test_a_folder_of_configs_goes_with_the_job(grpocli: Command, tmp_path: Path) -> None:
+def test_a_config_folder_is_passed_to_the_job(grpocli: Command, tmp_path: Path) -> None:
     (tmp_path / "mine" / "recipe").mkdir(parents=True)
     (tmp_path / "mine" / "recipe" / "short.yaml").write_text("# @package _global_\ntrain:\n  steps: 2\n")
     script = written(grpocli, tmp_path, "--config-dir", "mine", "recipe=short")
@@ -161,7 +161,7 @@ def test_bad_input_is_one_sentence_and_makes_no_run(
 
 
 @pytest.mark.parametrize("name", table(["a'b", 'a"b', "a\\b"], fast=1))
-def test_a_folder_that_no_shell_hands_on_is_refused(grpocli: Command, tmp_path: Path, name: str) -> None:
+def test_a_folder_name_that_a_shell_would_change_is_refused(grpocli: Command, tmp_path: Path, name: str) -> None:
     quoted = name.replace("\\", "\\\\").replace("'", "\\'")
     code, _, err = grpocli(*DRY, f"hydra.sweep.dir='{tmp_path}/{quoted}'")
     assert code == 2
@@ -169,7 +169,7 @@ def test_a_folder_that_no_shell_hands_on_is_refused(grpocli: Command, tmp_path: 
 
 
 @pytest.mark.processes
-def test_the_folder_of_an_earlier_sweep_is_left_alone(grpocli: Command, tmp_path: Path) -> None:
+def test_the_folder_of_an_earlier_sweep_is_not_changed(grpocli: Command, tmp_path: Path) -> None:
     written(grpocli, tmp_path, "seed=0,1")
     before = sorted(tmp_path.rglob("*"))
     code, _, _ = grpocli(*DRY, "seed=0,-1", f"hydra.sweep.dir={tmp_path / 'sweep'}")
@@ -188,7 +188,7 @@ def test_the_folder_of_an_earlier_sweep_is_left_alone(grpocli: Command, tmp_path
         ("1-00:00:05", 86405),
     ],
 )
-def test_limits_are_read_as_sbatch_reads_them(time: str, wanted: int) -> None:
+def test_time_limits_are_read_as_sbatch_reads_them(time: str, wanted: int) -> None:
     assert seconds(time) == wanted
 
 
@@ -213,14 +213,14 @@ def test_the_launcher_asks_for_a_multirun(grpocli: Command) -> None:
         (["--cfg", "hydra"], "-m: a sweep has several configs; leave it out to print one"),
     ],
 )
-def test_what_hydra_does_not_say_well(grpocli, argv: list[str], sentence: str) -> None:
+def test_unclear_hydra_errors_are_replaced(grpocli, argv: list[str], sentence: str) -> None:
     code, _, err = grpocli("train", "-m", "hydra/launcher=slurm", *argv)
     assert code == 2
     assert sentence in err
     assert len(err.splitlines()) == 1
 
 
-def test_a_run_s_own_words_come_before_slurm_s(tmp_path: Path) -> None:
+def test_a_runs_own_error_is_printed_before_slurms(tmp_path: Path) -> None:
     log = tmp_path / "slurm.log"
     log.write_text("grpocli: error: no space left\nsrun: error: node1: task 0: Exited with exit code 1\n")
     assert last_error(log) == "grpocli: error: no space left"
@@ -229,7 +229,7 @@ def test_a_run_s_own_words_come_before_slurm_s(tmp_path: Path) -> None:
     assert last_error(tmp_path / "none") is None
 
 
-def test_the_options_refuse_what_would_break_the_script() -> None:
+def test_options_that_would_break_the_script_are_refused() -> None:
     from grpocli.errors import ConfigError
 
     for values in (

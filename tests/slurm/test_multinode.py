@@ -20,7 +20,7 @@ CPUS = ["hardware.device=cpu", "hardware.devices_per_node=1", "hardware.parallel
 
 
 def test_two_training_nodes_and_a_vllm_node_train_the_default_model(cluster: Cluster, tmp_path: Path) -> None:
-    """With a stop in the middle: the job is queued again, and the run goes on."""
+    """The job is stopped in the middle and requeued, and the run continues."""
     job = detached(cluster, tmp_path / "sweep", *NODES, *CPUS, "engine=vllm")
     until_learning(job, 20, seconds=400)
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)

@@ -1,4 +1,4 @@
-"""Whole runs on a real cluster: submitted, waited for or left alone, preempted, ended by their time limit."""
+"""Whole runs on a real cluster: submitted, waited for or detached, preempted, ended by their time limit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.slurm
 SMALL = ["engine=transformers", "model.warm_start_steps=20", "rollout.prompts_per_step=4", "rollout.group_size=4"]
 SMALL += ["eval.problems=4", "eval.samples=2"]
 EVEN = ["reward=[format]", "reward.format.pattern='.*[02468]'"]
-"""About half of all answers: every step has something to learn."""
+"""Rewards about half of all answers, so that every step has something to learn."""
 FOUR_NODES = ["hardware=multinode", "hardware.train_nodes=4", "hardware.rollout_nodes=0", "hardware.devices_per_node=1"]
 LONG = [*SMALL, *EVEN, "train.steps=60", "checkpoint.every=25", "optim.warmup_steps=4"]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
-    """The run that nothing happens to."""
+    """The uninterrupted run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPOCLI_CACHE", str(shared_cache))
         job = detached(cluster, tmp_path_factory.mktemp("undisturbed") / "sweep", *LONG)
@@ -61,7 +61,7 @@ def test_a_sweep_of_two_is_an_array_and_is_waited_for(cluster: Cluster, tmp_path
         ([*FOUR_NODES], None, "the run needs 4 nodes"),
     ],
 )
-def test_what_the_cluster_has_not_is_refused_before_anything_is_submitted(
+def test_a_missing_resource_is_refused_before_submission(
     cluster: Cluster,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -85,10 +85,10 @@ def test_a_run_that_fails_fails_the_command_with_its_error(cluster: Cluster, tmp
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert re.search(r"error: job \d+_0 \(.*/sweep/0\) ended as FAILED", last)
-    assert "grpocli: error: " in last.partition("ended as")[2], "the run's own words"
+    assert "grpocli: error: " in last.partition("ended as")[2], "the run's own error"
 
 
-def test_a_detached_run_survives_and_a_preempted_one_ends_as_if_undisturbed(
+def test_a_detached_run_survives_and_a_preempted_one_equals_an_uninterrupted_one(
     cluster: Cluster, tmp_path: Path, undisturbed: Path
 ) -> None:
     job = detached(cluster, tmp_path / "sweep", *LONG)
@@ -100,10 +100,10 @@ def test_a_detached_run_survives_and_a_preempted_one_ends_as_if_undisturbed(
     assert_same_run(job.run, undisturbed)
 
 
-def test_a_run_near_its_time_limit_goes_on_as_if_undisturbed(
+def test_a_run_near_its_time_limit_equals_an_uninterrupted_one(
     cluster: Cluster, tmp_path: Path, undisturbed: Path
 ) -> None:
-    """The signal of `--signal=B:USR1@...`, sent by hand: SLURM sends it up to a minute early, or late."""
+    """Sends the signal of `--signal=B:USR1@...` itself, because SLURM sends it up to a minute early or late."""
     job = detached(cluster, tmp_path / "sweep", *LONG)
     until_learning(job, 7)
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)

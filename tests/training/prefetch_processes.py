@@ -1,6 +1,6 @@
-"""Steps collected ahead by one of several processes: what tests/training/test_prefetch_processes.py starts.
+"""Runs prefetching scenarios in one of several processes, for test_prefetch_processes.py.
 
-The collectors are scripted: what happens to an engine happens in the middle of a step, at a given point of training.
+The collectors are scripted: an event of the engine happens in the middle of a step, at a given point of training.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class Collector:
 
 
 def trained(world: World, event: str, staleness: int, in_flight: bool) -> dict[str, Any]:
-    """Train one scenario; its results. With in_flight the second process is late for the step before the event."""
+    """Results of training in one scenario.
+
+    With in_flight the second process is late for the step before the event.
+    """
     at = 1 + staleness
     collector = Collector(world, event, at)
     rollout = SimpleNamespace(max_staleness=staleness, in_flight=in_flight)
@@ -103,7 +106,7 @@ def main(folder: Path) -> None:
     results = {name: trained(world, *scenario) for name, scenario in SCENARIOS.items()}
     (folder / f"{world.rank}.json").write_text(json.dumps(results))
     world.barrier()
-    os._exit(0)  # a thread of the last scenario still waits for the process that failed
+    os._exit(0)  # a thread of the last scenario still waits for the failed process
 
 
 if __name__ == "__main__":

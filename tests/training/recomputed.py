@@ -1,4 +1,4 @@
-"""Computing the metrics of a step from its rollout file alone."""
+"""Recomputes metrics of a step from its rollout file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ IN_UPDATE = {"trained", "zero_advantage", "masked"}
 
 
 def recomputed(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """rows: of one file. Of a run with `train.epochs=1`.
+    """Recomputes metrics from the rows of one rollout file, of a run with `train.epochs=1`.
 
-    What the step sampled, or where it sampled nothing, what it was given by the step before.
+    If the step sampled nothing, its metrics describe the groups carried over from the step before.
     """
     own = [row for row in rows if row["sampled_step"] == row["step"]] or rows
     groups = defaultdict(list)

@@ -20,7 +20,7 @@ from grpocli.training import checkpoint
 from grpocli.training.checkpointer import BackgroundWriter
 
 WAIT = 60.0
-"""Seconds, far more than anything here takes."""
+"""Seconds, far more than any test here takes."""
 RUN = ["train", *SMALL, "train.steps=3", "checkpoint.every=1", "eval.problems=0"]
 
 
@@ -29,7 +29,7 @@ def saver(whole: bool = True) -> BackgroundWriter:
     return BackgroundWriter(world)
 
 
-def test_it_writes_in_the_background() -> None:
+def test_a_checkpoint_is_written_in_the_background() -> None:
     go, done, one = threading.Event(), [], saver()
     one.start(lambda: (go.wait(WAIT), done.append(1)))
     assert one.writing

@@ -80,7 +80,7 @@ def test_constant_groups_are_replaced_by_others() -> None:
     made, sampler = collector([MIXED, FLAT, FLAT, FLAT, MIXED, MIXED], "algorithm=dapo")
     got = made.collect()
     assert [g.uid for g in got.groups] == ["0", "4", "5"]
-    assert sampler.asked == [3, 6]  # two are missing, and one of three was kept: six should give two
+    assert sampler.asked == [3, 6]  # two groups are missing and one of three was kept, so six should give two
     assert made.draws == 9
     assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (2, 3)
     assert got.metrics["sampling/acceptance"] == pytest.approx(4 / 9)
@@ -104,10 +104,10 @@ def test_the_progress_of_a_refill_names_its_round_and_the_groups_kept() -> None:
 def test_a_refill_is_sized_by_what_was_kept_in_the_step() -> None:
     made, sampler = collector([FLAT, MIXED, MIXED, FLAT, FLAT, MIXED], "algorithm=dapo")
     made.collect()
-    assert sampler.asked == [3, 2, 3]  # one is missing, at two of three, then at two of five
+    assert sampler.asked == [3, 2, 3]  # one is missing; two of three were kept, then two of five
     made, sampler = collector([*[FLAT] * 15, *[MIXED] * 9], "algorithm=dapo")
     made.collect()
-    assert sampler.asked == [3, 9, 12]  # none kept counts as one; never more than four steps' worth
+    assert sampler.asked == [3, 9, 12]  # zero kept counts as one; at most four steps' prompts
 
 
 def test_a_step_ends_when_its_rounds_are_used_up() -> None:
@@ -131,7 +131,7 @@ def test_surplus_is_carried_into_the_next_step() -> None:
     assert sampler.asked[2] == 2  # the carried group is one of the three
     assert [g.uid for g in second.groups][:2] == ["7", "9"]
     assert second.metrics["sampling/carried"] == 1
-    assert second.groups[0].rollouts[0].completion.version == 2  # of the second call; the others are later
+    assert second.groups[0].rollouts[0].completion.version == 2  # from the second sampling; the others are later
     assert "7" not in {g.uid for g in made.leftover}
 
 
@@ -140,9 +140,12 @@ def test_carried_groups_never_wait_for_more_than_one_step() -> None:
     made.prompts_per_step = 2
     made.collect()
     assert sampler.asked == [2, 4, 8]
-    assert [g.uid for g in made.leftover] == ["8", "9"]  # of 8 kept 2 are trained on; carried is one step's worth
+    assert [g.uid for g in made.leftover] == [
+        "8",
+        "9",
+    ]  # 2 of 8 are trained on; at most one step is carried
     got = made.collect()
-    assert sampler.asked == [2, 4, 8], "nothing is sampled where enough was carried"
+    assert sampler.asked == [2, 4, 8], "nothing is sampled if enough groups were carried"
     assert [g.uid for g in got.groups] == ["8", "9"]
     assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (0, 2)
     assert got.metrics["reward"] == 0.5
@@ -193,7 +196,7 @@ def test_a_damaged_carried_completion_is_refused(damage: dict[str, torch.Tensor]
 
 
 def test_a_group_can_be_kept_by_one_reward_alone() -> None:
-    """DAPO keeps groups by accuracy, the first reward: a difference in length alone is no signal about the answer."""
+    """DAPO keeps groups by accuracy, the first reward: a difference in length says nothing about the answer."""
     rewards = {"accuracy": torch.tensor([[1.0, 1.0], [0.0, 1.0]]), "overlong": torch.tensor([[0.0, -0.5], [0.0, 0.0]])}
     assert built("algorithm=dapo").kept(rewards).tolist() == [False, True]
     for name, kept in {"accuracy": [False, True], "overlong": [True, False], "score": [True, True]}.items():
@@ -208,7 +211,7 @@ def test_a_reward_called_score_is_that_reward() -> None:
 
 
 NAN = float("nan")
-MIXTURE = {  # groups of the tasks: numbers, texts, texts, and one that no reward could score
+MIXTURE = {  # groups of the tasks: numbers, texts, texts, and one without any score
     "math": torch.tensor([[1.0, 0.0], [NAN, NAN], [NAN, NAN], [NAN, NAN]]),
     "style": torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [NAN, NAN]]),
     "judge": torch.tensor([[NAN, NAN], [1.0, 1.0], [0.0, 1.0], [NAN, NAN]]),
@@ -219,7 +222,7 @@ def test_groups_are_kept_by_the_accuracy_reward_of_their_task() -> None:
     dapo = built("algorithm=dapo")
     accuracy = ["math", "judge", "judge", "judge"]
     assert dapo.kept(MIXTURE, accuracy=accuracy).tolist() == [True, False, True, False]
-    assert dapo.kept(MIXTURE).tolist() == [True, True, False, False], "the first that applies to the group"
+    assert dapo.kept(MIXTURE).tolist() == [True, True, False, False], "the first reward that applies to the group"
     with pytest.raises(ValueError, match=r"accuracy: there is no reward 'jugde'; did you mean \"judge\"\?"):
         dapo.kept(MIXTURE, accuracy=["jugde"] * 4)
     with pytest.raises(ValueError, match="accuracy has 1 names, and there are 4 groups"):
@@ -227,7 +230,7 @@ def test_groups_are_kept_by_the_accuracy_reward_of_their_task() -> None:
 
 
 def test_difficulty_is_measured_by_the_accuracy_reward_of_the_task() -> None:
-    """DGPO in a mixture: the accuracy of a question is that of its task, not of the first task."""
+    """DGPO in a mixture measures the accuracy of a question by its own task, not by the first task."""
     dgpo = built("algorithm=dgpo", "algorithm/advantage=center")
     easy, hard = [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]
     rewards = {"math": torch.tensor([hard, [NAN] * 4]), "judge": torch.tensor([[NAN] * 4, easy])}
@@ -291,8 +294,8 @@ def trls_metrics(lengths: list[int], cut: list[bool], rewards: list[float], prom
     }
 
 
-def test_metrics_of_completions_are_those_of_trl() -> None:
-    """Over all completions, also those not trained on; tokens of the environment do not count."""
+def test_metrics_of_completions_equal_those_of_trl() -> None:
+    """They include completions that are not trained on, and exclude tokens of the environment."""
     lengths, cut, rewards = [3, 5, 2, 5, 1, 4], [False, True, False, True, False, False], [0.0, 1.0, NAN, 0.5, 1.0, 1.0]
     prompts = [Prompt(str(i), [1] * n, "p") for i, n in enumerate((2, 7, 4))]
 
@@ -318,7 +321,7 @@ def test_metrics_of_completions_are_those_of_trl() -> None:
 
 
 def test_a_step_without_terminated_completions_has_no_terminated_lengths() -> None:
-    """And one completion has no standard deviation: a metric without a value is absent."""
+    """One completion has no standard deviation either; a metric without a value is absent."""
     done = Completion([1, 2], [-1.0, -1.5], "length", version=1)
     rewards = {"r": 1.0, "other": NAN}
     seen = RolloutStats.of([Group(prompt(0), [Rollout(prompt(0), done, "t", rewards)])], ["r", "other"])

@@ -1,4 +1,4 @@
-"""A run whose engine is gone for good stops with a checkpoint, and all finished steps are logged."""
+"""A run whose engine is lost for good stops with a checkpoint, and all finished steps are logged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNJUDGED = RewardGone("the judge stays away")
 
 
 class Ended:
-    """A trainer of three steps that records its calls; `gone` is the call in which the service is gone."""
+    """A trainer of three steps that records its calls; the service is lost in the call `gone`."""
 
     def __init__(self, gone: tuple[str, int], error: ServiceGone = GONE) -> None:
         self.error = error
@@ -47,7 +47,7 @@ class Ended:
         return Stopped(str(gone))
 
 
-def test_a_scoring_service_that_is_gone_stops_the_run_as_the_engine_does() -> None:
+def test_a_lost_scoring_service_stops_the_run_as_a_lost_engine_does() -> None:
     trainer = Ended(("generate_and_score", 1), UNJUDGED)
     with pytest.raises(Stopped, match="the judge stays away"):
         trainer.train()
@@ -65,7 +65,7 @@ def test_a_scoring_service_that_is_gone_stops_the_run_as_the_engine_does() -> No
         ("finish", 3),
     ],
 )
-def test_finished_steps_are_logged_and_saved_wherever_the_engine_is_gone(gone: tuple[str, int]) -> None:
+def test_finished_steps_are_logged_and_saved_wherever_the_engine_is_lost(gone: tuple[str, int]) -> None:
     trainer = Ended(gone)
     with pytest.raises(Stopped, match="stays away"):
         trainer.train()

@@ -56,9 +56,9 @@ def test_evaluations_keep_penalties_and_stop_strings_but_not_the_temperature() -
     assert metrics == {
         "eval/accuracy": 1 / 3,
         "eval/accuracy_greedy": 1.0,
-        "eval/pass@2": pytest.approx(2 / 3),  # of three that were scored one is right
+        "eval/pass@2": pytest.approx(2 / 3),  # one of three scored completions is right
         "eval/pass@4": pytest.approx(math.nan, nan_ok=True),
-        "eval/maj@4": pytest.approx(1 / 3),  # all say the same, of which one is right
+        "eval/maj@4": pytest.approx(1 / 3),  # all give the same answer, and one of them is right
         "eval/mean_length": 2.0,
         "eval/truncated": 0.0,
     }
@@ -78,7 +78,7 @@ def test_several_tasks_have_their_own_accuracy_rewards_and_results() -> None:
     accuracy_rewards = AccuracyRewards(
         {"sums": "right", "words": "other"}, {"right": ExactMatch(), "other": ExactMatch()}
     )
-    assert len(set(eval_seeds(0, prompts))) == 1  # each is its task's first problem
+    assert len(set(eval_seeds(0, prompts))) == 1  # each is the first problem of its task
     assert len(set(eval_seeds(0, [*prompts, *prompts]))) == 2
     found = Evaluator(sampler, prompts, 2, accuracy_rewards, Sampling(8), seed=0)()
     assert found["eval/accuracy"] == 0.5

@@ -1,4 +1,4 @@
-"""One process of each machine reads the weights; in the others they take no memory."""
+"""One process of each machine reads the weights; in the others they use no memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def resident() -> int:
     return 1024 * int(found[1])
 
 
-def test_weights_that_are_not_read_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Created as transformers does in all processes but the first."""
+def test_weights_that_are_not_read_use_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers creates them so in all processes but the first."""
     for name in LOADING:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOCAL_RANK", "1")

@@ -92,7 +92,7 @@ def test_the_first_policy_is_the_base_to_the_bit(little_model, world, rows, dtyp
         assert weight.equal(original)
 
 
-def test_training_moves_the_updates_and_nothing_else(little_model, world, rows) -> None:
+def test_training_changes_only_the_updates(little_model, world, rows) -> None:
     policy = lora_policy(little_model, world)
     up = updater(policy, world)
     held = {id(p) for group in up.optimizer.param_groups for p in group["params"]}
@@ -167,7 +167,9 @@ def test_a_moving_reference_is_a_second_model(little_model, world, tmp_path: Pat
 
 
 def test_mixing_is_tr_dpos_formula_on_merged_weights(little_model, world, rows) -> None:
-    """reference <- alpha (W + (lora alpha / rank) B A) + (1 - alpha) reference, twice, from reference = W."""
+    """The formula is reference <- alpha (W + (lora alpha / rank) B A) + (1 - alpha) reference, twice, from reference =
+    W.
+    """
     policy = lora_policy(little_model, world)
     reference = Reference(copy.deepcopy(little_model), policy)
     up = updater(policy, world, reference)
@@ -192,7 +194,7 @@ def test_mixing_is_tr_dpos_formula_on_merged_weights(little_model, world, rows) 
 
 
 def test_a_mixture_of_updates_has_a_higher_rank_than_each(little_model, world, rows) -> None:
-    """The reason why a moving reference has full weights."""
+    """This is why a moving reference has full weights."""
     policy = lora_policy(little_model, world)
     reference = Reference(copy.deepcopy(little_model), policy)
     up = updater(policy, world)

@@ -63,10 +63,10 @@ def test_pack_respects_the_limit(layout: type[Layout], lengths: list[tuple[int, 
 def test_packed_rows_have_their_prompt_once() -> None:
     rows = [row(3, 2, 4), row(1, 2, 5), row(3, 1, 4)]
     layout = MicroBatch.build(rows, torch.device("cpu"), Packed).layout
-    assert layout.input_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0, 1]]  # nine: so few need no filler
+    assert layout.input_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0, 1]]  # nine tokens: too few to need filler
     assert layout.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2]]
     assert isinstance(layout, Packed)
-    assert layout.keep_U[layout.predictor_N].tolist() == [2, 3, 6, 7, 2]  # of rows, not of the sequence
+    assert layout.keep_U[layout.predictor_N].tolist() == [2, 3, 6, 7, 2]  # positions within rows, not in the sequence
     assert layout.keep_U.tolist() == [2, 3, 6, 7]
     assert layout.index_C.tolist() == [0, 1, 2, 3, 4]
     assert layout.spread(torch.arange(5.0)).tolist() == [[0, 1], [2, 3], [4, 0]]
@@ -110,7 +110,7 @@ def test_old_log_probs_of_a_rollout_of_an_older_version_are_the_samplers() -> No
     assert both[1].isnan().all()
 
 
-def test_a_row_without_tokens() -> None:
+def test_a_row_may_have_no_tokens_to_train_on() -> None:
     batch = MicroBatch.build([row(2, 0), row(1, 2)], torch.device("cpu"))
     assert batch.layout.input_ids.dtype == batch.mask.dtype == torch.long
     assert batch.mask.tolist() == [[0, 0], [1, 1]]

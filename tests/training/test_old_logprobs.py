@@ -18,7 +18,7 @@ __all__ = ["rows", "world"]
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The forwards that ran, in order."""
+    """The names of the forwards, in order."""
     ran: list[str] = []
 
     def noted(cls: type, method: str, name: str) -> None:
@@ -47,14 +47,16 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (["algorithm=dapo", "algorithm/tokens=top_entropy"], {}, ["score", "update"]),
     ],
 )
-def test_forwards(little_model, world, rows, forwards, algorithm, train, expected, monkeypatch) -> None:
-    monkeypatch.setattr(packing, "PADDING", 1.0)  # one micro-batch, however different its rows are
+def test_no_forward_is_superfluous(
+    little_model, world, rows, forwards, algorithm, train, expected, monkeypatch
+) -> None:
+    monkeypatch.setattr(packing, "PADDING", 1.0)  # one micro-batch, however much its rows differ
     updater(little_model, world, *algorithm, **train).step([copy.copy(r) for r in rows], n_groups=2)
     assert forwards == expected
 
 
 def test_old_log_probs_are_of_the_policy_at_the_start_of_the_step(little_model, world, rows) -> None:
-    """Whether they are kept from the first update or computed before it because another window comes first."""
+    """They are kept from the first update, or computed before it if another window comes first."""
     mine = [copy.copy(r) for r in rows]
     up = updater(little_model, world, "algorithm=dapo", epochs=2, minibatches=2)
     start, _ = up.policy.logp_without_gradient(MicroBatch.build(mine, world.device), SAMPLING)

@@ -135,7 +135,7 @@ def updated(
 ) -> SimpleNamespace:
     """The metrics of the second of two steps, the weights after it, and the gradients of all updates."""
     mine = copy.deepcopy(model)
-    optim = AdamW(lr=0.02, max_grad_norm=0.0)  # its rate alone: AdamW would blow up what rounding makes of a 0
+    optim = AdamW(lr=0.02, max_grad_norm=0.0)  # plain gradient descent: AdamW would enlarge rounding errors
     wrapped, optimizer = world.parallel.prepare(
         mine, torch.float32, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     )
@@ -177,7 +177,7 @@ class Everything(Updater):
     ),
 )
 def test_savings_change_nothing(model, world, algorithm: str, groups: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "MIN_TOKENS", 8)  # several blocks for a prompt, with masks and without
+    monkeypatch.setattr(attention, "MIN_TOKENS", 8)  # several blocks for a prompt, with and without masks
     rows, overrides = rows_of(GROUPS[groups]), ALGORITHMS[algorithm]
     windows = {"micro_batch_tokens": 22, "minibatches": 2}
     plain = updated(model, world, rows, overrides, packed=False, skips=False, at_head=False, **windows)
@@ -202,14 +202,14 @@ def test_savings_change_nothing(model, world, algorithm: str, groups: str, monke
 
 
 def test_a_group_larger_than_a_micro_batch_is_split() -> None:
-    """The test above contains this case."""
+    """One case of the test above is such a group."""
     batches = Packed.pack(rows_of(GROUPS["ragged"]), 22)
     assert any({row.group for row in one} & {row.group for row in other} for one, other in pairwise(batches))
 
 
 @pytest.mark.parametrize("groups", ["ragged", "a row without tokens"])
-def test_attention_as_on_a_gpu(model, world, groups: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With boolean masks, and keys repeated for the heads that share them."""
+def test_the_gpu_attention_gives_the_same_update(model, world, groups: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU masks are boolean, and keys are repeated for the heads that share them."""
     monkeypatch.setattr(attention, "MIN_TOKENS", 8)
     rows, calls = rows_of(GROUPS[groups]), []
     plain = updated(model, world, rows, ALGORITHMS["grpo"], packed=False, skips=False)
@@ -224,7 +224,7 @@ def test_attention_as_on_a_gpu(model, world, groups: str, monkeypatch: pytest.Mo
 
 
 def test_filler_fits_any_model(world) -> None:
-    """Even a model with fewer positions than filler tokens."""
+    """This includes a model with fewer positions than filler tokens."""
     short = GPT2LMHeadModel(GPT2Config(**(GPT2 | {"n_positions": 24}), **ENDS))
     policy = Policy(short, short, torch.float32, world.parallel)
     policy.packs = attention.enable(short, 24)
@@ -268,7 +268,7 @@ def test_a_model_that_scales_or_caps_its_logits_computes_all_logits(world, name:
     assert policy.logp(batch, Sampling(1))[0][0].tolist() == pytest.approx(policy.score(ids)[1:], abs=1e-5)
 
 
-def test_a_model_that_does_not_pass_segments_on_is_padded(world, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_ignores_segments_is_padded(world, monkeypatch: pytest.MonkeyPatch) -> None:
     deaf = LlamaForCausalLM(LlamaConfig(**SHAPE, **ENDS))
     forward = deaf.model.forward
     monkeypatch.setattr(deaf.model, "forward", lambda *args, segments=None, **kwargs: forward(*args, **kwargs))
@@ -309,11 +309,11 @@ def nothing(query, key, value, segments, call):
 @pytest.mark.parametrize(
     ("wrong", "dtype"),
     [(over_all_rows, torch.float32), (over_all_rows, torch.bfloat16), (nothing, torch.float32)],
-)  # in bfloat16 no attention at all differs less than rounding does, until a model has learnt to attend
+)  # in bfloat16, zero attention differs by less than rounding in an untrained model
 def test_a_wrong_attention_is_detected_in_an_untrained_model(
     world, monkeypatch: pytest.MonkeyPatch, wrong: Any, dtype: torch.dtype
 ) -> None:
-    """Whose log-probs are nearly the same whatever it attends to."""
+    """Its log-probs are nearly the same for any attention."""
     fresh = MODELS["llama"]().to(dtype)
     policy = Policy(fresh, fresh, dtype, world.parallel)
     assert pack(policy, None, world)
@@ -364,7 +364,7 @@ def two_threads():
 @pytest.mark.parametrize("at_head", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_repeat_to_the_bit(name: str, at_head: bool, two_threads) -> None:
-    """Also at a token that predicts many others, whose gradients threads could sum in any order."""
+    """This includes a token that predicts many others, whose gradients threads could sum in any order."""
     torch.manual_seed(0)
     shape = {"hidden_size": 96, "intermediate_size": 192} if name != "gpt2" else {"n_embd": 96}
     kinds = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "gpt2": GPT2LMHeadModel}
@@ -404,7 +404,11 @@ def test_savings_are_counted(model, world) -> None:
 def test_log_probs_at_the_head_equal_those_of_logits(
     model, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, numbers in (("LOGITS_AT_ONCE", 40 * 5), ("IN_CACHE", 16 * 5), ("COLUMNS", 16)):  # pieces, and rests
+    for name, numbers in (
+        ("LOGITS_AT_ONCE", 40 * 5),
+        ("IN_CACHE", 16 * 5),
+        ("COLUMNS", 16),
+    ):  # with remainders
         monkeypatch.setattr(logprobs, name, numbers)
     hidden = torch.randn(23, 32, requires_grad=True)
     weight = model.get_output_embeddings().weight
@@ -436,7 +440,7 @@ class Largest(TorchDispatchMode):
 def test_logits_of_all_tokens_are_never_in_memory(
     monkeypatch: pytest.MonkeyPatch, packed: bool, sampling: Sampling
 ) -> None:
-    """Neither in the forward nor in the backward; only the gradient of the head is as large as its weight."""
+    """This holds for the forward and the backward; only the gradient of the head is as large as its weight."""
     vocabulary, tokens = 5000, 200
     for name, numbers in (("LOGITS_AT_ONCE", 10 * vocabulary), ("COLUMNS", vocabulary // 25)):
         monkeypatch.setattr(logprobs, name, numbers)

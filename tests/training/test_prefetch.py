@@ -65,7 +65,7 @@ class Sampler:
         first = self.version
         self.threads.add(threading.get_ident())
         self.calls.append((first, [int(p.uid) for p in prompts]))
-        assert self.turns.acquire(timeout=WAIT), "nobody allowed this call"
+        assert self.turns.acquire(timeout=WAIT), "the test did not allow this call"
         self.before()
         if self.error:
             raise self.error
@@ -153,7 +153,7 @@ def test_one_step_ahead_every_completion_is_one_version_old() -> None:
     assert [c.metrics["staleness/mean"] for c in got] == [0, 1, 1, 1, 1]
     assert {c.metrics["sampling/stale"] for c in got} == {0}
     assert all(c.metrics["time/generate"] >= 0 for c in got)
-    assert len(sampler.calls) == 5, "nothing is sampled beyond the last step"
+    assert len(sampler.calls) == 5, "nothing is sampled after the last step"
     assert threading.get_ident() not in sampler.threads
 
 
@@ -168,7 +168,7 @@ def test_the_next_step_is_sampled_while_this_one_trains() -> None:
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 3])
-def test_nothing_is_older_than_allowed(staleness: int) -> None:
+def test_no_completion_is_older_than_allowed(staleness: int) -> None:
     sampler = Sampler()
     with ahead(collector(sampler), staleness, steps=9) as one:
         sampler.allow(99)
@@ -198,7 +198,7 @@ def test_a_sync_waits_for_running_steps_and_comes_before_later_ones() -> None:
         helper.start()
         with one.paused_before(2):
             synced.set()
-            assert len(sampler.calls) == 2, "what had not begun goes after the sync"
+            assert len(sampler.calls) == 2, "steps that had not begun follow the sync"
             sampler.version = 2
         helper.join()
         assert versions(one.rollouts(2)) == {1}
@@ -213,7 +213,7 @@ def test_in_flight_a_sync_does_not_wait_and_versions_are_recorded() -> None:
         sampler.allow(1)
         one.rollouts(1)
         until(lambda: len(sampler.calls) == 2)
-        sync(one, sampler, 2)  # returns, though nothing allows the running call to end
+        sync(one, sampler, 2)  # returns although the running call may not end
         sampler.allow(9)
         collected = one.rollouts(2)
     done = collected.groups[0].rollouts[0].completion
@@ -222,7 +222,7 @@ def test_in_flight_a_sync_does_not_wait_and_versions_are_recorded() -> None:
 
 
 def test_stale_groups_are_dropped_and_counted() -> None:
-    """As after a resume with a smaller max_staleness. Advantages are those of the remaining groups."""
+    """This happens after a resume with a smaller max_staleness. Advantages are those of the remaining groups."""
     sampler = Sampler([(0.0, 1.0), (0.0, 3.0)])
     made = collector(sampler, "algorithm=grpo", "algorithm/advantage=batch_std")
     sampler.allow(2)
@@ -250,8 +250,8 @@ def test_an_error_of_the_thread_is_raised_when_the_trainer_waits() -> None:
         sampler.allow(1)
         with pytest.raises(EngineError, match="the server is gone"), one.paused_before(2):
             pytest.fail("weights went to an engine that had failed")
-        assert made.draws == drawn, "what failed was not drawn"
-        one.wait_until_idle(2)  # for the checkpoint that a server's death is followed by
+        assert made.draws == drawn, "a failed step is not counted as drawn"
+        one.wait_until_idle(2)  # for the checkpoint after a server is lost
         assert one.state.ready == ()
         with pytest.raises(EngineError, match="the server is gone"):
             one.rollouts(2)
@@ -298,8 +298,8 @@ def test_ready_batches_are_used_before_a_later_error_is_raised() -> None:
             one.rollouts(3)
 
 
-def test_at_the_end_only_running_steps_are_waited_for() -> None:
-    """Steps that were requested and have not begun are neither drawn nor saved: a resume draws them."""
+def test_the_end_waits_only_for_running_steps() -> None:
+    """Requested steps that have not begun are neither drawn nor saved: a resume draws them."""
     sampler = Sampler()
     made = collector(sampler)
     with ahead(made, staleness=3) as one:
@@ -328,13 +328,13 @@ def test_a_checkpoint_saves_ready_batches_and_no_draws_of_running_steps() -> Non
         assert [uids(ready) for ready in progress.ready] == [[2, 3]]
         assert progress.draws == 4
         sampler.allow(9)
-        one.wait_until_idle(2)  # waits for the third, which has begun
+        one.wait_until_idle(2)  # waits for the third step, which has begun
         assert [uids(ready) for ready in one.state.ready][:2] == [[2, 3], [4, 5]]
         one.rollouts(2)
-        assert uids(one.rollouts(3)) == [4, 5], "the run goes on with it"
+        assert uids(one.rollouts(3)) == [4, 5], "the run continues with it"
 
 
-def test_the_waiting_trainer_makes_the_calls_of_the_thread() -> None:
+def test_the_waiting_trainer_makes_the_threads_calls() -> None:
     """An engine does this to recover a lost server in the middle of sampling."""
     sampler = Sampler()
     did: list[int] = []
@@ -346,7 +346,7 @@ def test_the_waiting_trainer_makes_the_calls_of_the_thread() -> None:
         assert did == [threading.get_ident()]
         with one.paused_before(2):
             assert did == [threading.get_ident()] * 2
-        one.run_in_main_thread(lambda: did.append(0))  # of the main thread itself, as in an evaluation
+        one.run_in_main_thread(lambda: did.append(0))  # in the main thread, as in an evaluation
         assert did[2:] == [0]
 
         def fail() -> None:
@@ -394,7 +394,7 @@ def test_close_gives_up_on_a_request_that_does_not_end(
 
 @pytest.mark.parametrize("surplus", ["discard", "carry"])
 def test_a_restored_run_continues_in_the_same_way(surplus: str, tmp_path: Path) -> None:
-    """To the byte of its rollout files, discarded completions included."""
+    """The rollout files are equal to the byte, discarded completions included."""
 
     def steps(one: Prefetcher, sampler: Sampler, first: int, last: int) -> list[Any]:
         got = []
@@ -431,7 +431,7 @@ def test_a_restored_run_continues_in_the_same_way(surplus: str, tmp_path: Path) 
         progress = one.state
         saved_rollouts.save_steps(progress.ready, tmp_path)
         saved_rollouts.save(progress.leftover, tmp_path)
-        assert all(step.rest for step in progress.ready), "nothing discarded shows nothing"
+        assert all(step.rest for step in progress.ready), "without discarded groups the test shows nothing"
 
     sampler = Sampler(script)
     sampler.allow(999)
@@ -470,7 +470,7 @@ def test_spans_survive_a_checkpoint_and_a_changed_config_does_not(
 
 
 def test_discarded_groups_that_do_not_fit_do_not_drop_a_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Only the main process reads those, and all processes must agree."""
+    """Only the main process reads them, and all processes must agree."""
     made = collector(Sampler(), "algorithm=grpo")
 
     def group(prompt: Prompt) -> Group:
@@ -486,7 +486,7 @@ def test_discarded_groups_that_do_not_fit_do_not_drop_a_step(tmp_path: Path, cap
     assert caplog.text.count("1 of 1 groups of a rollout file do not fit") == 1
 
 
-def test_steps_collected_ahead_by_an_older_version_are_read(tmp_path: Path) -> None:
+def test_steps_of_an_older_weight_version_are_read(tmp_path: Path) -> None:
     made = collector(Sampler(), "algorithm=grpo")
     group = Group(made.draw(4), [Rollout(made.draw(4), Completion([1], [-1.0], "stop", 3), "t", {"r": 1.0})] * 2)
     saved_rollouts.save_steps([RolloutBatch([group], {"reward": 1.0})], tmp_path)
@@ -497,8 +497,8 @@ def test_steps_collected_ahead_by_an_older_version_are_read(tmp_path: Path) -> N
     assert (step.groups, step.rest) == ([group], [])
 
 
-def test_old_log_probs_of_a_stale_row() -> None:
-    """The sampler's without a correction; with one, the trainer's."""
+def test_old_log_probs_of_a_stale_row_follow_the_correction() -> None:
+    """They are the sampler's without a correction, and the trainer's with one."""
     prompt = Prompt("0", [1], "p")
     rollout = Rollout(prompt, Completion([3, 4], [-1.0, -0.5], "stop", version=4), "t", {})
     stale = Row.of(rollout, 1.0, 0, False, version=5)

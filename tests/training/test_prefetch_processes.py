@@ -1,4 +1,4 @@
-"""Two real processes with prefetchers act alike when their engine is lost, is gone or raises an error."""
+"""Two real processes with prefetchers behave alike when their engine is lost or raises an error."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("scenario", ["lost", "lost, late"])
 def test_a_lost_engine_is_recovered_together(both: list[dict[str, Any]], scenario: str) -> None:
-    """While the trainers wait before a sync, and when one of them is late."""
+    """The engine is lost while the trainers wait before a sync, and while one of them is late."""
     for process in both:
         assert process[scenario] == {"done": 4, "error": None, "recovered": [[0, 1]], "drawn": [4, 0]}
 
 
 @pytest.mark.parametrize(("scenario", "done"), [("gone", 1), ("gone, late", 2)])
-def test_an_engine_that_is_gone_ends_both_after_the_same_step(
+def test_an_engine_lost_for_good_ends_both_after_the_same_step(
     both: list[dict[str, Any]], scenario: str, done: int
 ) -> None:
-    """Both train on the ready batches first, also a process that is late."""
+    """Both train on the ready batches first, including a process that is late."""
     for process in both:
         error = ["EngineGone", "stays away"]
         assert process[scenario] == {"done": done, "error": error, "recovered": [], "drawn": [done, 0]}
 
 
 def test_an_error_in_one_process_ends_both(both: list[dict[str, Any]]) -> None:
-    """Although the thread of the other process still waits for it."""
+    """The thread of the other process still waits for it."""
     first, second = (process["alone"] for process in both)
     assert first["error"] == ["RunError", "only here"]
     assert second["error"] == ["EngineError", "only here"]

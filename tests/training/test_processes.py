@@ -1,7 +1,8 @@
-"""One, two and three real processes make the same updates, however they share them: weights and metrics, to rounding.
+"""One, two and three real processes make the same updates: weights and metrics agree, to rounding.
 
-Each set of processes is started once, by the launcher that a run uses, and goes through all algorithms and all ways to
-share. Two processes come first, and leave checkpoints that one and three go on from. Three are survival tests.
+Each set of processes is started once, by the launcher of a run, and goes through all algorithms and kinds of
+parallelism. Two processes come first and leave checkpoints, which one and three processes resume. Three are survival
+tests.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.processes
 ZERO = ("zero2", "zero3") if find_spec("deepspeed") else ()
 PARALLEL = {1: ("ddp",), 2: ("ddp", "fsdp2"), 3: ("ddp", "fsdp2", *ZERO)}
 THREE = pytest.mark.survival
-"""What three processes do is the same law again; `make test` has one and two."""
+"""Three processes test the same law again; `make test` has one and two."""
 Results = dict[tuple[int, int, str], dict[str, Any]]
 ADVANTAGES = [[1.2, -0.3, -0.9], [-0.5, 1.5, -0.5, -0.5], [0.0, 0.0, 0.0], [2.0, -2.0], [0.4, 0.1, -0.7, 0.2, 0.3]]
 
@@ -51,9 +52,10 @@ def tied_model(little_model) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def rows(tied_model) -> list[Row]:
-    """Five ragged groups: one without advantages, one sampled by an older policy; two rows without tokens in the loss.
+    """Five ragged groups: one without advantages, one sampled by an older policy, and two rows without tokens in the
+    loss.
 
-    The sampler's log-probs are off by a little, as an engine's are.
+    The sampler's log-probs differ a little from the policy's, as an engine's do.
     """
     noise = torch.Generator().manual_seed(1)
     rows = []
@@ -69,12 +71,12 @@ def rows(tied_model) -> list[Row]:
         row.old_logp = torch.tensor(row.rollout_logp) if row.group == 3 else None
     rows[1].mask = [0] * len(rows[1].mask)  # truncated
     rows[5].mask = [0] * len(rows[5].mask)
-    rows[6].mask[1] = 0  # an environment's word
+    rows[6].mask[1] = 0  # a token of an environment
     return rows
 
 
 class Processes:
-    """Runs each number of processes once, when a test first needs its results."""
+    """Starts each number of processes once, when a test first needs its results."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -84,7 +86,7 @@ class Processes:
         """Results of `n` processes, by their number, rank and `hardware.parallel`."""
         if n not in self.ran:
             if n != 2:
-                self.results(2)  # leaves the checkpoints that the others go on from
+                self.results(2)  # leaves the checkpoints that the others resume
             process = start(self.folder, n)
             try:
                 output, _ = process.communicate(timeout=600)
@@ -130,7 +132,7 @@ def start(folder: Path, n: int) -> subprocess.Popen[str]:
 
 
 def test_the_shares_are_uneven(rows: list[Row], n: int) -> None:
-    """The premise of the next test: processes differ in numbers of tokens and micro-batches."""
+    """The next test needs processes with different numbers of tokens and micro-batches."""
     spans = windows(updating.N_GROUPS, updating.TRAIN.minibatches)
     dealt = [Packed.deal([r for r in rows if r.group in span], n) for span in spans]
     tokens = [{sum(sum(r.mask) for r in share) for share in shares} for shares in dealt]
@@ -143,7 +145,7 @@ def test_the_shares_are_uneven(rows: list[Row], n: int) -> None:
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_uneven_loads_make_equal_numbers_of_collective_calls(results, n: int, parallel: str) -> None:
-    """One long row in one process, many micro-batches in the others, and rows that are skipped."""
+    """One process has a long row, the others have many micro-batches, and some rows are skipped."""
     shares = Packed.deal([row for row in updating.uneven(n) if row.advantage], n)
     micro_batches = [len(Packed.pack(share, updating.LITTLE)) for share in shares]
     assert max(micro_batches) >= min(micro_batches) + 2
@@ -153,7 +155,7 @@ def test_uneven_loads_make_equal_numbers_of_collective_calls(results, n: int, pa
 
 
 @pytest.mark.parametrize("name", updating.ALGORITHMS)
-def test_extremes_are_over_all_processes(results, name: str) -> None:
+def test_extremes_are_taken_over_all_processes(results, name: str) -> None:
     """Every process has the same extremes, on both sides of the mean."""
     for (n, _, parallel), result in results.items():
         if name not in result:
@@ -170,7 +172,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any], tolerance: float, wh
     if "mixed" in one:
         assert (one["mixed"] - other["mixed"]).abs().max() <= tolerance, where
     assert one["metrics"].keys() == other["metrics"].keys()
-    of_split = {"tokens/padding", "tokens/shared", *EXTREMES}  # what a split costs, and extremes of its parts
+    of_split = {"tokens/padding", "tokens/shared", *EXTREMES}  # padding of a split, and extremes of its parts
     for metric in other["metrics"].keys() - of_split:
         value = other["metrics"][metric]
         assert one["metrics"][metric] == pytest.approx(value, rel=tolerance, abs=tolerance), (where, metric)
@@ -182,7 +184,7 @@ def test_the_number_of_processes_changes_nothing(results, tied_model, name: str)
     start = torch.cat([p.detach().flatten() for p in tied_model.parameters()])
     tolerance = 1e-6 if name != "bfloat16" else 0.02
     change = alone["weights"] - start
-    assert change.abs().max() > 0.005  # 5,000 times what is tolerated, but in bfloat16
+    assert change.abs().max() > 0.005  # 5,000 times the tolerance, except in bfloat16
     for process, result in results.items():
         if name in result:
             assert_same(result[name], alone, tolerance, process)
@@ -191,7 +193,7 @@ def test_the_number_of_processes_changes_nothing(results, tied_model, name: str)
 
 @pytest.mark.parametrize("name", updating.ALGORITHMS)
 def test_the_main_process_gets_the_log_probs_of_every_row(results, rows: list[Row], name: str) -> None:
-    """And entropies, whichever process computed them; None if no process did."""
+    """This includes entropies, whichever process computed them; None if no process did."""
     alone = results[1, 0, "ddp"][name]["scored"]
     computed = [row.mask for row, scored in zip(rows, alone, strict=True) if scored is not None]
     assert all(map(any, computed))
@@ -205,13 +207,13 @@ def test_the_main_process_gets_the_log_probs_of_every_row(results, rows: list[Ro
 
 
 def test_packed_and_padded_rows_give_the_same_update(results) -> None:
-    """Although their micro-batches split groups differently."""
+    """Their micro-batches split groups differently."""
     alone = results[1, 0, "ddp"]
     assert (alone["padded"]["weights"] - alone["grpo"]["weights"]).abs().max() <= 1e-6
 
 
 def test_the_algorithms_differ(results) -> None:
-    """A check of the tests above: their algorithms do not all do the same."""
+    """The tests above need algorithms with different updates."""
     names = [name for name in updating.ALGORITHMS if name not in ("checkpointing", "bfloat16", "padded")]
     weights = [results[1, 0, "ddp"][name]["weights"] for name in names]
     for i, one in enumerate(weights):
@@ -222,7 +224,7 @@ def test_the_algorithms_differ(results) -> None:
 @pytest.mark.parametrize("saved", ["ddp", "fsdp2"])
 @pytest.mark.survival
 def test_any_number_of_processes_resumes_a_checkpoint(processes: Processes, saved: str) -> None:
-    """Saved by two processes, resumed by one and by three, with the same and another `hardware.parallel`."""
+    """Two processes save it; one and three resume it, with the same and another `hardware.parallel`."""
     alone = processes.results(1)[1, 0, "ddp"][f"saved_2_{saved}"]
     for process, result in processes.results(3).items():
         assert_same(result[f"saved_2_{saved}"], alone, 1e-5, process)

@@ -21,7 +21,7 @@ from grpocli.training.collector import Collector, RolloutBatch, records_of, stat
 from grpocli.types import Completion, Episode, Group, Prompt, Rollout, Row, Sampling
 
 WEIGHTS = {"accuracy": 1.0, "overlong": 0.5}
-SCRIPT = [  # pairs of (accuracy, overlong) for each of a group's completions
+SCRIPT = [  # (accuracy, overlong) for each of a group's completions
     [(1.0, 0.0), (0.0, 0.0)],
     [(1.0, 0.0), (1.0, 0.0)],
     [(0.0, -1.0), (0.0, 0.0)],
@@ -32,7 +32,7 @@ IDS = [5, 6, 7, 8, 9, 10]
 
 
 class Scripted:
-    """A sampler that gives the n-th prompt the n-th group of rewards; lengths, ends and versions vary."""
+    """A sampler that gives the n-th prompt the n-th group of rewards; lengths, finish reasons and versions vary."""
 
     def __init__(self) -> None:
         self.version = 1
@@ -105,7 +105,7 @@ def steps(made: Collector, n: int, path: Path) -> list[tuple[list[dict[str, Any]
         ["algorithm=dapo", "algorithm.keep.max_rounds=1"],
     ],
 )
-def test_metrics_can_be_computed_again_from_the_file(overrides: list[str], tmp_path: Path) -> None:
+def test_metrics_can_be_recomputed_from_the_file(overrides: list[str], tmp_path: Path) -> None:
     for rows, metrics in steps(collector(*overrides), 6, tmp_path):
         for name, value in recomputed(rows).items():
             assert metrics[name] == pytest.approx(value), name
@@ -122,7 +122,7 @@ def test_every_completion_has_a_status(tmp_path: Path) -> None:
     kinds = {tuple(status for _, status in seen[uid]) for uid in mixed}
     assert ("carried", "trained") in kinds
     assert kinds <= {("trained",), ("carried", "trained"), ("carried",), ("surplus",)}
-    assert sorted(map(int, seen)) == list(range(made.draws)), "every draw is in a file"
+    assert sorted(map(int, seen)) == list(range(made.draws)), "every drawn group is in a file"
     for uid in mixed:
         (first, *later) = [step for step, _ in seen[uid]]
         assert later in ([], [first + 1])
@@ -156,7 +156,7 @@ def row(advantage: float, mask: list[int]) -> Row:
         (["algorithm=dapo", "algorithm/tokens=top_entropy"], row(0.0, [1, 1]), "zero_advantage"),
     ],
 )
-def test_the_status_of_a_row_in_the_update(overrides: list[str], given: Row, status: str) -> None:
+def test_the_status_follows_from_advantage_mask_and_kl(overrides: list[str], given: Row, status: str) -> None:
     assert status_of(given, built(*overrides)) == status
 
 
@@ -164,7 +164,7 @@ def test_log_probs_and_entropies_of_the_update_are_in_the_file(tmp_path: Path) -
     prompt = Prompt("0", [1], "p")
     rollouts = [Rollout(prompt, Completion([2, 3], [-1.0, -1.0], "stop", 1), "t", {"r": float(k)}) for k in range(2)]
     collected = RolloutBatch([Group(prompt, rollouts)], {})
-    rows = [row(-1.0, [1, 1]), row(2.0, [1, 0])]  # a loss_multiplier has been here
+    rows = [row(-1.0, [1, 1]), row(2.0, [1, 0])]  # scaled by a loss_multiplier
     rows[1].logp, rows[1].entropy = torch.tensor([-0.5, -0.25]), torch.tensor([1.0, 2.0])
     records = records_of(collected, rows, built("algorithm=grpo"), {"r": 1.0}, step=1)
     write_rollouts(tmp_path / "rollouts.parquet", records, 1)

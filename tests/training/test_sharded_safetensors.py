@@ -19,7 +19,7 @@ TENSORS = {f"w{k}": torch.arange(k, k + 12.0).view(3, 4) for k in range(10)} | {
 
 @dataclass
 class OneOf:
-    """One of several processes that run one after the other."""
+    """A world of one of several processes, which run one after the other."""
 
     rank: int
     size: int
@@ -51,11 +51,11 @@ def test_every_tensor_is_written_once(tmp_path, monkeypatch, size: int, full: in
     per_file = -(-full // 48)
     wanted = [k // per_file + 1 for k in range(10)]
     assert [files[f"w{k}"] for k in range(10)] == [f"model-{n:05}.safetensors" for n in wanted]
-    assert all(by_rank) == (size == 1 or full < 2**31)  # everybody has a part
+    assert all(by_rank) == (size == 1 or full < 2**31)  # every process writes a part
 
 
 def test_a_process_holds_at_most_one_file_in_memory(tmp_path, monkeypatch) -> None:
-    """It has written its file of a round before it gets tensors of the next one."""
+    """A process writes its file of a round before it receives tensors of the next one."""
     monkeypatch.setattr(shards, "FILE_BYTES", 48)
     there: list[int] = []
 
@@ -69,7 +69,7 @@ def test_a_process_holds_at_most_one_file_in_memory(tmp_path, monkeypatch) -> No
     assert there == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
 
 
-def test_an_empty_tensor_after_a_full_file(tmp_path, monkeypatch) -> None:
+def test_an_empty_tensor_may_follow_a_full_file(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(shards, "FILE_BYTES", 16)
     world: Any = OneOf(0, 1)
     files = shards.write([("a", torch.ones(8)), ("b", torch.empty(0))], tmp_path, "model", world)
@@ -77,7 +77,7 @@ def test_an_empty_tensor_after_a_full_file(tmp_path, monkeypatch) -> None:
     assert load_file(tmp_path / files["b"])["b"].numel() == 0
 
 
-def test_numbers_are_cast_and_counters_are_not(tmp_path) -> None:
+def test_floats_are_cast_and_counters_are_not(tmp_path) -> None:
     (files,) = written(tmp_path, 1, dtype=torch.bfloat16)
     saved = load_file(tmp_path / files["w1"])
     assert saved["w1"].dtype == torch.bfloat16
@@ -96,7 +96,7 @@ def test_transformers_loads_a_model_in_many_files(tmp_path, monkeypatch, little_
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4)])
-def test_rows_and_flat_parts_are_those_of_the_whole_tensor(tmp_path, shape: tuple[int, ...]) -> None:
+def test_rows_and_flat_parts_equal_those_of_the_whole_tensor(tmp_path, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape)
     world: Any = OneOf(0, 1)
     files = shards.write([("t", tensor)], tmp_path, "s", world)

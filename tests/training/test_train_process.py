@@ -1,4 +1,4 @@
-"""The errors of a trainer process: the first one counts, and a full disk is found behind a library's error."""
+"""Errors of a trainer process: the first one counts, and a full disk is found behind a library's error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_everything_is_closed_and_the_first_error_counts() -> None:
 
 @pytest.mark.parametrize("link", ["__cause__", "__context__"])
 @pytest.mark.parametrize(("code", "said"), [(errno.ENOSPC, "no space left on the disk"), (errno.EROFS, "Read-only")])
-def test_a_full_disk_behind_another_error(tmp_path: Path, code: int, said: str, link: str) -> None:
+def test_a_full_disk_behind_another_error_is_reported(tmp_path: Path, code: int, said: str, link: str) -> None:
     run = RunDir(tmp_path)
     run.config.touch()
     error = RuntimeError("the writer failed")

@@ -92,7 +92,7 @@ def test_the_first_update_is_on_policy(little_model, world, rows) -> None:
 def test_rows_get_the_log_probs_of_the_policy_at_the_start_of_the_step(
     little_model, world, rows, train: dict[str, int]
 ) -> None:
-    """After any number of updates, and also if the old log-probs of the objective are the sampler's."""
+    """This holds after any number of updates, and if the objective's old log-probs are the sampler's."""
     up = updater(little_model, world, "algorithm=drgrpo", micro_batch_tokens=20, **train)
     given = [copy.copy(r) for r in rows]
     given[1].old_logp = torch.full((len(rows[1].completion_ids),), -3.0)
@@ -109,8 +109,8 @@ def test_rows_get_the_log_probs_of_the_policy_at_the_start_of_the_step(
             torch.testing.assert_close(found, tuple(values[0] for values in expected), rtol=0, atol=1e-4)
 
 
-def test_extremes_of_clipping_are_over_the_micro_batches_of_all_updates(little_model, world, rows) -> None:
-    """With one row per micro-batch: the largest and smallest share over four updates; the mean lies between."""
+def test_extremes_of_clipping_are_taken_over_the_micro_batches_of_all_updates(little_model, world, rows) -> None:
+    """Each micro-batch is one row: the largest and smallest share over four updates enclose the mean."""
     split = trained(little_model, world, rows, "algorithm=dapo", epochs=4, micro_batch_tokens=20).metrics
     whole = trained(little_model, world, rows, "algorithm=dapo", epochs=4).metrics
     assert split["clip_ratio/low_min"] == 0 <= whole["clip_ratio/low_min"] <= whole["clip_ratio/low_mean"]
@@ -133,7 +133,7 @@ def test_without_groups_there_is_no_update(little_model, world) -> None:
     assert up.updates == 0
 
 
-def test_learning_rates() -> None:
+def test_learning_rates_follow_the_schedule() -> None:
     optim = AdamW(lr=1.0, warmup_steps=3, schedule="linear")
     assert [optim.rate(u, 7) for u in range(7)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25])
     assert AdamW(lr=1.0, schedule="cosine").rate(5, 10) == pytest.approx(0.5)

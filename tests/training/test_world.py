@@ -1,4 +1,4 @@
-"""A trainer process."""
+"""Settings of a trainer process."""
 
 from __future__ import annotations
 

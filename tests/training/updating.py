@@ -57,7 +57,7 @@ ALGORITHMS = {
 
 
 def save_rows(rows: list[Row], path: Path) -> None:
-    """Rows from JSON, which says only whether a row has old log-probs; they are the sampler's."""
+    """Saves rows as JSON, which only says whether a row has old log-probs; they are the sampler's."""
     plain = [dataclasses.asdict(dataclasses.replace(row, old_logp=None)) for row in rows]
     stale = [row.old_logp is not None for row in rows]
     path.write_text(json.dumps([plain, stale]))
@@ -114,14 +114,14 @@ def updater_of(
 
 
 def whole(policy: Policy) -> torch.Tensor:
-    """All weights, whole. Collective."""
+    """All weights as one tensor. Collective."""
     return torch.cat([policy.parallel.gather(w.detach()).float().flatten() for _, w in policy.weights()])
 
 
 def descended(world: World, folder: Path, name: str) -> dict[str, object]:
-    """Weights and metrics after a step of four updates, in bfloat16 of one.
+    """Weights and metrics after a step of four updates (one in bfloat16).
 
-    By gradient descent: Adam would hide a gradient's size.
+    Plain gradient descent, because Adam would hide a gradient's size.
     """
     dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
     policy, optimizer = loaded(world, folder / "model", descent, name == "lora", dtype)
@@ -131,7 +131,7 @@ def descended(world: World, folder: Path, name: str) -> dict[str, object]:
     updater = updater_of(
         world, folder, policy, optimizer, ALGORITHMS[name], AdamW(lr=0.1, max_grad_norm=limit), name != "padded"
     )
-    if name == "bfloat16":  # of later updates, rounding in the first ones makes several per cent
+    if name == "bfloat16":  # rounding in earlier updates changes later ones by several per cent
         updater.train = dataclasses.replace(TRAIN, epochs=1, minibatches=1)
     rows = load_rows(folder / "rows.json")
     metrics = updater.step(rows, N_GROUPS)
@@ -152,10 +152,7 @@ def descent(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def went_on(world: World, folder: Path, start: Path, end: Path) -> dict[str, object]:
-    """A step of AdamW after the checkpoint `start`, or after the model that is there; and the checkpoint `end`.
-
-    What is loaded is saved again at once beside `end`.
-    """
+    """One AdamW step from `start` (or the given model), saved as `end`; the loaded state is saved beside it."""
     optim = AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=1.0)
     policy, optimizer = loaded(world, start, optim.make)
     tokenizer = make_tokenizer()
@@ -196,7 +193,7 @@ def counted(world: World, folder: Path) -> Counter[str]:
 
 
 def sampled(world: World, folder: Path) -> list[list[int]]:
-    """Each process samples another number of tokens, more than once."""
+    """Each process samples a different number of tokens, more than once."""
     policy, _ = loaded(world, folder / "model", descent)
     completions = []
     for turn in (0, 1):
