@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def with_the_shared_cache(shared_cache: Path) -> Iterator[None]:
-    """Also for runs that the fixtures of a file make."""
+    """Model cache of the session, also for runs of module fixtures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPOCLI_CACHE", str(shared_cache))
         yield

@@ -1,4 +1,4 @@
-"""An engine beside the trainer that needs no server: it samples from a copy of the policy made at each sync."""
+"""An engine beside the trainer without a server: it samples from a copy of the policy made at each sync."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ FOR_EVER = 40.0  # seconds
 
 @dataclass(frozen=True)
 class Copied(EnginePart):
-    """slow: seconds that a batch of completions takes at least. fails, lost, stuck: the call in which the engine
-    breaks, is lost and must be synced again, or takes for ever; 0: none. gone: what is lost does not come back.
-    meanwhile: every call but the first returns when the policy has been trained since it was made.
-    starts_after_data: its start ends when prompts have been tokenised.
+    """slow: minimum seconds of a batch of completions.
+
+    fails, lost, stuck: the number of the call in which the engine breaks, is lost and must be synced again, or hangs;
+    0: none. gone: a lost engine does not come back. meanwhile: every call but the first returns only after an update of
+    the policy. starts_after_data: its start ends when prompts have been tokenised.
     """
 
     slow: float = 0.0
@@ -61,7 +62,7 @@ def prompt_sets() -> list[PromptSet]:
 
 
 class CopiedEngine:
-    """Deterministic: tokens are a function of the weights and the requests' seeds."""
+    """Samples tokens that depend only on the weights and the requests' seeds."""
 
     def __init__(self, part: Copied, context: EngineContext) -> None:
         self.part, self.context = part, context
@@ -74,7 +75,7 @@ class CopiedEngine:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
     ) -> list[list[Completion]]:
-        """One call at a time, as the seconds of `slow` are an engine's that is busy."""
+        """One call at a time, because an engine is busy for `slow` seconds."""
         with self.busy:
             self.calls += 1
             call = self.calls
@@ -104,13 +105,13 @@ class CopiedEngine:
     def sync(self, version: int) -> dict[str, float]:
         if self.is_gone:
             raise EngineGone("the engine stays away")
-        assert not self.busy.locked(), "weights changed under running requests"
+        assert not self.busy.locked(), "weights changed during a request"
         self.model = copy.deepcopy(self.context.policy.model).eval()
         self.version = version
         return {"sync/bytes": 1.0}
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Does nothing: there is no process to stop."""
 
 
 def config_dir(folder: Path) -> list[str]:

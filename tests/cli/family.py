@@ -1,4 +1,4 @@
-"""The processes that a test started, their descendants, and their shared memory."""
+"""The processes started by a test, their descendants, and their shared memory."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from grpocli.processes.reaper import TRACKER, descendants
 
 
 class Family:
-    """All processes of this test, including those that vLLM renames (which hides their environment) or starts later."""
+    """All processes of this test.
+
+    They include processes that start later or that vLLM renames, which hides their environment.
+    """
 
     def __init__(self) -> None:
         self.before = set(descendants())
         self.seen: set[int] = set()
 
     def engines(self) -> list[int]:
-        """vLLM's engine processes; its servers keep living without them, for a moment."""
+        """vLLM's engine processes. Its servers outlive them for a moment."""
         self.seen |= set(descendants()) - self.before
         return sorted(pid for pid in self.seen if b"EngineCore" in _read(pid, "cmdline") and alive(pid))
 
     def wait(self, process: subprocess.Popen[str], seconds: float = 300) -> tuple[int, str]:
-        """Its exit code and output."""
+        """The exit code and output of a process."""
         deadline = time.monotonic() + seconds
         while process.poll() is None:
             assert time.monotonic() < deadline, f"still running after {seconds:g} s"
@@ -37,7 +40,7 @@ class Family:
         return finish(process)
 
     def memory(self) -> set[Path]:
-        """What they hold in shared memory: their folders of weights, and the queues between vLLM's processes."""
+        """Their shared memory: folders of weights, and the queues between vLLM's processes."""
         named = re.compile(rb"/dev/shm/[a-z0-9_]{8}_[0-9a-f]+|/dev/shm/grpocli-weights-[a-z0-9_]+")
         texts = [_read(pid, "maps") + _read(pid, "environ") for pid in self.seen]
         memory = {Path(os.fsdecode(name)) for text in texts for name in named.findall(text)}
@@ -45,7 +48,7 @@ class Family:
         return memory
 
     def kill_named(self, process: subprocess.Popen[str]) -> None:
-        """SIGKILL, at once, to those seen whom a user finds by our name: all but what vLLM has renamed."""
+        """Kills the processes that a user finds by the name grpocli: all but those that vLLM has renamed."""
         named = [pid for pid in self.seen if b"grpocli" in _read(pid, "cmdline") or TRACKER in _read(pid, "cmdline")]
         for pid in named:
             os.kill(pid, signal.SIGKILL)
@@ -60,7 +63,7 @@ def _read(pid: int, name: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
-        return b""  # it has ended
+        return b""  # the process has ended
 
 
 def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str]) -> None:

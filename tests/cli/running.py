@@ -1,4 +1,4 @@
-"""Helpers that run grpocli in this process or another one, and read the files of a run."""
+"""Runs grpocli in this process or another one, and reads the files of a run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def killed_after(step: int, run: Path, copy: Path) -> Path:
-    """A copy of a finished run as a kill after a step leaves it."""
+    """A copy of a finished run in the state after a kill at a step."""
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "model")
     (copy / "summary.json").unlink()
@@ -80,7 +80,7 @@ def killed_after(step: int, run: Path, copy: Path) -> Path:
 
 
 def assert_same_run(run: Path, other: Path) -> None:
-    """The same metrics and, to the bit, the same final weights."""
+    """Asserts equal metrics and, to the bit, equal final weights."""
     assert without_times(metrics(run)) == without_times(metrics(other))
     one, two = (load_file(folder / "model" / "model.safetensors") for folder in (run, other))
     assert one.keys() == two.keys()

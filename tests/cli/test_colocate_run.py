@@ -1,4 +1,4 @@
-"""Whole runs with vLLM in the trainer's process, on a CPU: in one process, and in two with an engine each."""
+"""Whole runs with vLLM in the trainer's process, on a CPU: one process, and two with an engine each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOT_OURS = ("Traceback", "Warning", "WARNING", "INFO", "Loading", "it/s", "Gloo"
     ("processes", "rank"),
     [pytest.param(1, 4, id="one process, LoRA"), pytest.param(2, 0, id="two processes", marks=pytest.mark.survival)],
 )
-def test_a_run_syncs_samples_and_ends(tmp_path: Path, processes: int, rank: int) -> None:
+def test_a_run_syncs_samples_and_finishes(tmp_path: Path, processes: int, rank: int) -> None:
     run = tmp_path / "run"
     code, out = finish(
         start(

@@ -48,7 +48,9 @@ def test_bash_completes_commands_groups_and_choices() -> None:
         ("grpocli train algorithm/objective=", "algorithm/objective=cispo"),
     ],
 )
-def test_candidates(line: str, among: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_candidates_of_a_line(
+    line: str, among: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COMP_LINE", line)
     assert main(["-sc", "query=bash"], ("train", "plan", "vllm-serve", "compare")) == 0
     assert among in capsys.readouterr().out.split()

@@ -1,4 +1,4 @@
-"""A damaged checkpoint is named and never used. One run is copied for each damage."""
+"""A damaged checkpoint is named and never used. Each kind of damage has its own copy of one run."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def counted_otherwise(at: Path) -> None:
 
 
 def of_another_run(at: Path) -> None:
-    """An intact checkpoint with checksums from another run."""
+    """An intact checkpoint with checksums of another run."""
     state = json.loads((at / "trainer.json").read_text())
     (at / "trainer.json").write_text(json.dumps(state | {"run": "0123456789abcdef"}))
 
@@ -124,7 +124,7 @@ def test_a_resume_from_a_damaged_checkpoint_is_refused(grpocli, run: Path) -> No
     code, said = failed(grpocli, "train", f"resume={run}")
     assert code == 2
     assert f"resume: the checkpoint {newest(run)} is damaged (model.safetensors is not what was written)" in said
-    assert newest(run).is_dir(), "it is left as it is"
+    assert newest(run).is_dir(), "it is not changed"
     assert not (run / "summary.json").exists()
 
 
@@ -152,7 +152,7 @@ def test_resume_fallback_uses_the_previous_checkpoint(grpocli, undisturbed: Path
 
 
 def test_a_resume_after_a_kill_within_a_checkpoint_equals_never_having_stopped(undisturbed: Path, run: Path) -> None:
-    """The folder of the checkpoint is there without its files, or under its temporary name; the log has a cut line."""
+    """The checkpoint's folder is empty, or has its temporary name, and the log has a cut line."""
     shutil.rmtree(newest(run))
     newest(run).mkdir()
     half = run / "checkpoints" / ".tmp-step_000003-1"
@@ -164,7 +164,7 @@ def test_a_resume_after_a_kill_within_a_checkpoint_equals_never_having_stopped(u
     assert_same_run(run, undisturbed)
 
 
-def test_no_intact_checkpoint(run: Path) -> None:
+def test_a_run_without_an_intact_checkpoint_is_reported(run: Path) -> None:
     for path in (run / "checkpoints").iterdir():
         change(path / "model.safetensors", zeroed)
     with pytest.raises(ConfigError, match=f"no other one is whole: remove {run}/checkpoints to begin again"):
@@ -200,7 +200,7 @@ def _pointing_elsewhere(text: bytes) -> bytes:
         ("optimizer.safetensors.index.json", _pointing_elsewhere),
     ],
 )
-def test_damage_without_checksums(name: str, damage, grpocli, run: Path) -> None:
+def test_damage_is_found_without_checksums(name: str, damage, grpocli, run: Path) -> None:
     without_checksums(newest(run))
     (newest(run) / name).write_bytes(damage((newest(run) / name).read_bytes()))
     code, said = failed(grpocli, "train", f"resume={run}")
@@ -222,7 +222,7 @@ def test_damage_without_checksums(name: str, damage, grpocli, run: Path) -> None
         {"num_tokens": "7"},
     ],
 )
-def test_an_impossible_state(values: dict[str, Any]) -> None:
+def test_an_impossible_state_is_damage(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"trainer\.json holds a value that is out of range"):
         State(**values)
 
@@ -235,9 +235,7 @@ def test_the_progress_of_the_check_counts_bytes(undisturbed: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ESTALE])
-def test_a_checkpoint_that_may_be_intact_is_not_set_aside(
-    run: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_checkpoint_that_may_be_intact_is_kept(run: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """A temporary failure of permissions or of a network file system costs no steps."""
 
     def check(folder: Path, progress: object) -> None:

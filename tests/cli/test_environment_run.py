@@ -32,7 +32,7 @@ def mean(rows: list[dict[str, float]], key: str) -> float:
 
 
 @pytest.mark.survival
-def test_two_environments_are_learned_together(tmp_path: Path) -> None:
+def test_two_environments_train_in_one_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert run_here(*TWO, "train.steps=40", "eval.problems=0", f"hydra.run.dir={run}") == 0
     rows = metrics(run)
@@ -41,14 +41,14 @@ def test_two_environments_are_learned_together(tmp_path: Path) -> None:
     assert mean(rows[-8:], "completions/mean_turns") < mean(rows[:4], "completions/mean_turns")
     trained = [one for one in read_rollouts(run / "rollouts" / "step_000001.parquet") if one["task"] == "again"]
     assert any("<" not in one["completion"] and len(one["completion"]) > 10 for one in trained)
-    assert max(row["token_mult_prob_error"] for row in rows) < 1.01  # the trainer scores the very tokens
+    assert max(row["token_mult_prob_error"] for row in rows) < 1.01  # the trainer scores the sampled tokens
 
 
 def test_a_run_of_episodes_is_resumed_exactly(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     options = [*SMALL, "algorithm=dapo", "algorithm.keep.surplus=carry", "checkpoint.every=1", "checkpoint.keep=0"]
     assert run_here(*TWO, *options, "eval.problems=0", "train.steps=4", f"hydra.run.dir={whole}") == 0
-    assert all(row["token_mult_prob_error"] < 1.01 for row in metrics(whole)), "the trainer scores the very tokens"
+    assert all(row["token_mult_prob_error"] < 1.01 for row in metrics(whole)), "the trainer scores the sampled tokens"
     killed = killed_after(2, whole, tmp_path / "killed")
     assert run_here("train", f"resume={killed}") == 0
     assert_same_run(killed, whole)
@@ -71,7 +71,9 @@ def test_two_processes_play_the_same_episodes(tmp_path: Path) -> None:
         ("Evn", 'has no function or class Evn; did you mean "Env"'),
     ],
 )
-def test_an_environment_that_cannot_begin_is_one_sentence(grpocli, name: str, said: str, tmp_path: Path) -> None:
+def test_an_environment_that_cannot_start_gives_a_one_sentence_error(
+    grpocli, name: str, said: str, tmp_path: Path
+) -> None:
     broken = tmp_path / "env.py"
     broken.write_text("class Env:\n    def reset(self, metadata):\n        raise KeyError('board')\n")
     code, sentence = failed(grpocli, "train", *SMALL, f"task.environment.name={broken}:{name}")
@@ -80,7 +82,7 @@ def test_an_environment_that_cannot_begin_is_one_sentence(grpocli, name: str, sa
     assert said in sentence
 
 
-def test_the_calculator_beside_plain_arithmetic(tmp_path: Path) -> None:
+def test_the_calculator_trains_beside_plain_arithmetic(tmp_path: Path) -> None:
     options = [
         "task=[arithmetic,calculator]",
         "reward=[exact_match,environment]",

@@ -57,7 +57,7 @@ def test_checkpoints_have_the_accuracies_measured_in_training(grpocli, run: Path
     assert {kind: len(read_rollouts(path)) for kind, path in files.items()} == {"greedy": 12, "sampled": 12 * 3}
 
 
-def test_the_final_model_and_several_tasks(grpocli, run: Path, tmp_path: Path) -> None:
+def test_the_final_model_is_evaluated_on_several_tasks(grpocli, run: Path, tmp_path: Path) -> None:
     tasks = [
         "task=[arithmetic,letter_counting]",
         "reward=[exact_match,number]",
@@ -88,14 +88,14 @@ def test_the_final_model_and_several_tasks(grpocli, run: Path, tmp_path: Path) -
         (["task=gsm9k"], "did you mean"),
     ],
 )
-def test_bad_input_is_one_sentence(grpocli, tmp_path: Path, options: list[str], said: str) -> None:
+def test_bad_input_gives_a_one_sentence_error(grpocli, tmp_path: Path, options: list[str], said: str) -> None:
     code, _, err = grpocli("eval", *options, "--out", str(tmp_path / "out"))
     assert code == 2
     assert said in err
     assert "Traceback" not in err
 
 
-def test_a_missing_model_or_checkpoint(grpocli, run: Path, tmp_path: Path) -> None:
+def test_a_missing_model_or_checkpoint_is_reported(grpocli, run: Path, tmp_path: Path) -> None:
     code, _, err = grpocli("eval", "--run", str(run), "--checkpoints", "1,7", "--out", str(tmp_path / "out"))
     assert (code, "has 1, 2 (checkpoint.every" in err) == (2, True)
     (tmp_path / "full").mkdir()

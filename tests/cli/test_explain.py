@@ -19,7 +19,7 @@ def test_another_word_for_vs_gets_advice(grpocli, word: str) -> None:
     assert (code, out, err) == (2, "", f"grpocli: error: {word}: write vs between the two lists of overrides\n")
 
 
-def test_the_whole_objective(grpocli: Command) -> None:
+def test_the_whole_objective_is_printed(grpocli: Command) -> None:
     code, out, err = grpocli("explain", "algorithm=dgpo", "algorithm.question_weight.temperature=3")
     assert (code, err) == (0, "")
     assert "A_i = (s_i − mean_G s) / (MAD_G s + ε)" in out
@@ -30,7 +30,7 @@ def test_the_whole_objective(grpocli: Command) -> None:
     assert "\x1b" not in out
 
 
-def test_two_objectives(grpocli: Command) -> None:
+def test_two_objectives_are_compared(grpocli: Command) -> None:
     code, out, _ = grpocli("explain", "algorithm=grpo", "vs", "algorithm=dapo", "train.epochs=2")
     assert code == 0
     assert "left   algorithm=grpo\nright  algorithm=dapo train.epochs=2\n" in out
@@ -39,7 +39,7 @@ def test_two_objectives(grpocli: Command) -> None:
     assert "std_G" not in out, "both divide by the standard deviation"
 
 
-def test_markdown(grpocli: Command) -> None:
+def test_markdown_is_printed(grpocli: Command) -> None:
     _, out, _ = grpocli("explain", "--markdown", "algorithm=dapo")
     assert out.startswith("`grpocli explain algorithm=dapo`\n\n```text\n")
     assert "| ε_high | `algorithm.objective.high` | 0.28 |" in out
@@ -48,7 +48,7 @@ def test_markdown(grpocli: Command) -> None:
 
 
 @pytest.mark.parametrize("bad", ["lr=3", "algorithm=gspo", "algorithm.objective.dual=0.5", "task=jsonl", "seed=["])
-def test_errors_are_those_of_train(bad: str, grpocli: Command, tmp_path: Path) -> None:
+def test_errors_equal_those_of_train(bad: str, grpocli: Command, tmp_path: Path) -> None:
     train = grpocli("train", bad, f"hydra.run.dir={tmp_path}/run")
     assert grpocli("explain", bad) == train
     assert grpocli("explain", "algorithm=dapo", "vs", bad) == train
@@ -56,13 +56,13 @@ def test_errors_are_those_of_train(bad: str, grpocli: Command, tmp_path: Path) -
     assert train[1] == ""
 
 
-def test_more_than_two(grpocli: Command) -> None:
+def test_more_than_two_objectives_are_refused(grpocli: Command) -> None:
     code, _, err = grpocli("explain", "vs", "algorithm=dapo", "vs")
     assert code == 2
     assert "vs: compares two configs, not 3" in err
 
 
-def test_an_unknown_option(grpocli: Command) -> None:
+def test_an_unknown_option_is_refused(grpocli: Command) -> None:
     code, _, err = grpocli("explain", "--mrkdown")
     assert code == 2
     assert "--mrkdown" in err
@@ -74,7 +74,7 @@ def test_help_has_examples(grpocli: Command) -> None:
     assert "grpocli explain algorithm=grpo vs algorithm=dapo train.epochs=2" in out
 
 
-def test_a_part_of_a_user(grpocli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_part_is_explained(grpocli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine_for_explain.py").write_text(
         "class Reinforce:\n"
         '    """−A log π, no ratio at all."""\n'
@@ -90,7 +90,7 @@ def test_a_part_of_a_user(grpocli: Command, tmp_path: Path, monkeypatch: pytest.
     assert "−A log π, no ratio at all." in out
 
 
-def test_an_existing_run(grpocli: Command, tmp_path: Path) -> None:
+def test_an_existing_run_is_explained(grpocli: Command, tmp_path: Path) -> None:
     overrides = ["algorithm=dgpo", "algorithm.question_weight.temperature=5"]
     (tmp_path / "run" / ".hydra").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text(save(compose(overrides)))

@@ -29,7 +29,7 @@ def failed(grpocli, *argv: str) -> tuple[int, str]:
     return code, lines[0]
 
 
-def test_an_engine_that_reports_other_tokens_than_it_sampled(
+def test_an_engine_that_reports_other_tokens_than_it_sampled_is_detected(
     grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tokens are valid, so only the trainer's log-probs reveal it."""
@@ -48,14 +48,14 @@ def test_an_engine_that_reports_other_tokens_than_it_sampled(
     assert not list(run.glob("checkpoints/*"))
 
 
-def test_a_model_folder_that_does_not_exist(grpocli, tmp_path: Path) -> None:
+def test_a_missing_model_folder_is_reported(grpocli, tmp_path: Path) -> None:
     code, said = failed(grpocli, "train", "model=hf", "model.path=/nowhere/model", f"hydra.run.dir={tmp_path}/run")
     assert code == 2
     assert "model.path=/nowhere/model" in said
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dataset_without_the_column(grpocli, tmp_path: Path) -> None:
+def test_a_dataset_without_the_column_is_reported(grpocli, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' * 4)
     code, said = failed(grpocli, *SMALL_RUN, "task=jsonl", "task.path=d.jsonl", f"hydra.run.dir={tmp_path}/run")
     assert code == 2
@@ -64,7 +64,7 @@ def test_a_dataset_without_the_column(grpocli, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_an_empty_dataset(grpocli, tmp_path: Path) -> None:
+def test_an_empty_dataset_is_reported(grpocli, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").touch()
     code, said = failed(grpocli, *SMALL_RUN, "task=jsonl", "task.path=d.jsonl")
     assert code == 2
@@ -72,7 +72,7 @@ def test_an_empty_dataset(grpocli, tmp_path: Path) -> None:
     assert "empty" in said
 
 
-def test_a_reward_that_needs_a_missing_column(grpocli, tmp_path: Path) -> None:
+def test_a_missing_column_of_a_reward_is_reported(grpocli, tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def score(completions, ground_truth, **kwargs):\n    return [0.0]\n")
     code, said = failed(grpocli, *SMALL_RUN, "reward=[python]", "reward.python.function=r.py:score")
     assert code == 2
@@ -91,7 +91,7 @@ REWARDS = {
 
 
 @pytest.mark.parametrize("kind", REWARDS)
-def test_a_reward_that_fails(kind: str, grpocli, tmp_path: Path) -> None:
+def test_a_failing_reward_ends_the_run(kind: str, grpocli, tmp_path: Path) -> None:
     body, reason = REWARDS[kind]
     (tmp_path / "r.py").write_text(f"def score(completions, **kwargs):\n    {body}\n")
     reward = ["reward=[python]", "reward.python.function=r.py:score", "reward.python.timeout=0.5"]
@@ -113,7 +113,7 @@ def test_occasional_reward_errors_are_counted_rather_than_scored_as_zero(grpocli
     assert (row["rewards/python/errors"], row["rewards/python/mean"]) == (1, 1.0)
 
 
-def test_a_folder_with_a_run(grpocli, tmp_path: Path) -> None:
+def test_a_folder_with_a_run_is_refused(grpocli, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     code, said = failed(grpocli, *SMALL_RUN, f"hydra.run.dir={tmp_path}/run")
@@ -121,7 +121,7 @@ def test_a_folder_with_a_run(grpocli, tmp_path: Path) -> None:
     assert "holds a run already" in said
 
 
-def test_a_folder_that_cannot_be_written(grpocli, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(grpocli, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file" / "run", Path("/proc/run")):
         code, said = failed(grpocli, *SMALL_RUN, f"hydra.run.dir={folder}")
@@ -130,21 +130,21 @@ def test_a_folder_that_cannot_be_written(grpocli, tmp_path: Path) -> None:
         assert "cannot be written" in said
 
 
-def test_vllm_is_not_installed(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_vllm_is_reported(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpocli.rollout.vllm.validate.find_spec", lambda name: None)
     code, said = failed(grpocli, *SMALL_RUN, "engine=vllm")
     assert code == 2
     assert "engine=vllm: vLLM is not installed; in a clone of grpocli, pip install '.[vllm]'" in said
 
 
-def test_deepspeed_is_not_installed(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_deepspeed_is_reported(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpocli.launch.ready.find_spec", lambda name: None)
     code, said = failed(grpocli, *SMALL_RUN, "hardware.parallel=zero2")
     assert code == 2
     assert "hardware.parallel=zero2: needs DeepSpeed, which is not installed; pip install" in said
 
 
-def test_a_busy_port(grpocli) -> None:
+def test_a_busy_port_is_reported(grpocli) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -157,7 +157,7 @@ def test_a_busy_port(grpocli) -> None:
         assert f"port={port}" in said
 
 
-def test_no_external_server_at_the_address(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_external_server_is_reported(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
     code, said = failed(grpocli, *SMALL_RUN, "engine=vllm", "engine.base_url=http://127.0.0.1:9")
     assert code == 2
     assert "engine.base_url=http://127.0.0.1:9: no vLLM server answers there" in said
@@ -167,7 +167,7 @@ def test_no_external_server_at_the_address(grpocli, monkeypatch: pytest.MonkeyPa
     assert "engine.base_url=http://127.0.0.1:9: no vLLM server answers there" in said
 
 
-def test_a_tracker_that_is_not_installed(grpocli, tmp_path: Path) -> None:
+def test_a_missing_tracker_is_reported(grpocli, tmp_path: Path) -> None:
     if importlib.util.find_spec("aim"):
         pytest.skip("aim is installed here")
     code, said = failed(grpocli, *SMALL_RUN, "tracker=aim", f"hydra.run.dir={tmp_path}/run")
@@ -197,7 +197,7 @@ def test_weights_with_nan_after_the_last_update_are_not_saved(grpocli, tmp_path:
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_two_runs_in_one_folder(grpocli, tmp_path: Path) -> None:
+def test_two_runs_in_one_folder_are_refused(grpocli, tmp_path: Path) -> None:
     from grpocli.tracking.run_dir import RunDir
 
     run = RunDir(tmp_path / "run")
@@ -207,7 +207,7 @@ def test_two_runs_in_one_folder(grpocli, tmp_path: Path) -> None:
     assert "another process is running in it" in said
 
 
-def test_a_damaged_config(grpocli, tmp_path: Path) -> None:
+def test_a_damaged_config_is_reported(grpocli, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert grpocli(*SMALL_RUN, "train.steps=1", f"hydra.run.dir={run}")[0] == 0
     (run / "config.yaml").write_text("a: [")

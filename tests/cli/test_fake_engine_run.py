@@ -22,11 +22,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_texts_are_scored_by_the_policy_and_learned(whole: Path) -> None:
+def test_the_policy_scores_and_learns_the_texts(whole: Path) -> None:
     rows = metrics(whole)
     assert all(row["token_mult_prob_error"] == pytest.approx(1, abs=1e-4) for row in rows)
     assert all(row["grad_norm"] > 0 for row in rows)
-    assert sum(row["sampling/rounds"] for row in rows) > len(rows), "groups of one text are sampled again"
+    assert sum(row["sampling/rounds"] for row in rows) > len(rows), "groups of equal texts are sampled again"
     assert any(row["completions/mean_turns"] > 1 for row in rows)
 
 
@@ -38,7 +38,7 @@ def test_a_resume_equals_never_having_stopped(whole: Path, tmp_path: Path) -> No
 
 @pytest.mark.survival
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_two_processes_take_the_same_texts(parallel: str, whole: Path, tmp_path: Path) -> None:
+def test_two_processes_get_the_same_texts(parallel: str, whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = ["hardware.processes=2", f"hardware.parallel={parallel}", "hardware.timeout=120", "train.steps=2"]
     assert run_here(*RUN, *options, f"hydra.run.dir={run}") == 0
@@ -56,7 +56,7 @@ def test_two_processes_take_the_same_texts(parallel: str, whole: Path, tmp_path:
         (["engine.function=nowhere.py:write"], "nowhere.py: there is no such file"),
     ],
 )
-def test_what_cannot_be_faked_is_one_sentence(grpocli, options: list[str], said: str) -> None:
+def test_wrong_settings_give_a_one_sentence_error(grpocli, options: list[str], said: str) -> None:
     code, _, err = grpocli("train", "engine=fake", *options)
     assert code == 2
     assert said in err

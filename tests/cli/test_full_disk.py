@@ -1,4 +1,4 @@
-"""A full disk or an unwritable folder at any time: one sentence, and a summary."""
+"""A full disk or an unwritable folder at any time gives a one-sentence error and a summary."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def options(tmp_path: Path, run: Path, step: int, act: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("room", "every"), [(0, 20), (1 << 16, 1)], ids=["nothing more", "a checkpoint"])
-def test_a_full_disk(room: int, every: int, grpocli, tmp_path: Path, disk: Path) -> None:
+def test_a_full_disk_is_reported_in_one_sentence(room: int, every: int, grpocli, tmp_path: Path, disk: Path) -> None:
     run = disk / "run"
     argv = options(tmp_path, run, 2, f"fill({room})")
     code, said = failed(grpocli, *argv, f"checkpoint.every={every}")
@@ -92,7 +92,7 @@ def test_a_run_without_its_model_is_not_finished(grpocli, tmp_path: Path, monkey
 
 @contextmanager
 def without_root_s_rights() -> Iterator[None]:
-    """This thread, and those it starts, without the capabilities that let root write anywhere."""
+    """This thread and its children have no capabilities that let root write anywhere."""
     libc = ctypes.CDLL(None, use_errno=True)
     header, before = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     assert libc.capget(header, before) == 0
@@ -104,7 +104,7 @@ def without_root_s_rights() -> Iterator[None]:
         assert libc.capset(header, before) == 0
 
 
-def test_a_folder_that_becomes_unwritable(grpocli, tmp_path: Path) -> None:
+def test_a_folder_that_becomes_unwritable_is_reported(grpocli, tmp_path: Path) -> None:
     run = tmp_path / "run"
     argv = options(tmp_path, run, 2, f"os.chmod({str(run)!r}, 0o555)")
     with without_root_s_rights():

@@ -37,7 +37,7 @@ def test_leftover_groups_are_one_version_old_and_survive_a_resume(tmp_path: Path
     assert run_here(*RUN, "train.steps=6", f"hydra.run.dir={whole}") == 0
     rows = metrics(whole)
     carrying = [row["step"] for row in rows if row["sampling/carried"]]
-    assert carrying, "a run that carries nothing shows nothing"
+    assert carrying, "a run without leftover groups shows nothing"
 
     for row in rows:
         for name, value in recomputed(rollouts(whole, row["step"])).items():
@@ -69,7 +69,7 @@ def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
     return read_rollouts(run / "rollouts" / f"step_{step:06d}.parquet")
 
 
-def test_a_damaged_leftover_group_is_one_sentence(grpocli, tmp_path: Path) -> None:
+def test_a_damaged_leftover_group_gives_a_one_sentence_error(grpocli, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert run_here(*RUN, "train.steps=1", f"hydra.run.dir={run}") == 0
     (run / "checkpoints" / "step_000001" / CARRIED).write_bytes(b"half a file")
@@ -79,7 +79,7 @@ def test_a_damaged_leftover_group_is_one_sentence(grpocli, tmp_path: Path) -> No
 
 
 def test_sharded_processes_have_the_same_leftover_groups(tmp_path: Path) -> None:
-    """Dynamic sampling by a model that both processes have a half of, each for as long as its completions are."""
+    """Both processes hold half of the model, and each samples until its own completions end."""
     runs = []
     for options in ((), ("hardware.processes=2", "hardware.parallel=fsdp2", "hardware.timeout=120")):
         run = tmp_path / f"{len(options)}"

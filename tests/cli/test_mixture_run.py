@@ -33,7 +33,7 @@ TWO = [
 ]
 
 
-def test_a_mixture_and_its_resume(tmp_path: Path) -> None:
+def test_a_mixture_keeps_its_shares_after_a_resume(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     assert run_here(*TWO, f"hydra.run.dir={whole}") == 0
     rows = metrics(whole)

@@ -54,7 +54,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e9])
-def test_the_start_of_an_engine_is_two_lines_and_its_phases(
+def test_the_start_of_an_engine_prints_two_lines_and_its_phases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     monkeypatch.setattr(launching, "QUICK", seconds)

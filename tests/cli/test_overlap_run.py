@@ -27,7 +27,7 @@ def ran(grpocli, run: Path, steps: int, *options: str) -> list[dict[str, Any]]:
         assert all(math.isfinite(value) for value in row.values())
         assert row["lr"] > 0
         assert row["clip_ratio/region_mean"] == 0, (
-            "old log-probs are the trainer's own: the correction bridges the rest"
+            "old log-probs are the trainer's own, and the correction covers the difference"
         )
         assert 0.5 < row["sampling_importance_ratio"] < 2
     assert max(row["staleness/max"] for row in rows) == 1
@@ -51,7 +51,7 @@ def test_completions_are_one_version_old(grpocli, tmp_path: Path) -> None:
 
 @pytest.mark.survival
 def test_weights_change_under_running_requests(grpocli, tmp_path: Path) -> None:
-    """Whether a sync meets a running request is a matter of time here; test_real_vllm_server.py makes sure of one."""
+    """Timing decides here whether a sync meets a running request; test_real_vllm_server.py makes sure of one."""
     slow = ["rollout.max_completion_tokens=50", "model.warm_start_steps=1", "engine.vllm_args.max_num_seqs=4"]
     shape = ["rollout.group_size=2", "checkpoint.every=0", "optim.lr=1e-5", "eval.problems=0"]
     refused = ["algorithm=dapo", "algorithm.keep.reward=format", "reward=[format]", "reward.format.pattern='.*[02468]'"]

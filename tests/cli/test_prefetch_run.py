@@ -59,7 +59,7 @@ def test_staleness_1_is_one_version_old_and_a_resume_repeats_it_to_the_bit(engin
     whole = tmp_path / "whole"
     options = [*engine, *EVEN, "rollout.max_staleness=1", "train.steps=8", "eval.problems=4", "eval.every=3"]
     rows = trained(whole, *options)
-    assert all(row["grad_norm"] > 0 for row in rows), "weights that do not change have no age"
+    assert all(row["grad_norm"] > 0 for row in rows), "without updates the age shows nothing"
     assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1, 1, 1, 1, 1]
     assert [versions(whole, step) for step in range(1, 9)] == [{1}, {1}, {2}, {3}, {4}, {5}, {6}, {7}]
     assert {row["sampling/stale"] for row in rows} == {0}
@@ -67,7 +67,7 @@ def test_staleness_1_is_one_version_old_and_a_resume_repeats_it_to_the_bit(engin
     assert {row["clip_ratio/region_mean"] for row in rows} == {0}, "the first update of a step is on-policy"
     saved = torch.load(whole / "checkpoints" / "step_000004" / AHEAD, weights_only=True)
     assert [len(step["groups"]) for step in saved] == [4]
-    assert not (whole / "checkpoints" / "step_000008" / AHEAD).exists(), "the last step has none after it"
+    assert not (whole / "checkpoints" / "step_000008" / AHEAD).exists(), "no step follows the last one"
 
     killed = killed_after(4, whole, tmp_path / "killed")
     assert run_here("train", *engine[:2], f"resume={killed}") == 0
@@ -77,7 +77,7 @@ def test_staleness_1_is_one_version_old_and_a_resume_repeats_it_to_the_bit(engin
 
 
 @pytest.mark.survival
-def test_kill_9_while_a_step_is_collected_then_resume(engine: list[str], tmp_path: Path) -> None:
+def test_kill_9_during_prefetching_then_resume(engine: list[str], tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = [*engine, *EVEN, "rollout.max_staleness=1", "train.steps=8"]
     trained(whole, *options)
@@ -91,7 +91,7 @@ def test_kill_9_while_a_step_is_collected_then_resume(engine: list[str], tmp_pat
 
 @pytest.mark.survival
 @pytest.mark.parametrize("staleness", [1, 2])
-def test_two_processes_collect_the_same(engine: list[str], staleness: int, tmp_path: Path) -> None:
+def test_two_processes_sample_the_same(engine: list[str], staleness: int, tmp_path: Path) -> None:
     """With two steps ahead, timing decides which weights sample, but none is too old."""
     options = [*engine, f"rollout.max_staleness={staleness}", "train.steps=6", "eval.problems=4", "eval.every=2"]
     options += ["hardware.timeout=60", "engine.slow=0.05"]
@@ -110,14 +110,14 @@ def test_two_processes_collect_the_same(engine: list[str], staleness: int, tmp_p
 def test_training_and_sampling_overlap(engine: list[str], tmp_path: Path) -> None:
     """The engine answers only after the policy has changed, so the run ends only if both overlap."""
     options = ["engine.meanwhile=true", "rollout.max_staleness=1", "train.steps=4"]
-    options += ["optim.weight_decay=0.1"]  # weights change also where no reward differs
+    options += ["optim.weight_decay=0.1"]  # weights change even if all rewards are equal
     rows = trained(tmp_path / "run", *engine, *options)
     assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
 def test_an_engine_lost_during_a_step_is_synced_again(engine: list[str], processes: int, tmp_path: Path) -> None:
-    """The training thread syncs it between two steps, so the completions have the weights after the step."""
+    """The main thread syncs it between two steps, so the completions have the weights after the step."""
     options = ["engine.lost=2", "rollout.max_staleness=1", "train.steps=4", f"hardware.processes={processes}"]
     rows = trained(tmp_path / "run", *engine, *options, "hardware.timeout=60")
     assert [row["staleness/max"] for row in rows] == [0, 0, 1, 1]
@@ -145,7 +145,7 @@ def test_a_broken_engine_ends_the_run_with_its_error(
     code, _, err = grpocli(*RUN, *options, "hardware.timeout=900", f"hydra.run.dir={tmp_path}/run")
     assert code == 1
     assert err.splitlines()[-1].startswith("grpocli: error: RuntimeError: the engine broke")
-    assert processes > 1 or "Traceback" not in err  # of several, torch's launcher shows its own
+    assert processes > 1 or "Traceback" not in err  # torch's launcher shows only one of several errors
     assert len(metrics(tmp_path / "run")) >= 1
 
 
@@ -164,7 +164,7 @@ def test_a_signal_ends_the_run_after_a_checkpoint_and_a_second_one_at_once(engin
         assert got == code, out
         assert "Traceback" not in out
         log = (run / "run.log").read_text() if (run / "run.log").exists() else ""
-        assert "still being collected" not in log, "the second signal waits for nothing"
+        assert "still being collected" not in log, "the second signal does not wait"
     assert (tmp_path / "1" / "checkpoints").exists()
 
 
@@ -172,7 +172,7 @@ def test_a_signal_ends_the_run_after_a_checkpoint_and_a_second_one_at_once(engin
     ("overrides", "said"),
     [
         (["engine=transformers", "rollout.max_staleness=1"], "rollout.max_staleness=1: engine=transformers samples"),
-        (["rollout.max_staleness=1"], "rollout.max_staleness=1: engine=transformers samples"),  # what auto is here
+        (["rollout.max_staleness=1"], "rollout.max_staleness=1: engine=transformers samples"),  # the value of auto here
         (["rollout.in_flight=true"], "rollout.in_flight=true: no request runs while weights change"),
         (
             ["engine=vllm", "rollout.max_staleness=1", "algorithm=dapo", "algorithm.keep.surplus=carry"],
@@ -181,7 +181,9 @@ def test_a_signal_ends_the_run_after_a_checkpoint_and_a_second_one_at_once(engin
     ],
     ids=str,
 )
-def test_contradictions(grpocli, overrides: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contradicting_keys_are_refused(
+    grpocli, overrides: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, _, err = grpocli("train", *overrides)
     assert code == 2

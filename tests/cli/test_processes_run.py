@@ -81,7 +81,7 @@ def test_no_process_outlives_its_guard_or_launcher(tmp_path: Path, killed: str) 
 
 
 def machine(rank: int, *argv: str, session: str = "77", count: int = 2) -> subprocess.Popen[str]:
-    """A training machine of a job, as the batch script starts it; this machine stands for several."""
+    """A training machine of a job, started as by the batch script; this machine stands for several."""
     job = {"SLURM_JOB_ID": session, "SLURM_PROCID": str(rank), "SLURM_NTASKS": str(count)}
     port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(21000 + os.getpid() % 9000)}
     env = {**os.environ, "OMP_NUM_THREADS": "1", **job, **port}
@@ -128,7 +128,7 @@ def score(completions, **kwargs):
 """
 
 
-def test_a_run_stopped_by_a_batch_script_asks_for_a_resume(tmp_path: Path) -> None:
+def test_a_run_that_a_batch_script_stops_asks_for_a_resume(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(STOPS)
     run = tmp_path / "run"
     assert run_here("train", *SMALL, "reward=[reward.py:score]", "eval.problems=0", f"hydra.run.dir={run}") == 3

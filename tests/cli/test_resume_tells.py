@@ -1,4 +1,4 @@
-"""The output and the files of a resume."""
+"""The output and files of a resume."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_a_resume_reports_changes_and_a_finished_run(grpocli, tmp_path: Path, mo
     code, out, _ = grpocli(*start)
     assert code == 0
     assert "changed" not in out
-    for name in ("overrides.yaml", "hydra.yaml", "config.yaml"):  # as Hydra would leave them
-        assert stat.S_IMODE((run / ".hydra" / name).stat().st_mode) == 0o600  # it names the environment
+    for name in ("overrides.yaml", "hydra.yaml", "config.yaml"):  # as Hydra would write them
+        assert stat.S_IMODE((run / ".hydra" / name).stat().st_mode) == 0o600  # names the environment variable
     assert stat.S_IMODE((run / "config.yaml").stat().st_mode) == 0o600
 
     given = ["train.steps=3", "optim.lr=5e-4", "rollout.stop=['${oc.env:MY_SECRET}',b]"]
@@ -47,7 +47,7 @@ def test_a_resume_reports_changes_and_a_finished_run(grpocli, tmp_path: Path, mo
     assert SECRET not in grpocli("compare", str(run))[1]
     files = [path for path in run.rglob("*") if path.is_file()]
     assert len(files) > 10
-    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []  # may be copied and published
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []  # safe to copy and publish
 
     before = digest(run)
     code, out, _ = grpocli("train", f"resume={run}")
@@ -64,9 +64,9 @@ def test_a_resume_reports_changes_and_a_finished_run(grpocli, tmp_path: Path, mo
     assert "| steps 4 to 4 | " in card
     assert "| algorithm | `grpo`, then `drgrpo` |" in card
 
-    for path in run.glob(".hydra/*"):  # a resume needs the config alone
+    for path in run.glob(".hydra/*"):  # a resume needs only the config
         path.write_text("- [")
-    for left in ("checkpoints", "model"):  # as where it was killed before its first checkpoint
+    for left in ("checkpoints", "model"):  # as after a kill before the first checkpoint
         shutil.rmtree(run / left)
     (run / "summary.json").unlink()
     code, out, _ = grpocli("train", f"resume={run}", "train.steps=1")

@@ -9,7 +9,7 @@ import pytest
 LINES = '{"prompt": "1+1", "answer": "2"}\n{"prompt": "x", "answer": "%s"}\n{"prompt": "2+1", "answer": "3"}\n'
 
 
-def test_rewards_that_agree(grpocli) -> None:
+def test_agreeing_rewards_are_reported(grpocli) -> None:
     code, out, err = grpocli("reward-check", "task=[arithmetic,countdown]", "reward=[exact_match,countdown,format]",
                              "task.arithmetic.rewards=[exact_match]", "task.countdown.rewards=[countdown,format]",
                              "--examples", "40", "--split", "eval", "--answer", "{answer}")  # fmt: skip
@@ -44,7 +44,7 @@ def test_disagreements_are_shown(
     assert found == code
 
 
-def test_answers_are_those_of_the_rewards_column(grpocli, tmp_path: Path) -> None:
+def test_answers_come_from_the_rewards_column(grpocli, tmp_path: Path) -> None:
     rows = "".join(f'{{"prompt": "{n}?", "answer": "{n}, since 2 + 2", "final": "{n}"}}\n' for n in range(5, 9))
     (tmp_path / "d.jsonl").write_text(rows)
     task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", "reward=[number]", "--split", "train"]
@@ -76,14 +76,14 @@ def test_a_right_answer_of_another_example_is_a_disagreement(grpocli, tmp_path: 
         (["rewrd=[math]"], "did you mean"),
     ],
 )
-def test_bad_input_is_one_sentence(grpocli, options: list[str], said: str) -> None:
+def test_bad_input_gives_a_one_sentence_error(grpocli, options: list[str], said: str) -> None:
     code, _, err = grpocli("reward-check", *options)
     assert code == 2
     assert said in err
 
 
 @pytest.mark.parametrize("options", [["--answer", "x"], ["--threshold", "2"], ["--examples", "-1"]])
-def test_bad_options(grpocli, options: list[str]) -> None:
+def test_bad_options_are_refused(grpocli, options: list[str]) -> None:
     code, _, err = grpocli("reward-check", *options)
     assert code == 2
     assert f"{options[0]} " in err
@@ -96,11 +96,11 @@ def test_both_splits_are_checked_by_default(grpocli, tmp_path: Path) -> None:
     code, out, _ = grpocli("reward-check", *task)
     assert code == 1
     assert f"jsonl train number: fails on 3 answers, first of row 2 of {tmp_path}/d.jsonl: there is no number" in out
-    assert out.count("there is no number") == 1, "a line for a failure, not for each answer"
+    assert out.count("there is no number") == 1, "one line for all equal failures"
     assert [line.split()[:3] for line in out.splitlines() if "3/3" in line] == [["jsonl", "eval", "number"]] * 2
 
 
-def test_answers_are_scored_in_other_forms(grpocli, tmp_path: Path) -> None:
+def test_answers_are_also_scored_in_other_forms(grpocli, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"prompt": "?", "answer": "1"}\n')
     (tmp_path / "e.jsonl").write_text(LINES % "0.5")
     task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"task.eval_path={tmp_path}/e.jsonl", "--split", "eval"]

@@ -65,7 +65,7 @@ def shown(out: str) -> list[str]:
         (["--step", ":2", "--where", "reward/other!=0.5", "--where", "right>=1"], ["sums 1 1", "sums 2 1"]),
     ],
 )
-def test_filters(grpocli, run: Path, options: list[str], expected: list[str]) -> None:
+def test_filters_choose_completions(grpocli, run: Path, options: list[str], expected: list[str]) -> None:
     code, out, _ = grpocli("rollouts", str(run), *options)
     assert code == 0
     assert shown(out) == [f"{text} [b]" for text in expected]
@@ -75,14 +75,14 @@ def test_filters(grpocli, run: Path, options: list[str], expected: list[str]) ->
 def test_the_reference_answer_and_the_status_are_shown(grpocli, run: Path) -> None:
     _, out, _ = grpocli("rollouts", str(run), "--task", "words")
     blocks = out.split("── ")[1:]
-    assert [block.splitlines()[-1] for block in blocks] == ["reference: w3"] * 2, "and no escape codes"
+    assert [block.splitlines()[-1] for block in blocks] == ["reference: w3"] * 2, "without escape codes"
     assert "advantage -1.000  1 tokens, stop\n" in blocks[0]
     assert "2 tokens, length  filtered\n" in blocks[1]
     assert "advantage" not in blocks[1]
 
 
 def test_files_of_older_versions_are_read(grpocli, tmp_path: Path) -> None:
-    """Those files have only completions that were trained on, and conversations as JSON."""
+    """Those files contain only completions of the update, and conversations as JSON."""
     row = {"step": 1, "task": "sums", "uid": "0", "group": 0, "completion": "2 [b]", "completion_ids": [5]}
     row |= {"prompt": '[{"role": "user", "content": "1+1="}]', "advantage": 0.5, "finish_reason": "stop"}
     (tmp_path / "rollouts").mkdir()
@@ -97,7 +97,7 @@ def test_files_of_older_versions_are_read(grpocli, tmp_path: Path) -> None:
     ]
 
 
-def test_export(grpocli, run: Path, tmp_path: Path) -> None:
+def test_completions_are_exported(grpocli, run: Path, tmp_path: Path) -> None:
     for name in ("out.jsonl", "out.parquet"):
         code, out, _ = grpocli(
             "rollouts", str(run), "--step", ":", "--where", "right=1", "--export", str(tmp_path / name)
@@ -134,13 +134,13 @@ def test_export(grpocli, run: Path, tmp_path: Path) -> None:
         (["--export", "/nowhere/out.jsonl"], "--export=/nowhere/out.jsonl: there is no folder /nowhere"),
     ],
 )
-def test_bad_input_is_one_sentence(grpocli, run: Path, options: list[str], said: str) -> None:
+def test_bad_input_gives_a_one_sentence_error(grpocli, run: Path, options: list[str], said: str) -> None:
     code, _, err = grpocli("rollouts", str(run), *options)
     assert code == 2
     assert said in err
 
 
-def test_a_folder_without_a_run_and_filters_without_a_match(grpocli, run: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_run_and_filters_without_a_match_are_reported(grpocli, run: Path, tmp_path: Path) -> None:
     code, _, err = grpocli("rollouts", str(tmp_path / "rollouts"))
     assert (code, "holds no run of grpocli, there is no config.yaml in it" in err) == (2, True)
     (run / "config.yaml").touch()
@@ -155,7 +155,7 @@ def test_a_folder_without_a_run_and_filters_without_a_match(grpocli, run: Path, 
         assert (code, err) == (1, "no completion matches\n")
 
 
-def test_a_hub_that_refuses_the_export(grpocli, run: Path) -> None:
+def test_a_refused_upload_is_reported(grpocli, run: Path) -> None:
     code, _, err = grpocli("rollouts", str(run), "--step", ":", "--export", "hub:not//a name")
     assert code == 1
     assert "--export hub:not//a name: the hub refused it: " in err
@@ -175,7 +175,7 @@ def _not_utf8(rows: int) -> pyarrow.Array:
         ("columns", lambda n: pyarrow.array(["[" * 100_000] * n), "the columns of an example in step 1 cannot be read"),
     ],
 )
-def test_files_of_unknown_origin(grpocli, run: Path, column: str, made: Any, said: str) -> None:
+def test_files_of_unknown_origin_are_refused(grpocli, run: Path, column: str, made: Any, said: str) -> None:
     file = run / "rollouts" / "step_000001.parquet"
     table = pyarrow.parquet.read_table(file)
     place = table.column_names.index(column)
@@ -185,7 +185,7 @@ def test_files_of_unknown_origin(grpocli, run: Path, column: str, made: Any, sai
     assert said in err
 
 
-def test_broken_compressed_pages(grpocli, run: Path) -> None:
+def test_broken_compressed_pages_are_reported(grpocli, run: Path) -> None:
     file = run / "rollouts" / "step_000001.parquet"
     whole = file.read_bytes()
     file.write_bytes(whole[:100] + bytes(byte ^ 255 for byte in whole[100:400]) + whole[400:])

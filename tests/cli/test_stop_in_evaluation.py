@@ -31,7 +31,7 @@ def even(completions, **kwargs):
 """
 
 
-def test_a_stop_during_evaluations(
+def test_a_run_stops_during_an_evaluation(
     grpocli, tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRPOCLI_CACHE", str(shared_cache))
@@ -46,9 +46,9 @@ def test_a_stop_during_evaluations(
     assert code == 3
     assert f"SIGINT after step 0; go on with: grpocli train resume={run}" in err
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_000000"]
-    assert not (run / "metrics.jsonl").exists(), "it stopped before the first step"
+    assert not (run / "metrics.jsonl").exists(), "the stop came before the first step"
 
-    (tmp_path / "evaluations_left").write_text("1")  # the one before the first step is repeated
+    (tmp_path / "evaluations_left").write_text("1")  # the evaluation before the first step is repeated
     code, _, err = grpocli("train", f"resume={run}")
     assert code == 3
     assert "SIGTERM after step 1" in err

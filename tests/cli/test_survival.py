@@ -73,7 +73,7 @@ def test_two_processes_equal_one(undisturbed: Path, tmp_path: Path) -> None:
     assert (run / "logs" / "rank_1.log").exists()
 
 
-def test_two_processes_stop_and_resume_as_one(undisturbed: Path, tmp_path: Path) -> None:
+def test_two_processes_stop_and_resume_together(undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(
         *LONG, "hardware.processes=2", "hardware.parallel=fsdp2", "checkpoint.every=0", f"hydra.run.dir={run}"

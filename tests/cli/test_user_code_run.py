@@ -1,4 +1,4 @@
-"""A run ends normally although its reward misuses threads, alarms, descriptors and child processes."""
+"""A run finishes although its reward misuses threads, alarms, descriptors and child processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def score(completions, **kwargs):
 """
 
 
-def test_threads_alarms_descriptors_and_children_of_a_reward(tmp_path: Path) -> None:
+def test_a_reward_may_misuse_threads_alarms_descriptors_and_children(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(REWARD)
     run = ["train", *SMALL, "eval.problems=0", "train.steps=2", f"reward=[{tmp_path}/r.py:score]"]
     code, said = finish(start(*run, f"hydra.run.dir={tmp_path}/run"))

@@ -24,7 +24,10 @@ def assert_synced(run: Path) -> None:
 
 
 def until_signal(run: Path, steps: int, number: signal.Signals, *options: str) -> int:
-    """Start a long run and send it a signal after some steps. Returns its exit code; no process may be left."""
+    """Starts a long run and sends it a signal after some steps.
+
+    Returns its exit code and asserts that no process is left.
+    """
     family = Family()
     process = start(*RUN, "train.steps=1000", *options, f"hydra.run.dir={run}")
     try:
@@ -41,7 +44,7 @@ def until_signal(run: Path, steps: int, number: signal.Signals, *options: str) -
 
 
 def test_a_run_starts_syncs_and_stops_its_server(tmp_path: Path) -> None:
-    """One task of one turn and one of several turns; the trainer scores the tokens of both."""
+    """One task has one turn and another several; the trainer scores the sampled tokens of both."""
     code = until_signal(tmp_path / "run", 5, signal.SIGTERM, *TWO[1:])
     assert code == 3, "it stops after a step, with a checkpoint"
     assert_synced(tmp_path / "run")
@@ -65,7 +68,7 @@ def test_two_sharded_processes_use_the_server_of_another_terminal(tmp_path: Path
                 url = line.split()[-1]
             if "stop with Ctrl-C" in line:
                 break
-        assert url is not None, "vllm-serve ended without an address"
+        assert url is not None, "vllm-serve exited without an address"
         assert len(family.engines()) == 1
         two = ["hardware.processes=2", "hardware.parallel=fsdp2"]
         code, out = family.wait(start(*RUN, f"engine.base_url={url}", *two, f"hydra.run.dir={tmp_path}/run"))

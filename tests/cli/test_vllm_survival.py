@@ -1,4 +1,4 @@
-"""Real servers are killed during a run: its own are restarted; a lost external one ends the run with a checkpoint."""
+"""Servers killed during a run: its own are restarted; a lost external one ends the run with a checkpoint."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_killed_replica_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_lost_external_server_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
-    """The server and its guard are killed, so that no process ends vLLM's processes and removes their files."""
+    """The test kills the server and its guard, so that nothing ends vLLM's processes and removes their files."""
     family, servers, run = Family(), Family(), tmp_path / "run"
     serve = start("vllm-serve", "model.warm_start_steps=20", "port=0", "max_model_len=64")
     try:

@@ -1,4 +1,4 @@
-"""Every mistake of a user is one sentence that names the key, with exit code 2, before anything heavy starts."""
+"""Every mistake of a user gives a one-sentence error with the key and exit code 2, before anything slow starts."""
 
 from __future__ import annotations
 
@@ -121,7 +121,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("override", "sentence"), table(BAD, fast=12))
-def test_bad_override(override: str, sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_bad_override_is_one_sentence_with_its_key(
+    override: str, sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["train", f"hydra.run.dir={tmp_path}/run", *override.split(" ")])
     said = capsys.readouterr()
@@ -150,7 +152,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1
         ("seed: !!timestamp x", "'NoneType' object has no attribute 'groupdict'"),
     ],
 )
-def test_broken_recipe(text: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_recipe_is_named(text: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "recipe").mkdir()
     file = tmp_path / "recipe" / "mine.yaml"
     file.write_bytes(text.encode(errors="surrogateescape"))
@@ -163,7 +165,7 @@ def test_broken_recipe(text: str, problem: str, tmp_path: Path, capsys: pytest.C
     assert said.count("\n") == 1
 
 
-def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["trian"])
     assert exit_.value.code == 2

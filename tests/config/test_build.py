@@ -41,7 +41,7 @@ def test_a_run_resumes_after_a_class_has_moved(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_run_with_module_paths_resumes(tmp_path: Path) -> None:
-    """The config was saved by a version before choices had names."""
+    """A version before choices had names saved the config."""
     text = save(compose(["algorithm=dgpo", "reward=[math]", "model.lora.rank=4"]))
     for path, name in FORMER.items():
         text = text.replace(f"_target_: {name}\n", f"_target_: {path}\n")
@@ -56,7 +56,7 @@ def test_every_former_path_has_a_class() -> None:
     assert [name for name in FORMER.values() if name not in CLASSES and name != "serve"] == []
 
 
-def test_an_unknown_choice_in_a_saved_config_is_one_sentence() -> None:
+def test_an_unknown_choice_in_a_saved_config_gives_a_one_sentence_error() -> None:
     with pytest.raises(ConfigError, match=r"^_target_=reward/theirs: no choice has this name; install the package"):
         build(OmegaConf.create({"_target_": "reward/theirs"}))
     with pytest.raises(ConfigError, match=r"^reward\.a\._target_=nowhere\.Reward: cannot be imported"):

@@ -1,4 +1,4 @@
-"""The config that groups compose, and the lines printed about it."""
+"""The config that groups compose, and its printed overview."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_algorithms_are_composed_of_their_parts(algorithm: str) -> None:
     assert name(a.correction) == "AutoCorrection"
 
 
-def test_dapo_punishes_length_and_the_accuracy_stays_first() -> None:
+def test_dapo_punishes_length_after_the_accuracy_reward() -> None:
     rewards = compose(["algorithm=dapo"]).reward
     assert {name: reward.weight for name, reward in rewards.items()} == {"exact_match": 1.0, "overlong": 0.5}
     assert compose(["algorithm=dapo", "reward=[math]", "reward.overlong.weight=2"]).reward.overlong.weight == 2
@@ -81,11 +81,11 @@ def test_every_shipped_choice_builds(path: Path) -> None:
     choice = f"[{path.stem}]" if path.parent.name == "reward" else path.stem
     more = {"jsonl": ["task.path=x.jsonl"], "mixture": ["+task@task.one=arithmetic"]}.get(path.stem, [])
     config = compose([f"{path.parent.name}={choice}", *more])
-    if MARK not in path.read_text():  # else a class, whose keys may have no default
+    if MARK not in path.read_text():  # other choices are classes, whose keys may have no default
         build_run(config)
 
 
-def test_the_printed_plan() -> None:
+def test_the_overview_counts_completions_and_updates() -> None:
     run = build_run(
         compose(
             [
@@ -105,7 +105,7 @@ def test_the_printed_plan() -> None:
     assert "10 steps, 80 updates, 240 completions" in total
 
 
-def test_the_printed_plan_counts_the_problems_of_every_task() -> None:
+def test_the_overview_counts_the_problems_of_every_task() -> None:
     run = build_run(compose(["task=[arithmetic,countdown]", "reward=[number]", "eval.problems=4"]))
     evaluation = next(line for line in plan_lines(run, Devices(1)) if line.startswith("eval"))
     assert "2 tasks x 4 problems x (4 + 1 greedy) = 40 completions" in evaluation
@@ -128,7 +128,7 @@ def test_default_evaluations_are_smaller_on_a_cpu() -> None:
     assert chosen.eval.n_problems(cpu=True) == chosen.eval.n_problems(cpu=False) == 7
 
 
-def test_a_reward_and_a_recipe_of_a_user(tmp_path: Path) -> None:
+def test_a_user_may_add_a_reward_and_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "reward").mkdir()
     (tmp_path / "recipe").mkdir()
     (tmp_path / "reward" / "mine.yaml").write_text(

@@ -49,14 +49,14 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
         ("???", "???"),
     ],
 )
-def test_values_from_the_environment_stay_interpolations(value: object, saved: object) -> None:
+def test_values_from_the_environment_are_saved_as_interpolations(value: object, saved: object) -> None:
     others = {"seed": 3, "secret": "${oc.env:MY_SECRET}", "both": {"x": "${seed}", "y": "${secret}"}}
     config = OmegaConf.create({**others, "a": value, "overrides": ["a=${oc.env:MY_SECRET}", "b=${seed}", "c=${..d}"]})
     kept = without_environment(config)
     assert kept["a"] == saved
     assert kept["overrides"] == ["a=${oc.env:MY_SECRET}", "b=${seed}", "c=${..d}"]
     assert SECRET not in str(kept)
-    assert OmegaConf.create({"x": "${oc.env:MY_SECRET}"}).x == SECRET  # reading goes on as before
+    assert OmegaConf.create({"x": "${oc.env:MY_SECRET}"}).x == SECRET  # reading still gives the value
 
 
 def test_values_from_the_environment_are_masked(tmp_path: Path) -> None:
@@ -106,9 +106,9 @@ def test_an_unset_variable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     sentence = r"^rollout\.stop\[0\] needs the environment variable MY_SECRET, which is not set: export it$"
     with pytest.raises(ConfigError, match=sentence):
         build_run(again(tmp_path))
-    merged = again(tmp_path, "rollout.stop=[b]")  # and now it is not needed any more
+    merged = again(tmp_path, "rollout.stop=[b]")  # the variable is not needed any more
     assert build_run(merged).rollout.stop == ["b"]
-    assert "MY_SECRET" in save(merged)  # as what was typed once
+    assert "MY_SECRET" in save(merged)  # in the earlier override
 
 
 def test_a_model_card_names_the_variable(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_model_card_names_the_variable(tmp_path: Path) -> None:
     assert "| started from | `hf` (`${oc.env:MY_SECRET}/model`) |" in card
 
 
-def test_a_tracker_gets_the_names_of_variables(tmp_path: Path) -> None:
+def test_a_tracker_gets_names_instead_of_values(tmp_path: Path) -> None:
     from grpocli.launch.train_process import make_recorder
 
     begun(tmp_path, "rollout.stop=['${oc.env:MY_SECRET}']")

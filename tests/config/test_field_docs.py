@@ -64,5 +64,5 @@ def test_every_key_of_the_config_has_a_docstring(name: str) -> None:
     made: type[Any] = OWN[name]
     names = {f.name for f in dataclasses.fields(made)} if dataclasses.is_dataclass(made) else set()
     if name == "run":
-        names -= set(SECTIONS)  # their classes describe them
+        names -= set(SECTIONS)  # documented by their classes
     assert names - set(field_docs(made)) == set()

@@ -34,7 +34,7 @@ def test_every_override_in_the_table_composes(advised: str) -> None:
     config = composed(tuple(groups)).copy()
     for one in read:
         if "." in one.key_or_group and not one.is_hydra_override():
-            OmegaConf.update(config, one.key_or_group, one.value())  # raises for a key that is not there
+            OmegaConf.update(config, one.key_or_group, one.value())  # raises if the key does not exist
 
 
 @pytest.mark.parametrize(

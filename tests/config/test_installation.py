@@ -25,7 +25,7 @@ def test_no_text_installs_from_an_index_and_every_extra_exists() -> None:
     texts = {path: path.read_text() for place in PLACES for path in ROOT.glob(place) if path.is_file()}
     assert len(texts) > 100
     for path, text in texts.items():
-        if path.name != "release.md":  # which says when it will work
+        if path.name != "release.md":  # which says when that will work
             assert not re.search(r"pip install ['\"]?grpocli", text), path
         named = re.findall(r"pip install (?:-e )?'\.\[([\w,-]+)\]'", text)
         assert {extra for names in named for extra in names.split(",")} <= extras.keys(), path

@@ -65,7 +65,7 @@ def test_escapes_of_a_text_key_leave_latex_alone(text: str, read: str) -> None:
 
 
 @pytest.mark.parametrize("override", RIGHT)
-def test_valid_overrides_stay(override: str) -> None:
+def test_valid_overrides_are_not_changed(override: str) -> None:
     assert typed(override.split(" ") if " " in override else [override]) == override.split(" ")
 
 
@@ -108,7 +108,7 @@ def test_escapes_are_read_in_each_value_of_a_sweep() -> None:
     assert typed([r'task.prefix="a\n","b"']) == ['task.prefix="a\n","b"']
 
 
-def test_a_resume_has_the_same_text(tmp_path: Path) -> None:
+def test_a_resume_keeps_the_text(tmp_path: Path) -> None:
     began = typed([*JSONL, r'task.prefix="one\ntwo \\n"'])
     assert began[-1] == 'task.prefix="one\ntwo \\n"'
     config = compose(began)
@@ -122,7 +122,7 @@ def test_a_resume_has_the_same_text(tmp_path: Path) -> None:
 
 def test_a_literal_backslash_n_gets_a_warning() -> None:
     config = compose(JSONL)
-    config.task.system_prompt = r"end\nwith \boxed{} \neq"  # as a YAML without double quotes has it
+    config.task.system_prompt = r"end\nwith \boxed{} \neq"  # as in a YAML without double quotes
     (warning,) = literal_escapes(config)
     assert warning.startswith(
         r"task.system_prompt has a backslash and the letter n in \nwith, not a line break or a tab"
@@ -144,7 +144,7 @@ QUOTED = [
 
 
 @pytest.mark.parametrize(("key", "value", "meant"), table(QUOTED, fast=3))
-def test_the_advice_about_quotes_is_a_command_that_works(key: str, value: str, meant: object) -> None:
+def test_the_advice_about_quotes_is_a_valid_command(key: str, value: str, meant: object) -> None:
     with pytest.raises(ConfigError) as caught:
         compose([*JSONL, f"{key}={value}"])
     (advised,) = shlex.split(caught.value.hint.removeprefix("write "))
@@ -171,7 +171,7 @@ def test_several_values_need_multirun() -> None:
         (["recipe=gsm8k-qwen2.5-1.5b", "model.path=mine"], "mine"),
     ],
 )
-def test_a_model_by_its_path(given: list[str], path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_may_be_a_path(given: list[str], path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cwd" / "here").mkdir(parents=True)
     (tmp_path / "cwd" / "here" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path / "cwd")
@@ -187,12 +187,12 @@ def test_a_model_path_keeps_the_model_of_a_recipe() -> None:
     assert rewritten(["model.path=mine"], "vllm_serve") == ["model=hf", "model.path=mine"]
 
 
-def test_a_sweep_over_models_by_name_and_by_path(grpocli: Run, tmp_path: Path) -> None:
+def test_a_sweep_may_mix_models_by_name_and_by_path(grpocli: Run, tmp_path: Path) -> None:
     code, _, err = grpocli(
         "train", "-m", "model=hf,Qwen/Qwen2.5-0.5B", "train.steps=0", f"hydra.sweep.dir={tmp_path}/s"
     )
     assert code == 2
-    assert "model.path: has no value" in err  # of the first; the second has its path
+    assert "model.path: has no value" in err  # of the first model; the second has its path
     assert "train.steps=0: must be at least 1" in err
 
 

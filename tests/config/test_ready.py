@@ -78,12 +78,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def answers(command: str, lines: list[str]) -> dict[str, str]:
-    """The error of a command for each list of overrides, all in one process that has imported nothing heavy."""
+    """The error of a command for each list of overrides, all in one process without heavy imports."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(lines), command], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    said, heavy = json.loads(done.stdout)  # nothing else was printed: the user's code has not run
+    said, heavy = json.loads(done.stdout)  # no other output: the user's code has not run
     assert heavy == []
     return dict(said)
 
@@ -125,7 +125,7 @@ def test_every_way_to_define_a_name_is_found(here: Path, name: str) -> None:
         "def f():\n    global hidden\n    hidden = 1\nf()",
     ],
 )
-def test_a_name_that_the_import_may_define_is_accepted(here: Path, source: str) -> None:
+def test_a_name_that_an_import_may_define_is_accepted(here: Path, source: str) -> None:
     (here / "strange.py").write_text(source)
     check_exists("strange.py:hidden", "key")
     (here / "plain.py").write_text("x = 1")

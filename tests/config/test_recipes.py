@@ -110,7 +110,7 @@ SMALL = {
     "drgrpo-small": "drgrpo-qwen2.5-math-7b",
     "dgpo-small": "dgpo-qwen2.5-math-7b",
 }
-# What a small recipe may change: where it runs, and sizes. Sections end in a dot.
+# Keys that a small recipe may change: hardware and sizes. Sections end in a dot.
 SIZES = (
     "model.",
     "task.",
@@ -125,7 +125,7 @@ SIZES = (
     "train.gradient_checkpointing",
     "optim.lr",
 )
-MORE = {  # and what one of them changes besides
+MORE = {  # further changes of single recipes
     "grpo-small": {"rollout.group_size"},
     "dapo-small": {"reward.overlong.max_tokens", "reward.overlong.buffer_tokens", "optim.warmup_steps"},
     "drgrpo-small": {"algorithm.aggregate.length"},
@@ -157,7 +157,7 @@ def test_a_paper_recipe_has_the_papers_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_small_recipe_differs_from_its_papers_in_sizes_only(name: str) -> None:
+def test_a_small_recipe_differs_from_its_papers_only_in_sizes(name: str) -> None:
     small, paper = resolved(name), resolved(SMALL[name])
     differing = {key for key in small | paper if small.get(key, "missing") != paper.get(key, "missing")}
     assert {key for key in differing if not key.startswith(SIZES)} == MORE[name]

@@ -28,7 +28,7 @@ def again(resume: Resume) -> Run:
     return build_run(resume.merged(compose([o for o in resume.overrides([]) if not o.startswith(("resume", "hydra"))])))
 
 
-def test_a_folder_name_with_quotes(tmp_path: Path) -> None:
+def test_a_folder_name_may_have_quotes(tmp_path: Path) -> None:
     folder = tmp_path / """it's a "run" \\"""
     folder.mkdir()
     run = resumed(folder, [], ["train.steps=7"])
@@ -56,7 +56,7 @@ def test_a_key_that_follows_an_override_follows_it(tmp_path: Path) -> None:
     assert resumed_length(tmp_path / "b", "algorithm.aggregate.length=20") == 20
 
 
-def test_another_algorithm_drops_keys_that_it_does_not_have(tmp_path: Path) -> None:
+def test_another_algorithm_drops_the_keys_that_it_lacks(tmp_path: Path) -> None:
     given = ["algorithm=dapo", "reward.overlong.buffer_tokens=2"]
     config = compose(given)
     config.overrides = given
@@ -131,7 +131,7 @@ def test_changes_lists_only_differences(tmp_path: Path) -> None:
         ("seed: \udcff", "'utf-8' codec can't decode byte 0xff"),
     ],
 )
-def test_a_broken_config(text: str, problem: str, tmp_path: Path) -> None:
+def test_a_broken_config_is_reported(text: str, problem: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=re.escape(f"resume={file}: cannot be read: {problem}")):

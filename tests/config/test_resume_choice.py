@@ -15,7 +15,7 @@ SAVED = ["engine=vllm", "engine.base_url=http://127.0.0.1:8000", "+engine.vllm_a
 
 
 def again(folder: Path, saved: list[str], given: list[str]) -> list[str]:
-    """The overrides that compose a run again, without those of every resume."""
+    """The overrides that compose a run again, without `resume` and Hydra's."""
     (folder / "config.yaml").write_text(yaml.safe_dump({"overrides": saved}))
     return Resume(folder, given).overrides([])[:-3]
 
@@ -41,7 +41,7 @@ def test_overrides_of_a_replaced_part_are_dropped(tmp_path: Path, given: list[st
         (["reward=[exact_match]"], REWARDS[:1]),
     ],
 )
-def test_parts_that_stay_keep_their_overrides(tmp_path: Path, given: list[str], left: list[str]) -> None:
+def test_unchanged_parts_keep_their_overrides(tmp_path: Path, given: list[str], left: list[str]) -> None:
     assert again(tmp_path, REWARDS, given) == [*left, *given]
 
 

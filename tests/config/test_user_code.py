@@ -1,4 +1,4 @@
-"""Importing user code, which can neither end the process nor return in a forked copy of it."""
+"""Imports of user code can neither end the process nor return in a forked copy of it."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_functions_are_rewards_under_their_names() -> None:
     assert list(build_run(compose(["+reward@reward.short=mine.py:fmt"])).reward) == ["exact_match", "short"]
 
 
-def test_in_a_mixture_and_in_a_users_recipe() -> None:
+def test_a_mixture_and_a_users_recipe_may_use_them() -> None:
     run = build_run(compose(["task=[mine.py:Doubles,arithmetic]", "task.doubles.most=4"]))
     assert list(run.task.tasks) == ["doubles", "arithmetic"]
     assert run.task.tasks["doubles"].most == 4
@@ -258,12 +258,12 @@ def test_built_in_parts_have_the_members_that_user_parts_need() -> None:
     register_parts()
     for group in NEEDS:
         for choice in stored(group):
-            if (group, choice) != ("algorithm/tokens", "all"):  # it is never called: there is nothing to choose
+            if (group, choice) != ("algorithm/tokens", "all"):  # it chooses nothing, so it is never called
                 _check(CLASSES[f"{group}/{choice}"], group, choice)
 
 
 @pytest.mark.parametrize(("path", "had"), [("mine.py", "; it has Rank, Mine, "), ("none.py", "NAME")])
-def test_a_file_without_a_name_raises_its_names(path: str, had: str) -> None:
+def test_a_path_without_a_name_lists_the_names_of_the_file(path: str, had: str) -> None:
     for group in ("reward=[{}]", "task={}", "algorithm/advantage={}"):
         with pytest.raises(ConfigError, match=rf"={path}: name what to take from the file: {path}:NAME") as caught:
             compose([group.format(path)])
@@ -288,7 +288,7 @@ def test_files_of_the_same_name_are_two_modules() -> None:
     assert scales == [1, 2]
 
 
-def test_a_sweep_over_parts_and_print(
+def test_a_sweep_over_user_parts_can_be_printed(
     grpocli: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, out, _ = grpocli("train", "algorithm/advantage=mine.py:Rank", "--cfg", "job")
@@ -302,7 +302,7 @@ def test_a_sweep_over_parts_and_print(
         f"hydra.sweep.dir={tmp_path}/s",
     )
     assert code == 2
-    assert "there is no key algorithm.advantage.scale" in err  # of std; the other has it
+    assert "there is no key algorithm.advantage.scale" in err  # of std; the other part has it
     code, out, _ = grpocli("explain", "algorithm/advantage=mine.py:Rank", "vs", "algorithm=grpo")
     assert code == 0
     assert "mine.py:Rank" in out

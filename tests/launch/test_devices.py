@@ -1,4 +1,4 @@
-"""The GPUs that train and serve, on one machine and on several."""
+"""The GPUs for training and serving, on one machine and on several."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ EIGHT = [str(i) for i in range(8)]
         (Single(), Vllm(), ["GPU-a", "GPU-b"], ["GPU-a"], ["GPU-b"]),
     ],
 )
-def test_the_split(hardware: Single, engine: object, gpus: list[str], train: list[str], rollout: list[str]) -> None:
+def test_gpus_are_split_between_training_and_serving(
+    hardware: Single, engine: object, gpus: list[str], train: list[str], rollout: list[str]
+) -> None:
     found = split(hardware, engine, gpus)
     assert (list(found.train), list(found.rollout)) == (train, rollout)
     assert found.processes == len(train)
@@ -70,12 +72,12 @@ def test_shared_is_none_if_only_some_gpus_are_shared() -> None:
         (Single(processes=8), Vllm(), r"hardware\.processes=8: .* 7 are left to train"),
     ],
 )
-def test_missing_gpus(hardware: Single, engine: object, message: str) -> None:
+def test_missing_gpus_are_reported(hardware: Single, engine: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         split(hardware, engine, EIGHT)
 
 
-def test_devices_on_a_cpu() -> None:
+def test_a_cpu_has_one_device_for_each_process() -> None:
     assert devices_of(Single(device="cpu"), Vllm()) == Devices(1)
     assert devices_of(Single(device="cpu", processes=3), Vllm()) == Devices(3)
     with pytest.raises(ConfigError, match=r"hardware\.train_devices=2: there is no GPU"):
@@ -113,7 +115,7 @@ def test_invalid_devices_are_refused(value: str) -> None:
         ),
     ],
 )
-def test_invalid_runs_on_several_machines(overrides: str, message: str) -> None:
+def test_invalid_runs_on_several_machines_are_refused(overrides: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_run(compose(["hardware=multinode", *overrides.split()]))
 
@@ -155,7 +157,7 @@ def test_a_stop_is_no_error_on_other_machines(tmp_path: Path, monkeypatch: pytes
 
 def test_an_engine_folder_with_open_files_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     new_engine_folder(tmp_path)
-    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as over NFS, where what is open stays
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as over NFS, where open files stay
     new_engine_folder(tmp_path)
     assert (tmp_path / "engine").stat().st_mode & 0o777 == 0o700
 

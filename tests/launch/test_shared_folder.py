@@ -1,4 +1,4 @@
-"""The folder from which servers on other machines read weights."""
+"""The folder of weights for servers on other machines."""
 
 from __future__ import annotations
 

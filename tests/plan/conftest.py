@@ -1,4 +1,4 @@
-"""Running `grpocli plan` as a user does."""
+"""Runs `grpocli plan` as a user does."""
 
 from __future__ import annotations
 

@@ -68,13 +68,13 @@ def planned(*overrides: str, **asked: Any) -> Plan:
 
 
 def update(plan: Plan, name: str) -> float:
-    """Bytes of one thing on a trainer's device while it updates; 0 where it has none."""
+    """Bytes of one item on a trainer's device during the update, or 0."""
     return sum(item.update for item in plan.devices[0].items if item.name == name)
 
 
 @pytest.fixture(scope="module")
 def config_only(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A model of which nothing is there but its config."""
+    """A model folder that only has a config."""
     folder = tmp_path_factory.mktemp("config_only")
     SMALL.save_pretrained(folder)
     return ["model=hf", f"model.path={folder}"]
@@ -102,11 +102,11 @@ def test_documented_commands_need_no_network(command: str, monkeypatch: pytest.M
 
 
 def test_max_num_seqs_follows_vllm_defaults_for_the_device() -> None:
-    """vLLM 0.32's engine/arg_utils.py: the more at once, the fewer rounds of decoding."""
+    """vLLM 0.32's engine/arg_utils.py: more parallel sequences mean fewer rounds of decoding."""
     on_gpu = ("engine=vllm", "hardware.device=cuda", "rollout.prompts_per_step=64", "rollout.group_size=16")
     large, small = (planned(*on_gpu, devices=2, memory=memory).work.seconds for memory in (80, 24))
     decoding = "generation: memory bandwidth of decoding"
-    assert large[decoding] < small[decoding], "1024 completions in one round, or in four of 256"
+    assert large[decoding] < small[decoding], "1024 completions in one round or in four of 256"
     given = planned(*on_gpu, "+engine.vllm_args.max_num_seqs=256", devices=2, memory=80).work.seconds
     assert given[decoding] == pytest.approx(small[decoding])
 
@@ -120,7 +120,7 @@ def test_float32_is_15_times_slower_on_a_gpu_and_twice_on_a_cpu(config_only: lis
     assert seconds("cpu", "float32") == pytest.approx(2 * seconds("cpu", "bfloat16"))
 
 
-def test_sizes_are_those_of_the_model_in_memory(config_only: list[str]) -> None:
+def test_sizes_equal_those_of_the_model_in_memory(config_only: list[str]) -> None:
     model = LlamaForCausalLM(SMALL)
     size = find_model_size(build_run(compose(config_only)).model)
     assert size.parameters == size.trained == sum(p.numel() for p in model.parameters())
@@ -132,7 +132,7 @@ def test_sizes_are_those_of_the_model_in_memory(config_only: list[str]) -> None:
     assert size.cache_per_token * 3 == cached
 
 
-def test_lora_trains_its_updates_alone(config_only: list[str]) -> None:
+def test_lora_trains_only_its_updates(config_only: list[str]) -> None:
     from grpocli.models.lora import Lora, attach
 
     model = attach(LlamaForCausalLM(SMALL), Lora(rank=4), seed=0)
@@ -152,7 +152,7 @@ def test_sharding_divides_state_by_processes(on_gpus: list[str]) -> None:
         )
         for p in ("ddp", "zero2", "zero3", "fsdp2")
     )
-    assert ddp.micro_batches > 1, "with one, gradients replace activations"
+    assert ddp.micro_batches > 1, "with one process, gradients replace activations"
     size = 4 * ddp.size.parameters
     assert [update(ddp, n) for n in ("weights", "gradients", "optimizer")] == [size, size, 2 * size]
     assert [update(zero2, n) for n in ("weights", "gradients", "optimizer")] == [size, size / 4, size / 2]
@@ -218,7 +218,7 @@ def test_a_shared_gpu_holds_trainer_and_server(config_only: list[str]) -> None:
 
 @pytest.mark.processes
 def test_a_real_run_needs_the_planned_memory(tmp_path: Path) -> None:
-    """Compares resident memory without that of a small run, which has the libraries too."""
+    """Compares resident memory minus that of a small run, which has the libraries too."""
     from grpocli.models.tiny import make_tokenizer
 
     LlamaForCausalLM(SMALL).save_pretrained(tmp_path / "model")
@@ -250,9 +250,9 @@ sys.exit(ended.returncode)
 
 
 def _peak(folder: Path, *overrides: str) -> int:
-    """Bytes of the process of a whole run."""
+    """Peak bytes of the process of a whole run."""
     command = [sys.executable, "-m", "grpocli", "train", *overrides, f"hydra.run.dir={folder}/run-{len(overrides[-3])}"]
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144"}  # glibc's default keeps much of what is freed
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144"}  # glibc by default keeps much of the freed memory
     ended = subprocess.run([sys.executable, "-c", MEASURE, *command], capture_output=True, text=True, env=env)
     assert ended.returncode == 0, ended.stderr
     return int(ended.stdout) * 1024
@@ -281,7 +281,7 @@ def test_the_command_says_whether_a_run_fits(grpocli: Command, config_only: list
     assert "\n  train.gradient_checkpointing=true: fits, " in out
 
 
-def test_json(grpocli: Command, config_only: list[str]) -> None:
+def test_the_plan_is_printed_as_json(grpocli: Command, config_only: list[str]) -> None:
     code, out, _ = grpocli("plan", "--json", *config_only)
     found = json.loads(out)
     assert code == 0
@@ -293,7 +293,7 @@ def test_json(grpocli: Command, config_only: list[str]) -> None:
 
 
 @pytest.mark.parametrize("bad", ["lr=3", "algorithm=gspo", "task=jsonl", "seed=["])
-def test_errors_are_those_of_train(bad: str, grpocli: Command, tmp_path: Path) -> None:
+def test_errors_equal_those_of_train(bad: str, grpocli: Command, tmp_path: Path) -> None:
     train = grpocli("train", bad, f"hydra.run.dir={tmp_path}/run")
     assert grpocli("plan", bad) == train
     assert train[0] == 2
@@ -310,7 +310,7 @@ def test_errors_are_those_of_train(bad: str, grpocli: Command, tmp_path: Path) -
         (["model=hf", "model.path=CONFIG", "model.lora.rank=4", "model.lora.target_modules=[nothing]"], "does not fit"),
     ],
 )
-def test_bad_input_is_one_sentence(
+def test_bad_input_gives_a_one_sentence_error(
     argv: list[str], said: str, grpocli: Command, tmp_path: Path, config_only: list[str]
 ) -> None:
     given = [config_only[1] if a.endswith("=CONFIG") else a.replace("EMPTY", str(tmp_path)) for a in argv]

@@ -1,4 +1,4 @@
-"""Programs that try to escape, to stay alive, to exceed limits, or to forge their results."""
+"""Programs that try to escape, to outlive the sandbox, to exceed limits, or to forge their results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RIGHT = "def answer():\n    return 42\n"
 
 
 def others() -> set[int]:
-    """Processes of sandboxes."""
+    """Processes of sandboxes on this machine."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -45,7 +45,7 @@ def nothing_is_left():
     assert not left
 
 
-def test_a_fork_bomb(sandbox, nothing_is_left):
+def test_a_fork_bomb_is_stopped(sandbox, nothing_is_left):
     program = """
 import os, time
 count = 0
@@ -107,7 +107,7 @@ def test_a_program_that_undoes_die_with_parent_still_ends(sandbox, program, noth
         "class Slow(Exception):\n    def __str__(self):\n        while True: pass\ndef answer(): raise Slow",
     ],
 )
-def test_the_time_limit(sandbox, program, nothing_is_left):
+def test_the_time_limit_ends_a_program(sandbox, program, nothing_is_left):
     sandbox.limits = replace(sandbox.limits, timeout=0.5)
     start = time.monotonic()
     result = sandbox(program, TEST, "assert True")
@@ -116,7 +116,7 @@ def test_the_time_limit(sandbox, program, nothing_is_left):
     assert result.error == "it took longer than 0.5 s"
 
 
-def test_the_disk_limit(sandbox):
+def test_the_disk_limit_is_enforced(sandbox):
     program = """
 import os
 def fill(folder):
@@ -140,7 +140,7 @@ def test_unnamed_files_are_refused(sandbox):
     assert "PermissionError" in sandbox(program, "f()").error
 
 
-def test_endless_output(sandbox):
+def test_endless_output_is_cut(sandbox):
     result = sandbox("while True: print('x' * 1000)", TEST)
     assert result.passed == [False]
     assert len(result.printed) <= 4096
@@ -155,7 +155,7 @@ def test_endless_output(sandbox):
         "'x' * 2**30",
     ],
 )
-def test_the_memory_limit(sandbox, grab):
+def test_the_memory_limit_is_enforced(sandbox, grab):
     result = sandbox(f"def grab():\n    return {grab}\n", "grab()")
     assert result.passed == [False]
     assert "Error" in result.error

@@ -29,7 +29,7 @@ def test_each_test_has_a_result(sandbox):
     [
         (f"```python\n{ADD}```", ""),
         (f"Wrong:\n```\ndef add(a, b):\n    return 0\n```\nRight:\n```python\n{ADD}```\nThat is it.", ""),
-        (f"I think\n```python\n{ADD}", ""),  # cut off before the block was closed
+        (f"I think\n```python\n{ADD}", ""),  # truncated before the code block ended
         ("    return a + b\n\nThis adds them.", "def add(a, b):\n"),
         (f"```python\n{ADD}```", 'def add(a, b):\n    """Add."""\n'),
     ],
@@ -58,7 +58,7 @@ def test_a_different_value_is_wrong(sandbox):
     ]
 
 
-def test_objects_of_the_programs_classes(sandbox):
+def test_objects_of_the_programs_classes_work_in_the_tests(sandbox):
     program = """
 class Stack:
     def __init__(self): self.items = []
@@ -230,7 +230,7 @@ def test_processes_of_a_program_share_its_memory_limit(sandbox):
     assert not list(cgroup.parent_group().glob("grpocli-sandbox-*"))
 
 
-def test_candidates_for_the_parent_control_group(monkeypatch, tmp_path):
+def test_the_parent_control_group_is_found(monkeypatch, tmp_path):
     monkeypatch.setattr(cgroup, "OWN", tmp_path / "own")
     monkeypatch.setattr(cgroup, "ROOT", tmp_path)
     (tmp_path / "own").write_text("5:cpu:/a\n4:memory:/a/b\n0::/user/run.scope\n")

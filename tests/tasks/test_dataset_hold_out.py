@@ -1,4 +1,4 @@
-"""`hold_out` takes whole questions, independent of the order of rows."""
+"""`hold_out` takes whole questions, whatever the order of rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_at_least_one_and_at_most_a_fifth_is_held_out(rows: int, most: int, held
     assert sorted(train + evaluate) == list(range(rows))
 
 
-def test_equal_questions_are_on_the_same_side() -> None:
+def test_equal_questions_are_in_the_same_split() -> None:
     rows = [{"q": str(i % 10)} for i in range(100)]
     train, evaluate = hold_out(rows, ["q"], 128)
     assert len(evaluate) == 20
@@ -33,6 +33,6 @@ def test_the_order_of_rows_does_not_matter() -> None:
     assert chosen[0] == chosen[1]
 
 
-def test_messages_are_questions_too() -> None:
+def test_messages_count_as_questions() -> None:
     rows = [{"q": [{"role": "user", "content": str(i)}]} for i in range(5)]
     assert len(hold_out(rows, ["q"], 1)[1]) == 1

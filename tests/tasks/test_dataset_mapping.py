@@ -36,7 +36,7 @@ SYSTEM = {"role": "system", "content": "old"}
         ({"prompt_template": "{{{prompt}}}: {n:02d}"}, "hi", "{hi}: 07"),
     ],
 )
-def test_prompts(options: dict[str, Any], prompt: Any, wanted: Any) -> None:
+def test_a_row_becomes_a_prompt(options: dict[str, Any], prompt: Any, wanted: Any) -> None:
     assert mapping(**options).prompt({"prompt": prompt, "n": 7}, "row 0") == wanted
 
 
@@ -80,7 +80,7 @@ def test_a_template_that_cannot_be_filled_names_the_row(template: str, sentence:
 
 
 @pytest.mark.parametrize("options", [{"eval_split": "train"}, {"eval_split": "test"}, {"same": True}])
-def test_examples_to_train_on_are_refused_for_evaluation(options: dict[str, Any], tmp_path: Path) -> None:
+def test_training_examples_are_refused_for_evaluation(options: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "a", "answer": "b"}\n' * 2)
     task = Jsonl(path=str(file), eval_path=str(file)) if options.pop("same", 0) else Jsonl(path=str(file), **options)

@@ -1,4 +1,4 @@
-"""task.processor: a function of the user converts rows to examples."""
+"""task.processor: a user function converts rows to examples."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_loss_multiplier_reaches_the_prompt(task, chat_tokenizer) -> None:
         (10, r"raised TimeoutError for row [12] of .*: no example within 0\.5 s \(task\.processor_timeout\)"),
     ],
 )
-def test_a_failure_is_one_sentence(task, row: int, said: str) -> None:
+def test_a_failing_processor_gives_a_one_sentence_error(task, row: int, said: str) -> None:
     made = task({"id": row}, {"id": row}, processor_timeout=0.5)
     with pytest.raises(ConfigError, match=rf"task\.processor=.*mine\.py:process: {said}"):
         list(made.examples("train"))

@@ -31,7 +31,7 @@ def questions(example: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_shots_are_neither_trained_nor_evaluated_on(file: str, streaming: bool) -> None:
+def test_shots_are_used_neither_for_training_nor_for_evaluation(file: str, streaming: bool) -> None:
     task = Jsonl(path=file, shots=3, eval_size=2, streaming=streaming)
     train, held_out = task.examples("train"), task.examples("eval")
     *shown, _ = questions(train[0])
@@ -57,7 +57,7 @@ def test_the_seed_chooses_the_shots(file: str) -> None:
     assert questions(run.task.examples("train")[0])[:-1] == chosen[1]
 
 
-def test_shots_in_plain_text(file: str) -> None:
+def test_shots_may_be_plain_text(file: str) -> None:
     task = Jsonl(path=file, shots=2, prompt_template="Q: {prompt}\nA:", shot_template=" {answer}", prefix="> ")
     first, second, asked = str(task.examples("train")[0]["prompt"]).split("\n\n")
     assert asked.startswith("> Q: Q")

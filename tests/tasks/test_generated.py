@@ -31,7 +31,7 @@ def test_splits_are_reproducible_and_disjoint(task: Any) -> None:
     assert held_out[:5] == task(train_size=3, eval_size=5).examples("eval")
 
 
-def test_settings_that_leave_nothing_to_evaluate_on_are_one_sentence() -> None:
+def test_settings_without_evaluation_examples_give_a_one_sentence_error() -> None:
     assert SlidingPuzzles(shuffles=1).examples("train")
     with pytest.raises(ConfigError, match="these settings leave no example for eval"):
         SlidingPuzzles(shuffles=1).examples("eval")
@@ -71,7 +71,7 @@ def test_letters_are_counted() -> None:
     assert Number()([sample(one, f"It is {one['answer']}.") for one in examples]) == [1.0] * 200
 
 
-def test_settings_without_examples_are_one_sentence() -> None:
+def test_settings_without_examples_give_a_one_sentence_error() -> None:
     class Same(Generated):
         def make(self, random: Any) -> Any:
             return {"question": "the same again"}

@@ -25,7 +25,7 @@ def test_a_single_file_is_split_without_overlap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("written", "answer"), [("#### 1,234,567", "1234567"), ("a #### b\n#### -3.5 ", "-3.5")])
-def test_the_answer_follows_the_last_mark(written: str, answer: str, tmp_path: Path) -> None:
+def test_the_answer_follows_the_last_hash_mark(written: str, answer: str, tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [written])
     write(tmp_path / "test.jsonl", ["#### 1"])
     assert Gsm8k(path=str(tmp_path)).examples("train")[0]["answer"] == answer

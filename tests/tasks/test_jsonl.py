@@ -34,16 +34,16 @@ def test_columns_are_mapped_and_others_are_kept(file: str) -> None:
     assert one == {"question": "3+1?", "reply": "4", "level": 3, "prompt": "3+1?", "answer": "4"}
 
 
-def test_held_out_examples_are_not_trained_on(file: str) -> None:
+def test_held_out_examples_are_not_used_for_training(file: str) -> None:
     task = Jsonl(path=file, eval_size=3, **NAMED)
     train, held_out = ([e["level"] for e in task.examples(split)] for split in ("train", "eval"))
     assert sorted(train + held_out) == list(range(10))
-    assert len(held_out) == 2  # a fifth at most
+    assert len(held_out) == 2  # at most a fifth
     again = Jsonl(path=file, eval_size=3, **NAMED)
     assert [e["level"] for e in again.examples("eval")] == held_out
 
 
-def test_held_out_examples_from_a_separate_file(file: str, tmp_path: Path) -> None:
+def test_held_out_examples_may_come_from_a_separate_file(file: str, tmp_path: Path) -> None:
     other = write(tmp_path / "test.jsonl", ROWS[:2])
     task = Jsonl(path=file, eval_path=other, **NAMED)
     assert (len(task.examples("train")), len(task.examples("eval"))) == (10, 2)
@@ -67,7 +67,7 @@ def test_conversations_stay_conversations(tmp_path: Path) -> None:
     ("name", "text"),
     [("d.csv", "prompt,answer\na,1\nb,2\n"), ("d.json", '[{"prompt":"a","answer":"1"},{"prompt":"b","answer":"2"}]')],
 )
-def test_other_formats(name: str, text: str, tmp_path: Path) -> None:
+def test_other_formats_are_read(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     assert len(Jsonl(path=str(tmp_path / name)).examples("train")) == 1
 
@@ -124,7 +124,7 @@ def test_gsm8k_from_local_files(tmp_path: Path) -> None:
     assert "\\boxed{}" in one["prompt"][0]["content"]
 
 
-def test_gsm8k_without_a_final_answer_or_a_file(tmp_path: Path) -> None:
+def test_gsm8k_without_a_final_answer_or_a_file_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [{"question": "q", "answer": "none"}] * 2)
     write(tmp_path / "test.jsonl", [{"question": "q", "answer": "#### 1"}])
     with pytest.raises(ConfigError, match="no final #### NUMBER"):

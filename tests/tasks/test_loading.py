@@ -16,7 +16,7 @@ from grpocli.tasks.loading import load_table, looks_local
 from grpocli.tasks.streaming import load_streamed
 
 
-def test_json_values_stay_as_they_were_written(tmp_path: Path) -> None:
+def test_json_values_are_not_changed(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('\ufeff{"a": "2024-01-01", "b": 1}\n\n{"a": 12345678901234567890, "c": null}\n', encoding="utf-8")
     table = load_table(str(file), None, "train")
@@ -27,7 +27,7 @@ def test_json_values_stay_as_they_were_written(tmp_path: Path) -> None:
     ]
 
 
-def test_csv_and_parquet(tmp_path: Path, cache_folder: Path) -> None:
+def test_csv_and_parquet_are_read(tmp_path: Path, cache_folder: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -76,7 +76,7 @@ def test_a_folders_files_are_chosen_by_split(
         ("a.csv", "", "it is empty"),
     ],
 )
-def test_unreadable_data_is_one_sentence(name: str, text: str, sentence: str, tmp_path: Path) -> None:
+def test_unreadable_data_gives_a_one_sentence_error(name: str, text: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=sentence) as error:
         load_table(str(tmp_path / name), None, "train", "task.eval_path")
@@ -99,7 +99,7 @@ def test_a_csv_with_other_separators_is_refused(tmp_path: Path, separator: str, 
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json"])
-def test_utf16(tmp_path: Path, name: str) -> None:
+def test_utf16_is_read(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"a": 1}\n', encoding="utf-16")
     for load in (load_table, load_streamed):
         with pytest.raises(ConfigError, match="it must be UTF-8, and is UTF-16: save it as UTF-8"):
@@ -139,7 +139,7 @@ def test_ambiguous_json_in_a_list_is_refused(row: str, problem: str, tmp_path: P
 @pytest.mark.parametrize(
     ("text", "line"), [('[{"a": 1},\n]', 2), ('[{"a": 1}\n{"a": 2}]', 2), ('[{"a": 1}]\n]', 1), ("[", 1)]
 )
-def test_lists_that_are_not_json(text: str, line: int, tmp_path: Path) -> None:
+def test_lists_that_are_not_json_are_refused(text: str, line: int, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(ConfigError, match=f"line {line} is not JSON"):
         load_table(str(tmp_path / "a.json"), None, "train")
@@ -160,14 +160,14 @@ def test_a_surrogate_pair_is_one_character(tmp_path: Path) -> None:
         (load_streamed, "a.csv"),
     ],
 )
-def test_text_that_is_not_utf8(load: Any, name: str, tmp_path: Path, cache_folder: Path) -> None:
+def test_text_that_is_not_utf8_is_refused(load: Any, name: str, tmp_path: Path, cache_folder: Path) -> None:
     (tmp_path / name).write_bytes({"a.json": b'[{"a": 1},\n', "a.csv": b"a,b\n"}.get(name, b"\n") + b'{"a": "\xff"}')
     with pytest.raises(ConfigError, match=r"cannot be read: line 2: .*it must be UTF-8: save it as UTF-8"):
         load(str(tmp_path / name), None, "train", "task.path")
 
 
 @pytest.mark.parametrize("load", [load_table, load_streamed])
-def test_a_parquet_with_text_that_is_not_utf8(load: Any, tmp_path: Path, cache_folder: Path) -> None:
+def test_a_parquet_with_text_that_is_not_utf8_is_refused(load: Any, tmp_path: Path, cache_folder: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -185,7 +185,7 @@ def test_too_many_columns_are_refused(tmp_path: Path) -> None:
             load(str(file), None, "train", "task.path")
 
 
-def test_a_value_that_is_not_a_row_is_quoted_in_short(tmp_path: Path) -> None:
+def test_the_error_quotes_the_beginning_of_a_wrong_row(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(f'"{"x" * 10_000}"')
     with pytest.raises(ConfigError, match=r"example 1 is not an object with columns: 'xxx.*\.\.\.$") as caught:
         load_table(str(tmp_path / "a.jsonl"), None, "train")
@@ -232,8 +232,8 @@ def test_looks_local_recognises_paths(path: str, local: bool) -> None:
     assert looks_local(path) is local
 
 
-def test_unnamed_columns_of_a_csv(tmp_path: Path, cache_folder: Path) -> None:
-    (tmp_path / "a.csv").write_text("q,a,,\n1,2,,\n")  # as spreadsheets leave them
+def test_unnamed_columns_of_a_csv_are_ignored(tmp_path: Path, cache_folder: Path) -> None:
+    (tmp_path / "a.csv").write_text("q,a,,\n1,2,,\n")  # spreadsheets write such files
     assert load_table(str(tmp_path / "a.csv"), None, "train").columns[:2] == ["q", "a"]
 
 
@@ -271,7 +271,7 @@ def test_csv_files_with_different_columns_are_refused(tmp_path: Path, second: st
             load(str(tmp_path), None, "train", "task.path")
 
 
-def test_csv_files_with_columns_in_another_order(tmp_path: Path, cache_folder: Path) -> None:
+def test_csv_files_may_have_their_columns_in_another_order(tmp_path: Path, cache_folder: Path) -> None:
     (tmp_path / "train-1.csv").write_text("\nq,a\n1,2\n")
     (tmp_path / "train-2.csv").write_text("a,q\n4,3\n")
     for load in (load_table, load_streamed):

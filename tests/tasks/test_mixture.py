@@ -27,7 +27,7 @@ def run_of(*overrides: str) -> Any:
     return build_run(compose([*overrides]))
 
 
-def test_a_list_is_spread_under_the_names_of_its_tasks() -> None:
+def test_a_list_gives_each_task_a_name() -> None:
     assert spread(["task=[a, b-c]", "seed=1", "task=d"]) == [
         *("task=mixture", "+task@task.a=a", "+task@task.b-c=b-c"),
         *("seed=1", "task=d"),
@@ -57,12 +57,12 @@ def test_one_task_is_named_after_its_choice() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(Path(conf_dir(), "task").glob("[!_]*.yaml")), ids=lambda path: path.stem)
-def test_a_yaml_names_its_task(path: Path) -> None:
+def test_a_yaml_may_name_its_task(path: Path) -> None:
     config = compose([f"task={path.stem}"])
     assert config.task.get("task_name") == path.stem or path.stem == "mixture" or MARK in path.read_text()
 
 
-def test_task_name_names_the_only_task() -> None:
+def test_task_name_renames_the_only_task() -> None:
     assert list(tasks_of(run_of("task=math").task)) == ["math"]
     assert list(tasks_of(run_of("task=hub", "task.path=a/b", "task.task_name=ours").task)) == ["ours"]
 

@@ -30,7 +30,7 @@ def test_the_order_is_pinned() -> None:
 @given(
     weights=st.lists(st.floats(0.05, 10), min_size=2, max_size=6), seed=st.integers(0, 2**40), at=st.integers(0, 9999)
 )
-def test_tasks_keep_their_shares_in_every_stretch(weights: list[float], seed: int, at: int) -> None:
+def test_tasks_keep_their_shares_in_every_part_of_the_order(weights: list[float], seed: int, at: int) -> None:
     rotation = TaskScheduler(weights, seed)
     stretch = Counter(rotation.of(draw)[0] for draw in range(at, at + 200))
     for task, weight in enumerate(weights):

@@ -55,7 +55,7 @@ def test_conversations_need_a_chat_template(plain_tokenizer) -> None:
         PromptSet(CHAT, plain_tokenizer, 10, "drop", "train")
 
 
-def test_a_template_that_refuses_an_example(chat_tokenizer) -> None:
+def test_a_template_that_refuses_an_example_is_reported(chat_tokenizer) -> None:
     chat_tokenizer.chat_template = "{% if messages[0].content == 'c' %}{{ raise_exception('No.') }}{% endif %}a"
     bad = {"prompt": [{"role": "user", "content": "c"}]}
     with pytest.raises(ConfigError, match=r"^model: its chat template refuses train example 1: No; change the example"):

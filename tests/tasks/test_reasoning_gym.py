@@ -1,4 +1,4 @@
-"""Generators of reasoning-gym as tasks, with their scorers as the reward."""
+"""Generators of reasoning-gym as tasks, scored by their own scorers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ TWENTY = [
 ]
 
 pytestmark = [
-    pytest.mark.processes,  # answers are scored in one
-    pytest.mark.filterwarnings("ignore::SyntaxWarning"),  # of a library that reasoning-gym draws with
+    pytest.mark.processes,  # whose answers are all scored in one worker
+    pytest.mark.filterwarnings("ignore::SyntaxWarning"),  # a library that reasoning-gym samples with
 ]
 
 
@@ -82,11 +82,11 @@ def test_settings_reach_the_generator() -> None:
         ({"name": "chain_sum", "config": {"min_terms": -1}}, r"refuses it: min_terms must be positive"),
     ],
 )
-def test_bad_settings_are_one_sentence(settings: dict, said: str) -> None:
+def test_bad_settings_give_a_one_sentence_error(settings: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ReasoningGym(**settings).examples("train")
 
 
-def test_examples_of_other_tasks_are_failures(reward: ReasoningGymReward) -> None:
+def test_examples_of_other_tasks_cannot_be_scored(reward: ReasoningGymReward) -> None:
     (score,) = reward([sample({"prompt": "?"}, "1")])
     assert isinstance(score, Failure)

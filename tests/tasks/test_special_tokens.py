@@ -38,7 +38,7 @@ def test_a_prompt_without_tokens_is_refused(plain_tokenizer) -> None:
         ids(plain_tokenizer, " ")
 
 
-def test_a_template_that_refuses_a_role(chat_tokenizer) -> None:
+def test_a_template_that_refuses_a_role_is_reported(chat_tokenizer) -> None:
     chat_tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(ConfigError, match="chat template refuses train example 0: no system role"):
         ids(chat_tokenizer, [{"role": "system", "content": "a"}])

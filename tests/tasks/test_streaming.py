@@ -1,4 +1,4 @@
-"""task.streaming: rows are read when they are drawn, in an order that depends on the seed and the draw."""
+"""task.streaming: rows are read when drawn, in an order that depends on the seed and the draw."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LETTERS = "abc"
 
 
 def text(i: int) -> str:
-    """Different prompts of one length, in words of the tokenizer."""
+    """Different prompts of equal length, in words of the tokenizer."""
     return " ".join(LETTERS[i // 3**k % 3] for k in range(4))
 
 
@@ -90,7 +90,7 @@ def test_a_draw_does_not_depend_on_earlier_draws(file: Path, plain_tokenizer, bu
 
 
 @pytest.mark.processes
-def test_every_process_draws_the_same(data, file: Path) -> None:
+def test_every_process_draws_the_same_prompts(data, file: Path) -> None:
     config = [f"task.path={file}", f"task.eval_path={file.parent}/held_out.jsonl", "task.streaming=true"]
     code = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -157,7 +157,7 @@ def test_evaluation_problems_are_skipped(data, tmp_path: Path) -> None:
     assert set(texts(data(file, allow_overlap=True), range(12))) == {"a", "b", "c"}
 
 
-def test_streamed_tasks_in_a_mixture(tmp_path: Path, file: Path, plain_tokenizer) -> None:
+def test_streamed_tasks_may_be_part_of_a_mixture(tmp_path: Path, file: Path, plain_tokenizer) -> None:
     other, held_out = write(tmp_path / "o.jsonl", ["c c", "c"]), write(tmp_path / "h.jsonl", [text(3)])
     config = [
         *("task=mixture", "+task@task.one=jsonl", "+task@task.two=jsonl", "task.one.streaming=true"),
@@ -167,7 +167,7 @@ def test_streamed_tasks_in_a_mixture(tmp_path: Path, file: Path, plain_tokenizer
     made, again = (PromptSource.of(build_run(compose(config)), plain_tokenizer) for _ in range(2))
     drawn = [made.draw(number) for number in range(4 * N)]
     assert {prompt.task: len({p.text for p in drawn if p.task == prompt.task}) for prompt in drawn} == {
-        "one": N - 1,  # but for what two is evaluated on
+        "one": N - 1,  # except the evaluation problems of two
         "two": 2,
     }
     assert [again.draw(number) for number in range(41, 50)] == drawn[41:50]
@@ -181,7 +181,7 @@ def test_a_broken_line_names_its_number(data, file: Path, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=r"task\.path=.*train\.jsonl: cannot be read: line 21 is not JSON"):
         texts(made, range(N))
     with pytest.raises(ConfigError, match="line 21 is not JSON"):
-        made.draw(20)  # it is not taken for the end
+        made.draw(20)  # an error is not taken for the end of the file
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_a_stream_is_not_read_completely(data, tmp_path: Path) -> None:
     assert len(texts(made, range(8))) == 8
 
 
-def test_a_split_of_the_hub_is_streamed_too(data, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_of_the_hub_is_streamed(data, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def hub(path: str, name: str | None, split: str, key: str, streaming: bool) -> Any:

@@ -404,11 +404,7 @@ def test_savings_are_counted(model, world) -> None:
 def test_log_probs_at_the_head_equal_those_of_logits(
     model, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, numbers in (
-        ("LOGITS_AT_ONCE", 40 * 5),
-        ("IN_CACHE", 16 * 5),
-        ("COLUMNS", 16),
-    ):  # with remainders
+    for name, numbers in (("LOGITS_AT_ONCE", 40 * 5), ("IN_CACHE", 16 * 5), ("COLUMNS", 16)):  # with remainders
         monkeypatch.setattr(logprobs, name, numbers)
     hidden = torch.randn(23, 32, requires_grad=True)
     weight = model.get_output_embeddings().weight
