@@ -121,7 +121,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("override", "sentence"), table(BAD, fast=12))
-def test_a_bad_override_is_one_sentence_with_its_key(
+def test_a_bad_override_gives_a_one_sentence_error_with_its_key(
     override: str, sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with pytest.raises(SystemExit) as exit_:

@@ -248,7 +248,7 @@ def test_a_saved_config_is_built_from_another_folder(monkeypatch: pytest.MonkeyP
         ("reward=[math,other.py:math]", "are both called math"),
     ],
 )
-def test_an_invalid_part_is_one_sentence(override: str, said: str) -> None:
+def test_an_invalid_part_gives_a_one_sentence_error(override: str, said: str) -> None:
     with pytest.raises(ConfigError, match=r"^(algorithm/\w+|optim|task|reward)[=:]") as caught:
         compose([override])
     assert said in str(caught.value)

@@ -46,7 +46,7 @@ class Broken:
             raise RuntimeError("lost the board")
         if how == "hang":
             time.sleep(60)
-        if how == "regex":  # which keeps the interpreter's lock
+        if how == "regex":  # keeps the interpreter's lock
             re.match("(a+)+$", "a" * 60 + "b")
         if how == "die":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -66,7 +66,7 @@ class Broken:
 
 
 class Retry:
-    """Asks an arithmetic problem again until the answer is right; an earlier answer has a larger reward."""
+    """Repeats an arithmetic problem until the answer is right; an earlier answer has a larger reward."""
 
     def reset(self, metadata: dict[str, Any]) -> dict[str, Any]:
         return {"answer": metadata["answer"], "turn": 0}

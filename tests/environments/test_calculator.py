@@ -27,7 +27,7 @@ from grpocli.environments.environment import Environment
         *(("(" * 90 + "1" + ")" * 90, "1"), ("a", "error: no arithmetic"), ("\0", "error: no arithmetic")),
     ],
 )
-def test_values(expression: str, value: str) -> None:
+def test_expressions_have_their_values(expression: str, value: str) -> None:
     assert value_of(expression) == value
 
 
@@ -39,10 +39,10 @@ def test_a_call_is_answered_and_an_answer_ends_the_episode() -> None:
     assert (observation, reward, done) == ([{"role": "user", "content": "1020"}], -0.1, False)
     for text, expected in (("It is 1020.", 1.0), ("It is 1021", 0.0), ("no idea", 0.0)):
         assert calculator.step([{"role": "assistant", "content": text}], state)[:3] == ([], expected, True)
-    asked = [{"role": "assistant", "content": "12 * 34 = <<12*34=409>>"}]  # as GSM8K writes it; the value is ours
+    asked = [{"role": "assistant", "content": "12 * 34 = <<12*34=409>>"}]  # GSM8K's notation, with a wrong value
     assert calculator.step(asked, state)[0] == [{"role": "user", "content": "408"}]
 
 
-def test_an_example_needs_a_number() -> None:
+def test_an_example_without_a_number_is_refused() -> None:
     with pytest.raises(ValueError, match="needs an example with a number in `answer`, not 'many'"):
         Calculator().reset({"answer": "many"})

@@ -1,4 +1,4 @@
-"""Episodes of several turns: their tokens are those of the engine, and the mask selects the model's."""
+"""Episodes of several turns: their tokens are the engine's, and the mask selects the model's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCRIPTED = Path(__file__).with_name("scripted.py")
 
 
 class Scripted:
-    """An engine that writes `a`, `bb`, `ccc` in its turns, each i times more in the i-th completion."""
+    """An engine that writes `a`, `bb`, `ccc` in its turns, plus i letters in the i-th completion."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -55,7 +55,7 @@ class Scripted:
 
 
 class Alone:
-    """A World of one process."""
+    """A world of one process."""
 
     def any(self, value: bool) -> bool:
         return value
@@ -85,7 +85,7 @@ def prompt_of(tokenizer: Any, task: str = "game", **columns: Any) -> Prompt:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_tokens_of_an_episode_are_those_of_the_engine(make_episodes, family: str) -> None:
+def test_the_tokens_of_an_episode_are_the_engines(make_episodes, family: str) -> None:
     tokenizer = FAMILIES[family]()
     engine = Scripted(tokenizer)
     prompts = [prompt_of(tokenizer, turns=3), prompt_of(tokenizer, turns=1)]
@@ -129,14 +129,14 @@ def test_a_task_without_an_environment_has_one_turn(make_episodes) -> None:
     requests = [Request(prompt.token_ids, 2, 0) for prompt in prompts]
     episodes = make_episodes(engine, EnvironmentConfig(name=f"{SCRIPTED}:Counting"), tokenizer)
     found = episodes.generate(prompts, requests, Sampling(200), lambda k, _: told.append(k))
-    assert told == [1]  # scored early; episodes are not over yet
+    assert told == [1]  # for early scoring; episodes are not over yet
     assert [done.episode for done in found[1]] == [None, None]
     assert [done.mask for done in found[1]] == [None, None]
     assert [len(asked) for asked in engine.seen] == [2, 2, 2]
 
 
 @pytest.mark.processes
-def test_limits_on_turns_and_tokens(make_episodes) -> None:
+def test_turns_and_tokens_are_limited(make_episodes) -> None:
     tokenizer = FAMILIES["tiny"]()
     prompt = prompt_of(tokenizer, turns=9)
     request = Request(prompt.token_ids, 1, 0)
@@ -154,7 +154,7 @@ def test_limits_on_turns_and_tokens(make_episodes) -> None:
     assert short.finish_reason == "length"
     assert len(short.token_ids) <= 24
     assert short.mask is not None
-    assert short.mask[-1] == 1  # the last token is the model's: an observation without an answer is left out
+    assert short.mask[-1] == 1  # the last token is the model's: a final observation is removed
     cut = one(200, turns=2, turn_tokens=1)
     assert cut.mask is not None
     assert sum(cut.mask) == 2
@@ -163,13 +163,13 @@ def test_limits_on_turns_and_tokens(make_episodes) -> None:
     done = [prompt_of(tokenizer, turns=1)]
     over = make_episodes(Scripted(tokenizer), EnvironmentConfig(name=f"{SCRIPTED}:Counting"), tokenizer)
     assert over.generate(done, [request], Sampling(2))[0][0].finish_reason == "stop"
-    assert over.generate(done, [request], Sampling(1))[0][0].finish_reason == "length"  # cut, whatever it was worth
+    assert over.generate(done, [request], Sampling(1))[0][0].finish_reason == "length"  # cut, whatever its reward
     ends = [token for token, written in zip(cut.token_ids, cut.mask, strict=True) if not written]
-    assert ends[0] == tokenizer.eos_token_id  # the template's end of a turn, where the model was cut
+    assert ends[0] == tokenizer.eos_token_id  # the template's end of a turn, after the model was cut
 
 
 @pytest.mark.processes
-def test_the_engine_gets_its_state_of_an_episode_back_until_it_ends(make_episodes) -> None:
+def test_the_engine_gets_its_state_of_an_episode_back_until_the_end(make_episodes) -> None:
     tokenizer = FAMILIES["tiny"]()
     engine = Scripted(tokenizer)
     prompts = [prompt_of(tokenizer, turns=turns) for turns in (3, 1, 2)]
@@ -281,7 +281,7 @@ def test_check_environment_needs_no_model(how: str, said: str) -> None:
 
 
 @pytest.mark.processes
-def test_an_environment_gets_the_variables_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_gets_only_the_variables_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = EnvironmentConfig(name=f"{SCRIPTED}:Broken", timeout=10.0, env=["SEARCH_KEY"])
     with pytest.raises(ConfigError, match=r"task\.environment\.env=\[SEARCH_KEY\]: is not set here"):
         check_environment("game", environment, {"how": "fine"})
@@ -293,7 +293,7 @@ def test_an_environment_gets_the_variables_that_it_names(monkeypatch: pytest.Mon
 
 @pytest.mark.processes
 @pytest.mark.parametrize("turns", [0, 1])
-def test_cancelled_episodes_end_with_the_turns_they_have(make_episodes, turns: int) -> None:
+def test_cancelled_episodes_keep_their_turns_so_far(make_episodes, turns: int) -> None:
     """A cancelled engine may return nothing."""
     tokenizer = FAMILIES["chatml"]()
     stop = threading.Event()

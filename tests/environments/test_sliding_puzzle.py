@@ -46,7 +46,7 @@ def test_the_last_move_ends_the_episode() -> None:
 
 
 @pytest.mark.parametrize("board", [None, "12", [[1, 2]], [[1, 1], [0, 2]], [[0]], [[1, 2], [3, 4]], [1, 2, 3, 0]])
-def test_invalid_boards(board: Any) -> None:
+def test_invalid_boards_are_refused(board: Any) -> None:
     assert not is_board(board)
     with pytest.raises(ValueError, match="needs an example with a `board`"):
         SlidingPuzzle().reset({"board": board})

@@ -42,7 +42,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut"])
 def test_turns_together_are_the_whole_conversation(family: str, ended: bool) -> None:
-    """Prompt, turn, observation and turn have the tokens of the whole conversation."""
+    """Prompt, turn, observation and turn together have the same tokens as the whole conversation."""
     tokenizer = FAMILIES[family]()
     spoken = [{"role": "assistant", "content": "<<47+85>>"}, {"role": "assistant", "content": "132"}]
     whole = tokenizer.apply_chat_template([TALK[0], spoken[0], TALK[1], spoken[1]], tokenize=False)
@@ -59,14 +59,14 @@ def test_turns_together_are_the_whole_conversation(family: str, ended: bool) -> 
     assert tokenizer(whole, add_special_tokens=False).input_ids[: len(ids)] == ids
 
 
-def test_several_messages_and_plain_text() -> None:
+def test_several_messages_and_plain_text_are_formatted() -> None:
     tokenizer = FAMILIES["tiny"]()
     several = TurnEncoder(tokenizer).between([9, 3], TALK, chat=True)
     assert tokenizer.decode(several) == "<user>47+85=<end><user>look\nagain<end><assistant>"
     assert tokenizer.decode(TurnEncoder(tokenizer).between([9, 3], TALK, chat=False)) == "47+85=look\nagain"
 
 
-def test_a_template_that_cannot_format_an_observation() -> None:
+def test_a_template_that_refuses_an_observation_is_reported() -> None:
     tool = [{"role": "tool", "content": "132"}]
     with pytest.raises(ConfigError, match="refuses an environment's messages: this model knows the roles"):
         TurnEncoder(FAMILIES["tiny"]()).between([3], tool, chat=True)

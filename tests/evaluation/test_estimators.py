@@ -1,4 +1,4 @@
-"""Estimates against their definitions, written out."""
+"""Estimates equal their definitions, written out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpocli.training.accuracy import Estimate, TaskResult, interval, majority, 
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 7])
-def test_pass_at_k_is_the_share_of_all_choices_of_k_that_have_a_right_one(samples: int) -> None:
+def test_pass_at_k_is_the_share_of_choices_of_k_with_a_right_one(samples: int) -> None:
     for right in range(samples + 1):
         outcomes = [True] * right + [False] * (samples - right)
         for k in range(1, samples + 1):
@@ -35,7 +35,7 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_that_have_a_right_one(sample
         ("a", [1], 1.0),
     ],
 )
-def test_the_majoritys_answer(votes: str, right: list[int], expected: float) -> None:
+def test_the_majority_is_the_most_frequent_answer(votes: str, right: list[int], expected: float) -> None:
     assert majority(list(votes), [bool(one) for one in right]) == expected
 
 
@@ -51,8 +51,8 @@ def test_an_interval_of_0_and_1_is_wilsons(right: int, n: int) -> None:
     assert interval([1.0] * right + [0.0] * (n - right)) == pytest.approx(wilson(right, n), abs=1e-7)
 
 
-def test_no_interval_is_a_point() -> None:
-    """Where no question is right, none of ten was: the share may well be a quarter."""
+def test_every_interval_has_a_width() -> None:
+    """If none of ten questions is right, the true share may still be a quarter."""
     assert interval([0.0] * 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
     assert interval([1.0] * 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
     for values in ([0.5, 0.5], [0.25] * 100, [0.5]):
@@ -63,7 +63,7 @@ def test_no_interval_is_a_point() -> None:
 
 
 def drawn(generator: np.random.Generator, share: float, alike: float, samples: int, questions: int) -> np.ndarray:
-    """How many samples of each question are right. alike: the correlation of two samples of one question, 0 to 1."""
+    """The number of right samples of each question. alike: the correlation of two samples of one question, 0 to 1."""
     spread = (1 - alike) / alike
     chances = generator.beta(share * spread, (1 - share) * spread, questions)
     return generator.binomial(samples, chances)
@@ -73,7 +73,7 @@ def drawn(generator: np.random.Generator, share: float, alike: float, samples: i
 @pytest.mark.parametrize(
     ("questions", "samples", "alike"), [(10, 16, 0.3), (30, 1, 0.5), (30, 4, 0.1), (30, 4, 0.8), (100, 16, 0.3)]
 )
-def test_an_interval_covers_the_truth_as_often_as_it_says(
+def test_an_interval_covers_the_truth_as_often_as_stated(
     questions: int, samples: int, alike: float, share: float
 ) -> None:
     generator = np.random.Generator(np.random.PCG64(0))
@@ -84,7 +84,7 @@ def test_an_interval_covers_the_truth_as_often_as_it_says(
     assert covered / 500 >= 0.9
 
 
-def test_an_interval_of_pass_at_k_covers_the_truth_as_often_as_it_says() -> None:
+def test_an_interval_of_pass_at_k_covers_the_truth_as_often_as_stated() -> None:
     generator = np.random.Generator(np.random.PCG64(1))
     truth = float(np.mean([pass_at_k(int(c), 4, 2) for c in drawn(generator, 0.05, 0.3, 4, 200_000)]))
     covered = 0
@@ -94,14 +94,14 @@ def test_an_interval_of_pass_at_k_covers_the_truth_as_often_as_it_says() -> None
     assert covered / 500 >= 0.9
 
 
-def test_several_samples_of_a_question_say_more_than_one() -> None:
-    """Where questions are alike, 16 samples of each are nearly as good as 16 questions; where all agree, as one."""
+def test_several_samples_of_a_question_narrow_the_interval() -> None:
+    """If questions are alike, 16 samples of each are nearly as good as 16 questions; if all samples agree, as one."""
     generator = np.random.Generator(np.random.PCG64(2))
     low, high = interval((generator.binomial(16, 0.5, 100) / 16).tolist())
     assert high - low < 0.35 * np.subtract(*interval([1.0, 0.0] * 50)[::-1])
 
 
-def test_the_table_says_which_interval_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_names_its_interval(capsys: pytest.CaptureFixture[str]) -> None:
     nothing_right = TaskResult("sums", 10, 0, 5.0, 0.0, {"greedy": Estimate.of([0.0] * 10)})
     _show([ModelResult("model", [nothing_right], [], [])])
     shown = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The numbers of an evaluation from what was sampled."""
+"""The numbers of an evaluation, from its samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def group(uid: str, texts: list[str], scores: list[float], finish: str = "stop")
     return Group(prompt, [Rollout(prompt, done, t, {"right": s}) for t, s in zip(texts, scores, strict=True)])
 
 
-def test_each_score_by_its_definition() -> None:
+def test_each_number_follows_its_definition() -> None:
     greedy = [group("a", ["1"], [1.0]), group("b", ["2"], [0.0]), group("c", ["3"], [NAN])]
     sampled = [
         group("a", ["1", "it is 1", "2"], [1.0, 1.0, 0.5]),
@@ -40,14 +40,14 @@ def test_each_score_by_its_definition() -> None:
     assert all(score.low <= score.value <= score.high for score in found.scores.values())
 
 
-def test_nothing_scored_is_null_in_json() -> None:
+def test_results_without_a_score_are_null_in_json() -> None:
     found = task_result("sums", ACCURACY, [group("a", ["1"], [NAN])], [], 8)
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["scores"]["greedy"]["value"] is None
 
 
 @pytest.mark.processes
 def test_a_majority_is_of_values_and_not_of_texts() -> None:
-    """Three halves in three forms, two of them right by the reward's score, outvote two equal wrong texts."""
+    """A half in three forms, two of them right by the reward's score, outvotes two equal wrong texts."""
     reward = Math(workers=1, timeout=20)
     accuracy_rewards = AccuracyRewards({"": "right"}, {"right": reward})
     texts = ["\\boxed{0.5}", "so $\\frac12$", "<think>9</think><answer>1/2</answer>", "\\boxed{9}", "9 (apples)"]

@@ -1,6 +1,6 @@
 """Evaluates printed formulas, to compare them with the code.
 
-Symbols such as π_θ or ε_low are Python names already; a space between two factors is a product.
+Symbols such as π_θ or ε_low are valid Python names; a space between two factors is a product.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def python_of(formula: str) -> str:
 
 
 def computed(lines: tuple[str, ...], wanted: str, values: dict[str, Any]) -> float:
-    """The value of a symbol that one of the lines defines, from those of the symbols on the right sides."""
+    """The value of a symbol that one of the lines defines, from the symbols on the right sides."""
     definitions = {}
     for line in lines:
         for piece in line.split(";  "):

@@ -19,7 +19,7 @@ def page() -> str:
 
 
 def test_the_page_is_current(page: str) -> None:
-    assert page == PAGE.read_text(), "docs/algorithms.md is not what the code says: run make docs"
+    assert page == PAGE.read_text(), "docs/algorithms.md differs from the code: run make docs"
 
 
 def test_the_page_is_written(tmp_path: Path, page: str) -> None:

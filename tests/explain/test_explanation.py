@@ -28,7 +28,7 @@ CASES = [
 
 @functools.cache
 def explained_config(*overrides: str) -> tuple[DictConfig, Explanation]:
-    """Composing takes a quarter of a second, so read-only configs are shared."""
+    """A cache, because composing takes a quarter of a second and the configs are only read."""
     config = compose(list(overrides))
     return config, explanation(build_run(config), config, list(overrides))
 
@@ -42,19 +42,19 @@ def section(shown: Explanation, label: str) -> list[str]:
 
 
 @pytest.mark.parametrize("overrides", CASES, ids=str)
-def test_symbols_have_the_config_s_keys_and_values(overrides: list[str]) -> None:
+def test_symbols_have_keys_and_values_of_the_config(overrides: list[str]) -> None:
     config, shown = explained_config(*overrides)
     pairs = [(s.key, s.value) for s in shown.symbols] + shown.settings
     for key, value in pairs:
         assert value == spelled(OmegaConf.select(config, key, throw_on_missing=True)), key
     assert len({key for key, _ in pairs}) == len(pairs)
     names = [s.name for s in shown.symbols]
-    assert len(set(names)) == len(names), "a symbol means one thing"
+    assert len(set(names)) == len(names), "a symbol has one meaning"
     assert all(s.meaning for s in shown.symbols)
 
 
 @pytest.mark.parametrize("overrides", CASES, ids=str)
-def test_no_key_of_the_algorithm_is_left_out(overrides: list[str]) -> None:
+def test_every_key_of_the_algorithm_is_explained(overrides: list[str]) -> None:
     shown = explained(*overrides)
     said = {s.key for s in shown.symbols} | {key for key, _ in shown.settings}
     keys = {key for key in shown.values if key.startswith("algorithm.") and key != "algorithm.combine"}
@@ -84,7 +84,7 @@ def test_the_loss_has_the_terms_in_use(overrides: list[str], loss: str) -> None:
     assert section(explained(*overrides), "loss") == [loss]
 
 
-def test_rewards_with_their_weights() -> None:
+def test_rewards_have_their_weights() -> None:
     shown = explained("reward=[math,format]", "reward.format.weight=0.5")
     assert section(shown, "score")[0] == "s_i = ω_1 R_1(o_i) + ω_2 R_2(o_i)"
     assert ("ω_2", "reward.format.weight", "0.5") in [(s.name, s.key, s.value) for s in shown.symbols]
@@ -99,7 +99,7 @@ def test_the_accuracy_of_difficulty_is_named() -> None:
     assert next(s.meaning for s in shown.symbols if s.name == "R_a") == "The accuracy; null is math"
 
 
-def test_updates_of_a_step() -> None:
+def test_updates_of_a_step_are_counted() -> None:
     assert section(explained(), "update") == [
         "E M = 1 update per step, of N = P G / M = 256 completions",
         "π_old = sg[π_θ]: with one update per step, r = 1",
@@ -110,11 +110,11 @@ def test_updates_of_a_step() -> None:
     ]
 
 
-def test_what_truncates_the_distribution() -> None:
+def test_truncation_of_the_distribution_is_named() -> None:
     assert section(explained("rollout.top_p=0.9", "rollout.top_k=5"), "sampling")[1].endswith(", cut to top_k, top_p")
 
 
-def test_what_else_changes_the_distribution() -> None:
+def test_other_changes_of_the_distribution_are_named() -> None:
     structured = ["engine=vllm", "algorithm/correction=token_truncate", "rollout.regex=a+"]
     lines = section(explained("rollout.repetition_penalty=1.2", *structured), "sampling")
     assert "logits z of tokens in q or earlier in o_i: z / ν where z > 0, else ν z" in lines
@@ -122,7 +122,7 @@ def test_what_else_changes_the_distribution() -> None:
     assert not any("ν" in line or "regex" in line for line in section(explained(), "sampling"))
 
 
-def test_explain_says_whether_the_punishment_of_length_weighs_as_in_the_paper() -> None:
+def test_explain_compares_the_weight_of_the_length_penalty_with_the_paper() -> None:
     def note(*overrides: str) -> str:
         return next(s.note for s in explained("algorithm=dapo", *overrides).sections if s.label == "score")
 
@@ -133,7 +133,7 @@ def test_explain_says_whether_the_punishment_of_length_weighs_as_in_the_paper() 
     assert "equation 7" not in note("~reward@reward.overlong")
 
 
-def test_explain_names_the_reward_that_groups_are_kept_by() -> None:
+def test_explain_names_the_reward_by_which_groups_are_kept() -> None:
     def named(*overrides: str) -> str:
         shown = explained("algorithm=dapo", *overrides)
         return next(s.meaning for s in shown.symbols if s.key == "algorithm.keep.reward")
@@ -147,8 +147,8 @@ def test_explain_names_the_reward_that_groups_are_kept_by() -> None:
     )
 
 
-def test_older_weights() -> None:
-    """Corrected for where completions are sampled ahead; else the sampler is the old policy."""
+def test_older_weights_are_corrected_for() -> None:
+    """If completions are sampled ahead, there is a correction; otherwise the sampler is the old policy."""
     ahead = ["engine=vllm", "rollout.max_staleness=2"]
     shown = explained(*ahead)
     assert section(shown, "loss") == ["L(θ) = Σ_i w_i Σ_t ( ρ_it ℓ_it + β D_it )"]
@@ -160,7 +160,7 @@ def test_older_weights() -> None:
     assert section(carried, "update")[2:] == ["π_old = μ for completions of older weights"]
 
 
-def test_a_comparison_has_only_what_differs() -> None:
+def test_a_comparison_shows_only_differences() -> None:
     found = compared(explained("algorithm=drgrpo"), explained("algorithm=drgrpo", "algorithm/advantage=mad"))
     assert [pair.label for pair in found.sections] == ["advantage"]
     assert list(pair_lines(found.sections[0])) == [
@@ -172,7 +172,7 @@ def test_a_comparison_has_only_what_differs() -> None:
     assert found.keys == [["algorithm/advantage", "center", "mad"], ["algorithm.advantage.eps", "–", "0.0001"]]
 
 
-def test_a_comparison_of_values_alone() -> None:
+def test_values_alone_are_compared() -> None:
     found = compared(explained(), explained("algorithm.objective.low=0.1"))
     assert found.sections == ()
     assert found.keys == [["algorithm.objective.low", "0.2", "0.1"]]
@@ -180,7 +180,7 @@ def test_a_comparison_of_values_alone() -> None:
     assert "| `algorithm.objective.low` | 0.2 | 0.1 |" in comparison_markdown(found)
 
 
-def test_equal_objectives() -> None:
+def test_equal_objectives_have_no_difference() -> None:
     found = compared(explained(), explained("optim.lr=1", "algorithm=grpo", "seed=3"))
     assert found.same
     assert "the same objective" in comparison_text(found)

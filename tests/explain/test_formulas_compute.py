@@ -1,4 +1,4 @@
-"""Printed formulas give what the code computes: they are read as Python and evaluated on random numbers."""
+"""Printed formulas give the same values as the code: they are read as Python and evaluated on random numbers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def noise(seed: int, *shape: int, scale: float = 0.6) -> torch.Tensor:
 
 
 def held(part: object, formula: Formula) -> dict[str, Any]:
-    """The values of a formula's symbols, where the part holds them."""
+    """The values of the formula's symbols that are fields of the part."""
     return {symbol: getattr(part, field) for symbol, field in formula.symbols.items()}
 
 
 def policies(new: torch.Tensor, old: torch.Tensor, t: int, **more: torch.Tensor) -> dict[str, Any]:
-    """The probabilities of one row's tokens as functions, and what a product over them needs."""
+    """Probabilities of one row's tokens as functions, with the names for a product over them."""
 
     def product(factor: Any) -> float:
         return math.prod(factor(k) for k in range(len(new)))
@@ -49,7 +49,7 @@ def policies(new: torch.Tensor, old: torch.Tensor, t: int, **more: torch.Tensor)
 
 @pytest.mark.parametrize("part", [*CLIPS, Cispo(high=0.2), Sapo(tau_positive=0.7, tau_negative=2.0)], ids=repr)
 @pytest.mark.parametrize("seed", range(12))
-def test_objective(part: Any, seed: int) -> None:
+def test_the_objectives_formula_gives_its_loss(part: Any, seed: int) -> None:
     old = -noise(seed, T).abs()
     new, advantage = old + noise(seed + 100, T), noise(seed + 200, 1)
     loss_BT, _ = part(new[None], old[None], advantage, torch.ones(1, T))
@@ -61,7 +61,7 @@ def test_objective(part: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("made", [TokenTruncate, TokenMask, SequenceTruncate, SequenceMask])
 @pytest.mark.parametrize("seed", range(6))
-def test_correction(made: type[Correction], seed: int) -> None:
+def test_the_corrections_formula_gives_its_weights(made: type[Correction], seed: int) -> None:
     part = made(min=0.8, max=1.2)
     sampler = -noise(seed, T).abs()
     old = sampler + noise(seed + 100, T, scale=0.3)
@@ -74,7 +74,7 @@ def test_correction(made: type[Correction], seed: int) -> None:
 
 @pytest.mark.parametrize("made", [K1, K2, K3])
 @pytest.mark.parametrize("on_policy", [False, True])
-def test_kl(made: Any, on_policy: bool) -> None:
+def test_the_kl_estimators_formula_gives_its_values(made: Any, on_policy: bool) -> None:
     part = made(on_policy=on_policy, sync_every=3)
     old = -noise(0, T).abs()
     new, ref = old + noise(1, T), old + noise(2, T)
@@ -87,7 +87,7 @@ def test_kl(made: Any, on_policy: bool) -> None:
 
 
 @pytest.mark.parametrize("part", [Std(eps=0.3), Mad(eps=0.3), Center(), LeaveOneOut()], ids=repr)
-def test_advantage(part: Any) -> None:
+def test_the_advantages_formula_gives_its_values(part: Any) -> None:
     scores = noise(0, 5)
     formula = part.formula()
     lines = formula.lines
@@ -106,9 +106,9 @@ AGGREGATES = [
 
 
 @pytest.mark.parametrize("part", AGGREGATES, ids=repr)
-def test_aggregate(part: Any) -> None:
+def test_the_aggregates_formula_gives_its_weights(part: Any) -> None:
     lengths, groups = [1, 4, 2, 3, 2, 5], [0, 0, 1, 1, 2, 2]
-    advantages = torch.tensor([1.0, -1.0, 0.0, 0.0, 0.5, -0.5])  # the second group says nothing
+    advantages = torch.tensor([1.0, -1.0, 0.0, 0.0, 0.5, -0.5])  # the second group has no signal
     mask = (torch.arange(5) < torch.tensor(lengths)[:, None]).long()
     ids = torch.tensor(groups)
     weights = part(mask, ids, Totals.of(advantages, mask, ids, micro_batches=4))
@@ -129,11 +129,11 @@ def test_aggregate(part: Any) -> None:
         assert weights[i].item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_question_weight() -> None:
+def test_the_question_weights_formula_gives_its_values() -> None:
     part = Difficulty(temperature=0.7)
     accuracy = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]).double()
     scores = accuracy + torch.tensor([[0.0], [0.0], [0.0], [0.0]]).double()
-    scores[3, 0] = 0.5  # differs, though nothing was right: its accuracy counts as 1
+    scores[3, 0] = 0.5  # differs, although nothing was right: its accuracy counts as 1
     formula = part.formula()
     line = formula.lines[1].partition(",  ")[0].replace("|Q|", "size_Q")
     line = line.replace("Σ_p∈Q exp(−a_p / T)", "sum_Q")
@@ -146,7 +146,7 @@ def test_question_weight() -> None:
     assert formula.note == "u_q = 1 for the questions outside Q."
 
 
-def test_batch_std() -> None:
+def test_the_formula_of_batch_std_gives_its_values() -> None:
     scores = noise(0, 3, 4)
     first, second = BatchStd(eps=0.3).formula().lines
     assert (first, second.partition(",")[0]) == (
@@ -161,7 +161,7 @@ def test_batch_std() -> None:
 @pytest.mark.parametrize("tokens", ["all", "top_entropy"])
 @pytest.mark.parametrize("kl", ["none", "k3"])
 @pytest.mark.parametrize("entropy", ["none", "bonus"])
-def test_the_loss_is_the_sum_of_the_terms_printed(correction: str, tokens: str, kl: str, entropy: str) -> None:
+def test_the_loss_is_the_sum_of_the_printed_terms(correction: str, tokens: str, kl: str, entropy: str) -> None:
     choices = {"correction": correction, "tokens": tokens, "kl": kl, "entropy": entropy}
     overrides = [f"algorithm/{kind}={choice}" for kind, choice in choices.items()]
     overrides += ["algorithm.entropy.coefficient=0.3"] if entropy == "bonus" else []

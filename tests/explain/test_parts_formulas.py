@@ -1,4 +1,4 @@
-"""What every registered part says of itself."""
+"""The formula, source and symbols of every registered part."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def test_every_kind_of_part_is_covered() -> None:
 
 
 @pytest.mark.parametrize(("kind", "choice", "made"), CHOICES, ids=str)
-def test_a_formula_with_its_source_or_why_there_is_none(kind: str, choice: str, made: type[Any]) -> None:
+def test_every_part_has_a_formula_with_its_source_or_a_reason(kind: str, choice: str, made: type[Any]) -> None:
     assert "formula" in dir(made)
     for part in instances(made):
         formula = formula_of(part)
         if formula.lines:
-            assert all(formula.source), "a formula names the paper it is from"
+            assert all(formula.source), "a formula names its paper"
             assert formula.source
         else:
-            assert formula.note, "a part without a formula says why"
+            assert formula.note, "a part without a formula gives the reason"
 
 
 @pytest.mark.parametrize(("kind", "choice", "made"), CHOICES, ids=str)
@@ -78,13 +78,13 @@ def test_formulas_fit_on_80_columns_and_name_their_symbols(kind: str, choice: st
         formula = formula_of(part)
         for line in formula.lines:
             assert len(line) < WIDTH - LABEL, line
-        coefficients = {"kl": "β", "entropy": "λ"}  # these stand in the loss
+        coefficients = {"kl": "β", "entropy": "λ"}  # these are part of the loss
         for symbol in formula.symbols:
             said = " ".join((*formula.lines, formula.note, coefficients.get(kind, "")))
             assert symbol in said
 
 
-def test_variants_of_the_document_are_real() -> None:
+def test_variants_of_the_document_exist() -> None:
     known = {(kind, choice) for kind, choice, _ in CHOICES}
     assert set(VARIANTS) <= known
 
@@ -107,7 +107,7 @@ def test_values_change_lines() -> None:
 def test_a_part_without_a_formula_shows_its_docstring() -> None:
     @dataclass(frozen=True)
     class Mine:
-        """-r A, and nothing else."""
+        """-r A only."""
 
         scale: float = 1.0
         """Factor of r."""
@@ -126,5 +126,5 @@ def test_a_class_without_a_docstring_shows_its_name() -> None:
     assert formula_of(Silent()).lines[0].endswith("Silent")
 
 
-def test_the_choice_of_a_part() -> None:
+def test_a_part_is_shown_by_its_choice() -> None:
     assert choice_of("algorithm/kl", K3()) == "k3"

@@ -142,7 +142,7 @@ def test_the_node_is_read_from_slurms_variables(monkeypatch: pytest.MonkeyPatch)
         node_of(Multinode(train_nodes=4))
 
 
-def test_a_stop_is_no_error_on_other_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_is_not_an_error_on_other_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`srun --kill-on-bad-exit` would kill the first machine, which may still be at work."""
 
     def stopped(*_: object) -> None:

@@ -100,7 +100,7 @@ def test_a_damaged_folder_is_built_again(cache_folder: Path) -> None:
     assert (cached("models/x", NEEDED, write("two")) / "b").read_text() == "two"
 
 
-def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_gives_a_one_sentence_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")  # also works for root, who ignores permissions
     monkeypatch.setenv("GRPOCLI_CACHE", str(blocked / "cache"))

@@ -1,4 +1,4 @@
-"""model=hf: bad folders are refused before loading, and a failed load is one sentence."""
+"""model=hf: bad folders are refused before loading, and a failed load gives a one-sentence error."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_file_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["{", "null", {"hidden_size": "x"}, {"num_attention_heads": 0}])
-def test_a_broken_config_is_one_sentence(folder: Path, broken: str | dict[str, Any]) -> None:
+def test_a_broken_config_gives_a_one_sentence_error(folder: Path, broken: str | dict[str, Any]) -> None:
     if isinstance(broken, dict):
         broken = json.dumps(json.loads((folder / "config.json").read_text()) | broken)
     (folder / "config.json").write_text(broken)
@@ -91,14 +91,14 @@ def test_choosing_the_dtype_needs_a_readable_config(folder: Path, config: str, m
     assert "\n" not in str(caught.value)
 
 
-def test_broken_weights_are_one_sentence(folder: Path) -> None:
+def test_broken_weights_give_a_one_sentence_error(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"short")
     part = HuggingFace(path=str(folder))
     with pytest.raises(ConfigError, match=r"model\.path=.*cannot load the model"):
         load_model(part, part.prepare())
 
 
-def test_a_hub_that_cannot_be_reached_is_one_sentence() -> None:
+def test_an_unreachable_hub_gives_a_one_sentence_error() -> None:
     part = HuggingFace(path="nobody/nothing")
     for load in (load_model, load_tokenizer):
         with pytest.raises(ConfigError, match=r"model\.path=nobody/nothing: cannot load") as caught:

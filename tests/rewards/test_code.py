@@ -1,4 +1,4 @@
-"""reward=[code]: programs in completions, and machines that cannot hold them back."""
+"""reward=[code]: programs in completions, and machines without isolation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def reward():
     made.close()
 
 
-def test_right_wrong_and_unknown(reward):
+def test_right_and_wrong_programs_and_unusable_tests(reward):
     samples = [sample(ADD), sample(ADD.replace("+", "*")), sample(""), sample(ADD, tests=None), sample(ADD, tests=[3])]
     right, wrong, empty, without, odd = reward(samples)
     assert (right, wrong, empty) == (1, 0, 0)
@@ -43,7 +43,7 @@ def test_right_wrong_and_unknown(reward):
     assert isinstance(odd, Failure)
 
 
-def test_partial_scores():
+def test_partial_scores_count_passed_tests():
     reward = CodeReward(partial=True, right=2.0, wrong=-1.0, timeout=3)
     try:
         assert reward([sample(ADD.replace("+", "*")), sample(ADD), sample("")]) == [0.5, 2.0, -1.0]
@@ -53,7 +53,7 @@ def test_partial_scores():
         reward.close()
 
 
-def test_columns_around_the_program(reward):
+def test_columns_may_surround_the_program(reward):
     given = {"before": "def add(a, b):\n", "setup": "two = 2", "tests": "assert add(two, two) == 4"}
     assert reward([sample("    return a + b\n", **given)]) == [1]
     own = {"answer": "def max(a):\n    return 7", "tests": "assert max([]) == 7"}
@@ -65,8 +65,8 @@ def test_the_explanation_has_the_error_and_the_output(reward):
     assert "printed 'hello'" in reward.explain(sample("print('hello')"))
 
 
-def test_another_interpreters_packages():
-    """The packages of that interpreter can be imported, those of this environment cannot."""
+def test_another_interpreters_packages_can_be_imported():
+    """The packages of that interpreter can be imported, and those of this environment cannot."""
     program = "import numpy\ndef add(a, b):\n    return int(numpy.add(a, b))"
     for python, expected in ((sys.executable, 1), (None, 0)):
         reward = CodeReward(python=python, timeout=20, memory_mb=2048)
@@ -85,7 +85,7 @@ def test_a_machine_without_control_groups_gives_a_warning(monkeypatch):
     assert CodeReward().warning == ""
 
 
-def test_an_interpreter_that_does_not_exist():
+def test_a_missing_interpreter_is_reported():
     with pytest.raises(ConfigError, match=r"reward.code.python=/no/python: does not start"):
         CodeReward(python="/no/python").check(["tests"])
 

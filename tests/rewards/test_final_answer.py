@@ -56,7 +56,7 @@ def test_the_last_box_then_the_answer_tag_then_the_hashes_then_the_text(text: st
         ("no idea at all", ""),
     ],
 )
-def test_without_a_mark_the_last_expression_counts(text: str, expression: str) -> None:
+def test_without_a_mark_the_last_expression_is_the_answer(text: str, expression: str) -> None:
     assert answer_expression(text) == expression
 
 

@@ -138,7 +138,7 @@ def test_alarms_handlers_and_the_working_directory_are_restored(
 
 @pytest.fixture
 def lock(tmp_path: Path) -> Iterator[IO[str]]:
-    """A lock as a run holds it."""
+    """A lock of a run."""
     with (tmp_path / ".lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
@@ -157,7 +157,7 @@ def test_closed_descriptors_are_restored(sample, lock, tmp_path: Path, caplog: p
     def disturb() -> float:
         for file in (1, 2, lock.fileno()):
             os.close(file)
-        os.open(tmp_path / "other", os.O_CREAT | os.O_WRONLY)  # gets the number of the first closed one
+        os.open(tmp_path / "other", os.O_CREAT | os.O_WRONLY)  # gets the number of the first closed descriptor
         return 1.0
 
     before = [os.fstat(file).st_ino for file in (0, 1, 2, lock.fileno())]
@@ -219,7 +219,7 @@ leaving.GRACE, leaving.EXIT_GRACE = 0.2, 0.2
         ("futures.ThreadPoolExecutor(1, thread_name_prefix='mine').submit(time.sleep, 600)", "mine_0"),
     ],
 )
-def test_a_thread_that_does_not_end_is_left_behind(start: str, name: str) -> None:
+def test_a_thread_that_does_not_end_is_abandoned(start: str, name: str) -> None:
     code = f"{LEAVING}{start}\nleaving.limit_exit_time(4)\nsys.exit(4)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 4
@@ -227,7 +227,7 @@ def test_a_thread_that_does_not_end_is_left_behind(start: str, name: str) -> Non
 
 
 @pytest.mark.processes
-def test_an_exit_handler_that_does_not_end_is_left_behind() -> None:
+def test_an_exit_handler_that_does_not_end_is_abandoned() -> None:
     code = f"{LEAVING}atexit.register(time.sleep, 600)\nleaving.limit_exit_time(4)\nsys.exit(4)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 4
@@ -235,7 +235,7 @@ def test_an_exit_handler_that_does_not_end_is_left_behind() -> None:
 
 
 @pytest.mark.processes
-def test_exit_handlers_run_to_their_end_where_all_threads_have_ended() -> None:
+def test_exit_handlers_run_to_their_end_if_all_threads_have_ended() -> None:
     code = (
         f"{LEAVING}leaving.EXIT_GRACE = 600\natexit.register(lambda: (time.sleep(0.6), print('handled')))\n"
         "threading.Thread(target=time.sleep, args=(0.05,)).start()\nleaving.limit_exit_time(4)\nsys.exit(4)"
@@ -253,7 +253,7 @@ def test_autocast_that_one_call_enters_and_the_next_one_leaves_is_restored(sampl
 
 
 @pytest.mark.processes
-def test_a_setting_that_torch_refuses_to_read_is_left_alone(sample) -> None:
+def test_a_setting_that_torch_refuses_to_read_is_not_changed(sample) -> None:
     """torch refuses after its old and new names for a setting were mixed."""
     code = (
         "import torch\nfrom rewards.test_isolate_state import reward\nfrom grpocli.rewards.reward import Sample\n"

@@ -1,4 +1,4 @@
-"""The LLM judge against a local endpoint that fails, hangs, answers late, and answers nonsense."""
+"""The LLM judge with a local endpoint that fails, hangs, answers late, or answers nonsense."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpocli.types import Completion, Prompt, Rollout
 
 
 class Endpoint:
-    """An endpoint that behaves as the completion in the request says, and records requests."""
+    """An endpoint whose behaviour follows from the completion in the request; it records requests."""
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
@@ -64,7 +64,7 @@ class Endpoint:
                         outer.at_once += 1
                         outer.most = max(outer.most, outer.at_once)
                     time.sleep(0.2)
-                    with outer.lock:  # before the answer, after which the next request comes
+                    with outer.lock:  # before the answer, which allows the next request
                         outer.at_once -= 1
                     self.answer("Score: 1")
                 else:
@@ -82,7 +82,7 @@ class Endpoint:
                 self.wfile.write(data)
 
             def log_message(self, *_: Any) -> None:
-                """Log nothing."""
+                """Logs nothing."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
@@ -155,7 +155,7 @@ def test_a_failed_judgement_is_a_failure_of_its_sample_only(
 def test_an_unavailable_judge_ends_the_run_with_a_checkpoint(
     endpoint: Endpoint, others: list[str], kind: type[RewardError]
 ) -> None:
-    """A judge that refuses, or gives no score, would do so again after a resume."""
+    """A judge that refuses or gives no score would do so again after a resume."""
     scorer = Scorer({"judge": judge(endpoint)}, 0.5)
     with pytest.raises(kind, match=r"reward\.judge .* more than rollout\.max_reward_errors=0\.5 allows") as caught:
         scorer.check_errors(scorer.score(rollouts("down", "down", *others), 9)[1])
@@ -181,7 +181,7 @@ def test_invalid_settings_are_refused(settings: dict[str, Any], said: str) -> No
         Judge(**{"base_url": "http://127.0.0.1:1/v1", "model": "m"} | settings)
 
 
-def test_checks_before_training(endpoint: Endpoint) -> None:
+def test_the_judge_is_checked_before_training(endpoint: Endpoint) -> None:
     judge(endpoint).check(["answer"])
     with pytest.raises(ConfigError, match=r"uses {answer}, but the task has no such column; did you mean \"answers\""):
         judge(endpoint).check(["answers"])

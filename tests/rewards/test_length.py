@@ -9,7 +9,7 @@ from grpocli.rewards.length import Overlong
 
 
 def test_overlong_is_the_papers_equation_13(sample) -> None:
-    """With L_max = 20480 and L_cache = 4096, and -1 beyond the limit."""
+    """L_max = 20480 and L_cache = 4096; the score is -1 beyond the limit."""
     reward = Overlong(max_tokens=20480, buffer_tokens=4096)
     lengths = [0, 16384, 16384 + 1024, 20480 - 1, 20480, 20481, 40000]
     expected = [0.0, 0.0, -0.25, (16384 - 20479) / 4096, -1.0, -1.0, -1.0]

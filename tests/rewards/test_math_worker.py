@@ -1,4 +1,4 @@
-"""Equality of answers: a list of hard pairs, and laws that hold for it."""
+"""Equality of answers: a list of difficult pairs, and laws that hold for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAIRS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     "pair", table(PAIRS, fast=60), ids=lambda pair: f"{pair['reference']} and {pair['completion']}"[:60]
 )
-def test_every_pair_of_the_list(pair: dict[str, Any]) -> None:
+def test_every_pair_of_the_list_is_decided_correctly(pair: dict[str, Any]) -> None:
     assert math_worker.equal(pair["reference"], pair["completion"]) == float(pair["equal"])
 
 
@@ -68,7 +68,7 @@ def test_long_sums_and_products_are_not_computed(text: str, written: str) -> Non
     ],
 )
 def test_a_long_text_takes_bounded_time(piece: str) -> None:
-    """Only the last 2,000 characters reach searches that are not linear."""
+    """Only the last 2,000 characters reach searches that take more than linear time."""
     text = (piece * 20_000)[:20_000]
     assert len(answer_expression(text)) <= LONGEST
     assert math_worker.equal("7", text) == 0.0

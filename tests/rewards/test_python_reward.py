@@ -109,7 +109,7 @@ def test_scores_of_plain_data(reward, sample, name: str, scores: list[float | No
     assert made(given) == scores
 
 
-def test_a_function_cannot_change_what_was_sampled(reward, sample) -> None:
+def test_a_function_cannot_change_the_samples(reward, sample) -> None:
     given = [sample("4", tokens=2)]
     reward("spoils")(given)
     assert given[0].token_ids == [7, 7]
@@ -134,7 +134,7 @@ def test_an_async_function_has_a_deadline(reward, sample) -> None:
 
 @pytest.mark.processes
 def test_with_process_a_hanging_function_is_killed(reward, sample) -> None:
-    """Also from a thread other than the main one, which cannot be interrupted."""
+    """This includes calls in a thread, which cannot be interrupted."""
     made = reward("stuck", timeout=0.5, process=True)
     try:
         with ThreadPoolExecutor(1) as pool:
@@ -198,12 +198,12 @@ def test_a_missing_function_is_reported(
 def test_a_file_that_cannot_be_imported_is_reported(tmp_path: Path, source: str) -> None:
     path = tmp_path / "bad.py"
     path.write_text(source)
-    for _ in range(2):  # half of its module is not kept
+    for _ in range(2):  # its half-imported module is removed
         with pytest.raises(ConfigError, match=r"reward\.python\.function=.*bad\.py:f: importing it raised"):
             PythonReward(function=f"{path}:f").check([])
 
 
-def test_paths_and_modules_of_the_current_folder_and_their_neighbours(
+def test_paths_and_modules_of_the_current_folder_can_import_their_neighbours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "neighbour_of_rewards.py").write_text("VALUE = 5.0")

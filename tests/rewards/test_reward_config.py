@@ -18,7 +18,7 @@ from grpocli.rewards.text_match import Format
 
 @pytest.fixture
 def rewards(tmp_path: Path):
-    """rewards(*overrides): the rewards by name, composed with a config folder of the user."""
+    """rewards(*overrides): the rewards by name, composed with a user's config folder."""
     register_parts()
     (tmp_path / "reward").mkdir()
     (tmp_path / "main.yaml").write_text(
@@ -40,12 +40,12 @@ def rewards(tmp_path: Path):
     return make
 
 
-def test_several_rewards_each_with_its_keys(rewards) -> None:
+def test_several_rewards_have_separate_keys(rewards) -> None:
     made = rewards("reward=[format,overlong]", "reward.format.weight=0.2", "reward.overlong.buffer_tokens=64")
     assert made == {"format": Format(weight=0.2), "overlong": Overlong(max_tokens=256, buffer_tokens=64)}
 
 
-def test_several_functions_of_the_user(rewards) -> None:
+def test_several_user_functions_have_separate_keys(rewards) -> None:
     made = rewards("reward=[python,brevity]", "reward.python.function=mine:right")
     assert list(made.items()) == [
         ("python", PythonReward(function="mine:right")),

@@ -57,7 +57,7 @@ def test_scores_do_not_depend_on_the_batch(tmp_path: Path, chat: bool) -> None:
             assert score == pytest.approx(model(input_ids=ids).logits.item(), abs=1e-5)
 
 
-def test_long_texts_lose_their_beginning(tmp_path: Path) -> None:
+def test_long_texts_are_cut_at_the_beginning(tmp_path: Path) -> None:
     reward = RewardModel(path=str(save(tmp_path, 1)), max_tokens=3, device="cpu")
     one, other = reward(samples(["x" * 50 + "abc", "abc"], chat=False))
     assert one == pytest.approx(other, abs=1e-6)

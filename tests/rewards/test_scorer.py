@@ -37,11 +37,11 @@ def rollouts(*texts: str, prompt: object = "Why?") -> list[Rollout]:
     ]
 
 
-def test_rewards_by_name_with_nan_where_one_does_not_apply() -> None:
+def test_a_reward_that_does_not_apply_has_the_score_nan() -> None:
     scorer = Scorer({"size": Scripted(lambda s: len(s.text)), "no": Scripted(lambda s: None)}, 0.0)
     called: list[str] = []
     results, stats = scorer.score(rollouts("a", "bb"), 10, enter=called.append)
-    assert called == ["reward.size", "reward.no"]  # the stage that a report of a dead process names
+    assert called == ["reward.size", "reward.no"]  # the stage in the report of a dead process
     assert [r.rewards["size"] for r in results] == [1.0, 2.0]
     assert all(math.isnan(r.rewards["no"]) for r in results)
     assert stats.metrics | {"time/reward": 0} == {"time/reward": 0, "rewards/size/errors": 0, "rewards/no/errors": 0}
@@ -61,7 +61,7 @@ def test_a_value_that_is_not_a_finite_number_is_an_error_not_a_zero(
     assert "reward.r could not score 'bad'" in caplog.text
 
 
-def test_the_run_stops_above_the_share_and_not_at_it() -> None:
+def test_the_run_stops_above_the_error_limit_and_not_at_it() -> None:
     scorer = Scorer({"r": Scripted(lambda s: Failure("lost") if s.text == "bad" else 0.0)}, 0.5)
     scorer.check_errors(scorer.score(rollouts("good", "bad"), 10)[1])
     _, stats = scorer.score(rollouts("good", "bad", "bad"), 10)
@@ -86,7 +86,7 @@ def test_a_sample_that_takes_too_long_to_score_is_wrong_and_not_an_error() -> No
     assert said.startswith("reward.r (Scripted) scored 4 of 4 samples as wrong because scoring them took too long")
 
 
-def test_stats_add_up_over_rounds_and_over_processes() -> None:
+def test_stats_add_up_over_rounds_and_processes() -> None:
     def stats(samples: int, seconds: float, errors: int, first: str) -> ScoreStats:
         found = RewardStats(errors=errors, first_error=first)
         return ScoreStats(Counter(sums=samples), seconds, {("r", "sums"): found})
@@ -98,7 +98,7 @@ def test_stats_add_up_over_rounds_and_over_processes() -> None:
     assert ScoreStats().then(one) == one
 
 
-def test_an_exception_fails_every_sample_and_names_itself() -> None:
+def test_an_exception_fails_every_sample_and_is_named() -> None:
     def broken(sample: Sample) -> Score:
         raise KeyError("task")
 
@@ -107,7 +107,7 @@ def test_an_exception_fails_every_sample_and_names_itself() -> None:
         scorer.check_errors(scorer.score(rollouts("a", "b"), 10)[1])
 
 
-def test_a_reward_gets_its_own_copy_of_samples() -> None:
+def test_a_reward_gets_its_own_copy_of_the_samples() -> None:
     def spoil(sample: Sample) -> Score:
         assert isinstance(sample.prompt, list)
         sample.prompt[0]["content"] = "hacked"
@@ -126,7 +126,7 @@ def test_a_reward_gets_its_own_copy_of_samples() -> None:
         assert (prompt, answer, ids) == ([{"role": "user", "content": "Why?"}], "a", [5, 6])
 
 
-def test_a_pool_that_is_closed_at_the_end_of_a_run_is_not_a_failure(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pool_that_closes_at_the_end_of_a_run_is_not_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     def closed(sample: Sample) -> Score:
         raise PoolClosed("math was ended while it scored")
 

@@ -35,7 +35,7 @@ class OneProcess:
 
 
 class Recording(BaseReward):
-    """Scores the first token, with a failure at 13; records its calls and sets an event at the first one."""
+    """Scores the first token and fails at 13; records its calls and sets an event at the first one."""
 
     def __init__(self, has_processes: bool) -> None:
         object.__setattr__(self, "has_processes", has_processes)
@@ -131,7 +131,7 @@ def test_an_engine_that_fails_does_not_wait_for_scores() -> None:
 
 
 def test_all_processes_stop_if_one_was_cancelled() -> None:
-    """This process had all its completions when another one was asked to stop: nothing is scored."""
+    """This process has all its completions when another one is asked to stop, and scores nothing."""
 
     class Two(OneProcess):
         def any(self, flag: bool) -> bool:
@@ -145,7 +145,7 @@ def test_all_processes_stop_if_one_was_cancelled() -> None:
 
 
 def test_progress_counts_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reward with worker processes is called in batches, another one once with all samples."""
+    """A reward with worker processes is called in batches, and another one once with all samples."""
     monkeypatch.setattr(scorer_module, "BATCH", 4)
     told: list[tuple[float, float, str]] = []
     watch = Watch(lambda done, total, unit, detail="": told.append((done, total, unit)))

@@ -11,12 +11,12 @@ from grpocli.rewards.reward import Correctness, Failure
 from grpocli.rewards.text_match import ExactMatch, Number
 
 
-def test_exact_match_ignores_surrounding_space_only(sample) -> None:
+def test_exact_match_ignores_only_surrounding_space(sample) -> None:
     given = [sample(" 42\n", answer="42"), sample("42", answer=42), sample("4 2", answer="42")]
     assert ExactMatch()(given) == [1.0, 1.0, 0.0]
 
 
-def test_a_number_that_is_too_large_votes_as_no_number(sample) -> None:
+def test_a_number_that_is_too_large_does_not_vote(sample) -> None:
     assert Number().vote(sample("1e999 * 1e999 * 1e999 * 1e999 * 1e999")) == Number().vote(sample("no number"))
 
 

@@ -1,4 +1,4 @@
-"""Reward functions in every form that TRL accepts, from `reward=[python]` and a file of rows to scores."""
+"""Reward functions in every form that TRL accepts: `reward=[python]`, from a file of rows to scores."""
 
 from __future__ import annotations
 
@@ -100,12 +100,14 @@ def python(name: str) -> list[str]:
         (PLAIN, ["abc", "a"], "maybe_logs", [0.5, 0.5]),
     ],
 )
-def test_every_form_of_function(scores, rows: Any, texts: list[str], name: str, expected: list[float]) -> None:
+def test_every_form_of_function_gives_scores(
+    scores, rows: Any, texts: list[str], name: str, expected: list[float]
+) -> None:
     assert scores(rows, texts, *python(name)) == (expected, [])
 
 
 @pytest.mark.processes
-def test_a_reward_that_does_not_apply_is_left_out_of_the_sum(scores) -> None:
+def test_a_reward_that_does_not_apply_is_not_part_of_the_sum(scores) -> None:
     more = [
         "+reward@reward.capital=python",
         "reward.capital.function=mine.py:names_capital",
@@ -119,7 +121,7 @@ def test_a_reward_that_does_not_apply_is_left_out_of_the_sum(scores) -> None:
     ]
 
 
-def test_a_warning_if_no_reward_applies(scores) -> None:
+def test_samples_without_any_reward_give_a_warning(scores) -> None:
     found, said = scores(PLAIN, ["a", "b"], *python("of_verses"))
     assert all(math.isnan(score) for score in found)
     assert said == ["no reward applies to 2 of 2 samples of task jsonl: they teach nothing"]

@@ -83,7 +83,7 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ("no idea", "42", 0.0),
     ],
 )
-def test_math(math: Math, sample, text: str, answer: object, score: float) -> None:
+def test_math_compares_values(math: Math, sample, text: str, answer: object, score: float) -> None:
     assert math([sample(text, answer=answer)]) == [score]
 
 
@@ -123,7 +123,7 @@ def test_workers_outlive_the_thread_of_the_first_call(probes) -> None:
 
 
 def test_a_completion_that_takes_too_long_is_wrong_and_a_reference_that_does_is_a_failure(sample) -> None:
-    """A model that does not know the answer must not be able to avoid a score."""
+    """Otherwise a model without the answer could avoid a score."""
     reward = Math(workers=1, timeout=1, wrong=-1, require_evaluated=False)
     try:
         given = [("1", "1"), (ENDLESS, "1"), ("2", "1"), ("1", ENDLESS)]
@@ -151,7 +151,7 @@ def test_an_answer_that_is_too_large_or_too_deep_is_wrong_at_once(math: Math, sa
 
 
 def test_equal_completions_are_computed_once(sample, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow answer that a whole group gives must delay the step only once."""
+    """A slow answer of a whole group delays the step only once."""
     asked: list[list[object]] = []
 
     def slow(pool: WorkerPool, items: list[list[object]]) -> list[object]:
@@ -235,7 +235,7 @@ def test_a_broken_item_costs_only_its_own_result(probes, what: str, reason: str)
     assert pool.map([["ok"], ["ok"]]) == [1.0, 1.0]
 
 
-def test_workers_persist_between_calls_and_are_replaced_when_dead(probes) -> None:
+def test_workers_persist_between_calls_and_dead_ones_are_replaced(probes) -> None:
     pool = probes(workers=1)
     (first,) = pool.map([["pid"]])
     assert pool.map([["pid"]]) == [first]
@@ -275,7 +275,7 @@ def test_close_ends_a_call_in_another_thread(probes) -> None:
     assert pool.map([["ok"]]) == [1.0], "it can be used again"
 
 
-def test_a_worker_that_cannot_start_says_why(probes) -> None:
+def test_a_worker_that_cannot_start_reports_the_reason(probes) -> None:
     with pytest.raises(RunError, match="No module named 'nowhere'"):
         probes(function="nowhere:run").map([["ok"]])
 
@@ -302,7 +302,7 @@ def test_workers_do_not_get_keys_from_the_environment(probes, monkeypatch: pytes
 
 
 def test_workers_die_with_a_killed_parent(probes, tmp_path: Path) -> None:
-    """Even a worker that hangs and reads no input."""
+    """This includes a worker that hangs and reads no input."""
     script = (
         "import sys, threading\n"
         "from grpocli.rewards.worker_pool import WorkerPool\n"
@@ -349,10 +349,10 @@ def test_an_item_that_took_too_long_is_not_tried_again(probes, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("deaths", "score"), [(1, 1.0), (2, Failure("its worker process was killed twice"))], ids=["once", "twice"]
 )
-def test_an_item_whose_worker_is_killed_from_outside_is_tried_once_more(
+def test_an_item_whose_worker_is_killed_from_outside_is_retried_once(
     probes, tmp_path: Path, deaths: int, score: object
 ) -> None:
-    """The worker sends itself the signal that the kernel sends when memory runs out."""
+    """The worker sends itself SIGKILL, as the kernel does when memory runs out."""
     (tmp_path / "deaths").write_text("x" * deaths)
     found = probes(workers=1).map([["killed"], ["ok"]])
     assert found == [score, 1.0]

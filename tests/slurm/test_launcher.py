@@ -150,7 +150,7 @@ def test_a_config_folder_is_passed_to_the_job(grpocli: Command, tmp_path: Path) 
         fast=3,
     ),
 )
-def test_bad_input_is_one_sentence_and_makes_no_run(
+def test_bad_input_gives_a_one_sentence_error_and_no_run(
     grpocli: Command, tmp_path: Path, overrides: list[str], said: str
 ) -> None:
     code, out, err = grpocli(*DRY, *overrides, f"hydra.sweep.dir={tmp_path / 'sweep'}")

@@ -55,7 +55,7 @@ def summary(run: RunDir, **changes: Any) -> dict[str, Any]:
     return made
 
 
-def test_summary(run: RunDir) -> None:
+def test_the_summary_has_accuracies_and_last_metrics(run: RunDir) -> None:
     summary(run)
     assert json.loads(run.summary.read_text()) == {
         "steps": 60,
@@ -69,7 +69,7 @@ def test_summary(run: RunDir) -> None:
     }
 
 
-def test_a_run_is_finished_when_its_summary_says_so(run: RunDir) -> None:
+def test_a_run_is_finished_if_its_summary_says_so(run: RunDir) -> None:
     assert finished_steps(run.summary) is None
     summary(run)
     assert finished_steps(run.summary) == 60
@@ -80,7 +80,7 @@ def test_a_run_is_finished_when_its_summary_says_so(run: RunDir) -> None:
         assert finished_steps(run.summary) is None
 
 
-def test_summary_of_a_run_that_failed(run: RunDir) -> None:
+def test_the_summary_of_a_failed_run_has_the_error(run: RunDir) -> None:
     summary(run, after={}, cause="RunError: disk")
     read = json.loads(run.summary.read_text())
     assert read["exit"] == "RunError: disk"
@@ -103,7 +103,7 @@ def front(card: str) -> dict[str, Any]:
     return dict(yaml.safe_load(card.split("---\n")[1]))
 
 
-def test_card(run: RunDir) -> None:
+def test_the_card_has_results_and_config(run: RunDir) -> None:
     card = model_card(run, "Qwen/Qwen2.5-0.5B", summary(run))
     assert front(card)["base_model"] == "Qwen/Qwen2.5-0.5B"
     assert front(card)["library_name"] == "transformers"
@@ -117,7 +117,7 @@ def test_accuracies_over_different_problems_are_marked(run: RunDir) -> None:
     made = summary(run, incomparable=why)
     assert json.loads(run.summary.read_text())["eval/incomparable"] == why
     assert f"\n\nB{why[1:]}.\n\n```python" in model_card(run, "Qwen/Qwen2.5-0.5B", made)
-    assert "eval/incomparable" not in summary(run, incomparable=why, after={}), "there is nothing to compare"
+    assert "eval/incomparable" not in summary(run, incomparable=why, after={}), "no accuracies of the same problems"
 
 
 def test_the_card_lists_the_sessions(run: RunDir) -> None:

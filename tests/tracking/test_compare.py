@@ -102,7 +102,7 @@ def test_a_key_that_a_second_resume_changes_back_does_not_count(
     assert json.loads(capsys.readouterr().out)[0]["change"] == pytest.approx(0.2)
 
 
-def test_means_over_seeds(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repetitions_with_other_seeds_are_averaged(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(sweep), "--format", "markdown"])
     out = capsys.readouterr().out
     assert "| grpo | 2 | 0.100 ± 0.000 | 0.400 ± 0.141 | 0.300 ± 0.141 |" in out
@@ -110,12 +110,12 @@ def test_means_over_seeds(sweep: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("style", ["table", "csv"])
-def test_other_formats(style: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_other_formats(style: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(sweep), "--format", style])
     assert "dapo" in capsys.readouterr().out
 
 
-def test_nothing_to_compare(tmp_path: Path) -> None:
+def test_a_folder_without_runs_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no run below"):
         main([str(tmp_path)])
     with pytest.raises(ConfigError, match="there is no such folder"):
@@ -145,7 +145,7 @@ def test_a_folder_that_is_not_a_run_gets_a_suggestion(tmp_path: Path, monkeypatc
 
 
 def typed(folder: Path, overrides: list[str], choices: dict[str, str], config: dict[str, Any]) -> None:
-    """A run with Hydra's files, which hold its command line."""
+    """A run with Hydra's files, which contain its command line."""
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"choices": choices}}}))
     (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(overrides))
@@ -172,7 +172,7 @@ def test_typed_keys_are_shown_beside_a_choice_that_differs(tmp_path: Path, capsy
     assert columns(tmp_path, capsys) == ["algorithm", "kl.beta", "lr"]
 
 
-def test_a_swapped_part_is_shown_where_the_algorithm_is_the_same(
+def test_a_replaced_part_is_shown_if_the_algorithm_is_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for part in ("k1", "k2"):
@@ -222,7 +222,7 @@ def test_an_accuracy_of_zero_is_sorted_before_a_missing_one(tmp_path: Path, caps
     assert [row["run"] for row in json.loads(capsys.readouterr().out)] == ["2", "1", "0"]
 
 
-def test_a_long_cause_is_cut_in_tables_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_error_is_cut_only_in_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "a", "grpo", 0, 0.5)
     cause = "RunError: " + "very | long " * 20
     (tmp_path / "a" / "summary.json").write_text(json.dumps({"exit": cause}))
@@ -297,7 +297,7 @@ def test_a_run_with_an_invalid_config_has_a_row(text: str, sweep: Path, capsys: 
         ("", "[" * 100_000),
     ],
 )
-def test_results_that_are_not_numbers(
+def test_results_that_are_not_numbers_are_shown_as_missing(
     metrics: str, summary: str, sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (sweep / "0" / "metrics.jsonl").write_text(metrics)

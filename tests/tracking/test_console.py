@@ -1,4 +1,4 @@
-"""Escape sequences are removed from untrusted text, and only from that."""
+"""Escape sequences are removed from untrusted text only."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def printed(thing: object) -> str:
     return out.getvalue()
 
 
-def test_the_consoles_own_colours_stay() -> None:
+def test_the_consoles_own_colours_are_kept() -> None:
     assert printed(Text(HOSTILE, style="red")) == "\x1b[31mabc[/red][red]d\x1b[0m\n"
 
 
-def test_cells_and_headings() -> None:
+def test_cells_and_headings_are_cleaned() -> None:
     table = Table(HOSTILE)
     table.add_row(HOSTILE, end_section=True)
     out = printed(table)
@@ -45,7 +45,7 @@ def test_warnings_without_a_log_file_are_cleaned(capsys: pytest.CaptureFixture[s
 
 
 def test_a_librarys_own_log_handler_gets_clean_text() -> None:
-    """Such as that of transformers, which quotes a model's files."""
+    """transformers has such a handler, and quotes a model's files."""
     before, said = logging.getLogRecordFactory(), io.StringIO()
     library, handler = logging.getLogger("transformers.of_a_test"), logging.StreamHandler(said)
     library.addHandler(handler)

@@ -31,12 +31,12 @@ def test_one_line_per_step(tmp_path: Path) -> None:
     assert json.loads(second) == {"step": 2, "reward": 1.0}
 
 
-def test_numbers_of_numpy_and_torch_become_plain() -> None:
+def test_numbers_of_numpy_and_torch_become_python_numbers() -> None:
     values = {"a": np.float32(0.5), "b": torch.tensor(2.0), "c": np.float64("nan"), "d": [np.int64(3), math.inf]}
     assert json.loads(json.dumps(to_json(values))) == {"a": 0.5, "b": 2.0, "c": None, "d": [3, None]}
 
 
-def test_truncation_for_a_resume(tmp_path: Path) -> None:
+def test_a_resume_truncates_later_steps(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.truncate_after(3)
     assert not log.path.exists()

@@ -23,7 +23,7 @@ print("after")
 
 
 def screen(lines: int, **env: str) -> str:
-    """The output in a pseudo-terminal of a program that pages this many lines, with q pressed."""
+    """The terminal output of a program that pages `lines` lines, with q pressed."""
     user, terminal = pty.openpty()
     clean = {name: value for name, value in os.environ.items() if name not in ("PAGER", "LESS", "LESSCHARSET")}
     program = subprocess.Popen(
@@ -60,7 +60,9 @@ def screen(lines: int, **env: str) -> str:
         ({"TERM": "dumb"}, [], None),
     ],
 )
-def test_the_pager_s_command(env: dict[str, str], command: list[str], charset: str | None) -> None:
+def test_the_command_comes_from_the_environment_or_is_less(
+    env: dict[str, str], command: list[str], charset: str | None
+) -> None:
     found, its_env = pager_of({"TERM": "xterm", **env})
     assert found == command
     assert its_env.get("LESSCHARSET") == charset

@@ -45,7 +45,7 @@ def test_a_mismatch_beyond_rounding_is_shown_once_and_logged_every_time(
     ]
 
 
-def test_each_kind_of_remark_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_note_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view, told = silent_view(), list[str]()
     monkeypatch.setattr(view, "warn", told.append)
     recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None)
@@ -74,7 +74,7 @@ def test_staleness_is_not_a_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(told) == 1
 
 
-def test_a_step_that_trained_on_nothing_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_rows_to_train_on_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view, told = silent_view(), list[str]()
     monkeypatch.setattr(view, "warn", told.append)
     recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None)

@@ -1,4 +1,4 @@
-"""Rollout files: every completion, exactly."""
+"""Rollout files contain every completion exactly."""
 
 from __future__ import annotations
 
@@ -104,14 +104,14 @@ def test_one_row_per_completion(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-def test_a_conversation_is_a_list_of_messages_and_a_text_to_read(tmp_path: Path) -> None:
+def test_a_conversation_is_a_list_of_messages_and_a_readable_text(tmp_path: Path) -> None:
     (row,) = written(tmp_path, group("b", TALK, [{"math": 1.0}]))
     assert row["messages"] == TALK
     assert row["prompt"] == "user: Wie groß?"
     with_tools = [*TALK, {"role": "assistant", "tool_calls": [{"name": "look"}]}]
     (row,) = written(tmp_path, group("b", with_tools, [{"math": 1.0}]))
     assert row["messages"] == [*TALK, {"role": "assistant", "content": ""}]
-    assert json.loads(row["columns"])["prompt"] == with_tools, "what the list has no place for"
+    assert json.loads(row["columns"])["prompt"] == with_tools, "the list has no field for it"
 
 
 def test_an_episode_is_a_list_of_messages(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_an_episode_is_a_list_of_messages(tmp_path: Path) -> None:
         ({}, ["answer"], None),
     ],
 )
-def test_columns_and_reference_answer_of_the_example(
+def test_columns_and_reference_answer_are_the_examples(
     columns: dict[str, Any], answers: list[str], reference: str | None, tmp_path: Path
 ) -> None:
     (row,) = written(tmp_path, group("a", "p", [{"math": 1.0}], columns), answers=answers)
@@ -140,7 +140,7 @@ def test_columns_and_reference_answer_of_the_example(
     assert json.loads(row["columns"]) == columns
 
 
-def test_the_reference_answer_is_where_the_rewards_find_it() -> None:
+def test_the_reference_answer_is_in_the_rewards_column() -> None:
     assert answer_columns([CountdownReward(), ExactMatch()]) == ("answer", "target")
     assert answer_columns([Overlong(max_tokens=4), ExactMatch(answer_column="solution")]) == ("solution", "answer")
     assert answer_columns([Overlong(max_tokens=4)]) == ("answer",)
@@ -178,36 +178,36 @@ def test_columns_of_any_kind_are_json(tmp_path: Path) -> None:
     assert json.loads(rows[1]["columns"]) == {"date": 3}, "another task's column of the same name"
 
 
-def test_every_step_s_file_has_the_same_schema(tmp_path: Path) -> None:
-    """So files of steps with different tasks, prompts and statuses can be read as one data set."""
+def test_the_files_of_all_steps_have_the_same_schema(tmp_path: Path) -> None:
+    """Files of steps with different tasks, prompts and statuses can then be read as one data set."""
     written(tmp_path / "one", group("a", "p", [{"math": 1.0}], {"answer": 3}))
     written(tmp_path / "two", group("a", TALK, [{"math": math.nan}], {"level": {"of": ["x"]}}))
     one, two = (pyarrow.parquet.read_schema(tmp_path / name / "rollouts.parquet") for name in ("one", "two"))
     assert one == two
 
 
-def test_the_docs_have_every_column_and_status(tmp_path: Path) -> None:
+def test_the_docs_list_every_column_and_status(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text()
     (row,) = written(tmp_path, group("a", "p", [{"NAME": 1.0}]))
     documented = set(re.findall(r"`([\w/]+)`", "".join(re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE))))
     assert documented == {*row, *Status}
 
 
-def test_a_step_that_kept_nothing(tmp_path: Path) -> None:
+def test_a_step_may_keep_nothing(tmp_path: Path) -> None:
     path = tmp_path / "rollouts" / "step_000001.parquet"
     write_rollouts(path, [], step=1)
     assert read_rollouts(path) == []
 
 
-def test_text_with_lone_surrogates(tmp_path: Path) -> None:
+def test_text_may_have_lone_surrogates(tmp_path: Path) -> None:
     (row,) = written(tmp_path, group("a", "half \ud83d of a face", [{"math": 1.0}]))
     assert row["prompt"] == "half ? of a face"
 
 
 @pytest.mark.processes
-def test_a_full_disk_leaves_no_half_file(full_disk: Path) -> None:
+def test_a_full_disk_leaves_no_partial_file(full_disk: Path) -> None:
     (full_disk / "filler").unlink()
-    noise = random.Random(0).randbytes(2_000_000).hex()  # more than a MiB can hold, however well compressed
+    noise = random.Random(0).randbytes(2_000_000).hex()  # does not fit into a MiB, however well compressed
     path = full_disk / "step_000001.parquet"
     with pytest.raises(OSError, match="No space left"):
         write_rollouts(path, evaluation_records([group("a", noise, [{"math": 1.0}])]), step=1)

@@ -17,7 +17,7 @@ from grpocli.errors import ConfigError
 from grpocli.tracking.run_dir import RunDir
 
 
-def test_paths(tmp_path: Path) -> None:
+def test_files_have_their_paths(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "day" / "time")
     assert run.name == "day/time"
     assert run.rollouts(1) == run.path / "rollouts" / "step_000001.parquet"
@@ -25,13 +25,13 @@ def test_paths(tmp_path: Path) -> None:
     assert below == {"config.yaml", "metrics.jsonl", "summary.json", "run.log", "checkpoints", "model"}
 
 
-def test_a_new_folder_is_made_and_left_empty(tmp_path: Path) -> None:
+def test_a_new_folder_is_created_empty(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "a" / "b")
     run.check_writable(resuming=False)
     assert list(run.path.iterdir()) == []
 
 
-def test_a_file_in_the_way(tmp_path: Path) -> None:
+def test_a_file_at_the_path_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     for path in (tmp_path / "a", tmp_path / "a" / "b"):
         with pytest.raises(ConfigError, match=rf"^hydra\.run\.dir={path}: cannot be written: .*choose another"):
@@ -39,7 +39,9 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT])
-def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     def refuse(handle: int) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -52,7 +54,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.processes
-def test_a_full_disk(full_disk: Path) -> None:
+def test_a_full_disk_is_reported(full_disk: Path) -> None:
     with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.*No space left.*free some space"):
         RunDir(full_disk).check_writable(resuming=False)
 
@@ -65,7 +67,7 @@ def test_another_run_is_not_overwritten(tmp_path: Path, name: str) -> None:
     RunDir(tmp_path).check_writable(resuming=True)
 
 
-def test_resuming_clears_what_a_killed_run_left(tmp_path: Path) -> None:
+def test_a_resume_removes_the_leftovers_of_a_killed_run(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for folder in (run.path, run.checkpoints, run.path / "rollouts"):
         folder.mkdir(exist_ok=True)
@@ -157,7 +159,7 @@ def test_a_resume_waits_for_trainer_processes_that_outlive_a_kill(
     left = ExitStack()
     left.enter_context(run.worker_lock())
     ended = threading.Event()
-    left.callback(ended.set)  # the last callback to be added is the first to run
+    left.callback(ended.set)  # callbacks run in reverse order
     threading.Timer(0.5, left.close).start()
     with run.locked(), run.worker_lock():
         assert ended.is_set()

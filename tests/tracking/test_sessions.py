@@ -27,7 +27,7 @@ TOLD: dict[str, tuple[list[tuple[int, dict[str, Any]]], list[tuple[int, int, dic
 
 
 @pytest.mark.parametrize("kind", TOLD)
-def test_the_steps_of_each_session(kind: str, tmp_path: Path) -> None:
+def test_each_session_has_its_steps(kind: str, tmp_path: Path) -> None:
     started, trained = TOLD[kind]
     run = RunDir(tmp_path)
     for step, changes in started:
@@ -36,7 +36,7 @@ def test_the_steps_of_each_session(kind: str, tmp_path: Path) -> None:
     assert [(one.first, one.last, one.session.changes if one.session else {}) for one in found] == trained
 
 
-def test_broken_lines_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_lines_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = RunDir(tmp_path)
     add_session(run, Session.now(0, {}, run="abc"))
     whole = run.sessions.read_bytes()

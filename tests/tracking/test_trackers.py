@@ -35,7 +35,7 @@ def test_tracker_none_starts_nothing(tmp_path: Path) -> None:
     assert NoTracker().start("run", tmp_path, {}) is None
 
 
-def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tracker_package_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^tracker=comet_ml: it is not installed: pip install comet-ml$"):
         Accelerate(kind="comet_ml").check()
@@ -98,7 +98,7 @@ class Recorded:
         ("tensorboard", ("tensorboard",), {"logging_dir": "FOLDER"}),
     ],
 )
-def test_the_arguments_of_a_tracker(
+def test_the_arguments_of_a_tracker_are_passed_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     all_installed: None,
@@ -121,13 +121,15 @@ def test_the_arguments_of_a_tracker(
     assert made[0].config == {"a.b": 1}
 
 
-def test_a_tracker_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_installed: None) -> None:
+def test_a_tracker_that_does_not_start_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_installed: None
+) -> None:
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", Recorded)
     with pytest.raises(ConfigError, match=r"^tracker=wandb: RuntimeError: no such account$"):
         Accelerate(kind="wandb", options={"entity": "nobody"}).start("run", tmp_path, {})
 
 
-def test_a_dashboard_that_goes_down_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_fails_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     behind = Recorded()
     live = AccelerateTracker(behind, "wandb")
@@ -142,5 +144,5 @@ def test_a_dashboard_that_goes_down_does_not_end_the_run(caplog: pytest.LogCaptu
     assert said == ["tracker=wandb: step 1 could not be logged", "tracker=wandb: could not be closed"]
 
 
-def test_flat() -> None:
+def test_nested_values_are_flattened() -> None:
     assert flat({"a": {"b": 1, "c": [1, 2]}, "d": None}) == {"a.b": 1, "a.c": "[1, 2]", "d": "None"}

@@ -47,7 +47,7 @@ def plain() -> tuple[PlainView, io.StringIO, Clock]:
     return PlainView(Console(file=out, width=200), clock), out, clock
 
 
-def test_plain_lines() -> None:
+def test_plain_lines_show_the_metrics() -> None:
     view, out, _ = plain()
     view.start("runs/x", ["sample 4"], total_steps=12)
     view.stage("loading")
@@ -82,7 +82,7 @@ def test_plain_stages_are_printed_once_and_slow_ones_repeatedly() -> None:
     ]
 
 
-def test_plain_lines_are_a_fifth_of_a_stage_s_time_apart_and_at_most_half_a_minute() -> None:
+def test_plain_lines_have_a_fifth_of_the_stages_time_and_at_most_half_a_minute_between_them() -> None:
     view, out, clock = plain()
     view.stage("evaluating")
     said: list[int] = []
@@ -95,14 +95,14 @@ def test_plain_lines_are_a_fifth_of_a_stage_s_time_apart_and_at_most_half_a_minu
     assert out.getvalue().splitlines()[1] == "evaluating ... 4/1,280 completions, 0%, 21:16 left, token 4, 4 s so far"
     assert said[:5] == [4, 8, 12, 16, 20]
     assert all(b - a <= max(5, b / 4) and b - a <= 30 for a, b in pairwise(said))
-    assert len(said) < 50, "a log of an hour is not an hour of lines"
+    assert len(said) < 50, "the lines of an hour are few"
 
 
-def test_a_late_report_does_not_restore_the_stage_before() -> None:
+def test_a_late_report_does_not_restore_the_earlier_stage() -> None:
     others: list[threading.Thread] = []
 
     def clock() -> float:
-        """A stage that changes while a report reads it."""
+        """Changes the stage while a report reads it."""
         if current and not others:
             others.append(threading.Thread(target=current[0].begin, args=("training",)))
             others[0].start()
@@ -128,18 +128,18 @@ def test_progress_with_an_unknown_total() -> None:
     ]
 
 
-def test_the_time_left_is_that_of_the_rate_since_the_count_began() -> None:
+def test_the_time_left_follows_the_rate_since_the_count_began() -> None:
     stage = Stage("sampling", 0.0).at(100.0, 640, 1280, "completions")  # another part was done before
     assert stage.left(101.0) is None
     stage = stage.at(110.0, 740, 1280, "completions")
     assert stage.left(110.0) == pytest.approx(54.0)
     waited = Stage("sampling", 0.0).at(100.0, 0, 64, "completions").at(160.0, 0, 64, "completions", "prompts read")
     assert waited.at(170.0, 32, 64, "completions").left(170.0) == pytest.approx(10.0), "prompts are read once"
-    assert stage.at(111.0, 3, 64, "micro-batches").left(120.0) is None, "another count has a rate of its own"
+    assert stage.at(111.0, 3, 64, "micro-batches").left(120.0) is None, "another count has its own rate"
     assert stage.renamed("training", 5.0) == Stage("training", 5.0)
 
 
-def test_plain_samples_are_printed_now_and_then_on_one_line() -> None:
+def test_plain_samples_are_printed_rarely_and_on_one_line() -> None:
     view, out, clock = plain()
     for _ in range(3):
         view.sample(ShownCompletion("1+\n1=", "2\x1b[2J" + "x" * 100, {"math": 1.0, "format": math.nan}, -0.5))
@@ -151,7 +151,7 @@ def test_plain_samples_are_printed_now_and_then_on_one_line() -> None:
     assert third == '  "1+1=" -> "3"  reference "2"  math 0  advantage -0.500'
 
 
-def test_plain_lines_after_a_resume() -> None:
+def test_plain_lines_continue_after_a_resume() -> None:
     view, out, _ = plain()
     view.start("x", [], total_steps=5)
     view.resumed(3)
@@ -285,7 +285,7 @@ def test_a_finished_run_is_called_done(live: LiveView) -> None:
     assert screen(live, 80, 24)[-1] == "done"
 
 
-def test_notes_stay_above(live: LiveView) -> None:
+def test_notes_stay_above_the_live_view(live: LiveView) -> None:
     live.note("[red]accuracy[/red] 0.5\x07")
     live.warn("look out")
     said = live._console.file.getvalue()  # type: ignore[attr-defined]
@@ -306,7 +306,7 @@ def test_a_terminal_that_cannot_be_redrawn_gets_lines(
     assert type(make_view()) is PlainView  # the output of a test is not a terminal, whatever FORCE_COLOR says
 
 
-def test_the_silent_view_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_silent_view_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     view = silent_view()
     view.start("x", ["y"], 3)
     view.stage("z")
@@ -335,11 +335,11 @@ def test_the_silent_view_says_nothing(capsys: pytest.CaptureFixture[str]) -> Non
         ("text", "text"),
     ],
 )
-def test_numbers(value: Any, text: str) -> None:
+def test_numbers_are_short(value: Any, text: str) -> None:
     assert format_number(value) == text
 
 
-def test_durations_and_sparklines() -> None:
+def test_durations_and_sparklines_are_formatted() -> None:
     assert [format_duration(s) for s in (-1, 5, 185, 3723)] == ["0 s", "5 s", "3:05", "1:02:03"]
     assert sparkline([0, 1, 2, 3], 10) == "▁▃▅█"
     assert len(sparkline(list(range(100)), 10)) == 10
@@ -356,7 +356,7 @@ def test_text_of_models_cannot_control_the_terminal() -> None:
     )  # type: ignore[dict-item]
 
 
-def test_metrics_have_their_sections() -> None:
+def test_metrics_are_grouped_by_section() -> None:
     names = [
         "time/train",
         "loss",

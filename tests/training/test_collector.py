@@ -101,7 +101,7 @@ def test_the_progress_of_a_refill_names_its_round_and_the_groups_kept() -> None:
     ]
 
 
-def test_a_refill_is_sized_by_what_was_kept_in_the_step() -> None:
+def test_the_size_of_a_refill_follows_the_kept_share_of_the_step() -> None:
     made, sampler = collector([FLAT, MIXED, MIXED, FLAT, FLAT, MIXED], "algorithm=dapo")
     made.collect()
     assert sampler.asked == [3, 2, 3]  # one is missing; two of three were kept, then two of five
