@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpocli.launch import run as launching
-from grpocli.rollout.engine import EngineJob
+from grpocli.rollout.engine import EngineJob, EnginePart
 from grpocli.tracking.view import View
 from grpocli.training.trainer_job import TrainerJob
 
@@ -44,7 +44,7 @@ class Shown(View):
         self.said.append(text)
 
 
-class Engine:
+class Engine(EnginePart):
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
         job.progress(0, 0, "vLLM is loading weights")
         (job.run_dir / "logs").mkdir()

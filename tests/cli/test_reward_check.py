@@ -40,7 +40,7 @@ def test_disagreements_are_shown(
     task = ["task=jsonl", f"task.path={tmp_path}/d.jsonl", f"task.eval_path={tmp_path}/e.jsonl"]
     found, out, _ = grpocli("reward-check", *task, "reward=[number]", "--split", "train", *options)
     assert said.format(path=f"{tmp_path}/d.jsonl") in out
-    assert "own: its own answer, which has to be right" in out
+    assert "own: the reference answer, which has to be right" in out
     assert found == code
 
 
