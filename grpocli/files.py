@@ -20,7 +20,7 @@ SAYS_FULL = re.compile(r"no space left|os error 28|errno 28|disk quota", re.IGNO
 OS_ERROR = re.compile(r"os error (\d+)")
 """An error number in the messages of libraries written in Rust."""
 ROOM = 1 << 20
-"""With fewer free bytes a failed write counts as a full disk, whatever error the library raises."""
+"""A failed write with fewer free bytes counts as a full disk, whichever error the library raises."""
 STALE_TRIES = 9
 LEFTOVER = re.compile(r"\.(?P<kind>tmp|old)-(?P<name>.+?)-\d+(-[0-9a-f]{8})?")
 """The temporary names of this module. Other hidden files are left alone."""

@@ -23,10 +23,10 @@ WITHIN_SECONDS = 4.0
 
 @lru_cache(maxsize=1)
 def why_unreachable() -> str:
-    """Why the hub is unreachable, as a phrase for the user; "" if it answers.
+    """The reason why the hub is unreachable, as a phrase for the user; "" if it answers.
 
-    Any answer counts, also a proxy's. Without one the hub's libraries are switched to offline mode. In offline mode
-    (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE) there is no check, and the result is "".
+    Any answer counts, including a proxy's. Without one the hub's libraries are switched to offline mode. In offline
+    mode (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE) there is no check, and the result is "".
     """
     from huggingface_hub import constants
 

@@ -13,7 +13,7 @@ class Progress(Protocol):
     def __call__(self, done: float, total: float, unit: str, detail: str = "") -> None:
         """Report `done` of `total` units, such as "completions". Both may be fractions.
 
-        total: 0 if unknown. detail: more to show, such as "token 12 of at most 256".
+        total: 0 if unknown. detail: further text, such as "token 12 of at most 256".
         """
         ...
 

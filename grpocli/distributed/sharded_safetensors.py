@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FILE_BYTES = 2**31
-"""The size at which a file is complete, which is also what a process holds in memory at a time."""
+"""Size of a complete file, and of the memory that a process uses for it."""
 
 Convert = Callable[[dict[str, "Tensor"]], dict[str, "Tensor"]]
 
@@ -122,7 +122,7 @@ class StoredTensor:
 
 @contextmanager
 def reading(index: Path) -> Iterator[dict[str, StoredTensor]]:
-    """A block in which every tensor of an index's files can be read, by name.
+    """Context manager that reads the tensors of an index's files by name.
 
     Raises ValueError if the index names a file of another folder.
     """

@@ -37,7 +37,7 @@ class Zero2(SingleProcess):
         """DeepSpeed's config. Without `torch_autocast` it would switch autocast off."""
         return {
             "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,  # each backward says whether it is the last
+            "gradient_accumulation_steps": 1,  # each backward gets whether it is the last
             "zero_optimization": {"stage": self.stage},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,

@@ -40,7 +40,7 @@ COMPARED = ("algorithm", "reward", "rollout", "train")
 UNSCORED = "A reward that does not apply to o_i is left out; if none applies, o_i has no score."
 LOSS_NOTE = "Minimised. i: the N completions of an update. t: the |o_i| tokens of o_i in the loss."
 ABSENT = "–"
-"""Shown where one of two configs has no such formula or key."""
+"""Shown if one of two configs lacks the formula or key."""
 CUTS = ("min_p", "top_k", "top_p")  # in the order that the sampler applies them
 
 

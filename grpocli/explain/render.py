@@ -17,7 +17,7 @@ from grpocli.tracking.console import CleanConsole
 LABEL = 18  # the longest name of a choice, normalize_then_sum
 WIDTH = 80
 WIDEST = 120
-"""Columns of tables where the output is not a terminal, and the most on a terminal."""
+"""Columns of tables if the output is not a terminal, and the maximum on a terminal."""
 
 
 def section_lines(section: Section) -> list[str]:
@@ -111,7 +111,7 @@ def comparison_text(found: Comparison) -> str:
 
 
 def _console() -> CleanConsole:
-    """A console as wide as the terminal, up to WIDEST; without styles where the output is not a terminal."""
+    """A console as wide as the terminal, up to WIDEST; without styles if the output is not a terminal."""
     plain = CleanConsole()
     return CleanConsole(width=min(plain.width, WIDEST) if sys.stdout.isatty() else WIDEST)
 

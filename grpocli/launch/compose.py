@@ -75,7 +75,7 @@ def build_algorithm(*overrides: str) -> Algorithm:
 
 
 def _warn_of_default_length(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Warn if Dr. GRPO's length is that of the default run, which an own trainer may not have."""
+    """Warn if Dr. GRPO's length is the default run's, because a trainer of the user may have another one."""
     aggregate, limit = config.algorithm.aggregate, "rollout.max_completion_tokens"
     follows_run = "length" in aggregate and OmegaConf.is_interpolation(aggregate, "length")
     if follows_run and not any(o.lstrip("+").startswith(limit) for o in overrides):

@@ -25,7 +25,7 @@ from grpocli.launch.hydra_sources import conf_dir
 
 WIDTH = 120
 INNER = "algorithm/parts"
-"""What every algorithm begins with; nobody chooses it."""
+"""The defaults at the start of every algorithm's YAML."""
 RUN = "run.yaml"
 MARK = "# Written by `make conf` from the class "
 
@@ -108,7 +108,7 @@ def _comment(text: str, indent: str) -> list[str]:
 
 
 def write(folder: Path) -> None:
-    """Write all files, and remove those of choices that are gone."""
+    """Write all files, and remove those of choices that no longer exist."""
     made = files()
     for path in folder.rglob("*.yaml"):
         if MARK in path.read_text() and str(path.relative_to(folder)) not in made:

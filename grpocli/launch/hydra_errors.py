@@ -152,7 +152,7 @@ class _CommandLine:
         return ConfigError(f"{problem}{nearest(key, keys) or _same_last_word(key, keys)}")
 
     def _key_of_another_choice(self, key: str) -> ConfigError | None:
-        """The error for `algorithm.tokens.quantile` where the chosen `algorithm/tokens` has no such key."""
+        """The error for `algorithm.tokens.quantile` if the chosen `algorithm/tokens` has no such key."""
         section, _, name = key.rpartition(".")
         group = section.replace(".", "/")
         having = sorted(choice for choice, node in stored(group).items() if name in node)

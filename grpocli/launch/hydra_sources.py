@@ -46,7 +46,7 @@ def beside_another_hydra() -> Iterator[None]:
 
 
 class Choices(ConfigSource):  # type: ignore[misc]
-    """Choices that are classes without a YAML file, such as parts of other packages."""
+    """Choices that are classes without a YAML file, for example parts of other packages."""
 
     @staticmethod
     def scheme() -> str:

@@ -63,11 +63,11 @@ def _key(override: str) -> str:
 
 
 def _changed(override: str, change: Callable[[Any], Any]) -> str:
-    """The override with `change` applied to every text of its value; the same string where that changes nothing."""
+    """The override with `change` applied to every text of its value; the same string if nothing changes."""
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
-        return override  # Hydra reports what is wrong with it
+        return override  # Hydra reports the error
     before = parsed._value  # quotes and all; value() drops them
     after = _each(before, change)
     if after == before:

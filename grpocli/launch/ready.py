@@ -39,7 +39,7 @@ def check_data(run: Run) -> None:
 
 
 def _check_part(part: object) -> None:
-    """Call the part's own `check_ready`, which parts of users may lack."""
+    """Call the part's `check_ready`, which parts of users may lack."""
     check = getattr(part, "check_ready", None)
     if check:
         check()

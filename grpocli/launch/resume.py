@@ -23,7 +23,7 @@ from grpocli.tracking.runs import check_run
 
 CONFIG = "config.yaml"
 SESSION_KEYS = ("resume", "overrides")
-"""Keys about the start of a session, which are no changes of the run."""
+"""Keys of the start of a session, which do not change the run."""
 FIXED = ("model.lora.rank", "model.lora.alpha", "model.lora.target_modules")
 """Keys that determine the tensors of a checkpoint, so a resume cannot change them."""
 
@@ -128,7 +128,7 @@ def _changed(key: str, old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def _named(key: str, value: Any) -> Any:
-    """A part by its choice, such as `vllm` for `engine`; anything else as it is."""
+    """A part by its choice, for example `vllm` for `engine`; other values unchanged."""
     if not isinstance(value, Mapping) or TARGET not in value:
         return value
     target = str(value[TARGET])
@@ -147,7 +147,7 @@ def _followers(composed: DictConfig, saved: DictConfig, given: list[str]) -> lis
 
 
 def _target(plain: Any, key: str) -> str | None:
-    """`a.b` where the value of `key` is `${a.b}`."""
+    """`a.b` if the value of `key` is `${a.b}`."""
     for name in key.split("."):
         plain = plain[name]
     match = re.fullmatch(r"\$\{([\w.]+)\}", plain) if isinstance(plain, str) else None

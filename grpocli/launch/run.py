@@ -301,10 +301,10 @@ def _in_this_process(devices: Devices, node: Node | None) -> bool:
 
 
 def follow(run: Run, run_dir: RunDir, node: Node) -> float | None:
-    """Run this machine's trainer processes, on a training machine other than the first, once that one is ready.
+    """Run this machine's trainer processes, on a training machine other than the first, once the first one is ready.
 
     A stop is not an error here: SLURM would kill the first machine for it (`srun --kill-on-bad-exit`), perhaps before
-    that one has asked for a resume.
+    it has asked for a resume.
     """
     from grpocli.launch.trainers import train_in_processes
 

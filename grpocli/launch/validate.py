@@ -127,7 +127,7 @@ def _check_group_fits(run: Run) -> None:
 
 
 def _check_waits(run: Run) -> None:
-    """Require that processes wait longer for each other than the main one waits for a lost server."""
+    """Require that processes wait longer for each other than the main process waits for a lost server."""
     engine, limit = run.engine, run.hardware.timeout
     for key, seconds in engine.waits.items() if (run.hardware.processes or 1) > 1 else ():
         if seconds >= limit:

@@ -149,7 +149,7 @@ def find_config(part: Any) -> tuple[Any, str]:
 
 
 def _of_the_hub(part: Any, name: str) -> tuple[Any, str]:
-    """The downloaded config, else the one that comes with grpocli, else the hub's."""
+    """The downloaded config, else the config shipped with grpocli, else the hub's."""
     from transformers import AutoConfig
 
     try:

@@ -74,8 +74,8 @@ def _into(done: Future[T], call: Callable[[], T]) -> None:
 def deadline(seconds: float, what: str) -> Iterator[None]:
     """Raise TimeoutError(what) in the block if it takes longer, or after the block if it catches the exception.
 
-    Interrupts blocking system calls and C code that handles signals, such as regular expressions. Uses SIGUSR2.
-    Outside the main thread, where Python handles no signals, there is no deadline.
+    Interrupts blocking system calls and C code that handles signals, such as regular expressions. Uses SIGUSR2. Outside
+    the main thread there is no deadline, because Python handles no signals there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Exit reports: each trainer process writes its error to a file, and `root_cause` finds the one that failed first.
+"""Exit reports: each trainer process writes its error to a file, and `root_cause` finds the first failure.
 
 Files, because exit codes and messages get lost in accelerate's launcher. The first process to report is seldom the
 cause: others lose their connection to a process that died, and a process that hangs reports nothing.
@@ -66,7 +66,7 @@ def exit_reports(run_dir: Path) -> list[ExitReport]:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error says that another process died or does not answer."""
+    """Whether an error means that another process died or does not answer."""
     import torch.distributed
 
     if isinstance(error, torch.distributed.DistError):
@@ -105,7 +105,9 @@ def _hanging(
     reports: Sequence[ExitReport], dead: Sequence[Heartbeat], living: Sequence[Heartbeat], timeout: int
 ) -> Heartbeat | None:
     """The process that the others waited for until the timeout; None if no wait timed out."""
-    timed_out = any(time.time() - beat.since >= timeout for beat in dead)  # NCCL's watchdog aborts who waits too long
+    timed_out = any(
+        time.time() - beat.since >= timeout for beat in dead
+    )  # NCCL's watchdog aborts a process that waits too long
     timed_out = timed_out or any("timed out" in report.message.lower() for report in reports)
     behind = min(living, key=lambda beat: (beat.step, beat.since), default=None)
     return behind if timed_out and behind and behind.stage != DONE else None

@@ -17,7 +17,7 @@ from types import FrameType
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PARENT_DIED = signal.SIGUSR1  # not SIGTERM, since the kernel also sends it when only a thread of the parent ends
-LEFTOVER_GRACE = 2.0  # seconds for processes that a command leaves behind when it ends by itself
+LEFTOVER_GRACE = 2.0  # seconds for processes that a command leaves behind
 TRACKER = b"multiprocessing.resource_tracker"  # in the command line of Python's resource trackers
 TIDY = 3.0  # seconds for Python's resource trackers to unlink the shared memory of processes that were killed
 KILL_WAIT = 10.0  # seconds within which the kernel ends a process after SIGKILL

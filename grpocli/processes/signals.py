@@ -52,7 +52,7 @@ class StopSignal:
         return self.received is not None or (self.file is not None and self.file.exists())
 
     def asked_lately(self, clock: Callable[[], float] = time.monotonic) -> bool:
-        """`asked`, cheap enough for every token: checks for the file, perhaps on a network, every `LOOK_SECONDS`."""
+        """`asked`, but fast enough for every token: checks for the file, perhaps on a network, every `LOOK_SECONDS`."""
         if self.received is None and not self.seen and clock() - self.looked >= LOOK_SECONDS:
             self.looked, self.seen = clock(), self.asked()
         return self.received is not None or self.seen

@@ -16,7 +16,7 @@ T = TypeVar("T")
 END_WITHIN = 10.0
 """Seconds that leaving a `BackgroundTask` waits for its thread."""
 GRACE = 5.0
-"""Seconds that threads may go on after the main thread."""
+"""Seconds that threads may continue after the main thread."""
 EXIT_GRACE = 120.0
 """Further seconds for exit handlers, which may be sending the last metrics to a dashboard."""
 

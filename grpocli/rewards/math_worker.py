@@ -211,7 +211,7 @@ def _value(text: str, times: bool = True) -> Value:
 
 
 def _depth(text: str) -> int:
-    """Of brackets within brackets."""
+    """The depth of nested brackets."""
     return max(accumulate((c in "([{") - (c in ")]}") for c in text), default=0)
 
 
@@ -407,7 +407,7 @@ def _guard(expression: Any) -> None:
 
 
 def _digits(node: Any) -> float:
-    """An upper bound of the digits of a node's value. Raises Unreadable where it is above `LARGEST_DIGITS`."""
+    """An upper bound of the digits of a node's value. Raises Unreadable if it is above `LARGEST_DIGITS`."""
     inner = [_digits(one) for one in node.args if isinstance(one, Basic)]
     found = max(inner, default=0.0)
     if node.is_Rational:
@@ -500,7 +500,7 @@ def _computes_to_rational(node: Any) -> bool:
 
 
 def _is_factor(node: Any, products: bool) -> bool:
-    """Whether it is a rational factor other than a sign, a denominator or a power of ten."""
+    """Whether a node is a rational factor, except a sign, a denominator or a power of ten."""
     if isinstance(node, Pow) and node.exp == -1:
         return _is_rational(node.base) and not node.base.is_Integer  # 51/(1/3)
     if isinstance(node, Pow):

@@ -59,17 +59,17 @@ class ScoredAnswer:
 
     @property
     def agrees(self) -> bool:
-        """Whether the score is what it should be; a score of 1 or more is right, as in evaluations."""
+        """Whether the score has the expected value; a score of 1 or more is right, as in evaluations."""
         return self.score is not None and (self.score >= 1) == KINDS.get(self.kind, True)
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far a reward agrees with the answers of a split of a task.
+    """How often a reward agrees with the answers of a split of a task.
 
     answers: the examples' answers, empty ones and other examples' answers. seconds: time to score these, without
-    imports and the start of workers. column: column of the examples' own answers.
-    forms: the examples' answers in other forms, which do not count in `share`.
+    imports and the start of workers. column: column of the examples' own answers. forms: the examples' answers in other
+    forms, which do not count in `share`.
     """
 
     task: str

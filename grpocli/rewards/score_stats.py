@@ -80,7 +80,7 @@ class ScoreStats:
     unscored: Counter[str] = field(default_factory=Counter)
 
     def then(self, later: ScoreStats) -> ScoreStats:
-        """The counts of two rounds, one after the other."""
+        """The summed counts of two rounds."""
         return self._plus(later, self.seconds + later.seconds)
 
     def beside(self, other: ScoreStats) -> ScoreStats:

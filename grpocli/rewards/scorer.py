@@ -74,7 +74,7 @@ class Scorer:
     def finish(
         self, rows: Sequence[ScoredRollout], enter: Callable[[str], None], progress: Progress
     ) -> tuple[list[Rollout], ScoreStats]:
-        """As `score`, for rollouts that may have some of their scores."""
+        """Like `score`, for rollouts that may already have some of their scores."""
         start = time.perf_counter()
         for name in self.rewards:
             enter(f"reward.{name}")

@@ -30,7 +30,7 @@ MIXED = re.compile(r"(?<![\d./])(\d+)\s+(\d+)()/(\d+)()(?![\d./])", re.ASCII)
 LONGEST = 2000
 """Only so many characters at the end of a final answer are searched."""
 LARGEST_BITS = 10_000
-"""Of a number; 3,000 digits. Python refuses to print more than 4,300."""
+"""Bits of the largest number, which has 3,000 digits. Python refuses to print more than 4,300."""
 
 
 @part("reward", "exact_match", package="reward.exact_match")

@@ -84,13 +84,12 @@ class EngineJob:
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """What a trainer process gives its engine.
+    """A trainer process as seen by its engine.
 
-    in_flight: weights may change under running requests. sampling: that of training, so that an engine can refuse it
-    early; None if unknown.
-    recover: has the training thread sync the engine again, and returns after that; for an engine that must sync within
-    `generate`, which calls it in every process and equally often. None: the engine may sync in its own thread.
-    stopping: whether the run is asked to stop; a long wait then ends with EngineGone.
+    in_flight: weights may change during requests. sampling: the sampling of training, so that an engine can refuse it
+    early; None if unknown. recover: lets the training thread sync the engine again, and returns after that; for an
+    engine that must sync within `generate`, which calls it in every process and equally often. None: the engine may
+    sync in its own thread. stopping: whether the run is asked to stop; a long wait then ends with EngineGone.
     """
 
     job: EngineJob

@@ -287,7 +287,7 @@ def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 PLACEHOLDER = "grpocli-turn"
-"""Stands for the model's turn in the template, since the sampled tokens are kept and never encoded again."""
+"""Replaces the model's turn in the template, because the sampled tokens are kept and never encoded again."""
 
 
 class TurnEncoder:

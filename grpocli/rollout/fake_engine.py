@@ -92,7 +92,7 @@ class FakeEngine:
         return results
 
     def _completions(self, request: Request, sampling: Sampling) -> list[Completion]:
-        """Each different text is scored once."""
+        """The completions of one request; each different text is scored once."""
         prompt = request.prompt or Prompt("", request.token_ids, self.tokenizer.decode(request.token_ids))
         texts = self.part.texts(prompt, request.n, request.seed)
         made = {text: self._completion(text, request, sampling) for text in dict.fromkeys(texts)}
@@ -107,7 +107,7 @@ class FakeEngine:
         return Completion(ids, logprobs, "length" if cut else "stop", self.version)
 
     def _length(self, ids: Sequence[int], request: Request, sampling: Sampling) -> int:
-        """Tokens up to the one that completes a stop string."""
+        """The number of tokens up to the one that completes a stop string."""
         from grpocli.rollout.sampling import StopStrings
 
         if not sampling.stop:
@@ -141,4 +141,4 @@ class FakeEngine:
         return {}
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Do nothing: there is no process to stop."""

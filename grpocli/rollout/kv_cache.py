@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class PreallocatedKVLayer(DynamicLayer):  # type: ignore[misc]
     """One layer's keys and values [B, heads, L, D]: the first L positions of buffers, which double up to `limit`.
 
-    A new token so copies none of those before it, as it would in transformers' cache.
-    buffer_dtype: that of attention, which would otherwise cast all of them again for every token. None: unchanged.
+    A new token therefore copies no earlier ones, unlike in transformers' cache. buffer_dtype: the dtype of attention,
+    which would otherwise cast all keys and values for every token. None: unchanged.
     """
 
     keys: Tensor

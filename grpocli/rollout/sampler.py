@@ -52,7 +52,7 @@ def sample(
     tokenizer: PreTrainedTokenizerBase | None = None,
     watch: Watch = UNWATCHED,
 ) -> list[list[Completion]]:
-    """`n` completions for each request. A row's tokens depend on its own request's seed alone.
+    """Sample `n` completions for each request. A row's tokens depend only on its own request's seed.
 
     The token that ends a completion is part of it. Cached keys and values of earlier turns are reused if every request
     has them. tokenizer: needed for stop strings only. watch: called for every token; once it is cancelled, completions
@@ -194,7 +194,7 @@ def _choose(rows: _Rows, sampling: Sampling, uniform_B: Tensor) -> tuple[Tensor,
 def _stop_strings(
     requests: Sequence[Request], sampling: Sampling, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[StopStrings]:
-    """One for each output row; empty if there are no stop strings."""
+    """A watcher of stop strings for each output row; empty without stop strings."""
     stops = [r.under(sampling).stop for r in requests]
     if not any(stops):
         return []
@@ -210,7 +210,7 @@ def _stopped(stop_strings: list[StopStrings], row: Tensor, token: Tensor) -> Ten
 
 
 def _uniforms(requests: Sequence[Request], max_tokens: int) -> Tensor:
-    """A number in [0, 1) for every token that may be drawn, from each request's own seed."""
+    """A number in [0, 1) for every token that may be drawn, from each request's seed."""
     blocks = [
         torch.rand(r.n, max_tokens, generator=torch.Generator().manual_seed(r.seed), dtype=torch.float64)
         for r in requests

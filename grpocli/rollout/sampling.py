@@ -30,7 +30,7 @@ class StopStrings:
         self._context_text = self._decode()  # the text of the context tokens
         self._new = len(self._ids)  # the first token whose text is not decoded yet
         self._tail = ""
-        # characters before the new ones that a stop string may begin with
+        # characters before the new ones that may begin a stop string
         self._reach = max(map(len, stop), default=1) - 1
 
     def completed_by(self, token: int) -> bool:
@@ -54,8 +54,9 @@ class StopStrings:
 def penalised(logits_NV: Tensor, seen_NV: Tensor, penalty: float) -> Tensor:
     """Logits [N, V] with those of seen tokens penalised: less likely above 1, likelier below 1.
 
-    A token is seen if it occurs in the prompt or earlier in the completion. Keskar et al. 2019 (CTRL), as transformers
-    and vLLM have it: before the temperature, a positive logit is divided by the penalty, a negative one multiplied.
+    A token is seen if it occurs in the prompt or earlier in the completion. Keskar et al. 2019 (CTRL), as in
+    transformers and vLLM: before the temperature, a positive logit is divided by the penalty, and a negative one
+    multiplied.
     """
     lower_NV = torch.where(logits_NV > 0, logits_NV / penalty, logits_NV * penalty)
     return torch.where(seen_NV, lower_NV, logits_NV)

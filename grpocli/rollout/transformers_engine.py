@@ -104,7 +104,7 @@ class TransformersEngine:
         return {}
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Do nothing: there is no process to stop."""
 
 
 def refuse_structure(sampling: Sampling, engine: str = "transformers") -> None:

@@ -55,7 +55,7 @@ def interpreter(path: str | None) -> Interpreter:
 
 
 def _with_targets(folders: Sequence[str]) -> tuple[str, ...]:
-    """The folders and the targets of links, where an interpreter started by a link finds its library."""
+    """The folders and the targets of links, through which an interpreter started by a link finds its library."""
     return tuple(dict.fromkeys(path for folder in folders for path in (folder, os.path.realpath(folder))))
 
 
@@ -83,7 +83,7 @@ def namespaces(python: Interpreter) -> Backend:
 
 
 def no_isolation(python: Interpreter) -> Backend:
-    """Resource limits and nothing else: the program can do whatever the user can."""
+    """Only resource limits: the program can do everything that the user can."""
     return Backend("none", python, lambda _: [], {"namespaces": False, "isolated": False, "readable": []})
 
 

@@ -95,8 +95,8 @@ class SandboxError(Exception):
 def run(submission: Submission, limits: Limits, backend: Backend, all_tests: bool = False) -> SubmissionResult:
     """Run a program and its tests.
 
-    all_tests: tests after one that hangs or ends the program run too, with a new process, up to twice the timeout.
-    Raises SandboxError if a process could not be isolated, or for another cause that is not the program's.
+    all_tests: tests after one that hangs or ends the program run too, in a new process, up to twice the timeout. Raises
+    SandboxError if a process could not be isolated, or for any other cause outside the program.
     """
     result, used = _run_once(submission, limits, backend)
     passed, done = list(result.passed), result.completed

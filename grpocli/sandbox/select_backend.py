@@ -88,7 +88,10 @@ def select_backend(python: str | None, limits: Limits) -> str:
 
 
 def backend_named(name: str, python: str | None) -> Backend:
-    """The backend with that name; "none" is no isolation. Raises SandboxError if it is no longer available."""
+    """The backend with that name; "none" means no isolation.
+
+    Raises SandboxError if it is no longer available.
+    """
     found = interpreter(python)
     if name == "none":
         return no_isolation(found)

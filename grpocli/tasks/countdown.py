@@ -48,7 +48,7 @@ class Countdown(Generated):
 
 
 def _combined(numbers: list[int], random: random.Random) -> tuple[str, Fraction]:
-    """Two of what there is become one, until one is left."""
+    """Combine two numbers until one is left."""
     parts = [(str(number), Fraction(number)) for number in numbers]
     while len(parts) > 1:
         random.shuffle(parts)

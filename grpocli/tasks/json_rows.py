@@ -1,6 +1,6 @@
 """Rows of .jsonl and .json files: strict JSON, with the line of a bad value in the error.
 
-Python's reader, because that of the datasets library turns text that looks like a date into a date.
+Python's reader, because the reader of the datasets library turns text that looks like a date into a date.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from grpocli.tasks.task import Example
 
 SHOTS = 1
-"""Seed stream of the worked examples, so that their order differs from that of training."""
+"""Seed stream of the worked examples, so that their order differs from the order of training."""
 
 
 @part("task", "jsonl")

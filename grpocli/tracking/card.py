@@ -91,7 +91,7 @@ def _session(part: SessionSteps, first: bool) -> str:
 
 
 def _in_turn(last: Any, trained: Sequence[SessionSteps]) -> str:
-    """The algorithms of all sessions, in order. last: that of the last one."""
+    """The algorithms of all sessions, in order. last: the algorithm of the last session."""
     names = [last]
     for part in reversed(trained):
         if part.session and "algorithm" in part.session.changes:

@@ -52,7 +52,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 """Metrics by section, in order: names, or prefixes that end in `/` or `_`. Other metrics go to `policy`."""
 
 FIRST = ("reward", "loss", "kl", "grad_norm", "entropy", "completions/mean_length", "reward_std", "eval/accuracy")
-"""The metrics that are shown first when there is no room for all."""
+"""Metrics that are shown first if there is no room for all."""
 
 
 class LiveScreen:

@@ -228,7 +228,7 @@ class RunDir:
 
 @contextmanager
 def _closed_after_fork(file: IO[str]) -> Iterator[None]:
-    """Close a locked file in forked processes: one that user code leaves behind would keep the lock."""
+    """Close a locked file in forked processes: a process left behind by user code would keep the lock."""
     _locks.add(file)
     try:
         yield

@@ -99,7 +99,7 @@ def _is_run(path: Path, files: list[str]) -> bool:
 
 
 def read_run(path: Path) -> RunRow:
-    """A run as far as its files can be read; `exit` names a broken one."""
+    """The readable part of a run; `exit` names broken files."""
     try:
         settings, typed = _settings(path), overridden_keys(path)
     except ValueError as error:
@@ -168,7 +168,7 @@ def _number(value: Any) -> float | None:
 
 
 def _exit(run: RunDir, summary: dict[str, Any]) -> str:
-    """How the last session ended."""
+    """The outcome of the last session."""
     return str(summary.get("exit", "unfinished" if run.config.is_file() else "not started"))
 
 

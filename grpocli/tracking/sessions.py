@@ -117,7 +117,7 @@ def steps_by_session(sessions: Sequence[Session], steps: int) -> list[SessionSte
 
 
 def why_incomparable(run_dir: RunDir) -> str:
-    """Which keys of the evaluation were changed by resumes, so that accuracies before and after cannot be compared.
+    """The keys of the evaluation that resumes have changed, which makes accuracies before and after incomparable.
 
     Empty if there are none.
     """

@@ -56,7 +56,7 @@ class NoTracker:
     """metrics.jsonl alone."""
 
     def check(self) -> None:
-        """Nothing to check."""
+        """Do nothing: there is nothing to check."""
 
     def start(self, name: str, folder: Path, config: Any) -> LiveTracker | None:
         return None

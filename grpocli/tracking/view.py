@@ -36,8 +36,8 @@ class Stage:
     """A stage of a run, such as sampling, and its progress.
 
     text: its name. since: when it began (seconds of a clock). done, total, unit, detail: as in `Progress`. The rate is
-    measured from `began`, when `first` units were done; time before the first unit, such as for reading prompts, does
-    not count.
+    measured from `began`, when `first` units were done; time before the first unit, for example for reading prompts,
+    does not count.
     """
 
     text: str

@@ -125,7 +125,7 @@ def _load(
 
 
 def _choose_layout(run: Run, world: World, policy: Policy, reference: Reference | None, recorder: Recorder) -> None:
-    """Turn on packing and log-probs at the output head where the model supports them; note where it does not."""
+    """Turn on packing and log-probs at the output head if the model supports them; otherwise log a note."""
     if not find_head(policy, world):
         recorder.view.note("all logits of a micro-batch are kept: this model changes what its output head returns")
     if run.train.packed and not pack(policy, reference, world, run.rollout.longest_row):

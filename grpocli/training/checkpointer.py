@@ -54,7 +54,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the write. Raises what it raised."""
+        """Wait for the write, and raise its error."""
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -63,7 +63,7 @@ class BackgroundWriter:
             raise error
 
     def close(self, timeout: float | None = None) -> None:
-        """As `wait`, but log an error instead of raising it, because the run ends for another reason.
+        """Like `wait`, but log an error instead of raising it, because the run ends for another reason.
 
         timeout: seconds after which the thread is abandoned (None: never).
         """

@@ -119,7 +119,7 @@ MAX_REFILL = 4
 
 @dataclass(frozen=True, slots=True)
 class RolloutStats:
-    """What the metrics of a step need of its groups, so that filtered groups can be freed.
+    """The data of a step's groups that its metrics need, so that filtered groups can be freed.
 
     rewards: {name: [P, G]}. tasks: the task of each group. lengths, truncated: of each completion; lengths count tokens
     that the model wrote. turns: of each episode. prompt_tokens: each prompt counts once for each of its completions.
@@ -204,7 +204,7 @@ def _length_metrics(name: str, lengths: Sequence[int]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class SamplingState:
-    """What the sampling rounds of one step have produced so far."""
+    """The results of one step's sampling rounds so far."""
 
     stats: RolloutStats | None = None
     kept: list[Group] = field(default_factory=list)
@@ -317,7 +317,7 @@ class Collector:
         return step
 
     def _refill(self, missing: int, step: SamplingState) -> int:
-        """How many prompts are likely to give `missing` groups, by the share of groups kept in this step."""
+        """The number of prompts that are likely to give `missing` groups, by the share of groups kept in this step."""
         if not step.stats:
             return missing
         expected = math.ceil(missing * step.stats.groups / max(len(step.kept), 1))

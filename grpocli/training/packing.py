@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PADDING = 0.1
 """The largest share of padding in a padded micro-batch."""
 UNEVEN = 0.1
-"""How much more than its share a process may get, so that no prompt is computed in two processes."""
+"""Tokens above an equal share that a process may get, as a fraction, so that each prompt is computed in one process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,13 +50,15 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
-"""How long `close` waits for the rollout thread."""
+"""Seconds that `close` waits for the rollout thread."""
 
 POLL_SECONDS = 0.2
 """With several processes, the longest time between two rounds of `RankStatus`."""
 
 GRACE_SECONDS = 2.0
-"""How long a process waits for its own thread's error when another process has failed: most errors are the engine's."""
+"""Seconds that a process waits for its own thread's error when another process has failed: most errors are the
+engine's.
+"""
 
 
 def version_of(group: Group) -> int:
@@ -80,7 +82,10 @@ class MainThreadCall:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchState:
-    """What a checkpoint saves. ready: batches of the next steps. draws, leftover: the collector's state after them."""
+    """The saved state of a prefetcher.
+
+    ready: batches of the next steps. draws, leftover: the collector's state after them.
+    """
 
     draws: int
     leftover: list[Group]
@@ -89,7 +94,7 @@ class PrefetchState:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What a waiting process reports to the others. error_gone: whether the error is a ServiceGone."""
+    """The status that a waiting process sends to the others. error_gone: whether the error is a ServiceGone."""
 
     state: Literal["done", "failed", "call", "waiting"]
     error: str = ""

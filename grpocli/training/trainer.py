@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 CLOSE_SECONDS = 2.0
-"""How long a second interrupt waits for the checkpoint that is being written."""
+"""Seconds that a second interrupt waits for a checkpoint in progress."""
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Trainer:
     def train(self) -> dict[str, float]:
         """Train for `train.steps` steps and return the final evaluation.
 
-        Raises Stopped, after a checkpoint, on a signal and when the engine or a scoring service is gone.
+        Raises Stopped, after a checkpoint, on a signal and when the engine or a scoring service is lost.
         """
         try:
             self.evaluate_at_start()
@@ -161,9 +161,9 @@ class Trainer:
     # Evaluation
 
     def evaluate(self) -> dict[str, float]:
-        """Accuracy on held-out problems under the present weights; empty without problems. Collective.
+        """Accuracy on held-out problems with the current weights; empty without problems. Collective.
 
-        Raises Cancelled, in every process, when a stop is asked for meanwhile.
+        Raises Cancelled, in every process, when a stop is requested meanwhile.
         """
         if not self.evaluator.prompts:
             return {}
@@ -182,7 +182,10 @@ class Trainer:
             self.state, self.metrics = replace(self.state, unevaluated=False), {}
 
     def evaluate_if_due(self) -> None:
-        """Evaluate every `eval.every` steps. A checkpoint saved before it ends says that it is missing."""
+        """Evaluate every `eval.every` steps.
+
+        A checkpoint saved before the end of the evaluation records that it is missing.
+        """
         if self.due(self.run.eval.every):
             self.state = replace(self.state, unevaluated=True)
             self.metrics |= self.evaluate()
@@ -221,7 +224,7 @@ class Trainer:
         return Stopped(f"{reason}: grpocli train resume={self.recorder.run_dir.path}")
 
     def close(self) -> None:
-        """Stop the threads and processes that belong to this trainer, each whatever the others raise."""
+        """Stop the threads and processes of this trainer, even if some raise errors."""
         interrupted = isinstance(sys.exception(), KeyboardInterrupt)  # by a second signal: the user is in a hurry
         with ExitStack() as closing:  # from the last to the first
             closing.callback(self.checkpointer.close, CLOSE_SECONDS if interrupted else None)

@@ -18,7 +18,7 @@ POLL = 0.5  # seconds between looks at a file on a shared file system
 
 @dataclass(frozen=True, slots=True)
 class TrainerJob:
-    """What a trainer process needs beside the config.
+    """A trainer process's input beside the config.
 
     engine: how the engine was launched. checkpoint: where to resume (None: start from the beginning). On several
     machines, session: `Node.session`; ready: whether the engine accepts connections.

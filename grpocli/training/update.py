@@ -128,9 +128,9 @@ class Updater:
         return any(row.mask) and (row.advantage != 0 or not self.algorithm.skips)
 
     def _score_before(self, plan: _Plan, old: bool) -> None:
-        """Compute what a window's first update needs before it.
+        """Compute the log-probs and entropies that a window's first update needs.
 
-        That is: log-probs under the reference; entropies, if they select tokens; and log-probs under the policy at the
+        They are: log-probs under the reference; entropies, if they select tokens; and log-probs under the policy at the
         start of the step if other windows are updated before this one (`old`). Otherwise the first update's own forward
         gives them, and keeps them for the next epoch.
         """
@@ -237,7 +237,7 @@ class _Plan:
 
 
 def _keep(rows: Sequence[Row], name: str, values_BT: Tensor) -> None:
-    """Set an attribute of the rows where it is None: values of the sampler or of an earlier update stay."""
+    """Set an attribute of the rows if it is None: values of the sampler or of an earlier update stay."""
     for row, values in zip(rows, values_BT, strict=True):
         if getattr(row, name) is None:
             setattr(row, name, values[: len(row.completion_ids)])

@@ -66,7 +66,7 @@ class UpdateChecks:
             raise RunError(f"step {step}: its update left weights that are not finite; {remedy}")
 
     def _remedy(self, step: int, began_finite: bool = False) -> str:
-        """What the user can do after a failed update.
+        """The user's remedy after a failed update.
 
         began_finite: the weights before the update were finite, so a resume from their checkpoint helps.
         """

@@ -45,5 +45,5 @@ if __name__ in ("__main__", "__mp_main__"):
     os.register_at_fork(after_in_child=tie)
     name_shared_memory()
     if __name__ == "__main__":
-        # not with alter_sys: spawned processes would import vLLM's module in place of this one
+        # not with alter_sys: spawned processes would import vLLM's module instead of this one
         runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

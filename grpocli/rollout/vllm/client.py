@@ -246,7 +246,7 @@ class Client:
         return label
 
     def _post_once(self, path: str, body: dict[str, Any] | None = None) -> None:
-        """Post a part of a sync that cannot be retried by itself.
+        """Post a part of a sync that cannot be retried alone.
 
         A busy server may have executed it or not, so the server counts as lost and gets a whole sync later.
         """
@@ -269,7 +269,7 @@ class Client:
         self.post("/resume")
 
     def start_update(self) -> None:
-        """Begin an update, after closing one that another trainer left unfinished."""
+        """Begin an update, after closing an unfinished one of another trainer."""
         try:
             self.post("/start_weight_update")
         except Refused:

@@ -50,7 +50,7 @@ class ColocateEngine:
             raise EngineError("engine=vllm_colocate starts without weights: sync before the first completion")
         check_temperature(sampling)
         if self.llm.asleep:
-            self._load(self.version)  # sleep discarded the weights; the policy's are still those of the sync
+            self._load(self.version)  # sleep discarded vLLM's weights; the policy still has those of the sync
         parameters = [sampling_params(request, sampling, self._stop) for request in requests]
         answers = self.llm.complete([request.token_ids for request in requests], parameters)
         self.llm.sleep()
@@ -122,7 +122,7 @@ def connect(options: ColocateOptions, context: EngineContext) -> ColocateEngine:
     return ColocateEngine(llm, context)
 
 
-DISCARD = 2  # vLLM's sleep level that keeps neither weights nor cache: the weights come from the trainer again
+DISCARD = 2  # vLLM's sleep level that keeps neither weights nor cache: a wake-up copies the weights from the trainer
 
 
 class InProcessLLM:

@@ -123,7 +123,7 @@ class VllmEngine:
         answered: Callable[[int, Choices], None],
         counter: CompletionCounter,
     ) -> None:
-        """Send the requests without `results`, in rounds, until every process has all of its own."""
+        """Send the requests without `results`, in rounds, until every process has all its results."""
         for _ in range(ATTEMPTS):
             left = [k for k in range(len(bodies)) if k not in results]
             self._round(bodies, left, answered, counter)
@@ -182,7 +182,7 @@ class VllmEngine:
         raise EngineGone(f"{ATTEMPTS} syncs of weights failed one after the other: {last}")
 
     def _lost(self) -> dict[int, str]:
-        """Why servers are lost, by number, over all processes. Collective."""
+        """Reasons why servers are lost, by number, over all processes. Collective."""
         found = self.world.gather_objects(list(self.pool.lost.items()))
         return dict(sorted(found, reverse=True))
 

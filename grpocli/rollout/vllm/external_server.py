@@ -77,7 +77,7 @@ def _record(file: str | None, url: str) -> Endpoint | None:
     try:
         return Endpoint.load(path)
     except (OSError, ValueError):
-        return None  # no such file, or one that holds the key alone
+        return None  # no such file, or a file with only the key
 
 
 def _plain_key(file: str | None) -> str:
@@ -144,7 +144,7 @@ def _version(client: Client) -> str:
 
 
 def misfit(served: dict[str, Any], job: EngineJob) -> str:
-    """Why a server cannot serve the job, from vLLM's description of its config; "" if it can."""
+    """The reason why a server cannot serve the job, from vLLM's description of its config; "" if it can."""
     model = served["model_config"]
     dtype = str(model["dtype"]).removeprefix("torch.")
     backend = (served.get("weight_transfer_config") or {}).get("backend")

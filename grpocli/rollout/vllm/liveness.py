@@ -11,7 +11,7 @@ from grpocli.http import TooLong, bounded
 
 CHECK_TIMEOUT = 5.0  # seconds for one check of a server
 LARGEST = 16_000_000  # bytes of its answer
-LONGEST = 10  # timeouts after which a call fails, whatever progress the server makes
+LONGEST = 10  # timeouts after which a call fails, even if the server makes progress
 TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 GENERATED = re.compile(r"^vllm:generation_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
@@ -97,7 +97,7 @@ async def health(http: httpx.AsyncClient) -> bool | None:
 
 
 async def _get(http: httpx.AsyncClient, path: str) -> httpx.Response | None:
-    """A successful answer or None: the waiting call and `health` report what is wrong with the server."""
+    """A successful answer or None: the waiting call and `health` report the error."""
     try:
         response = await bounded(http, "GET", path, LARGEST, timeout=CHECK_TIMEOUT)
     except (TooLong, httpx.HTTPError):

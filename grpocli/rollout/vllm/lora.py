@@ -53,7 +53,7 @@ def lora_environment(rank: int) -> dict[str, str]:
 
 
 def lora_misfit(served: dict[str, Any], job: EngineJob) -> str:
-    """Why an external server cannot serve the job's adapters, from vLLM's description of itself; "" if it can."""
+    """The reason why an external server cannot serve the job's adapters, from its description; "" if it can."""
     limit = (served.get("lora_config") or {}).get("max_lora_rank", 0)
     advice = f"serve with lora_rank={job.lora_rank}"
     if job.lora_rank and not limit:
@@ -150,7 +150,7 @@ class AdapterSync:
         return name, sum(tensor.nbytes for tensor in tensors.values())
 
     def _pause(self) -> None:
-        """Let running requests finish first; with `in_flight` they go on with the adapter that they have."""
+        """Let running requests finish first; with `in_flight` they continue with their adapter."""
         if not self.in_flight:
             call_all(self.servers, lambda server: server.pause("wait"))
 
@@ -218,7 +218,7 @@ class AdapterSync:
             ) from error
 
     def _compare(self, servers: Sequence[Client], version: int) -> None:
-        """Compare the probe's log-probs; beside other requests, those of tokens that the servers sample after it.
+        """Compare the probe's log-probs; during other requests, those of tokens that the servers sample after it.
 
         On a CPU vLLM 0.32 crashes when it computes a prompt's log-probs together with another adapter's request.
         """

@@ -110,7 +110,7 @@ def _completion(choice: dict[str, Any], greedy: bool, version: int) -> Completio
 
 
 def _problem(choice: dict[str, Any], max_tokens: int, vocabulary: int | None) -> str:
-    """What is wrong with a choice; "" if nothing is."""
+    """The problem of a choice; "" if there is none."""
     try:
         ids, reason = choice["token_ids"], choice["finish_reason"]
         logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
@@ -157,5 +157,5 @@ def _spans(labels: Sequence[dict[str, Any]], version: int) -> list[tuple[int, in
 
 
 def spread_seed(seed: int) -> int:
-    """A seed far from those of its neighbours, because vLLM gives the i-th completion of a request seed + i."""
+    """A seed far from its neighbours' seeds, because vLLM gives the i-th completion of a request seed + i."""
     return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=7).digest())

@@ -58,10 +58,10 @@ _chosen: set[int] = set()  # ports that `free_port` has returned
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """The job that a server is for, and where it listens.
+    """The job of a server, and its address.
 
-    max_model_len: tokens of context; None takes the model's own. port_key: the config key of the port.
-    gpus: CUDA_VISIBLE_DEVICES for the server; None: this process's.
+    max_model_len: tokens of context; None takes the model's own. port_key: the config key of the port. gpus:
+    CUDA_VISIBLE_DEVICES for the server; None: this process's.
     """
 
     job: EngineJob

@@ -27,12 +27,11 @@ LOCK = "lock"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server is and how to use it.
+    """The address of a server and the data needed to use it.
 
     url: without a slash at the end. shm_dir: the folder that the server reads weights from. log: its output, if this
-    machine has it; log_from: the byte at which this server's output begins.
-    generation: the number of servers before it in the same place; each has another URL.
-    gone: why no further server will come, if so.
+    machine has it; log_from: the byte at which this server's output begins. generation: the number of earlier servers
+    with the same role; each has another URL. gone: why no further server will come, if so.
     """
 
     url: str

@@ -151,7 +151,7 @@ def advice_for(cause: str, given: str = "") -> str:
 
 
 def _key(cause: str, given: str) -> str | None:
-    """The key of an option that vLLM refused; of several, the one that the user gave."""
+    """The key of an option that vLLM refused; the user's if there are several."""
     names = [name.replace("-", "_") for name in re.findall(r"error: argument --([\w-]+)", cause)]
     names += re.findall(r"(\w+) (?:Input|Value|Extra|Field) \w+", cause)
     if not names:

@@ -70,7 +70,7 @@ class ServerPool:
 
     @property
     def lost(self) -> dict[int, str]:
-        """Why servers are lost (gone, stuck or replaced), by number."""
+        """Reasons why servers are lost (gone, stuck or replaced), by number."""
         return {index: str(client.lost) for index, client in enumerate(self.clients) if client.lost}
 
     def replace(self, index: int, endpoint: Endpoint) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GRACE = 2.0  # seconds that a lost server has to end by itself
+GRACE = 2.0  # seconds that a lost server has to exit
 POLL = 0.2  # seconds between two looks at processes and files
 
 Start = Callable[[int], AbstractContextManager[tuple[Endpoint, "Guarded"]]]
@@ -78,7 +78,7 @@ class SupervisedServer:
                 return
 
     def _failure(self) -> str | None:
-        """Why the server is lost: its process has ended, or a trainer reports it."""
+        """The reason why the server is lost: its process has ended, or a trainer reports it."""
         if (code := self.process.poll()) is not None:
             return f"{self.name} ended with exit code {code}{self.endpoint.cause()}"
         try:
@@ -97,7 +97,7 @@ class SupervisedServer:
                 self._running.close()
                 self.start()
                 return True
-            except Exception as error:  # noqa: BLE001 - whatever failed, the trainer must learn that no server comes
+            except Exception as error:  # noqa: BLE001 - the trainer must learn of any failure, because no server comes
                 reason = str(error)
         if not self.stop_event.is_set():
             problem = f"{reason}; it was started again {self.restarts} times (engine.max_restarts={self.max_restarts})"
@@ -194,7 +194,7 @@ class ExternalServers:
 
 
 def _sleep(reason: str, stopping: Callable[[], bool]) -> None:
-    """Sleep between two looks. Raises EngineGone if the run is asked to stop."""
+    """Sleep between two polls. Raises EngineGone if the run is asked to stop."""
     if stopping():
         raise EngineGone(f"{reason}; the run was asked to stop, so it does not wait for another server")
     time.sleep(POLL)

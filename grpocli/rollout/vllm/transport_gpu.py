@@ -65,7 +65,7 @@ class SyncClient:
             raise self.failure
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Make one group of the workers of all servers, each server's ranks after those of the one before."""
+        """Make one group of the workers of all servers, with ranks in the order of the servers."""
         self._try(lambda: init_transfers(self.servers, init_infos(self.servers, init_info)))
 
     def start_weight_update(self) -> None:

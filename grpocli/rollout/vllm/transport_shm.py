@@ -35,7 +35,7 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 Shapes = Sequence[tuple[str, tuple[int, ...]]]
 Files = dict[Path, "BucketFile"]
-"""By folder, one file each with the same bucket."""
+"""Files by folder; each file has the same bucket."""
 
 
 class ShmTransport:
@@ -131,7 +131,7 @@ def bucket_counts(shapes: Shapes, dtype: torch.dtype, size: int) -> list[int]:
 
 
 def make_files(groups: Iterable[Path], buckets: Iterable[list[ParameterShape]], dtype: torch.dtype) -> Files:
-    """A file in each folder with room for any one of the buckets.
+    """A file in each folder with space for the largest bucket.
 
     Raises EngineError, and leaves no file, if there is no space.
     """
@@ -246,7 +246,7 @@ def header(shapes: Shapes, dtype: torch.dtype) -> bytes:
 
 
 class MappedFiles:
-    """A server's mappings: it opens a file once by name, and reads it again after the name is gone."""
+    """A server's mappings: it opens a file once by name, and reads it again after the name is removed."""
 
     def __init__(self) -> None:
         self._maps: dict[str, mmap.mmap] = {}

@@ -111,7 +111,7 @@ def flag_of(name: str) -> str:
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option that this vLLM does not have, with the nearest one that it has."""
+    """Raise ConfigError for an option that this vLLM lacks, with the nearest existing one."""
     if not given:
         return
     known = known_options()

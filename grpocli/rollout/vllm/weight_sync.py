@@ -42,7 +42,7 @@ class PolicyWeights:
         return any(hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_shape") for parameter in parameters)
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole parameters one after the other, in the dtype they are trained in."""
+        """Whole parameters in order, in the dtype they are trained in."""
         for name, tensor in self.policy.weights():
             part = tensor.detach()
             yield name, part.full_tensor() if hasattr(part, "full_tensor") else part
@@ -64,7 +64,7 @@ class Transport(Protocol):
 
     weights: PolicyWeights
     collective: bool
-    """Whether every process calls `send` (each hands over the memory of its own GPU), or the main process alone."""
+    """Whether every process calls `send` (each sends the memory of its own GPU), or only the main process."""
 
     def send(self, servers: Sequence[Client], stream: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
         """Prepare new servers, then start, update and finish on every server; return the bytes for each server.
@@ -121,7 +121,7 @@ class WeightSync:
         return {"sync/bytes": float(sent), **seconds}
 
     def release(self) -> None:
-        """After a failed sync that is not repeated, let the remaining servers go on with any weights."""
+        """After a failed sync that is not repeated, let the other servers continue with any weights."""
         if self.world.is_main:
             for server in self.servers:
                 with suppress(EngineError):  # the server is going away too; the failed sync has reported the cause

@@ -43,9 +43,9 @@ class ShmUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[misc]
-    """sync=shm: start, update (once for each file), finish. Reads safetensors files in one folder and nowhere else.
+    """sync=shm: start, update (once for each file), finish.
 
-    vLLM's loader fuses, shards and casts them like those of a checkpoint.
+    Reads safetensors files in one folder only. vLLM's loader fuses, shards and casts them like those of a checkpoint.
     """
 
     init_info_cls = ShmInit

@@ -65,7 +65,7 @@ def source(text: str, before: str) -> str:
 
 
 def _last_block(text: str) -> str | None:
-    """The last closed block, or an open block if there is no other."""
+    """The last closed code block, or an open one if there is no other."""
     blocks: list[list[str]] = []
     inside = False
     for line in text.split("\n"):

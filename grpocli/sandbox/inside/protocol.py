@@ -19,7 +19,7 @@ DEEPEST = 200
 
 
 class Closed(Exception):
-    """The other end has closed the connection, or sent something other than a message."""
+    """The other end has closed the connection or sent something else than a message."""
 
 
 def encode(value: Any, keep: Callable[[Any], tuple[int, str]]) -> bytes:
