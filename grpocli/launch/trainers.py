@@ -180,7 +180,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     arguments = launch_command_parser().parse_args()
-    arguments.log_dir = os.devnull  # else torch leaves an empty log folder in the temporary directory
+    arguments.log_dir = os.devnull  # otherwise torch leaves an empty log folder in the temporary directory
     arguments.signals_to_handle = "SIGQUIT"  # torch's launcher would stop at the others; accelerate has no flag for it
     try:
         launch_command(arguments)

@@ -142,9 +142,8 @@ def load_tokenizer(part: Any, path: str) -> PreTrainedTokenizerBase:
     if template is not None:
         tokenizer.chat_template = Path(template).expanduser().read_text(encoding="utf-8")
     if arguments := getattr(part, "chat_template_arguments", None):
-        applied = partial(
-            tokenizer.apply_chat_template, **arguments
-        )  # used by every part of the run that renders a conversation
+        # used by every part of the run that renders a conversation
+        applied = partial(tokenizer.apply_chat_template, **arguments)
         tokenizer.apply_chat_template = applied
     return tokenizer
 

@@ -105,9 +105,8 @@ def _hanging(
     reports: Sequence[ExitReport], dead: Sequence[Heartbeat], living: Sequence[Heartbeat], timeout: int
 ) -> Heartbeat | None:
     """The process that the others waited for until the timeout; None if no wait timed out."""
-    timed_out = any(
-        time.time() - beat.since >= timeout for beat in dead
-    )  # NCCL's watchdog aborts a process that waits too long
+    # a dead process may have waited too long: NCCL's watchdog aborts it then
+    timed_out = any(time.time() - beat.since >= timeout for beat in dead)
     timed_out = timed_out or any("timed out" in report.message.lower() for report in reports)
     behind = min(living, key=lambda beat: (beat.step, beat.since), default=None)
     return behind if timed_out and behind and behind.stage != DONE else None

@@ -22,7 +22,7 @@ Messages = list[dict[str, str]]
 
 CONNECT_TIMEOUT = 10.0
 LARGEST_RESPONSE = 4_000_000
-"""Bytes; a judgement has a few thousand."""
+"""Bytes of an answer; a judgement has a few thousand."""
 
 
 @dataclass(frozen=True, slots=True)

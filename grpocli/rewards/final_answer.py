@@ -58,7 +58,7 @@ GAP = re.compile(
 LONGEST_GAP = 60
 """Characters of such text."""
 LONGEST = 2000
-"""Only so many characters at the end of a text are searched for an expression."""
+"""Characters at the end of a text that are searched for an expression."""
 
 FORMULAS = (("$$", "$$"), ("\\[", "\\]"), ("\\(", "\\)"), ("$", "$"))
 COMMAND = re.compile(r"\\[A-Za-z]+")

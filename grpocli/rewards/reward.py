@@ -97,7 +97,7 @@ class Forfeit(float):
 
 
 Score = float | None | Failure
-"""None: the reward does not apply to the sample."""
+"""A score; None if the reward does not apply to the sample."""
 LARGEST_SCORE = 1e12
 """Its square is far below the largest float32."""
 

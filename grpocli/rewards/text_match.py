@@ -28,7 +28,7 @@ NO_NUMBER = "1/0 "
 """Replaces a fraction with unknowns or roots."""
 MIXED = re.compile(r"(?<![\d./])(\d+)\s+(\d+)()/(\d+)()(?![\d./])", re.ASCII)
 LONGEST = 2000
-"""Only so many characters at the end of a final answer are searched."""
+"""Characters at the end of a final answer that are searched."""
 LARGEST_BITS = 10_000
 """Bits of the largest number, which has 3,000 digits. Python refuses to print more than 4,300."""
 

@@ -30,7 +30,7 @@ from grpocli.version import PACKAGE
 
 START_TIMEOUT = 120.0
 FULL_TIMEOUTS = 8
-"""After so many overruns in one `map`, the remaining items get REDUCED times the timeout."""
+"""Overruns in one `map` after which the remaining items get REDUCED times the timeout."""
 REDUCED = 0.1
 MOST_REMEMBERED = 10_000
 """Items whose overrun is remembered, so that they are not tried again."""

@@ -28,9 +28,10 @@ def attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, heads, N, D], key and value [B, heads / groups, L, D] -> [B, N, heads, D], as transformers calls it.
+    """Attention of sampled tokens, as transformers calls it.
 
-    Prompts, and tokens after an earlier turn (N > 1), use the usual attention.
+    query [B, heads, N, D], key and value [B, heads / groups, L, D] -> [B, N, heads, D]. Prompts, and tokens after an
+    earlier turn (N > 1), use the usual attention.
     """
     if query.shape[2] > 1 or others.get("position_bias") is not None:
         from grpocli.models.shared_prompt_attention import attend as rows_side_by_side

@@ -22,11 +22,11 @@ class AutoEngine(EnginePart):
     overlaps = True  # checked again for the resolved engine
 
     def resolved(self) -> EnginePart:
-        """Imports torch, which is slow."""
+        """The choice for this machine. Imports torch, which is slow."""
         return self._choose(own_gpus=False)
 
     def _choose(self, own_gpus: bool) -> EnginePart:
-        """own_gpus: vLLM shares no GPU with a trainer, whose memory would be needed too."""
+        """The choice for this machine. own_gpus: vLLM has GPUs without a trainer, which would need their memory too."""
         from importlib.util import find_spec
 
         import torch

@@ -35,7 +35,7 @@ def _pool_of(environment: EnvironmentConfig) -> WorkerPool:
 
 @dataclass(slots=True, eq=False)
 class _RunningEpisode:
-    """An episode under way, the i-th completion of the k-th request."""
+    """An unfinished episode, the i-th completion of the k-th request."""
 
     k: int
     i: int

@@ -13,7 +13,7 @@ from grpocli.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ServerLocation:
-    """Where the servers are, seen from the trainer.
+    """The location of the servers relative to the trainer.
 
     gpu: the trainer computes on GPUs. local: the servers are on this machine. shared: True if every GPU of the servers
     is a trainer's too, False if none is, None if some are.
@@ -27,8 +27,9 @@ class ServerLocation:
 def locate_servers(
     device: str, urls: Sequence[str] = (), shared: bool | None = False, nodes: int = 0
 ) -> ServerLocation:
-    """device: the trainer's, "auto", "cpu" or "cuda". urls: servers that run already; without any the run starts some.
+    """The location of a run's servers.
 
+    device: the trainer's, "auto", "cpu" or "cuda". urls: servers that run already; without any the run starts some.
     shared: of the run's own servers, see `ServerLocation`. nodes: the number of rollout nodes.
     """
     gpu = device == "cuda" or (device == "auto" and _has_gpu())
@@ -69,7 +70,7 @@ class Sync:
     folder: ClassVar[str | None] = None
 
     def choose(self, servers: ServerLocation) -> str:
-        """ "shm", "nccl" or "ipc". Raises ConfigError for a choice that cannot work there."""
+        """The transport: "shm", "nccl" or "ipc". Raises ConfigError for a choice that cannot work there."""
         return "shm"
 
 

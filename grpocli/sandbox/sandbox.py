@@ -35,7 +35,7 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"
 TESTS_MB = 64
 """Memory of the processes that do not run the program."""
 SHORTEST_WAIT = 0.02
-"""Seconds between two looks at the clock."""
+"""Seconds between two readings of the clock."""
 START_TIMEOUT = 10.0
 """Seconds to start and isolate a process on a busy machine. The program's time limit begins after that."""
 ISOLATED = "isolated"

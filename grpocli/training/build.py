@@ -157,7 +157,7 @@ def _engine(
     stop: StopSignal,
     recover: Callable[[], None],
 ) -> Engine:
-    """recover: sends the weights again, to an engine that was lost and is back."""
+    """Connect the engine. recover: sends the weights again, to an engine that was lost and is back."""
     rollout = run.rollout
     context = EngineContext(
         job,

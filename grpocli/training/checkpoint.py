@@ -47,7 +47,7 @@ CHECKSUMS = "checksums"
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The counters of a run. Everything random is drawn from the seed and these.
+    """The counters of a run. All random numbers depend only on the seed and these counters.
 
     step: steps done. draws: prompts drawn. updates: optimizer updates. seconds: time spent. before: the evaluation
     before training. num_tokens: of prompts and completions, in the steps done. unevaluated: whether the evaluation

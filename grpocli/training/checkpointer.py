@@ -40,11 +40,11 @@ class BackgroundWriter:
 
     @property
     def writing(self) -> bool:
-        """Whether a write was started and not waited for. Not collective."""
+        """Whether a write is pending. Not collective."""
         return self._thread is not None
 
     def start(self, write: Callable[[], None]) -> None:
-        """Start `write` after the write before it, and raise the errors of that one."""
+        """Start `write` after the pending one, and raise the pending one's error."""
         self.wait()
         if self._channel is None:
             write()
@@ -122,7 +122,7 @@ class Checkpointer:
 
     @property
     def writing(self) -> bool:
-        """Whether a checkpoint was started and not waited for. Not collective."""
+        """Whether a checkpoint is pending. Not collective."""
         return self.writer.writing
 
     def wait(self) -> None:

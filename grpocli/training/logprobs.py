@@ -101,7 +101,7 @@ def repeating(head: torch.nn.Module | None, predictor_N: Tensor | None) -> Itera
 
 
 def _picked(hidden_UH: Tensor, predictor_N: Tensor | None) -> Tensor:
-    """[N, H]. By an embedding, whose gradient sums in a fixed order; that of an index depends on threads."""
+    """Hidden states [N, H] of the targets. An embedding sums its gradient in a fixed order, unlike an index."""
     return hidden_UH if predictor_N is None else torch.nn.functional.embedding(predictor_N, hidden_UH)
 
 

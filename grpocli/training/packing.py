@@ -137,7 +137,7 @@ class Packed:
 
     @classmethod
     def build(cls, rows: Sequence[Row], device: torch.device, on_cpu: bool | None = None) -> Packed:
-        """on_cpu: whether attention is called as on a CPU; None: as on `device`."""
+        """The rows in one sequence. on_cpu: whether attention is called as on a CPU; None: as on `device`."""
         on_cpu = device.type == "cpu" if on_cpu is None else on_cpu
         sequence, segments = _TokenSequence(), []
         predictors: list[list[int]] = [[] for _ in rows]

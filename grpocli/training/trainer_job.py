@@ -13,7 +13,7 @@ from grpocli.files import read_shared, write_atomic
 from grpocli.rollout.engine import EngineJob
 
 NAME = "job.json"
-POLL = 0.5  # seconds between looks at a file on a shared file system
+POLL = 0.5  # seconds between checks for a file on a shared file system
 
 
 @dataclass(frozen=True, slots=True)

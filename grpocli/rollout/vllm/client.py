@@ -40,7 +40,7 @@ GENERATE = "/inference/v1/generate"  # token ids in, token ids out
 REPEATABLE = (GENERATE, "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version")
 """Requests besides GET that may be retried; with fixed seeds completions are the same."""
 LARGEST_ANSWER = 2**30
-"""Bytes: several times the size of a group of the longest completions."""
+"""Bytes of an answer: several times the size of a group of the longest completions."""
 FIRST_PAUSE = 0.5  # seconds at most before the first retry at a busy server
 
 

@@ -11,7 +11,7 @@ from grpocli.errors import ConfigError
 from grpocli.rollout.engine import EnginePart
 
 STOPPING = 60
-"""Seconds within which a stuck server has ended."""
+"""Seconds within which a stuck server must exit."""
 RESERVED = frozenset(
     {
         *("api_key", "api_server_count", "config", "grpc", "grpc_port", "headless", "host", "middleware", "root_path"),

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE = 0.5  # seconds at most before the second attempt
-ATTEMPTS = 10  # at one sync or one batch of completions, in case a server dies every time
+FIRST_PAUSE = 0.5  # longest wait before the second attempt, in seconds
+ATTEMPTS = 10  # of one sync or one batch of completions, in case a server dies every time
 
 
 class Synchronizer(Protocol):
@@ -85,7 +85,7 @@ class VllmEngine:
         self._check_sampling, self._vocabulary = check_sampling, vocabulary
         self.restarts = 0  # servers that came back
         self._synced = False
-        self._gone: str | None = None  # why no server will come back
+        self._gone: str | None = None  # the reason why no server will come back
         self._failure: EngineError | None = None  # of the last sync: servers may have any weights
 
     def generate(
@@ -209,7 +209,7 @@ class VllmEngine:
             logger.warning("vLLM server %d is back, at %s", index, endpoint.url)
 
     def _wait(self, lost: dict[int, str]) -> list[Endpoint] | str:
-        """The new endpoints, or why there are none; for the main process."""
+        """The new endpoints, or the reason why there are none; in the main process only."""
         for index, reason in lost.items():
             logger.warning("vLLM server %d is lost: %s", index, reason)
         try:

@@ -25,7 +25,7 @@ SHAPE = (
 )
 SERVE = "`grpocli vllm-serve`"
 NO_SERVER = f"the server there is not a vLLM server for training: start one with {SERVE}"
-HEALTH_TIMEOUT = 30.0  # seconds: a busy server answers /health at once, too
+HEALTH_TIMEOUT = 30.0  # seconds; even a busy server answers /health at once
 
 
 def external_servers(options: VllmOptions, job: EngineJob) -> list[Endpoint]:

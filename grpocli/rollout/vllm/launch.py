@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 PORT_TRIES = 3
 OUTLIVE = 15.0  # seconds after this process's death within which servers and trainer processes have ended too
-POLL = 0.5  # seconds between two looks at the run folder
+POLL = 0.5  # seconds between checks of the run folder
 ARRIVE = 300.0  # seconds within which all machines of a job begin
 
 

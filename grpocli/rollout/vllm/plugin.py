@@ -10,7 +10,7 @@ ENGINES = {
     "shm": ("grpocli.rollout.vllm.worker", "ShmWeightTransfer"),
     "ipc_json": ("grpocli.rollout.vllm.worker", "JsonIpcWeightTransfer"),
 }
-NAP = 5e-4  # seconds between two looks of a waiting process; a token takes far longer on a CPU
+NAP = 5e-4  # seconds that a waiting process sleeps between checks; a token takes far longer on a CPU
 
 
 def register() -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from grpocli.rollout.vllm.config import VllmOptions
 
 LOOPBACK = "127.0.0.1"
-POLL = 0.2  # seconds between two looks at a starting server
+POLL = 0.2  # seconds between checks of a starting server
 LONGEST_SOCKET_FOLDER = 107 - 37  # bytes: the kernel's limit for a socket's path, less vLLM's file name
 LAUNCHER_VARIABLES = (
     "RANK",
@@ -50,7 +50,7 @@ UNSAFE_VARIABLES = (
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
     "VLLM_USE_RUST_FRONTEND",  # takes no middleware, so no route would need the key
 )
-"""Not passed on from the user's environment."""
+"""Variables of the user's environment that a server does not get."""
 
 _choosing = threading.Lock()
 _chosen: set[int] = set()  # ports that `free_port` has returned

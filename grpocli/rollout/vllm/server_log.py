@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO
 
-FOLLOW = 0.1  # seconds between two looks at a growing log
+FOLLOW = 0.1  # seconds between checks of a growing log
 TAIL = 256 * 1024  # bytes at the end of a log that are searched for the cause
 ERROR = re.compile(r"(?:^|[\s\]])((?:[\w.]+\.)?\w*(?:Error|Exception): .+|[\w.]+: error: .+)$")
 DEFAULTS = re.compile(r"non-default args: (\{.*\})")

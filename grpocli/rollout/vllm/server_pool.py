@@ -13,7 +13,7 @@ from grpocli.rollout.vllm.client import Client, ServerGone
 from grpocli.rollout.vllm.server_files import Endpoint
 
 CONCURRENT = 64  # requests at a server; each may hold several sequences, and the server queues the surplus
-POLL = 0.5  # seconds between two looks at the watch and at the counts of tokens
+POLL = 0.5  # seconds between checks of the watch and at the counts of tokens
 
 Choices = list[dict[str, Any]]
 """The completions of one request, as vLLM's JSON."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GRACE = 2.0  # seconds that a lost server has to exit
-POLL = 0.2  # seconds between two looks at processes and files
+POLL = 0.2  # seconds between checks of processes and files
 
 Start = Callable[[int], AbstractContextManager[tuple[Endpoint, "Guarded"]]]
 Lost = Mapping[int, tuple[Endpoint, str]]
