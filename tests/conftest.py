@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when the libraries are first imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads are slower for small models, and spin
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait for others leave the core to them
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave the core to others
 
 import pytest
 import torch
@@ -45,13 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and collected tests stay until the end, so garbage collections during tests need not look at them."""
+    """Modules and collected tests stay until the end, so garbage collections during tests can skip them."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # else libraries report all that is frozen as leaked
+    gc.unfreeze()  # otherwise libraries report all frozen objects as leaks
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

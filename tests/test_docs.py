@@ -31,7 +31,7 @@ def test_modules_named_on_a_page_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+def test_links_of_a_page_exist(page: Path) -> None:
     broken = []
     for target, heading in LINK.findall(page.read_text()):
         path = (page.parent / target) if target else page

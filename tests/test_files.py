@@ -89,7 +89,7 @@ def test_a_folder_appears_when_it_is_whole(tmp_path: Path) -> None:
 
 
 def test_an_error_without_the_folder_is_raised_unchanged(tmp_path: Path) -> None:
-    """As in a process whose main process, which makes the folder, was killed."""
+    """This happens if the main process, which makes the folder, was killed."""
     with pytest.raises(RuntimeError, match="connection closed"), full_disk_as_oserror(tmp_path / "no" / "step_1"):
         raise RuntimeError("connection closed")
 

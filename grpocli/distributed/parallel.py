@@ -19,7 +19,8 @@ Make = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class Parallel(Protocol):
-    """What depends on the number of trainer processes. Every method is collective unless it says otherwise.
+    """The operations that depend on the number of trainer processes. Every method is collective unless it says
+    otherwise.
 
     replicated: whether every process has all weights and all optimizer state, so that `gather` and `moments` do not
     communicate.

@@ -60,7 +60,7 @@ class World:
             self._heartbeat.enter(stage)
 
     def channel(self) -> Callable[[], AbstractContextManager[None]]:
-        """Returns blocks in which another thread makes collective calls beside the main thread's. Collective.
+        """A channel: blocks in which another thread makes collective calls beside the main thread's. Collective.
 
         Create the channel in the main thread and enter it in the other one. It has its own process group, on the CPU,
         which the methods of this class choose by the calling thread.

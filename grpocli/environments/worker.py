@@ -19,13 +19,16 @@ LONGEST = 200_000
 
 
 def reset(name: str, arguments: str, metadata: dict[str, Any]) -> list[Any]:
-    """[metadata] of a new episode. arguments: keyword arguments of the class, as JSON."""
+    """Start an episode; return its state as [metadata]. arguments: keyword arguments of the class, as JSON."""
     state = _call_user(_environment(name, arguments).reset, metadata)
     return [_json(metadata if state is None else state)]
 
 
 def step(name: str, arguments: str, messages: list[Message], metadata: dict[str, Any]) -> list[Any]:
-    """[observation, rewards by name, done, metadata]. Raises ValueError if the user's `step` returns something else."""
+    """Do one turn; return [observation, rewards by name, done, metadata].
+
+    Raises ValueError if the user's `step` returns something else.
+    """
     result = _call_user(_environment(name, arguments).step, messages, metadata)
     try:
         observation, reward, done, state = result

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationOptions:
-    """problems: problems of each task; 0: all. samples: completions of each problem; 0: none. greedy: one more."""
+    """Options of an evaluation.
+
+    problems: problems of each task; 0: all. samples: completions of each problem; 0: none. greedy: one more.
+    """
 
     problems: int = 0
     samples: int = 4

@@ -312,7 +312,10 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """titles: both command lines. sections: the steps that differ. keys: [key, left, right] where values differ."""
+    """The differences of two objectives.
+
+    titles: both command lines. sections: the steps that differ. keys: [key, left, right] where values differ.
+    """
 
     titles: tuple[str, str]
     sections: tuple[Pair, ...]

@@ -105,7 +105,7 @@ class CheckedFiles(FileConfigSource):  # type: ignore[misc]
     """Hydra's YAML files. Refuses broken files, and files whose aliases expand to too many values."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Raises ConfigError, naming the file."""
+        """The config of a checked file. Raises ConfigError, naming the file."""
         file = Path(self.path, self._normalize_file_name(config_path))
         try:
             if file.is_file():

@@ -67,5 +67,5 @@ def on_cpu(
 
 
 def _padded(states: Tensor, more: int) -> Tensor:
-    """states [..., N, D] with `more` zeros after them: [..., N + more, D]."""
+    """Append `more` zeros to states [..., N, D]: [..., N + more, D]."""
     return torch.nn.functional.pad(states, (0, 0, 0, more)) if more else states

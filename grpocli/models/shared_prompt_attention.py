@@ -65,13 +65,13 @@ class Block:
         return replace(block, row_index=row_index.to(device), token_index=token_index.to(device))
 
     def to_rows(self, states: Tensor) -> Tensor:
-        """[1, heads, size, D] -> [rows, heads, width, D]. No real token attends to padding."""
+        """Arrange states in rows: [1, heads, size, D] -> [rows, heads, width, D]. No real token attends to padding."""
         if self.row_index is not None:
             states = states.index_select(2, self.row_index)
         return states.view(*states.shape[1:2], self.rows, self.width, states.shape[3]).transpose(0, 1)
 
     def to_sequence(self, states: Tensor) -> Tensor:
-        """[rows, heads, width, D] -> [1, heads, size, D]."""
+        """The inverse of `to_rows`: [rows, heads, width, D] -> [1, heads, size, D]."""
         line = states.transpose(0, 1).flatten(1, 2).unsqueeze(0)
         return line if self.token_index is None else line.index_select(2, self.token_index)
 
@@ -139,9 +139,9 @@ def attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, N, D], key and value [1, heads / groups, N, D] -> [1, N, heads, D], as transformers calls it.
+    """Attention as transformers calls it; without segments, the `sdpa` of transformers for rows side by side.
 
-    Without segments, the `sdpa` of transformers for rows side by side.
+    query [1, heads, N, D], key and value [1, heads / groups, N, D] -> [1, N, heads, D].
     """
     if segments is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -27,11 +27,11 @@ LARGEST_RESPONSE = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class ChatClient:
-    """base_url: ends with `/v1`. key: of the endpoint. body: fields of every request besides the messages.
+    """A client of one endpoint. Several threads may call `answers`; `close` ends all of their requests.
 
-    concurrency: requests at a time. timeout: seconds for one. retries: further attempts. backoff: seconds before the
-    first retry; each pause is twice as long as the one before.
-    Several threads may call `answers`; `close` ends all of their requests.
+    base_url: ends with `/v1`. key: of the endpoint. body: fields of every request besides the messages. concurrency:
+    requests at a time. timeout: seconds for one. retries: further attempts. backoff: seconds before the first retry;
+    each pause is twice as long as the one before.
     """
 
     base_url: str

@@ -66,7 +66,7 @@ class CodeReward(Correctness):
         require(self, "workers", self.workers >= 0, "must be 0 (one for each core) or more")
 
     def check(self, columns: Sequence[str]) -> None:
-        """Raises ConfigError if no sandbox works on this machine, too."""
+        """As the base class's; also raises ConfigError if no sandbox works on this machine."""
         super().check(columns)
         self._backend()
         self._pool().start()

@@ -70,7 +70,10 @@ def filled(text: str, columns: Mapping[str, Any]) -> str:
 
 
 class FakeEngine:
-    """See `Fake`. Log-probs are the policy's own, so that a step is on-policy, as with engine=transformers."""
+    """The engine of `engine=fake`, see `Fake`.
+
+    Log-probs are the policy's, so that a step is on-policy, as with engine=transformers.
+    """
 
     def __init__(self, part: Fake, policy: Any, tokenizer: Any) -> None:
         self.part, self.policy, self.tokenizer = part, policy, tokenizer

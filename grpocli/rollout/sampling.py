@@ -63,7 +63,7 @@ def penalised(logits_NV: Tensor, seen_NV: Tensor, penalty: float) -> Tensor:
 
 
 def first_seen(input_ids_BL: Tensor, attention_mask_BL: Tensor, completion: int, vocabulary: int) -> Tensor:
-    """[B, V]: the first position of each token in the completion, the row's last `completion` tokens.
+    """The first position [B, V] of each token in the completion, the row's last `completion` tokens.
 
     -1 for tokens of the prompt, `completion` for tokens that do not occur; padding does not count. So at position t of
     the completion the seen tokens are those with `first < t`.

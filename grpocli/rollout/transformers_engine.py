@@ -34,7 +34,7 @@ class Transformers(EnginePart):
 
 
 class TransformersEngine:
-    """See `Transformers`."""
+    """The engine of `engine=transformers`, see `Transformers`."""
 
     def __init__(self, policy: PolicyView, stop_ids: Sequence[int], max_rows: int, tokenizer: Any) -> None:
         self.policy, self.stop_ids, self.max_rows, self.tokenizer = policy, stop_ids, max_rows, tokenizer

@@ -77,7 +77,7 @@ def _candidates() -> list[Path]:
 
 
 def _make(folder: Path, size: int) -> None:
-    """Raises OSError if the user may not create the group, or it has no memory limit."""
+    """Create the group. Raises OSError if the user may not, or if the group has no memory limit."""
     folder.mkdir()
     limit = next((folder / name for name in LIMITS if (folder / name).exists()), None)
     if limit is None:

@@ -46,10 +46,11 @@ GONE = "Closed: "
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """timeout: seconds for the program and all tests. processes: number that the program may start.
+    """The limits of a program and its tests.
 
-    memory_mb: of each process, and with control groups of all processes together.
-    disk_mb: of the folder /tmp, which is in memory, and of the program's output.
+    timeout: seconds for the program and all tests. processes: number that the program may start. memory_mb: of each
+    process, and with control groups of all processes together. disk_mb: of the folder /tmp, which is in memory, and of
+    the program's output.
     """
 
     timeout: float = 5.0
@@ -77,9 +78,10 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class SubmissionResult:
-    """passed: for each test, in order. error: of the first test that failed. printed: the program's output.
+    """The results of a submission's tests.
 
-    completed: number of tests up to the one at which the program ended or ran out of time.
+    passed: for each test, in order. error: of the first test that failed. printed: the program's output. completed:
+    number of tests up to the one at which the program ended or ran out of time.
     """
 
     passed: list[bool]

@@ -1,4 +1,4 @@
-"""The numbers of a run: metrics.jsonl, one JSON object a step, and summary.json, how the run ended."""
+"""The numbers of a run: metrics.jsonl, one JSON object per step, and summary.json, the outcome of the run."""
 
 from __future__ import annotations
 

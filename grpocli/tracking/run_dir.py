@@ -21,7 +21,7 @@ from grpocli.files import FULL, clear_leftovers
 logger = logging.getLogger(__name__)
 
 KEY = "hydra.run.dir"
-LOCK_POLL = 0.5  # seconds between two tries
+LOCK_POLL = 0.5  # seconds between attempts
 WORKERS_WITHIN = 15.0
 """Seconds in which trainer processes end after the process that started them was killed."""
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -72,7 +72,7 @@ class RunDir:
 
     @property
     def summary(self) -> Path:
-        """How the run ended."""
+        """The file with the outcome of the run."""
         return self.path / "summary.json"
 
     @property

@@ -97,7 +97,7 @@ class TaskResult:
     scores: dict[str, Estimate] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON values; unknown ones are null."""
+        """The result in JSON types; unknown numbers are null."""
         values: dict[str, Any] = _without_nan(asdict(self))
         return values
 

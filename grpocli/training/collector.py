@@ -250,7 +250,7 @@ class Collector:
             raise
 
     def advantages(self, groups: Sequence[Group]) -> Tensor:
-        """[P, G]: the advantages of the groups that a step trains on."""
+        """The advantages [P, G] of the groups that a step trains on."""
         if not groups:
             return torch.zeros(0, self.group_size, dtype=torch.float64)
         accuracy = self._accuracy([group.prompt.task for group in groups])

@@ -59,7 +59,7 @@ class TokenHistory:
     completion: int
 
     def rows(self, start: int, end: int) -> Tensor:
-        """[n, V], bool: the tokens seen before each of the tokens start to end."""
+        """The tokens seen before each of the tokens start to end, as bools [n, V]."""
         token_N = torch.arange(start, end, device=self.first_BV.device)
         return self.first_BV[token_N // self.completion] < (token_N % self.completion).unsqueeze(1)
 

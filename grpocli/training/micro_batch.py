@@ -68,7 +68,7 @@ class MicroBatch:
 
 
 def _pad_optional(rows: Sequence[Row], values: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
-    """[B, T], NaN in rows without a value; None if no row has one."""
+    """Pad optional values of rows to [B, T], NaN in rows without one; None if no row has any."""
     if all(v is None for v in values):
         return None
     unknown = [torch.full((len(r.completion_ids),), float("nan"), device=device) for r in rows]

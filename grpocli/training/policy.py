@@ -90,7 +90,7 @@ class Policy:
 
     @torch.no_grad()
     def logp_without_gradient(self, batch: MicroBatch, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """As `logp`, without gradients and in this process alone."""
+        """Like `logp`, but without gradients and only in this process."""
         return completion_logp(self.model, batch, sampling, self.autocast(), at_head=self.at_head)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class UpdateChecks:
-    """Raises RunError if an update diverged, or if the engine reported wrong log-probs."""
+    """Checks that raise RunError if an update diverged, or if the engine reported wrong log-probs."""
 
     run: Run
     run_dir: RunDir

@@ -27,11 +27,12 @@ FOR_EVER = 40.0  # seconds
 
 @dataclass(frozen=True)
 class Copied(EnginePart):
-    """slow: minimum seconds of a batch of completions.
+    """The engine's keys.
 
-    fails, lost, stuck: the number of the call in which the engine breaks, is lost and must be synced again, or hangs;
-    0: none. gone: a lost engine does not come back. meanwhile: every call but the first returns only after an update of
-    the policy. starts_after_data: its start ends when prompts have been tokenised.
+    slow: minimum seconds of a batch of completions. fails, lost, stuck: the number of the call in which the engine
+    breaks, is lost and must be synced again, or hangs; 0: none. gone: a lost engine does not come back. meanwhile:
+    every call but the first returns only after an update of the policy. starts_after_data: its start ends when prompts
+    have been tokenised.
     """
 
     slow: float = 0.0

@@ -81,7 +81,7 @@ def _states(tokens: int) -> list[torch.Tensor]:
 def _alone(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prompt: int, lengths: list[int]
 ) -> torch.Tensor:
-    """[1, N, heads, D], with every completion computed as a separate row."""
+    """The output [1, N, heads, D], with every completion computed as a separate row."""
     parts, start = [], prompt
     for length in [0, *lengths]:
         which = [*range(prompt), *range(start, start + length)]

@@ -80,7 +80,8 @@ class AdapterSync:
         self.probe = Probe(context)
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Returns `sync/bytes` and the seconds of the update and of the probe (0 if none was due).
+        """Send and prove the adapter; return `sync/bytes` and the seconds of the update and of the probe (0 if not
+        due).
 
         Raises, in every process, EngineError if the adapter cannot be sent or proven, ConfigError if vLLM's model does
         not support it.

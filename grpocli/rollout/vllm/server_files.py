@@ -63,7 +63,7 @@ class Endpoint:
 
     @classmethod
     def load(cls, path: Path) -> Endpoint:
-        """Raises FileNotFoundError, or ValueError if the file does not hold an endpoint."""
+        """Read an endpoint file. Raises FileNotFoundError, or ValueError if the file does not hold an endpoint."""
         try:
             return cls(**json.loads(read_shared(path)))
         except (TypeError, json.JSONDecodeError) as error:

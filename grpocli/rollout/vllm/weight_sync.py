@@ -92,7 +92,8 @@ class WeightSync:
         self.probe = Probe(context)
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Returns `sync/bytes` and the seconds of the update and of the probe (0 if none was due).
+        """Send and prove the weights; return `sync/bytes` and the seconds of the update and of the probe (0 if not
+        due).
 
         Raises EngineError in every process if the weights cannot be sent or proven.
         """

@@ -58,7 +58,7 @@ class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: igno
         self.files = MappedFiles()
 
     def init_transfer_engine(self, init_info: ShmInit) -> None:
-        """Raises RuntimeError if the server was started without a folder."""
+        """Check the server's folder of weights. Raises RuntimeError if the server was started without one."""
         weights_folder()
         self.files.forget()
 
