@@ -117,10 +117,10 @@ def test_a_folder_is_replaced_only_when_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_full_disk_is_reported_whatever_the_library_raises(full_disk: Path) -> None:
+def test_a_full_disk_is_reported_although_libraries_raise_other_errors(full_disk: Path) -> None:
     before = set(full_disk.iterdir())
     with pytest.raises(OSError, match="No space left") as caught, atomic_folder(full_disk / "step_1"):
-        raise RuntimeError("writer failed")  # torch.save and safetensors have errors of their own
+        raise RuntimeError("writer failed")  # torch.save and safetensors raise their own errors
     assert caught.value.errno == errno.ENOSPC
     assert set(full_disk.iterdir()) == before
 

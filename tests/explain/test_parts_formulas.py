@@ -107,7 +107,7 @@ def test_values_change_lines() -> None:
 def test_a_part_without_a_formula_shows_its_docstring() -> None:
     @dataclass(frozen=True)
     class Mine:
-        """-r A only."""
+        """-r A, and nothing else."""
 
         scale: float = 1.0
         """Factor of r."""

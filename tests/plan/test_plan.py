@@ -266,7 +266,7 @@ def test_episodes_double_the_kv_cache() -> None:
     assert cache() == 2 * cache("task.environment.turns=1") > 0
 
 
-def test_the_command_says_whether_a_run_fits(grpocli: Command, config_only: list[str]) -> None:
+def test_the_command_reports_whether_a_run_fits(grpocli: Command, config_only: list[str]) -> None:
     code, out, err = grpocli("plan", *config_only)
     assert code == 0
     stages = [line for line in err.splitlines() if " so far" not in line]

@@ -31,7 +31,7 @@ def rescored(model, prompt: list[int], done: Completion, sampling: Sampling) -> 
 
 
 @pytest.mark.parametrize("sampling", [FREE, CUT])
-def test_log_probs_are_those_of_the_sampling_distribution(little_model, sampling: Sampling) -> None:
+def test_log_probs_follow_the_sampling_distribution(little_model, sampling: Sampling) -> None:
     for prompt, group in zip(PROMPTS, run(little_model, sampling, [1, 2, 3]), strict=True):
         for done in group:
             expected = rescored(little_model, prompt, done, sampling)

@@ -303,7 +303,7 @@ def test_a_terminal_that_cannot_be_redrawn_gets_lines(
     view = make_view(is_terminal=True)
     view.stop()
     assert type(view) is kind
-    assert type(make_view()) is PlainView  # the output of a test is not a terminal, whatever FORCE_COLOR says
+    assert type(make_view()) is PlainView  # a test's output is not a terminal, even with FORCE_COLOR
 
 
 def test_the_silent_view_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,7 +202,7 @@ def test_a_group_can_be_kept_by_one_reward_alone() -> None:
         built("algorithm=dapo", "algorithm.keep.reward=style").kept(rewards)
 
 
-def test_a_reward_called_score_is_that_reward() -> None:
+def test_a_reward_may_be_named_score() -> None:
     rewards = {"accuracy": torch.tensor([[0.0, 1.0]]), "score": torch.tensor([[0.5, 0.5]])}
     assert not built("algorithm=dapo", "algorithm.keep.reward=score").kept(rewards).any()
 

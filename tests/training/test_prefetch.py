@@ -124,7 +124,7 @@ def uids(collected: RolloutBatch) -> list[int]:
     return [int(g.uid) for g in collected.groups]
 
 
-def test_without_staleness_there_is_no_thread() -> None:
+def test_without_staleness_no_thread_is_started() -> None:
     sampler = Sampler()
     made = collector(sampler)
     before = threading.active_count()

@@ -127,7 +127,7 @@ def test_an_update_makes_completions_with_a_positive_advantage_likelier(little_m
     assert sum(up.policy.score(ids)[len(rows[0].prompt_ids) - 1 :]) > before
 
 
-def test_without_groups_there_is_no_update(little_model, world) -> None:
+def test_without_groups_no_update_is_made(little_model, world) -> None:
     up = updater(little_model, world, "algorithm=dapo")
     assert up.step([], n_groups=0)["tokens/trained"] == 0
     assert up.updates == 0
