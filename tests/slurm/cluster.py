@@ -1,6 +1,6 @@
 """A real SLURM cluster on this machine, which lives as long as a test or a command.
 
-python tests/slurm/cluster.py sbatch --version    a cluster of three nodes, for one command (root, Debian)
+    python tests/slurm/cluster.py sbatch --version      a cluster of three nodes, for one command (root, Debian)
 
 Every node is a process tree with its own network, host name, process numbers and mounts. Namespaces belong to processes
 here, and processes die with their parent, so that nothing is left behind however the cluster ends.
