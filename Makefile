@@ -86,7 +86,7 @@ docs: setup ## write docs/algorithms.md from the code of the algorithms' parts
 constraints: setup ## pin what is installed now
 	$(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable | sed 's/+cpu$$//' > requirements/constraints.txt
 
-parity: ## compare advantages and losses with TRL's, in an environment of its own (.venv-parity)
+parity: ## compare advantages and losses with TRL's, in a separate environment (.venv-parity)
 	@$(MAKE) --no-print-directory VENV=.venv-parity .venv-parity/.ready-to-compare
 	.venv-parity/bin/python -m pytest tests/parity -m parity $(ARGS)
 

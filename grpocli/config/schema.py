@@ -43,7 +43,7 @@ class Train:
 
 @section("rollout")
 class Rollouts:
-    """What is sampled in a step: `prompts_per_step` x `group_size` completions."""
+    """The sampling of a step: `prompts_per_step` x `group_size` completions."""
 
     prompts_per_step: int = 16
     """Prompts of a step."""
@@ -82,7 +82,7 @@ class Rollouts:
     completions of older weights."""
     max_staleness: int = 0
     """Largest age of the weights that sample a completion, in weight versions. 0: exactly on-policy; above 0, sampling
-    goes on while a step trains."""
+    continues while a step trains."""
     in_flight: bool = False
     """Change the weights under running requests instead of waiting for them; needs max_staleness above 0."""
 

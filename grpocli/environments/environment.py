@@ -57,7 +57,7 @@ class EnvironmentConfig:
     turns: int = 8
     """Most turns of the model in an episode."""
     turn_tokens: int | None = None
-    """Most tokens of a turn. null: what is left of rollout.max_completion_tokens, which bounds all turns and the
+    """Most tokens of a turn. null: the rest of rollout.max_completion_tokens, which bounds all turns and the
     environment's messages together."""
     stop: list[Escaped] = field(default_factory=list)
     """Strings that end a turn."""

@@ -59,7 +59,7 @@ class Serve:
     seed: int = 0
     """Seed of vLLM."""
     dtype: str | None = follows("model.dtype")
-    """What the model computes in, `float32` or `bfloat16`; `auto`: what `grpocli train` would choose."""
+    """Dtype of the computation, `float32` or `bfloat16`; `auto`: the choice of `grpocli train`."""
     lora_rank: int | None = follows("model.lora.rank")
     """Rank of the adapter that runs will send; 0: they send all weights."""
     tensor_parallel: int | None = follows("engine.tensor_parallel")

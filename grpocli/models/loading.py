@@ -26,7 +26,7 @@ class ModelPart:
     """Base class of the config group `model`."""
 
     dtype: str = "auto"
-    """What the model computes in: `float32`, `bfloat16`, or `auto`, whichever is faster on this machine."""
+    """Dtype of the computation: `float32`, `bfloat16`, or `auto`, the faster one on this machine."""
     attn_implementation: str | None = None
     """Attention of transformers, such as `sdpa` or `flash_attention_2`; null: its default."""
     lora: Lora = Lora()

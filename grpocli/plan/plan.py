@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Plan:
     """The plan of a run.
 
-    dtype: what the model computes in. rows: the largest micro-batch, with completions of full length. micro_batches:
+    dtype: of the computation. rows: the largest micro-batch, with completions of full length. micro_batches:
     micro-batches per update and process.
     """
 

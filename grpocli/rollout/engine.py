@@ -51,7 +51,7 @@ class PolicyView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineJob:
-    """What a run tells its engine before any model is loaded.
+    """The settings that an engine gets before any model is loaded.
 
     model_path: the folder (or hub id) of the initial weights. dtype: "float32" or "bfloat16".
     max_tokens: tokens of the longest prompt plus completion. max_num_seqs: completions of one request.

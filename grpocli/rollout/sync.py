@@ -59,7 +59,7 @@ class Sync:
     bucket_mb: int = 128
     """MiB that are sent at a time; at most two buckets are in memory beside the model."""
     tolerance: float | None = None
-    """Largest mean difference of the server's log-probs from the trainer's, in nats; null: what fits the dtype
+    """Largest mean difference of the server's log-probs from the trainer's, in nats; null: the value for the dtype
     (`grpocli.rollout.vllm.probe.TOLERANCE`)."""
 
     def __post_init__(self) -> None:

@@ -43,7 +43,7 @@ class BaseTask:
     """Largest share of this task's samples in a step that may fail to be scored; above it the run stops. 1: no limit;
     null: judged together with other tasks, by rollout.max_reward_errors."""
     task_name: str | None = None
-    """Name of the task where it is the run's only one; null: the name of its choice."""
+    """Name of the task if it is the run's only one; null: the name of its choice."""
     allow_overlap: bool = False
     """Allow evaluation on prompts that are also trained on."""
     environment: EnvironmentConfig = EnvironmentConfig()

@@ -67,7 +67,7 @@ class Options:
     wait: bool = True
     """Wait for the jobs to end."""
     wait_at_most: int = 7 * 24 * 3600
-    """Seconds to wait; the jobs go on afterwards."""
+    """Seconds to wait; the jobs continue afterwards."""
     dry_run: bool = False
     """Write and print the batch script, and submit nothing."""
 

@@ -69,7 +69,7 @@ class VllmOptions(EnginePart):
     data_parallel: int = 1
     """Copies of the model in one server."""
     max_model_len: int | None = None
-    """Most tokens of prompt and completion; null: what the run needs."""
+    """Most tokens of prompt and completion; null: as many as the run needs."""
     enforce_eager: bool | None = None
     """true: no compilation; null: true on a CPU."""
     quantization: str | None = None
@@ -201,7 +201,7 @@ class ColocateOptions(EnginePart):
     cpu_kv_cache_gb: int = 1
     """Size of the KV cache on a CPU, in GiB, in each trainer process."""
     max_model_len: int | None = None
-    """Most tokens of prompt and completion; null: what the run needs."""
+    """Most tokens of prompt and completion; null: as many as the run needs."""
     enforce_eager: bool | None = None
     """true: no compilation; null: true on a CPU."""
     quantization: str | None = None
