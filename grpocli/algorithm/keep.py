@@ -55,9 +55,9 @@ class Dynamic:
     mask_truncated: bool = False
     """Take completions that were cut off at rollout.max_completion_tokens out of the loss."""
     reward: str | None = None
-    """Name of the reward that must differ within a group. null: the accuracy, which is the reward that judges the
-    evaluations of the group's task or, if it does not apply to the group, the first that does. `score`: the weighted
-    sum of all rewards, which with an overlong punishment also keeps groups that differ in length alone."""
+    """Name of the reward that must differ within a group. null: the accuracy reward of the group's task or, if it
+    does not apply to the group, the first that does. `score`: the weighted sum of all rewards, which with an overlong
+    punishment also keeps groups that differ only in length."""
 
     def __post_init__(self) -> None:
         require(self, "max_rounds", self.max_rounds >= 1, "must be at least 1")

@@ -38,8 +38,8 @@ class Difficulty:
     temperature: float = 2.0
     """Softmax temperature; the lower it is, the more hard questions count."""
     reward: str | None = None
-    """Name of the reward that is the accuracy. null: the reward that judges the evaluations of the question's task,
-    `eval.reward` or the task's first."""
+    """Name of the reward used as accuracy. null: the reward that evaluations of the question's task use, `eval.reward`
+    or the task's first."""
 
     def __post_init__(self) -> None:
         require(self, "temperature", 1e-6 <= self.temperature < math.inf, "must be above 0 (at least 1e-6) and finite")

@@ -108,7 +108,7 @@ def _agreements(
     if not asked:
         names = ", ".join(run.reward)
         raise ConfigError(
-            "none of them judges whether an answer is right",
+            "none of them decides whether an answer is right",
             key="reward",
             value=f"[{names}]",
             hint="choose one that does",

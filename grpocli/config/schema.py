@@ -172,7 +172,7 @@ class Eval:
     samples: int = 4
     """Completions of a problem at temperature 1."""
     reward: str | None = None
-    """Name of the reward that judges completions; null: the first. A score of 1 or more is right."""
+    """Name of the reward that measures accuracy; null: the first. A score of 1 or more is right."""
 
     def __post_init__(self) -> None:
         require(self, "every", self.every >= 0, "must be 0 (only before and after) or more")

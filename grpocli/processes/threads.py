@@ -57,12 +57,12 @@ def limit_exit_time(code: int) -> None:
 def _exit_late(code: int) -> None:
     time.sleep(GRACE)  # instead of joining the main thread, which ends only after Python has joined the executors
     if names := ", ".join(thread.name for thread in _non_daemon_threads()):
-        problem = f"a thread ({names}) that code of yours started in this process did not end, and was left behind"
+        problem = f"a thread ({names}) that your code started in this process did not end, and was left behind"
         remedy = "make it a daemon, or join it"
     else:
         time.sleep(EXIT_GRACE)
         problem = f"an exit handler did not end within {GRACE + EXIT_GRACE:g} s, and was left behind"
-        remedy = "look for atexit.register in code of yours"
+        remedy = "look for atexit.register in your code"
     with contextlib.suppress(AttributeError, OSError, ValueError):  # user code may have closed the streams
         print(f"grpocli: {problem}; {remedy}", file=sys.stderr, flush=True)
         sys.stdout.flush()

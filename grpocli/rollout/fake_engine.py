@@ -20,7 +20,7 @@ COLUMN = re.compile(r"\{(\w+)\}")
 
 @part("engine", "fake")
 class Fake(EnginePart):
-    """Completions are texts of yours, chosen by the prompt's seed; the policy scores and learns them."""
+    """Completions are your texts, chosen by the prompt's seed; the policy scores and learns them."""
 
     completions: list[Escaped] = field(default_factory=lambda: ["{answer}", "wrong"])
     """Texts to choose from; {answer} in them is that column of the example, and so for its other columns."""

@@ -58,7 +58,7 @@ class Jsonl(BaseTask):
     format: str = "auto"
     """`plain` text, `chat` (a text becomes a user message), or `auto`, the form that the data has."""
     processor: UserCode | None = None
-    """Function of yours, FILE.py:NAME or module:NAME, instead of the columns and templates; null: none. It gets a row
+    """Your function, FILE.py:NAME or module:NAME, instead of the columns and templates; null: none. It gets a row
     and returns a dict with `prompt`, text or messages, and the columns that rewards and environments need (`answer`
     ...). The column `loss_multiplier` multiplies the advantages of the prompt's completions (0: not trained on)."""
     processor_timeout: float = 60.0

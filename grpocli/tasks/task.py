@@ -37,11 +37,11 @@ class BaseTask:
     weight: float = 1.0
     """Share of the prompts in a mixture, relative to the weights of the other tasks."""
     rewards: list[str] | None = None
-    """Names of the run's rewards that score this task's completions; null: all. The first of them judges evaluations of
+    """Names of the run's rewards that score this task's completions; null: all. The first of them scores evaluations of
     the task."""
     max_reward_errors: float | None = None
     """Largest share of this task's samples in a step that may fail to be scored; above it the run stops. 1: no limit;
-    null: judged together with other tasks, by rollout.max_reward_errors."""
+    null: counted together with other tasks, by rollout.max_reward_errors."""
     task_name: str | None = None
     """Name of the task if it is the run's only one; null: the name of its choice."""
     allow_overlap: bool = False

@@ -67,7 +67,7 @@ def test_a_right_answer_of_another_example_is_a_disagreement(grpocli, tmp_path: 
     ("options", "said"),
     [
         (["--lst", "5"], "there is no option --lst: did you mean --list?"),
-        (["reward=[format]"], "reward=[format]: none of them judges whether an answer is right"),
+        (["reward=[format]"], "reward=[format]: none of them decides whether an answer is right"),
         (
             ["reward=[number]", "reward.number.answer_column=x"],
             "reward.number.answer_column=x: the task's examples have",

@@ -28,7 +28,7 @@ def test_a_reward_may_misuse_threads_alarms_descriptors_and_children(tmp_path: P
     run = ["train", *SMALL, "eval.problems=0", "train.steps=2", f"reward=[{tmp_path}/r.py:score]"]
     code, said = finish(start(*run, f"hydra.run.dir={tmp_path}/run"))
     assert code == 0, said
-    assert "grpocli: a thread (mine, mine) that code of yours started in this process did not end" in said
+    assert "grpocli: a thread (mine, mine) that your code started in this process did not end" in said
     assert said.count("grpocli: r.py:score forked a process that came back from it, and was ended") == 2
     assert [(row["step"], row["rewards/score/mean"]) for row in metrics(tmp_path / "run")] == [(1, 1), (2, 1)]
     assert (tmp_path / "run" / "model").is_dir()

@@ -223,7 +223,7 @@ def test_a_thread_that_does_not_end_is_abandoned(start: str, name: str) -> None:
     code = f"{LEAVING}{start}\nleaving.limit_exit_time(4)\nsys.exit(4)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 4
-    assert done.stderr.startswith(f"grpocli: a thread ({name}) that code of yours started in this process did not end")
+    assert done.stderr.startswith(f"grpocli: a thread ({name}) that your code started in this process did not end")
 
 
 @pytest.mark.processes
