@@ -1,4 +1,4 @@
-"""`grpocli.build_algorithm` in a trainer of one's own."""
+"""`grpocli.build_algorithm` in a trainer of the user."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_bash_completes_commands_groups_and_choices() -> None:
         ("grpocli train algorithm/objective=", "algorithm/objective=cispo"),
     ],
 )
-def test_candidates_of_a_line(
+def test_a_line_has_its_candidates(
     line: str, among: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COMP_LINE", line)

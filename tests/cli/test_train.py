@@ -135,7 +135,7 @@ def test_a_truncated_distribution_is_scored_under_the_same_truncation(grpocli, t
     assert all(row["token_mult_prob_error"] == pytest.approx(1, abs=1e-4) for row in metrics(tmp_path / "run"))
 
 
-def test_a_sweep_and_its_comparison(grpocli, tmp_path: Path) -> None:
+def test_the_runs_of_a_sweep_are_compared(grpocli, tmp_path: Path) -> None:
     sweep = ["-m", "algorithm=grpo,drgrpo", "seed=0,1", "train.steps=1", f"hydra.sweep.dir={tmp_path}/sweep"]
     code, _, err = grpocli(*SMALL_RUN, *sweep)
     assert (code, err) == (0, "")

@@ -34,7 +34,7 @@ def reward():
     made.close()
 
 
-def test_right_and_wrong_programs_and_unusable_tests(reward):
+def test_programs_are_right_wrong_or_cannot_be_scored(reward):
     samples = [sample(ADD), sample(ADD.replace("+", "*")), sample(""), sample(ADD, tests=None), sample(ADD, tests=[3])]
     right, wrong, empty, without, odd = reward(samples)
     assert (right, wrong, empty) == (1, 0, 0)

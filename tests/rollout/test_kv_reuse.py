@@ -84,7 +84,7 @@ def test_reuse_samples_the_same_tokens(model, sampling: Sampling) -> None:
     assert engine.prompts == [(3, 6), (6, longest), (4, longest)]
 
 
-def test_reuse_with_rows_of_one_length(model) -> None:
+def test_reuse_works_with_rows_of_one_length(model) -> None:
     """Such a batch has no padding and no mask."""
 
     def turns(keeps: bool) -> list[Completion]:
@@ -113,7 +113,7 @@ def test_under_autocast_log_probs_are_near(model) -> None:
         assert next_one.logprobs == pytest.approx(anew.logprobs, abs=0.05)
 
 
-def test_reuse_with_bfloat16_weights(model) -> None:
+def test_reuse_works_with_bfloat16_weights(model) -> None:
     """FSDP2 gathers such weights without autocast; keys are stored in float32 and queries are bfloat16."""
     assert all(done.token_ids for turn in talk(Watched(model.bfloat16()), FREE) for done in turn)
 

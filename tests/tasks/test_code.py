@@ -39,7 +39,7 @@ def written(path, rows):
     return path
 
 
-def test_columns_of_mbpp(tmp_path):
+def test_columns_of_mbpp_are_converted(tmp_path):
     path = written(tmp_path / "mbpp.jsonl", MBPP)
     task = build_run(compose(["task=mbpp", f"task.path={path}", "task.eval_split=null"])).task
     example = next(one for one in task.examples("train") if one["task_id"] == 3)
@@ -50,7 +50,7 @@ def test_columns_of_mbpp(tmp_path):
     assert message["content"].endswith("\nassert add(1) == 4")
 
 
-def test_columns_of_humaneval(tmp_path):
+def test_columns_of_humaneval_are_converted(tmp_path):
     path = written(tmp_path / "he.jsonl", HUMAN_EVAL)
     task = build_run(compose(["task=humaneval", f"task.path={path}"])).task
     assert len(task.examples("eval")) == len(HUMAN_EVAL)
@@ -61,7 +61,7 @@ def test_columns_of_humaneval(tmp_path):
     assert example["tests"][0].endswith("check(add)\n")
 
 
-def test_columns_of_grpocli(tmp_path):
+def test_columns_of_grpocli_are_kept(tmp_path):
     rows = [{"prompt": f"Write f{i}.", "tests": [f"assert f{i}() == {i}"], "answer": ""} for i in range(4)]
     example = CodeProblems(path=str(written(tmp_path / "own.jsonl", rows))).examples("train")[0]
     assert example["tests"][0].startswith("assert f")

@@ -49,7 +49,7 @@ def test_held_out_examples_may_come_from_a_separate_file(file: str, tmp_path: Pa
     assert (len(task.examples("train")), len(task.examples("eval"))) == (10, 2)
 
 
-def test_templates_prefixes_and_formats(file: str) -> None:
+def test_templates_prefixes_and_formats_shape_the_prompt(file: str) -> None:
     plain = Jsonl(path=file, prompt_template="Q: {question}\nA:", prefix="Example\n", answer_column="reply")
     assert plain.examples("train")[0]["prompt"].startswith("Example\nQ: ")
     chat = Jsonl(path=file, format="chat", system_prompt="Be brief.", **NAMED).examples("train")[0]["prompt"]
@@ -111,7 +111,7 @@ def test_a_name_that_the_hub_lacks_is_refused(cache_folder: Path) -> None:
         Jsonl(path="nobody/nothing").examples("train")
 
 
-def test_gsm8k_from_local_files(tmp_path: Path) -> None:
+def test_gsm8k_is_read_from_local_files(tmp_path: Path) -> None:
     row = {"question": "How many?", "answer": "2 x 600 = <<2*600=1200>>1200\n#### 1,200"}
     write(tmp_path / "train.jsonl", [row] * 3)
     write(tmp_path / "test.jsonl", [row])

@@ -22,7 +22,7 @@ def steps(path: Path) -> list[int]:
     return [row["step"] for row in read_metrics(path)]
 
 
-def test_one_line_per_step(tmp_path: Path) -> None:
+def test_each_step_has_one_line(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.append(1, {"reward": 0.5, "loss": math.nan, "kl": math.inf, "a": 1})
     log.append(2, {"reward": 1.0})

@@ -76,7 +76,7 @@ FIRST_ROW = {
 }
 
 
-def test_one_row_per_completion(tmp_path: Path) -> None:
+def test_each_completion_has_one_row(tmp_path: Path) -> None:
     path = tmp_path / "rollouts" / "step_000003.parquet"
     first, second = (
         group("a", "1+2=", [{"math": 1.0, "format": math.nan}, {"math": 0.0, "format": 0.5}]),

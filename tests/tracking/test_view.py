@@ -116,7 +116,7 @@ def test_a_late_report_does_not_restore_the_earlier_stage() -> None:
     assert current[0].stage == Stage("training", 0.0)
 
 
-def test_progress_with_an_unknown_total() -> None:
+def test_progress_may_have_an_unknown_total() -> None:
     view, out, clock = plain()
     view.stage("starting vLLM")
     view.progress(0, 0, "loading weights", "\x1b[31m<log line>\x1b[0m")
