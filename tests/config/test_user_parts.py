@@ -265,7 +265,7 @@ def test_built_in_parts_have_the_members_that_user_parts_need() -> None:
 @pytest.mark.parametrize(("path", "had"), [("mine.py", "; it has Rank, Mine, "), ("none.py", "NAME")])
 def test_a_path_without_a_name_lists_the_names_of_the_file(path: str, had: str) -> None:
     for group in ("reward=[{}]", "task={}", "algorithm/advantage={}"):
-        with pytest.raises(ConfigError, match=rf"={path}: name what to take from the file: {path}:NAME") as caught:
+        with pytest.raises(ConfigError, match=rf"={path}: name a function or class of the file: {path}:NAME") as caught:
             compose([group.format(path)])
         assert had in str(caught.value)
 

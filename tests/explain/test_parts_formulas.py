@@ -107,12 +107,12 @@ def test_values_change_lines() -> None:
 def test_a_part_without_a_formula_shows_its_docstring() -> None:
     @dataclass(frozen=True)
     class Mine:
-        """-r A, and nothing else."""
+        """-r A only."""
 
         scale: float = 1.0
         """Factor of r."""
 
-    assert formula_of(Mine()) == Formula(("-r A, and nothing else.",))
+    assert formula_of(Mine()) == Formula(("-r A only.",))
     section = part_section("algorithm/objective", Mine())
     assert section.settings[0] == ("algorithm.objective.scale", "1")
     assert section.choice.endswith("Mine")

@@ -142,8 +142,8 @@ def test_a_dead_server_is_not_reported_as_a_missing_key(stand_in: StandIn, job: 
         ({"/weight_info": (404, {}), "/version": (404, {})}, r"that server has no /weight_info: start it"),
         ({"/inference/v1/generate": (404, {})}, r"\(vLLM 0\.1\.2\) has no /inference/v1/generate: start it"),
         ({"/inference/v1/generate": (403, {})}, r"keeps /inference/v1/generate closed .*--enable-scale-out"),
-        ({"/server_info": (200, {"other": 1})}, r"no vLLM server for training: start one with"),
-        ({"/weight_info": (200, ["x"])}, r"no vLLM server for training: start one with"),
+        ({"/server_info": (200, {"other": 1})}, r"not a vLLM server for training: start one with"),
+        ({"/weight_info": (200, ["x"])}, r"not a vLLM server for training: start one with"),
     ],
 )
 def test_unsuitable_servers_are_refused(

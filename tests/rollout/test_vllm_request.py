@@ -62,9 +62,9 @@ def test_versions_that_the_run_has_not_sent_are_refused() -> None:
         ({"logprobs": None}, "TypeError"),
         (
             {"weight_versions": [label(3, 0, 2), label(4, 3, 4)]},
-            r"are of the tokens \[\(0, 2\), \(3, 4\)\], and it has 4",
+            r"cover the tokens \[\(0, 2\), \(3, 4\)\], and it has 4",
         ),
-        ({"weight_versions": [label(3, 0, 2)]}, r"are of the tokens \[\(0, 2\)\], and it has 4"),
+        ({"weight_versions": [label(3, 0, 2)]}, r"cover the tokens \[\(0, 2\)\], and it has 4"),
     ],
 )
 def test_impossible_completions_are_refused(wrong: dict[str, Any], said: str) -> None:

@@ -83,7 +83,7 @@ def test_the_server_gets_the_settings_of_later_runs() -> None:
         ("host=''", "^host=: must be an address"),
         ("dtype=float8", "^dtype=float8: choose one of auto, float32, bfloat16"),
         ("lora_rank=-1", "^lora_rank=-1: must be 0"),
-        ("engine.replicas=2", r"^engine\.replicas=2: not for vllm-serve: it starts one server"),
+        ("engine.replicas=2", r"^engine\.replicas=2: not for vllm-serve: each command starts one server"),
         ("engine.base_url=http://a:1", r"^engine\.base_url=http://a:1: not for vllm-serve"),
         ("engine.base_url=[http://a:1,http://b:1]", r"^engine\.base_url=.*: not for vllm-serve"),
         ("engine.port=8001", r"^engine\.port=8001: not for vllm-serve: set port"),
