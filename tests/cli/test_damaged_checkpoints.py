@@ -176,7 +176,7 @@ def test_a_checkpoint_of_an_earlier_version_is_used_and_missing_metrics_are_repo
     (run / "metrics.jsonl").unlink()
     code, out, err = grpocli("train", f"resume={run}")
     assert code == 0, err
-    assert "step_000003 is of an earlier version, without checksums" in out
+    assert "step_000003 is from an earlier version, without checksums" in out
     assert f"{run}/metrics.jsonl lacks 3 of the 3 steps done" in out + err
 
 

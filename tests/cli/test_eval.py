@@ -81,7 +81,7 @@ def test_the_final_model_is_evaluated_on_several_tasks(grpocli, run: Path, tmp_p
     [
         (["--samples", "-1"], "--samples -1: must be 0 or more"),
         (["--no-greedy", "--samples", "0"], "there is nothing to sample"),
-        (["--checkpoints", "all"], "give --run RUN"),
+        (["--checkpoints", "all"], "needs --run RUN"),
         (["--run", "nowhere"], "--run nowhere: there is no such folder; "),
         (["hardware.processes=2"], "hardware.processes=2: an evaluation runs in one process"),
         (["model.path=nowhere"], "nowhere"),
