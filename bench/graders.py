@@ -1,6 +1,7 @@
-"""The table of docs/rewards.md: `math`, Math-Verify and Hendrycks' is_equiv on the answer pairs of the tests.
+"""Compare `math`, Math-Verify and Hendrycks' is_equiv on the answer pairs of the tests.
 
-`python bench/graders.py math_equivalence.py`; the file is modeling/math_equivalence.py of github.com/hendrycks/math.
+Prints the table of docs/rewards.md. Usage: `python bench/graders.py math_equivalence.py`; the file is
+modeling/math_equivalence.py of github.com/hendrycks/math.
 """
 
 from __future__ import annotations

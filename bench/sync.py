@@ -1,4 +1,4 @@
-"""Seconds of a weight sync compared with a plain copy of the same bytes: `python bench/sync.py --model FOLDER`.
+"""Benchmark a weight sync against a plain copy of the same number of bytes: `python bench/sync.py --model FOLDER`.
 
 Starts the server of `engine=vllm`, changes the weights, syncs n times, and prints JSON. `ratio` is `update_seconds`
 (without the probe) over `copy_seconds`. `split` has the time of each call to the server; with several buckets the
@@ -23,7 +23,7 @@ CALLS = ("pause", "start_update", "update", "finish_update", "reset_prefix_cache
 
 
 class Timed:
-    """Remembers the seconds of every call of the named methods of an object."""
+    """Records the duration of every call to the watched methods."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}

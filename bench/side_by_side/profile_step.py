@@ -1,4 +1,6 @@
-"""The time of an update by operation: `python bench/side_by_side/profile_step.py [WORKLOAD]` prints a Markdown table.
+"""Profile one update and print its time by operation as a Markdown table.
+
+`python bench/side_by_side/profile_step.py [WORKLOAD]`
 
 Profiles an update of `grpocli train` after a few warm-up updates. The own time of an operation counts for the part
 that it belongs to (output head, attention, optimizer), otherwise for the operation itself.

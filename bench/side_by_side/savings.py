@@ -1,4 +1,6 @@
-"""Time and memory that each saving contributes: `python bench/side_by_side/savings.py`.
+"""Ablation benchmark: step time and memory with and without each optimization.
+
+`python bench/side_by_side/savings.py`
 
 Alternates steps of grpocli with and without one saving. Writes a table between two markers of docs/benchmarks.md, as
 `run.py` does. `--without SAVING ...` runs one side.
@@ -133,7 +135,7 @@ def middle(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def row(name: str, sides: dict[str, list[dict[str, Any]]]) -> str:
-    """A cell of the table."""
+    """One row of the table."""
     with_it, without = (middle(sides[side]) for side in ("with", "without"))
     change = with_it["seconds"] / without["seconds"] - 1
     return (

@@ -1,4 +1,4 @@
-"""The side of TRL: its GRPOTrainer on one workload, in a separate environment. Prints one JSON line.
+"""Run TRL's GRPOTrainer on one workload, in its own environment, and print one JSON line.
 
 `python theirs.py WORKLOAD MODEL_FOLDER STEPS [seed=NUMBER]`
 """

@@ -20,7 +20,7 @@ class Quotient:
     """Base of the advantages that are divided by the spread of the scores."""
 
     eps: float = 1e-4
-    """Added to the divisor; bounds the advantages of groups with nearly equal scores."""
+    """Added to the denominator to keep advantages bounded when the spread of the scores is near 0."""
 
     def __post_init__(self) -> None:
         require(self, "eps", 0 <= self.eps < math.inf, "must be a finite number of 0 or more")
@@ -44,7 +44,10 @@ class Std(Quotient):
 
 @part("algorithm/advantage", "center")
 class Center:
-    """r - mean. Dr. GRPO (arXiv 2503.20783), section 3.2: no weight by the difficulty of a question."""
+    """r - mean, without division by the std, which would weight questions by difficulty.
+
+    Dr. GRPO (arXiv 2503.20783), section 3.2.
+    """
 
     def __call__(self, scores_PG: Tensor) -> Tensor:
         return centred_PG(scores_PG)

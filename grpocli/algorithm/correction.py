@@ -86,13 +86,13 @@ class TokenTruncate(Correction):
 
 @part("algorithm/correction", "auto")
 class AutoCorrection:
-    """`token_truncate` if completions may be older than the weights that train, else `none`.
+    """`token_truncate` if completions may be stale (`max_staleness` above 0), else `none`.
 
     Choose a correction by name to set its bounds.
     """
 
     max_staleness: int | None = follows("rollout.max_staleness")
-    """Largest age of a completion, in weight versions; 0: no correction."""
+    """Maximum staleness of a completion, in weight versions; 0 disables the correction."""
 
     @property
     def chosen(self) -> NoCorrection | TokenTruncate:
@@ -117,7 +117,7 @@ class AutoCorrection:
 
 @part("algorithm/correction", "token_mask")
 class TokenMask(Correction):
-    """A weight per token: rho, or 0 if rho is out of bounds."""
+    """Per-token importance weight rho = pi_old / pi_rollout, set to 0 outside [min, max]."""
 
     def bound(self, ratio: Tensor) -> Tensor:
         return ratio.masked_fill((ratio < self.min) | (ratio > self.max), 0.0)

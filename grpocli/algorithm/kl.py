@@ -44,14 +44,15 @@ class KL:
     sources: ClassVar[tuple[str, ...]] = ("joschu.net/blog/kl-approx.html",)
 
     beta: float = 0.04
-    """Weight in the loss; 0: no reference model is loaded."""
+    """KL coefficient in the loss; with 0, no reference model is loaded."""
     on_policy: bool = False
-    """Multiply by pi / pi_old, so that the estimate is one under the current policy (NeMo RL's GRPO guide)."""
+    """Multiply by the importance ratio pi / pi_old, so that the estimate is an expectation under the current policy
+    (NeMo RL's GRPO guide)."""
     sync_every: int = 0
     """Steps between updates of the reference; 0: never. It becomes alpha x policy + (1 - alpha) x reference, TR-DPO
     (arXiv 2404.09656)."""
     sync_alpha: float = 0.6
-    """Share of the policy in the updated reference (alpha), 0 to 1."""
+    """Weight of the policy in the reference update (alpha), 0 to 1."""
 
     def __post_init__(self) -> None:
         require(self, "beta", 0 <= self.beta < math.inf, "must be a finite number of 0 or more")
@@ -89,7 +90,7 @@ class KL:
 
 @part("algorithm/kl", "k1")
 class K1(KL):
-    """-x: unbiased, high variance, may be negative."""
+    """-x with x = log pi_ref - log pi: unbiased, high variance, may be negative."""
 
     estimator = ("−x_it",)
 
@@ -99,7 +100,10 @@ class K1(KL):
 
 @part("algorithm/kl", "k2")
 class K2(KL):
-    """x^2 / 2: low variance, biased; its gradient is that of the KL divergence."""
+    """x^2 / 2 with x = log pi_ref - log pi: low variance, biased.
+
+    On-policy, its expected gradient is that of the KL divergence.
+    """
 
     estimator = ("x_it² / 2",)
 
@@ -109,10 +113,11 @@ class K2(KL):
 
 @part("algorithm/kl", "k3")
 class K3(KL):
-    """exp(x) - x - 1: unbiased and never negative up to 10, where it is cut off. GRPO (arXiv 2402.03300), equation 4.
+    """exp(x) - x - 1 with x = log pi_ref - log pi: unbiased and never negative up to 10, where it is cut off.
 
-    The bound is that of NeMo RL and verl: exp(89) is infinite in float32. Beyond it, where x is above 2.6 or below -11,
-    the KL term of a token has no gradient; `kl_clamped_ratio` is the share of such tokens. k1 and k2 cannot overflow.
+    GRPO (arXiv 2402.03300), equation 4. The bound is that of NeMo RL and verl: exp(89) is infinite in float32. Beyond
+    it, where x is above 2.6 or below -11, the KL term of a token has no gradient; `kl_clamped_ratio` is the share of
+    such tokens. k1 and k2 cannot overflow.
     """
 
     estimator = ("d_it = exp(x_it) − x_it − 1", f"min(d_it, {MAX_K3:g})")

@@ -31,15 +31,15 @@ class Uniform:
 class Difficulty:
     """N x softmax(-mean accuracy / T) over the N questions whose score is not constant; the others have weight 1.
 
-    A mean accuracy of 0, or none at all, counts as 1: the group shows no right answer to learn from. DGPO's DQW,
-    MathForge (arXiv 2601.20614).
+    A group with mean accuracy 0, or with no accuracy at all, is weighted as if its accuracy were 1, because it
+    contains no correct answer to learn from. DGPO's DQW, MathForge (arXiv 2601.20614).
     """
 
     temperature: float = 2.0
-    """Softmax temperature; the lower it is, the more hard questions count."""
+    """Softmax temperature; a lower temperature gives hard questions more weight."""
     reward: str | None = None
-    """Name of the reward used as accuracy. null: the reward that evaluations of the question's task use, `eval.reward`
-    or the task's first."""
+    """Name of the reward used as accuracy. null: the reward used to evaluate the question's task (`eval.reward`, or
+    else the task's first reward)."""
 
     def __post_init__(self) -> None:
         require(self, "temperature", 1e-6 <= self.temperature < math.inf, "must be above 0 (at least 1e-6) and finite")

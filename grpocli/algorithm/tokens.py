@@ -23,14 +23,14 @@ class AllTokens:
 
 @part("algorithm/tokens", "top_entropy")
 class TopEntropy:
-    """Tokens whose entropy is in the highest `quantile` of the optimizer window: H_it >= tau.
+    """Select the fraction `quantile` of tokens with the highest entropy in the optimizer window: H_it >= tau.
 
-    "Beyond the 80/20 Rule" (arXiv 2506.01939), equation 6, where the share is 0.2. Entropies are those of the policy
-    before the step's first update, so that tau does not depend on the split.
+    "Beyond the 80/20 Rule" (arXiv 2506.01939), equation 6, where the fraction is 0.2. Entropies are computed before
+    the step's first update, so tau does not depend on the micro-batch split.
     """
 
     quantile: float = 0.2
-    """Share of the tokens that is selected, above 0 and at most 1 (every token)."""
+    """Fraction of the tokens that is selected, above 0 and at most 1 (every token)."""
     needs_entropy = True
 
     def __post_init__(self) -> None:

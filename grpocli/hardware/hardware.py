@@ -9,8 +9,9 @@ from grpocli.errors import ConfigError
 from grpocli.processes.node import Node
 
 PARALLEL = ("ddp", "fsdp2", "zero2", "zero3")
-"""How trainer processes share the update: `ddp` each has everything; `fsdp2` weights, gradients and optimizer state are
-sharded (torch); `zero2` gradients and optimizer state are, `zero3` weights too (DeepSpeed)."""
+"""How model states are distributed over trainer processes. `ddp`: everything is replicated. `fsdp2`: weights, gradients
+and optimizer state are sharded (torch). `zero2`: gradients and optimizer state are sharded; `zero3`: weights too
+(DeepSpeed)."""
 
 
 class Hardware:
@@ -19,10 +20,11 @@ class Hardware:
     device: str
     """`auto` (a GPU if there is one), `cpu` or `cuda`."""
     parallel: str
-    """How trainer processes share the update. `ddp`: each has everything. `fsdp2`: weights, gradients and optimizer
-    state are sharded (torch). `zero2`: gradients and optimizer state are sharded; `zero3`: weights too (DeepSpeed)."""
+    """How model states are distributed over trainer processes. `ddp`: everything is replicated. `fsdp2`: weights,
+    gradients and optimizer state are sharded (torch). `zero2`: gradients and optimizer state are sharded; `zero3`:
+    weights too (DeepSpeed)."""
     timeout: int
-    """Seconds that a process waits for the others before the run stops."""
+    """Timeout in seconds for a process that waits for the others; the run stops when it expires."""
 
     def _check(self) -> None:
         one_of(self, "device", ("auto", "cpu", "cuda"))
@@ -58,12 +60,12 @@ class Single(Hardware):
 
 @part("hardware", "multinode")
 class Multinode(Hardware):
-    """Several machines of the same kind, of a SLURM allocation (`hydra/launcher=slurm`)."""
+    """Several identical nodes of a SLURM allocation (`hydra/launcher=slurm`)."""
 
     train_nodes: int = 1
-    """Machines that train."""
+    """Number of training nodes."""
     rollout_nodes: int = 1
-    """Machines that serve completions (engine=vllm); 0 if the engine runs in the trainer processes."""
+    """Number of nodes that serve completions (engine=vllm); 0 if the engine runs in the trainer processes."""
     devices_per_node: int = 8
     """GPUs of each machine, 1 to 1024; on CPUs, trainer processes of each machine."""
     device: str = "auto"

@@ -1,6 +1,7 @@
-"""Attention of sampled tokens on a CPU: in float32, even under autocast.
+"""Decoding attention on a CPU, computed in float32 even under autocast.
 
-With one query in each row `sdpa` takes three to six times as long in bfloat16, and transformers copies grouped keys.
+With one query per row, bfloat16 `sdpa` takes three to six times as long as float32, and transformers copies grouped
+keys and values.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of sampled tokens, as transformers calls it.
+    """Attention function with the signature that transformers expects.
 
     query [B, heads, N, D], key and value [B, heads / groups, L, D] -> [B, N, heads, D]. Prompts, and tokens after an
     earlier turn (N > 1), use the usual attention.
@@ -36,7 +37,7 @@ def attend(
     if query.shape[2] > 1 or others.get("position_bias") is not None:
         from grpocli.models.shared_prompt_attention import attend as rows_side_by_side
 
-        key, value = key.to(query.dtype), value.to(query.dtype)  # an earlier turn's are in float32
+        key, value = key.to(query.dtype), value.to(query.dtype)  # keys and values cached in an earlier turn are float32
         return rows_side_by_side(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
     with torch.autocast("cpu", enabled=False):
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -52,7 +53,7 @@ def attend(
 
 @contextmanager
 def in_float32(model: PreTrainedModel) -> Iterator[None]:
-    """Replace a CPU model's `sdpa` by `attend` during the block; other models keep their attention."""
+    """Replace a CPU model's `sdpa` with `attend` during the block; other models keep their attention."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -72,7 +73,7 @@ def in_float32(model: PreTrainedModel) -> Iterator[None]:
 
 
 def cache_dtype(model: PreTrainedModel) -> torch.dtype | None:
-    """The dtype in which attention reads keys and values, to cast them once. None: their own."""
+    """The dtype in which attention reads the KV cache, so that the cache is cast once. None: no cast."""
     if model.config._attn_implementation == NAME:
         return torch.float32
     kind = model.device.type

@@ -1,4 +1,4 @@
-"""The distribution of sampled tokens, the same in the sampler and in the trainer that scores them."""
+"""The sampling distribution, shared by the sampler and the trainer that scores its tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from grpocli.types import Sampling
 
 BLOCK = 64
-"""Tokens whose probabilities are summed in float32."""
+"""Block size of `draw` in tokens; probabilities inside a block are summed in float32."""
 BELOW_1 = 1 - 2**-53
 """The last number before 1 in float64."""
 
@@ -24,9 +24,9 @@ def sampling_logits(
 ) -> Tensor:
     """Logits [N, V] (float32) after repetition penalty, temperature, min_p, top_k and top_p, in vLLM's order.
 
-    Truncated tokens have -inf. Temperature 0 counts as 1 without truncation; sampling then takes the likeliest token.
-    keep_N: tokens that are never truncated, so that a token sampled under slightly different weights keeps a finite
-    log-prob. seen_NV: the tokens to penalise (bool); needed unless the penalty is 1.
+    Truncated tokens have -inf. With temperature 0 the logits are neither scaled nor truncated; the sampler takes the
+    argmax. keep_N: tokens that are never truncated, so that a token sampled under slightly different weights keeps a
+    finite log-prob. seen_NV: the tokens to penalise (bool); needed unless the penalty is 1.
     """
     logits_NV = logits_NV.float()
     if sampling.repetition_penalty != 1:
@@ -64,7 +64,7 @@ def _removed(logits_NV: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """One token for each row, by inverting the cumulative distribution at uniform_N (float64) in [0, 1).
+    """Sample one token per row by inverting the cumulative distribution at uniform_N (float64) in [0, 1).
 
     With one uniform number for each token, a row depends on its own seed alone, not on its batch. The inversion first
     finds a BLOCK of tokens, then the token in it, so that float64 sums cover only blocks and one block of each row.
@@ -75,7 +75,8 @@ def draw(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
     probs_NS = probs_NKS.take_along_dim(block_N1.unsqueeze(2), 1).squeeze(1)
     place_N1, _ = _invert(probs_NS, within_N1)
     token_N = (block_N1 * BLOCK + place_N1).squeeze(1)
-    return token_N.clamp(max=probs_NV.shape[1] - 1)  # the update reports NaN weights
+    # NaN probabilities could give an index out of range; the update reports NaN weights
+    return token_N.clamp(max=probs_NV.shape[1] - 1)
 
 
 def _invert(mass_NK: Tensor, uniform_N1: Tensor) -> tuple[Tensor, Tensor]:

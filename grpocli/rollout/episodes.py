@@ -1,4 +1,4 @@
-"""Completions of several turns: the model's tokens as sampled, and an environment's messages between them."""
+"""Multi-turn completions: the sampled tokens of the model, with the environment's messages between them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class _RunningEpisode:
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """An engine whose completions may have several turns: those of tasks that have an environment (`environments`)."""
+    """Wraps an engine; runs multi-turn episodes for the tasks in `environments`."""
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
@@ -103,7 +103,7 @@ class Episodes:
     def generate(
         self, prompts: Sequence[Prompt], requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
     ) -> list[list[Completion]]:
-        """`n` completions for each request, in order. on_group: as an engine's. Collective."""
+        """`n` completions for each request, in order. on_group: see `Engine.generate`. Collective."""
         first = [
             _turn_request(request, self.environments.get(prompt.task))
             for prompt, request in zip(prompts, requests, strict=True)
@@ -122,7 +122,7 @@ class Episodes:
         live = [] if watch.cancelled() else self._begin(prompts, requests, first)
         everyone = list(live)
         self._reset(live)
-        turns = [found[episode.k][episode.i] for episode in live]  # none is missing, because it was not cancelled
+        turns = [found[episode.k][episode.i] for episode in live]  # complete, because generation was not cancelled
         while True:
             live = [] if watch.cancelled() else self._after(live, turns, sampling)
             if not self.world.any(bool(live)):
@@ -190,6 +190,7 @@ class Episodes:
         return on
 
     def _continues(self, episode: _RunningEpisode, answer: Any, sampling: Sampling) -> bool:
+        """Apply an environment's answer to the episode; return whether the episode continues."""
         if isinstance(answer, Failure):
             episode.problem = f"turn {episode.turns} of its environment: {answer.reason}"
             return False
@@ -224,7 +225,7 @@ class Episodes:
         )
 
     def _ask(self, live: Sequence[_RunningEpisode], kinds: Sequence[str], given: Sequence[Sequence[Any]]) -> list[Any]:
-        """The environments' answers, computed concurrently in worker processes."""
+        """Call the environments concurrently in worker processes; return their results."""
         answers: list[Any] = [None] * len(live)
         for pool in dict.fromkeys(_pool_of(episode.environment) for episode in live):
             own = [i for i, episode in enumerate(live) if _pool_of(episode.environment) is pool]
@@ -242,9 +243,9 @@ class Episodes:
 
 
 def check_environment(task: str, environment: EnvironmentConfig, example: Mapping[str, Any]) -> None:
-    """Check, before a model is fetched, that an episode of the example can begin. Raises ConfigError.
+    """Check that an episode can start from the example, before any model is downloaded. Raises ConfigError.
 
-    The environment runs in a worker process, as always, so that its imports do not reach this process.
+    The environment runs in a worker process, as in training, so this process does not import its modules.
     """
     if missing := [name for name in environment.env if name not in os.environ]:
         raise ConfigError(
@@ -263,7 +264,7 @@ def check_environment(task: str, environment: EnvironmentConfig, example: Mappin
 
 
 def _turn_request(request: Request, environment: EnvironmentConfig | None) -> Request:
-    """The request with the limits of a turn, and reusable keys and values if another turn may follow."""
+    """The request with the limits of a turn, and a reusable KV cache if another turn may follow."""
     if environment is None:
         return request
     reusable_kv = tuple(ReusableKV() for _ in range(request.n)) if environment.turns > 1 else ()
@@ -287,7 +288,7 @@ def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 PLACEHOLDER = "grpocli-turn"
-"""Replaces the model's turn in the template, because the sampled tokens are kept and never encoded again."""
+"""Stands in for the model's turn when the chat template is rendered; the sampled tokens are never re-encoded."""
 
 
 class TurnEncoder:
@@ -299,8 +300,8 @@ class TurnEncoder:
     def between(self, sampled: Sequence[int], observation: Sequence[Message], chat: bool) -> list[int]:
         """The tokens between a turn of the model, `sampled`, and its next one.
 
-        They leave out the template's end of a turn if the model has sampled it. Raises ConfigError if the template
-        cannot render these messages.
+        If the model already sampled the template's end-of-turn token, it is not repeated. Raises ConfigError if the
+        template cannot render these messages.
         """
         text = self._render(observation) if chat else "".join(message["content"] for message in observation)
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False).input_ids

@@ -20,13 +20,13 @@ COLUMN = re.compile(r"\{(\w+)\}")
 
 @part("engine", "fake")
 class Fake(EnginePart):
-    """Completions are your texts, chosen by the prompt's seed; the policy scores and learns them."""
+    """Returns fixed texts as completions, selected by the prompt's seed; the policy scores them and trains on them."""
 
     completions: list[Escaped] = field(default_factory=lambda: ["{answer}", "wrong"])
-    """Texts to choose from; {answer} in them is that column of the example, and so for its other columns."""
+    """Texts to choose from. `{answer}`, or any column name in braces, is replaced by that column of the example."""
     function: UserCode | None = None
     """FILE.py:NAME or module:NAME, called as NAME(prompt=..., n=..., seed=..., and the example's columns); it returns n
-    texts, which replace completions. null: none."""
+    texts. null: use `completions`."""
 
     def __post_init__(self) -> None:
         require(self, "completions", bool(self.completions), "needs at least one text")

@@ -1,4 +1,4 @@
-"""Keys and values of sampled rows: buffers that grow without copies, and rows reused by the next turn of an episode."""
+"""KV cache for sampling: preallocated buffers, and cached rows that the next turn of an episode reuses."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class PreallocatedKVLayer(DynamicLayer):  # type: ignore[misc]
     """One layer's keys and values [B, heads, L, D]: the first L positions of buffers, which double up to `limit`.
 
-    A new token therefore copies no earlier ones, unlike in transformers' cache. buffer_dtype: the dtype of attention,
-    which would otherwise cast all keys and values for every token. None: unchanged.
+    Appending a token usually copies no earlier tokens, unlike in transformers' `DynamicCache`. buffer_dtype: the dtype
+    of attention, which would otherwise cast all keys and values for every token. None: unchanged.
     """
 
     keys: Tensor
@@ -68,9 +68,9 @@ class PreallocatedKVLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def preallocate(cache: Any, tokens: int, dtype: torch.dtype | None = None) -> None:
-    """Give each layer that keeps all tokens buffers with room for `tokens` more; other layers stay as they are.
+    """Preallocate room for `tokens` more tokens in every `DynamicLayer`; leave other layers unchanged.
 
-    dtype: of the buffers, see `PreallocatedKVLayer`.
+    dtype: dtype of the buffers; see `PreallocatedKVLayer`.
     """
     for number, layer in enumerate(cache.layers):  # layer by layer, so that each old one is freed before the next copy
         if type(layer) is DynamicLayer and layer.is_initialized:
@@ -80,10 +80,10 @@ def preallocate(cache: Any, tokens: int, dtype: torch.dtype | None = None) -> No
 
 @dataclass(slots=True)
 class CachedRow:
-    """Keys and values of the first `tokens` tokens of a row, without padding, since later batches have other rows.
+    """Keys and values of the first `tokens` tokens of a row, without padding, because the next batch pads differently.
 
     layers: keys and values of each layer, [tokens, heads, D]; `fill_cache` empties the list.
-    version: of the weights that computed them.
+    version: version of the weights that computed them.
     """
 
     tokens: int
@@ -107,7 +107,7 @@ def cached_row(cache: Any, attention_BL: Tensor | None, row: int, version: int) 
 
 
 def can_reuse(request: Request, version: int) -> bool:
-    """Whether the request has cached rows, computed by the current weights."""
+    """Whether all the request's rows are cached and were computed with the current weights."""
     return bool(request.reusable_kv) and all(
         isinstance(reusable.state, CachedRow) and reusable.state.version == version for reusable in request.reusable_kv
     )

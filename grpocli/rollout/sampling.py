@@ -1,4 +1,4 @@
-"""Parts of sampling: seeds, end tokens, stop strings, the repetition penalty, and threads on a CPU."""
+"""Sampling helpers: seeds, stop token ids, stop strings, the repetition penalty, and the number of CPU threads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CONTEXT = 6  # tokens of the prompt that may change the decoding of the completion's first ones
+CONTEXT = 6  # prompt tokens decoded with the completion, because they can change how its first tokens decode
 UNFINISHED = "\ufffd"  # the decoded form of an incomplete character
 
 
 class StopStrings:
-    """Finds the token whose text completes a stop string in one growing completion, as vLLM does.
+    """Detects the token that completes a stop string in a completion, as vLLM does.
 
     The text is decoded as it grows, after the prompt's last tokens, because a token's text depends on its neighbours (a
     space at a word's start, the bytes of a character). Special tokens have no text.
@@ -52,18 +52,18 @@ class StopStrings:
 
 
 def penalised(logits_NV: Tensor, seen_NV: Tensor, penalty: float) -> Tensor:
-    """Logits [N, V] with those of seen tokens penalised: less likely above 1, likelier below 1.
+    """Apply the repetition penalty to the logits [N, V] of seen tokens.
 
-    A token is seen if it occurs in the prompt or earlier in the completion. Keskar et al. 2019 (CTRL), as in
-    transformers and vLLM: before the temperature, a positive logit is divided by the penalty, and a negative one
-    multiplied.
+    A penalty above 1 makes them less likely, below 1 more likely. A token is seen if it occurs in the prompt or earlier
+    in the completion. Keskar et al. 2019 (CTRL), as in transformers and vLLM: before the temperature, a positive logit
+    is divided by the penalty, and a negative one multiplied.
     """
     lower_NV = torch.where(logits_NV > 0, logits_NV / penalty, logits_NV * penalty)
     return torch.where(seen_NV, lower_NV, logits_NV)
 
 
 def first_seen(input_ids_BL: Tensor, attention_mask_BL: Tensor, completion: int, vocabulary: int) -> Tensor:
-    """The first position [B, V] of each token in the completion, the row's last `completion` tokens.
+    """Position [B, V] at which each token first occurs in the completion (the row's last `completion` tokens).
 
     -1 for tokens of the prompt, `completion` for tokens that do not occur; padding does not count. So at position t of
     the completion the seen tokens are those with `first < t`.
@@ -78,17 +78,17 @@ def first_seen(input_ids_BL: Tensor, attention_mask_BL: Tensor, completion: int,
 
 
 SMALL = 10_000_000
-"""Multiplications in a layer for one token of every row; with fewer, threads wait longer than they work.
+"""Multiplications per layer for one token of every row, below which thread synchronization costs more than the work.
 
-Measured with two threads; more threads wait longer.
+Measured with two threads; synchronization costs more with more threads.
 """
 
 
 @contextmanager
 def threads_for(model: PreTrainedModel, rows: int) -> Iterator[None]:
-    """Use one thread on a CPU while `rows` small completions are sampled together.
+    """Use one CPU thread in the block if a decoding step of `rows` completions is small.
 
-    A rule by size, not by timing, so that a resumed run samples the same.
+    The rule uses size, not timing, so a resumed run samples the same tokens.
     """
     before = torch.get_num_threads()
     if model.device.type != "cpu" or before == 1 or rows * _layer(model) > SMALL:
@@ -102,13 +102,13 @@ def threads_for(model: PreTrainedModel, rows: int) -> Iterator[None]:
 
 
 def _layer(model: PreTrainedModel) -> int:
-    """Parameters per layer. DeepSpeed's are empty while they are partitioned, and have their size in `ds_numel`."""
+    """Parameters per layer. Partitioned DeepSpeed parameters are empty; their size is in `ds_numel`."""
     total = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     return int(total // (getattr(model.config.get_text_config(), "num_hidden_layers", None) or 1))
 
 
 def seed_of(*parts: int) -> int:
-    """A seed from the run's seed and counters, so that nothing random has a state to save."""
+    """Derive a seed from the run's seed and counters, so no RNG state has to be saved."""
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
 
 

@@ -20,8 +20,8 @@ class Transformers(EnginePart):
     """Samples with transformers in the trainer process."""
 
     max_rows: int = 256
-    """Completions that are sampled at a time, which bounds memory. As many keep their keys and values between the turns
-    of episodes."""
+    """Maximum number of completions sampled at once; bounds memory. Also the maximum number whose KV cache is kept
+    between turns of an episode."""
 
     def __post_init__(self) -> None:
         require(self, "max_rows", self.max_rows >= 1, "must be at least 1")
@@ -73,9 +73,9 @@ class TransformersEngine:
         return results
 
     def _chunks(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Prompts of similar length in chunks of at most `max_rows` completions, but at least one prompt.
+        """Group prompts of similar length into chunks of at most `max_rows` completions, and at least one prompt.
 
-        Requests with cached rows come first, in chunks without others, which compute only their new tokens.
+        Requests with cached rows come first, in separate chunks, because these compute only their new tokens.
         """
         from grpocli.rollout.kv_cache import can_reuse
 

@@ -1,4 +1,4 @@
-"""The table of docs/reliability.md."""
+"""Renders the results table of docs/reliability.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of a trainer process."""
+"""torch settings that `World` makes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grpocli.hardware.hardware import Single
 
 
 def test_attention_on_a_gpu_never_waits_for_cudnns_plans() -> None:
-    """cuDNN plans each new length, and packed rows rarely repeat one."""
+    """cuDNN builds a plan for each new sequence length, and packed rows rarely repeat one."""
     torch.backends.cuda.enable_cudnn_sdp(True)
     World(Single(device="cpu")).close()
     assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -1,6 +1,6 @@
 """engine=vllm_colocate: vLLM inside each trainer process, which loads the trainer's weights directly.
 
-`InProcessLLM` is vLLM in this process, `ColocateEngine` the engine that syncs and proves its weights.
+`InProcessLLM` wraps `vllm.LLM`; `ColocateEngine` syncs and verifies its weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ColocateEngine:
-    """Every trainer process has the whole model in vLLM, samples its share and syncs it."""
+    """Runs a full copy of the model in vLLM in each trainer process; each process samples its share of the requests."""
 
     def __init__(self, llm: InProcessLLM, context: EngineContext) -> None:
         self.llm, self.policy, self.world = llm, context.policy, context.world
@@ -60,7 +60,7 @@ class ColocateEngine:
         ]
 
     def sync(self, version: int) -> dict[str, float]:
-        """Load the policy's weights and prove it in every process; all fail together."""
+        """Load the policy's weights and verify them in every process; if one process fails, all raise EngineError."""
         sent, failure = 0, ""
         try:
             sent = self._load(version)
@@ -109,7 +109,7 @@ def launch(options: ColocateOptions, job: EngineJob) -> Iterator[None]:
 
 
 def connect(options: ColocateOptions, context: EngineContext) -> ColocateEngine:
-    """Start vLLM in this process. Collective, because several processes make process groups together."""
+    """Start vLLM in this process. Collective: the processes create their process groups together."""
 
     if context.sampling:
         check_temperature(context.sampling)
@@ -126,9 +126,9 @@ DISCARD = 2  # vLLM's sleep level that keeps neither weights nor cache: a wake-u
 
 
 class InProcessLLM:
-    """A `vllm.LLM` in this process. Its failures are EngineErrors that name its log.
+    """A `vllm.LLM` in this process. Errors are raised as EngineError with the path of the log.
 
-    dtype: of its weights. sleeps: whether `sleep` releases its memory.
+    dtype: dtype of its weights. sleeps: whether `sleep` releases its memory.
     """
 
     def __init__(self, llm: Any, environment: VllmEnvironment, dtype: torch.dtype, sleeps: bool, log: Path) -> None:
@@ -148,7 +148,7 @@ class InProcessLLM:
 
         with self._calling("load the weights"):
             if self.asleep:
-                torch.cuda.empty_cache()  # release memory that the trainer's allocator holds without need
+                torch.cuda.empty_cache()  # release unused memory cached by the trainer's allocator
                 self.llm.wake_up(tags=["weights"])
             self.llm.start_weight_update()
             self.llm.update_weights({"update_info": {"weights": counted()}})
@@ -246,7 +246,7 @@ def arguments(options: ColocateOptions, job: EngineJob, processes: int, cpu: boo
         "generation_config": "vllm",  # otherwise the model's folder may change sampling
         "logprobs_mode": "processed_logprobs",  # log-probs of the distribution that is sampled from
         "weight_transfer_config": {"backend": "direct"},  # `worker.DirectWeightTransfer`
-        "load_format": "dummy",  # random weights, so a parameter that a sync leaves out cannot pass for loaded
+        "load_format": "dummy",  # random weights, so that a parameter missing from a sync is detected
         "use_tqdm_on_load": False,
     }
     # on a CPU vLLM's default is a share of the whole machine's memory
@@ -272,7 +272,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def _parameters(given: Mapping[str, Any]) -> Any:
-    """vLLM's SamplingParams from the JSON of its route."""
+    """Build vLLM's SamplingParams from the JSON of its HTTP route."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -297,7 +297,7 @@ def _choice(output: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _failing(what: str, log: Path) -> Iterator[None]:
-    """Raise vLLM's exceptions as EngineErrors of one sentence."""
+    """Convert vLLM's exceptions to one-sentence EngineErrors."""
     try:
         yield
     except EngineError:
