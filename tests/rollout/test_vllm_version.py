@@ -35,5 +35,7 @@ def test_the_error_without_vllm_says_how_to_install_it(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(checks, "requires", requires)
     monkeypatch.setattr(checks, "entry_points", lambda group: [])
-    with pytest.raises(ConfigError, match=r"vLLM finds its plugins only in installed packages; run pip install -e \. once"):
+    with pytest.raises(
+        ConfigError, match=r"vLLM finds its plugins only in installed packages; run pip install -e \. once"
+    ):
         checks.check_plugin()
