@@ -137,7 +137,7 @@ class Row:
     """One completion to train on. Log-probs and entropies are per completion token, in nats, without gradient.
 
     group: the number of its group in the step. mask: 1 for tokens in the loss. rollout_logp: the sampler's log-probs.
-    old_logp: the old policy's; None until they differ from the current policy's. ref_logp: the reference's. logp,
+    old_logp: the old policy's; None until the first update, whose forward gives them. ref_logp: the reference's. logp,
     entropy: under the policy at the start of the step; None until they are computed. selected: 1 for tokens in the
     policy-gradient term (None: all).
     """
@@ -188,8 +188,7 @@ class Sampling:
     Applied in this order: repetition penalty, temperature, min_p, top_k (0: all), top_p. temperature 0 is greedy.
     stop: strings; a completion ends with the first token whose text completes one, and keeps that token.
     regex, json_schema: the whole completion must match (vLLM only; at most one of them). The sampler masks other
-    tokens;
-        the trainer's log-probs ignore this mask.
+    tokens; the trainer's log-probs ignore this mask.
     """
 
     max_tokens: int

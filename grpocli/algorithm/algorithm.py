@@ -178,9 +178,10 @@ class Algorithm:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of some rows of an optimizer window; the losses of its parts add up to the window's loss.
 
-        logp [B, T]: log-probs of the tokens under the policy, in nats, with gradient. old_logp [B, T]: under the policy
-        that sampled, computed by the trainer. rollout_logp [B, T]: under the policy that sampled, computed by the
-        sampler. ref_logp [B, T]: under the reference.
+        logp [B, T]: log-probs of the tokens under the policy, in nats, with gradient. old_logp [B, T]: under the old
+        policy, which starts the step, or for older completions without a correction under the one that sampled.
+        rollout_logp [B, T]: under the policy that sampled, computed by the sampler. ref_logp [B, T]: under the
+        reference.
         advantages [B]. mask [B, T]: 1 for tokens in the loss. group_ids [B]: integers (None: one group per row).
         entropy [B, T]: of the policy at each token, in nats, with gradient if the entropy part is a bonus.
         selected [B, T]: tokens of the policy-gradient term (None: the tokens part selects them from these rows).

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from grpocli.tracking.run_dir import RunDir
 
 SETTLE = 5.0  # seconds after the first failure in which other processes may still report theirs
-GRACE = 1.0  # seconds between SIGTERM, which asks trainer processes to stop after their step, and SIGKILL
+GRACE = 1.0  # seconds between SIGTERM and SIGKILL; the file `stop` asks for a stop after the step
 POLL = 0.1
 POLL_SHARED = 1.0  # on a file system that all machines of the run poll
 KILLED = (

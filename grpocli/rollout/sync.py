@@ -76,7 +76,10 @@ class Sync:
 
 @part("sync", "auto")
 class AutoSync(Sync):
-    """The transport that fits: shm on a CPU; ipc if the server shares the trainer's GPUs; nccl to other GPUs."""
+    """The transport that fits: shm on a CPU; ipc if the server shares the trainer's GPUs; nccl to other GPUs.
+
+    ipc and nccl are tested with stand-ins, not yet on a GPU.
+    """
 
     def choose(self, servers: ServerLocation) -> str:
         if not servers.gpu or servers.shared is None:

@@ -41,7 +41,9 @@ CLOSE_SECONDS = 2.0
 
 @dataclass(slots=True)
 class Trainer:
-    """Trains a policy: `train` is the loop, `step` the algorithm as the papers write it.
+    """Trains a policy: `train` is the loop, `step` one step of the papers' algorithm in outline.
+
+    The loops over epochs and minibatches are in `Updater` (`update.py`), the objective in `grpocli/algorithm/`.
 
     state: the counters that a checkpoint saves. synced: the weight version that the engine has. metrics: of this step.
     """
@@ -98,7 +100,7 @@ class Trainer:
             self.checkpoint()
 
     def begin_step(self) -> None:
-        """Seed torch by the step's number, so that dropout repeats after a resume."""
+        """Seed torch by the step's number, so that a model or a reward that draws from it repeats after a resume."""
         torch.manual_seed(seed_of(self.run.seed, 2**32 - 2, self.state.step, self.world.rank))
         self.world.enter("start", self.state.step + 1)
 

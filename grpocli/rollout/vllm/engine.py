@@ -41,9 +41,10 @@ class Synchronizer(Protocol):
     """Sends the trained weights to the servers: `WeightSync` all of them, `AdapterSync` LoRA's updates. Collective."""
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Bring every server to the current weights and prove it. Raises EngineError in every process or in none.
+        """Bring every server to the current weights and verify it. Raises EngineError in every process or in none.
 
-        After an error servers hold their requests until a call succeeds or `release`.
+        After a failed transfer the servers hold their requests until a call succeeds or `release`. After a failed probe
+        they already run, and the caller discards their answers.
         """
         ...
 

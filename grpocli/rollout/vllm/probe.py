@@ -22,7 +22,7 @@ TOLERANCE = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.25}
 
 Measured, mean and worst: float32 3e-6 and 1e-5 (a tiny model). bfloat16 0.10 and 0.60 (SmolLM2-135M, the trainer
 under autocast with float32 weights; the probe's tokens are improbable, -15 nats, where rounding is coarsest). So
-in bfloat16 the probe finds wrong and missing tensors that move log-probs by more than that.
+in bfloat16 the probe finds wrong and missing tensors only if they move log-probs by more than 0.25 nats on average.
 """
 ON_GPU = {"float32": 2e-2}
 """On a GPU: vLLM's attention in float32 multiplies in TF32, to about 1e-3. Not measured yet."""
