@@ -81,7 +81,7 @@ class StopSignal:
 
     @contextmanager
     def immediately(self) -> Iterator[None]:
-        """A block in which a signal raises KeyboardInterrupt: the engine's launch, when there is nothing to save yet."""
+        """A block in which a signal raises KeyboardInterrupt: the engine's launch, with nothing to save yet."""
         self.immediate = True
         try:
             yield
