@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
+from contextlib import AbstractContextManager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from workloads import ALL, FIRST_WORD, Workload, own_tokenizer, peak, write_prom
 
 from grpocli.cli import main as grpocli
 from grpocli.config.parts import part
-from grpocli.rollout.engine import OnGroup, ignore
+from grpocli.rollout.engine import EnginePart, OnGroup, ignore
 from grpocli.types import Completion, Request, Sampling
 
 TRL = [  # the loss of TRL's defaults, so that both compute the same gradient
@@ -27,13 +27,10 @@ TRL = [  # the loss of TRL's defaults, so that both compute the same gradient
 
 
 @part("engine", "given")
-class Given:
+class Given(EnginePart):
     """An engine that returns the workload's completions."""
 
     workload: str = ""
-
-    def launch(self, job: object) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def connect(self, context: object) -> GivenEngine:
         return GivenEngine(ALL[self.workload])
@@ -71,7 +68,9 @@ def main() -> None:
         prompts, other, run = (Path(scratch) / name for name in ("prompts.jsonl", "held_out.jsonl", "run"))
         write_prompts(work.prompts(), prompts)
         write_prompts(["t5"], other)  # otherwise one of the other rows would be held out
-        engine = [f"engine={work.engine}"] if work.sampled else ["engine=given", f"engine.workload={name}"]
+        # the given completions have no log-probs of this model, so their gap to the trainer's says nothing
+        given = ["engine=given", f"engine.workload={name}", "rollout.max_prob_error=null"]
+        engine = [f"engine={work.engine}"] if work.sampled else given
         options = [
             *("model=hf", f"model.path={folder}", "model.dtype=bfloat16", *engine, *TRL),
             *("task=jsonl", f"task.path={prompts}", f"task.eval_path={other}", "task.answer_column=null"),
