@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+# Without bytecode, which some container images switch off, each process compiles torch, transformers and vLLM again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # uv looks where pip is configured to look, and nowhere else.
 UV := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(BIN)/uv pip install \
