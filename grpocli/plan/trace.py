@@ -9,8 +9,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -126,19 +127,22 @@ def _layer_bytes(run: Run, size: ModelSize, rows: MicroBatchShape, dtype: torch.
 
 def micro_batch(run: Run, config: Any, layers: int, rows: MicroBatchShape, dtype: torch.dtype) -> tuple[int, int, int]:
     """Bytes after the forward pass, at its peak, and at the peak of the backward pass; without gradients."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
+    fake = FakeTensorMode()
+    with FakeCopyMode(fake):  # building the rows from fake tensors takes several times as long
+        batch = deepcopy(_batch(rows))
     model = empty_model(with_layers(config, layers), run.model).train()
     if rows.packed:
         attention.enable(model, rows.prompt + rows.completion)
-    with FakeTensorMode():
+    with fake:
         _fake_weights(model, dtype if shares_weights(run) else torch.float32)
         if run.train.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         trained = [p for p in model.parameters() if p.requires_grad]
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
-        batch = _fake_batch(rows)
+        batch = batch if rows.packed else _with_mask(batch, rows)
         at_head = _ends_with_its_head(model)
         known = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if p.grad is not None)]
         with AllocationTracker(known) as allocated:
@@ -182,20 +186,22 @@ def _fake_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def _fake_batch(rows: MicroBatchShape) -> MicroBatch:
+def _batch(rows: MicroBatchShape) -> MicroBatch:
     made = [
         Row([number] * rows.prompt, [0] * rows.completion, [1] * rows.completion, 0.0, number, [0.0] * rows.completion)
         for number, group in enumerate(rows.groups)
         for _ in range(group)
     ]
     cpu = torch.device("cpu")
-    if rows.packed:
-        return replace(MicroBatch.build(made, cpu, Packed), layout=Packed.build(made, cpu, on_cpu=not rows.gpu))
-    batch, beside = MicroBatch.build(made, cpu, Padded), Padded.build(made, cpu)
+    batch = MicroBatch.build(made, cpu, Packed if rows.packed else Padded)
+    return replace(batch, layout=Packed.build(made, cpu, on_cpu=not rows.gpu)) if rows.packed else batch
+
+
+def _with_mask(batch: MicroBatch, rows: MicroBatchShape) -> MicroBatch:
+    """The padded batch with a mask of four dimensions, which transformers uses without reading its numbers."""
     length = rows.prompt + rows.completion
-    # transformers uses a mask of four dimensions as it is, and reads the numbers of one of two
     mask = torch.ones(rows.rows, 1, length, length, dtype=torch.bool)
-    return replace(batch, layout=replace(beside, attention_mask=mask))
+    return replace(batch, layout=replace(cast(Padded, batch.layout), attention_mask=mask))
 
 
 class AllocationTracker(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -63,6 +64,7 @@ DOCUMENTED = sorted(
 )
 
 
+@functools.cache
 def planned(*overrides: str, **asked: Any) -> Plan:
     return make_plan(build_run(compose(list(overrides))), DeviceOptions(**asked))
 
