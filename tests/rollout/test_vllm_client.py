@@ -138,11 +138,11 @@ def test_a_busy_server_gets_more_time(
 ) -> None:
     """A request may queue for longer than the timeout, but not forever."""
     monkeypatch.setattr(vllm_client, "HEARTBEAT", 0.05)
-    (client,) = clients_of(stand_in, timeout=0.3)
-    Busy(stand_in, seconds=1.5, **shows)
+    (client,) = clients_of(stand_in, timeout=0.1)
+    Busy(stand_in, seconds=0.4, **shows)
     assert asyncio.run(client.generate({}))
     Busy(stand_in, seconds=60, **shows)
-    with pytest.raises(ServerGone, match=r"within 10 times engine\.request_timeout=0\.3 s"):
+    with pytest.raises(ServerGone, match=r"within 10 times engine\.request_timeout=0\.1 s"):
         asyncio.run(client.generate({}))
     assert stand_in.now, "the request is still in flight"
 
@@ -155,14 +155,14 @@ def test_the_timeout_of_a_pause_is_not_extended_by_the_pause(stand_in: StandIn) 
 
 
 def test_answers_to_other_requests_show_that_a_server_works(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    Busy(stand_in, seconds=2)
-    (client,) = clients_of(stand_in, timeout=1)
+    Busy(stand_in, seconds=1)
+    (client,) = clients_of(stand_in, timeout=0.5)
     found: list[Any] = []
     slow = threading.Thread(target=lambda: found.append(asyncio.run(client.generate({"token_ids": [1]}))))
     slow.start()
     while slow.is_alive():
         asyncio.run(client.generate({"token_ids": [0]}))
-        time.sleep(0.1)
+        time.sleep(0.05)
     assert found
     assert client.lost is None
 

@@ -16,6 +16,7 @@ from rollout.vllm_tiny import Alone
 from grpocli.errors import EngineError, EngineGone
 from grpocli.progress import Watch
 from grpocli.rollout.engine import Listener
+from grpocli.rollout.vllm import client as vllm_client
 from grpocli.rollout.vllm import server_pool
 from grpocli.rollout.vllm.client import GENERATE, Client, Refused
 from grpocli.rollout.vllm.engine import VllmEngine
@@ -268,7 +269,9 @@ def test_a_server_that_dies_at_every_attempt_is_named(serve: Callable[..., Vllm]
         engine.generate(requests(1), Sampling(1))
 
 
-def test_a_stuck_server_is_lost_after_the_timeout(serve: Callable[..., Vllm]) -> None:
+def test_a_stuck_server_is_lost_after_the_timeout(serve: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_client, "HEARTBEAT", 0.05)
+    monkeypatch.setattr(vllm_client, "CONNECT_TIMEOUT", 0.3)
     hangs, lives = serve(), serve()
     hangs.answer = lambda path, body: (200, {}) if path == "/health" or hangs.closed.wait(60) else (500, {})
     engine, _ = engine_of([hangs], Comes(lives))
