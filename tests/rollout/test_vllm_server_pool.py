@@ -16,8 +16,7 @@ from rollout.vllm_tiny import Alone
 from grpocli.errors import EngineError, EngineGone
 from grpocli.progress import Watch
 from grpocli.rollout.engine import Listener
-from grpocli.rollout.vllm import client as vllm_client
-from grpocli.rollout.vllm import server_pool
+from grpocli.rollout.vllm import liveness, server_pool
 from grpocli.rollout.vllm.client import GENERATE, Client, Refused
 from grpocli.rollout.vllm.engine import VllmEngine
 from grpocli.rollout.vllm.server_files import Endpoint
@@ -270,8 +269,7 @@ def test_a_server_that_dies_at_every_attempt_is_named(serve: Callable[..., Vllm]
 
 
 def test_a_stuck_server_is_lost_after_the_timeout(serve: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_client, "HEARTBEAT", 0.05)
-    monkeypatch.setattr(vllm_client, "CONNECT_TIMEOUT", 0.3)
+    monkeypatch.setattr(liveness, "CHECK_TIMEOUT", 0.1)
     hangs, lives = serve(), serve()
     hangs.answer = lambda path, body: (200, {}) if path == "/health" or hangs.closed.wait(60) else (500, {})
     engine, _ = engine_of([hangs], Comes(lives))
