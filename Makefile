@@ -21,8 +21,8 @@ help: ## list the targets
 train: $(VENV)/.ready-to-train ## make the environment and run the default training (ARGS="algorithm=dapo ..." adds overrides)
 	$(BIN)/grpocli train $(ARGS)
 
-test-fast: setup ## the tests without processes, vLLM, whole runs and long tables: under two minutes on two cores
-	$(TESTS) -m "not (processes or vllm or table or survival or slurm or zero or parity)" $(ARGS)
+test-fast: setup ## the tests without processes, vLLM, whole runs and slow ones: under two minutes on two cores
+	$(TESTS) -m "not (processes or vllm or slow or survival or slurm or zero or parity)" $(ARGS)
 
 test: setup ## every test that runs anywhere, real vLLM included: under ten minutes on two cores
 	$(TESTS) $(ARGS)

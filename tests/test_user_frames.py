@@ -171,6 +171,7 @@ def test_the_traceback_is_included_on_request(kind: str, monkeypatch: pytest.Mon
     assert "Traceback (most recent call last)" in message()
 
 
+@pytest.mark.slow
 def test_without_user_code_no_line_is_named() -> None:
     assert where(ValueError("x")) == where(thrown(json.loads, "{")) == where(thrown(compose, ["lr=1"])) == ""
 

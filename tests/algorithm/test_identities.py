@@ -41,6 +41,7 @@ def token_mean(scope: str) -> Algorithm:
     return built("algorithm=grpo", "algorithm/aggregate=token_mean", f"algorithm.aggregate.scope={scope}")
 
 
+@pytest.mark.slow
 @given(window=windows())
 @few
 def test_a_token_mean_by_micro_batch_with_a_group_in_each_is_one_by_group(window: Window) -> None:
@@ -142,6 +143,7 @@ def test_difficulty_weights_sum_to_the_number_of_informative_groups(window: Wind
 # DAPO and GRPO.
 
 
+@pytest.mark.slow
 @given(window=windows(), split=splits())
 @few
 def test_dapo_with_equal_clips_and_no_filter_is_grpo_with_a_token_mean(
@@ -218,6 +220,7 @@ def test_a_correction_carries_no_gradient(name: str) -> None:
     assert by_sampler is None
 
 
+@pytest.mark.slow
 @given(window=windows())
 @few
 def test_leave_one_out_is_the_centred_score_times_n_over_n_minus_1(window: Window) -> None:
@@ -231,6 +234,7 @@ def test_leave_one_out_is_the_centred_score_times_n_over_n_minus_1(window: Windo
     torch.testing.assert_close(rloo * (n - 1), center * n, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.slow
 @given(window=windows())
 @few
 def test_a_completion_without_a_score_is_left_out_of_its_group(window: Window) -> None:

@@ -33,6 +33,7 @@ def test_the_api_needs_neither_vllm_nor_transformers_nor_the_command_line() -> N
     assert done.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_hydra_app_keeps_its_own_hydra(tmp_path: Path) -> None:
     from hydra import compose, initialize_config_dir
 
@@ -138,6 +139,7 @@ def test_group_ids_are_optional_if_groups_do_not_matter(choice: str) -> None:
     assert sum(parts).item() == pytest.approx(whole.item())
 
 
+@pytest.mark.slow
 def test_a_length_from_the_default_run_gives_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert grpocli.build_algorithm("algorithm=drgrpo", "algorithm.aggregate.length=3000").aggregate.length == 3000

@@ -39,6 +39,7 @@ def test_two_objectives_are_compared(grpocli: Command) -> None:
     assert "std_G" not in out, "both divide by the standard deviation"
 
 
+@pytest.mark.slow
 def test_markdown_is_printed(grpocli: Command) -> None:
     _, out, _ = grpocli("explain", "--markdown", "algorithm=dapo")
     assert out.startswith("`grpocli explain algorithm=dapo`\n\n```text\n")
@@ -47,6 +48,7 @@ def test_markdown_is_printed(grpocli: Command) -> None:
     assert "| `algorithm/keep` | dynamic | all |" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", ["lr=3", "algorithm=gspo", "algorithm.objective.dual=0.5", "task=jsonl", "seed=["])
 def test_errors_equal_those_of_train(bad: str, grpocli: Command, tmp_path: Path) -> None:
     train = grpocli("train", bad, f"hydra.run.dir={tmp_path}/run")
@@ -90,6 +92,7 @@ def test_a_user_part_is_explained(grpocli: Command, tmp_path: Path, monkeypatch:
     assert "−A log π, no ratio at all." in out
 
 
+@pytest.mark.slow
 def test_an_existing_run_is_explained(grpocli: Command, tmp_path: Path) -> None:
     overrides = ["algorithm=dgpo", "algorithm.question_weight.temperature=5"]
     (tmp_path / "run" / ".hydra").mkdir(parents=True)

@@ -77,6 +77,7 @@ def untouched(run: RunDir) -> Iterator[None]:
     assert digest(run.path.parent) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_refused_command_changes_nothing(kind: str, grpocli, run: RunDir, untouched: None) -> None:
     argv = [word.format(run=run.path, sweep=run.path.parent) for word in REFUSED[kind]]
@@ -85,6 +86,7 @@ def test_a_refused_command_changes_nothing(kind: str, grpocli, run: RunDir, unto
     assert err.startswith("grpocli: error: ")
 
 
+@pytest.mark.slow
 def test_a_refused_resume_of_a_running_run_changes_nothing(grpocli, run: RunDir, untouched: None) -> None:
     with run.locked():
         code, _, err = grpocli("train", f"resume={run.path}", "train.steps=4", "engine=transformers")
@@ -92,6 +94,7 @@ def test_a_refused_resume_of_a_running_run_changes_nothing(grpocli, run: RunDir,
     assert f"resume={run.path}: another process is running in it" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv", [["--cfg", "job"], ["--cfg", "hydra"], ["--cfg", "all"]])
 def test_printing_changes_nothing(argv: list[str], grpocli, run: RunDir, untouched: None) -> None:
     for given in (f"hydra.run.dir={run.path}", f"resume={run.path}"):
@@ -107,6 +110,7 @@ def test_a_resume_of_a_finished_run_changes_nothing(grpocli, tmp_path: Path) -> 
     assert digest(run.path) == before
 
 
+@pytest.mark.slow
 def test_a_new_run_that_cannot_work_leaves_no_folder(grpocli, tmp_path: Path) -> None:
     for argv in (["task=jsonl", "task.path=none.jsonl"], ["-m", "eval.reward=nothing", "hydra.sweep.dir=sweep"]):
         assert grpocli("train", "hydra.run.dir=run", *argv)[0] == 2

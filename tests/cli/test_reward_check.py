@@ -9,6 +9,7 @@ import pytest
 LINES = '{"prompt": "1+1", "answer": "2"}\n{"prompt": "x", "answer": "%s"}\n{"prompt": "2+1", "answer": "3"}\n'
 
 
+@pytest.mark.slow
 def test_agreeing_rewards_are_reported(grpocli) -> None:
     code, out, err = grpocli("reward-check", "task=[arithmetic,countdown]", "reward=[exact_match,countdown,format]",
                              "task.arithmetic.rewards=[exact_match]", "task.countdown.rewards=[countdown,format]",

@@ -55,6 +55,7 @@ def test_the_algorithms_are_composed_of_their_parts(algorithm: str) -> None:
     assert name(a.correction) == "AutoCorrection"
 
 
+@pytest.mark.slow
 def test_dapo_punishes_length_after_the_accuracy_reward() -> None:
     rewards = compose(["algorithm=dapo"]).reward
     assert {name: reward.weight for name, reward in rewards.items()} == {"exact_match": 1.0, "overlong": 0.5}

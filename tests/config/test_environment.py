@@ -89,6 +89,7 @@ def again(folder: Path, *given: str) -> DictConfig:
     return resume.merged(compose([o for o in resume.overrides([]) if not o.startswith(("resume", "hydra"))]))
 
 
+@pytest.mark.slow
 def test_a_resume_keeps_old_and_new_overrides(tmp_path: Path) -> None:
     begun(tmp_path, "rollout.stop=['${oc.env:MY_SECRET}']")
     merged = again(tmp_path, "seed=${oc.env:MY_NUMBER}", "train.steps=7")
@@ -100,6 +101,7 @@ def test_a_resume_keeps_old_and_new_overrides(tmp_path: Path) -> None:
     assert (run.rollout.stop, run.seed, run.train.steps) == ([SECRET], 7, 7)
 
 
+@pytest.mark.slow
 def test_an_unset_variable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun(tmp_path, "rollout.stop=['${oc.env:MY_SECRET}']")
     monkeypatch.delenv("MY_SECRET")

@@ -108,6 +108,7 @@ def test_escapes_are_read_in_each_value_of_a_sweep() -> None:
     assert typed([r'task.prefix="a\n","b"']) == ['task.prefix="a\n","b"']
 
 
+@pytest.mark.slow
 def test_a_resume_keeps_the_text(tmp_path: Path) -> None:
     began = typed([*JSONL, r'task.prefix="one\ntwo \\n"'])
     assert began[-1] == 'task.prefix="one\ntwo \\n"'
@@ -187,6 +188,7 @@ def test_a_model_path_keeps_the_model_of_a_recipe() -> None:
     assert rewritten(["model.path=mine"], "vllm_serve") == ["model=hf", "model.path=mine"]
 
 
+@pytest.mark.slow
 def test_a_sweep_may_mix_models_by_name_and_by_path(grpocli: Run, tmp_path: Path) -> None:
     code, _, err = grpocli(
         "train", "-m", "model=hf,Qwen/Qwen2.5-0.5B", "train.steps=0", f"hydra.sweep.dir={tmp_path}/s"

@@ -28,6 +28,7 @@ def again(resume: Resume) -> Run:
     return build_run(resume.merged(compose([o for o in resume.overrides([]) if not o.startswith(("resume", "hydra"))])))
 
 
+@pytest.mark.slow
 def test_a_folder_name_may_have_quotes(tmp_path: Path) -> None:
     folder = tmp_path / """it's a "run" \\"""
     folder.mkdir()
@@ -44,11 +45,13 @@ def test_a_changed_default_choice_does_not_change_the_run(tmp_path: Path) -> Non
     assert run.train.steps == 7
 
 
+@pytest.mark.slow
 def test_an_override_changes_the_run(tmp_path: Path) -> None:
     run = resumed(tmp_path, ["algorithm/correction=none"], ["algorithm/correction=token_mask"])
     assert run.algorithm.correction == TokenMask()
 
 
+@pytest.mark.slow
 def test_a_key_that_follows_an_override_follows_it(tmp_path: Path) -> None:
     run = resumed(tmp_path, ["engine=vllm"], ["rollout.max_staleness=1"])
     assert run.algorithm.corrects
@@ -56,6 +59,7 @@ def test_a_key_that_follows_an_override_follows_it(tmp_path: Path) -> None:
     assert resumed_length(tmp_path / "b", "algorithm.aggregate.length=20") == 20
 
 
+@pytest.mark.slow
 def test_another_algorithm_drops_the_keys_that_it_lacks(tmp_path: Path) -> None:
     given = ["algorithm=dapo", "reward.overlong.buffer_tokens=2"]
     config = compose(given)
@@ -89,6 +93,7 @@ HYDRA_S = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recorded", HYDRA_S)
 def test_a_run_of_an_earlier_version_is_read_from_its_config(tmp_path: Path, recorded: str) -> None:
     """Its config has no `overrides`, and Hydra's record of them may be damaged."""

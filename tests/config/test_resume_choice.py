@@ -45,6 +45,7 @@ def test_unchanged_parts_keep_their_overrides(tmp_path: Path, given: list[str], 
     assert again(tmp_path, REWARDS, given) == [*left, *given]
 
 
+@pytest.mark.slow
 def test_the_next_resume_keeps_the_overrides_of_this_one(tmp_path: Path) -> None:
     config = compose(REWARDS)
     config.overrides = REWARDS

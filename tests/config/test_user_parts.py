@@ -288,6 +288,7 @@ def test_files_of_the_same_name_are_two_modules() -> None:
     assert scales == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_sweep_over_user_parts_can_be_printed(
     grpocli: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

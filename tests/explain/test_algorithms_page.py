@@ -18,10 +18,12 @@ def page() -> str:
     return document()
 
 
+@pytest.mark.slow
 def test_the_page_is_current(page: str) -> None:
     assert page == PAGE.read_text(), "docs/algorithms.md differs from the code: run make docs"
 
 
+@pytest.mark.slow
 def test_the_page_is_written(tmp_path: Path, page: str) -> None:
     assert main([str(tmp_path / "page.md")]) == 0
     assert (tmp_path / "page.md").read_text() == page

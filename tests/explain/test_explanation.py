@@ -122,6 +122,7 @@ def test_other_changes_of_the_distribution_are_named() -> None:
     assert not any("ν" in line or "regex" in line for line in section(explained(), "sampling"))
 
 
+@pytest.mark.slow
 def test_explain_compares_the_weight_of_the_length_penalty_with_the_paper() -> None:
     def note(*overrides: str) -> str:
         return next(s.note for s in explained("algorithm=dapo", *overrides).sections if s.label == "score")
@@ -133,6 +134,7 @@ def test_explain_compares_the_weight_of_the_length_penalty_with_the_paper() -> N
     assert "equation 7" not in note("~reward@reward.overlong")
 
 
+@pytest.mark.slow
 def test_explain_names_the_reward_by_which_groups_are_kept() -> None:
     def named(*overrides: str) -> str:
         shown = explained("algorithm=dapo", *overrides)
@@ -147,6 +149,7 @@ def test_explain_names_the_reward_by_which_groups_are_kept() -> None:
     )
 
 
+@pytest.mark.slow
 def test_older_weights_are_corrected_for() -> None:
     """If completions are sampled ahead, there is a correction; otherwise the sampler is the old policy."""
     ahead = ["engine=vllm", "rollout.max_staleness=2"]

@@ -63,6 +63,7 @@ def test_the_model_is_small_and_keeps_the_global_generator_unchanged() -> None:
     assert sum(p.numel() for p in model.parameters()) < 500_000
 
 
+@pytest.mark.slow
 def test_prepare_is_deterministic_and_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_folder: Path
 ) -> None:
@@ -90,6 +91,7 @@ def test_the_prepared_folder_loads(cache_folder: Path) -> None:
     assert tokenizer.decode(tokenizer("a  b ,c").input_ids) == "a  b ,c"
 
 
+@pytest.mark.slow
 def test_progress_ends_at_one(cache_folder: Path) -> None:
     seen: list[tuple[float, str]] = []
     Tiny(warm_start_steps=4).prepare(lambda fraction, text: seen.append((fraction, text)))
@@ -102,6 +104,7 @@ def test_every_setting_changes_the_hash() -> None:
     assert content_hash(Tiny(dtype="bfloat16")) == content_hash(Tiny())
 
 
+@pytest.mark.slow
 def test_the_warm_start_teaches_digits_and_restores_the_threads() -> None:
     threads = torch.get_num_threads()
     model, examples = make_model(seed=0), Arithmetic(digits=1).examples("train")

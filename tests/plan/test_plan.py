@@ -92,6 +92,7 @@ def test_models_of_the_config_group_have_their_published_size(model: str) -> Non
     assert find_model_size(build_run(compose([f"model={model}"])).model).parameters == PUBLISHED[model]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", DOCUMENTED)
 def test_documented_commands_need_no_network(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_network(*_: Any, **__: Any) -> Any:
@@ -103,6 +104,7 @@ def test_documented_commands_need_no_network(command: str, monkeypatch: pytest.M
     assert find_model_size(build_run(compose(args.overrides)).model).parameters > 0
 
 
+@pytest.mark.slow
 def test_max_num_seqs_follows_vllm_defaults_for_the_device() -> None:
     """vLLM 0.32's engine/arg_utils.py: more parallel sequences mean fewer rounds of decoding."""
     on_gpu = ("engine=vllm", "hardware.device=cuda", "rollout.prompts_per_step=64", "rollout.group_size=16")
@@ -113,6 +115,7 @@ def test_max_num_seqs_follows_vllm_defaults_for_the_device() -> None:
     assert given[decoding] == pytest.approx(small[decoding])
 
 
+@pytest.mark.slow
 def test_float32_is_15_times_slower_on_a_gpu_and_twice_on_a_cpu(config_only: list[str]) -> None:
     def seconds(device: str, dtype: str) -> float:
         options = (*config_only, "engine=transformers", f"hardware.device={device}", f"model.dtype={dtype}")
@@ -134,6 +137,7 @@ def test_sizes_equal_those_of_the_model_in_memory(config_only: list[str]) -> Non
     assert size.cache_per_token * 3 == cached
 
 
+@pytest.mark.slow
 def test_lora_trains_only_its_updates(config_only: list[str]) -> None:
     from grpocli.models.lora import Lora, attach
 
@@ -146,6 +150,7 @@ def test_lora_trains_only_its_updates(config_only: list[str]) -> None:
     assert update(plan, "reference model") == 0, "the base model is its own reference"
 
 
+@pytest.mark.slow
 def test_sharding_divides_state_by_processes(on_gpus: list[str]) -> None:
     ddp, zero2, zero3, fsdp2 = (
         planned(
@@ -165,6 +170,7 @@ def test_sharding_divides_state_by_processes(on_gpus: list[str]) -> None:
         assert update(plan, "cast weights") == 0
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_and_smaller_micro_batches_save_activations(config_only: list[str]) -> None:
     plain = planned(*config_only)
     checked = planned(*config_only, "train.gradient_checkpointing=true")
@@ -173,6 +179,7 @@ def test_gradient_checkpointing_and_smaller_micro_batches_save_activations(confi
     assert update(half, "activations") == pytest.approx(update(plain, "activations") / 2, rel=0.02)
 
 
+@pytest.mark.slow
 def test_layers_of_deep_models_are_extrapolated(config_only: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = [*config_only, "model.dtype=bfloat16"]
     whole = planned(*overrides)
@@ -194,6 +201,7 @@ def test_the_tracker_counts_live_bytes() -> None:
     del two
 
 
+@pytest.mark.slow
 def test_the_72b_recipe_fits_its_five_nodes() -> None:
     plan = planned("recipe=qwen2.5-72b-slurm")
     assert (plan.resources.trainers, plan.resources.servers, plan.resources.tensor_parallel) == (32, 1, 8)
@@ -201,12 +209,14 @@ def test_the_72b_recipe_fits_its_five_nodes() -> None:
     assert plan.fits
 
 
+@pytest.mark.slow
 def test_flops_are_six_for_each_parameter_and_token(config_only: list[str]) -> None:
     plan = planned(*config_only, "algorithm=drgrpo", "rollout.max_prompt_tokens=1", "rollout.max_completion_tokens=31")
     expected = 6 * plan.size.parameters * plan.work.tokens
     assert plan.work.forward + plan.work.backward == pytest.approx(expected, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_shared_gpu_holds_trainer_and_server(config_only: list[str]) -> None:
     plan = planned(*config_only, "engine=vllm", "engine.gpu_memory_utilization=0.5", "hardware.device=cuda", memory=40)
     _, server = plan.devices
@@ -260,6 +270,7 @@ def _peak(folder: Path, *overrides: str) -> int:
     return int(ended.stdout) * 1024
 
 
+@pytest.mark.slow
 def test_episodes_double_the_kv_cache() -> None:
     def cache(*overrides: str) -> float:
         items = planned("engine=transformers", "task=sliding_puzzle", *overrides).devices[0].items
@@ -268,6 +279,7 @@ def test_episodes_double_the_kv_cache() -> None:
     assert cache() == 2 * cache("task.environment.turns=1") > 0
 
 
+@pytest.mark.slow
 def test_the_command_reports_whether_a_run_fits(grpocli: Command, config_only: list[str]) -> None:
     code, out, err = grpocli("plan", *config_only)
     assert code == 0
@@ -283,6 +295,7 @@ def test_the_command_reports_whether_a_run_fits(grpocli: Command, config_only: l
     assert "\n  train.gradient_checkpointing=true: fits, " in out
 
 
+@pytest.mark.slow
 def test_the_plan_is_printed_as_json(grpocli: Command, config_only: list[str]) -> None:
     code, out, _ = grpocli("plan", "--json", *config_only)
     found = json.loads(out)
@@ -294,6 +307,7 @@ def test_the_plan_is_printed_as_json(grpocli: Command, config_only: list[str]) -
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", ["lr=3", "algorithm=gspo", "task=jsonl", "seed=["])
 def test_errors_equal_those_of_train(bad: str, grpocli: Command, tmp_path: Path) -> None:
     train = grpocli("train", bad, f"hydra.run.dir={tmp_path}/run")
@@ -328,12 +342,14 @@ def test_help_names_the_exit_code(grpocli: Command) -> None:
     assert "Exit code 1: it does not fit." in out
 
 
+@pytest.mark.slow
 def test_a_config_without_a_causal_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(ConfigError, match="transformers cannot build a model from its config"):
         planned("model=hf", f"model.path={tmp_path}")
 
 
+@pytest.mark.slow
 def test_training_and_vllm_machines_are_separate_devices() -> None:
     machines = ["hardware=multinode", "hardware.train_nodes=2", "hardware.rollout_nodes=3", "engine=vllm"]
     cpus = planned(*machines, "hardware.device=cpu", "hardware.devices_per_node=4", "engine.replicas=2")

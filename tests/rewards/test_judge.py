@@ -126,6 +126,7 @@ def test_scores_are_read_and_clipped(endpoint: Endpoint, monkeypatch: pytest.Mon
     assert endpoint.keys == {"Bearer secret"}
 
 
+@pytest.mark.slow
 def test_temporary_errors_are_retried(endpoint: Endpoint) -> None:
     assert judge(endpoint)(samples("busy", "late", "drops")) == [0.0, 0.0, 0.0]
     assert endpoint.tries == {"busy": 3, "late": 2, "drops": 2}
@@ -162,6 +163,7 @@ def test_an_unavailable_judge_ends_the_run_with_a_checkpoint(
     assert (type(caught.value), isinstance(caught.value, ServiceGone)) == (kind, kind is RewardGone)
 
 
+@pytest.mark.slow
 def test_requests_are_concurrent_up_to_the_limit(endpoint: Endpoint) -> None:
     assert judge(endpoint, concurrency=5, timeout=30.0)(samples(*["slow"] * 20)) == [1.0] * 20
     assert 1 < endpoint.most <= 5

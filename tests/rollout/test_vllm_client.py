@@ -154,6 +154,7 @@ def test_the_timeout_of_a_pause_is_not_extended_by_the_pause(stand_in: StandIn) 
         client.pause()
 
 
+@pytest.mark.slow
 def test_answers_to_other_requests_show_that_a_server_works(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     Busy(stand_in, seconds=1)
     (client,) = clients_of(stand_in, timeout=0.5)
@@ -442,6 +443,7 @@ def test_an_update_of_weights_is_not_retried_alone(stand_in: StandIn, patient: C
     assert set(troubled.calls.values()) == {1}
 
 
+@pytest.mark.slow
 def test_a_sync_that_meets_a_busy_server_is_repeated(stand_in: StandIn, patient: Client) -> None:
     troubled, tried = Troubled(stand_in, 503, times=2), list[int]()
 

@@ -128,6 +128,7 @@ def test_a_config_folder_is_passed_to_the_job(grpocli: Command, tmp_path: Path) 
     assert f'TRAIN=("$PYTHON" -m grpocli train --config-dir {tmp_path}/mine "resume=$RUN_DIR")' in script
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "said"),
     table(
@@ -160,6 +161,7 @@ def test_bad_input_gives_a_one_sentence_error_and_no_run(
     assert "#SBATCH" not in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", table(["a'b", 'a"b', "a\\b"], fast=1))
 def test_a_folder_name_that_a_shell_would_change_is_refused(grpocli: Command, tmp_path: Path, name: str) -> None:
     quoted = name.replace("\\", "\\\\").replace("'", "\\'")
@@ -192,6 +194,7 @@ def test_time_limits_are_read_as_sbatch_reads_them(time: str, wanted: int) -> No
     assert seconds(time) == wanted
 
 
+@pytest.mark.slow
 def test_without_slurm_nothing_is_written(grpocli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     code, _, err = grpocli("train", "-m", "hydra/launcher=slurm", "hydra.sweep.dir=sweep")

@@ -31,6 +31,7 @@ def test_splits_are_reproducible_and_disjoint(task: Any) -> None:
     assert held_out[:5] == task(train_size=3, eval_size=5).examples("eval")
 
 
+@pytest.mark.slow
 def test_settings_without_evaluation_examples_give_a_one_sentence_error() -> None:
     assert SlidingPuzzles(shuffles=1).examples("train")
     with pytest.raises(ConfigError, match="these settings leave no example for eval"):

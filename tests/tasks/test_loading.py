@@ -27,6 +27,7 @@ def test_json_values_are_not_changed(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_csv_and_parquet_are_read(tmp_path: Path, cache_folder: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet

@@ -67,6 +67,7 @@ def test_task_name_renames_the_only_task() -> None:
     assert list(tasks_of(run_of("task=hub", "task.path=a/b", "task.task_name=ours").task)) == ["ours"]
 
 
+@pytest.mark.slow
 def test_the_error_limit_of_a_task_names_its_key() -> None:
     assert limits_of(run_of("task=[arithmetic,gsm8k]", "task.gsm8k.max_reward_errors=0.5").task) == {
         "gsm8k": ErrorLimit("task.gsm8k.max_reward_errors", 0.5)

@@ -147,6 +147,7 @@ def test_a_file_system_without_locks_is_used_with_a_warning(
         assert "a second process is not kept out" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_resume_waits_for_trainer_processes_that_outlive_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda name: name)
 
 
+@pytest.mark.slow
 def test_every_tracker_of_accelerate_has_a_name_here(all_installed: None) -> None:
     assert set(TRACKERS) == set(LOGGER_TYPE_TO_CLASS)
     assert {p.stem for p in (Path(conf_dir()) / "tracker").glob("*.yaml")} == {"none", "accelerate", *TRACKERS}

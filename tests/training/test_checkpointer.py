@@ -108,6 +108,7 @@ def test_rollouts_are_sampled_while_a_checkpoint_is_written(
     assert ["time/checkpoint" in row for row in rows] == [False, True, True]
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_before_another_update(
     grpocli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -192,6 +192,7 @@ def test_a_damaged_carried_completion_is_refused(damage: dict[str, torch.Tensor]
         saved_rollouts.load(tmp_path, prompt, 2, ["r"], max_groups=3)
 
 
+@pytest.mark.slow
 def test_a_group_can_be_kept_by_one_reward_alone() -> None:
     """DAPO keeps groups by accuracy, the first reward: a difference in length says nothing about the answer."""
     rewards = {"accuracy": torch.tensor([[1.0, 1.0], [0.0, 1.0]]), "overlong": torch.tensor([[0.0, -0.5], [0.0, 0.0]])}

@@ -165,6 +165,7 @@ class Everything(Updater):
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "groups"),
     table(
