@@ -124,7 +124,7 @@ class Status(StrEnum):
     """algorithm.keep dropped its group: all completions scored the same."""
     SURPLUS = "surplus"
     """Its group was kept, but the step had enough groups."""
-    CARRIED = "carried"
+    LEFTOVER = "carried"
     """As surplus, but the next step trains on it (algorithm.keep.surplus=carry)."""
     STALE = "stale"
     """Its weight version is older than rollout.max_staleness allows."""

@@ -55,8 +55,8 @@ def build_trainer(
     _choose_layout(run, world, policy, reference, recorder)
 
     def recover() -> None:
-        """Send the weights again. In the main thread, because an update may be changing them in this moment."""
-        trainer.prefetcher.run_in_main_thread(trainer.send_weights)
+        """Sync the engine again, in the main thread because an update may be changing the weights."""
+        trainer.prefetcher.run_in_main_thread(trainer.sync_now)
 
     engine = _engine(run, job, policy, data, world, stop, recover)
     scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards, limits_of(run.task))
@@ -76,7 +76,7 @@ def build_trainer(
             collector, world, run.rollout, run.train.steps, state.step, _ready(run, collector, resume)
         ),
         updater=loaded.updater,
-        check=UpdateChecks(run, recorder.run_dir, policy, world),
+        update_checks=UpdateChecks(run, recorder.run_dir, policy, world),
         evaluator=_evaluator(run, sampler, data, Watch(recorder.progress_of("eval"), stop.asked_lately)),
         recorder=recorder,
         checkpointer=_checkpointer(run, world, loaded, data, recorder),
@@ -157,7 +157,7 @@ def _engine(
     stop: StopSignal,
     recover: Callable[[], None],
 ) -> Engine:
-    """Connect the engine. recover: sends the weights again, to an engine that was lost and is back."""
+    """Connect the engine. recover: syncs an engine that was lost and is back."""
     rollout = run.rollout
     context = EngineContext(
         job,
@@ -209,7 +209,7 @@ def _collector(
         sampler=sampler,
         algorithm=algorithm,
         draw=data.draw,
-        weights={name: reward.weight for name, reward in run.reward.items()},
+        reward_weights={name: reward.weight for name, reward in run.reward.items()},
         accuracy_rewards=accuracy_rewards_of(run),
         prompts_per_step=run.rollout.prompts_per_step,
         group_size=run.rollout.group_size,
@@ -217,7 +217,7 @@ def _collector(
         seed=run.seed,
         draws=draws,
         leftover=leftover,
-        keeps_rest=sampler.world.is_main,
+        keeps_untrained=sampler.world.is_main,
         watch=Watch(recorder.progress_of("rollout")),
     )
 
@@ -225,7 +225,8 @@ def _collector(
 def _leftover(run: Run, data: PromptSource, resume: Path | None) -> list[Group]:
     if resume is None:
         return []
-    return saved_rollouts.load(resume, data.draw, run.rollout.group_size, run.reward, run.rollout.prompts_per_step)
+    rollout = run.rollout
+    return saved_rollouts.load_leftover(resume, data.draw, rollout.group_size, run.reward, rollout.prompts_per_step)
 
 
 def _ready(run: Run, collector: Collector, resume: Path | None) -> list[RolloutBatch]:
@@ -233,7 +234,7 @@ def _ready(run: Run, collector: Collector, resume: Path | None) -> list[RolloutB
     if resume is None:
         return []
     with restoring(resume):
-        return saved_rollouts.load_steps(resume, collector, wanted=run.rollout.max_staleness > 0)
+        return saved_rollouts.load_prefetched(resume, collector, wanted=run.rollout.max_staleness > 0)
 
 
 def _updater(

@@ -75,16 +75,16 @@ class State:
 class Contents:
     """The contents of a checkpoint beside `State`.
 
-    reference: None unless it changes in training. carried: groups that the next step trains on first. ahead: batches of
-    the next steps.
+    reference: None unless it changes in training. leftover: groups that the next step trains on first. prefetched:
+    batches of the next steps.
     """
 
     policy: Policy
     optimizer: Any
     tokenizer: PreTrainedTokenizerBase
     reference: Reference | None = None
-    carried: Sequence[Group] = ()
-    ahead: Sequence[RolloutBatch] = ()
+    leftover: Sequence[Group] = ()
+    prefetched: Sequence[RolloutBatch] = ()
 
 
 def save(path: Path, state: State, contents: Contents, world: World, progress: Progress = unreported) -> None:
@@ -108,8 +108,8 @@ def save(path: Path, state: State, contents: Contents, world: World, progress: P
         _write_optimizer(folder, policy, contents.optimizer, world)
         if world.is_main:
             contents.tokenizer.save_pretrained(folder)
-            saved_rollouts.save(contents.carried, folder)
-            saved_rollouts.save_steps(contents.ahead, folder)
+            saved_rollouts.save_leftover(contents.leftover, folder)
+            saved_rollouts.save_prefetched(contents.prefetched, folder)
             (folder / STATE).write_text(json.dumps(asdict(state) | {CHECKSUMS: checksums.INDEX}, indent=2))
         progress(0, 0, "checksums")
         checksums.write(folder, world)

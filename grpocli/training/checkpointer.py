@@ -104,10 +104,10 @@ class Checkpointer:
     progress: Progress
     writer: BackgroundWriter
 
-    def save(self, state: checkpoint.State, leftover: Sequence[Group], ahead: Sequence[RolloutBatch]) -> None:
+    def save(self, state: checkpoint.State, leftover: Sequence[Group], prefetched: Sequence[RolloutBatch]) -> None:
         """Start to save. The policy, optimizer and reference must not change until `wait` returns."""
         contents = checkpoint.Contents(
-            self.policy, self.optimizer, self.tokenizer, self.reference, tuple(leftover), tuple(ahead)
+            self.policy, self.optimizer, self.tokenizer, self.reference, tuple(leftover), tuple(prefetched)
         )
         path = self.run_dir.checkpoint(state.step)
         self.writer.start(

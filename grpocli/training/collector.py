@@ -102,15 +102,15 @@ class RolloutBatch:
     """The groups that one step trains on, with statistics of everything that was sampled for it.
 
     metrics: of this step alone; the trainer adds the earlier steps to `num_tokens`. remarks: see `Scorer.warnings`.
-    rest: groups that the step does not train on, with the reason, for the rollout file; in the main process only.
-    leftover: uids of the groups that were sampled for the step before.
+    untrained: groups that the step does not train on, with the reason, for the rollout file; in the main process only.
+    leftover_uids: of the groups that were sampled for the step before.
     """
 
     groups: list[Group]
     metrics: dict[str, float]
     remarks: Mapping[str, str] = field(default_factory=dict)
-    rest: list[tuple[Status, Group]] = field(default_factory=list)
-    leftover: frozenset[str] = frozenset()
+    untrained: list[tuple[Status, Group]] = field(default_factory=list)
+    leftover_uids: frozenset[str] = frozenset()
 
 
 MAX_REFILL = 4
@@ -219,14 +219,14 @@ class Collector:
 
     draw: the prompt of a draw number. accuracy_rewards: the name of each task's accuracy reward. draws, leftover: the
     state to save: the number of prompts drawn, and groups that the last step kept beyond what it needed, which the next
-    one trains on first. keeps_rest: whether `RolloutBatch.rest` is filled, which is at most MAX_REFILL times
+    one trains on first. keeps_untrained: whether `RolloutBatch.untrained` is filled, which is at most MAX_REFILL times
     `max_rounds` steps' worth of groups. watch: gets the progress of a step's sampling.
     """
 
     sampler: Sampler
     algorithm: Algorithm
     draw: Callable[[int], Prompt]
-    weights: dict[str, float]
+    reward_weights: dict[str, float]
     prompts_per_step: int
     group_size: int
     sampling: Sampling
@@ -234,7 +234,7 @@ class Collector:
     draws: int = 0
     leftover: list[Group] = field(default_factory=list)
     accuracy_rewards: Mapping[str, str] = field(default_factory=dict)
-    keeps_rest: bool = True
+    keeps_untrained: bool = True
     watch: Watch = UNWATCHED
 
     def collect(self) -> RolloutBatch:
@@ -254,81 +254,82 @@ class Collector:
         if not groups:
             return torch.zeros(0, self.group_size, dtype=torch.float64)
         accuracy = self._accuracy([group.prompt.task for group in groups])
-        return self.algorithm.advantages(rewards_of(groups, list(self.weights)), self.weights, accuracy)
+        return self.algorithm.advantages(rewards_of(groups, list(self.reward_weights)), self.reward_weights, accuracy)
 
     def _collect(self) -> RolloutBatch:
         leftover = self.leftover
-        step = self._sample(self.prompts_per_step - len(leftover))
-        groups = [*leftover, *step.kept]
+        sampled = self._sample(self.prompts_per_step - len(leftover))
+        groups = [*leftover, *sampled.kept]
         wanted, surplus = groups[: self.prompts_per_step], groups[self.prompts_per_step :]
         # at most one step's worth: the next step trains on all of it, so none gets older than one weight version
         self.leftover = surplus[: self.prompts_per_step] if self.algorithm.keep.surplus == "carry" else []
         if len(wanted) < self.prompts_per_step and self.algorithm.keep.on_exhausted == "error":
             raise RunError(
-                f"algorithm.keep.max_rounds={step.rounds}: only {len(wanted)} of {self.prompts_per_step} prompts had "
-                "completions of different reward; raise it, or choose easier or harder prompts"
+                f"algorithm.keep.max_rounds={sampled.rounds}: only {len(wanted)} of {self.prompts_per_step} prompts "
+                "had completions of different reward; raise it, or choose easier or harder prompts"
             )
-        rest = [(Status.FILTERED, group) for group in step.filtered]
-        rest += [(Status.CARRIED, group) for group in self.leftover]
-        rest += [(Status.SURPLUS, group) for group in surplus[len(self.leftover) :]]
+        untrained = [(Status.FILTERED, group) for group in sampled.filtered]
+        untrained += [(Status.LEFTOVER, group) for group in self.leftover]
+        untrained += [(Status.SURPLUS, group) for group in surplus[len(self.leftover) :]]
         return RolloutBatch(
             wanted,
-            self._metrics(step, wanted, len(leftover)),
-            remarks=self.sampler.scorer.warnings(step.score_stats),
-            rest=rest if self.keeps_rest else [],
-            leftover=frozenset(group.uid for group in leftover),
+            self._metrics(sampled, wanted, len(leftover)),
+            remarks=self.sampler.scorer.warnings(sampled.score_stats),
+            untrained=untrained if self.keeps_untrained else [],
+            leftover_uids=frozenset(group.uid for group in leftover),
         )
 
-    def _metrics(self, step: SamplingState, wanted: Sequence[Group], carried: int) -> dict[str, float]:
-        stats = step.stats or RolloutStats.of(wanted, list(self.weights))
+    def _metrics(self, sampled: SamplingState, wanted: Sequence[Group], n_leftover: int) -> dict[str, float]:
+        stats = sampled.stats or RolloutStats.of(wanted, list(self.reward_weights))
         metrics = {
-            "sampling/rounds": step.rounds,
+            "sampling/rounds": sampled.rounds,
             "sampling/kept": len(wanted),
-            "sampling/carried": carried,
-            "sampling/acceptance": len(step.kept) / stats.groups if step.stats else 1.0,
-            "tokens/generated": float(sum(step.stats.lengths)) if step.stats else 0.0,
-            "num_tokens": sum(step.stats.lengths) + step.stats.prompt_tokens if step.stats else 0,
+            "sampling/carried": n_leftover,
+            "sampling/acceptance": len(sampled.kept) / stats.groups if sampled.stats else 1.0,
+            "tokens/generated": float(sum(sampled.stats.lengths)) if sampled.stats else 0.0,
+            "num_tokens": sum(sampled.stats.lengths) + sampled.stats.prompt_tokens if sampled.stats else 0,
         }
-        scores_PG = self.algorithm.scores(stats.rewards, self.weights)
-        metrics |= step.score_stats.metrics | stats.metrics(scores_PG)
+        scores_PG = self.algorithm.scores(stats.rewards, self.reward_weights)
+        metrics |= sampled.score_stats.metrics | stats.metrics(scores_PG)
         if len(self.accuracy_rewards) > 1:
             metrics |= stats.task_metrics(scores_PG, self.accuracy_rewards)
             metrics |= {
-                f"task/{task}/errors": float(step.score_stats.errors_of(task)) for task in self.accuracy_rewards
+                f"task/{task}/errors": float(sampled.score_stats.errors_of(task)) for task in self.accuracy_rewards
             }
         return metrics
 
     def _sample(self, missing: int) -> SamplingState:
         """Rounds of sampling until `missing` groups are kept."""
-        step = SamplingState()
-        while len(step.kept) < missing and step.rounds < self.algorithm.keep.max_rounds:
-            groups, score_stats = self._round(self._refill(missing - len(step.kept), step), self._watch_of(step))
-            step.score_stats = step.score_stats.then(score_stats)
-            self.sampler.scorer.check_errors(step.score_stats, self.prompts_per_step * self.group_size)
-            stats = RolloutStats.of(groups, list(self.weights))
-            kept_P = self.algorithm.kept(stats.rewards, self.weights, self._accuracy(stats.tasks))
+        sampled = SamplingState()
+        while len(sampled.kept) < missing and sampled.rounds < self.algorithm.keep.max_rounds:
+            n_prompts = self._refill(missing - len(sampled.kept), sampled)
+            groups, score_stats = self._round(n_prompts, self._watch_of(sampled))
+            sampled.score_stats = sampled.score_stats.then(score_stats)
+            self.sampler.scorer.check_errors(sampled.score_stats, self.prompts_per_step * self.group_size)
+            stats = RolloutStats.of(groups, list(self.reward_weights))
+            kept_P = self.algorithm.kept(stats.rewards, self.reward_weights, self._accuracy(stats.tasks))
             for group, keep in zip(groups, kept_P.tolist(), strict=True):
                 if keep:
-                    step.kept.append(group)
-                elif self.keeps_rest:
-                    step.filtered.append(group)
-            step.stats = step.stats + stats if step.stats else stats
-            step.rounds += 1
-        return step
+                    sampled.kept.append(group)
+                elif self.keeps_untrained:
+                    sampled.filtered.append(group)
+            sampled.stats = sampled.stats + stats if sampled.stats else stats
+            sampled.rounds += 1
+        return sampled
 
-    def _refill(self, missing: int, step: SamplingState) -> int:
+    def _refill(self, missing: int, sampled: SamplingState) -> int:
         """The number of prompts that are likely to give `missing` groups, by the share of groups kept in this step."""
-        if not step.stats:
+        if not sampled.stats:
             return missing
-        expected = math.ceil(missing * step.stats.groups / max(len(step.kept), 1))
+        expected = math.ceil(missing * sampled.stats.groups / max(len(sampled.kept), 1))
         return min(expected, MAX_REFILL * self.prompts_per_step)
 
-    def _watch_of(self, step: SamplingState) -> Watch:
+    def _watch_of(self, sampled: SamplingState) -> Watch:
         """The watch of the next round; from the second round on its detail names the round and the groups kept."""
-        if not step.rounds:
+        if not sampled.rounds:
             return self.watch
-        progress, kept = self.watch.progress, len(self.leftover) + len(step.kept)
-        round_ = f"round {step.rounds + 1}, {kept} of {self.prompts_per_step} groups kept"
+        progress, kept = self.watch.progress, len(self.leftover) + len(sampled.kept)
+        round_ = f"round {sampled.rounds + 1}, {kept} of {self.prompts_per_step} groups kept"
 
         def report(done: float, total: float, unit: str, detail: str = "") -> None:
             progress(done, total, unit, ", ".join(filter(None, [round_, detail])))
@@ -355,12 +356,12 @@ def records_of(
 
     rows: of `batch.groups`, after the update. step: its number, from 1.
     """
-    outcomes = [*((Status.TRAINED, group) for group in batch.groups), *batch.rest]
+    outcomes = [*((Status.TRAINED, group) for group in batch.groups), *batch.untrained]
     if not outcomes:
         return []
     scores_PG = algorithm.scores(rewards_of([group for _, group in outcomes], list(weights)), weights)
     records = [
-        Record(rollout, number, status, step - (group.uid in batch.leftover), score)
+        Record(rollout, number, status, step - (group.uid in batch.leftover_uids), score)
         for number, ((status, group), scores) in enumerate(zip(outcomes, scores_PG.tolist(), strict=True))
         for rollout, score in zip(group.rollouts, scores, strict=True)
     ]

@@ -75,8 +75,8 @@ def _pad_optional(rows: Sequence[Row], values: Sequence[Tensor | None], device: 
     return pad([u if v is None else v.to(device) for u, v in zip(unknown, values, strict=True)])
 
 
-def windows(n_groups: int, minibatches: int) -> list[range]:
-    """The groups of each optimizer update of an epoch: of equal size up to one group, and none empty."""
+def group_spans(n_groups: int, minibatches: int) -> list[range]:
+    """The groups of each window (optimizer update) of an epoch: of equal size up to one group, and none empty."""
     pieces = min(minibatches, n_groups)
     edges = [n_groups * i // pieces for i in range(pieces + 1)] if pieces else []
     return [range(a, b) for a, b in pairwise(edges)]

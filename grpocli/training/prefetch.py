@@ -282,8 +282,8 @@ class Prefetcher:
             "staleness/mean": float(np.mean(ages)) if ages else 0.0,
             "staleness/max": max(ages, default=0),
         }
-        rest = [*((Status.STALE, group) for group in stale), *batch.rest]
-        return replace(batch, groups=groups, metrics=metrics, rest=rest)
+        untrained = [*((Status.STALE, group) for group in stale), *batch.untrained]
+        return replace(batch, groups=groups, metrics=metrics, untrained=untrained)
 
     # The rollout thread
 

@@ -1,4 +1,4 @@
-"""Rollouts of the next steps in a checkpoint: leftover groups and batches collected ahead.
+"""Rollouts of the next steps in a checkpoint: leftover groups and prefetched batches.
 
 The files hold tensors and plain values, and are read with `weights_only=True`.
 """
@@ -21,88 +21,86 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CARRIED = "carried.pt"
-AHEAD = "ahead.pt"
+LEFTOVER_FILE = "carried.pt"
+PREFETCHED_FILE = "ahead.pt"
 
 
-def save(groups: Sequence[Group], folder: Path) -> None:
+def save_leftover(groups: Sequence[Group], folder: Path) -> None:
     """Write leftover groups. The prompt's text and columns are left out: its draw number, the uid, restores them."""
     if groups:
-        torch.save([_group(group) for group in groups], folder / CARRIED)
+        torch.save([_group(group) for group in groups], folder / LEFTOVER_FILE)
 
 
-def load(
+def load_leftover(
     folder: Path, draw: Callable[[int], Prompt], group_size: int, rewards: Iterable[str], max_groups: int
 ) -> list[Group]:
-    """The groups of `save`, equal to the bit; at most `max_groups`, so that the next step uses all of them.
+    """The groups of `save_leftover`, equal to the bit; at most `max_groups`, so that the next step uses all of them.
 
     Groups that do not fit a config changed by a resume (seed, task, group size, rewards) are left out, with a warning
     in the log. Raises ValueError if a completion is damaged, and the errors of torch.load.
     """
-    if not (folder / CARRIED).is_file():
+    if not (folder / LEFTOVER_FILE).is_file():
         return []
-    saved = torch.load(folder / CARRIED, weights_only=True)
+    saved = torch.load(folder / LEFTOVER_FILE, weights_only=True)
     names = set(rewards)
     groups = [group for saved_group in saved if (group := _restored(saved_group, draw, group_size, names))][:max_groups]
     if len(groups) < len(saved):
-        logger.warning("%d of %d carried groups do not fit the changed config", len(saved) - len(groups), len(saved))
+        logger.warning("%d of %d leftover groups do not fit the changed config", len(saved) - len(groups), len(saved))
     return groups
 
 
-def save_steps(steps: Sequence[RolloutBatch], folder: Path) -> None:
-    """Write the batches collected ahead, in order, with the groups for their rollout files."""
-    if steps:
-        torch.save([_step(step) for step in steps], folder / AHEAD)
+def save_prefetched(batches: Sequence[RolloutBatch], folder: Path) -> None:
+    """Write the prefetched batches, in order, with the groups for their rollout files."""
+    if batches:
+        torch.save([_batch(batch) for batch in batches], folder / PREFETCHED_FILE)
 
 
-def load_steps(folder: Path, collector: Collector, wanted: bool) -> list[RolloutBatch]:
-    """The batches of `save_steps`, equal to the bit.
+def load_prefetched(folder: Path, collector: Collector, wanted: bool) -> list[RolloutBatch]:
+    """The batches of `save_prefetched`, equal to the bit.
 
-    Empty, with a warning in the log, if they do not fit a config changed by a resume (see `load`), or if no steps are
-    collected ahead any more (not `wanted`).
+    Empty, with a warning in the log, if they do not fit a config changed by a resume (see `load_leftover`), or if the
+    run no longer prefetches (not `wanted`).
     """
-    if not (folder / AHEAD).is_file():
+    if not (folder / PREFETCHED_FILE).is_file():
         return []
-    saved = torch.load(folder / AHEAD, weights_only=True)
-    steps = [step for saved_step in saved if (step := _restored_step(saved_step, collector))]
-    if wanted and len(steps) == len(saved):
-        return steps
+    saved = torch.load(folder / PREFETCHED_FILE, weights_only=True)
+    batches = [batch for saved_batch in saved if (batch := _restored_batch(saved_batch, collector))]
+    if wanted and len(batches) == len(saved):
+        return batches
     logger.warning("the rollouts of %d steps collected ahead do not fit the changed config", len(saved))
     return []
 
 
-def _step(step: RolloutBatch) -> dict[str, Any]:
+def _batch(batch: RolloutBatch) -> dict[str, Any]:
     return {
-        "groups": [_group(group) for group in step.groups],
-        "metrics": step.metrics,
-        "rest": [(str(status), _group(group)) for status, group in step.rest],
-        "carried": sorted(step.leftover),
+        "groups": [_group(group) for group in batch.groups],
+        "metrics": batch.metrics,
+        "rest": [(str(status), _group(group)) for status, group in batch.untrained],
+        "carried": sorted(batch.leftover_uids),
     }
 
 
-def _restored_step(saved: dict[str, Any], collector: Collector) -> RolloutBatch | None:
+def _restored_batch(saved: dict[str, Any], collector: Collector) -> RolloutBatch | None:
     """The batch; None if a group to train on does not fit the config.
 
-    `rest` does not count: only the main process has it, and all processes must decide alike.
+    `untrained` does not count: only the main process has it, and all processes must decide alike.
     """
 
     def restored(group: dict[str, Any]) -> Group | None:
-        return _restored(group, collector.draw, collector.group_size, set(collector.weights))
+        return _restored(group, collector.draw, collector.group_size, set(collector.reward_weights))
 
     groups = [group for saved_group in saved["groups"] if (group := restored(saved_group))]
     if len(groups) < len(saved["groups"]):
         return None
-    left = saved.get("rest", []) if collector.keeps_rest else []
-    rest = [(Status(status), group) for status, saved_group in left if (group := restored(saved_group))]
-    if len(rest) < len(left):
-        logger.warning(
-            "%d of %d groups of a rollout file do not fit the changed config", len(left) - len(rest), len(left)
-        )
+    saved_untrained = saved.get("rest", []) if collector.keeps_untrained else []
+    untrained = [(Status(status), group) for status, saved_group in saved_untrained if (group := restored(saved_group))]
+    if missing := len(saved_untrained) - len(untrained):
+        logger.warning("%d of %d groups of a rollout file do not fit the changed config", missing, len(saved_untrained))
     return RolloutBatch(
         groups,
         saved["metrics"],
-        rest=rest,
-        leftover=frozenset(saved.get("carried", ())),
+        untrained=untrained,
+        leftover_uids=frozenset(saved.get("carried", ())),
     )
 
 
@@ -129,7 +127,7 @@ def _group(group: Group) -> dict[str, Any]:
 def _rollout(prompt: Prompt, saved: dict[str, Any]) -> Rollout:
     ids, logp = saved.pop("token_ids"), saved.pop("logprobs")
     if ids.shape != logp.shape or not logp.isfinite().all():
-        raise ValueError("a carried completion does not have one finite log-prob for each token")
+        raise ValueError("a leftover completion does not have one finite log-prob for each token")
     text, rewards, episode = saved.pop("text"), saved.pop("rewards"), saved.pop("episode", None)
     done = Completion(ids.tolist(), logp.tolist(), **saved, episode=Episode(**episode) if episode else None)
     return Rollout(prompt, done, text, rewards)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -41,11 +41,10 @@ CLOSE_SECONDS = 2.0
 
 @dataclass(slots=True)
 class Trainer:
-    """Trains a policy: `train` is the loop, `step` one step of the papers' algorithm in outline.
+    """Trains a policy: `train` is the loop, `step` one step of the papers' algorithm.
 
-    The loops over epochs and minibatches are in `Updater` (`update.py`), the objective in `grpocli/algorithm/`.
-
-    state: the counters that a checkpoint saves. synced: the weight version that the engine has. metrics: of this step.
+    state: the counters that a checkpoint saves. engine_version: the weight version that the engine has. metrics: of
+    this step.
     """
 
     run: Run
@@ -57,13 +56,13 @@ class Trainer:
     collector: Collector
     prefetcher: Prefetcher
     updater: Updater
-    check: UpdateChecks
+    update_checks: UpdateChecks
     evaluator: Evaluator
     checkpointer: Checkpointer
     recorder: Recorder
     stop: StopSignal
     state: State
-    synced: int = 0
+    engine_version: int = 0
     started: float = field(default_factory=time.monotonic)
     metrics: dict[str, Any] = field(default_factory=dict)
 
@@ -80,17 +79,21 @@ class Trainer:
                 self.raise_if_stopped()
             return self.finish()
         except ServiceGone as gone:
-            raise self.stopped(gone) from gone
+            self.checkpoint_and_stop(gone)
         except Cancelled:
-            raise self.stopped() from None
+            self.checkpoint_and_stop()
 
     def step(self) -> None:
-        """One step of the algorithm."""
+        """One step of the algorithm.
+
+        The old policy π_old is the policy from `sync` to the first optimizer update. It samples this step's rollouts
+        (prefetched ones are older, see `Row.of`), and it stays π_old in every epoch of `update`.
+        """
         self.begin_step()
         self.sync()
         batch = self.generate_and_score()
         advantages_PG = self.collector.advantages(batch.groups)
-        rows = rows_of(batch.groups, advantages_PG, self.run.algorithm, self.synced)
+        rows = rows_of(batch.groups, advantages_PG, self.run.algorithm, self.engine_version)
         self.update(rows, len(batch.groups))
         try:
             self.evaluate_if_due()
@@ -102,30 +105,28 @@ class Trainer:
     def begin_step(self) -> None:
         """Seed torch by the step's number, so that a model or a reward that draws from it repeats after a resume."""
         torch.manual_seed(seed_of(self.run.seed, 2**32 - 2, self.state.step, self.world.rank))
-        self.world.enter("start", self.state.step + 1)
+        self.world.enter("start", self.next_step)
 
     def sync(self) -> None:
-        """Send the present weights to the engine unless it has them. Step v samples with weight version v."""
-        version = self.state.step + 1
-        if self.synced == version:
+        """Sync the engine unless it has the present weights. Step v samples with weight version v."""
+        if self.engine_version == self.next_step:
             return
-        with ExitStack() as synced:
+        with ExitStack() as paused:
             with self.timed("rollout"):
-                synced.enter_context(self.prefetcher.paused_before(version))
+                paused.enter_context(self.prefetcher.paused_before(self.next_step))
             with self.timed("sync"):
-                self.send_weights()
+                self.sync_now()
 
-    def send_weights(self) -> None:
-        """Send the present weights to the engine, also when it was lost and has new servers."""
-        version = self.state.step + 1
-        self.metrics |= self.engine.sync(version)
-        self.synced = version
+    def sync_now(self) -> None:
+        """Sync the engine, also if it had the present weights: it may have new servers."""
+        self.metrics |= self.engine.sync(self.next_step)
+        self.engine_version = self.next_step
 
     def generate_and_score(self) -> RolloutBatch:
         """The step's groups of scored rollouts, sampled now or, with `rollout.max_staleness`, ahead of time."""
-        self.metrics["weight_version"] = self.synced
+        self.metrics["weight_version"] = self.engine_version
         with self.timed("rollout"):
-            batch = self.prefetcher.rollouts(self.synced)
+            batch = self.prefetcher.rollouts(self.next_step)
         self.metrics |= batch.metrics
         self.metrics["num_tokens"] = self.state.num_tokens + batch.metrics.get("num_tokens", 0)
         if not self.prefetcher.max_staleness:  # otherwise time/rollout is how long training waited
@@ -133,13 +134,20 @@ class Trainer:
         return batch
 
     def update(self, rows: list[Row], n_groups: int) -> None:
-        """Update the policy, then the reference if it follows the policy."""
+        """Update the policy, then the reference if it follows the policy.
+
+        Each epoch makes one optimizer update for each window, a part of the step's groups.
+        """
         self.wait_for_checkpoint()
+        step = self.next_step
         with self.timed("train"):
-            self.metrics |= self.updater.step(rows, n_groups, self.state.step)
+            windows = self.updater.begin_step(rows, n_groups, step)
+            for epoch in range(self.run.train.epochs):
+                for window in windows:
+                    self.updater.update(window, epoch)
+            self.metrics |= self.updater.metrics(rows)
             self.updater.gather(rows)
-        step = self.state.step + 1
-        self.check(step, self.metrics)
+        self.update_checks(step, self.metrics)
         self.state = replace(self.state, step=step, updates=self.updater.updates, num_tokens=self.metrics["num_tokens"])
         kl = self.run.algorithm.kl
         if self.reference and kl.sync_every and step % kl.sync_every == 0:
@@ -147,14 +155,14 @@ class Trainer:
 
     def log(self, batch: RolloutBatch, advantages_PG: Tensor, rows: Sequence[Row]) -> None:
         """Write and show the step's metrics; write every completion that was sampled for it."""
-        step, weights = self.state.step, self.collector.weights
+        step, weights = self.state.step, self.collector.reward_weights
         records = records_of(batch, rows, self.run.algorithm, weights, step) if self.world.is_main else []
         self.recorder.step(step, self.metrics, batch.groups, advantages_PG, batch.remarks, records)
         self.metrics = {}
 
     def checkpoint(self) -> None:
         """Start to save everything that a resume needs. `wait_for_checkpoint` returns when it is saved."""
-        self.prefetcher.wait_until_idle(self.state.step + 1)
+        self.prefetcher.wait_until_idle(self.next_step)
         prefetched = self.prefetcher.state
         self.state = replace(self.state, draws=prefetched.draws, seconds=self.seconds)
         with self.timed("checkpoint"):
@@ -207,23 +215,23 @@ class Trainer:
     def raise_if_stopped(self) -> None:
         """After a signal to any process, save a checkpoint and raise Stopped. Collective."""
         if self.world.any(self.stop.asked()):
-            raise self.stopped()
+            self.checkpoint_and_stop()
 
-    def stopped(self, gone: ServiceGone | None = None) -> Stopped:
-        """Save a checkpoint of the last whole step; return the error that ends the run. Collective.
+    def checkpoint_and_stop(self, gone: ServiceGone | None = None) -> NoReturn:
+        """Save a checkpoint of the last whole step and raise Stopped. Collective.
 
         gone: the reason; None: a signal.
         """
-        step, next_step = self.state.step, self.state.step + 1
-        self.prefetcher.stop_after(next_step)
+        step = self.state.step
+        self.prefetcher.stop_after(self.next_step)
         with suppress(ServiceGone):  # the run ends anyway
-            self.prefetcher.wait_until_idle(next_step)
+            self.prefetcher.wait_until_idle(self.next_step)
         self.checkpoint()
         self.wait_for_checkpoint()
         reason = f"{self.stop.received or 'asked to stop'} after step {step}; go on with"
         if gone:
             reason = f"{gone}; stopped after step {step}, which is saved; when there is a server again, go on with"
-        return Stopped(f"{reason}: grpocli train resume={self.recorder.run_dir.path}")
+        raise Stopped(f"{reason}: grpocli train resume={self.recorder.run_dir.path}") from gone
 
     def close(self) -> None:
         """Stop the threads and processes of this trainer, even if some raise errors."""
@@ -235,7 +243,12 @@ class Trainer:
             closing.callback(self.engine.close)
             closing.callback(self.prefetcher.close, wait=not interrupted)
 
-    # Time
+    # Steps and time
+
+    @property
+    def next_step(self) -> int:
+        """The number, from 1, of the step after the last whole one. It is also the version of the present weights."""
+        return self.state.step + 1
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint being written is saved: the weights it reads are about to change. Collective."""

@@ -15,7 +15,7 @@ import torch
 from grpocli.algorithm.aggregate import Totals
 from grpocli.algorithm.metrics import EXTREMES, OF_COMPUTED, combined
 from grpocli.progress import Progress, unreported
-from grpocli.training.micro_batch import MicroBatch, windows
+from grpocli.training.micro_batch import MicroBatch, group_spans
 from grpocli.types import Row
 
 if TYPE_CHECKING:
@@ -37,8 +37,11 @@ ROUNDING = 1e-5
 class Updater:
     """Updates the policy on the rows of a step.
 
-    optimizer: from `Parallel.prepare`. updates: the number since the start of the run. sums: the metrics of this step.
-    tokens: the counts of this step. progress: called when a micro-batch begins, without waiting for the GPU.
+    A step calls `begin_step`, then `update` for each window in each epoch, then `metrics`.
+
+    optimizer: from `Parallel.prepare`. total_updates, updates: of the whole run, and so far. progress: called when a
+    micro-batch begins, without waiting for the GPU. The remaining fields are of the current step. first_update: the
+    number of its first update. lr: of its last update. sums: of the loss metrics. tokens: counts.
     """
 
     world: World
@@ -51,33 +54,45 @@ class Updater:
     sampling: Sampling
     total_updates: int
     updates: int = 0
+    progress: Progress = unreported
+    windows: list[Window] = field(default_factory=list)
+    first_update: int = 0
+    lr: float = 0.0
+    micro_batches_done: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
     tokens: Counter[str] = field(default_factory=Counter)
-    progress: Progress = unreported
 
-    def step(self, rows: Sequence[Row], n_groups: int, step: int = 0) -> dict[str, float]:
-        """Train on the rows of step number `step` (from 0), which are the same in every process. Collective.
+    def begin_step(self, rows: Sequence[Row], n_groups: int, step: int) -> list[Window]:
+        """The windows of step number `step` (from 1), with the log-probs that their updates need. Collective.
 
-        Metrics are means over the updates, extremes over all micro-batches; `lr` is that of the last update. The
-        learning rate depends on `step`, so that a step with fewer updates, or none, does not shift the schedule.
+        rows: of all windows, the same in every process. The learning rate depends on `step`, so that a step with fewer
+        updates, or none, does not shift the schedule.
         """
-        self.sums, self.tokens = {}, Counter()
+        self.sums, self.tokens, self.micro_batches_done = {}, Counter(), 0
+        self.first_update = (step - 1) * self.train.updates_per_step
+        self.lr = self.optim.rate(self.first_update, self.total_updates)
         self.policy.wrapped.train()
-        spans = windows(n_groups, self.train.minibatches)
-        plans = [self._plan([r for r in rows if r.group in span]) for span in spans]
-        for i, plan in enumerate(plans):
-            self._score_before(plan, old=i > 0)
-        first = step * self.train.updates_per_step
-        rate = self.optim.rate(first, self.total_updates)
-        of_epoch = sum(len(plan.micro_batches) for plan in plans)
-        before = 0
-        for epoch in range(self.train.epochs):
-            for i, plan in enumerate(plans):
-                rate = self.optim.rate(first + epoch * self.train.minibatches + i, self.total_updates)
-                self._update(plan, rate, before, self.train.epochs * of_epoch)
-                before += len(plan.micro_batches)
-        computed = sum(plan.totals.tokens > plan.totals.skipped for plan in plans)
-        return self._metrics(self.train.epochs * len(spans), self.train.epochs * computed, rows) | {"lr": rate}
+        spans = group_spans(n_groups, self.train.minibatches)
+        self.windows = [self._window(i, [r for r in rows if r.group in span]) for i, span in enumerate(spans)]
+        for window in self.windows:
+            self._score_before_updates(window)
+        return self.windows
+
+    def update(self, window: Window, epoch: int) -> None:
+        """One optimizer update on a window, in epoch number `epoch` (from 0) of the step. Collective."""
+        parallel = self.policy.parallel
+        total = self.train.epochs * sum(len(one.micro_batches) for one in self.windows)
+        for i, rows in enumerate(window.micro_batches):
+            self.progress(self.micro_batches_done, total, "micro-batches")
+            last = i + 1 == len(window.micro_batches)
+            with parallel.accumulating(self.policy.wrapped, last):
+                self._micro_batch(rows, window.totals)
+            self.micro_batches_done += 1
+        number = self.first_update + epoch * self.train.minibatches + window.number
+        self.lr = self.optim.rate(number, self.total_updates)
+        norm = parallel.update(self.policy.wrapped, self.optimizer, self.lr, self.optim.max_grad_norm)
+        self._add({"grad_norm": norm / self.world.size})
+        self.updates += 1
 
     def gather(self, rows: Sequence[Row]) -> None:
         """Bring the log-probs and entropies of all rows to the main process, in float32 on the CPU. Collective.
@@ -95,14 +110,13 @@ class Updater:
             for i, (logp, entropy) in zip(numbers, pieces, strict=True):
                 rows[i].logp, rows[i].entropy = logp, entropy
 
-    def _plan(self, rows: list[Row]) -> _Plan:
+    def _window(self, number: int, rows: list[Row]) -> Window:
         """Deal the rows of a window to the processes; all get as many micro-batches as the busiest one."""
         layout = self.policy.layout(self.sampling)
         needed = [row for row in rows if self._matters(row)]
         shares = [layout.pack(share, self.train.micro_batch_tokens) for share in layout.deal(needed, self.world.size)]
-        busiest = max(
-            1, *(len(share) for share in shares)
-        )  # at least one: without a gradient AdamW would skip its decay
+        # at least one micro-batch, because AdamW skips its weight decay without a gradient
+        busiest = max(1, *(len(share) for share in shares))
         own = shares[self.world.rank]
         totals = Totals.from_lengths(
             torch.tensor([r.advantage for r in rows]),
@@ -113,7 +127,8 @@ class Updater:
         totals = replace(totals, skipped=totals.tokens - sum(sum(r.mask) for r in needed))
         self._count(layout, [micro_batch for share in shares for micro_batch in share])
         self.tokens["tokens/skipped"] += sum(r.n_tokens for r in rows) - sum(r.n_tokens for r in needed)
-        return _Plan([*own, *([Row.empty()] for _ in range(busiest - len(own)))], totals.to(self.world.device))
+        padded = [*own, *([Row.empty()] for _ in range(busiest - len(own)))]
+        return Window(number, padded, totals.to(self.world.device))
 
     def _count(self, layout: type[Layout], micro_batches: Sequence[Sequence[Row]]) -> None:
         for rows in micro_batches:
@@ -127,61 +142,50 @@ class Updater:
             return True
         return any(row.mask) and (row.advantage != 0 or not self.algorithm.skips)
 
-    def _score_before(self, plan: _Plan, old: bool) -> None:
-        """Compute the log-probs and entropies that a window's first update needs.
+    def _score_before_updates(self, window: Window) -> None:
+        """Compute the log-probs and entropies that the first update of a window needs and does not compute itself.
 
-        They are: log-probs under the reference; entropies, if they select tokens; and log-probs under the policy at the
-        start of the step if other windows are updated before this one (`old`). Otherwise the first update's own forward
-        gives them, and keeps them for the next epoch.
+        They are: log-probs under the reference; entropies, if they select tokens; and log-probs under the old policy,
+        except in the first window. Its first update still has the old policy, so its forward gives them.
         """
-        entropy = self.algorithm.tokens.needs_entropy
-        if self.reference is None and not old and not entropy:
+        needs_old = window.number > 0
+        needs_entropy = self.algorithm.tokens.needs_entropy
+        if self.reference is None and not needs_old and not needs_entropy:
             return
-        for i, rows in enumerate(plan.micro_batches):
-            self.progress(i, len(plan.micro_batches), "micro-batches", "log-probs before the update")
+        for i, rows in enumerate(window.micro_batches):
+            self.progress(i, len(window.micro_batches), "micro-batches", "log-probs before the update")
             batch = MicroBatch.build(rows, self.world.device, self.policy.layout(self.sampling))
             if self.reference:
-                _keep(rows, "ref_logp", self.reference.logp(batch, self.sampling))
-            if old or entropy:
+                _set_missing(rows, "ref_logp", self.reference.logp(batch, self.sampling))
+            if needs_old or needs_entropy:
                 logp, entropies = self.policy.logp_without_gradient(batch, self.sampling)
-                if old:
-                    _keep(rows, "old_logp", logp)
-                _keep(rows, "logp", logp)
-                _keep(rows, "entropy", entropies)
-        if entropy:
-            self._select(plan)
+                if needs_old:
+                    _set_missing(rows, "old_logp", logp)
+                _set_missing(rows, "logp", logp)
+                _set_missing(rows, "entropy", entropies)
+        if needs_entropy:
+            self._select(window)
 
-    def _select(self, plan: _Plan) -> None:
+    def _select(self, window: Window) -> None:
         """Select the tokens of the policy-gradient term by one threshold over the whole window. Collective."""
-        rows = [r for micro_batch in plan.micro_batches for r in micro_batch]
+        rows = [r for micro_batch in window.micro_batches for r in micro_batch]
         entropies = torch.cat([r.entropy for r in rows if r.entropy is not None]).cpu()
         mask = torch.tensor([m for r in rows for m in r.mask]).bool()
-        window = torch.cat(self.world.gather_objects([entropies[mask]]))
-        threshold = self.algorithm.tokens.threshold(window).item() * (1 - ROUNDING)
+        all_entropies = torch.cat(self.world.gather_objects([entropies[mask]]))
+        threshold = self.algorithm.tokens.threshold(all_entropies).item() * (1 - ROUNDING)
         for row in rows:
             if row.entropy is not None:
                 row.selected = (row.entropy >= threshold).float()
 
-    def _update(self, plan: _Plan, rate: float, before: int, total: int) -> None:
-        """One optimizer update. before: how many of the step's `total` micro-batches are done, for the progress."""
-        parallel = self.policy.parallel
-        for i, rows in enumerate(plan.micro_batches):
-            self.progress(before + i, total, "micro-batches")
-            last = i + 1 == len(plan.micro_batches)
-            with parallel.accumulating(self.policy.wrapped, last):
-                self._micro_batch(rows, plan.totals)
-        norm = parallel.update(self.policy.wrapped, self.optimizer, rate, self.optim.max_grad_norm)
-        self._add({"grad_norm": norm / self.world.size})
-        self.updates += 1
-
     def _micro_batch(self, rows: list[Row], totals: Totals) -> None:
         batch = MicroBatch.build(rows, self.world.device, self.policy.layout(self.sampling))
         logp, entropy = self.policy.logp(batch, self.sampling, self.algorithm.needs_entropy_gradient)
-        now = logp.detach()
-        old_logp = now if batch.old_logp is None else now.where(batch.old_logp.isnan(), batch.old_logp)
-        _keep(rows, "old_logp", now)
-        _keep(rows, "logp", now)
-        _keep(rows, "entropy", entropy.detach())
+        current_logp = old_logp = logp.detach()
+        if batch.old_logp is not None:  # NaN in rows that have had no update yet, for which this policy is the old one
+            old_logp = current_logp.where(batch.old_logp.isnan(), batch.old_logp)
+        _set_missing(rows, "old_logp", current_logp)  # for the next epoch
+        _set_missing(rows, "logp", current_logp)
+        _set_missing(rows, "entropy", entropy.detach())
         loss, metrics = self.algorithm.loss(
             logp,
             old_logp,
@@ -203,21 +207,25 @@ class Updater:
         for name, value in metrics.items():
             self.sums[name] = combined(name, self.sums[name], value) if name in self.sums else value
 
-    def _metrics(self, n_updates: int, computed: int, rows: Sequence[Row]) -> dict[str, float]:
-        """The metrics of the step, with one transfer of sums and one of extremes (docs/metrics.md).
+    def metrics(self, rows: Sequence[Row]) -> dict[str, float]:
+        """The metrics of the step, with one transfer of sums and one of extremes (docs/metrics.md). Collective.
 
-        computed: the number of updates in which a token of the loss was computed.
+        Metrics are means over the updates, extremes over all micro-batches; `lr` is that of the last update.
         """
+        n_updates = self.train.epochs * len(self.windows)
+        # updates in which a token of the loss was computed
+        computed = self.train.epochs * sum(one.totals.tokens > one.totals.skipped for one in self.windows)
+        self.windows = []  # free the rows' tensors before the next step is sampled
         self.tokens["tokens/trained"] = sum(sum(r.mask) for r in rows)
         kinds = ("trained", "skipped", "shared", "padding")
         tokens: dict[str, Any] = {f"tokens/{kind}": self.tokens[f"tokens/{kind}"] * self.train.epochs for kind in kinds}
         if not self.sums:
-            return tokens
+            return tokens | {"lr": self.lr}
         names = sorted(self.sums.keys() - EXTREMES.keys() - set(() if computed else OF_COMPUTED))
         sums = self.world.sum(torch.stack([self.sums[name].float() for name in names])).tolist()
         counts = [computed if name in OF_COMPUTED else n_updates for name in names]
         means = {name: total / n for name, total, n in zip(names, sums, counts, strict=True)}
-        return tokens | means | self._extremes()
+        return tokens | means | self._extremes() | {"lr": self.lr}
 
     def _extremes(self) -> dict[str, float]:
         """The extremes over all micro-batches of all updates and processes. Collective."""
@@ -229,15 +237,19 @@ class Updater:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """This process's micro-batches of one window, and the counts of the whole window."""
+class Window:
+    """The groups of one optimizer update: this process's micro-batches, and the counts of all processes' rows.
 
+    number: in the epoch, from 0.
+    """
+
+    number: int
     micro_batches: list[list[Row]]
     totals: Totals
 
 
-def _keep(rows: Sequence[Row], name: str, values_BT: Tensor) -> None:
-    """Set an attribute of the rows if it is None: values of the sampler or of an earlier update stay."""
+def _set_missing(rows: Sequence[Row], name: str, values_BT: Tensor) -> None:
+    """Set an attribute of the rows in which it is None: values of the sampler or of an earlier update stay."""
     for row, values in zip(rows, values_BT, strict=True):
         if getattr(row, name) is None:
             setattr(row, name, values[: len(row.completion_ids)])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from training.recomputed import IN_UPDATE, recomputed
 
 from grpocli.tracking.rollouts import read_rollouts
-from grpocli.training.saved_rollouts import CARRIED
+from grpocli.training.saved_rollouts import LEFTOVER_FILE
 
 pytestmark = pytest.mark.processes
 
@@ -53,7 +53,7 @@ def test_leftover_groups_are_one_version_old_and_survive_a_resume(tmp_path: Path
     assert rows[first - 1]["weight_version"] == first
 
     before = f"step_{first - 1:06d}"
-    saved = torch.load(whole / "checkpoints" / before / CARRIED, weights_only=True)
+    saved = torch.load(whole / "checkpoints" / before / LEFTOVER_FILE, weights_only=True)
     assert len(saved) == carried / 2
     killed = killed_after(first - 1, whole, tmp_path / "killed")
     assert run_here("train", f"resume={killed}") == 0
@@ -72,10 +72,10 @@ def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
 def test_a_damaged_leftover_group_gives_a_one_sentence_error(grpocli, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert run_here(*RUN, "train.steps=1", f"hydra.run.dir={run}") == 0
-    (run / "checkpoints" / "step_000001" / CARRIED).write_bytes(b"half a file")
+    (run / "checkpoints" / "step_000001" / LEFTOVER_FILE).write_bytes(b"half a file")
     code, said = failed(grpocli, "train", f"resume={run}", "train.steps=2")
     assert code == 2
-    assert f"damaged ({CARRIED} is not what was written)" in said
+    assert f"damaged ({LEFTOVER_FILE} is not what was written)" in said
 
 
 def test_sharded_processes_have_the_same_leftover_groups(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from cli.copied import config_dir
 from cli.running import EVEN, assert_same_run, finish, killed_after, metrics, run_here, start, wait_for, without_times
 
 from grpocli.tracking.rollouts import read_rollouts
-from grpocli.training.saved_rollouts import AHEAD
+from grpocli.training.saved_rollouts import PREFETCHED_FILE
 
 pytestmark = pytest.mark.processes
 
@@ -65,9 +65,9 @@ def test_staleness_1_is_one_version_old_and_a_resume_repeats_it_to_the_bit(engin
     assert {row["sampling/stale"] for row in rows} == {0}
     assert max(abs(row["sampling_importance_ratio"] - 1) for row in rows[1:]) > 1e-4
     assert {row["clip_ratio/region_mean"] for row in rows} == {0}, "the first update of a step is on-policy"
-    saved = torch.load(whole / "checkpoints" / "step_000004" / AHEAD, weights_only=True)
+    saved = torch.load(whole / "checkpoints" / "step_000004" / PREFETCHED_FILE, weights_only=True)
     assert [len(step["groups"]) for step in saved] == [4]
-    assert not (whole / "checkpoints" / "step_000008" / AHEAD).exists(), "no step follows the last one"
+    assert not (whole / "checkpoints" / "step_000008" / PREFETCHED_FILE).exists(), "no step follows the last one"
 
     killed = killed_after(4, whole, tmp_path / "killed")
     assert run_here("train", *engine[:2], f"resume={killed}") == 0

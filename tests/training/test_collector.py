@@ -54,7 +54,7 @@ def collector(rewards: Sequence[tuple[float, ...]], *overrides: str) -> tuple[Co
         sampler=sampler,  # type: ignore[arg-type]
         algorithm=built(*overrides),
         draw=prompt,
-        weights={"r": 1.0},
+        reward_weights={"r": 1.0},
         prompts_per_step=3,
         group_size=2,
         sampling=Sampling(4),
@@ -153,9 +153,9 @@ def test_carried_groups_survive_a_checkpoint(tmp_path: Path) -> None:
     made, _ = collector([(1.0, 1.0, 1.0), (0.0, 1.0, float("nan"))], "algorithm=dapo", "algorithm.keep.surplus=carry")
     made.collect()
     assert made.leftover
-    saved_rollouts.save(made.leftover, tmp_path)
-    assert repr(saved_rollouts.load(tmp_path, prompt, 3, ["r"], max_groups=9)) == repr(made.leftover)
-    assert saved_rollouts.load(tmp_path / "elsewhere", prompt, 3, ["r"], max_groups=9) == []
+    saved_rollouts.save_leftover(made.leftover, tmp_path)
+    assert repr(saved_rollouts.load_leftover(tmp_path, prompt, 3, ["r"], max_groups=9)) == repr(made.leftover)
+    assert saved_rollouts.load_leftover(tmp_path / "elsewhere", prompt, 3, ["r"], max_groups=9) == []
 
 
 def test_carried_groups_that_do_not_fit_a_changed_config_are_left_out(
@@ -164,18 +164,18 @@ def test_carried_groups_that_do_not_fit_a_changed_config_are_left_out(
     made, _ = collector([*[FLAT] * 3, *[MIXED] * 9], "algorithm=dapo", "algorithm.keep.surplus=carry")
     made.collect()
     assert len(made.leftover) == 3
-    saved_rollouts.save(made.leftover, tmp_path)
+    saved_rollouts.save_leftover(made.leftover, tmp_path)
 
     def other_prompt(number: int) -> Prompt:
         return Prompt(str(number), [2], "another seed")
 
-    assert saved_rollouts.load(tmp_path, prompt, 2, ["r"], max_groups=3) == made.leftover
+    assert saved_rollouts.load_leftover(tmp_path, prompt, 2, ["r"], max_groups=3) == made.leftover
     assert caplog.text == ""
-    assert saved_rollouts.load(tmp_path, prompt, 2, ["r"], max_groups=1) == made.leftover[:1]
-    assert "2 of 3 carried groups do not fit" in caplog.text
-    assert saved_rollouts.load(tmp_path, prompt, 4, ["r"], max_groups=3) == []
-    assert saved_rollouts.load(tmp_path, prompt, 2, ["r", "format"], max_groups=3) == []
-    assert saved_rollouts.load(tmp_path, other_prompt, 2, ["r"], max_groups=3) == []
+    assert saved_rollouts.load_leftover(tmp_path, prompt, 2, ["r"], max_groups=1) == made.leftover[:1]
+    assert "2 of 3 leftover groups do not fit" in caplog.text
+    assert saved_rollouts.load_leftover(tmp_path, prompt, 4, ["r"], max_groups=3) == []
+    assert saved_rollouts.load_leftover(tmp_path, prompt, 2, ["r", "format"], max_groups=3) == []
+    assert saved_rollouts.load_leftover(tmp_path, other_prompt, 2, ["r"], max_groups=3) == []
 
 
 @pytest.mark.parametrize(
@@ -184,12 +184,12 @@ def test_carried_groups_that_do_not_fit_a_changed_config_are_left_out(
 def test_a_damaged_carried_completion_is_refused(damage: dict[str, torch.Tensor], tmp_path: Path) -> None:
     made, _ = collector([*[FLAT] * 3, *[MIXED] * 9], "algorithm=dapo", "algorithm.keep.surplus=carry")
     made.collect()
-    saved_rollouts.save(made.leftover, tmp_path)
-    saved = torch.load(tmp_path / saved_rollouts.CARRIED, weights_only=True)
+    saved_rollouts.save_leftover(made.leftover, tmp_path)
+    saved = torch.load(tmp_path / saved_rollouts.LEFTOVER_FILE, weights_only=True)
     saved[0]["rollouts"][0] |= damage
-    torch.save(saved, tmp_path / saved_rollouts.CARRIED)
+    torch.save(saved, tmp_path / saved_rollouts.LEFTOVER_FILE)
     with pytest.raises(ValueError, match="finite log-prob"):
-        saved_rollouts.load(tmp_path, prompt, 2, ["r"], max_groups=3)
+        saved_rollouts.load_leftover(tmp_path, prompt, 2, ["r"], max_groups=3)
 
 
 @pytest.mark.slow
@@ -244,7 +244,7 @@ def test_a_collector_uses_the_accuracy_reward_of_each_groups_task() -> None:
     made.accuracy_rewards = {"": "r"}
     assert len(made.collect().groups) == 3
     made, sampler = collector([MIXED], "algorithm=dapo", "algorithm.keep.max_rounds=1")
-    made.weights, made.accuracy_rewards = {"r": 1.0, "judge": 1.0}, {"": "judge"}
+    made.reward_weights, made.accuracy_rewards = {"r": 1.0, "judge": 1.0}, {"": "judge"}
     plain = sampler.generate_and_score
 
     def generate_and_score(*given):

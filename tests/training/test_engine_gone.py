@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ class Ended:
         self.error = error
         self.gone, self.steps, self.done_calls = gone, 0, list[tuple[str, int]]()
         self.metrics: dict[str, Any] = {}
-        self.groups, self.synced = list[Any](), 1
+        self.groups, self.engine_version = list[Any](), 1
         self.collector = SimpleNamespace(advantages=lambda groups: torch.zeros(0, 1))
         every = SimpleNamespace(every=1)
         train = SimpleNamespace(steps=3)
@@ -42,9 +42,9 @@ class Ended:
 
         return call
 
-    def stopped(self, gone: ServiceGone | None = None) -> Stopped:
+    def checkpoint_and_stop(self, gone: ServiceGone | None = None) -> NoReturn:
         self.done_calls.append(("saved", self.steps))
-        return Stopped(str(gone))
+        raise Stopped(str(gone))
 
 
 def test_a_lost_scoring_service_stops_the_run_as_a_lost_engine_does() -> None:

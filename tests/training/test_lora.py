@@ -10,6 +10,7 @@ import pytest
 import torch
 from composed import built
 from safetensors.torch import load_file
+from training.updating import train_step
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpocli.config.schema import Train
@@ -70,7 +71,7 @@ def updater(policy: Policy, world: World, reference: Reference | None = None, **
 
 
 def step(up: Updater, rows: list[Row]) -> dict[str, float]:
-    return up.step([copy.copy(r) for r in rows], n_groups=1)
+    return train_step(up, [copy.copy(r) for r in rows], n_groups=1)
 
 
 def logp(model, rows: list[Row]) -> torch.Tensor:

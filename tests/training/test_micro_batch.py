@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpocli.training.micro_batch import MicroBatch, windows
+from grpocli.training.micro_batch import MicroBatch, group_spans
 from grpocli.training.packing import Layout, Packed, Padded
 from grpocli.types import Completion, Prompt, Rollout, Row
 
@@ -21,7 +21,7 @@ def row(prompt: int, completion: int, group: int = 0) -> Row:
 
 @given(n_groups=st.integers(0, 20), minibatches=st.integers(1, 8))
 def test_windows_cover_every_group_once(n_groups: int, minibatches: int) -> None:
-    spans = windows(n_groups, minibatches)
+    spans = group_spans(n_groups, minibatches)
     assert [g for span in spans for g in span] == list(range(n_groups))
     assert len(spans) == min(n_groups, minibatches)
     assert all(len(span) for span in spans)

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from training.test_update import SAMPLING, rows, updater, world
+from training.updating import train_step
 
 from grpocli.training import packing
 from grpocli.training.micro_batch import MicroBatch
@@ -51,7 +52,7 @@ def test_no_forward_is_superfluous(
     little_model, world, rows, forwards, algorithm, train, expected, monkeypatch
 ) -> None:
     monkeypatch.setattr(packing, "PADDING", 1.0)  # one micro-batch, however much its rows differ
-    updater(little_model, world, *algorithm, **train).step([copy.copy(r) for r in rows], n_groups=2)
+    train_step(updater(little_model, world, *algorithm, **train), [copy.copy(r) for r in rows], n_groups=2)
     assert forwards == expected
 
 
@@ -60,7 +61,7 @@ def test_old_log_probs_are_of_the_policy_at_the_start_of_the_step(little_model, 
     mine = [copy.copy(r) for r in rows]
     up = updater(little_model, world, "algorithm=dapo", epochs=2, minibatches=2)
     start, _ = up.policy.logp_without_gradient(MicroBatch.build(mine, world.device), SAMPLING)
-    up.step(mine, n_groups=2)
+    train_step(up, mine, n_groups=2)
     after, _ = up.policy.logp_without_gradient(MicroBatch.build(mine, world.device), SAMPLING)
     for row, before, now in zip(mine, start, after, strict=True):
         n = len(row.completion_ids)
@@ -75,7 +76,7 @@ def test_a_carried_row_is_off_policy_at_the_first_update(little_model, world, ro
     praised = next(r for r in mine if r.advantage > 0)
     praised.old_logp = torch.tensor(praised.rollout_logp) - 1.0  # ratio e, beyond 1 + 0.28
     sampled = praised.old_logp.clone()
-    metrics = updater(little_model, world, "algorithm=dapo").step(mine, n_groups=2)
+    metrics = train_step(updater(little_model, world, "algorithm=dapo"), mine, n_groups=2)
     tokens = sum(len(r.completion_ids) for r in mine)
     assert metrics["clip_ratio/high_mean"] == pytest.approx(len(praised.completion_ids) / tokens)
     assert metrics["clip_ratio/low_mean"] == 0
@@ -85,10 +86,10 @@ def test_a_carried_row_is_off_policy_at_the_first_update(little_model, world, ro
 def test_the_schedule_follows_the_step_not_the_number_of_updates(little_model, world, rows) -> None:
     up = updater(little_model, world, "algorithm=dapo", minibatches=2)
     up.optim = type(up.optim)(lr=1.0, schedule="linear")
-    assert up.step([], n_groups=0, step=0)["lr"] == pytest.approx(1.0)
+    assert train_step(up, [], n_groups=0, step=1)["lr"] == pytest.approx(1.0)
     one_group = [copy.copy(r) for r in rows if r.group == 0]
-    assert up.step(one_group, n_groups=1, step=1)["lr"] == pytest.approx(0.8)  # update 2 of 10
-    assert up.step([copy.copy(r) for r in rows], n_groups=2, step=2)["lr"] == pytest.approx(0.5)  # updates 4, 5
+    assert train_step(up, one_group, n_groups=1, step=2)["lr"] == pytest.approx(0.8)  # update 2 of 10
+    assert train_step(up, [copy.copy(r) for r in rows], n_groups=2, step=3)["lr"] == pytest.approx(0.5)  # updates 4, 5
     assert up.updates == 3
 
 
@@ -100,8 +101,8 @@ def test_an_entropy_bonus_raises_the_entropy(little_model, world, rows) -> None:
     for coefficient in (0.0, 1.0):
         bonus = ["algorithm/entropy=bonus", f"algorithm.entropy.coefficient={coefficient}"]
         up = updater(little_model, world, "algorithm=dapo", *bonus)
-        for step in range(2):
-            up.step([copy.copy(r) for r in flat], n_groups=2, step=step)
+        for step in (1, 2):
+            train_step(up, [copy.copy(r) for r in flat], n_groups=2, step=step)
         batch = MicroBatch.build(flat, world.device)
         _, entropy_BT = up.policy.logp_without_gradient(batch, SAMPLING)
         entropies[coefficient] = entropy_BT[batch.mask.bool()].mean()

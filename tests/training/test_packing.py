@@ -16,6 +16,7 @@ from tables import table
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from training.test_update import world
+from training.updating import train_step
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -152,8 +153,8 @@ def updated(
     kind = Updater if skips else Everything
     up = kind(world, policy, reference, algorithm, optim, optimizer, Train(**train), Sampling(30), 10)
     first = [copy.copy(row) for row in rows_of(GROUPS["ragged"])]
-    up.step(first, n_groups=3)
-    metrics = up.step([copy.copy(row) for row in rows], n_groups=1 + max(row.group for row in rows))
+    train_step(up, first, n_groups=3)
+    metrics = train_step(up, [copy.copy(row) for row in rows], n_groups=1 + max(row.group for row in rows))
     weights = torch.cat([p.detach().flatten() for p in mine.parameters()])
     return SimpleNamespace(metrics=metrics, weights=weights, gradients=gradients)
 

@@ -83,7 +83,7 @@ def collector(sampler: Sampler, *overrides: str) -> Collector:
         sampler=sampler,  # type: ignore[arg-type]
         algorithm=built(*overrides),
         draw=lambda number: Prompt(str(number), [1], "p"),
-        weights={"r": 1.0},
+        reward_weights={"r": 1.0},
         prompts_per_step=2,
         group_size=2,
         sampling=Sampling(4),
@@ -233,7 +233,7 @@ def test_stale_groups_are_dropped_and_counted() -> None:
     with ahead(made, done=3, ready=[mixed]) as one:
         collected = one.rollouts(4)
     assert uids(collected) == [3]
-    assert [(status, group.uid) for status, group in collected.rest] == [("stale", "0")]
+    assert [(status, group.uid) for status, group in collected.untrained] == [("stale", "0")]
     assert (collected.metrics["sampling/stale"], collected.metrics["sampling/kept"]) == (1, 1)
     assert (collected.metrics["staleness/mean"], collected.metrics["staleness/max"]) == (1, 1)
 
@@ -401,7 +401,7 @@ def test_a_restored_run_continues_in_the_same_way(surplus: str, tmp_path: Path) 
         for step in range(first, last + 1):
             sync(one, sampler, step)
             collected = one.rollouts(step)
-            records = records_of(collected, [], one.collector.algorithm, one.collector.weights, step)
+            records = records_of(collected, [], one.collector.algorithm, one.collector.reward_weights, step)
             write_rollouts(tmp_path / "rollouts.parquet", records, step)
             file = (tmp_path / "rollouts.parquet").read_bytes()
             got.append(
@@ -429,16 +429,16 @@ def test_a_restored_run_continues_in_the_same_way(surplus: str, tmp_path: Path) 
         halves = steps(one, sampler, 1, 4)
         one.wait_until_idle(5)
         progress = one.state
-        saved_rollouts.save_steps(progress.ready, tmp_path)
-        saved_rollouts.save(progress.leftover, tmp_path)
-        assert all(step.rest for step in progress.ready), "without discarded groups the test shows nothing"
+        saved_rollouts.save_prefetched(progress.ready, tmp_path)
+        saved_rollouts.save_leftover(progress.leftover, tmp_path)
+        assert all(step.untrained for step in progress.ready), "without discarded groups the test shows nothing"
 
     sampler = Sampler(script)
     sampler.allow(999)
     again = collector(sampler, *overrides)
     again.draws = progress.draws
-    again.leftover = saved_rollouts.load(tmp_path, again.draw, 2, ["r"], max_groups=2)
-    ready = saved_rollouts.load_steps(tmp_path, again, wanted=True)
+    again.leftover = saved_rollouts.load_leftover(tmp_path, again.draw, 2, ["r"], max_groups=2)
+    ready = saved_rollouts.load_prefetched(tmp_path, again, wanted=True)
     assert len(ready) == 1
     with ahead(again, steps=8, done=4, ready=ready) as one:
         halves += steps(one, sampler, 5, 8)
@@ -456,12 +456,12 @@ def test_spans_survive_a_checkpoint_and_a_changed_config_does_not(
     done = Completion([1, 2], [-1.0, -0.5], "stop", 3, spans=[(3, 1), (4, 1)])
     group = Group(prompt, [Rollout(prompt, done, "t", {"r": float("nan")})] * 2)
     made = collector(Sampler(), "algorithm=grpo")
-    step = RolloutBatch([group], {"reward": 0.5}, rest=[(Status.STALE, group)])
-    saved_rollouts.save_steps([step], tmp_path)
+    step = RolloutBatch([group], {"reward": 0.5}, untrained=[(Status.STALE, group)])
+    saved_rollouts.save_prefetched([step], tmp_path)
 
     def load(size: int = 2, wanted: bool = True) -> list[RolloutBatch]:
         made.group_size = size
-        return saved_rollouts.load_steps(tmp_path, made, wanted)
+        return saved_rollouts.load_prefetched(tmp_path, made, wanted)
 
     assert repr(load()) == repr([step])
     assert caplog.text == ""
@@ -477,24 +477,24 @@ def test_discarded_groups_that_do_not_fit_do_not_drop_a_step(tmp_path: Path, cap
         return Group(prompt, [Rollout(prompt, Completion([1], [-1.0], "stop", 3), "t", {"r": 1.0})] * 2)
 
     kept, discarded = group(made.draw(4)), group(Prompt("5", [99], "no prompt of the task now"))
-    step = RolloutBatch([kept], {}, rest=[(Status.FILTERED, discarded)])
-    saved_rollouts.save_steps([step], tmp_path)
+    step = RolloutBatch([kept], {}, untrained=[(Status.FILTERED, discarded)])
+    saved_rollouts.save_prefetched([step], tmp_path)
     for is_main in (True, False):
-        made.keeps_rest = is_main
-        (found,) = saved_rollouts.load_steps(tmp_path, made, wanted=True)
-        assert (found.groups, found.rest) == ([kept], [])
+        made.keeps_untrained = is_main
+        (found,) = saved_rollouts.load_prefetched(tmp_path, made, wanted=True)
+        assert (found.groups, found.untrained) == ([kept], [])
     assert caplog.text.count("1 of 1 groups of a rollout file do not fit") == 1
 
 
 def test_steps_of_an_older_weight_version_are_read(tmp_path: Path) -> None:
     made = collector(Sampler(), "algorithm=grpo")
     group = Group(made.draw(4), [Rollout(made.draw(4), Completion([1], [-1.0], "stop", 3), "t", {"r": 1.0})] * 2)
-    saved_rollouts.save_steps([RolloutBatch([group], {"reward": 1.0})], tmp_path)
-    saved = torch.load(tmp_path / saved_rollouts.AHEAD, weights_only=True)
+    saved_rollouts.save_prefetched([RolloutBatch([group], {"reward": 1.0})], tmp_path)
+    saved = torch.load(tmp_path / saved_rollouts.PREFETCHED_FILE, weights_only=True)
     older = [{name: step[name] for name in ("groups", "metrics")} for step in saved]
-    torch.save(older, tmp_path / saved_rollouts.AHEAD)
-    (step,) = saved_rollouts.load_steps(tmp_path, made, wanted=True)
-    assert (step.groups, step.rest) == ([group], [])
+    torch.save(older, tmp_path / saved_rollouts.PREFETCHED_FILE)
+    (step,) = saved_rollouts.load_prefetched(tmp_path, made, wanted=True)
+    assert (step.groups, step.untrained) == ([group], [])
 
 
 def test_old_log_probs_of_a_stale_row_follow_the_correction() -> None:

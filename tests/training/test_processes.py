@@ -25,7 +25,7 @@ from grpocli.algorithm.metrics import EXTREMES
 from grpocli.launch.trainers import command
 from grpocli.rollout.sampler import sample
 from grpocli.training import checksums
-from grpocli.training.micro_batch import windows
+from grpocli.training.micro_batch import group_spans
 from grpocli.training.packing import Packed
 from grpocli.types import Request, Row, Sampling
 
@@ -133,7 +133,7 @@ def start(folder: Path, n: int) -> subprocess.Popen[str]:
 
 def test_the_shares_are_uneven(rows: list[Row], n: int) -> None:
     """The next test needs processes with different numbers of tokens and micro-batches."""
-    spans = windows(updating.N_GROUPS, updating.TRAIN.minibatches)
+    spans = group_spans(updating.N_GROUPS, updating.TRAIN.minibatches)
     dealt = [Packed.deal([r for r in rows if r.group in span], n) for span in spans]
     tokens = [{sum(sum(r.mask) for r in share) for share in shares} for shares in dealt]
     micro_batches = [

@@ -61,7 +61,7 @@ def collector(*overrides: str) -> Collector:
         sampler=Scripted(),  # type: ignore[arg-type]
         algorithm=built(*overrides),
         draw=lambda number: Prompt(str(number), [1], "p", {"answer": number}),
-        weights=WEIGHTS,
+        reward_weights=WEIGHTS,
         prompts_per_step=3,
         group_size=2,
         sampling=Sampling(len(IDS)),
@@ -130,9 +130,9 @@ def test_every_completion_has_a_status(tmp_path: Path) -> None:
 
 def test_only_the_main_process_keeps_discarded_groups() -> None:
     made = collector("algorithm=dapo")
-    assert made.collect().rest
-    made.keeps_rest = False
-    assert made.collect().rest == []
+    assert made.collect().untrained
+    made.keeps_untrained = False
+    assert made.collect().untrained == []
 
 
 def row(advantage: float, mask: list[int]) -> Row:

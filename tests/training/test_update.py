@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composed import built
+from training.updating import train_step
 
 from grpocli.algorithm.metrics import EXTREMES
 from grpocli.config.schema import Train
@@ -62,7 +63,7 @@ def updater(little_model, world: World, *algorithm: str, **train: int) -> Update
 
 def trained(little_model, world: World, rows: list[Row], algorithm: str, **train: int) -> SimpleNamespace:
     up = updater(little_model, world, algorithm, **train)
-    metrics = up.step([copy.copy(r) for r in rows], n_groups=2)
+    metrics = train_step(up, [copy.copy(r) for r in rows], n_groups=2)
     weights = torch.cat([p.detach().flatten() for p in up.policy.model.parameters()])
     return SimpleNamespace(metrics=metrics, weights=weights, updates=up.updates)
 
@@ -99,7 +100,7 @@ def test_rows_get_the_log_probs_of_the_policy_at_the_start_of_the_step(
     given[2].mask = [0] * len(rows[2].mask)
     given[3].advantage = 0.0
     before = [up.policy.logp_without_gradient(MicroBatch.build([row], world.device), SAMPLING) for row in rows]
-    up.step(given, n_groups=2)
+    train_step(up, given, n_groups=2)
     up.gather(given)
     for k, (row, expected) in enumerate(zip(given, before, strict=True)):
         found = row.logp, row.entropy
@@ -123,13 +124,13 @@ def test_an_update_makes_completions_with_a_positive_advantage_likelier(little_m
     up = updater(little_model, world, "algorithm=drgrpo")
     ids = rows[0].prompt_ids + rows[0].completion_ids
     before = sum(up.policy.score(ids)[len(rows[0].prompt_ids) - 1 :])
-    up.step([copy.copy(r) for r in rows], n_groups=2)
+    train_step(up, [copy.copy(r) for r in rows], n_groups=2)
     assert sum(up.policy.score(ids)[len(rows[0].prompt_ids) - 1 :]) > before
 
 
 def test_without_groups_no_update_is_made(little_model, world) -> None:
     up = updater(little_model, world, "algorithm=dapo")
-    assert up.step([], n_groups=0)["tokens/trained"] == 0
+    assert train_step(up, [], n_groups=0)["tokens/trained"] == 0
     assert up.updates == 0
 
 
@@ -147,7 +148,7 @@ def test_gradients_are_clipped_to_the_norm(little_model, world, rows) -> None:
         up.optim = AdamW(lr=1.0, max_grad_norm=limit)
         up.optimizer = torch.optim.SGD(up.policy.model.parameters(), lr=1.0)
         before = torch.cat([p.detach().flatten().clone() for p in up.policy.model.parameters()])
-        norm = up.step([copy.copy(r) for r in rows], n_groups=2)["grad_norm"]
+        norm = train_step(up, [copy.copy(r) for r in rows], n_groups=2)["grad_norm"]
         after = torch.cat([p.detach().flatten() for p in up.policy.model.parameters()])
         steps[limit] = (after - before).norm().item(), norm
     assert steps[0.0][0] == pytest.approx(steps[0.0][1], rel=1e-3)
@@ -175,7 +176,7 @@ def test_micro_batches_are_counted_over_all_epochs(little_model, world: World, r
     told: list[tuple[float, float]] = []
     up = updater(little_model, world, "algorithm=drgrpo", epochs=2, minibatches=2, micro_batch_tokens=40)
     up.progress = lambda done, total, unit, detail="": None if detail else told.append((done, total))
-    up.step([copy.copy(row) for row in rows], 2)
+    train_step(up, [copy.copy(row) for row in rows], 2)
     (total,) = {total for _, total in told}
     assert [done for done, _ in told] == list(range(int(total)))
     assert total > 4, "each of the four updates has several"

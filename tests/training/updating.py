@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,15 @@ def updater_of(
     )
 
 
+def train_step(updater: Updater, rows: Sequence[Row], n_groups: int, step: int = 1) -> dict[str, float]:
+    """The updates of a step, as `Trainer.update` makes them. Returns the metrics."""
+    windows = updater.begin_step(rows, n_groups, step)
+    for epoch in range(updater.train.epochs):
+        for window in windows:
+            updater.update(window, epoch)
+    return updater.metrics(rows)
+
+
 def whole(policy: Policy) -> torch.Tensor:
     """All weights as one tensor. Collective."""
     return torch.cat([policy.parallel.gather(w.detach()).float().flatten() for _, w in policy.weights()])
@@ -134,7 +143,7 @@ def descended(world: World, folder: Path, name: str) -> dict[str, object]:
     if name == "bfloat16":  # rounding in earlier updates changes later ones by several per cent
         updater.train = dataclasses.replace(TRAIN, epochs=1, minibatches=1)
     rows = load_rows(folder / "rows.json")
-    metrics = updater.step(rows, N_GROUPS)
+    metrics = train_step(updater, rows, N_GROUPS)
     assert updater.updates == updater.train.updates_per_step
     result = {"metrics": metrics, "weights": whole(policy)}
     updater.gather(rows)
@@ -162,7 +171,7 @@ def went_on(world: World, folder: Path, start: Path, end: Path) -> dict[str, obj
         checkpoint.load_optimizer(start, policy, optimizer)
         checkpoint.save(end.with_suffix(".again"), State(), contents, world)
     updater = updater_of(world, folder, policy, optimizer, ("algorithm=dapo",), optim)
-    metrics = updater.step(load_rows(folder / "rows.json"), N_GROUPS)
+    metrics = train_step(updater, load_rows(folder / "rows.json"), N_GROUPS)
     checkpoint.save(end, State(), contents, world)
     checkpoint.save_model(end / "final", policy, tokenizer, torch.bfloat16, "card", world)
     return {"metrics": metrics, "weights": whole(policy)}
@@ -188,7 +197,7 @@ def counted(world: World, folder: Path) -> Counter[str]:
     updater.train = Train(micro_batch_tokens=LITTLE)
     rows = uneven(world.size)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        updater.step(rows, rows[-1].group + 1)
+        train_step(updater, rows, rows[-1].group + 1)
     return Counter(event.name for event in seen.events() if event.name.startswith("gloo:"))
 
 
