@@ -64,15 +64,15 @@ class Algorithm:
         return bool(self.entropy.coefficient > 0)
 
     @property
-    def vanishes(self) -> bool:
+    def zero_gradient_at_zero_advantage(self) -> bool:
         """Whether a row whose advantage is 0 has no gradient."""
-        vanishes = getattr(self.objective, "vanishes", False)  # a user's part may lack it
-        return bool(vanishes and not (self.needs_reference or self.needs_entropy_gradient))
+        objective = getattr(self.objective, "zero_at_zero_advantage", False)  # a user's part may lack it
+        return bool(objective and not (self.needs_reference or self.needs_entropy_gradient))
 
     @property
-    def skips(self) -> bool:
+    def skips_zero_advantages(self) -> bool:
         """Whether a row whose advantage is 0 cannot change an update."""
-        return self.vanishes and not (self.needs_every_row or self.tokens.needs_entropy)
+        return self.zero_gradient_at_zero_advantage and not (self.needs_every_row or self.tokens.needs_entropy)
 
     @property
     def needs_every_row(self) -> bool:
@@ -80,7 +80,7 @@ class Algorithm:
         return bool(getattr(self.aggregate, "depends_on_split", True))
 
     @property
-    def corrects(self) -> bool:
+    def has_correction(self) -> bool:
         """Whether tokens get importance weights from the sampler to the policy at the start of the step."""
         return bool(getattr(self.correction, "corrects", True))  # a user's part may lack it
 

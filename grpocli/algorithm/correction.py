@@ -1,8 +1,9 @@
 """Importance weights of tokens, for the gap between the sampler's and the trainer's probabilities.
 
-rho = pi_trainer / pi_sampler with the weights that sampled: 1 except for rounding and staleness. The weight [B, T]
-multiplies the policy-gradient term and has no gradient. NeMo RL's GRPO guide; "Your Efficient RL Framework
-Secretly Brings You Off-Policy RL Training" (fengyao.notion.site, 2025).
+rho = pi_old / mu. The trainer computes pi_old, the policy at the start of the step; the sampler computes mu, the policy
+that sampled. They differ by rounding and by staleness. The weight [B, T] multiplies the policy-gradient term and has no
+gradient. Sources: NeMo RL's GRPO guide; "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+(fengyao.notion.site, 2025).
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Correction:
 
 @part("algorithm/correction", "token_truncate")
 class TokenTruncate(Correction):
-    """A weight per token: clamp(rho, min, max)."""
+    """A weight per token: clamp(rho, min, max), rho = pi_old / mu (trainer / sampler)."""
 
     def bound(self, ratio: Tensor) -> Tensor:
         return ratio.clamp(self.min, self.max)
@@ -117,7 +118,7 @@ class AutoCorrection:
 
 @part("algorithm/correction", "token_mask")
 class TokenMask(Correction):
-    """Per-token importance weight rho = pi_old / pi_rollout, set to 0 outside [min, max]."""
+    """A weight per token: rho = pi_old / mu (trainer / sampler), set to 0 outside [min, max]."""
 
     def bound(self, ratio: Tensor) -> Tensor:
         return ratio.masked_fill((ratio < self.min) | (ratio > self.max), 0.0)

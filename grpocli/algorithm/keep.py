@@ -50,7 +50,7 @@ class Dynamic:
     on_exhausted: str = "train_partial"
     """After the last round, `train_partial` trains on the groups found and `error` stops the run."""
     surplus: str = "discard"
-    """`discard` groups beyond `rollout.prompts_per_step`, or `carry` them into the next step. Carried groups are
+    """`discard` groups beyond `rollout.prompts_per_step`, or `carry` them into the next step. Leftover groups are
     off-policy by one weight version; the sampler's log-probs are their old log-probs."""
     mask_truncated: bool = False
     """Take completions that were cut off at rollout.max_completion_tokens out of the loss."""

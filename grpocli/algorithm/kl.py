@@ -1,6 +1,6 @@
 """KL penalties to a reference policy, for each token [B, T], in nats.
 
-The estimators of http://joschu.net/blog/kl-approx.html, with x = log pi_ref - log pi.
+The estimators of http://joschu.net/blog/kl-approx.html, with x = log pi_ref - log pi_theta.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class KL:
     beta: float = 0.04
     """KL coefficient in the loss; with 0, no reference model is loaded."""
     on_policy: bool = False
-    """Multiply by the importance ratio pi / pi_old, so that the estimate is an expectation under the current policy
-    (NeMo RL's GRPO guide)."""
+    """Multiply by the importance ratio pi_theta / pi_old, so that the estimate is an expectation under the current
+    policy (NeMo RL's GRPO guide)."""
     sync_every: int = 0
     """Steps between updates of the reference; 0: never. It becomes alpha x policy + (1 - alpha) x reference, TR-DPO
     (arXiv 2404.09656)."""
@@ -90,7 +90,7 @@ class KL:
 
 @part("algorithm/kl", "k1")
 class K1(KL):
-    """-x with x = log pi_ref - log pi: unbiased, high variance, may be negative."""
+    """-x with x = log pi_ref - log pi_theta: unbiased, high variance, may be negative."""
 
     estimator = ("−x_it",)
 
@@ -100,7 +100,7 @@ class K1(KL):
 
 @part("algorithm/kl", "k2")
 class K2(KL):
-    """x^2 / 2 with x = log pi_ref - log pi: low variance, biased.
+    """x^2 / 2 with x = log pi_ref - log pi_theta: low variance, biased.
 
     On-policy, its expected gradient is that of the KL divergence.
     """
@@ -113,7 +113,7 @@ class K2(KL):
 
 @part("algorithm/kl", "k3")
 class K3(KL):
-    """exp(x) - x - 1 with x = log pi_ref - log pi: unbiased and never negative up to 10, where it is cut off.
+    """exp(x) - x - 1 with x = log pi_ref - log pi_theta: unbiased and never negative up to 10, where it is cut off.
 
     GRPO (arXiv 2402.03300), equation 4. The bound is that of NeMo RL and verl: exp(89) is infinite in float32. Beyond
     it, where x is above 2.6 or below -11, the KL term of a token has no gradient; `kl_clamped_ratio` is the share of

@@ -27,20 +27,20 @@ RATIO = "r_it = π_θ(o_it) / π_old(o_it)"
 
 @part("algorithm/objective", "clip")
 class Clip:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), r = pi / pi_old.
+    """-min(r A, clip(r, 1 - low, 1 + high) A), r = pi_theta / pi_old.
 
     GRPO (arXiv 2402.03300), equation 3; `high` > `low` is DAPO's clip-higher (arXiv 2503.14476), section 3.1.
     """
 
-    vanishes = True  # loss and gradient are 0 where the advantage is 0
+    zero_at_zero_advantage = True  # loss and gradient are 0 where the advantage is 0
 
     low: float = 0.2
     """How far the ratio may fall below 1, 0 to 1."""
     high: float = 0.2
     """How far the ratio may rise above 1, at least 0."""
     dual: float | None = None
-    """Largest ratio where A < 0; null: no limit. The term is at least dual x A, dual > 1 (arXiv 1912.09729), section 4.
-    """
+    """Dual clip: bounds the term from below by `dual` x A where A < 0, so that a large ratio cannot dominate the
+    update; above 1, null: no bound (arXiv 1912.09729), section 4."""
     delta: float | None = None
     """Largest ratio anywhere, applied before the clip; null: no limit. Above 1 + high: INTELLECT-2's two-sided clipping
     (arXiv 2505.07291), section 3.4."""
@@ -67,14 +67,14 @@ class Clip:
         bounded = ratio if self.delta is None else ratio.clamp(max=self.delta)
         gain = bounded * advantages_B1
         clipped_gain = ratio.clamp(1 - self.low, 1 + self.high) * advantages_B1
-        worse = gain.minimum(clipped_gain)
+        surrogate = gain.minimum(clipped_gain)
         if self.dual is not None:
-            worse = worse.maximum(self.dual * advantages_B1).where(advantages_B1 < 0, worse)
-        low = (ratio < 1 - self.low) & (advantages_B1 < 0)
-        high = (ratio > 1 + self.high) & (advantages_B1 > 0)
+            surrogate = surrogate.maximum(self.dual * advantages_B1).where(advantages_B1 < 0, surrogate)
+        clipped_low = (ratio < 1 - self.low) & (advantages_B1 < 0)
+        clipped_high = (ratio > 1 + self.high) & (advantages_B1 > 0)
         if self.level == "sequence":  # [B], since [B, 1] would look like flags of tokens if T is 1
-            low, high = low.squeeze(1), high.squeeze(1)
-        return -worse.expand_as(logp_BT), {"low": low, "high": high}
+            clipped_low, clipped_high = clipped_low.squeeze(1), clipped_high.squeeze(1)
+        return -surrogate.expand_as(logp_BT), {"low": clipped_low, "high": clipped_high}
 
     def formula(self) -> Formula:
         sequence = self.level == "sequence"
@@ -107,9 +107,9 @@ class Clip:
 
 @part("algorithm/objective", "cispo")
 class Cispo:
-    """-sg(min(r, 1 + high)) A log pi: every token keeps a gradient. MiniMax-M1 (arXiv 2506.13585), equation 4."""
+    """-sg(min(r, 1 + high)) A log pi_theta: every token keeps a gradient. MiniMax-M1 (arXiv 2506.13585), equation 4."""
 
-    vanishes = True
+    zero_at_zero_advantage = True
 
     high: float = 4.0
     """How far the weight may rise above 1, at least 0."""
@@ -138,7 +138,7 @@ class Cispo:
 class Sapo:
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate for the clip. SAPO (arXiv 2511.20347)."""
 
-    vanishes = True
+    zero_at_zero_advantage = True
 
     tau_positive: float = 1.0
     """Sharpness of the gate where A > 0."""
@@ -174,7 +174,7 @@ class Sapo:
 
 
 def log_ratio(logp_BT: Tensor, base_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
-    """log(pi / base) of each token [B, T], or its mean over the sequence's tokens [B, 1]."""
+    """log(pi / pi_base) of each token [B, T], or its mean over the sequence's tokens [B, 1]."""
     difference_BT = ((logp_BT - base_BT) * mask_BT).clamp(-FARTHEST, FARTHEST)
     if level == "token":
         return difference_BT

@@ -274,7 +274,7 @@ def _update(run: Run) -> Section:
         f"E M = {_count(updates, 'update')} per step, of N = P G / M {_share(rows, train.minibatches)} completions",
         "π_old: π_θ before the step's first update" if several else "π_old = sg[π_θ]: with one update per step, r = 1",
         *((f"μ: π_θ of up to {_count(rollout.max_staleness, 'step')} earlier",) if rollout.max_staleness else ()),
-        *(("π_old = μ for completions of older weights",) if older and not run.algorithm.corrects else ()),
+        *(("π_old = μ for completions of older weights",) if older and not run.algorithm.has_correction else ()),
     )
     keys = {"E": ("epochs", "Passes over a step's completions"), "M": ("minibatches", "Updates per pass")}
     return Section("update", "", lines, symbols=_symbols(train, "train", keys))

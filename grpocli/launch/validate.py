@@ -111,7 +111,7 @@ def _check_structure(run: Run) -> None:
     engine = run.engine.resolved()
     if isinstance(engine, Transformers | Fake):
         refuse_structure(run.rollout.sampling, choice_of("engine", engine))
-    if not run.algorithm.corrects:
+    if not run.algorithm.has_correction:
         problem = "samples from a part of the policy's distribution: choose algorithm/correction=token_truncate"
         raise ConfigError(problem, key=f"rollout.{name}", value=getattr(run.rollout, name))
 

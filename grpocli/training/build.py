@@ -72,9 +72,7 @@ def build_trainer(
         tokenizer=data.tokenizer,
         engine=engine,
         collector=collector,
-        prefetcher=Prefetcher(
-            collector, world, run.rollout, run.train.steps, state.step, _ready(run, collector, resume)
-        ),
+        prefetcher=_prefetcher(run, collector, world, state.step, resume),
         updater=loaded.updater,
         update_checks=UpdateChecks(run, recorder.run_dir, policy, world),
         evaluator=_evaluator(run, sampler, data, Watch(recorder.progress_of("eval"), stop.asked_lately)),
@@ -229,12 +227,13 @@ def _leftover(run: Run, data: PromptSource, resume: Path | None) -> list[Group]:
     return saved_rollouts.load_leftover(resume, data.draw, rollout.group_size, run.reward, rollout.prompts_per_step)
 
 
-def _ready(run: Run, collector: Collector, resume: Path | None) -> list[RolloutBatch]:
-    """The batches that were collected for the steps after the checkpoint."""
-    if resume is None:
-        return []
-    with restoring(resume):
-        return saved_rollouts.load_prefetched(resume, collector, wanted=run.rollout.max_staleness > 0)
+def _prefetcher(run: Run, collector: Collector, world: World, step: int, resume: Path | None) -> Prefetcher:
+    """The prefetcher after a step, with the batches that the checkpoint has for the next steps."""
+    ready: list[RolloutBatch] = []
+    if resume:
+        with restoring(resume):
+            ready = saved_rollouts.load_prefetched(resume, collector, wanted=run.rollout.max_staleness > 0)
+    return Prefetcher(collector, world, run.rollout, run.train.steps, step, ready)
 
 
 def _updater(

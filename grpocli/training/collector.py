@@ -375,4 +375,4 @@ def status_of(row: Row, algorithm: Algorithm) -> Status:
     """The status of a row that is in an update."""
     if not any(row.mask):
         return Status.MASKED
-    return Status.ZERO_ADVANTAGE if row.advantage == 0 and algorithm.vanishes else Status.TRAINED
+    return Status.ZERO_ADVANTAGE if row.advantage == 0 and algorithm.zero_gradient_at_zero_advantage else Status.TRAINED

@@ -26,7 +26,7 @@ def rows_of(groups: Sequence[Group], advantages_PG: Tensor, algorithm: Algorithm
             number,
             algorithm.keep.mask_truncated,
             version,
-            algorithm.corrects,
+            algorithm.has_correction,
         )
         for number, (group, advantages) in enumerate(zip(groups, advantages_PG.tolist(), strict=True))
         for rollout, advantage in zip(group.rollouts, advantages, strict=True)

@@ -140,7 +140,7 @@ class Updater:
         """Whether a row has a gradient, or decides which tokens of other rows have one."""
         if self.algorithm.needs_every_row:
             return True
-        return any(row.mask) and (row.advantage != 0 or not self.algorithm.skips)
+        return any(row.mask) and (row.advantage != 0 or not self.algorithm.skips_zero_advantages)
 
     def _score_before_updates(self, window: Window) -> None:
         """Compute the log-probs and entropies that the first update of a window needs and does not compute itself.

@@ -54,7 +54,7 @@ def test_an_override_changes_the_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_key_that_follows_an_override_follows_it(tmp_path: Path) -> None:
     run = resumed(tmp_path, ["engine=vllm"], ["rollout.max_staleness=1"])
-    assert run.algorithm.corrects
+    assert run.algorithm.has_correction
     assert resumed_length(tmp_path / "a", "rollout.max_completion_tokens=20") == 30
     assert resumed_length(tmp_path / "b", "algorithm.aggregate.length=20") == 20
 
