@@ -16,7 +16,7 @@ from grpocli.config.user_code import load
 from grpocli.environments.worker import _environment, call
 from grpocli.errors import GrpoError
 from grpocli.launch.compose import build_run, compose
-from grpocli.launch.train_process import explained
+from grpocli.launch.trainer_process import as_grpo_error
 from grpocli.rewards.python import PythonReward
 from grpocli.rewards.reward import Failure, Sample
 from grpocli.rewards.scorer import call as score
@@ -107,7 +107,7 @@ def of_a_run() -> str:
     """The message of a run, or of one of its processes, for any error."""
     error = thrown(load("framed_mine.py:first", "key"), "short")
     assert isinstance(error, Exception)
-    return str(explained(error, RunDir(Path("run"))))
+    return str(as_grpo_error(error, RunDir(Path("run"))))
 
 
 def test_an_error_whose_text_raises() -> None:

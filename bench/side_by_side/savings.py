@@ -64,7 +64,7 @@ def any_size() -> None:
 
 
 def freed_memory_given_back() -> None:
-    import grpocli.launch.train_process as worker
+    import grpocli.launch.trainer_process as worker
 
     worker.keep_freed_memory = lambda: False
 

@@ -102,7 +102,7 @@ def _run(args: argparse.Namespace) -> tuple[DictConfig, Run]:
 def _evaluate(run: Run, args: argparse.Namespace, out: Path) -> list[ModelResult]:
     from grpocli.hardware.devices import devices_of
     from grpocli.launch.run import prepare
-    from grpocli.launch.train_process import quiet_libraries
+    from grpocli.launch.trainer_process import quiet_libraries
     from grpocli.tracking.live_view import status_view
     from grpocli.tracking.run_dir import RunDir
 

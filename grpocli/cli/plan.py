@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 def _made(run: Run, asked: DeviceOptions, args: argparse.Namespace, view: View) -> tuple[Plan, list[str]]:
     """The plan, and changes with which it fits if it does not."""
     view.stage("loading libraries")
-    from grpocli.launch.train_process import quiet_libraries
+    from grpocli.launch.trainer_process import quiet_libraries
     from grpocli.plan.plan import load_libraries, make_plan
     from grpocli.plan.report import advice
 

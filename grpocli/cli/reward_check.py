@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--examples {args.examples}: must be 0 (all) or more")
     from grpocli.launch.compose import build_run
     from grpocli.launch.ready import check_data
-    from grpocli.launch.train_process import quiet_libraries
+    from grpocli.launch.trainer_process import quiet_libraries
     from grpocli.tracking.live_view import status_view
 
     quiet_libraries()

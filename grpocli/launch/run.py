@@ -26,8 +26,8 @@ from grpocli.launch.compose import build_run, mode_of, save
 from grpocli.launch.overview import opening_lines, plan_lines
 from grpocli.launch.ready import check_ready
 from grpocli.launch.resume import changes
-from grpocli.launch.train_process import TrainProcess, explained, quiet_libraries
-from grpocli.launch.trainers import SETTLE, again_file, clean, stop_file
+from grpocli.launch.trainer_launcher import SETTLE, clean, resume_marker, stop_file
+from grpocli.launch.trainer_process import TrainerProcess, as_grpo_error, quiet_libraries
 from grpocli.launch.validate import check_nodes, check_overlap, check_shares
 from grpocli.processes.node import Node
 from grpocli.processes.signals import enable_crash_tracebacks, stop_signal
@@ -82,15 +82,15 @@ def launch(
         raise
     node = node_of(run.hardware)
     if node and node.rank:
-        return follow(run, run_dir, node)
+        return train_on_other_machine(run, run_dir, node)
     new = not resuming and run_dir.is_fresh()
-    with run_dir.locked(timeout=LOCK_WITHIN if node else 0.0), _ending(run_dir, new):
-        return _locked(config, run, run_dir, resuming, node, begin)
+    with run_dir.locked(timeout=LOCK_WITHIN if node else 0.0), run_errors(run_dir, new):
+        return _run_locked(config, run, run_dir, resuming, node, begin)
 
 
 @contextmanager
-def _ending(run_dir: RunDir, new: bool) -> Iterator[None]:
-    """Raise errors of the run as GrpoError. Remove a `new` folder if the run did not begin."""
+def run_errors(run_dir: RunDir, new: bool) -> Iterator[None]:
+    """A block that raises its errors as GrpoError, and removes the folder of a `new` run that did not begin."""
     try:
         yield
     except (ConfigError, KeyboardInterrupt) as error:
@@ -102,7 +102,7 @@ def _ending(run_dir: RunDir, new: bool) -> Iterator[None]:
         raise
     except Stopped:
         try:
-            again_file(run_dir.path).touch()
+            resume_marker(run_dir.path).touch()
         except OSError as error:
             raise run_dir.run_error(error) from error
         raise
@@ -110,13 +110,13 @@ def _ending(run_dir: RunDir, new: bool) -> Iterator[None]:
         raise
     except Exception as error:
         logger.exception("the run failed")
-        raise explained(error, run_dir) from error
+        raise as_grpo_error(error, run_dir) from error
 
 
-def _locked(
+def _run_locked(
     config: DictConfig, run: Run, run_dir: RunDir, resuming: bool, node: Node | None, begin: Callable[[], None]
 ) -> float | None:
-    """The run, in a folder that this process has locked."""
+    """Prepare the run and train, in a folder that this process has locked."""
     from grpocli.tracking.live_view import make_view
 
     view = make_view()
@@ -262,8 +262,8 @@ def _train(run: Run, job: TrainerJob, run_dir: RunDir, view: View, devices: Devi
                 replace(job, ready=False).save(run_dir.path)
             engine.enter_context(_launched(run, job.engine, view))
         if data:
-            return TrainProcess(run, job, run_dir, stop, view, load_data=data.result).train()
-        from grpocli.launch.trainers import train_in_processes
+            return TrainerProcess(run, job, run_dir, stop, view, load_data=data.result).train()
+        from grpocli.launch.trainer_launcher import train_in_processes
 
         job.save(run_dir.path)
         view.stop(f"starting {devices.processes} trainer processes")  # the first of them uses the terminal from now on
@@ -300,13 +300,13 @@ def _in_this_process(devices: Devices, node: Node | None) -> bool:
     return node is None and devices.processes == 1 and (not devices.train or devices.train[0] == visible_gpus()[0])
 
 
-def follow(run: Run, run_dir: RunDir, node: Node) -> float | None:
-    """Run this machine's trainer processes, on a training machine other than the first, once the first one is ready.
+def train_on_other_machine(run: Run, run_dir: RunDir, node: Node) -> float | None:
+    """Run this machine's trainer processes once the first machine has started the engine.
 
     A stop is not an error here: SLURM would kill the first machine for it (`srun --kill-on-bad-exit`), perhaps before
     it has asked for a resume.
     """
-    from grpocli.launch.trainers import train_in_processes
+    from grpocli.launch.trainer_launcher import train_in_processes
 
     quiet_libraries()
     devices = devices_of(run.hardware, run.engine.resolved())
@@ -316,7 +316,7 @@ def follow(run: Run, run_dir: RunDir, node: Node) -> float | None:
         try:
             return train_in_processes(run, run_dir, stop, devices, node)
         except Stopped:
-            again_file(run_dir.path).touch()
+            resume_marker(run_dir.path).touch()
             return None
         except GrpoError:
             time.sleep(SETTLE)  # SLURM kills the first machine, which writes the summary, when this one fails

@@ -23,15 +23,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-GUARD = Path(__file__).with_name("reaper.py")
-KILL_WAIT = 10.0  # seconds within which the kernel ends a process after SIGKILL
+from grpocli.processes import reaper
+from grpocli.processes.reaper import KILL_NOW, KILL_WAIT
 
 
 class Guarded:
     """A command with its guard. `returncode` is None while the command runs, and 128 + n if signal n ended it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], line: int, name: str) -> None:
-        self._process, self._line, self.name = process, line, name
+    def __init__(self, process: subprocess.Popen[bytes], pipe: int, name: str) -> None:
+        self._process, self._pipe, self.name = process, pipe, name
 
     @property
     def returncode(self) -> int | None:
@@ -59,15 +59,12 @@ class Guarded:
         self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(grace)
-        self._hang_up()
+        if self._pipe >= 0:
+            with contextlib.suppress(BrokenPipeError):  # the guard has ended
+                os.write(self._pipe, KILL_NOW)
+            os.close(self._pipe)
+            self._pipe = -1
         return self._process.wait(KILL_WAIT + grace)
-
-    def _hang_up(self) -> None:
-        if self._line >= 0:
-            with contextlib.suppress(BrokenPipeError):
-                os.write(self._line, b"K")
-            os.close(self._line)
-            self._line = -1
 
 
 @contextlib.contextmanager
@@ -92,8 +89,16 @@ def guarded(
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(f"there is no program {command[0]}")
     read, write = os.pipe()
+    orders = {
+        "parent": os.getpid(),
+        "pipe": read,
+        "grace": grace,
+        "remove": [glob.escape(str(one.absolute())) if isinstance(one, Path) else one for one in remove],
+        "hold": list(hold),
+    }
+    arguments = [sys.executable, "-I", "-S", reaper.__file__, name, json.dumps(orders), *command]
     try:
-        process = _start(command, read, name, env, log, cwd, grace, remove, hold)
+        process = _start(arguments, (read, *hold), env, log, cwd)
     except BaseException:
         os.close(write)
         raise
@@ -107,24 +112,12 @@ def guarded(
 
 
 def _start(
-    command: Sequence[str],
-    line: int,
-    name: str,
+    arguments: list[str],
+    descriptors: tuple[int, ...],
     env: Mapping[str, str] | None,
     log: Path | None,
     cwd: Path | None,
-    grace: float,
-    remove: Sequence[Path | str],
-    hold: Sequence[int],
 ) -> subprocess.Popen[bytes]:
-    orders = {
-        "parent": os.getpid(),
-        "line": line,
-        "grace": grace,
-        "remove": [glob.escape(str(one.absolute())) if isinstance(one, Path) else one for one in remove],
-        "hold": list(hold),
-    }
-    arguments = [sys.executable, "-I", "-S", str(GUARD), name, json.dumps(orders), *command]
     with contextlib.ExitStack() as stack:
         output = None
         if log is not None:
@@ -137,7 +130,7 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT if output else None,
-            pass_fds=(line, *hold),
+            pass_fds=descriptors,
             start_new_session=True,  # Ctrl-C does not reach the command: this process decides
         )
 

@@ -17,6 +17,7 @@ from types import FrameType
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PARENT_DIED = signal.SIGUSR1  # not SIGTERM, since the kernel also sends it when only a thread of the parent ends
+KILL_NOW = b"K"  # the parent's message that its grace period is over
 LEFTOVER_GRACE = 2.0  # seconds for processes that a command leaves behind
 TRACKER = b"multiprocessing.resource_tracker"  # in the command line of Python's resource trackers
 TIDY = 3.0  # seconds for Python's resource trackers to unlink the shared memory of processes that were killed
@@ -26,8 +27,8 @@ KILL_WAIT = 10.0  # seconds within which the kernel ends a process after SIGKILL
 class Guard:
     """Runs a command, returns its exit code, and ends its process tree on request or when the parent dies."""
 
-    def __init__(self, parent: int, line: int, grace: float, remove: list[str], hold: list[int]) -> None:
-        self.parent, self.line, self.grace, self.remove = parent, line, grace, remove
+    def __init__(self, parent: int, pipe: int, grace: float, remove: list[str], hold: list[int]) -> None:
+        self.parent, self.pipe, self.grace, self.remove = parent, pipe, grace, remove
         for descriptor in hold:
             os.set_inheritable(descriptor, False)  # not for the command
         self.child = 0
@@ -65,7 +66,7 @@ class Guard:
     def run(self, command: list[str]) -> int:
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command become children of this process, which can find them
         prctl(PR_SET_PDEATHSIG, PARENT_DIED)
-        self.child = spawn(command, self.line)
+        self.child = spawn(command, self.pipe)
         if os.getppid() != self.parent:  # the parent died before the signal was requested
             self.end_soon()
         if self.terminated:  # SIGTERM came before the group existed
@@ -82,15 +83,15 @@ class Guard:
     def watch(self) -> None:
         """Sleep until a signal, a message from the parent, or the deadline."""
         timeout = None if self.stop_at is None else max(0.0, self.stop_at - time.monotonic())
-        ready = select.select([self.wake] + ([self.line] if self.line >= 0 else []), [], [], timeout)[0]
+        ready = select.select([self.wake] + ([self.pipe] if self.pipe >= 0 else []), [], [], timeout)[0]
         if self.wake in ready:
             os.read(self.wake, 4096)
-        if self.line in ready:
-            word = os.read(self.line, 1)
-            os.close(self.line)
-            self.line = -1
+        if self.pipe in ready:
+            message = os.read(self.pipe, 1)
+            os.close(self.pipe)
+            self.pipe = -1
             self.end_soon()
-            if word:  # the parent is alive and its grace period is over
+            if message == KILL_NOW:  # otherwise the parent has ended, which closes its end of the pipe
                 self.stop_at = time.monotonic()
         if self.stop_at is not None and time.monotonic() >= self.stop_at:
             kill_tree(signal.SIGKILL, spare_trackers=True)
@@ -124,7 +125,7 @@ def die_with_parent() -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def spawn(command: list[str], line: int) -> int:
+def spawn(command: list[str], pipe: int) -> int:
     """Start the command in a new process group, which dies with the guard. Returns its pid."""
     pid = os.fork()
     if pid:
@@ -132,7 +133,7 @@ def spawn(command: list[str], line: int) -> int:
             os.setpgid(pid, pid)
         return pid
     try:
-        os.close(line)
+        os.close(pipe)
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         die_with_parent()

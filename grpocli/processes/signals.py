@@ -2,10 +2,10 @@
 
 The way of a signal through the code:
 
-    signals.py              `stop_signal` catches it in the process that the user started; `StopSignal` remembers it
-    launch/trainers.py      with several trainer processes, creates RUN/stop, since signals do not reach all of them
-    training/trainer.py     asks after each step, writes a checkpoint and raises Stopped: exit code 3
-    guard.py, reaper.py     end servers and trainer processes when the process that started them ends, even by SIGKILL
+    signals.py                  `stop_signal` catches it in the process that the user started; `StopSignal` remembers it
+    launch/trainer_launcher.py  creates RUN/stop for several trainer processes, since signals do not reach all of them
+    training/trainer.py         checks after each step, writes a checkpoint and raises Stopped: exit code 3
+    guard.py, reaper.py         end servers and trainer processes when their parent ends, even by SIGKILL
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-LOOK_SECONDS = 0.25
-"""Seconds between checks for the stop file in `StopSignal.asked_lately`."""
+CHECK_SECONDS = 0.25
+"""Seconds between checks for the stop file in `StopSignal.asked_cached`."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -39,23 +39,25 @@ class StopSignal:
 
     received: the name of the first signal. file: a file whose existence asks too, for processes that get no signal.
     immediate: a signal raises KeyboardInterrupt, because there is no step to finish.
-    looked, seen: when `asked_lately` last checked, and the result.
+    checked_at, was_asked: when `asked_cached` last checked, and the result.
     """
 
     received: str | None = None
     file: Path | None = None
     immediate: bool = False
-    looked: float = -math.inf
-    seen: bool = False
+    checked_at: float = -math.inf
+    was_asked: bool = False
 
     def asked(self) -> bool:
+        """Whether a signal was received or the file exists."""
         return self.received is not None or (self.file is not None and self.file.exists())
 
-    def asked_lately(self, clock: Callable[[], float] = time.monotonic) -> bool:
-        """`asked`, but fast enough for every token: checks for the file, perhaps on a network, every `LOOK_SECONDS`."""
-        if self.received is None and not self.seen and clock() - self.looked >= LOOK_SECONDS:
-            self.looked, self.seen = clock(), self.asked()
-        return self.received is not None or self.seen
+    def asked_cached(self, clock: Callable[[], float] = time.monotonic) -> bool:
+        """`asked`, fast enough to call at every token: the file may be on a network, so it is checked only every
+        CHECK_SECONDS."""
+        if self.received is None and not self.was_asked and clock() - self.checked_at >= CHECK_SECONDS:
+            self.checked_at, self.was_asked = clock(), self.asked()
+        return self.received is not None or self.was_asked
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The handler of the process that the user started. Only a repeated SIGINT ends the run at once, because
@@ -65,8 +67,8 @@ class StopSignal:
         if self.received is None:
             self.received = signal.Signals(number).name
             print(
-                f"\n{self.received}: stopping after this step, or at once in an evaluation, with a checkpoint; "
-                "another Ctrl-C ends the run without one",
+                f"\n{self.received}: stopping after this step and the rollouts in progress, or at once in an "
+                "evaluation, with a checkpoint; another Ctrl-C ends the run without one",
                 file=sys.stderr,
             )
 

@@ -75,7 +75,7 @@ def build_trainer(
         prefetcher=_prefetcher(run, collector, world, state.step, resume),
         updater=loaded.updater,
         update_checks=UpdateChecks(run, recorder.run_dir, policy, world),
-        evaluator=_evaluator(run, sampler, data, Watch(recorder.progress_of("eval"), stop.asked_lately)),
+        evaluator=_evaluator(run, sampler, data, Watch(recorder.progress_of("eval"), stop.asked_cached)),
         recorder=recorder,
         checkpointer=_checkpointer(run, world, loaded, data, recorder),
         stop=stop,

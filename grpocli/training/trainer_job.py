@@ -1,4 +1,4 @@
-"""The file in the run's folder by which the launching process starts trainer processes."""
+"""`job.json` in the run's folder: the input of trainer processes, written by the launching process."""
 
 from __future__ import annotations
 

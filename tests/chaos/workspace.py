@@ -28,7 +28,7 @@ TESTS = Path(__file__).parents[1]
 PATIENCE = 240.0  # seconds; a command that takes longer on a busy machine hangs
 START = 600.0  # seconds, if vLLM starts first
 GONE = 30.0  # seconds after a run's end in which its processes must end
-PRELOAD = ["chaos.preload", "grpocli.cli", "grpocli.launch.train_process"]
+PRELOAD = ["chaos.preload", "grpocli.cli", "grpocli.launch.trainer_process"]
 TINY = [
     *("model.warm_start_steps=20", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.problems=0"),
     *("train.steps=4", "checkpoint.every=1"),

@@ -68,7 +68,7 @@ def test_a_killed_process_ends_the_others_and_is_named(tmp_path: Path, monkeypat
 
 
 @pytest.mark.survival
-@pytest.mark.parametrize("killed", ["reaper.py trainers", "grpocli.launch.trainers"])
+@pytest.mark.parametrize("killed", ["reaper.py trainers", "grpocli.launch.trainer_launcher"])
 def test_no_process_outlives_its_guard_or_launcher(tmp_path: Path, killed: str) -> None:
     process = start(*run_with_reward(tmp_path, "pass", "hardware.processes=2"))
     wait_for(tmp_path / "run" / "metrics.jsonl")

@@ -121,7 +121,7 @@ def test_a_model_card_names_the_variable(tmp_path: Path) -> None:
 
 
 def test_a_tracker_gets_names_instead_of_values(tmp_path: Path) -> None:
-    from grpocli.launch.train_process import make_recorder
+    from grpocli.launch.trainer_process import make_recorder
 
     begun(tmp_path, "rollout.stop=['${oc.env:MY_SECRET}']")
     given: list[dict[str, Any]] = []

@@ -12,7 +12,7 @@ from grpocli.hardware import devices
 from grpocli.hardware.devices import Devices, devices_of, split
 from grpocli.hardware.hardware import Multinode, Single, node_of
 from grpocli.launch import run as launch_run
-from grpocli.launch import trainers as processes
+from grpocli.launch import trainer_launcher
 from grpocli.launch.compose import build_run, compose
 from grpocli.launch.overview import plan_lines
 from grpocli.launch.validate import check_nodes, check_shares
@@ -149,10 +149,10 @@ def test_a_stop_is_not_an_error_on_other_machines(tmp_path: Path, monkeypatch: p
         raise Stopped("asked to stop after step 3")
 
     monkeypatch.setattr(launch_run, "wait_for_job", lambda *_: None)
-    monkeypatch.setattr(processes, "train_in_processes", stopped)
+    monkeypatch.setattr(trainer_launcher, "train_in_processes", stopped)
     run = build_run(compose(["hardware=multinode", "hardware.device=cpu", "hardware.rollout_nodes=0"]))
-    assert launch_run.follow(run, RunDir(tmp_path), Node(1, 2, "7.0", "node1", 20007)) is None
-    assert processes.again_file(tmp_path).exists()
+    assert launch_run.train_on_other_machine(run, RunDir(tmp_path), Node(1, 2, "7.0", "node1", 20007)) is None
+    assert trainer_launcher.resume_marker(tmp_path).exists()
 
 
 def test_an_engine_folder_with_open_files_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

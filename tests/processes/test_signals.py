@@ -13,8 +13,8 @@ import pytest
 from cli.running import SMALL, finish, start
 
 from grpocli import cli
-from grpocli.launch.run import _ending
-from grpocli.processes.signals import LOOK_SECONDS, StopSignal, stop_signal
+from grpocli.launch.run import run_errors
+from grpocli.processes.signals import CHECK_SECONDS, StopSignal, stop_signal
 from grpocli.tracking.run_dir import RunDir
 
 
@@ -23,7 +23,7 @@ def test_a_second_interrupt_prints_how_to_resume(
 ) -> None:
     def interrupted(args: list[str]) -> int:
         run = RunDir(tmp_path)
-        with _ending(run, new=True):
+        with run_errors(run, new=True):
             run.config.touch()
             run.metrics.touch()
             raise KeyboardInterrupt
@@ -96,9 +96,9 @@ def test_the_stop_file_is_not_checked_at_every_token(tmp_path: Path, monkeypatch
         return len(looks) == 3
 
     monkeypatch.setattr(Path, "exists", exists)
-    stop, times = StopSignal(file=tmp_path / "stop"), [k * LOOK_SECONDS / 10 for k in range(100)]
-    asked = [stop.asked_lately(lambda now=now: now) for now in times]  # type: ignore[misc]
+    stop, times = StopSignal(file=tmp_path / "stop"), [k * CHECK_SECONDS / 10 for k in range(100)]
+    asked = [stop.asked_cached(lambda now=now: now) for now in times]  # type: ignore[misc]
     assert len(looks) == 3
     assert asked == sorted(asked), "it stays true"
     assert asked[-1]
-    assert StopSignal(received="SIGTERM").asked_lately()
+    assert StopSignal(received="SIGTERM").asked_cached()

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 
 from grpocli.errors import ConfigError, EngineError
-from grpocli.launch.trainers import command
+from grpocli.launch.trainer_launcher import command
 from grpocli.rollout import sync as choices
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync import ServerLocation

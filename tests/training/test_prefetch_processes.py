@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from training import prefetch_processes
 
-from grpocli.launch.trainers import command
+from grpocli.launch.trainer_launcher import command
 
 pytestmark = pytest.mark.processes
 

@@ -22,7 +22,7 @@ from training import updating
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from grpocli.algorithm.metrics import EXTREMES
-from grpocli.launch.trainers import command
+from grpocli.launch.trainer_launcher import command
 from grpocli.rollout.sampler import sample
 from grpocli.training import checksums
 from grpocli.training.micro_batch import group_spans
@@ -122,7 +122,7 @@ def results(processes: Processes, n: int) -> Results:
 
 
 def start(folder: Path, n: int) -> subprocess.Popen[str]:
-    """Start processes as `grpocli.launch.trainers` does; a single one without a launcher."""
+    """Start processes as `grpocli.launch.trainer_launcher` does; a single one without a launcher."""
     script = [updating.__file__, str(folder), *PARALLEL[n]]
     (folder / str(n)).mkdir()
     launcher = command(n, folder / str(n))

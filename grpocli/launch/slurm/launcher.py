@@ -19,7 +19,7 @@ from grpocli.launch.slurm.monitor import JobMonitor
 from grpocli.launch.slurm.options import Options
 from grpocli.launch.slurm.options import options as options_of
 from grpocli.launch.slurm.prepare import SweepRun, config_dir, prepared, write
-from grpocli.launch.slurm.script import BatchScript, Resources, same_resources
+from grpocli.launch.slurm.script import BatchScript, JobNodes, same_resources
 from grpocli.tracking.run_dir import RunDir
 
 LAUNCH_FILES = re.compile(r"multirun\.yaml|job(_\d+)?\.(sh|runs)")
@@ -42,7 +42,7 @@ def launch(
         options = options_of(values)
         _check_sweeper(options, str(config.hydra.sweeper.get("_target_")))
         runs = prepared(context, config, job_overrides, first)
-        resources = same_resources([Resources.of(run.run, options) for run in runs])
+        resources = same_resources([JobNodes.of(run.run, options) for run in runs])
         if not options.dry_run:
             cluster.check(options, resources.nodes)
         returns = write(context, runs)
@@ -98,7 +98,7 @@ def _check_sweeper(options: Options, sweeper: str) -> None:
 
 
 def _written(
-    options: Options, resources: Resources, sweep: Path, configs: str | None, runs: Sequence[SweepRun]
+    options: Options, resources: JobNodes, sweep: Path, configs: str | None, runs: Sequence[SweepRun]
 ) -> BatchScript:
     """Write the script, and for an array the list of folders. Later batches of a sweep get other file names."""
     first = runs[0].number

@@ -21,7 +21,7 @@ BODY = Path(__file__).with_name("batch.sh")
 
 
 @dataclass(frozen=True, slots=True)
-class Resources:
+class JobNodes:
     """The nodes that a run needs. gpus: for each node, as sbatch takes it; None for none."""
 
     train_nodes: int
@@ -29,7 +29,7 @@ class Resources:
     gpus: str | None
 
     @classmethod
-    def of(cls, run: Run, options: Options) -> Resources:
+    def of(cls, run: Run, options: Options) -> JobNodes:
         gpus = None if options.gpus is None else str(options.gpus)
         hardware = run.hardware
         if not isinstance(hardware, Multinode):
@@ -48,7 +48,7 @@ class BatchScript:
     """The script that submits `runs`, the folders of one batch. config_dir: the value of `--config-dir`."""
 
     options: Options
-    resources: Resources
+    resources: JobNodes
     folder: Path
     runs: Sequence[Path]
     name: str
@@ -148,7 +148,7 @@ class BatchScript:
         return "\n".join([*lines, ""]) if lines else ""
 
 
-def same_resources(requests: Sequence[Resources]) -> Resources:
+def same_resources(requests: Sequence[JobNodes]) -> JobNodes:
     """The resources of an array. Raises ConfigError if its runs need different ones."""
     different = sorted(set(requests), key=lambda need: need.nodes)
     if len(different) > 1:
@@ -159,7 +159,7 @@ def same_resources(requests: Sequence[Resources]) -> Resources:
     return different[0]
 
 
-def _shown(need: Resources) -> str:
+def _shown(need: JobNodes) -> str:
     nodes = "one node" if need.nodes == 1 else f"{need.train_nodes} training and {need.rollout_nodes} vLLM nodes"
     return nodes if need.gpus is None else f"{nodes} with {need.gpus} GPUs each"
 

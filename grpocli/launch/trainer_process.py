@@ -1,4 +1,4 @@
-"""A trainer process: the process that the user started, or one of several that accelerate starts."""
+"""Inside a trainer process (the process that the user started, or one of several): builds the trainer and trains."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class TrainProcess:
-    """A trainer process: builds the trainer, trains, and writes the final model and the summary.
+class TrainerProcess:
+    """Builds the trainer, trains, and writes the final model and the summary.
 
     report: called with an error before the other processes can notice that this one ended. heartbeat: where stages
     are written, with several processes. load_data: returns the prompts; None loads them here.
@@ -196,8 +196,8 @@ def summary_content(
 
 
 def main() -> None:
-    """One of several trainer processes: accelerate runs `python -m grpocli.launch.train_process RUN_DIR`."""
-    from grpocli.launch.trainers import stop_file
+    """One of several trainer processes: accelerate runs `python -m grpocli.launch.trainer_process RUN_DIR`."""
+    from grpocli.launch.trainer_launcher import stop_file
     from grpocli.processes.heartbeat import DONE, HeartbeatWriter
     from grpocli.processes.reaper import die_with_parent
     from grpocli.processes.signals import StopSignal, enable_crash_tracebacks
@@ -220,7 +220,7 @@ def main() -> None:
     except Exception as error:
         logger.exception("process %d failed", rank)
         _report(run_dir, rank, error)
-        code = explained(error, run_dir).exit_code
+        code = as_grpo_error(error, run_dir).exit_code
         limit_exit_time(code)
         sys.exit(code)
     heartbeat.enter(DONE)
@@ -240,7 +240,7 @@ def _train_rank(run_dir: RunDir, rank: int, stop: StopSignal, heartbeat: Heartbe
     view.start(run_dir.name, [], run.train.steps)
     report = partial(_report, run_dir, rank)
     with run_dir.worker_lock():
-        TrainProcess(run, TrainerJob.load(run_dir.path), run_dir, stop, view, report, heartbeat).train()
+        TrainerProcess(run, TrainerJob.load(run_dir.path), run_dir, stop, view, report, heartbeat).train()
 
 
 def _report(run_dir: RunDir, rank: int, error: BaseException) -> None:
@@ -249,7 +249,7 @@ def _report(run_dir: RunDir, rank: int, error: BaseException) -> None:
 
     if isinstance(error, Exception):
         with suppress(OSError):  # the launching process notices that this one has ended
-            report_failure(run_dir.path, rank, explained(error, run_dir), is_lost_peer(error))
+            report_failure(run_dir.path, rank, as_grpo_error(error, run_dir), is_lost_peer(error))
 
 
 def log_to(run_dir: RunDir, rank: int) -> None:
@@ -262,7 +262,7 @@ def log_to(run_dir: RunDir, rank: int) -> None:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s [{rank}] %(message)s", handlers=handlers)
 
 
-def explained(error: Exception, run_dir: RunDir) -> GrpoError:
+def as_grpo_error(error: Exception, run_dir: RunDir) -> GrpoError:
     """The error as a GrpoError, shown without its traceback, which is in the log."""
     if isinstance(error, GrpoError):
         return error

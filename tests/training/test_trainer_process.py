@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpocli.launch.train_process import close_all, explained
+from grpocli.launch.trainer_process import as_grpo_error, close_all
 from grpocli.tracking.run_dir import RunDir
 
 
@@ -41,7 +41,7 @@ def test_a_full_disk_behind_another_error_is_reported(tmp_path: Path, code: int,
     run = RunDir(tmp_path)
     run.config.touch()
     error = RuntimeError("the writer failed")
-    assert "RuntimeError: the writer failed" in str(explained(error, run))
+    assert "RuntimeError: the writer failed" in str(as_grpo_error(error, run))
     setattr(error, link, OSError(code, os.strerror(code), str(run.metrics)))
     error.__suppress_context__ = False
-    assert said in str(explained(error, run))
+    assert said in str(as_grpo_error(error, run))

@@ -1,4 +1,4 @@
-"""The trainer processes of this machine, started by accelerate's launcher."""
+"""The launching process of several trainer processes: starts them through accelerate, finds the cause of failures."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from grpocli.processes.signals import StopSignal
     from grpocli.tracking.run_dir import RunDir
 
-SETTLE = 5.0  # seconds after the first failure in which other processes may still report theirs
-GRACE = 1.0  # seconds between SIGTERM and SIGKILL; the file `stop` asks for a stop after the step
+SETTLE = 5.0
+"""Seconds after the first failure in which other processes may still report theirs."""
+GRACE = 1.0
+"""Seconds between SIGTERM and SIGKILL; the file `stop` asks for a stop after the step."""
 POLL = 0.1
-POLL_SHARED = 1.0  # on a file system that all machines of the run poll
-KILLED = (
-    128 + signal.SIGKILL,
-    128 + signal.SIGTERM,
-    -signal.SIGKILL,
-)  # exit codes of the launcher or its guard
+POLL_SHARED = 1.0
+"""POLL on a file system that all machines of the run poll."""
+KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM, -signal.SIGKILL)
+"""Exit codes of the launcher or its guard after a kill from outside."""
 
 
 def train_in_processes(
@@ -138,8 +138,8 @@ def command(processes: int, run_dir: Path, node: Node | None = None) -> list[str
     }
     path = run_dir / (f"accelerate_{node.rank}.json" if node else "accelerate.json")
     write_atomic(path, json.dumps({k: v for k, v in settings.items() if v is not None}, indent=2))
-    launcher = [sys.executable, "-m", "grpocli.launch.trainers", "--config_file", str(path)]
-    return [*launcher, "--module", "grpocli.launch.train_process", str(run_dir)]
+    launcher = [sys.executable, "-m", "grpocli.launch.trainer_launcher", "--config_file", str(path)]
+    return [*launcher, "--module", "grpocli.launch.trainer_process", str(run_dir)]
 
 
 def environment(devices: Devices) -> dict[str, str]:
@@ -151,7 +151,7 @@ def environment(devices: Devices) -> dict[str, str]:
 
 def clean(run_dir: Path) -> None:
     """Remove the files by which processes of earlier sessions of this run communicated."""
-    for path in (stop_file(run_dir), again_file(run_dir)):
+    for path in (stop_file(run_dir), resume_marker(run_dir)):
         path.unlink(missing_ok=True)
     for path in [*(run_dir / "logs").glob("failure_*.json"), *(run_dir / "logs").glob("rank_*.json")]:
         path.unlink()
@@ -162,13 +162,13 @@ def stop_file(run_dir: Path) -> Path:
     return run_dir / "stop"
 
 
-def again_file(run_dir: Path) -> Path:
-    """A file whose existence tells the batch script that the run stopped after a checkpoint and is to be resumed."""
+def resume_marker(run_dir: Path) -> Path:
+    """A file that exists if the run stopped after a checkpoint. The batch script then requeues the job to resume it."""
     return run_dir / "again"
 
 
 def main() -> None:
-    """accelerate's launcher: `python -m grpocli.launch.trainers ARGUMENTS OF accelerate launch`.
+    """accelerate's launcher: `python -m grpocli.launch.trainer_launcher ARGUMENTS OF accelerate launch`.
 
     It ignores the signals that a whole job gets (SLURM sends them to every process): only `grpocli train`, its parent,
     decides when the trainer processes end. It logs no failures: exit reports explain them.
