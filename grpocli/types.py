@@ -19,8 +19,8 @@ class Prompt:
 
     uid: identifies the draw; two draws of one question, and two equal questions, have different uids.
     token_ids: the engine's input.
-    text: the prompt as reward functions get it, a string or a list of messages.
-    columns: every other column of the example (the answer ...), and `task_name`.
+    text: the prompt as rewards get it, a string or a list of messages.
+    columns: every other column of the example, such as the answer, and `task_name`.
     """
 
     uid: str
@@ -43,8 +43,10 @@ class Prompt:
 class Episode:
     """A conversation of the model with an environment.
 
-    messages: the model's turns and the environment's, in order. turns: the number of the model's. rewards: by name,
-    summed over the turns. problem: why the environment could not continue, a phrase for the user.
+    messages: the turns of the model and of the environment, in order.
+    turns: the number of the model's turns.
+    rewards: the environment's, by name, summed over the turns.
+    problem: why the environment could not continue, a phrase for the user.
     """
 
     messages: list[Message]
@@ -64,10 +66,9 @@ class Completion:
 
     logprobs: per token, in nats, under the distribution that was sampled from (after temperature and truncation).
     finish_reason: "stop" (the model ended) or "length" (it was cut at `max_tokens`).
-    version: the weight version that sampled it; the oldest if the weights changed meanwhile, and `spans` then lists the
-        pieces in order, as (version, number of tokens).
-    mask: 1 for tokens that the model wrote, 0 for the environment's words between turns, whose log-prob is 0; None
-        means all 1.
+    version: the weight version that sampled it, the oldest if the weights changed while it was sampled.
+    mask: 1 for tokens of the model, 0 for the environment's tokens, whose log-prob is 0; None: all 1.
+    spans: (version, number of tokens) of each piece in order, if the weights changed; else None.
     episode: the conversation with the task's environment; None without an environment.
     """
 
@@ -136,10 +137,13 @@ class Status(StrEnum):
 class Row:
     """One completion to train on. Log-probs and entropies are per completion token, in nats, without gradient.
 
-    group: the number of its group in the step. mask: 1 for tokens in the loss. rollout_logp: the sampler's log-probs.
-    old_logp: the old policy's; None until the first update, whose forward gives them. ref_logp: the reference's. logp,
-    entropy: under the policy at the start of the step; None until they are computed. selected: 1 for tokens in the
-    policy-gradient term (None: all).
+    mask: 1 for tokens in the loss.
+    group: the number of its group in the step.
+    rollout_logp: under the policy that sampled, computed by the sampler.
+    old_logp: under the old policy; None until it is computed, at the latest in the first update.
+    ref_logp: under the reference; None without a reference.
+    logp, entropy: under the policy at the start of the step; None until they are computed.
+    selected: 1 for tokens in the policy-gradient term; None: all.
     """
 
     prompt_ids: list[int]

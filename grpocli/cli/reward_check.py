@@ -94,7 +94,7 @@ def _agreements(
     asked = 0
     for name, task in tasks_of(run.task).items():
         accuracy_rewards = {reward: run.reward[reward] for reward in rewards_for(task, run.reward)}
-        accuracy_rewards = {reward: one for reward, one in accuracy_rewards.items() if one.verifiable}
+        accuracy_rewards = {reward: one for reward, one in accuracy_rewards.items() if one.checks_answers}
         asked += len(accuracy_rewards)
         for one in _splits(task, split) if accuracy_rewards else ():
             with about(key_of(run.task, name)):

@@ -146,11 +146,9 @@ def _check(cls: type[Any], group: str, spec: str) -> None:
         )
     needs = NEEDS.get(group, {})
     has = {f.name for f in dataclasses.fields(cls)}.union(*map(vars, cls.__mro__))
-    lacking = [name for name in needs if name not in has]
-    if lacking:
-        raise ConfigError(
-            f"has no {' and no '.join(lacking)}, which every choice of {group}= has", key=group, value=spec
-        )
+    missing = [name for name in needs if name not in has]
+    if missing:
+        raise ConfigError(f"must define {' and '.join(missing)}, as every choice of {group}=", key=group, value=spec)
     for name, arguments in needs.items():
         if arguments is not ATTRIBUTE:
             _check_signature(cls, name, arguments.split(), group, spec)
@@ -165,8 +163,8 @@ def _check_signature(cls: type[Any], name: str, arguments: list[str], group: str
     try:
         signature.bind("self", *arguments)
     except TypeError as error:
-        called = f"{name}({', '.join(arguments)})"
-        raise ConfigError(f"is called as {called}, and has {name}{_plain(signature)}", key=group, value=spec) from error
+        problem = f"must accept {name}({', '.join(arguments)}), but defines {name}{_plain(signature)}"
+        raise ConfigError(problem, key=group, value=spec) from error
 
 
 def _plain(signature: inspect.Signature) -> str:

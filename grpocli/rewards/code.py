@@ -33,7 +33,7 @@ class CodeReward(Correctness):
     `answer`, a right program, whose other names tests may use; `entry_point`, the name of the function to write.
     """
 
-    has_processes = True
+    scores_independently = True
     solution_column = "answer"
     answer_column: str = "tests"
     """Column with the tests, a text or a list of texts; a test passes unless it raises."""

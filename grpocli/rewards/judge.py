@@ -44,8 +44,8 @@ class Judge(BaseReward):
     A completion whose judgement fails or has no score is a failure: masked and counted, not a 0.
     """
 
-    verifiable = True
-    has_processes = True
+    checks_answers = True
+    scores_independently = True
     base_url: str = MISSING
     """URL of an OpenAI-compatible endpoint, up to and with `/v1`."""
     model: str = MISSING

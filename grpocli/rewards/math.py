@@ -19,7 +19,7 @@ class Math(Correctness):
     last expression after the thinking part. The reference is a number, LaTeX, or ends in "#### 42".
     """
 
-    has_processes = True
+    scores_independently = True
     answer_forms = ("boxed", "tag", "####", "sentence", "decimal", "fraction")
     require_evaluated: bool = True
     r"""If the reference is a number, count a sum, a product or a call such as \binom as wrong even if its value is

@@ -38,7 +38,7 @@ class PythonReward(BaseReward):
     `reward=[FILE.py:NAME,FILE.py:OTHER]` takes several, each under its own name.
     """
 
-    verifiable = True
+    checks_answers = True
     function: UserCode = MISSING
     """FILE.py:NAME or module:NAME."""
     timeout: float = 300.0

@@ -23,8 +23,8 @@ MISSING_LIBRARY = "needs the library reasoning-gym: pip install reasoning-gym"
 class ReasoningGymReward(BaseReward):
     """A score between 0 and 1, from the scorer of the generator that `task=reasoning_gym` names."""
 
-    has_processes = True
-    verifiable = True
+    scores_independently = True
+    checks_answers = True
     pattern: str = r"<answer>(.*?)</answer>"
     """Regular expression whose first group is the answer; the last match counts. Without a match, the answer is all
     that follows the thinking part."""

@@ -109,10 +109,10 @@ class BaseReward:
 
     config_key: ClassVar[str]
     """Config key of the reward, such as `reward.math`; set by its registration."""
-    has_processes: ClassVar[bool] = False
-    """Whether the reward scores each sample independently, in worker processes. Then it is called group by group while
-    other completions are still being sampled; any other reward is called once, with all samples."""
-    verifiable: ClassVar[bool] = False
+    scores_independently: ClassVar[bool] = False
+    """Whether the reward scores each sample independently, outside of this process. Then it is called group by group
+    while other completions are still being sampled; any other reward is called once, with all samples."""
+    checks_answers: ClassVar[bool] = False
     """Whether the reward decides if an answer is right, so that `grpocli reward-check` can test it."""
     solution_column: ClassVar[str] = ""
     """Column of the examples' answers for `grpocli reward-check`; empty: `answer_column`."""
@@ -172,7 +172,7 @@ class Correctness(BaseReward):
     Evaluations count a score of 1 or more as right, so `right` must be at least 1 and `wrong` below 1.
     """
 
-    verifiable: ClassVar[bool] = True
+    checks_answers: ClassVar[bool] = True
 
     right: float = 1.0
     """Score of a right answer, at least 1."""

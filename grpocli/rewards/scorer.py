@@ -69,54 +69,56 @@ class Scorer:
         max_tokens: length limit of sampling. enter: called with the name of each reward before its call.
         progress: called with the number of samples scored.
         """
-        return self.finish([ScoredRollout(one, Sample.of(one, max_tokens)) for one in rollouts], enter, progress)
+        return self.complete([ScoredRollout(one, Sample.of(one, max_tokens)) for one in rollouts], enter, progress)
 
-    def finish(
-        self, rows: Sequence[ScoredRollout], enter: Callable[[str], None], progress: Progress
+    def complete(
+        self, rollouts: Sequence[ScoredRollout], enter: Callable[[str], None], progress: Progress
     ) -> tuple[list[Rollout], ScoreStats]:
         """Like `score`, for rollouts that may already have some of their scores."""
         start = time.perf_counter()
         for name in self.rewards:
             enter(f"reward.{name}")
-            self.add_scores(name, rows, progress)
-            _log_failures(name, rows)
-        return [row.result(self.rewards) for row in rows], self._stats(rows, time.perf_counter() - start)
+            self.add_scores(name, rollouts, progress)
+            _log_failures(name, rollouts)
+        return [one.result(self.rewards) for one in rollouts], self._stats(rollouts, time.perf_counter() - start)
 
-    def add_scores(self, name: str, rows: Iterable[ScoredRollout], progress: Progress = unreported) -> None:
+    def add_scores(self, name: str, rollouts: Iterable[ScoredRollout], progress: Progress = unreported) -> None:
         """Add the score of one reward to each rollout that lacks it.
 
         The reward sees only samples of its tasks, and none whose episode failed.
         """
         missing = []
-        for row in rows:
-            if name in row.scores:
+        for one in rollouts:
+            if name in one.scores:
                 continue
-            if name not in self.rewards_for(row.sample.task):
-                row.scores[name] = None
-            elif row.sample.episode and row.sample.episode.problem:
-                row.scores[name] = Failure(row.sample.episode.problem)
+            if name not in self.rewards_for(one.sample.task):
+                one.scores[name] = None
+            elif one.sample.episode and one.sample.episode.problem:
+                one.scores[name] = Failure(one.sample.episode.problem)
             else:
-                missing.append(row)
+                missing.append(one)
         reward = self.rewards[name]
-        size = BATCH if reward.has_processes else max(1, len(missing))
+        size = BATCH if reward.scores_independently else max(1, len(missing))
         for begin in range(0, len(missing), size):
             progress(begin, len(missing), f"scores of reward.{name}")
             batch = missing[begin : begin + size]
-            for row, score in zip(batch, call(reward, [row.sample for row in batch]), strict=True):
-                row.scores[name] = score
+            for one, score in zip(batch, call(reward, [one.sample for one in batch]), strict=True):
+                one.scores[name] = score
 
-    def _stats(self, rows: Sequence[ScoredRollout], seconds: float) -> ScoreStats:
+    def _stats(self, rollouts: Sequence[ScoredRollout], seconds: float) -> ScoreStats:
         by_task: dict[str, list[ScoredRollout]] = {}
-        for row in rows:
-            by_task.setdefault(row.sample.task, []).append(row)
+        for one in rollouts:
+            by_task.setdefault(one.sample.task, []).append(one)
         rewards = {}
         for name, reward in self.rewards.items():
             for task, own in by_task.items():
-                scores = [row.scores[name] for row in own]
+                scores = [one.scores[name] for one in own]
                 silent = scores.count(None) if name in self.rewards_for(task) else 0
-                rewards[name, task] = RewardStats.of([row.sample for row in own], scores, reward.has_processes, silent)
+                rewards[name, task] = RewardStats.of(
+                    [one.sample for one in own], scores, reward.scores_independently, silent
+                )
         unscored = {
-            task: sum(all(score is None for score in row.scores.values()) for row in own)
+            task: sum(all(score is None for score in one.scores.values()) for one in own)
             for task, own in by_task.items()
         }
         return ScoreStats(Counter({t: len(own) for t, own in by_task.items()}), seconds, rewards, Counter(unscored))
@@ -175,13 +177,13 @@ class StreamingScorer:
         """Score the groups that have arrived; none if the call before has taken them."""
         arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
         groups = {k: self._group(k, completions) for k, completions in arrived}
-        rows = [row for group in groups.values() for row in group]
+        rollouts = [one for group in groups.values() for one in group]
         with self.lock:
             if self._failed:  # the rewards are being closed
                 return
             for name, reward in self.scorer.rewards.items():
-                if reward.has_processes:
-                    self.scorer.add_scores(name, rows)
+                if reward.scores_independently:
+                    self.scorer.add_scores(name, rollouts)
         self._groups |= groups
 
     def _group(self, k: int, completions: Sequence[Completion]) -> list[ScoredRollout]:
@@ -193,7 +195,7 @@ class StreamingScorer:
         """The rollouts of all requests with their rewards, in order, and counts of errors: see `Scorer.score`."""
         groups = [self._groups.get(k) or self._group(k, completions) for k, completions in enumerate(sampled)]
         with self.lock:
-            return self.scorer.finish([row for group in groups for row in group], enter, progress)
+            return self.scorer.complete([one for group in groups for one in group], enter, progress)
 
     def __enter__(self) -> Self:
         return self
@@ -216,7 +218,7 @@ def call(reward: BaseReward, samples: Sequence[Sample]) -> list[Score]:
     if not samples:
         return []
     try:
-        if reward.has_processes:
+        if reward.scores_independently:
             return [as_score(score) for score in reward(samples)]
         own = [_copy_of(sample) for sample in samples]
         with isolated_state(reward.label, samples):
@@ -232,8 +234,8 @@ def _number(score: Score) -> float:
     return math.nan if score is None or isinstance(score, Failure) else float(score)
 
 
-def _log_failures(name: str, rows: Sequence[ScoredRollout]) -> None:
-    failed = [(row.sample, score) for row in rows if isinstance(score := row.scores[name], Failure)]
+def _log_failures(name: str, rollouts: Sequence[ScoredRollout]) -> None:
+    failed = [(one.sample, score) for one in rollouts if isinstance(score := one.scores[name], Failure)]
     for sample, failure in failed[:3]:
         logger.warning("reward.%s could not score %s: %s", name, excerpt(sample.text), failure.reason)
 

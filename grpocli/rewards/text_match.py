@@ -151,7 +151,7 @@ def _bits(number: Fraction) -> int:
 class Format(BaseReward):
     """1 if the whole completion matches a regular expression (`.` matches newlines too), else 0."""
 
-    has_processes = True
+    scores_independently = True
     pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>"
     """Regular expression for the whole completion."""
     timeout: float = 5.0

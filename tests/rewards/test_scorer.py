@@ -76,7 +76,7 @@ def test_the_run_stops_above_the_error_limit_and_not_at_it() -> None:
 def test_a_sample_that_takes_too_long_to_score_is_wrong_and_not_an_error() -> None:
     """Otherwise a model could avoid a score, and many such samples would stop the run."""
     scorer = Scorer({"r": Scripted(lambda s: Forfeit(-1.0, "it took longer than 5 s"))}, 0.0)
-    object.__setattr__(scorer.rewards["r"], "has_processes", True)
+    object.__setattr__(scorer.rewards["r"], "scores_independently", True)
     results, stats = scorer.score(rollouts("a", "b"), 10)
     assert [r.rewards for r in results] == [{"r": -1.0}, {"r": -1.0}]
     assert {type(score) for score in results[0].rewards.values()} == {float}

@@ -37,8 +37,8 @@ class OneProcess:
 class Recording(BaseReward):
     """Scores the first token and fails at 13; records its calls and sets an event at the first one."""
 
-    def __init__(self, has_processes: bool) -> None:
-        object.__setattr__(self, "has_processes", has_processes)
+    def __init__(self, scores_independently: bool) -> None:
+        object.__setattr__(self, "scores_independently", scores_independently)
         object.__setattr__(self, "calls", [])
         object.__setattr__(self, "called", threading.Event())
 
@@ -106,7 +106,7 @@ def test_an_engine_that_fails_does_not_wait_for_scores() -> None:
     calls: list[int] = []
 
     class Slow(BaseReward):
-        has_processes = True
+        scores_independently = True
 
         def __call__(self, samples: Sequence[Sample]) -> list[Score]:
             calls.append(len(samples))
