@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.core_plugins.structured_config_source import StructuredConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
@@ -115,7 +116,15 @@ class CheckedFiles(FileConfigSource):  # type: ignore[misc]
             raise ConfigError(f"cannot be read: {yaml_text.reason(error)}", key=str(file), hint="repair it") from error
 
 
+class SharedStore(StructuredConfigSource):  # type: ignore[misc]
+    """Hydra's store of typed configs, without the copy of all of them that Hydra makes for each list of choices."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SharedStore:
+        return self
+
+
 CheckedFiles.__name__ = FileConfigSource.__name__
+SharedStore.__name__ = StructuredConfigSource.__name__
 """Hydra registers its sources again, and skips those whose name is registered."""
 
 
@@ -139,4 +148,5 @@ def extend_hydra() -> None:
     """Register the sources with Hydra. Safe to call again."""
     for plugin in (Choices, UserParts, Models, OwnSources):
         Plugins.instance().register(plugin)
-    SourcesRegistry.instance().types[FileConfigSource.scheme()] = CheckedFiles
+    for source in (CheckedFiles, SharedStore):
+        SourcesRegistry.instance().types[source.scheme()] = source
