@@ -78,6 +78,7 @@ def test_a_damaged_leftover_group_gives_a_one_sentence_error(grpocli, tmp_path: 
     assert f"damaged ({LEFTOVER_FILE} is not what was written)" in said
 
 
+@pytest.mark.survival
 def test_sharded_processes_have_the_same_leftover_groups(tmp_path: Path) -> None:
     """Both processes hold half of the model, and each samples until its own completions end."""
     runs = []

@@ -42,6 +42,7 @@ def versions(run: Path, step: int) -> set[int]:
     return {row["version"] for row in completions(run, step)}
 
 
+@pytest.mark.survival
 def test_completions_are_one_version_old(grpocli, tmp_path: Path) -> None:
     rows = ran(grpocli, tmp_path, 5)
     assert [versions(tmp_path, step) for step in range(1, 6)] == [{1}, {1}, {2}, {3}, {4}]

@@ -139,6 +139,7 @@ def test_a_run_that_a_batch_script_stops_asks_for_a_resume(tmp_path: Path) -> No
     assert not (run / "stop").exists()
 
 
+@pytest.mark.survival
 def test_a_process_that_dies_ends_the_run_with_its_error(tmp_path: Path) -> None:
     words = run_with_reward(tmp_path, "raise ValueError('rank one is unhappy')", "hardware.processes=2")
     code, out = finish(start(*words))
