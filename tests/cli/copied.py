@@ -45,10 +45,14 @@ class Copied(EnginePart):
 
     overlaps = True
 
+    def __post_init__(self) -> None:
+        # of other runs in this process; this run may start to tokenise before `launch`
+        object.__setattr__(self, "earlier_prompts", prompt_sets())
+
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
         deadline = time.monotonic() + FOR_EVER
-        before = prompt_sets() if self.starts_after_data else []
-        while self.starts_after_data and len(prompt_sets()) <= len(before):
+        earlier: list[PromptSet] = self.earlier_prompts  # type: ignore[attr-defined]
+        while self.starts_after_data and len(prompt_sets()) <= len(earlier):
             if time.monotonic() > deadline:
                 raise RuntimeError("no prompts were tokenised while the engine started")
             time.sleep(0.1)
