@@ -116,7 +116,7 @@ def _agreements(
 
 
 def _splits(task: Any, asked: str) -> Sequence[str]:
-    """A task for evaluations alone has nothing to train on."""
+    """The splits to check. A task that only evaluates has no split to train on."""
     if asked != "all":
         return [asked]
     return ["eval"] if getattr(task, "split", "") is None else ["train", "eval"]

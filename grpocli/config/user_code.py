@@ -203,7 +203,9 @@ def staying(name: str) -> Iterator[None]:
         raise
     finally:
         if os.getpid() != process:
-            os.write(2, f"grpocli: {name} forked a process that came back from it, and was ended\n".encode())
+            os.write(
+                2, f"grpocli: {name} forked a process that returned from it; grpocli ended that process\n".encode()
+            )
             EXITS["_exit"](70)
         _count(-1)
 
@@ -226,6 +228,6 @@ def _refusing(name: str, process: int) -> Callable[..., Any]:
         if os.getpid() != process:
             EXITS[name](*arguments, **named)
         shown = ", ".join(map(repr, [*arguments, *named.values()]))
-        raise SystemExit(f"os.{name}({shown}), which would have ended the run without a word")
+        raise SystemExit(f"os.{name}({shown}), which would have ended the run without an error")
 
     return refuse

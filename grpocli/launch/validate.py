@@ -132,8 +132,7 @@ def _check_waits(run: Run) -> None:
     for key, seconds in engine.waits.items() if (run.hardware.processes or 1) > 1 else ():
         if seconds >= limit:
             raise ConfigError(
-                f"must be above the {seconds} s for which a lost server may be waited for ({key}): raise it, or lower "
-                "that",
+                f"must be above the {seconds} s that the run waits for a lost server ({key}): raise it, or lower that",
                 key="hardware.timeout",
                 value=limit,
             )
@@ -164,7 +163,7 @@ def check_nodes(run: Run, engine: Any) -> None:
     if not starts_servers:
         return
     if not hardware.rollout_nodes:
-        problem = "engine=vllm starts its servers on machines of their own: give it some, or another engine"
+        problem = "engine=vllm needs machines for its servers: set at least 1, or choose another engine"
         raise ConfigError(problem, key="hardware.rollout_nodes", value=0)
     used = engine.replicas * engine.tensor_parallel * engine.data_parallel
     if hardware.device != "cpu" and used != hardware.devices_per_node:
@@ -198,11 +197,11 @@ def _check_parallel(run: Run) -> None:
     engine = run.engine.resolved()
     beside = engine.overlaps
     refused = {
-        f"engine={choice_of('engine', engine)} cannot sample from weights in parts: take engine=vllm, or fsdp2": (
+        f"engine={choice_of('engine', engine)} cannot sample from sharded weights: take engine=vllm, or fsdp2": (
             parallel == "zero3" and not beside
         ),
-        "LoRA's updates cannot be added to weights in parts: take zero2, fsdp2 or ddp": parallel == "zero3" and lora,
-        "a reference in parts cannot follow the policy (algorithm.kl.sync_every): take zero2, fsdp2 or ddp": (
+        "LoRA's updates cannot be added to sharded weights: take zero2, fsdp2 or ddp": parallel == "zero3" and lora,
+        "a sharded reference cannot follow the policy (algorithm.kl.sync_every): take zero2, fsdp2 or ddp": (
             parallel == "zero3" and run.algorithm.kl.sync_every > 0
         ),
         "engine=vllm is sent LoRA's updates by one process, which must have them whole: take ddp or zero2": (
@@ -227,7 +226,7 @@ def check_overlap(run: Run, engine: EnginePart) -> None:
         )
     if staleness and run.algorithm.keep.surplus == "carry":
         raise ConfigError(
-            f"carried groups would be older than rollout.max_staleness={staleness} when they train: choose discard",
+            f"leftover groups would be older than rollout.max_staleness={staleness} when they train: choose discard",
             key="algorithm.keep.surplus",
             value="carry",
         )

@@ -89,7 +89,7 @@ def root_cause(
         return None
     if hanging := _hanging(reports, dead, living, timeout):
         return RunError(
-            f"{hanging} did not come within hardware.timeout={timeout} s: it has been at {_position(hanging)} for "
+            f"{hanging} did not arrive within hardware.timeout={timeout} s: it has been at {_position(hanging)} for "
             f"{time.time() - hanging.since:.0f} s; its log is logs/rank_{hanging.rank}.log"
         )
     if dead:

@@ -79,11 +79,11 @@ class ScoreStats:
     rewards: Mapping[tuple[str, str], RewardStats] = field(default_factory=dict)
     unscored: Counter[str] = field(default_factory=Counter)
 
-    def then(self, later: ScoreStats) -> ScoreStats:
+    def add_round(self, later: ScoreStats) -> ScoreStats:
         """The summed counts of two rounds."""
         return self._plus(later, self.seconds + later.seconds)
 
-    def beside(self, other: ScoreStats) -> ScoreStats:
+    def add_process(self, other: ScoreStats) -> ScoreStats:
         """The counts of two processes that score at the same time."""
         return self._plus(other, max(self.seconds, other.seconds))
 
@@ -95,7 +95,7 @@ class ScoreStats:
     def of(self, reward: str, task: str) -> RewardStats:
         return self.rewards.get((reward, task), RewardStats())
 
-    def over(self, reward: str, tasks: Collection[str]) -> RewardStats:
+    def of_tasks(self, reward: str, tasks: Collection[str]) -> RewardStats:
         """The counts of a reward over several tasks."""
         return sum((self.of(reward, task) for task in tasks), RewardStats())
 
@@ -140,7 +140,7 @@ class ErrorLimits:
             scale = max(1.0, expected / max(stats.samples.total(), 1))
             allowed = limit.share * stats.n_samples(tasks) * scale
             for name, reward in rewards.items():
-                found = stats.over(name, tasks)
+                found = stats.of_tasks(name, tasks)
                 if found.errors > allowed:
                     kind = RewardError if found.errors - found.unreachable > allowed else RewardGone
                     raise kind(_failed(stats, name, reward, tasks, f", more than {limit} allows"))
@@ -157,18 +157,18 @@ class ErrorLimits:
 
 def unscored(stats: ScoreStats) -> dict[str, str]:
     """Warnings about samples to which no reward applies."""
-    text = "no reward applies to {} of {} samples of task {}: they teach nothing"
+    text = "no reward applies to {} of {} samples of task {}: they give no training signal"
     found = {task: count for task, count in stats.unscored.items() if count}
     return {f"unscored {task}": text.format(count, stats.samples[task], task) for task, count in found.items()}
 
 
 def silent(stats: ScoreStats, name: str, reward: BaseReward, tasks: Collection[str]) -> dict[str, str]:
     """A warning if the reward returned None for every sample of its tasks, while other rewards scored some of them."""
-    none = stats.over(name, tasks).silent
+    none = stats.of_tasks(name, tasks).silent
     if none != stats.n_samples(tasks) or none <= sum(stats.unscored[task] for task in tasks):
         return {}
     samples = f"all {none} samples of task {', '.join(tasks)}"
-    return {f"silent {name}": f"reward.{name} ({reward.label}) gave None for {samples}: it has no part in their score"}
+    return {f"silent {name}": f"reward.{name} ({reward.label}) gave None for {samples}: it does not affect their score"}
 
 
 def timed_out(stats: ScoreStats, rewards: Mapping[str, BaseReward]) -> dict[str, str]:
@@ -185,7 +185,7 @@ def timed_out(stats: ScoreStats, rewards: Mapping[str, BaseReward]) -> dict[str,
 
 
 def _failed(stats: ScoreStats, name: str, reward: BaseReward, tasks: Collection[str], allowed: str) -> str:
-    found = stats.over(name, tasks)
+    found = stats.of_tasks(name, tasks)
     failed = f"could not score {found.errors} of {stats.n_samples(tasks)} samples"
     return f"reward.{name} ({reward.label}) {failed}{allowed}: {found.first_error}"
 

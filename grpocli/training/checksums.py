@@ -63,7 +63,7 @@ def check(folder: Path, progress: Progress = unreported) -> None:
         for name, checksum in zip(names, checksums, strict=True):
             if checksum != expected[name]:
                 pool.shutdown(wait=False, cancel_futures=True)  # the others need not be read
-                raise ValueError(f"{name} is not what was written")
+                raise ValueError(f"{name} differs from what was written")
 
 
 def _names(folder: Path) -> list[str]:

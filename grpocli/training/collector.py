@@ -85,7 +85,9 @@ class Sampler:
         self.world.enter("gather")
         everyone = self.world.gather_objects(list(zip(mine, groups, strict=True)))
         all_stats = self.world.gather_objects([stats])
-        return [group for _, group in sorted(everyone, key=lambda pair: pair[0])], reduce(ScoreStats.beside, all_stats)
+        return [group for _, group in sorted(everyone, key=lambda pair: pair[0])], reduce(
+            ScoreStats.add_process, all_stats
+        )
 
     @property
     def episodes(self) -> Episodes:
@@ -304,7 +306,7 @@ class Collector:
         while len(sampled.kept) < missing and sampled.rounds < self.algorithm.keep.max_rounds:
             n_prompts = self._refill(missing - len(sampled.kept), sampled)
             groups, score_stats = self._round(n_prompts, self._watch_of(sampled))
-            sampled.score_stats = sampled.score_stats.then(score_stats)
+            sampled.score_stats = sampled.score_stats.add_round(score_stats)
             self.sampler.scorer.check_errors(sampled.score_stats, self.prompts_per_step * self.group_size)
             stats = RolloutStats.of(groups, list(self.reward_weights))
             kept_P = self.algorithm.kept(stats.rewards, self.reward_weights, self._accuracy(stats.tasks))

@@ -49,7 +49,7 @@ def _marked(policy: Policy) -> tuple[Tensor, Tensor]:
 
 
 def pack(policy: Policy, reference: Reference | None, world: World | None = None, longest: int = sys.maxsize) -> bool:
-    """Switch both models to packed rows if that gives the log-probs of padded rows; whether it did. Collective.
+    """Switch both models to packed rows if that gives the log-probs of padded rows; return whether it does. Collective.
 
     longest: the most tokens of a row.
     """

@@ -15,7 +15,7 @@ Two threads share a `Prefetcher`. The main thread trains; the rollout thread sam
 The condition `_changed` guards what they share: the step numbers `_requested`, `_started` and `_collected`, the limits
 `_pause_after` and `_stop_after`, the batches `_ready`, the rollout thread's `_call` and its `_error`.
 
-With several processes each has both threads. The rollout threads make their collective calls in a channel of their own.
+With several processes each has both threads. The rollout threads make their collective calls in a separate channel.
 The main process decides when a step begins, because two processes that decide for themselves could wait for each other.
 Main threads wait in rounds: in each round every process reports a `RankStatus`, so that all of them return, make the
 call or raise in the same round.

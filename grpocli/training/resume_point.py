@@ -82,7 +82,7 @@ class ResumePoint:
     def fallback(self) -> list[str]:
         """A sentence for each damaged checkpoint."""
         return [
-            f"the checkpoint {path.name} was damaged ({problem}), and is called {_aside(path).name} now"
+            f"the checkpoint {path.name} was damaged ({problem}) and renamed to {_aside(path).name}"
             for path, problem in self.damaged.items()
         ]
 

@@ -230,12 +230,12 @@ class Trainer:
         self.wait_for_checkpoint()
         reason = f"{self.stop.received or 'asked to stop'} after step {step}; go on with"
         if gone:
-            reason = f"{gone}; stopped after step {step}, which is saved; when there is a server again, go on with"
+            reason = f"{gone}; stopped after step {step}, which is saved; when the service is back, go on with"
         raise Stopped(f"{reason}: grpocli train resume={self.recorder.run_dir.path}") from gone
 
     def close(self) -> None:
         """Stop the threads and processes of this trainer, even if some raise errors."""
-        interrupted = isinstance(sys.exception(), KeyboardInterrupt)  # by a second signal: the user is in a hurry
+        interrupted = isinstance(sys.exception(), KeyboardInterrupt)  # by a second signal: close without waiting
         with ExitStack() as closing:  # from the last to the first
             closing.callback(self.checkpointer.close, CLOSE_SECONDS if interrupted else None)
             closing.callback(self.collector.sampler.scorer.close)

@@ -85,14 +85,17 @@ def of_another_run(at: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a bit": (lambda at: change(at / "model.safetensors", flipped), "model.safetensors is not what was written"),
-    "4 KiB": (lambda at: change(at / "optimizer-00001.safetensors", zeroed), "optimizer-00001.safetensors is not what"),
-    "cut": (lambda at: change(at / "model.safetensors", cut), "model.safetensors is not what was written"),
+    "a bit": (lambda at: change(at / "model.safetensors", flipped), "model.safetensors differs from what was written"),
+    "4 KiB": (
+        lambda at: change(at / "optimizer-00001.safetensors", zeroed),
+        "optimizer-00001.safetensors differs from",
+    ),
+    "cut": (lambda at: change(at / "model.safetensors", cut), "model.safetensors differs from what was written"),
     "other weights": (
         lambda at: shutil.copy(at.with_name("step_000002") / "model.safetensors", at),
-        "model.safetensors is not what was written",
+        "model.safetensors differs from what was written",
     ),
-    "a counter": (counted_otherwise, "trainer.json is not what was written"),
+    "a counter": (counted_otherwise, "trainer.json differs from what was written"),
     "a cut state": (lambda at: change(at / "trainer.json", cut), "Unterminated string"),
     "no state": (lambda at: (at / "trainer.json").unlink(), "trainer.json is missing"),
     "another file": (lambda at: (at / "carried.pt").touch(), "carried.pt does not belong to the checkpoint"),
@@ -100,7 +103,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no checksums": (lambda at: (at / "checksums.json").unlink(), "checksums.json is missing"),
     "no checksums promised": (
         lambda at: (at / "trainer.json").write_text(json.dumps({"step": 3})),
-        "trainer.json is not what was written",
+        "trainer.json differs from what was written",
     ),
     "of another run": (of_another_run, "it is of another run"),
     "its checksums": (lambda at: (at / "checksums.json").write_text("[]"), "checksums.json is damaged"),
@@ -123,7 +126,7 @@ def test_a_resume_from_a_damaged_checkpoint_is_refused(grpocli, run: Path) -> No
     change(newest(run) / "model.safetensors", flipped)
     code, said = failed(grpocli, "train", f"resume={run}")
     assert code == 2
-    assert f"resume: the checkpoint {newest(run)} is damaged (model.safetensors is not what was written)" in said
+    assert f"resume: the checkpoint {newest(run)} is damaged (model.safetensors differs from what was written)" in said
     assert newest(run).is_dir(), "it is not changed"
     assert not (run / "summary.json").exists()
 
@@ -132,8 +135,8 @@ def test_resume_fallback_uses_the_previous_checkpoint(grpocli, undisturbed: Path
     """The run ends with the same result; its log, sessions and card name the damage."""
     change(newest(run) / "model.safetensors", flipped)
     sentence = (
-        "the checkpoint step_000003 was damaged (model.safetensors is not what was written), "
-        "and is called damaged_step_000003 now"
+        "the checkpoint step_000003 was damaged (model.safetensors differs from what was written) "
+        "and renamed to damaged_step_000003"
     )
     code, out, err = grpocli("train", f"resume={run}", "resume_fallback=true")
     assert code == 0, err

@@ -75,7 +75,7 @@ def test_a_damaged_leftover_group_gives_a_one_sentence_error(grpocli, tmp_path: 
     (run / "checkpoints" / "step_000001" / LEFTOVER_FILE).write_bytes(b"half a file")
     code, said = failed(grpocli, "train", f"resume={run}", "train.steps=2")
     assert code == 2
-    assert f"damaged ({LEFTOVER_FILE} is not what was written)" in said
+    assert f"damaged ({LEFTOVER_FILE} differs from what was written)" in said
 
 
 @pytest.mark.survival

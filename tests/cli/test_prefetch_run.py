@@ -176,7 +176,7 @@ def test_a_signal_ends_the_run_after_a_checkpoint_and_a_second_one_at_once(engin
         (["rollout.in_flight=true"], "rollout.in_flight=true: no request runs while weights change"),
         (
             ["engine=vllm", "rollout.max_staleness=1", "algorithm=dapo", "algorithm.keep.surplus=carry"],
-            "algorithm.keep.surplus=carry: carried groups would be older than rollout.max_staleness=1",
+            "algorithm.keep.surplus=carry: leftover groups would be older than rollout.max_staleness=1",
         ),
     ],
     ids=str,

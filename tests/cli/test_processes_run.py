@@ -44,7 +44,9 @@ def test_a_hanging_process_is_named_with_its_stage_at_the_timeout(tmp_path: Path
     code, out = finish(start(*run_with_reward(tmp_path, "time.sleep(10_000)", *options)), timeout=240)
     assert code == 1, out
     assert "process 1 (pid " in out.splitlines()[-1]
-    assert "did not come within hardware.timeout=20 s: it has been at 'reward.python' of step 3" in out.splitlines()[-1]
+    assert (
+        "did not arrive within hardware.timeout=20 s: it has been at 'reward.python' of step 3" in out.splitlines()[-1]
+    )
     assert "did not come" in json.loads((tmp_path / "run" / "summary.json").read_text())["exit"]
     assert "Traceback" not in out
     assert wait_gone([beat.pid for beat in heartbeats(tmp_path / "run")], 20) == []

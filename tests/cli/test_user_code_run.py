@@ -29,6 +29,6 @@ def test_a_reward_may_misuse_threads_alarms_descriptors_and_children(tmp_path: P
     code, said = finish(start(*run, f"hydra.run.dir={tmp_path}/run"))
     assert code == 0, said
     assert "grpocli: a thread (mine, mine) that your code started in this process did not end" in said
-    assert said.count("grpocli: r.py:score forked a process that came back from it, and was ended") == 2
+    assert said.count("grpocli: r.py:score forked a process that returned from it; grpocli ended that process") == 2
     assert [(row["step"], row["rewards/score/mean"]) for row in metrics(tmp_path / "run")] == [(1, 1), (2, 1)]
     assert (tmp_path / "run" / "model").is_dir()

@@ -58,18 +58,18 @@ BAD = [
     ),
     (
         "engine=vllm hardware.processes=2 engine.base_url=http://127.0.0.1:9 engine.reconnect_timeout=3600",
-        "hardware.timeout=1800: must be above the 3600 s for which a lost server may be waited for (engine.reconnect",
+        "hardware.timeout=1800: must be above the 3600 s that the run waits for a lost server (engine.reconnect",
     ),
     (
         "engine=vllm hardware.processes=2 engine.max_restarts=3",
-        "hardware.timeout=1800: must be above the 1860 s for which a lost server may be waited for (engine.start_timeo",
+        "hardware.timeout=1800: must be above the 1860 s that the run waits for a lost server (engine.start_timeo",
     ),
     (
         "engine=transformers hardware.parallel=zero3",
-        "hardware.parallel=zero3: engine=transformers cannot sample from weights in parts",
+        "hardware.parallel=zero3: engine=transformers cannot sample from sharded weights",
     ),
     ("engine=vllm hardware.parallel=zero3 model.lora.rank=4", "hardware.parallel=zero3: LoRA's updates cannot"),
-    ("engine=vllm hardware.parallel=zero3 algorithm.kl.sync_every=2", "a reference in parts cannot follow the policy"),
+    ("engine=vllm hardware.parallel=zero3 algorithm.kl.sync_every=2", "a sharded reference cannot follow the policy"),
     ("engine=vllm hardware.parallel=fsdp2 model.lora.rank=4", "hardware.parallel=fsdp2: engine=vllm is sent LoRA's"),
     ("engine=vllm engine.vllm_args.scheduling_policy=fcfs", "grpocli sets this itself"),
     ("train.minibatches=1000", "train.minibatches=1000: must be at most rollout.prompts_per_step"),

@@ -27,7 +27,7 @@ def test_a_fork_at_import_returns_once(tmp_path: Path) -> None:
     code = f"from grpocli.config.user_code import load\nload('{tmp_path}/mine.py:score', 'key')\nprint('here')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "here\n"
-    assert "mine.py forked a process that came back from it, and was ended" in done.stderr
+    assert "mine.py forked a process that returned from it; grpocli ended that process" in done.stderr
 
 
 def test_a_slow_import_is_named(

@@ -46,7 +46,7 @@ def test_a_hanging_process_is_named_with_its_stage() -> None:
     error = root_cause(
         [ExitReport(1, 0, 1, TIMEOUT, lost_peer=True)], [], [heartbeat(1, "reward", 61), heartbeat(2, "gather", 60)], 60
     )
-    assert "process 1 (pid 101) did not come within hardware.timeout=60 s" in str(error)
+    assert "process 1 (pid 101) did not arrive within hardware.timeout=60 s" in str(error)
     assert "'reward' of step 3 for 61 s" in str(error)
 
 
@@ -54,7 +54,7 @@ def test_a_process_that_nccl_aborted_while_waiting_is_not_the_cause() -> None:
     """NCCL's watchdog aborts the process that waited too long, without a report."""
     error = root_cause([], [heartbeat(0, "gather", 75)], [heartbeat(1, "reward", 80)], 60)
     assert "process 1" in str(error)
-    assert "did not come within hardware.timeout=60 s" in str(error)
+    assert "did not arrive within hardware.timeout=60 s" in str(error)
 
 
 def test_the_process_that_is_a_step_behind_hangs() -> None:

@@ -90,7 +90,7 @@ def test_os_exit_in_a_reward_fails_its_samples(sample) -> None:
     (failure,) = call(reward(lambda: os._exit(3)), [sample("a")])
     assert isinstance(failure, Failure)
     assert failure.reason.startswith(
-        "it raised SystemExit: os._exit(3), which would have ended the run without a word ("
+        "it raised SystemExit: os._exit(3), which would have ended the run without an error ("
     )
     assert "test_isolate_state.py" in failure.reason
     assert os._exit is leave
@@ -99,7 +99,7 @@ def test_os_exit_in_a_reward_fails_its_samples(sample) -> None:
 def test_exec_in_a_reward_fails_its_samples(sample) -> None:
     (failure,) = call(reward(lambda: os.execlp("true", "true")), [sample("a")])  # type: ignore[arg-type,return-value]
     assert isinstance(failure, Failure)
-    assert "which would have ended the run without a word" in failure.reason
+    assert "which would have ended the run without an error" in failure.reason
 
 
 @pytest.mark.processes
@@ -201,7 +201,7 @@ def test_a_forked_process_does_not_train_and_lost_descriptors_end_the_run(tmp_pa
     assert (returned, failed, exited) == ("[70.0]", "[70.0]", "[3.0]")
     file = lost.split()[-1]
     assert lost == f"Mine closed files of the run (descriptors {file}) {file}"
-    assert done.stderr == 2 * "grpocli: Mine forked a process that came back from it, and was ended\n"
+    assert done.stderr == 2 * "grpocli: Mine forked a process that returned from it; grpocli ended that process\n"
 
 
 LEAVING = """import atexit, sys, threading, time

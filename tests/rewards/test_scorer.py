@@ -82,7 +82,7 @@ def test_a_sample_that_takes_too_long_to_score_is_wrong_and_not_an_error() -> No
     assert {type(score) for score in results[0].rewards.values()} == {float}
     assert (stats.metrics["rewards/r/timeouts"], stats.metrics["rewards/r/errors"]) == (2.0, 0.0)
     scorer.check_errors(stats)
-    (said,) = scorer.warnings(stats.then(stats)).values()
+    (said,) = scorer.warnings(stats.add_round(stats)).values()
     assert said.startswith("reward.r (Scripted) scored 4 of 4 samples as wrong because scoring them took too long")
 
 
@@ -92,10 +92,10 @@ def test_stats_add_up_over_rounds_and_processes() -> None:
         return ScoreStats(Counter(sums=samples), seconds, {("r", "sums"): found})
 
     one, other = stats(2, 1.0, 1, "one"), stats(3, 4.0, 2, "other")
-    assert one.then(other) == stats(5, 5.0, 3, "one")
-    assert one.beside(other) == stats(5, 4.0, 3, "one")
-    assert one.beside(ScoreStats(Counter(words=1))).samples == {"sums": 2, "words": 1}
-    assert ScoreStats().then(one) == one
+    assert one.add_round(other) == stats(5, 5.0, 3, "one")
+    assert one.add_process(other) == stats(5, 4.0, 3, "one")
+    assert one.add_process(ScoreStats(Counter(words=1))).samples == {"sums": 2, "words": 1}
+    assert ScoreStats().add_round(one) == one
 
 
 def test_an_exception_fails_every_sample_and_is_named() -> None:

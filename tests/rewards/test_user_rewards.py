@@ -117,14 +117,14 @@ def test_a_reward_that_does_not_apply_is_not_part_of_the_sum(scores) -> None:
     found, said = scores(PLAIN, ["Paris", "Rome/"], *python("brevity"), *more, *verses)
     assert found == pytest.approx([1 / 5 + 0.5 * 2, 1 / 5])
     assert said == [
-        "reward.verses (mine.py:of_verses) gave None for all 2 samples of task jsonl: it has no part in their score"
+        "reward.verses (mine.py:of_verses) gave None for all 2 samples of task jsonl: it does not affect their score"
     ]
 
 
 def test_samples_without_any_reward_give_a_warning(scores) -> None:
     found, said = scores(PLAIN, ["a", "b"], *python("of_verses"))
     assert all(math.isnan(score) for score in found)
-    assert said == ["no reward applies to 2 of 2 samples of task jsonl: they teach nothing"]
+    assert said == ["no reward applies to 2 of 2 samples of task jsonl: they give no training signal"]
 
 
 def test_an_argument_that_only_trl_passes_is_named(scores) -> None:

@@ -34,7 +34,7 @@ class JobMonitor:
         self._deadline = time.monotonic() + limit
         self._limit = limit
         self._shown: dict[int, tuple[str, str]] = {}
-        self._since: dict[int, float] = {}
+        self._state_since: dict[int, float] = {}
 
     def results(self) -> list[Result]:
         """Wait for all jobs. Returns each run's `eval/accuracy` or error; raises RunError if waiting itself fails."""
@@ -66,9 +66,9 @@ class JobMonitor:
             seen = states.get(str(i), ("COMPLETED", ""))  # SLURM has forgotten it: the run's folder has the result
             if seen != self._shown.get(i):
                 self._show(i, *seen)
-                self._shown[i], self._since[i] = seen, now
+                self._shown[i], self._state_since[i] = seen, now
         return all(
-            state in OVER and (state == "COMPLETED" or now - self._since[i] >= SETTLE)
+            state in OVER and (state == "COMPLETED" or now - self._state_since[i] >= SETTLE)
             for i, (state, _) in self._shown.items()
         )
 
