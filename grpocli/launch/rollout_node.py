@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.http import is_loopback
 from grpocli.launch.run import READY_WITHIN
+from grpocli.launch.trainer_job import wait_for_job
 from grpocli.launch.trainer_process import quiet_libraries
 from grpocli.processes.node import Node
 from grpocli.tracking.text import clean
-from grpocli.training.trainer_job import wait_for_job
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run

@@ -26,6 +26,7 @@ from grpocli.launch.compose import build_run, mode_of, save
 from grpocli.launch.overview import opening_lines, plan_lines
 from grpocli.launch.ready import check_ready
 from grpocli.launch.resume import changes
+from grpocli.launch.trainer_job import TrainerJob, wait_for_job
 from grpocli.launch.trainer_launcher import SETTLE, clean, resume_marker, stop_file
 from grpocli.launch.trainer_process import TrainerProcess, as_grpo_error, quiet_libraries
 from grpocli.launch.validate import check_nodes, check_overlap, check_shares
@@ -42,7 +43,6 @@ from grpocli.tracking.metrics import read_metrics
 from grpocli.tracking.run_dir import RunDir
 from grpocli.tracking.runs import saved_choices
 from grpocli.tracking.sessions import Changes, Session, add_session, format_value, run_id
-from grpocli.training.trainer_job import TrainerJob, wait_for_job
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from grpocli.errors import GrpoError, RunError, Stopped
 from grpocli.files import FULL, QuietFileHandler
+from grpocli.launch.trainer_job import TrainerJob
 from grpocli.masking import masked
 from grpocli.processes.cpu_tuning import keep_freed_memory
 from grpocli.tracking.run_dir import FORBIDDEN, RunDir
-from grpocli.training.trainer_job import TrainerJob
 from grpocli.user_frames import raised, where
 
 if TYPE_CHECKING:

@@ -96,9 +96,8 @@ def guarded(
         "remove": [glob.escape(str(one.absolute())) if isinstance(one, Path) else one for one in remove],
         "hold": list(hold),
     }
-    arguments = [sys.executable, "-I", "-S", reaper.__file__, name, json.dumps(orders), *command]
     try:
-        process = _start(arguments, (read, *hold), env, log, cwd)
+        process = _start([name, json.dumps(orders), *command], (read, *hold), env, log, cwd)
     except BaseException:
         os.close(write)
         raise
@@ -124,7 +123,7 @@ def _start(
             log.parent.mkdir(parents=True, exist_ok=True)
             output = stack.enter_context(log.open("ab"))
         return subprocess.Popen(
-            arguments,
+            [sys.executable, "-I", "-S", reaper.__file__, *arguments],
             env=None if env is None else dict(env),
             cwd=cwd,
             stdin=subprocess.DEVNULL,

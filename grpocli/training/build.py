@@ -52,17 +52,13 @@ def build_trainer(
     _check_rewards(run, data, recorder)
     loaded = _load(run, job, world, data, recorder, resume)
     policy, reference, state = loaded.policy, loaded.reference, loaded.state
-    _choose_layout(run, world, policy, reference, recorder)
 
     def recover() -> None:
         """Sync the engine again, in the main thread because an update may be changing the weights."""
         trainer.prefetcher.run_in_main_thread(trainer.sync_now)
 
     engine = _engine(run, job, policy, data, world, stop, recover)
-    scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards, limits_of(run.task))
-    sampler = Sampler(world, engine, data.tokenizer, scorer, data.environments)
-    sampler.episodes.check([task.draw(0, "") for task in data.tasks if task.environment])
-    recorder.seconds_before = state.seconds
+    sampler = _sampler(run, world, engine, data)
     collector = _collector(run, sampler, data, state.draws, loaded.leftover, recorder)
     trainer = Trainer(
         run=run,
@@ -119,6 +115,8 @@ def _load(
         if resume:
             checkpoint.load_optimizer(resume, policy, optimizer)
         updater = _updater(run, world, policy, reference, optimizer, state, recorder)
+    recorder.seconds_before = state.seconds
+    _choose_layout(run, world, policy, reference, recorder)
     return _Loaded(state, leftover, policy, reference, updater)
 
 
@@ -170,6 +168,14 @@ def _engine(
     )
     engine: Engine = run.engine.connect(context)
     return engine
+
+
+def _sampler(run: Run, world: World, engine: Engine, data: PromptSource) -> Sampler:
+    """The sampler, after a check of the environments on the first prompt of each task that has one."""
+    scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards, limits_of(run.task))
+    sampler = Sampler(world, engine, data.tokenizer, scorer, data.environments)
+    sampler.episodes.check([task.draw(0, "") for task in data.tasks if task.environment])
+    return sampler
 
 
 def _why_padded(run: Run) -> str:

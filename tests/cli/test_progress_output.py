@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from grpocli.launch import run as launching
+from grpocli.launch.trainer_job import TrainerJob
 from grpocli.rollout.engine import EngineJob, EnginePart
 from grpocli.tracking.view import View
-from grpocli.training.trainer_job import TrainerJob
 
 ROOT = Path(__file__).parents[2]
 

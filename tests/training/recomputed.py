@@ -12,7 +12,7 @@ IN_UPDATE = {"trained", "zero_advantage", "masked"}
 def recomputed(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Recomputes metrics from the rows of one rollout file, of a run with `train.epochs=1`.
 
-    If the step sampled nothing, its metrics describe the groups carried over from the step before.
+    If the step sampled nothing, its metrics describe the leftover groups of the step before.
     """
     own = [row for row in rows if row["sampled_step"] == row["step"]] or rows
     groups = defaultdict(list)

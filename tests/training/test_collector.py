@@ -121,35 +121,35 @@ def test_a_step_ends_when_its_rounds_are_used_up() -> None:
         made.collect()
 
 
-def test_surplus_is_carried_into_the_next_step() -> None:
+def test_leftover_groups_are_trained_in_the_next_step() -> None:
     made, sampler = collector([FLAT, MIXED], "algorithm=dapo", "algorithm.keep.surplus=carry")
     first = made.collect()
     assert sampler.asked == [3, 6]
     assert [g.uid for g in first.groups] == ["1", "3", "5"]
     assert [g.uid for g in made.leftover] == ["7"]
     second = made.collect()
-    assert sampler.asked[2] == 2  # the carried group is one of the three
+    assert sampler.asked[2] == 2  # the leftover group is one of the three
     assert [g.uid for g in second.groups][:2] == ["7", "9"]
     assert second.metrics["sampling/carried"] == 1
     assert second.groups[0].rollouts[0].completion.version == 2  # from the second sampling; the others are later
     assert "7" not in {g.uid for g in made.leftover}
 
 
-def test_carried_groups_never_wait_for_more_than_one_step() -> None:
+def test_leftover_groups_never_wait_for_more_than_one_step() -> None:
     made, sampler = collector([*[FLAT] * 6, *[MIXED] * 9], "algorithm=dapo", "algorithm.keep.surplus=carry")
     made.prompts_per_step = 2
     made.collect()
     assert sampler.asked == [2, 4, 8]
-    assert [g.uid for g in made.leftover] == ["8", "9"]  # 2 of 8 are trained on, 2 carried
+    assert [g.uid for g in made.leftover] == ["8", "9"]  # 2 of 8 are trained on, 2 are leftover
     got = made.collect()
-    assert sampler.asked == [2, 4, 8], "nothing is sampled if enough groups were carried"
+    assert sampler.asked == [2, 4, 8], "nothing is sampled if there are enough leftover groups"
     assert [g.uid for g in got.groups] == ["8", "9"]
     assert (got.metrics["sampling/rounds"], got.metrics["sampling/kept"]) == (0, 2)
     assert got.metrics["reward"] == 0.5
     assert made.leftover == []
 
 
-def test_carried_groups_survive_a_checkpoint(tmp_path: Path) -> None:
+def test_leftover_groups_survive_a_checkpoint(tmp_path: Path) -> None:
     made, _ = collector([(1.0, 1.0, 1.0), (0.0, 1.0, float("nan"))], "algorithm=dapo", "algorithm.keep.surplus=carry")
     made.collect()
     assert made.leftover
@@ -158,7 +158,7 @@ def test_carried_groups_survive_a_checkpoint(tmp_path: Path) -> None:
     assert saved_rollouts.load_leftover(tmp_path / "elsewhere", prompt, 3, ["r"], max_groups=9) == []
 
 
-def test_carried_groups_that_do_not_fit_a_changed_config_are_left_out(
+def test_leftover_groups_that_do_not_fit_a_changed_config_are_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made, _ = collector([*[FLAT] * 3, *[MIXED] * 9], "algorithm=dapo", "algorithm.keep.surplus=carry")
@@ -181,7 +181,7 @@ def test_carried_groups_that_do_not_fit_a_changed_config_are_left_out(
 @pytest.mark.parametrize(
     "damage", [{"logprobs": torch.tensor([-1.0])}, {"logprobs": torch.tensor([-1.0, float("nan")])}]
 )
-def test_a_damaged_carried_completion_is_refused(damage: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_a_damaged_leftover_completion_is_refused(damage: dict[str, torch.Tensor], tmp_path: Path) -> None:
     made, _ = collector([*[FLAT] * 3, *[MIXED] * 9], "algorithm=dapo", "algorithm.keep.surplus=carry")
     made.collect()
     saved_rollouts.save_leftover(made.leftover, tmp_path)

@@ -70,7 +70,7 @@ def test_old_log_probs_are_of_the_policy_at_the_start_of_the_step(little_model, 
         assert not torch.allclose(row.old_logp, now[:n], atol=1e-4)
 
 
-def test_a_carried_row_is_off_policy_at_the_first_update(little_model, world, rows) -> None:
+def test_a_leftover_row_is_off_policy_at_the_first_update(little_model, world, rows) -> None:
     """Its old log-probs are the sampler's; the other rows of its micro-batch are on-policy."""
     mine = [copy.copy(r) for r in rows]
     praised = next(r for r in mine if r.advantage > 0)
