@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from grpocli.cli.completion import main as complete
 from grpocli.cli.hydra_app import arguments, hydra_app, only_prints, options_first, search_path, warn_of_escapes
@@ -63,15 +63,18 @@ def _check(args: Any, resume: Resume | None) -> Run | None:
     Returns the run; None for a sweep, which has several.
     """
     from grpocli.launch.compose import build_run, compose
-    from grpocli.launch.output_dir import folder_of
+    from grpocli.launch.output_dir import run_folder, sweep_folder
 
     overrides = [*search_path(args.config_dir), *args.overrides]
-    run = None
-    if not args.multirun:
-        config = compose(overrides)
+    if args.multirun:
+        run, folder = None, sweep_folder(overrides)
+    else:
+        config = compose(overrides, with_hydra=True)
+        folder = run_folder(config)
+        with open_dict(config):
+            del config["hydra"]
         run = build_run(resume.merged(config) if resume else config)
-    folder = None if resume else folder_of(overrides, args.multirun)
-    if folder:
+    if folder and not resume:
         RunDir(folder).check_free()
     return run
 

@@ -35,8 +35,11 @@ def register_parts() -> None:
     extend_hydra()
 
 
-def compose(overrides: list[str], config_name: str = "train") -> DictConfig:
-    """Compose the config that `grpocli train OVERRIDES` would run. Raises ConfigError."""
+def compose(overrides: list[str], config_name: str = "train", *, with_hydra: bool = False) -> DictConfig:
+    """Compose the config that `grpocli train OVERRIDES` would run. Raises ConfigError.
+
+    with_hydra: keep Hydra's own keys, such as the folder of the run.
+    """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
@@ -48,7 +51,7 @@ def compose(overrides: list[str], config_name: str = "train") -> DictConfig:
         initialize_config_dir(conf_dir(), version_base="1.3"),
     ):
         try:
-            return cast("DictConfig", hydra_compose(config_name, overrides=overrides))
+            return cast("DictConfig", hydra_compose(config_name, overrides, return_hydra_config=with_hydra))
         except (TypeError, ValueError) as error:  # Hydra raises these for a choice that is null or a list in a list
             choices = " ".join(o for o in overrides if "." not in o.partition("=")[0])
             raise ConfigError("cannot be read", key=choices, hint="a choice is GROUP=NAME or GROUP=[A,B]") from error

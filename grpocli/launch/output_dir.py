@@ -1,11 +1,15 @@
-"""The output folder that Hydra chooses for a run, and Hydra's record of the overrides in it."""
+"""The output folder that Hydra chooses for a run, and Hydra's record of the overrides in it.
+
+The folder is known before Hydra starts, because Hydra makes its folders before it calls the task function.
+"""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.files import write_atomic
 from grpocli.launch.compose import mode_of, register_parts
@@ -14,32 +18,31 @@ from grpocli.launch.hydra_sources import beside_another_hydra, conf_dir
 RECORD = ".hydra"
 
 
-def folder_of(overrides: list[str], multirun: bool) -> Path | None:
-    """The run's folder, or that of a sweep's first run; None if the config cannot be composed.
+def run_folder(config: DictConfig) -> Path | None:
+    """The folder of the run with this config, which has Hydra's keys; None if Hydra will refuse its name."""
+    with suppress(OmegaConfBaseException):
+        return Path(str(config.hydra.run.dir)).absolute()
+    return None
 
-    Called before Hydra starts, because Hydra makes its folders before it calls the task function.
-    """
+
+def sweep_folder(overrides: list[str]) -> Path | None:
+    """The folder of a sweep's first run; None if Hydra will refuse the overrides."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from hydra.types import RunMode
-    from omegaconf import open_dict
-    from omegaconf.errors import OmegaConfBaseException
 
     register_parts()
-    mode = RunMode.MULTIRUN if multirun else RunMode.RUN
     with (
-        suppress(HydraException, OmegaConfBaseException),  # Hydra raises it again when it runs
+        suppress(HydraException, OmegaConfBaseException),
         beside_another_hydra(),
         initialize_config_dir(conf_dir(), version_base="1.3"),
     ):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
-        config = hydra.compose_config("train", overrides, mode, validate_sweep_overrides=False)
+        config = hydra.compose_config("train", overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
         with open_dict(config):
             config.hydra.job.num, config.hydra.job.id = 0, "0"
-        if not multirun:
-            return Path(str(config.hydra.run.dir)).absolute()
         return Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir)).absolute()
     return None
 
