@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -25,6 +26,8 @@ from grpocli.errors import ConfigError
 from grpocli.version import PACKAGE
 
 MODEL = re.compile(r"model/(.+)")
+PARSED: dict[tuple[str, Path], tuple[int, ConfigResult]] = {}
+"""The time of the last change and the content of each YAML file, by its source and path. A command composes thrice."""
 
 
 def conf_dir() -> str:
@@ -106,12 +109,17 @@ class CheckedFiles(FileConfigSource):  # type: ignore[misc]
     """Hydra's YAML files. Refuses broken files, and files whose aliases expand to too many values."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The config of a checked file. Raises ConfigError, naming the file."""
+        """The config of a checked file, parsed once in a process. Raises ConfigError, naming the file."""
         file = Path(self.path, self._normalize_file_name(config_path))
         try:
-            if file.is_file():
+            if not file.is_file():
+                return super().load_config(config_path)
+            changed = file.stat().st_mtime_ns
+            known = PARSED.get((self.provider, file))
+            if known is None or known[0] != changed:
                 yaml_text.check(file.read_text(encoding="utf-8"))
-            return super().load_config(config_path)
+                known = PARSED[self.provider, file] = changed, super().load_config(config_path)
+            return deepcopy(known[1])  # Hydra changes it
         except (*yaml_text.BROKEN, OmegaConfBaseException) as error:
             raise ConfigError(f"cannot be read: {yaml_text.reason(error)}", key=str(file), hint="repair it") from error
 
