@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from grpocli.config.formula import Formula
-from grpocli.config.parts import follows, one_of, part, require
+from grpocli.config.parts import interpolate, one_of, part, require
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +146,7 @@ class TokenMean:
 class Constant:
     """1 / (rows x length): no bias by length. Dr. GRPO (arXiv 2503.20783), section 3.1."""
 
-    length: int | None = follows("rollout.max_completion_tokens")
+    length: int | None = interpolate("rollout.max_completion_tokens")
     """Divisor of every completion's sum over tokens, in tokens; any constant will do."""
     needs_groups = False
     depends_on_split = False

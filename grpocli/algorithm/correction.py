@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from grpocli.algorithm.objective import log_ratio
 from grpocli.config.formula import Formula
-from grpocli.config.parts import follows, part, require, section
+from grpocli.config.parts import interpolate, part, require, section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +92,7 @@ class AutoCorrection:
     Choose a correction by name to set its bounds.
     """
 
-    max_staleness: int | None = follows("rollout.max_staleness")
+    max_staleness: int | None = interpolate("rollout.max_staleness")
     """Maximum staleness of a completion, in weight versions; 0 disables the correction."""
 
     @property

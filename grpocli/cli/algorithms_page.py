@@ -120,7 +120,7 @@ def _fields(prefix: str, made: type[Any], symbols: dict[str, str]) -> list[list[
 
 
 def _default(f: dataclasses.Field[Any]) -> str:
-    followed = f.metadata.get("follows")
+    followed = f.metadata.get("interpolate")
     return f"${{{followed}}}" if followed else spelled(f.default)
 
 

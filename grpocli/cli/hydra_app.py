@@ -129,7 +129,7 @@ def composed(overrides: list[str], config_dir: str | None) -> DictConfig:
     """The config that `grpocli train` would run with these overrides, which may include `resume=`."""
     register_parts()
     overrides = typed(overrides)
-    resume = Resume.asked_for(overrides)
+    resume = Resume.requested(overrides)
     config = compose([*search_path(config_dir), *(resume.overrides(overrides) if resume else overrides)])
     config = resume.merged(config) if resume else config
     warn_of_escapes(config)

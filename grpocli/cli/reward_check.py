@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _agreements(
-    run: Run, split: str, most: int, template: str, view: View
+    run: Run, split: str, limit: int, template: str, view: View
 ) -> Iterator[tuple[Agreement, Sequence[Example]]]:
     """The agreement of each reward on each split, with the examples, which know their rows."""
     from grpocli.rewards.reward_validation import agreement
@@ -99,7 +99,7 @@ def _agreements(
         for one in _splits(task, split) if accuracy_rewards else ():
             with about(key_of(run.task, name)):
                 source = task.examples(one)
-                examples = list(islice(source, most or None))
+                examples = list(islice(source, limit or None))
                 for reward in accuracy_rewards.values():
                     reward.check(columns_of(examples[0]))
             for reward, accuracy_reward in accuracy_rewards.items():
@@ -122,7 +122,9 @@ def _splits(task: Any, asked: str) -> Sequence[str]:
     return ["eval"] if getattr(task, "split", "") is None else ["train", "eval"]
 
 
-def _show(checked: Sequence[tuple[Agreement, Sequence[Example]]], rewards: Mapping[str, BaseReward], most: int) -> None:
+def _show(
+    checked: Sequence[tuple[Agreement, Sequence[Example]]], rewards: Mapping[str, BaseReward], limit: int
+) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -152,10 +154,10 @@ def _show(checked: Sequence[tuple[Agreement, Sequence[Example]]], rewards: Mappi
             (_failure_line(one, answers, source) for answers in failures),
             (_line(one, answer, rewards[one.reward], source) for answer in wrong),
         )
-        for line in islice(lines, most):
+        for line in islice(lines, limit):
             console.print(one_line(line), soft_wrap=True)
-        if (total := len(failures) + len(wrong)) > most:
-            console.print(f"{one.task} {one.split} {one.reward}: {total - most} more; --list {total} shows all")
+        if (total := len(failures) + len(wrong)) > limit:
+            console.print(f"{one.task} {one.split} {one.reward}: {total - limit} more; --list {total} shows all")
 
 
 def _forms(found: Sequence[Agreement]) -> Table:

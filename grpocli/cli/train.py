@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
         return 0
     if sys.stdout.isatty():  # the next output overwrites it
         print("reading the config ...", end="\r", flush=True)
-    resume = Resume.asked_for(args.overrides)
+    resume = Resume.requested(args.overrides)
     if resume and args.multirun:
         raise ConfigError("cannot be combined with -m", key="resume")
     if "hydra/launcher=slurm" in args.overrides and not args.multirun:

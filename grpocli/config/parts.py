@@ -192,14 +192,14 @@ def schema(cls: type[Any]) -> type[Any]:
     return dataclasses.make_dataclass(cls.__name__, fields, kw_only=True)
 
 
-def follows(key: str) -> Any:
+def interpolate(key: str) -> Any:
     """A field whose default is the value of another key; None outside of a config."""
-    return dataclasses.field(default=None, metadata={"follows": key})
+    return dataclasses.field(default=None, metadata={"interpolate": key})
 
 
 def _schema_field(hint: Any, f: dataclasses.Field[Any]) -> tuple[Any, Any]:
-    if "follows" in f.metadata:
-        return hint, dataclasses.field(default="${" + f.metadata["follows"] + "}")
+    if "interpolate" in f.metadata:
+        return hint, dataclasses.field(default="${" + f.metadata["interpolate"] + "}")
     if dataclasses.is_dataclass(hint) and hasattr(hint, "config_key"):
         nested: Any = schema(hint)  # type: ignore[arg-type]
         given = {} if f.default is dataclasses.MISSING else _changed(f.default)

@@ -36,7 +36,7 @@ class Resume:
     given: list[str] = field(default_factory=list)
 
     @classmethod
-    def asked_for(cls, overrides: list[str]) -> Resume | None:
+    def requested(cls, overrides: list[str]) -> Resume | None:
         """The run that `resume=` names; None without it. Raises ConfigError if the folder has no run."""
         named = [o.partition("=")[2] for o in overrides if o.startswith("resume=")]
         if not named or named[-1] in ("", "null"):
@@ -69,10 +69,10 @@ class Resume:
         saved = _overrides(self.folder)
         before = dict(o.split("=", 1) for o in saved if "=" in o)
         now = dict(o.split("=", 1) for o in self.given if "=" in o)
-        gone = [part for key, choice in now.items() for part in _replaced(key, before.get(key, choice), choice)]
-        left = ("resume=", *(f"{part}." for part in gone), *(f"{part}@" for part in gone))
-        again = {o for o in self.given if o.startswith("+") and "@" in o}  # Hydra accepts an addition only once
-        kept = [o for o in saved if not o.lstrip("+~").startswith(left) and o not in again]
+        replaced = [part for key, choice in now.items() for part in _replaced(key, before.get(key, choice), choice)]
+        dropped = ("resume=", *(f"{part}." for part in replaced), *(f"{part}@" for part in replaced))
+        additions = {o for o in self.given if o.startswith("+") and "@" in o}  # Hydra accepts each only once
+        kept = [o for o in saved if not o.lstrip("+~").startswith(dropped) and o not in additions]
         return self._with_sections(kept) if any("." not in key for key in now) else kept
 
     def _with_sections(self, saved: list[str]) -> list[str]:
@@ -183,8 +183,8 @@ def _replaced(key: str, before: str, now: str) -> list[str]:
     group = key.replace("/", ".")
     if not before.startswith("["):
         return [group] if before != now else []
-    chosen, still = ({name.strip() for name in choice.strip("[]").split(",")} for choice in (before, now))
-    return [f"{group}.{name_of(one) if is_spec(one) else one}" for one in sorted(chosen - still)]
+    old, new = ({name.strip() for name in choice.strip("[]").split(",")} for choice in (before, now))
+    return [f"{group}.{name_of(one) if is_spec(one) else one}" for one in sorted(old - new)]
 
 
 def _as_composed(composed: DictConfig, key: str) -> Any:

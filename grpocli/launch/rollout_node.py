@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Serve, and exit with the code of the error if there is one."""
-    run_dir, over = Path(sys.argv[1]), threading.Event()
+    run_dir, stop_event = Path(sys.argv[1]), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda *_: over.set())
+        signal.signal(number, lambda *_: stop_event.set())
     try:
-        serve(run_dir, over)
+        serve(run_dir, stop_event)
     except GrpoError as error:
         print(f"grpocli: error: {socket.gethostname()}: {clean(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 
-def serve(run_dir: Path, over: threading.Event) -> None:
-    """Serve until the run in `run_dir` is over, or `over` is set. Raises ConfigError or EngineError."""
+def serve(run_dir: Path, stop_event: threading.Event) -> None:
+    """Serve until the run in `run_dir` is over, or `stop_event` is set. Raises ConfigError or EngineError."""
     from grpocli.rollout.vllm.launch import own_servers, report_failure, serve_until_over
 
     node = Node.here()
@@ -50,16 +50,16 @@ def serve(run_dir: Path, over: threading.Event) -> None:
     run = _run(run_dir)
     quiet_libraries()
     logging.basicConfig(filename=run_dir / "run.log", level=logging.INFO, format="%(asctime)s [serving] %(message)s")
-    job = wait_for_job(run_dir, node.session, READY_WITHIN, ready=False, give_up=over)
+    job = wait_for_job(run_dir, node.session, READY_WITHIN, ready=False, give_up=stop_event)
     if job is None:
         return
     try:
         engine = replace(job.engine, gpus=_gpus(run))
         first = node.rank * run.engine.replicas
-        with own_servers(run.engine, engine, over, _reachable_name(), first) as servers:
-            serve_until_over(servers, run_dir, over)
+        with own_servers(run.engine, engine, stop_event, _reachable_name(), first) as servers:
+            serve_until_over(servers, run_dir, stop_event)
     except GrpoError as error:
-        if over.is_set():
+        if stop_event.is_set():
             return
         report_failure(run_dir, node.rank, error)
         raise

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from grpocli.config.parts import follows, one_of, part, require
+from grpocli.config.parts import interpolate, one_of, part, require
 from grpocli.errors import ConfigError, EngineError
 from grpocli.progress import Progress, unreported
 from grpocli.rollout.vllm.engine_parts import Vllm
@@ -58,25 +58,25 @@ class Serve:
     """Print vLLM's log, too."""
     seed: int = 0
     """Seed of vLLM."""
-    dtype: str | None = follows("model.dtype")
+    dtype: str | None = interpolate("model.dtype")
     """Dtype of the computation, `float32` or `bfloat16`; `auto`: the choice of `grpocli train`."""
-    lora_rank: int | None = follows("model.lora.rank")
+    lora_rank: int | None = interpolate("model.lora.rank")
     """Rank of the adapter that runs will send; 0: they send all weights."""
-    tensor_parallel: int | None = follows("engine.tensor_parallel")
+    tensor_parallel: int | None = interpolate("engine.tensor_parallel")
     """GPUs that share one copy of the model."""
-    data_parallel: int | None = follows("engine.data_parallel")
+    data_parallel: int | None = interpolate("engine.data_parallel")
     """Copies of the model in the server."""
-    max_model_len: int | None = follows("engine.max_model_len")
+    max_model_len: int | None = interpolate("engine.max_model_len")
     """Most tokens of prompt and completion; null: the model's own limit."""
-    gpu_memory_utilization: float | None = follows("engine.gpu_memory_utilization")
+    gpu_memory_utilization: float | None = interpolate("engine.gpu_memory_utilization")
     """Share of a GPU's memory that vLLM may take."""
-    enforce_eager: bool | None = follows("engine.enforce_eager")
+    enforce_eager: bool | None = interpolate("engine.enforce_eager")
     """true: no compilation; null: true on a CPU."""
-    quantization: str | None = follows("engine.quantization")
+    quantization: str | None = interpolate("engine.quantization")
     """vLLM's quantization of the weights, such as fp8; null: none."""
-    speculative: Any = follows("engine.speculative")
+    speculative: Any = interpolate("engine.speculative")
     """vLLM's speculative decoding."""
-    cpu_kv_cache_gb: int | None = follows("engine.cpu_kv_cache_gb")
+    cpu_kv_cache_gb: int | None = interpolate("engine.cpu_kv_cache_gb")
     """Size of the KV cache on a CPU, in GiB."""
 
     def __post_init__(self) -> None:

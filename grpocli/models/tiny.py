@@ -51,9 +51,9 @@ class Tiny(ModelPart):
     something to improve.
     """
 
-    digits: int = field(default=2, metadata={"follows": "oc.select:task.digits,2"})
+    digits: int = field(default=2, metadata={"interpolate": "oc.select:task.digits,2"})
     """Digits of the warm start's problems; by default those of the task."""
-    operation: str = field(default="+", metadata={"follows": "oc.select:task.operation,+"})
+    operation: str = field(default="+", metadata={"interpolate": "oc.select:task.operation,+"})
     """Operation of the warm start's problems; by default that of the task."""
     warm_start_steps: int = 180
     """Optimizer updates of the warm start."""

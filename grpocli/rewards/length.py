@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from omegaconf import MISSING
 
 from grpocli.config.formula import Formula
-from grpocli.config.parts import follows, part, require
+from grpocli.config.parts import interpolate, part, require
 from grpocli.rewards.reward import BaseReward, Sample, Score
 
 
@@ -42,7 +42,7 @@ class Overlong(BaseReward):
     0 up to max_tokens - buffer_tokens, then falling linearly to -1 at max_tokens, and -1 beyond.
     """
 
-    max_tokens: int | None = follows("rollout.max_completion_tokens")
+    max_tokens: int | None = interpolate("rollout.max_completion_tokens")
     """Tokens at which the score is -1. null: the limit that the sample was cut at."""
     buffer_tokens: int | None = None
     """Tokens before max_tokens over which the score falls. null: a fifth of max_tokens, as in the paper (4096 of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import MISSING
 
-from grpocli.config.parts import Escaped, UserCode, follows, one_of, part, require
+from grpocli.config.parts import Escaped, UserCode, interpolate, one_of, part, require
 from grpocli.config.user_code import check_exists
 from grpocli.errors import ConfigError
 from grpocli.tasks.loading import check_path
@@ -68,7 +68,7 @@ class Jsonl(BaseTask):
     evaluated on."""
     shot_template: Escaped = "{answer}"
     """Answer of a worked example, text with {column} fields."""
-    shot_seed: int | None = follows("seed")
+    shot_seed: int | None = interpolate("seed")
     """Seed that chooses the worked examples."""
     streaming: bool = False
     """Read training data as it is needed, and shuffle runs of shuffle_buffer rows, anew in each epoch. Without

@@ -22,7 +22,7 @@ def run_folder(tmp_path: Path, text: str) -> Path:
 
 
 def resumed(folder: Path, *given: str):
-    resume = Resume.asked_for([f"resume={folder}", *given])
+    resume = Resume.requested([f"resume={folder}", *given])
     assert resume is not None
     return build_run(resume.merged(compose([o for o in resume.overrides([]) if not o.startswith(("resume", "hydra"))])))
 

@@ -74,8 +74,8 @@ def test_a_resume_continues_in_the_folder_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     said = "hydra.run.dir=/elsewhere: a resume continues in the run's own folder"
     with pytest.raises(ConfigError, match=re.escape(said)):
-        Resume.asked_for([f"resume={tmp_path}", "hydra.run.dir=/elsewhere"])
-    assert Resume.asked_for([f"resume={tmp_path}", f"hydra.run.dir={tmp_path}"])
+        Resume.requested([f"resume={tmp_path}", "hydra.run.dir=/elsewhere"])
+    assert Resume.requested([f"resume={tmp_path}", f"hydra.run.dir={tmp_path}"])
 
 
 def resumed_length(folder: Path, began_with: str) -> int:
