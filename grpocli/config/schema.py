@@ -136,7 +136,7 @@ class Rollouts:
         )
 
     def _check_structure(self) -> None:
-        """Check regex and JSON schema as far as possible without vLLM, which checks them when the engine connects."""
+        """Check regex and JSON schema without vLLM, which checks them again when the engine connects."""
         schema = self.json_schema
         require(self, "json_schema", schema is None or isinstance(schema, dict), "must be a JSON schema: an object")
         require(self, "json_schema", schema is None or self.regex is None, "choose this or rollout.regex, not both")

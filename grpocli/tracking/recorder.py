@@ -58,7 +58,7 @@ class Recorder:
     mismatches: int = 0
     mismatch_expected: bool = False
     dtype: str = "float32"
-    shown_remarks: set[str] = field(default_factory=set)
+    shown_warnings: set[str] = field(default_factory=set)
     answer_columns: Sequence[str] = ("answer",)
     current_stage: str = ""
 
@@ -82,12 +82,12 @@ class Recorder:
         metrics: dict[str, Any],
         groups: Sequence[Group],
         advantages_PG: Tensor,
-        remarks: Mapping[str, str],
+        warnings: Mapping[str, str],
         records: Sequence[Record] = (),
     ) -> None:
         """Record and show a step's metrics and rollouts.
 
-        groups, advantages_PG: those trained on. remarks: warnings by kind; each kind is shown once. records: of
+        groups, advantages_PG: those trained on. warnings: warnings by kind; each kind is shown once. records: of
         everything that was sampled, for the rollout file.
         """
         now = time.perf_counter()
@@ -102,7 +102,7 @@ class Recorder:
             self.tracker.log(metrics, step)
         self.view.step(step, metrics)
         self._warn_of_mismatch(step, metrics)
-        self._show_remarks(step, remarks)
+        self._show_warnings(step, warnings)
         if not groups:
             stale = metrics.get("sampling/stale")
             self.view.warn(
@@ -131,11 +131,11 @@ class Recorder:
                 "algorithm/correction=token_truncate corrects for it"
             )
 
-    def _show_remarks(self, step: int, remarks: Mapping[str, str]) -> None:
+    def _show_warnings(self, step: int, warnings: Mapping[str, str]) -> None:
         """Show the first warning of each kind."""
-        for kind, text in remarks.items():
-            if kind not in self.shown_remarks:
-                self.shown_remarks.add(kind)
+        for kind, text in warnings.items():
+            if kind not in self.shown_warnings:
+                self.shown_warnings.add(kind)
                 logger.warning("step %d: %s", step, text)
                 self.view.warn(f"step {step}: {text}")
 

@@ -103,14 +103,14 @@ class Sampler:
 class RolloutBatch:
     """The groups that one step trains on, with statistics of everything that was sampled for it.
 
-    metrics: of this step alone; the trainer adds the earlier steps to `num_tokens`. remarks: see `Scorer.warnings`.
+    metrics: of this step alone; the trainer adds the earlier steps to `num_tokens`. warnings: see `Scorer.warnings`.
     untrained: groups that the step does not train on, with the reason, for the rollout file; in the main process only.
     leftover_uids: of the groups that were sampled for the step before.
     """
 
     groups: list[Group]
     metrics: dict[str, float]
-    remarks: Mapping[str, str] = field(default_factory=dict)
+    warnings: Mapping[str, str] = field(default_factory=dict)
     untrained: list[tuple[Status, Group]] = field(default_factory=list)
     leftover_uids: frozenset[str] = frozenset()
 
@@ -276,7 +276,7 @@ class Collector:
         return RolloutBatch(
             wanted,
             self._metrics(sampled, wanted, len(leftover)),
-            remarks=self.sampler.scorer.warnings(sampled.score_stats),
+            warnings=self.sampler.scorer.warnings(sampled.score_stats),
             untrained=untrained if self.keeps_untrained else [],
             leftover_uids=frozenset(group.uid for group in leftover),
         )

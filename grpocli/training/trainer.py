@@ -157,7 +157,7 @@ class Trainer:
         """Write and show the step's metrics; write every completion that was sampled for it."""
         step, weights = self.state.step, self.collector.reward_weights
         records = records_of(batch, rows, self.run.algorithm, weights, step) if self.world.is_main else []
-        self.recorder.step(step, self.metrics, batch.groups, advantages_PG, batch.remarks, records)
+        self.recorder.step(step, self.metrics, batch.groups, advantages_PG, batch.warnings, records)
         self.metrics = {}
 
     def checkpoint(self) -> None:

@@ -43,7 +43,7 @@ class UpdateChecks:
     def _sampler(self, step: int, metrics: Mapping[str, float]) -> None:
         """Compare the engine's log-probs with the policy's.
 
-        Not for constrained decoding and rollouts of older weights, whose log-probs differ for good reason.
+        Skipped for constrained decoding and rollouts of older weights, whose log-probs differ in any case.
         """
         rollout, error = self.run.rollout, metrics.get("token_mult_prob_error", 1.0)
         off_policy = metrics.get("staleness/max", 0) > 0 or metrics.get("sampling/carried", 0) > 0

@@ -147,12 +147,16 @@ def test_all_processes_stop_if_one_was_cancelled() -> None:
 def test_progress_counts_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reward with worker processes is called in batches, and another one once with all samples."""
     monkeypatch.setattr(scorer_module, "BATCH", 4)
-    told: list[tuple[float, float, str]] = []
-    watch = Watch(lambda done, total, unit, detail="": told.append((done, total, unit)))
+    reports: list[tuple[float, float, str]] = []
+    watch = Watch(lambda done, total, unit, detail="": reports.append((done, total, unit)))
     alone, together = Recording(True), Recording(False)
     sampler(Scripted([]), {"alone": alone, "all": together}).generate_and_score(
         PROMPTS, [0, 1, 2], 2, Sampling(4), watch
     )
     assert [len(call) for call in alone.calls] == [4, 2]  # type: ignore[attr-defined]
     assert [len(call) for call in together.calls] == [6]  # type: ignore[attr-defined]
-    assert told == [(0, 6, "scores of reward.alone"), (4, 6, "scores of reward.alone"), (0, 6, "scores of reward.all")]
+    assert reports == [
+        (0, 6, "scores of reward.alone"),
+        (4, 6, "scores of reward.alone"),
+        (0, 6, "scores of reward.all"),
+    ]

@@ -26,8 +26,8 @@ def test_a_mismatch_beyond_rounding_is_shown_once_and_logged_every_time(
     limit: float,
     above: float,
 ) -> None:
-    view, told = silent_view(), list[str]()
-    monkeypatch.setattr(view, "warn", told.append)
+    view, warnings = silent_view(), list[str]()
+    monkeypatch.setattr(view, "warn", warnings.append)
     recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None, dtype=dtype)
     done = Completion([1], [-1.0], "stop", version=1)
     prompt = Prompt("0", [1], "p")
@@ -37,8 +37,8 @@ def test_a_mismatch_beyond_rounding_is_shown_once_and_logged_every_time(
         for step, error in enumerate([1.0, limit, above, 1.5], start=1):
             recorder.step(step, {"token_mult_prob_error": error}, *something)
         recorder.step(5, {}, *something)
-    assert len(told) == 1
-    assert f"step 3: token_mult_prob_error is {above:.3f}, above {limit}" in told[0]
+    assert len(warnings) == 1
+    assert f"step 3: token_mult_prob_error is {above:.3f}, above {limit}" in warnings[0]
     assert [r.getMessage() for r in caplog.records] == [
         f"step 3: token_mult_prob_error is {above:.4f}, above {limit}",
         f"step 4: token_mult_prob_error is 1.5000, above {limit}",
@@ -46,44 +46,44 @@ def test_a_mismatch_beyond_rounding_is_shown_once_and_logged_every_time(
 
 
 def test_each_kind_of_note_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    view, told = silent_view(), list[str]()
-    monkeypatch.setattr(view, "warn", told.append)
+    view, warnings = silent_view(), list[str]()
+    monkeypatch.setattr(view, "warn", warnings.append)
     recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None)
     done, prompt = Completion([1], [-1.0], "stop", version=1), Prompt("0", [1], "p")
     group = Group(prompt, [Rollout(prompt, done, "t", {"r": 1.0})] * 2)
-    for step, remarks in enumerate([{}, {"bare x": "1 of 2"}, {"bare x": "2 of 2", "silent r": "all"}], start=1):
-        recorder.step(step, {}, [group], torch.zeros(1, 2), remarks)
-    assert told == ["step 2: 1 of 2", "step 3: all"]
+    for step, found in enumerate([{}, {"bare x": "1 of 2"}, {"bare x": "2 of 2", "silent r": "all"}], start=1):
+        recorder.step(step, {}, [group], torch.zeros(1, 2), found)
+    assert warnings == ["step 2: 1 of 2", "step 3: all"]
 
 
 def test_staleness_is_not_a_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs of older weights differ because of the updates since."""
-    view, told = silent_view(), list[str]()
-    monkeypatch.setattr(view, "warn", told.append)
+    view, warnings = silent_view(), list[str]()
+    monkeypatch.setattr(view, "warn", warnings.append)
     recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None)
     done = Completion([1], [-1.0], "stop", version=1)
     prompt = Prompt("0", [1], "p")
     something = ([Group(prompt, [Rollout(prompt, done, "t", {"r": 1.0})] * 2)], torch.zeros(1, 2), {})
     recorder.step(2, {"token_mult_prob_error": 1.5, "staleness/max": 1}, *something)
-    assert told == []
+    assert warnings == []
     recorder.mismatch_expected = True  # a regex or a schema
     recorder.step(3, {"token_mult_prob_error": 1.5, "staleness/max": 0}, *something)
-    assert told == []
+    assert warnings == []
     recorder.mismatch_expected = False
     recorder.step(4, {"token_mult_prob_error": 1.5, "staleness/max": 0}, *something)
-    assert len(told) == 1
+    assert len(warnings) == 1
 
 
 def test_a_step_without_rows_to_train_on_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    view, told = silent_view(), list[str]()
-    monkeypatch.setattr(view, "warn", told.append)
+    view, warnings = silent_view(), list[str]()
+    monkeypatch.setattr(view, "warn", warnings.append)
     recorder = Recorder(RunDir(tmp_path), view, MetricsLog(tmp_path / "metrics.jsonl"), None)
     recorder.step(1, {"sampling/rounds": 10}, [], torch.zeros(0, 2), {})
-    assert len(told) == 1
-    assert "step 1 trained on nothing: of the groups sampled in 10 rounds, algorithm.keep.max_rounds" in told[0]
+    assert len(warnings) == 1
+    assert "step 1 trained on nothing: of the groups sampled in 10 rounds, algorithm.keep.max_rounds" in warnings[0]
     recorder.step(2, {"sampling/rounds": 1, "sampling/stale": 4}, [], torch.zeros(0, 2), {})
-    assert "step 2 trained on nothing: all 4 groups kept for it were sampled with weights older" in told[1]
-    assert "reward" not in told[1]
+    assert "step 2 trained on nothing: all 4 groups kept for it were sampled with weights older" in warnings[1]
+    assert "reward" not in warnings[1]
 
 
 def test_the_sample_is_shown_with_the_reference_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,14 +92,14 @@ def test_rollouts_are_sampled_while_a_checkpoint_is_written(
             overlapped.append(sampling.wait(WAIT))
         save(path, state, *rest)
 
-    def told(*args: Any) -> Any:
+    def observed(*args: Any) -> Any:
         found = generate(*args)
         if (tmp_path / "run" / "metrics.jsonl").exists():
             sampling.set()
         return found
 
     monkeypatch.setattr(checkpoint, "save", held)
-    monkeypatch.setattr(TransformersEngine, "generate", told)
+    monkeypatch.setattr(TransformersEngine, "generate", observed)
     code, _, err = grpocli(*RUN, f"hydra.run.dir={tmp_path / 'run'}")
     assert code == 0, err
     assert overlapped == [True]

@@ -91,10 +91,10 @@ def test_constant_groups_are_replaced_by_others() -> None:
 
 def test_the_progress_of_a_refill_names_its_round_and_the_groups_kept() -> None:
     made, _ = collector([MIXED, FLAT, FLAT, FLAT, MIXED, FLAT, FLAT, FLAT, FLAT, MIXED], "algorithm=dapo")
-    told: list[str] = []
-    made.watch = Watch(lambda done, total, unit, detail="": told.append(detail))
+    reports: list[str] = []
+    made.watch = Watch(lambda done, total, unit, detail="": reports.append(detail))
     made.collect()
-    assert told == [
+    assert reports == [
         "token 3",
         "round 2, 1 of 3 groups kept, token 3",
         "round 3, 2 of 3 groups kept, token 3",

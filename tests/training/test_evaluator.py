@@ -89,11 +89,11 @@ def test_several_tasks_have_their_own_accuracy_rewards_and_results() -> None:
 
 
 def test_the_progress_of_an_evaluation_counts_samples_and_greedy_answers_together() -> None:
-    told: list[tuple[float, float]] = []
-    watch = Watch(lambda done, total, unit, detail="": told.append((done, total)))
+    reports: list[tuple[float, float]] = []
+    watch = Watch(lambda done, total, unit, detail="": reports.append((done, total)))
     sampler: Any = Recording()
     prompts = [Prompt(str(i), [1], "?") for i in range(3)]
     Evaluator(
         sampler, prompts, 4, AccuracyRewards({"": "right"}, {"right": ExactMatch()}), Sampling(8), seed=0, watch=watch
     )()
-    assert told == [(12, 15), (15, 15)]
+    assert reports == [(12, 15), (15, 15)]

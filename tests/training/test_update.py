@@ -173,10 +173,10 @@ def test_the_reference_moves_towards_the_policy(little_model, world) -> None:
 
 
 def test_micro_batches_are_counted_over_all_epochs(little_model, world: World, rows: list[Row]) -> None:
-    told: list[tuple[float, float]] = []
+    reports: list[tuple[float, float]] = []
     up = updater(little_model, world, "algorithm=drgrpo", epochs=2, minibatches=2, micro_batch_tokens=40)
-    up.progress = lambda done, total, unit, detail="": None if detail else told.append((done, total))
+    up.progress = lambda done, total, unit, detail="": None if detail else reports.append((done, total))
     train_step(up, [copy.copy(row) for row in rows], 2)
-    (total,) = {total for _, total in told}
-    assert [done for done, _ in told] == list(range(int(total)))
+    (total,) = {total for _, total in reports}
+    assert [done for done, _ in reports] == list(range(int(total)))
     assert total > 4, "each of the four updates has several"

@@ -117,7 +117,7 @@ def last_error(log: Path) -> str | None:
     except OSError:
         return None
     for marks in (("grpocli: error: ", "grpocli: stopped: "), ("error: ",)):
-        told = [line for line in lines if any(mark in line for mark in marks) and not line.endswith(": interrupted")]
-        if told:
-            return told[-1].strip()
+        errors = [line for line in lines if any(mark in line for mark in marks) and not line.endswith(": interrupted")]
+        if errors:
+            return errors[-1].strip()
     return None
