@@ -27,10 +27,7 @@ class CountdownReward(Correctness):
     answer_column: str = "target"
     """Column of the example with the target."""
 
-    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        return [self._score(sample) for sample in samples]
-
-    def _score(self, sample: Sample) -> Score:
+    def score_sample(self, sample: Sample) -> Score:
         numbers, target = sample.columns.get("numbers"), sample.columns.get(self.answer_column)
         if not isinstance(numbers, list) or target is None:
             return Failure(f"the example needs `numbers` and {self.answer_column!r}")

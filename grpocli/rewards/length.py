@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from omegaconf import MISSING
 
 from grpocli.config.formula import Formula
@@ -31,8 +29,8 @@ class Length(BaseReward):
             {"l": "target", "w": "width"},
         )
 
-    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        return [max(0.0, 1 - abs(sample.n_tokens - self.target) / self.width) for sample in samples]
+    def score_sample(self, sample: Sample) -> Score:
+        return max(0.0, 1 - abs(sample.n_tokens - self.target) / self.width)
 
 
 @part("reward", "overlong", package="reward.overlong")
@@ -71,10 +69,7 @@ class Overlong(BaseReward):
             ("DAPO (arXiv 2503.14476), equation 13",),
         )
 
-    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        return [self._score(sample) for sample in samples]
-
-    def _score(self, sample: Sample) -> float:
+    def score_sample(self, sample: Sample) -> float:
         limit = self.max_tokens or sample.max_tokens
         buffer = min(self.buffer_tokens or max(1, limit // 5), limit)
         return min(0.0, max(-1.0, (limit - buffer - sample.n_tokens) / buffer))

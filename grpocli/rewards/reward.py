@@ -126,7 +126,14 @@ class BaseReward:
         require(self, "weight", math.isfinite(self.weight), "must be a finite number")
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        """One score for each sample, in order. An exception counts as a Failure of every sample."""
+        """One score for each sample, in order; by default `score_sample` of each.
+
+        An exception counts as a Failure of every sample.
+        """
+        return [self.score_sample(sample) for sample in samples]
+
+    def score_sample(self, sample: Sample) -> Score:
+        """The score of one sample, in a reward that does not override `__call__`."""
         raise NotImplementedError
 
     def vote(self, sample: Sample) -> str:

@@ -39,10 +39,7 @@ class ExactMatch(Correctness):
 
     answer_forms = ("boxed", "tag", "####")
 
-    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        return [self._score(sample) for sample in samples]
-
-    def _score(self, sample: Sample) -> Score:
+    def score_sample(self, sample: Sample) -> Score:
         answer = answer_of(sample, self.answer_column)
         if isinstance(answer, Failure):
             return answer
@@ -58,10 +55,7 @@ class Number(Correctness):
 
     answer_forms = ("boxed", "tag", "####", "sentence", "decimal", "fraction")
 
-    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        return [self._score(sample) for sample in samples]
-
-    def _score(self, sample: Sample) -> Score:
+    def score_sample(self, sample: Sample) -> Score:
         answer = answer_of(sample, self.answer_column)
         if isinstance(answer, Failure):
             return answer

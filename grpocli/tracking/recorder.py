@@ -87,7 +87,7 @@ class Recorder:
     ) -> None:
         """Record and show a step's metrics and rollouts.
 
-        groups, advantages_PG: those trained on. warnings: warnings by kind; each kind is shown once. records: of
+        groups, advantages_PG: those trained on. warnings: by kind; each kind is shown once. records: of
         everything that was sampled, for the rollout file.
         """
         now = time.perf_counter()
