@@ -168,8 +168,9 @@ class Row:
     ) -> Row:
         """The row of a rollout in a step that trains weight version `version`.
 
-        A rollout of an older version is off-policy: its old log-probs are the sampler's, unless the algorithm has a
-        correction (`corrected`), whose ratio covers the way from the sampler to the policy at the start of the step.
+        A rollout of an older version is off-policy, and its old log-probs are the sampler's. With a correction
+        (`corrected`) the old policy is the one at the start of the step, as for other rollouts: the correction is the
+        ratio of it to the sampler.
         """
         import torch
 

@@ -42,7 +42,7 @@ NEEDS: Mapping[str, Mapping[str, str | None]] = {
     "model": {"prepare": "report", "lora": ATTRIBUTE, "dtype": ATTRIBUTE},
     "optim": {"make": "parameters", "rate": "step total"},
     "reward": {"__call__": "samples"},
-    "sync": {"choose": "placement"},
+    "sync": {"choose": "servers"},
     "task": {"examples": "split"},
     "tracker": {"check": "", "start": "name folder config"},
 }

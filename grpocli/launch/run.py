@@ -29,7 +29,7 @@ from grpocli.launch.resume import changes
 from grpocli.launch.trainer_job import TrainerJob, wait_for_job
 from grpocli.launch.trainer_launcher import SETTLE, clean, resume_marker, stop_file
 from grpocli.launch.trainer_process import TrainerProcess, as_grpo_error, quiet_libraries
-from grpocli.launch.validate import check_nodes, check_overlap, check_shares
+from grpocli.launch.validate import check_nodes, check_prefetch, check_shares
 from grpocli.processes.node import Node
 from grpocli.processes.signals import enable_crash_tracebacks, stop_signal
 from grpocli.processes.threads import BackgroundTask
@@ -204,7 +204,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
     from grpocli.models.loading import choose_dtype
 
     _check_device(run)
-    check_overlap(run, run.engine.resolved())
+    check_prefetch(run, run.engine.resolved())
     check_nodes(run, run.engine.resolved())
     check_shares(run, devices.processes * (node.count if node else 1))
     for name, task in tasks_of(run.task).items():

@@ -24,7 +24,7 @@ def check_run(run: Run) -> None:
     check_nodes(run, run.engine)
     check_shares(run, run.hardware.processes or 1)
     _check_parallel(run)
-    check_overlap(run, run.engine)
+    check_prefetch(run, run.engine)
 
 
 def _check_rewards(run: Run) -> None:
@@ -213,7 +213,7 @@ def _check_parallel(run: Run) -> None:
             raise ConfigError(problem, key="hardware.parallel", value=parallel)
 
 
-def check_overlap(run: Run, engine: EnginePart) -> None:
+def check_prefetch(run: Run, engine: EnginePart) -> None:
     """Check prefetching, which needs an engine outside the trainer. Called again with the choice of engine=auto."""
     from grpocli.config.user_parts import choice_of
 

@@ -141,8 +141,10 @@ def working_backend(python: str | None, limits: Limits, unsafe: bool) -> str:
         raise ConfigError(f"does not start: {error}", key=f"{KEY}.python", value=python) from error
     except SandboxError as error:
         raise ConfigError(
-            f"reward=[code]: no sandbox for programs works on this machine ({error}); install bubblewrap or allow user "
-            f"namespaces, or accept the risk with {KEY}.unsafe=true"
+            f"no sandbox for programs works on this machine ({error})",
+            key="reward",
+            value="[code]",
+            hint=f"install bubblewrap or allow user namespaces, or accept the risk with {KEY}.unsafe=true",
         ) from error
 
 

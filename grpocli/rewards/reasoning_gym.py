@@ -86,7 +86,7 @@ def make(name: str, config: str, seed: int, size: int) -> Any:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ConfigError(f"task=reasoning_gym: {MISSING_LIBRARY} ({error})") from error
+        raise ConfigError(f"{MISSING_LIBRARY} ({error})", key="task", value="reasoning_gym") from error
     if name not in DATASETS:
         raise ConfigError(f"reasoning-gym has no such generator{nearest(name, DATASETS)}", key="task.name", value=name)
     try:

@@ -117,7 +117,8 @@ def _columns(row: RolloutRow) -> dict[str, Any]:
         columns = None
     if isinstance(columns, dict):
         return columns
-    raise ConfigError(f"--where: the columns of an example in step {row['step']} cannot be read; name other steps")
+    problem = f"the columns of an example in step {row['step']} cannot be read"
+    raise ConfigError(problem, key="--where", hint="name other steps")
 
 
 def _check_row(row: RolloutRow, path: Path) -> None:

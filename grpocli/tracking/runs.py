@@ -61,11 +61,15 @@ def find_runs(folder: Path) -> list[RunRow]:
 
 
 def check_run(folder: Path, typed: str) -> None:
-    """Raise ConfigError unless the folder is a run's. typed: the beginning of the message. It suggests a run."""
+    """Raise ConfigError, which suggests a run, unless the folder is a run's.
+
+    typed: `RUN FOLDER` or `resume=FOLDER`.
+    """
     if not folder.is_dir():
-        raise ConfigError(f"{typed}: there is no such folder{suggest_run(folder)}")
+        raise ConfigError(f"there is no such folder{suggest_run(folder)}", key=typed)
     if not RunDir(folder).config.is_file():
-        raise ConfigError(f"{typed}: holds no run of grpocli, there is no config.yaml in it{suggest_run(folder)}")
+        problem = f"holds no run of grpocli, there is no config.yaml in it{suggest_run(folder)}"
+        raise ConfigError(problem, key=typed)
 
 
 def suggest_run(folder: Path) -> str:

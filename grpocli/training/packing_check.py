@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CLOSE = 0.05
+BFLOAT16_TOLERANCE = 0.05
 """Largest relative difference of log-probs between packed and padded rows in bfloat16, whose rounding gives 0.03."""
-EQUAL = 1e-4
+FLOAT32_TOLERANCE = 1e-4
 """The same in float32."""
 
 
@@ -37,7 +37,7 @@ def find_head(policy: Policy, world: World) -> bool:
         logits, mark = _marked(policy)
         return logits.shape == mark.shape and torch.equal(logits.float(), mark.float())
 
-    policy.at_head = not world.any(output_head(policy.model) is None or not _holds(tried))
+    policy.at_head = not world.any(output_head(policy.model) is None or not _passes(tried))
     return policy.at_head
 
 
@@ -56,7 +56,7 @@ def pack(policy: Policy, reference: Reference | None, world: World | None = None
     models = [policy.model, *([reference.model] if reference else [])]
     agreed = all(attention.enable(model, longest) for model in models) and output_head(policy.model) is not None
     if agreed:
-        agreed = _holds(lambda: agrees(policy))
+        agreed = _passes(lambda: agrees(policy))
     policy.packs = not world.any(not agreed) if world else agreed
     if not policy.packs:
         for model in models:
@@ -64,14 +64,14 @@ def pack(policy: Policy, reference: Reference | None, world: World | None = None
     return policy.packs
 
 
-def _holds(question: Callable[[], bool]) -> bool:
+def _passes(test: Callable[[], bool]) -> bool:
     """The answer of a test; False if the model raises. Errors of the machine are raised."""
     try:
-        return question()
+        return test()
     except (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError):
         raise
     except (TypeError, ValueError, IndexError, RuntimeError):
-        logger.info("the model failed a test of its abilities", exc_info=True)
+        logger.info("a test of the model raised an error, which counts as no", exc_info=True)
         return False
 
 
@@ -80,7 +80,7 @@ def agrees(policy: Policy) -> bool:
     rows = _rows(policy)
     exact = _marked(policy)[1].dtype == torch.float32
     packed, padded = _logp(policy, rows, Packed), _logp(policy, rows, Padded)
-    if not _near(packed, padded, EQUAL if exact else CLOSE):
+    if not _close(packed, padded, FLOAT32_TOLERANCE if exact else BFLOAT16_TOLERANCE):
         return False
     first = len(rows[0].completion_ids)
     other = replace(rows[0], completion_ids=rows[0].completion_ids[::-1])
@@ -96,9 +96,9 @@ def _logp(policy: Policy, rows: list[Row], layout: type[Layout]) -> Tensor:
     return logp_BT[batch.mask.bool()]
 
 
-def _near(a: Tensor, b: Tensor, close: float) -> bool:
-    """Whether the relative difference is at most `close`; False if either is NaN."""
-    return bool((a - b).abs().mean() <= close * b.abs().mean())
+def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    """Whether the relative difference is at most `tolerance`; False if either is NaN."""
+    return bool((a - b).abs().mean() <= tolerance * b.abs().mean())
 
 
 def _rows(policy: Policy) -> list[Row]:

@@ -60,10 +60,8 @@ def restoring(path: Path | None) -> Iterator[None]:
     except UNREADABLE as error:
         if path is None:
             raise
-        raise ConfigError(
-            f"resume: the checkpoint {path} cannot be read ({_cause(error)}); "
-            "remove that folder to go on from the one before"
-        ) from error
+        problem = f"the checkpoint {path} cannot be read ({_cause(error)})"
+        raise ConfigError(problem, key="resume", hint="remove that folder to go on from the one before") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +116,7 @@ def resume_point(run_dir: Path, fallback: bool, progress: Progress = unreported)
             if point and point.path
             else f"no other one is whole: remove {newest.parent} to begin again"
         )
-        raise ConfigError(f"resume: the checkpoint {newest} is damaged ({problem}); {remedy}")
+        raise ConfigError(f"the checkpoint {newest} is damaged ({problem})", key="resume", hint=remedy)
     return point or ResumePoint()
 
 

@@ -17,8 +17,10 @@ def check(options: Options, nodes: int) -> None:
     """Raise ConfigError if there is no SLURM, no such partition, or too few nodes in it."""
     if shutil.which("sbatch") is None:
         raise ConfigError(
-            "hydra/launcher=slurm: there is no sbatch on the path: submit from a machine of the cluster, or only "
-            "write the script with hydra.launcher.dry_run=true"
+            "there is no sbatch on the path",
+            key="hydra/launcher",
+            value="slurm",
+            hint="submit from a machine of the cluster, or only write the script with hydra.launcher.dry_run=true",
         )
     sizes = partitions()
     default = next((name.rstrip("*") for name in sizes if name.endswith("*")), None)
@@ -37,8 +39,9 @@ def check(options: Options, nodes: int) -> None:
             )
     if nodes > max(sizes[name] for name in asked):
         raise ConfigError(
-            f"hardware: the run needs {nodes} nodes (hardware.train_nodes + hardware.rollout_nodes), and partition "
-            f"{chosen} has {max(sizes[name] for name in asked)}"
+            f"the run needs {nodes} nodes (hardware.train_nodes + hardware.rollout_nodes), and partition "
+            f"{chosen} has {max(sizes[name] for name in asked)}",
+            key="hardware",
         )
 
 
