@@ -91,34 +91,28 @@ def _agreements(
     from grpocli.tasks.prompt_source import rewards_for
     from grpocli.tasks.task import columns_of
 
-    asked = 0
+    checked = 0
     for name, task in tasks_of(run.task).items():
-        accuracy_rewards = {reward: run.reward[reward] for reward in rewards_for(task, run.reward)}
-        accuracy_rewards = {reward: one for reward, one in accuracy_rewards.items() if one.checks_answers}
-        asked += len(accuracy_rewards)
-        for one in _splits(task, split) if accuracy_rewards else ():
+        names = [reward for reward in rewards_for(task, run.reward) if run.reward[reward].checks_answers]
+        checked += len(names)
+        for one in _splits(task, split) if names else ():
             with about(key_of(run.task, name)):
                 source = task.examples(one)
                 examples = list(islice(source, limit or None))
-                for reward in accuracy_rewards.values():
-                    reward.check(columns_of(examples[0]))
-            for reward, accuracy_reward in accuracy_rewards.items():
+                for reward in names:
+                    run.reward[reward].check(columns_of(examples[0]))
+            for reward in names:
                 view.stage(f"{reward} scores {name} {one}, {len(examples):,} examples")
-                yield agreement(name, reward, accuracy_reward, examples, template, one), source
-    if not asked:
-        names = ", ".join(run.reward)
-        raise ConfigError(
-            "none of them decides whether an answer is right",
-            key="reward",
-            value=f"[{names}]",
-            hint="choose one that does",
-        )
+                yield agreement(name, reward, run.reward[reward], examples, template, one), source
+    if not checked:
+        problem = "none of them decides whether an answer is right"
+        raise ConfigError(problem, key="reward", value=f"[{', '.join(run.reward)}]", hint="choose one that does")
 
 
-def _splits(task: Any, asked: str) -> Sequence[str]:
+def _splits(task: Any, chosen: str) -> Sequence[str]:
     """The splits to check. A task that only evaluates has no split to train on."""
-    if asked != "all":
-        return [asked]
+    if chosen != "all":
+        return [chosen]
     return ["eval"] if getattr(task, "split", "") is None else ["train", "eval"]
 
 
