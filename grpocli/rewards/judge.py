@@ -116,7 +116,7 @@ class Judge(BaseReward):
         scores: list[Score] = [q if isinstance(q, Failure) else None for q in questions]
         answers = self._client.answers([q for q in questions if not isinstance(q, Failure)])
         for i, answer in zip(asked, answers, strict=True):
-            scores[i] = answer if isinstance(answer, Failure) else self.score(answer)
+            scores[i] = answer if isinstance(answer, Failure) else self.parse_score(answer)
         return scores
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class Judge(BaseReward):
             return Failure(f"no judgement: {type(error).__name__}: {error}")
         return [question] if self.system is None else [{"role": "system", "content": self.system}, question]
 
-    def score(self, answer: str) -> float | Failure:
+    def parse_score(self, answer: str) -> float | Failure:
         """The score in the judge's answer."""
         found = re.findall(self.pattern, answer)
         last = found[-1] if found else ""
