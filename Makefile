@@ -100,8 +100,8 @@ bench: ## time steps beside TRL's, in its own environment, and write docs/benchm
 bench-limit: setup ## time updates beside the bare model's, and write docs/benchmarks.md (KIND=linear: more rows, longer ones)
 	$(BIN)/python bench/side_by_side/run.py $(or $(KIND),limit) $(ARGS)
 
-bench-savings: setup ## time updates with and without each saving, and write docs/benchmarks.md
-	$(BIN)/python bench/side_by_side/savings.py $(ARGS)
+bench-savings: setup ## time updates with and without each optimization, and write docs/benchmarks.md
+	$(BIN)/python bench/side_by_side/optimizations.py $(ARGS)
 
 bench-gpu: ## on a machine with a GPU, and torch, transformers and accelerate for PYTHON: the same on models of 0.5B and 1.5B parameters
 	@for package in torch transformers accelerate; do $(PYTHON) -c "import $$package" 2>/dev/null || \

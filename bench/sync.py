@@ -22,7 +22,7 @@ from typing import Any
 CALLS = ("pause", "start_update", "update", "finish_update", "reset_prefix_cache", "weight_version", "resume", "score")
 
 
-class Timed:
+class CallTimer:
     """Records the duration of every call to the watched methods."""
 
     def __init__(self) -> None:
@@ -103,14 +103,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from grpocli.rollout import sync as choices
+    from grpocli.rollout import sync_config
     from grpocli.rollout.engine import EngineContext, EngineJob
     from grpocli.rollout.vllm.engine_parts import Vllm
     from grpocli.training.policy import Policy
 
     options = Vllm()
-    part = getattr(choices, args.transport.capitalize())(**({"bucket_mb": args.bucket_mb} if args.bucket_mb else {}))
-    transport = part.choose(choices.locate_servers("auto", options.urls, shared=True))
+    part = getattr(sync_config, f"{args.transport.capitalize()}SyncConfig")(
+        **({"bucket_mb": args.bucket_mb} if args.bucket_mb else {})
+    )
+    transport = part.choose(sync_config.locate_servers("auto", options.urls, shared=True))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         job = EngineJob(args.model, args.dtype, 256, Path(folder), seed=0, transport=transport)
@@ -133,7 +135,7 @@ def timings(engine: Any, policy: Any, times: int, processes: dict[str, int]) -> 
     before = {name: memory(pid, "VmRSS") for name, pid in processes.items()}
     for pid in processes.values():
         reset_peak(pid)
-    calls = Timed()
+    calls = CallTimer()
     for server in engine._synchronizer.servers:
         for name in CALLS:
             calls.watch(server, name, name)

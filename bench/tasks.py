@@ -20,7 +20,7 @@ from grpocli.environments.environment import EnvironmentConfig
 from grpocli.rewards.math import Math
 from grpocli.rewards.reward import Sample
 from grpocli.rollout.engine import OnGroup, ignore
-from grpocli.rollout.episodes import Episodes
+from grpocli.rollout.multi_turn import MultiTurnEngine
 from grpocli.sandbox.backends import interpreter, no_isolation
 from grpocli.sandbox.sandbox import Limits, Submission, run
 from grpocli.sandbox.select_backend import backend_named, select_backend
@@ -100,7 +100,7 @@ def episodes(folder: Path, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "echo.py").write_text(ENVIRONMENT % TURNS)
         environment = EnvironmentConfig(name=f"{scratch}/echo.py:Echo", turn_tokens=TOKENS)
-        whole = Episodes(engine, tokenizer, {"talk": environment}, Alone())  # type: ignore[arg-type]
+        whole = MultiTurnEngine(engine, tokenizer, {"talk": environment}, Alone())  # type: ignore[arg-type]
         took: dict[str, list[tuple[float, float, float]]] = {"kept": [], "anew": [], "one turn": []}
         for _ in range(rounds + 1):  # the first one starts the workers
             for how, seconds in took.items():

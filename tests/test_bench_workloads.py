@@ -1,8 +1,10 @@
-"""The counts of tokens and FLOPs that the benchmarks publish."""
+"""The benchmarks run, and the counts of tokens and FLOPs that they publish are correct."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -63,3 +65,18 @@ def test_peak_memory_covers_this_process(workloads: ModuleType) -> None:
     held = bytearray(b"x" * int(2**29 + max(0.0, before * 2**30)))
     assert workloads.peak() >= before + 0.4
     del held
+
+
+@pytest.mark.survival
+def test_the_grpocli_side_runs_an_update(workloads: ModuleType, tmp_path: Path) -> None:
+    """Once as released and once without any optimization; both have the same gradient up to rounding."""
+    folder = workloads.make_model(workloads.ALL["smoke"].model, tmp_path)
+    script = "import optimizations, sys; {}; optimizations.side('', 'smoke', sys.argv[1], '1')"
+    changes = "[one.change() for one in optimizations.OPTIMIZATIONS.values()]"
+    norms = []
+    for change in ("pass", changes):
+        command = [sys.executable, "-c", script.format(change), str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=False)
+        assert done.returncode == 0, done.stderr
+        norms.append(json.loads(done.stdout.splitlines()[-1])["logs"][0]["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=0.03)

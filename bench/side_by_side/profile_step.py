@@ -17,7 +17,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import ours
+import grpocli_side
 from workloads import WORKLOADS, make_model
 
 from grpocli.processes.cpu_tuning import shorten_spinning
@@ -79,9 +79,9 @@ def main() -> None:
     Updater.step = watched  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         make_model(WORKLOADS[name].model, Path(folder))
-        sys.argv = ["ours.py", name, folder, str(STEPS)]
+        sys.argv = ["grpocli_side.py", name, folder, str(STEPS)]
         with redirect_stdout(sys.stderr):
-            ours.main()
+            grpocli_side.main()
     print(found[0])
 
 

@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
 DATA = DOCS / "benchmarks.json"
 PEER = HERE.parents[1] / ".venv-parity" / "bin" / "python"
-OURS = ("ours.py", sys.executable)
+GRPOCLI_SIDE = ("grpocli_side.py", sys.executable)
 GIVEN = [name for name, work in WORKLOADS.items() if not work.sampled]
 PEAK = {
     **{"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12},
@@ -47,7 +47,7 @@ def one(script: str, python: str, name: str, folder: Path, steps: int, *more: st
     """The output of one side for one run."""
     command = [python, str(HERE / script), name, str(folder), str(steps), *more]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
-    if script != "theirs.py":
+    if script != "trl_side.py":
         shorten_spinning(env)  # as `grpocli train` does
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
@@ -186,23 +186,23 @@ def write(mark: str, table: str, found: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """A comparison. mark: the marker of its table. theirs: the script of the other side; None: grpocli alone."""
+    """A comparison. mark: the marker of its table. other_script: the script of the other side; None: grpocli alone."""
 
     about: str
     mark: str
     names: list[str]
-    theirs: str | None
+    other_script: str | None
     table: Callable[[dict[str, dict[str, Any]]], str]
 
 
 KINDS = {
-    "peer": Kind("steps beside TRL's", "beside TRL", list(WORKLOADS), "theirs.py", peer_table),
+    "peer": Kind("steps beside TRL's", "beside TRL", list(WORKLOADS), "trl_side.py", peer_table),
     "limit": Kind("updates beside the bare model's", "bare model", GIVEN, "limit.py", limit_table),
     "linear": Kind("with more rows, and with longer ones", "linear", list(LINEAR), None, linear_table),
     "whole": Kind(
-        "TRL and grpocli until they reach the same reward", "whole run", list(WHOLE), "theirs.py", whole_table
+        "TRL and grpocli until they reach the same reward", "whole run", list(WHOLE), "trl_side.py", whole_table
     ),
-    "gpu": Kind("updates of models of 0.5B and 1.5B parameters", "on a GPU", list(GPU), "theirs.py", gpu_table),
+    "gpu": Kind("updates of models of 0.5B and 1.5B parameters", "on a GPU", list(GPU), "trl_side.py", gpu_table),
 }
 
 
@@ -238,15 +238,15 @@ def main() -> None:
     args = parser.parse_args()
     kind: Kind = KINDS[args.kind]
     check(parser, args)
-    if kind.theirs == "theirs.py" and not Path(args.peer).exists():
+    if kind.other_script == "trl_side.py" and not Path(args.peer).exists():
         parser.error(
             f"there is no {args.peer}: `make bench` makes TRL's environment, --peer names the Python of another"
         )
     if others := set(args.workloads) - set(kind.names):
         parser.error(f"{args.kind} has {', '.join(kind.names)}, not {', '.join(others)}")
-    sides = {"ours": OURS}
-    if kind.theirs:
-        sides["theirs"] = (kind.theirs, args.peer if kind.theirs == "theirs.py" else sys.executable)
+    sides = {"ours": GRPOCLI_SIDE}
+    if kind.other_script:
+        sides["theirs"] = (kind.other_script, args.peer if kind.other_script == "trl_side.py" else sys.executable)
     found: dict[str, dict[str, Any]] = {name: {side: [] for side in sides} for name in args.workloads or kind.names}
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(args.rounds):

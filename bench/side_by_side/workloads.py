@@ -134,7 +134,8 @@ GPU = {
     )
 }
 WHOLE = {"whole run": Workload("8 x 8, 16 tokens", "0.4M", 8, 8, longest=16, sampled=True, times=50, rate=1e-3)}
-ALL = WORKLOADS | LINEAR | GPU | WHOLE
+SMOKE = {"smoke": Workload("2 x 4 rows of 12 + 8 tokens, for the tests of the benchmarks", "0.4M", rows=4, longest=8)}
+ALL = WORKLOADS | LINEAR | GPU | WHOLE | SMOKE
 
 
 def peak() -> float:

@@ -32,7 +32,7 @@ import grpocli.rewards.reward_model
 import grpocli.rewards.text_match
 import grpocli.rollout.auto
 import grpocli.rollout.fake_engine
-import grpocli.rollout.sync
+import grpocli.rollout.sync_config
 import grpocli.rollout.transformers_engine
 import grpocli.rollout.vllm.engine_parts
 import grpocli.tasks.arithmetic

@@ -35,7 +35,7 @@ from grpocli.processes.signals import enable_crash_tracebacks, stop_signal
 from grpocli.processes.threads import BackgroundTask
 from grpocli.rewards.python import PythonReward
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.sync import locate_servers
+from grpocli.rollout.sync_config import locate_servers
 from grpocli.rollout.vllm.server_files import new_engine_folder, shared_weights_folder
 from grpocli.tasks.mixture import about, key_of, tasks_of
 from grpocli.tasks.task import columns_of
@@ -234,7 +234,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
 
 def _check_functions(run: Run, name: str, task: Task, example: Example) -> None:
     """Check the user's functions before the model is fetched. Rewards that load models are checked later."""
-    from grpocli.rollout.episodes import check_environment
+    from grpocli.rollout.multi_turn import check_environment
     from grpocli.tasks.prompt_source import rewards_for
 
     for scorer in rewards_for(task, run.reward):

@@ -106,7 +106,7 @@ class Serve:
     def job(self, model_path: str, dtype: str) -> EngineJob:
         """The engine job that all runs of this server share."""
         from grpocli.rollout.engine import EngineJob
-        from grpocli.rollout.sync import locate_servers
+        from grpocli.rollout.sync_config import locate_servers
 
         return EngineJob(
             model_path=model_path,
@@ -202,9 +202,9 @@ def _interrupted_by_term() -> Iterator[None]:
 
 def served(endpoint: Endpoint) -> dict[str, Any]:
     """vLLM's version and its description of the model that it serves."""
-    from grpocli.rollout.vllm.client import Client
+    from grpocli.rollout.vllm.client import ServerClient
 
-    client = Client(endpoint, timeout=60)
+    client = ServerClient(endpoint, timeout=60)
     config = client.get("/server_info?config_format=json")["vllm_config"]
     return {"version": client.get("/version")["version"], **config["model_config"]}
 

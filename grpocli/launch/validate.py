@@ -103,14 +103,14 @@ def _check_structure(run: Run) -> None:
     """Require a correction with a regex or schema, which restricts the sampler's distribution but not the trainer's."""
     from grpocli.config.user_parts import choice_of
     from grpocli.rollout.fake_engine import Fake
-    from grpocli.rollout.transformers_engine import Transformers, refuse_structure
+    from grpocli.rollout.transformers_engine import Transformers, check_no_structure
 
     name = run.rollout.sampling.structure
     if not name:
         return
     engine = run.engine.resolved()
     if isinstance(engine, Transformers | Fake):
-        refuse_structure(run.rollout.sampling, choice_of("engine", engine))
+        check_no_structure(run.rollout.sampling, choice_of("engine", engine))
     if not run.algorithm.has_correction:
         problem = "samples from a part of the policy's distribution: choose algorithm/correction=token_truncate"
         raise ConfigError(problem, key=f"rollout.{name}", value=getattr(run.rollout, name))

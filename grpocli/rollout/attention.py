@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-NAME = "sampled_in_float32"
+SAMPLING_ATTENTION = "sampled_in_float32"
 
 
 def attend(
@@ -35,10 +35,12 @@ def attend(
     earlier turn (N > 1), use the usual attention.
     """
     if query.shape[2] > 1 or others.get("position_bias") is not None:
-        from grpocli.models.shared_prompt_attention import attend as rows_side_by_side
+        from grpocli.models.shared_prompt_attention import attend as shared_prompt_attend
 
         key, value = key.to(query.dtype), value.to(query.dtype)  # keys and values cached in an earlier turn are float32
-        return rows_side_by_side(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)
+        return shared_prompt_attend(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
     with torch.autocast("cpu", enabled=False):
         out = torch.nn.functional.scaled_dot_product_attention(
             query.float(),
@@ -52,20 +54,20 @@ def attend(
 
 
 @contextmanager
-def in_float32(model: PreTrainedModel) -> Iterator[None]:
+def float32_attention(model: PreTrainedModel) -> Iterator[None]:
     """Replace a CPU model's `sdpa` with `attend` during the block; other models keep their attention."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    from grpocli.models.shared_prompt_attention import NAME as PACKED
+    from grpocli.models.shared_prompt_attention import NAME as SHARED_PROMPT_ATTENTION
 
     before = model.config._attn_implementation
-    if model.device.type != "cpu" or before not in ("sdpa", PACKED):
+    if model.device.type != "cpu" or before not in ("sdpa", SHARED_PROMPT_ATTENTION):
         yield
         return
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    model.set_attn_implementation(NAME)
+    AttentionInterface.register(SAMPLING_ATTENTION, attend)
+    AttentionMaskInterface.register(SAMPLING_ATTENTION, sdpa_mask)
+    model.set_attn_implementation(SAMPLING_ATTENTION)
     try:
         yield
     finally:
@@ -74,7 +76,7 @@ def in_float32(model: PreTrainedModel) -> Iterator[None]:
 
 def cache_dtype(model: PreTrainedModel) -> torch.dtype | None:
     """The dtype in which attention reads the KV cache, so that the cache is cast once. None: no cast."""
-    if model.config._attn_implementation == NAME:
+    if model.config._attn_implementation == SAMPLING_ATTENTION:
         return torch.float32
     kind = model.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grpocli.rollout.sampling import penalised
+from grpocli.rollout.sampling import apply_repetition_penalty
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,26 +31,26 @@ def sampling_logits(
     logits_NV = logits_NV.float()
     if sampling.repetition_penalty != 1:
         if seen_NV is None:
-            raise ValueError("a repetition penalty needs seen_NV")
-        logits_NV = penalised(logits_NV, seen_NV, sampling.repetition_penalty)
+            raise ValueError("seen_NV is required unless repetition_penalty is 1")
+        logits_NV = apply_repetition_penalty(logits_NV, seen_NV, sampling.repetition_penalty)
     if sampling.temperature == 0:
         return logits_NV
     if sampling.temperature != 1:
         logits_NV = logits_NV / sampling.temperature
     if not sampling.truncates:
         return logits_NV
-    removed_NV = _removed(logits_NV.detach(), sampling)
+    truncated_NV = _truncated(logits_NV.detach(), sampling)
     if keep_N is not None:
-        removed_NV = removed_NV.scatter(1, keep_N.unsqueeze(1), False)
-    return logits_NV.masked_fill(removed_NV, float("-inf"))
+        truncated_NV = truncated_NV.scatter(1, keep_N.unsqueeze(1), False)
+    return logits_NV.masked_fill(truncated_NV, float("-inf"))
 
 
-def _removed(logits_NV: Tensor, sampling: Sampling) -> Tensor:
-    removed_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
+def _truncated(logits_NV: Tensor, sampling: Sampling) -> Tensor:
+    truncated_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
     if sampling.min_p > 0:
         probs_NV = logits_NV.softmax(-1)
-        removed_NV |= probs_NV < sampling.min_p * probs_NV.amax(-1, keepdim=True)
-    left_NV = logits_NV.masked_fill(removed_NV, float("-inf"))
+        truncated_NV |= probs_NV < sampling.min_p * probs_NV.amax(-1, keepdim=True)
+    left_NV = logits_NV.masked_fill(truncated_NV, float("-inf"))
     if 0 < sampling.top_k < logits_NV.shape[1]:
         kth_N1 = left_NV.topk(sampling.top_k, dim=-1).values[:, -1:]
         left_NV = left_NV.masked_fill(left_NV < kth_N1, float("-inf"))

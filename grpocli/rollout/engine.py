@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from grpocli.progress import UNWATCHED, Progress, Watch, unreported
-from grpocli.rollout.sync import Sync
+from grpocli.rollout.sync_config import SyncConfig
 from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class EngineContext:
     policy: PolicyView
     tokenizer: PreTrainedTokenizerBase
     world: World
-    sync: Sync = field(default_factory=Sync)
+    sync: SyncConfig = field(default_factory=SyncConfig)
     in_flight: bool = False
     sampling: Sampling | None = None
     recover: Callable[[], None] | None = None
@@ -149,9 +149,9 @@ class Engine(Protocol):
         ...
 
     def sync(self, version: int) -> dict[str, float]:
-        """Bring the engine to the policy's current weights and prove it; collective over all processes.
+        """Bring the engine to the policy's current weights and verify it; collective over all processes.
 
-        Returns metrics (`sync/bytes` ...). Raises EngineError with both numbers if the proof fails.
+        Returns metrics (`sync/bytes` ...). Raises EngineError with both numbers if the verification fails.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""engine=fake: texts of the user's as completions, to try rewards, tasks and configs without a capable model."""
+"""engine=fake: fixed texts as completions, to try rewards, tasks and configs without a capable model."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Fake(EnginePart):
 
     def texts(self, prompt: Prompt, n: int, seed: int) -> list[str]:
         """The completions of a prompt. Raises RunError unless the user's function returns n texts."""
-        from grpocli.rollout.sampling import seed_of
+        from grpocli.rollout.sampling import derive_seed
 
         if self.function:
             return self._written(prompt, n, seed)
-        chosen = [self.completions[seed_of(seed, i) % len(self.completions)] for i in range(n)]
+        chosen = [self.completions[derive_seed(seed, i) % len(self.completions)] for i in range(n)]
         return [filled(text, prompt.columns) for text in chosen]
 
     def _written(self, prompt: Prompt, n: int, seed: int) -> list[str]:
@@ -123,7 +123,7 @@ class FakeEngine:
         import torch
 
         from grpocli.rollout.distribution import sampling_logits
-        from grpocli.rollout.sampling import first_seen
+        from grpocli.rollout.sampling import first_occurrence
 
         if sampling.temperature == 0:
             return [0.0] * len(ids)
@@ -133,7 +133,7 @@ class FakeEngine:
         ids_T = ids_1L[0, -len(ids) :]
         seen_TV = None
         if sampling.repetition_penalty != 1:
-            first_1V = first_seen(ids_1L, torch.ones_like(ids_1L), len(ids), logits_TV.shape[-1])
+            first_1V = first_occurrence(ids_1L, torch.ones_like(ids_1L), len(ids), logits_TV.shape[-1])
             seen_TV = first_1V < torch.arange(len(ids), device=model.device).unsqueeze(1)
         logp_TV = sampling_logits(logits_TV, sampling, ids_T, seen_TV).log_softmax(-1)
         logprobs: list[float] = logp_TV.gather(1, ids_T.unsqueeze(1)).squeeze(1).tolist()

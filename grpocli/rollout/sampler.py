@@ -11,7 +11,7 @@ import torch
 from grpocli.progress import UNWATCHED, Watch
 from grpocli.rollout.distribution import draw, sampling_logits
 from grpocli.rollout.kv_cache import cached_row, can_reuse, fill_cache
-from grpocli.rollout.sampling import StopStrings, first_seen
+from grpocli.rollout.sampling import StopStrings, first_occurrence
 from grpocli.types import Completion, Request, ReusableKV, Sampling
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def sample(
     model: PreTrainedModel,
     requests: Sequence[Request],
     sampling: Sampling,
-    stop_ids: Sequence[int],
+    stop_token_ids: Sequence[int],
     version: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
     watch: Watch = UNWATCHED,
@@ -63,7 +63,7 @@ def sample(
     limits = [r.under(sampling).max_tokens for r in requests for _ in range(r.n)]
     limit_B = torch.tensor(limits, device=rows.row.device)
     uniform_BT = _uniforms(requests, sampling.max_tokens).to(rows.row.device)
-    stops = torch.tensor(list(stop_ids), device=rows.row.device)
+    stops = torch.tensor(list(stop_token_ids), device=rows.row.device)
     going = torch.ones_like(rows.row, dtype=torch.bool)
     reusable_kv = [reusable for r in requests for reusable in r.reusable_kv or (None,) * r.n]
     drawn = []
@@ -127,7 +127,7 @@ def _prefill(model: PreTrainedModel, requests: Sequence[Request], sampling: Samp
     )
     seen_PV = None
     if sampling.repetition_penalty != 1:
-        seen_PV = first_seen(*whole, 0, out.logits.shape[-1]) < 0
+        seen_PV = first_occurrence(*whole, 0, out.logits.shape[-1]) < 0
     repeats = torch.tensor([r.n for r in requests], device=device)
     rows = _Rows(
         cache=out.past_key_values,

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CONTEXT = 6  # prompt tokens decoded with the completion, because they can change how its first tokens decode
-UNFINISHED = "\ufffd"  # the decoded form of an incomplete character
+CONTEXT_TOKENS = 6  # prompt tokens decoded with the completion, because they can change how its first tokens decode
+REPLACEMENT_CHARACTER = "\ufffd"  # the decoded form of an incomplete character
 
 
 class StopStrings:
@@ -26,7 +26,7 @@ class StopStrings:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], prompt_ids: Sequence[int]) -> None:
         self.tokenizer, self.stop = tokenizer, list(stop)
-        self._ids = list(prompt_ids[-CONTEXT:])
+        self._ids = list(prompt_ids[-CONTEXT_TOKENS:])
         self._context_text = self._decode()  # the text of the context tokens
         self._new = len(self._ids)  # the first token whose text is not decoded yet
         self._tail = ""
@@ -37,7 +37,7 @@ class StopStrings:
         """Add the next token; return whether its text completes a stop string."""
         self._ids.append(token)
         text = self._decode()
-        if len(text) <= len(self._context_text) or text.endswith(UNFINISHED):
+        if len(text) <= len(self._context_text) or text.endswith(REPLACEMENT_CHARACTER):
             return False
         grown = self._tail + text[len(self._context_text) :]
         self._ids, self._new = self._ids[self._new :], len(self._ids) - self._new
@@ -51,7 +51,7 @@ class StopStrings:
         return str(text)
 
 
-def penalised(logits_NV: Tensor, seen_NV: Tensor, penalty: float) -> Tensor:
+def apply_repetition_penalty(logits_NV: Tensor, seen_NV: Tensor, penalty: float) -> Tensor:
     """Apply the repetition penalty to the logits [N, V] of seen tokens.
 
     A penalty above 1 makes them less likely, below 1 more likely. A token is seen if it occurs in the prompt or earlier
@@ -62,7 +62,7 @@ def penalised(logits_NV: Tensor, seen_NV: Tensor, penalty: float) -> Tensor:
     return torch.where(seen_NV, lower_NV, logits_NV)
 
 
-def first_seen(input_ids_BL: Tensor, attention_mask_BL: Tensor, completion: int, vocabulary: int) -> Tensor:
+def first_occurrence(input_ids_BL: Tensor, attention_mask_BL: Tensor, completion: int, vocabulary: int) -> Tensor:
     """Position [B, V] at which each token first occurs in the completion (the row's last `completion` tokens).
 
     -1 for tokens of the prompt, `completion` for tokens that do not occur; padding does not count. So at position t of
@@ -77,7 +77,7 @@ def first_seen(input_ids_BL: Tensor, attention_mask_BL: Tensor, completion: int,
     return first_BV.scatter_reduce_(1, input_ids_BL, place_BL, "amin")
 
 
-SMALL = 10_000_000
+SINGLE_THREAD_LIMIT = 10_000_000
 """Multiplications per layer for one token of every row, below which thread synchronization costs more than the work.
 
 Measured with two threads; synchronization costs more with more threads.
@@ -85,13 +85,13 @@ Measured with two threads; synchronization costs more with more threads.
 
 
 @contextmanager
-def threads_for(model: PreTrainedModel, rows: int) -> Iterator[None]:
+def single_thread_if_small(model: PreTrainedModel, rows: int) -> Iterator[None]:
     """Use one CPU thread in the block if a decoding step of `rows` completions is small.
 
     The rule uses size, not timing, so a resumed run samples the same tokens.
     """
     before = torch.get_num_threads()
-    if model.device.type != "cpu" or before == 1 or rows * _layer(model) > SMALL:
+    if model.device.type != "cpu" or before == 1 or rows * _parameters_per_layer(model) > SINGLE_THREAD_LIMIT:
         yield
         return
     torch.set_num_threads(1)
@@ -101,18 +101,18 @@ def threads_for(model: PreTrainedModel, rows: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _layer(model: PreTrainedModel) -> int:
+def _parameters_per_layer(model: PreTrainedModel) -> int:
     """Parameters per layer. Partitioned DeepSpeed parameters are empty; their size is in `ds_numel`."""
     total = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     return int(total // (getattr(model.config.get_text_config(), "num_hidden_layers", None) or 1))
 
 
-def seed_of(*parts: int) -> int:
+def derive_seed(*parts: int) -> int:
     """Derive a seed from the run's seed and counters, so no RNG state has to be saved."""
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
 
 
-def stop_ids(model: Any, tokenizer: Any) -> list[int]:
+def stop_token_ids(model: Any, tokenizer: Any) -> list[int]:
     """The tokens that end a completion: those of the model's generation config and of the tokenizer."""
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}

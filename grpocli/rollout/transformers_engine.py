@@ -27,48 +27,55 @@ class Transformers(EnginePart):
         require(self, "max_rows", self.max_rows >= 1, "must be at least 1")
 
     def connect(self, context: EngineContext) -> Engine:
-        from grpocli.rollout.sampling import stop_ids  # imports torch
+        from grpocli.rollout.sampling import stop_token_ids  # imports torch
 
-        ids = stop_ids(context.policy.model, context.tokenizer)
+        ids = stop_token_ids(context.policy.model, context.tokenizer)
         return TransformersEngine(context.policy, ids, self.max_rows, context.tokenizer)
 
 
 class TransformersEngine:
     """The engine of `engine=transformers`, see `Transformers`."""
 
-    def __init__(self, policy: PolicyView, stop_ids: Sequence[int], max_rows: int, tokenizer: Any) -> None:
-        self.policy, self.stop_ids, self.max_rows, self.tokenizer = policy, stop_ids, max_rows, tokenizer
+    def __init__(self, policy: PolicyView, stop_token_ids: Sequence[int], max_rows: int, tokenizer: Any) -> None:
+        self.policy, self.stop_token_ids, self.max_rows, self.tokenizer = policy, stop_token_ids, max_rows, tokenizer
         self.version = 0
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
     ) -> list[list[Completion]]:
         """`n` completions for each request, in order. Raises ConfigError for a regex or JSON schema."""
-        from grpocli.rollout.attention import in_float32
+        from grpocli.rollout.attention import float32_attention
         from grpocli.rollout.sampler import sample
-        from grpocli.rollout.sampling import threads_for
+        from grpocli.rollout.sampling import single_thread_if_small
 
-        refuse_structure(sampling)
+        check_no_structure(sampling)
         listener = Listener.wrap(on_group)
-        before, total = 0, sum(request.n for request in requests)
+        sampled, total = 0, sum(request.n for request in requests)
         results: list[list[Completion]] = [[] for _ in requests]
         chunks = self._chunks(requests)
         requests = self._limit_reuse(requests, chunks)
-        with self.policy.sampling_mode(), in_float32(self.policy.model):
+        with self.policy.sampling_mode(), float32_attention(self.policy.model):
             for chunk in chunks:
-                asked = [requests[i] for i in chunk]
-                rows = sum(request.n for request in asked)
-                watch = listener.watch.part(before, total)
-                with threads_for(self.policy.model, rows):
+                chunk_requests = [requests[i] for i in chunk]
+                rows = sum(request.n for request in chunk_requests)
+                watch = listener.watch.part(sampled, total)
+                with single_thread_if_small(self.policy.model, rows):
                     done = sample(
-                        self.policy.model, asked, sampling, self.stop_ids, self.version, self.tokenizer, watch
+                        self.policy.model,
+                        chunk_requests,
+                        sampling,
+                        self.stop_token_ids,
+                        self.version,
+                        self.tokenizer,
+                        watch,
                     )
-                before += rows
+                sampled += rows
                 if watch.cancelled():
                     break
                 for i, completions in zip(chunk, done, strict=True):
                     results[i] = completions
-                    if len(asked) < len(requests):  # a group is reported early only if others are sampled meanwhile
+                    # a group is reported early only if others are sampled meanwhile
+                    if len(chunk_requests) < len(requests):
                         listener(i, completions)
         return results
 
@@ -79,11 +86,11 @@ class TransformersEngine:
         """
         from grpocli.rollout.kv_cache import can_reuse
 
-        anew = [not can_reuse(request, self.version) for request in requests]
+        from_scratch = [not can_reuse(request, self.version) for request in requests]
         chunks: list[list[int]] = []
         rows = self.max_rows
-        for i in sorted(range(len(requests)), key=lambda i: (anew[i], len(requests[i].token_ids))):
-            if rows + requests[i].n > self.max_rows or anew[i] != anew[chunks[-1][0]]:
+        for i in sorted(range(len(requests)), key=lambda i: (from_scratch[i], len(requests[i].token_ids))):
+            if rows + requests[i].n > self.max_rows or from_scratch[i] != from_scratch[chunks[-1][0]]:
                 chunks.append([])
                 rows = 0
             chunks[-1].append(i)
@@ -107,8 +114,8 @@ class TransformersEngine:
         """Do nothing: there is no process to stop."""
 
 
-def refuse_structure(sampling: Sampling, engine: str = "transformers") -> None:
+def check_no_structure(sampling: Sampling, engine: str = "transformers") -> None:
     """Raise ConfigError if completions must match a regex or a JSON schema."""
     if sampling.structure:
-        problem = f"engine={engine} cannot hold completions to it: choose engine=vllm, or set it to null"
+        problem = f"engine={engine} cannot constrain completions: choose engine=vllm, or set it to null"
         raise ConfigError(problem, key=f"rollout.{sampling.structure}", value=getattr(sampling, sampling.structure))

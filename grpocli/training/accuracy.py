@@ -13,7 +13,7 @@ import numpy as np
 
 from grpocli.progress import UNWATCHED, Watch
 from grpocli.rewards.reward import BaseReward, Sample
-from grpocli.rollout.sampling import seed_of
+from grpocli.rollout.sampling import derive_seed
 from grpocli.training.collector import Sampler
 from grpocli.types import Group, Prompt, Rollout, Sampling
 
@@ -233,7 +233,7 @@ def eval_seeds(seed: int, prompts: Sequence[Prompt]) -> list[int]:
     numbers: dict[str, int] = defaultdict(int)
     seeds = []
     for prompt in prompts:
-        seeds.append(seed_of(seed, 2**32 - 1, numbers[prompt.task]))
+        seeds.append(derive_seed(seed, 2**32 - 1, numbers[prompt.task]))
         numbers[prompt.task] += 1
     return seeds
 

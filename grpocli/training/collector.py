@@ -18,8 +18,8 @@ from grpocli.progress import UNWATCHED, Cancelled, Watch
 from grpocli.rewards.score_stats import ScoreStats
 from grpocli.rewards.scorer import StreamingScorer
 from grpocli.rollout.engine import Listener
-from grpocli.rollout.episodes import Episodes
-from grpocli.rollout.sampling import seed_of
+from grpocli.rollout.multi_turn import MultiTurnEngine
+from grpocli.rollout.sampling import derive_seed
 from grpocli.tracking.rollouts import Record
 from grpocli.types import Completion, Group, Prompt, Request, Rollout, Row, Sampling, Status
 
@@ -90,9 +90,9 @@ class Sampler:
         )
 
     @property
-    def episodes(self) -> Episodes:
+    def episodes(self) -> MultiTurnEngine:
         """The engine, for completions of several turns."""
-        return Episodes(self.engine, self.tokenizer, self.environments, self.world)
+        return MultiTurnEngine(self.engine, self.tokenizer, self.environments, self.world)
 
     def _text(self, token_ids: list[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -343,7 +343,7 @@ class Collector:
         draws = range(self.draws, self.draws + n)
         self.draws += n
         prompts = [self.draw(d) for d in draws]
-        seeds = [seed_of(self.seed, d) for d in draws]
+        seeds = [derive_seed(self.seed, d) for d in draws]
         return self.sampler.generate_and_score(prompts, seeds, self.group_size, self.sampling, watch)
 
     def _accuracy(self, tasks: Sequence[str]) -> list[str] | None:

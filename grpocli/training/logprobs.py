@@ -16,7 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from grpocli.rollout.distribution import sampling_logits
-from grpocli.rollout.sampling import first_seen
+from grpocli.rollout.sampling import first_occurrence
 from grpocli.training.packing import Padded
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ def completion_logp(
         if not isinstance(layout, Padded):
             raise ValueError("a repetition penalty needs padded rows")
         n = ids_BT.shape[1]
-        seen = TokenHistory(first_seen(layout.input_ids, layout.attention_mask, n, _vocabulary(head)), n)
+        seen = TokenHistory(first_occurrence(layout.input_ids, layout.attention_mask, n, _vocabulary(head)), n)
     targets = Targets(layout.targets(ids_BT), layout.predictor_N, sampling, seen, entropy_gradient)
     with context, scoring(head, targets) if at_head and head is not None else repeating(head, layout.predictor_N):
         output = layout.forward(model)

@@ -13,7 +13,7 @@ import torch
 
 from grpocli.errors import ServiceGone, Stopped
 from grpocli.progress import Cancelled
-from grpocli.rollout.sampling import seed_of
+from grpocli.rollout.sampling import derive_seed
 from grpocli.training.accuracy import Evaluator
 from grpocli.training.checkpoint import State
 from grpocli.training.checkpointer import Checkpointer
@@ -104,7 +104,7 @@ class Trainer:
 
     def begin_step(self) -> None:
         """Seed torch by the step's number, so that a model or a reward that draws from it repeats after a resume."""
-        torch.manual_seed(seed_of(self.run.seed, 2**32 - 2, self.state.step, self.world.rank))
+        torch.manual_seed(derive_seed(self.run.seed, 2**32 - 2, self.state.step, self.world.rank))
         self.world.enter("start", self.next_step)
 
     def sync(self) -> None:

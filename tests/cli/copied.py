@@ -18,7 +18,7 @@ import torch
 from grpocli.errors import EngineGone
 from grpocli.rollout.engine import EngineContext, EngineJob, EnginePart, OnGroup, ignore
 from grpocli.rollout.sampler import sample
-from grpocli.rollout.sampling import stop_ids
+from grpocli.rollout.sampling import stop_token_ids
 from grpocli.tasks.prompts import PromptSet
 from grpocli.types import Completion, Request, Sampling
 
@@ -93,7 +93,7 @@ class CopiedEngine:
             time.sleep(FOR_EVER if call == self.part.stuck else self.part.slow)
             if self.part.meanwhile and call > 1:
                 self.wait_for_training()
-            stop = stop_ids(self.model, self.context.tokenizer)
+            stop = stop_token_ids(self.model, self.context.tokenizer)
             return sample(self.model, requests, sampling, stop, self.version) if requests else []
 
     def wait_for_training(self) -> None:

@@ -67,7 +67,7 @@ def test_two_processes_play_the_same_episodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Env", "arithmetic: its environment could not be reset: KeyError: 'board' ("),
+        ("Env", "arithmetic: the environment's reset failed: KeyError: 'board' ("),
         ("Evn", 'has no function or class Evn; did you mean "Env"'),
     ],
 )

@@ -51,7 +51,7 @@ def test_two_processes_get_the_same_texts(parallel: str, whole: Path, tmp_path: 
     ("options", "said"),
     [
         (["rollout.max_staleness=1"], "rollout.max_staleness=1: engine=fake samples with the trainer's own weights"),
-        (["rollout.regex=a"], "rollout.regex=a: engine=fake cannot hold completions to it"),
+        (["rollout.regex=a"], "rollout.regex=a: engine=fake cannot constrain completions"),
         (["engine.completions=[]"], "engine.completions=[]: needs at least one text"),
         (["engine.function=nowhere.py:write"], "nowhere.py: there is no such file"),
     ],

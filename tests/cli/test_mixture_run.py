@@ -73,7 +73,7 @@ def test_a_broken_environment_does_not_end_the_other_tasks_if_the_config_allows_
     code, _, err = grpocli(*board, f"hydra.run.dir={tmp_path}/stops")
     assert code == 1
     assert re.search(r"reward\.exact_match \(ExactMatch\) could not score \d+ of 16 samples, more than", err)
-    broke = r"turn 1 of its environment: .*no board \(breaks\.py:7, in step: .*\); .* \(task board\)"
+    broke = r"the environment's turn 1 failed: .*no board \(breaks\.py:7, in step: .*\); .* \(task board\)"
     assert re.search(f"allows: {broke}", err)
 
     code, out, err = grpocli(*board, "task.board.max_reward_errors=1", f"hydra.run.dir={tmp_path}/goes_on")

@@ -45,8 +45,8 @@ BAD = [
     ("rollout.regex='a(b'", "rollout.regex=a(b: does not compile: missing ), unterminated subpattern at position 1"),
     ("rollout.json_schema=[1]", "rollout.json_schema=[1]: must be a JSON schema: an object"),
     ("rollout.json_schema={type:object} rollout.regex=a", "choose this or rollout.regex, not both"),
-    ("engine=transformers rollout.regex=a", "rollout.regex=a: engine=transformers cannot hold completions to it"),
-    ("engine=auto rollout.json_schema={type:object}", "engine=transformers cannot hold completions to it"),
+    ("engine=transformers rollout.regex=a", "rollout.regex=a: engine=transformers cannot constrain completions"),
+    ("engine=auto rollout.json_schema={type:object}", "engine=transformers cannot constrain completions"),
     ("engine=vllm rollout.regex=a", "rollout.regex=a: samples from a part of the policy's distribution: choose algo"),
     (
         "engine=vllm engine.vllm_args.max_num_seqs=4 rollout.group_size=8",

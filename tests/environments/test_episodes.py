@@ -17,7 +17,7 @@ from grpocli.environments.environment import EnvironmentConfig
 from grpocli.errors import ConfigError
 from grpocli.progress import Watch
 from grpocli.rollout.engine import Listener, OnGroup, ignore
-from grpocli.rollout.episodes import Episodes, check_environment
+from grpocli.rollout.multi_turn import MultiTurnEngine, check_environment
 from grpocli.types import Completion, Prompt, Request, Sampling
 
 SCRIPTED = Path(__file__).with_name("scripted.py")
@@ -63,11 +63,11 @@ class Alone:
 
 @pytest.fixture
 def make_episodes() -> Iterator[Any]:
-    made: list[Episodes] = []
+    made: list[MultiTurnEngine] = []
 
-    def episodes(engine: Any, environment: EnvironmentConfig, tokenizer: Any) -> Episodes:
+    def episodes(engine: Any, environment: EnvironmentConfig, tokenizer: Any) -> MultiTurnEngine:
         world: World = Alone()  # type: ignore[assignment]
-        made.append(Episodes(engine, tokenizer, {"game": environment}, world))
+        made.append(MultiTurnEngine(engine, tokenizer, {"game": environment}, world))
         return made[-1]
 
     yield episodes
@@ -204,7 +204,7 @@ def breakable() -> Iterator[Any]:
     """The tokenizer and the episodes of an environment that misbehaves; its two workers serve all tests."""
     tokenizer, world = FAMILIES["tiny"](), Alone()
     games = {"game": EnvironmentConfig(name=f"{SCRIPTED}:Broken", timeout=1.0, workers=2)}
-    episodes = Episodes(Scripted(tokenizer), tokenizer, games, world)  # type: ignore[arg-type]
+    episodes = MultiTurnEngine(Scripted(tokenizer), tokenizer, games, world)  # type: ignore[arg-type]
     yield tokenizer, episodes
     episodes.close()
 
@@ -213,11 +213,11 @@ def breakable() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("reset", "could not be reset: RuntimeError: no such episode"),
-        ("raise", "turn 1 of its environment: RuntimeError: lost the board"),
-        ("hang", "turn 1 of its environment: it took longer than 1 s"),
-        ("regex", "turn 1 of its environment: it took longer than 1 s"),
-        ("die", "turn 1 of its environment: its worker process was killed twice"),
+        ("reset", "the environment's reset failed: RuntimeError: no such episode"),
+        ("raise", "the environment's turn 1 failed: RuntimeError: lost the board"),
+        ("hang", "the environment's turn 1 failed: it took longer than 1 s"),
+        ("regex", "the environment's turn 1 failed: it took longer than 1 s"),
+        ("die", "the environment's turn 1 failed: its worker process was killed twice"),
         ("shape", "step returned 5, not (observation, reward, done, metadata)"),
         ("role", "a message of the role 'assistant'; take system, user, tool, developer"),
         ("message", "step observed 'x'; a message is a dict"),
@@ -270,9 +270,7 @@ def test_a_stop_in_any_turn_ends_the_episodes(make_episodes, turn: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("how", "said"), [("reset", "game: its environment could not be reset: Runtime"), ("fine", "")]
-)
+@pytest.mark.parametrize(("how", "said"), [("reset", "game: the environment's reset failed: Runtime"), ("fine", "")])
 def test_check_environment_needs_no_model(how: str, said: str) -> None:
     task = EnvironmentConfig(name=f"{SCRIPTED}:Broken", timeout=10.0)
     example = {"prompt": "not sent", "how": how, "board": Path("no JSON")}
@@ -283,7 +281,9 @@ def test_check_environment_needs_no_model(how: str, said: str) -> None:
 @pytest.mark.processes
 def test_an_environment_gets_only_the_variables_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = EnvironmentConfig(name=f"{SCRIPTED}:Broken", timeout=10.0, env=["SEARCH_KEY"])
-    with pytest.raises(ConfigError, match=r"task\.environment\.env=\[SEARCH_KEY\]: is not set here"):
+    with pytest.raises(
+        ConfigError, match=r"task\.environment\.env=\[SEARCH_KEY\]: this environment variable is not set"
+    ):
         check_environment("game", environment, {"how": "fine"})
     monkeypatch.setenv("SEARCH_KEY", "secret")
     check_environment("game", environment, {"how": "SEARCH_KEY"})

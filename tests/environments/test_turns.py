@@ -8,7 +8,7 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.models.tiny import make_tokenizer
-from grpocli.rollout.episodes import TurnEncoder
+from grpocli.rollout.multi_turn import TurnEncoder
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -52,7 +52,7 @@ def test_turns_together_are_the_whole_conversation(family: str, ended: bool) -> 
         sampled = tokenizer(said["content"], add_special_tokens=False).input_ids
         sampled += [tokenizer.eos_token_id] if ended or turn else []
         ids += sampled
-        ids += TurnEncoder(tokenizer).between(sampled, heard, chat=True) if heard else []
+        ids += TurnEncoder(tokenizer).encode_observation(sampled, heard, chat=True) if heard else []
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert whole.startswith(text)
     assert whole[len(text) :].strip() == ""
@@ -61,15 +61,15 @@ def test_turns_together_are_the_whole_conversation(family: str, ended: bool) -> 
 
 def test_several_messages_and_plain_text_are_formatted() -> None:
     tokenizer = FAMILIES["tiny"]()
-    several = TurnEncoder(tokenizer).between([9, 3], TALK, chat=True)
+    several = TurnEncoder(tokenizer).encode_observation([9, 3], TALK, chat=True)
     assert tokenizer.decode(several) == "<user>47+85=<end><user>look\nagain<end><assistant>"
-    assert tokenizer.decode(TurnEncoder(tokenizer).between([9, 3], TALK, chat=False)) == "47+85=look\nagain"
+    assert tokenizer.decode(TurnEncoder(tokenizer).encode_observation([9, 3], TALK, chat=False)) == "47+85=look\nagain"
 
 
 def test_a_template_that_refuses_an_observation_is_reported() -> None:
     tool = [{"role": "tool", "content": "132"}]
-    with pytest.raises(ConfigError, match="refuses an environment's messages: this model knows the roles"):
-        TurnEncoder(FAMILIES["tiny"]()).between([3], tool, chat=True)
+    with pytest.raises(ConfigError, match="cannot render the environment's messages: this model knows the roles"):
+        TurnEncoder(FAMILIES["tiny"]()).encode_observation([3], tool, chat=True)
     forgetful = tokenizer_with("{{ messages[-1].content }}")
-    with pytest.raises(ConfigError, match="leaves out the model's turn"):
-        TurnEncoder(forgetful).between([3], TALK, chat=True)
+    with pytest.raises(ConfigError, match="drops the model's turn"):
+        TurnEncoder(forgetful).encode_observation([3], TALK, chat=True)

@@ -120,7 +120,7 @@ def greedy(engine: Any, policy: TinyPolicy) -> list[list[int]]:
 
 def moved(engine: Any, policy: TinyPolicy) -> dict[str, Any]:
     """Log-probs of both sides before, between and after a change of the weights and a sync."""
-    probe = engine.probe.token_ids
+    probe = engine.verifier.token_ids
     scores = [engine.llm.score(probe), policy.score(probe)]
     policy.change(seed=2)
     scores += [engine.llm.score(probe), policy.score(probe)]
@@ -144,7 +144,8 @@ def corrupted(engine: Any, policy: TinyPolicy) -> dict[str, list[Any]]:
         policy.sent = weights
         said = refusal(lambda version=version: engine.sync(version))
         means = [
-            sum(s) / len(s) for s in (engine.llm.score(engine.probe.token_ids), policy.score(engine.probe.token_ids))
+            sum(s) / len(s)
+            for s in (engine.llm.score(engine.verifier.token_ids), policy.score(engine.verifier.token_ids))
         ]
         found[name] = [said, *means]
     policy.sent = weights | {"model.layers.0.new.weight": weights["model.norm.weight"]}

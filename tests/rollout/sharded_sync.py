@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grpocli.distributed.world import World
 from grpocli.errors import EngineError
 from grpocli.hardware.hardware import Single
-from grpocli.rollout.sync import ShmSync
+from grpocli.rollout.sync_config import ShmSyncConfig
 from grpocli.rollout.vllm.engine import make_synchronizer
 from grpocli.training.policy import Policy
 
@@ -43,7 +43,9 @@ def main(folder: Path) -> None:
     policy = Policy(model, model, torch.bfloat16)
     server: Any = Server(folder)
     job = SimpleNamespace(lora_rank=0, dtype="bfloat16", transport="shm", quantized=False, gpus=())
-    context: Any = SimpleNamespace(job=job, policy=policy, world=world, sync=ShmSync(tolerance=1e9), in_flight=False)
+    context: Any = SimpleNamespace(
+        job=job, policy=policy, world=world, sync=ShmSyncConfig(tolerance=1e9), in_flight=False
+    )
     sync = make_synchronizer([server], context)
     assert sync.weights.sharded
     sync(1)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from grpocli.rollout.vllm.client import Client
+from grpocli.rollout.vllm.client import ServerClient
 from grpocli.rollout.vllm.server_files import Endpoint
 
 Answer = Callable[[str, Any], tuple[int, Any]]
@@ -68,5 +68,5 @@ def choice(tokens: list[int], reason: str = "length", **more: Any) -> dict[str, 
     return {"index": 0, "token_ids": tokens, "logprobs": logprobs, "finish_reason": reason} | more
 
 
-def clients_of(*servers: StandIn, timeout: float = 30) -> list[Client]:
-    return [Client(Endpoint(server.url, "key", "/nowhere"), timeout) for server in servers]
+def clients_of(*servers: StandIn, timeout: float = 30) -> list[ServerClient]:
+    return [ServerClient(Endpoint(server.url, "key", "/nowhere"), timeout) for server in servers]

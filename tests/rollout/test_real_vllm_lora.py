@@ -19,9 +19,9 @@ from grpocli.models.lora import Lora, adapter_tensors, attach, switched_off
 from grpocli.processes.guard import wait_gone
 from grpocli.processes.reaper import descendants
 from grpocli.rollout.engine import EngineContext, EngineJob
-from grpocli.rollout.sync import Sync
+from grpocli.rollout.sync_config import SyncConfig
 from grpocli.rollout.vllm import lora
-from grpocli.rollout.vllm.client import MODEL, Client
+from grpocli.rollout.vllm.client import MODEL, ServerClient
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.lora import AdapterSync
 from grpocli.rollout.vllm.request import body, completions
@@ -57,9 +57,9 @@ class Running:
     policy: LoraPolicy
     context: EngineContext
 
-    def connect(self, **changes: Any) -> tuple[Client, AdapterSync]:
+    def connect(self, **changes: Any) -> tuple[ServerClient, AdapterSync]:
         """Connect as a run that has just started."""
-        client = Client(self.endpoint, 60)
+        client = ServerClient(self.endpoint, 60)
         return client, AdapterSync([client], replace(self.context, **changes))
 
     def folders(self) -> list[Path]:
@@ -67,7 +67,9 @@ class Running:
         return sorted(path for path in Path(self.endpoint.shm_dir).iterdir() if path.is_dir())
 
     def checksums(self) -> dict[str, str]:
-        sums: dict[str, str] = Client(self.endpoint, 60).post("/weight_checker", {"action": "checksum"})["checksums"]
+        sums: dict[str, str] = ServerClient(self.endpoint, 60).post("/weight_checker", {"action": "checksum"})[
+            "checksums"
+        ]
         return sums
 
     def cached_tokens(self) -> float:
@@ -94,7 +96,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     assert not run_file(job.run_dir).exists()
 
 
-def generate(client: Client, prompt: list[int], n: int, tokens: int, version: int, times: int = 1) -> list[Completion]:
+def generate(
+    client: ServerClient, prompt: list[int], n: int, tokens: int, version: int, times: int = 1
+) -> list[Completion]:
     """`n` completions for each of several requests with the same prompt."""
     sampling = Sampling(tokens)
     requests = [Request(prompt, n, seed=version + 1000 * i) for i in range(times)]
@@ -108,7 +112,7 @@ def generate(client: Client, prompt: list[int], n: int, tokens: int, version: in
 
 def test_the_base_is_unchanged_to_the_bit_after_50_syncs(running: Running) -> None:
     client, sync = running.connect()
-    policy, probe = running.policy, sync.probe.token_ids
+    policy, probe = running.policy, sync.verifier.token_ids
     checksums, base = running.checksums(), client.score(probe)
     assert len(checksums) > 10
     for version in range(1, 51):
@@ -174,7 +178,7 @@ def test_requests_in_flight_keep_their_adapter(running: Running) -> None:
         expected = expected_logprobs(old, [5, 6, 7], one.token_ids, Sampling(120))
         assert one.logprobs == pytest.approx(expected, abs=1e-3)
     sync(5)
-    probe = sync.probe.token_ids
+    probe = sync.verifier.token_ids
     assert client.score(probe) == pytest.approx(running.policy.score(probe), abs=1e-3)
     assert set(client.adapters()) == {"policy-v4", "policy-v5"}
     sync.close()
@@ -192,7 +196,7 @@ def test_a_corrupted_adapter_is_refused(running: Running, monkeypatch: pytest.Mo
         with pytest.raises(EngineError, match=r"does not have the trainer's weights after the sync to version 2"):
             sync(2)
         monkeypatch.undo()
-    _, seldom = running.connect(sync=Sync(verify_every=2))
+    _, seldom = running.connect(sync=SyncConfig(verify_every=2))
     seldom(3)
     monkeypatch.setattr(lora, "adapter_tensors", corrupted)
     seldom(4)

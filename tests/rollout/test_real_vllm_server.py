@@ -26,7 +26,7 @@ from grpocli.processes.guard import wait_gone
 from grpocli.processes.reaper import descendants
 from grpocli.rollout.engine import EngineContext, EngineJob
 from grpocli.rollout.transformers_engine import Transformers
-from grpocli.rollout.vllm.client import Client, Refused
+from grpocli.rollout.vllm.client import Refused, ServerClient
 from grpocli.rollout.vllm.engine import VllmEngine
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.server import free_port
@@ -209,7 +209,7 @@ def test_a_corrupted_sync_is_refused_with_the_log_probs_of_both_sides(running: R
     with pytest.raises(EngineError, match="does not have the trainer's weights") as caught:
         running.engine.sync(50)
     running.policy.sent = None
-    probe = running.engine._synchronizer.probe.token_ids
+    probe = running.engine._synchronizer.verifier.token_ids
     for number in (running.policy.score(probe), running.engine.pool.clients[0].score(probe)):
         assert f"{sum(number) / len(number):.5f}" in str(caught.value)
     running.engine.sync(51)
@@ -264,7 +264,7 @@ def test_a_sync_ends_an_update_that_another_run_left_unfinished(running: Running
 
 
 def test_the_server_reads_weights_only_from_its_own_folder(running: Running, tmp_path: Path) -> None:
-    client = Client(running.endpoint, timeout=60)
+    client = ServerClient(running.endpoint, timeout=60)
     (tmp_path / "weights.safetensors").write_bytes(b"")
     Path(running.endpoint.shm_dir, "link").symlink_to(tmp_path / "weights.safetensors")
     for name in (str(tmp_path / "weights.safetensors"), "../weights", "link", "missing", ""):

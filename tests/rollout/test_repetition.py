@@ -24,7 +24,7 @@ CUT = replace(PENALISED, top_p=0.9, top_k=9, min_p=0.01)
 
 def sampled(model, sampling: Sampling, n: int = 4) -> list[tuple[list[int], Completion]]:
     requests = [Request(p, n, i) for i, p in enumerate(PROMPTS)]
-    groups = sample(model, requests, sampling, stop_ids=[1], version=0)
+    groups = sample(model, requests, sampling, stop_token_ids=[1], version=0)
     return [(p, done) for p, group in zip(PROMPTS, groups, strict=True) for done in group]
 
 
@@ -106,8 +106,8 @@ def test_without_a_penalty_no_history_is_kept(little_model, monkeypatch: pytest.
     def never(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(logprobs, "first_seen", never)
-    monkeypatch.setattr("grpocli.rollout.sampler.first_seen", never)
+    monkeypatch.setattr(logprobs, "first_occurrence", never)
+    monkeypatch.setattr("grpocli.rollout.sampler.first_occurrence", never)
     done = sampled(little_model, Sampling(4), n=1)
     micro = MicroBatch.build([row(*pair) for pair in done], torch.device("cpu"))
     completion_logp(little_model, micro, Sampling(4), nullcontext())

@@ -19,7 +19,7 @@ CUT = Sampling(max_tokens=12, temperature=0.7, top_p=0.8, top_k=7, min_p=0.02)
 
 def run(model, sampling: Sampling, seeds: list[int], n: int = 3) -> list[list[Completion]]:
     requests = [Request(p, n, s) for p, s in zip(PROMPTS, seeds, strict=True)]
-    return sample(model, requests, sampling, stop_ids=[1], version=7)
+    return sample(model, requests, sampling, stop_token_ids=[1], version=7)
 
 
 def rescored(model, prompt: list[int], done: Completion, sampling: Sampling) -> torch.Tensor:

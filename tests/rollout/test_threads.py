@@ -39,7 +39,7 @@ def sampled_with(model, rows: int, monkeypatch) -> int:
 
 def test_one_thread_samples_few_rows_of_a_small_model(little_model, monkeypatch) -> None:
     parameters = sum(p.numel() for p in little_model.parameters())
-    monkeypatch.setattr(sampling, "SMALL", 8 * parameters // 2)  # products of two layers
+    monkeypatch.setattr(sampling, "SINGLE_THREAD_LIMIT", 8 * parameters // 2)  # products of two layers
     assert sampled_with(little_model, 8, monkeypatch) == 1
     assert sampled_with(little_model, 9, monkeypatch) == 2
 
@@ -48,7 +48,7 @@ def test_an_error_restores_the_number_of_threads(little_model) -> None:
     seen = []
 
     def broken() -> None:
-        with sampling.threads_for(little_model, 1):
+        with sampling.single_thread_if_small(little_model, 1):
             seen.append(torch.get_num_threads())
             raise ValueError("broken")
 

@@ -20,7 +20,7 @@ from rollout.vllm_tiny import Alone
 
 from grpocli.errors import ConfigError, EngineError, EngineGone
 from grpocli.rollout.vllm import client as vllm_client
-from grpocli.rollout.vllm.client import Client, KeepsRefusing, Refused, ServerGone
+from grpocli.rollout.vllm.client import KeepsRefusing, Refused, ServerClient, ServerGone
 from grpocli.rollout.vllm.engine import VllmEngine
 from grpocli.rollout.vllm.request import spread_seed
 from grpocli.rollout.vllm.server_files import Endpoint
@@ -36,11 +36,11 @@ def stand_in() -> Iterator[StandIn]:
 
 
 @pytest.fixture
-def client(stand_in: StandIn) -> Client:
+def client(stand_in: StandIn) -> ServerClient:
     return clients_of(stand_in)[0]
 
 
-def engine_of(clients: list[Client], version: int | None = 0) -> VllmEngine:
+def engine_of(clients: list[ServerClient], version: int | None = 0) -> VllmEngine:
     return VllmEngine(
         ServerPool(clients),
         synchronizer=None,  # type: ignore[arg-type]
@@ -51,11 +51,11 @@ def engine_of(clients: list[Client], version: int | None = 0) -> VllmEngine:
     )
 
 
-def generate(client: Client, n: int, max_tokens: int = 2) -> Any:
+def generate(client: ServerClient, n: int, max_tokens: int = 2) -> Any:
     return engine_of([client]).generate([Request([i], 1, seed=i) for i in range(n)], Sampling(max_tokens))
 
 
-def test_answers_keep_the_order_of_requests_and_concurrency_is_bounded(stand_in: StandIn, client: Client) -> None:
+def test_answers_keep_the_order_of_requests_and_concurrency_is_bounded(stand_in: StandIn, client: ServerClient) -> None:
     def answer(path: str, body: Any) -> tuple[int, Any]:
         time.sleep(0.05 if body["token_ids"][0] % 2 else 0.01)
         return 200, {"choices": [choice([body["token_ids"][0]] * 2)]}
@@ -66,12 +66,12 @@ def test_answers_keep_the_order_of_requests_and_concurrency_is_bounded(stand_in:
     assert 4 < stand_in.most <= CONCURRENT
 
 
-def test_choices_are_sorted_by_index(stand_in: StandIn, client: Client) -> None:
+def test_choices_are_sorted_by_index(stand_in: StandIn, client: ServerClient) -> None:
     stand_in.answer = lambda path, body: (200, {"choices": [{"index": 1, "a": "b"}, {"index": 0, "a": "a"}]})
     assert [c["a"] for c in asyncio.run(client.generate({}))] == ["a", "b"]
 
 
-def test_the_servers_message_is_passed_on(stand_in: StandIn, client: Client) -> None:
+def test_the_servers_message_is_passed_on(stand_in: StandIn, client: ServerClient) -> None:
     stand_in.answer = lambda path, body: (400, {"error": {"message": "prompt too long", "code": 400}})
     with pytest.raises(Refused, match=r"refused /inference/v1/generate \(400\): prompt too long"):
         generate(client, 3)
@@ -80,7 +80,7 @@ def test_the_servers_message_is_passed_on(stand_in: StandIn, client: Client) -> 
         client.resume()
 
 
-def test_the_first_failure_does_not_wait_for_the_others(stand_in: StandIn, client: Client) -> None:
+def test_the_first_failure_does_not_wait_for_the_others(stand_in: StandIn, client: ServerClient) -> None:
     others = threading.Event()
 
     def answer(path: str, body: Any) -> tuple[int, Any]:
@@ -168,7 +168,7 @@ def test_answers_to_other_requests_show_that_a_server_works(stand_in: StandIn, m
     assert client.lost is None
 
 
-def test_adapters_are_in_use_while_requests_are_in_flight(client: Client, stand_in: StandIn) -> None:
+def test_adapters_are_in_use_while_requests_are_in_flight(client: ServerClient, stand_in: StandIn) -> None:
     seen: list[set[str]] = []
 
     def answer(path: str, body: Any) -> tuple[int, Any]:
@@ -188,7 +188,7 @@ def test_a_server_that_is_gone_is_reported_with_its_log(stand_in: StandIn, tmp_p
     log = tmp_path / "vllm.log"
     before = "RuntimeError: of the server that was here before\n"
     log.write_text(before + "(EngineCore pid=1) ERROR [core.py:1] MemoryError: no memory\n")
-    client = Client(Endpoint(stand_in.url, "key", "/nowhere", str(log), log_from=len(before)), timeout=5)
+    client = ServerClient(Endpoint(stand_in.url, "key", "/nowhere", str(log), log_from=len(before)), timeout=5)
     stand_in.close()
     for call in (client.weight_version, lambda: asyncio.run(client.generate({}))):
         client.lost = None
@@ -198,7 +198,7 @@ def test_a_server_that_is_gone_is_reported_with_its_log(stand_in: StandIn, tmp_p
 
 
 def test_a_server_whose_engine_has_died_is_gone_although_it_answers(
-    stand_in: StandIn, client: Client, tmp_path: Path
+    stand_in: StandIn, client: ServerClient, tmp_path: Path
 ) -> None:
     log = tmp_path / "vllm.log"
     log.write_text("MemoryError: no memory\n")
@@ -213,7 +213,7 @@ def test_a_server_whose_engine_has_died_is_gone_although_it_answers(
 
 @pytest.mark.parametrize("dead", [True, False], ids=["dead", "busy"])
 def test_a_server_that_dies_without_an_answer(
-    stand_in: StandIn, client: Client, monkeypatch: pytest.MonkeyPatch, dead: bool
+    stand_in: StandIn, client: ServerClient, monkeypatch: pytest.MonkeyPatch, dead: bool
 ) -> None:
     """vLLM may never answer a call when its engine dies; the client waits for a busy server only."""
 
@@ -236,7 +236,7 @@ def test_a_server_that_dies_without_an_answer(
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 429])
-def test_a_server_that_refuses_a_request_is_not_gone(stand_in: StandIn, client: Client, status: int) -> None:
+def test_a_server_that_refuses_a_request_is_not_gone(stand_in: StandIn, client: ServerClient, status: int) -> None:
     stand_in.answer = lambda path, body: (status, {"error": {"message": "too much"}})
     for call in (client.resume, lambda: asyncio.run(client.generate({}))):
         with pytest.raises(Refused, match="too much"):
@@ -244,7 +244,7 @@ def test_a_server_that_refuses_a_request_is_not_gone(stand_in: StandIn, client: 
         assert client.lost is None
 
 
-def test_a_foreign_server_at_the_same_address_is_detected(stand_in: StandIn, client: Client) -> None:
+def test_a_foreign_server_at_the_same_address_is_detected(stand_in: StandIn, client: ServerClient) -> None:
     """A foreign server is detected by its key or its weight version."""
     stand_in.answer = lambda path, body: (200, {"weight_version": ".3"})
     assert client.weight_version() == 3
@@ -263,7 +263,7 @@ def test_a_foreign_server_at_the_same_address_is_detected(stand_in: StandIn, cli
 
 def test_weights_of_another_run_are_refused(stand_in: StandIn) -> None:
     """Two runs that sync to one server would each find their own version after each sync."""
-    ours = Client(Endpoint(stand_in.url, "key", "/nowhere"), 30, run="ours")
+    ours = ServerClient(Endpoint(stand_in.url, "key", "/nowhere"), 30, run="ours")
     version = "theirs.8"
     labels = [{"start": 0, "end": 1}]
 
@@ -284,7 +284,7 @@ def test_weights_of_another_run_are_refused(stand_in: StandIn) -> None:
     assert ours.lost is None
 
 
-def test_an_interrupted_update_has_no_version(stand_in: StandIn, client: Client) -> None:
+def test_an_interrupted_update_has_no_version(stand_in: StandIn, client: ServerClient) -> None:
     calls: list[tuple[str, Any]] = []
     stand_in.answer = lambda path, body: (calls.append((path, body)), (200, {}))[1]
     client.abandon_update()
@@ -294,7 +294,7 @@ def test_an_interrupted_update_has_no_version(stand_in: StandIn, client: Client)
     assert [path for path, _ in calls[2:]] == ["/finish_weight_update"], "no update has run"
 
 
-def test_an_unexpected_answer_is_an_error_of_the_server(stand_in: StandIn, client: Client) -> None:
+def test_an_unexpected_answer_is_an_error_of_the_server(stand_in: StandIn, client: ServerClient) -> None:
     """An unexpected answer, for example a proxy's, must not look like a bug in grpocli."""
     stand_in.answer = lambda path, body: (200, b"<html>welcome</html>")
     with pytest.raises(EngineError, match="is not from a vLLM server"):
@@ -302,14 +302,14 @@ def test_an_unexpected_answer_is_an_error_of_the_server(stand_in: StandIn, clien
 
 
 @pytest.mark.parametrize("answer", [{}, [], "no", b"not JSON"])
-def test_an_unreadable_answer_is_an_error(stand_in: StandIn, client: Client, answer: Any) -> None:
+def test_an_unreadable_answer_is_an_error(stand_in: StandIn, client: ServerClient, answer: Any) -> None:
     stand_in.answer = lambda path, body: (200, answer)
     for call in (client.weight_version, client.world_size, client.adapters, lambda: client.score([1, 2])):
         with pytest.raises(EngineError, match=rf"^the answer to /.* at {stand_in.url} is not from a vLLM server"):
             call()
 
 
-def test_a_server_that_shuts_down_is_gone(stand_in: StandIn, client: Client) -> None:
+def test_a_server_that_shuts_down_is_gone(stand_in: StandIn, client: ServerClient) -> None:
     """The server then answers half a completion."""
     stand_in.answer = lambda path, body: (200, {"choices": [choice([5, 6], reason="abort")]})
     with pytest.raises(ServerGone, match="shutting down"):
@@ -318,7 +318,7 @@ def test_a_server_that_shuts_down_is_gone(stand_in: StandIn, client: Client) -> 
 
 
 def test_a_failed_call_to_a_replaced_server_does_not_mark_its_successor_as_lost(
-    stand_in: StandIn, client: Client
+    stand_in: StandIn, client: ServerClient
 ) -> None:
     def answer(path: str, body: Any) -> tuple[int, Any]:
         client.connect(Endpoint(stand_in.url, "new", "/nowhere"))
@@ -341,14 +341,16 @@ def test_a_failed_call_to_a_replaced_server_does_not_mark_its_successor_as_lost(
         ([choice([4, 5]), choice([4, 5])], r"its completions are numbered \[0, 0\]"),
     ],
 )
-def test_broken_completions_are_errors(stand_in: StandIn, client: Client, broken: list[Any], message: str) -> None:
+def test_broken_completions_are_errors(
+    stand_in: StandIn, client: ServerClient, broken: list[Any], message: str
+) -> None:
     stand_in.answer = lambda path, body: (200, {"choices": broken})
     with pytest.raises(EngineError, match=message):
         generate(client, 1)
 
 
 def test_an_endless_answer_is_not_read_to_its_end(
-    stand_in: StandIn, client: Client, monkeypatch: pytest.MonkeyPatch
+    stand_in: StandIn, client: ServerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_client, "LARGEST_ANSWER", 1000)
     stand_in.answer = lambda path, body: (200, b"x" * 1001)
@@ -356,7 +358,7 @@ def test_an_endless_answer_is_not_read_to_its_end(
         client.get("/weight_info")
 
 
-def test_a_temperature_that_vllm_would_change_is_refused(client: Client) -> None:
+def test_a_temperature_that_vllm_would_change_is_refused(client: ServerClient) -> None:
     engine = engine_of([client])
     with pytest.raises(ConfigError, match=r"rollout\.temperature=0\.001"):
         engine.generate([Request([1], 1, seed=0)], Sampling(2, temperature=0.001))
@@ -370,7 +372,7 @@ def test_seeds_of_neighbouring_prompts_do_not_overlap() -> None:
     assert used[-1] < 2**62
 
 
-def test_an_external_server_needs_a_sync_first(client: Client) -> None:
+def test_an_external_server_needs_a_sync_first(client: ServerClient) -> None:
     engine = engine_of([client], version=None)
     with pytest.raises(EngineError, match="sync before the first completion"):
         engine.generate([Request([1], 1, seed=0)], Sampling(2))
@@ -394,13 +396,15 @@ class Troubled:
 
 
 @pytest.fixture
-def patient(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> Client:
+def patient(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> ServerClient:
     monkeypatch.setattr(vllm_client, "FIRST_PAUSE", 0.01)
-    return Client(Endpoint(stand_in.url, "key", "/nowhere"), 30, patience=20)
+    return ServerClient(Endpoint(stand_in.url, "key", "/nowhere"), 30, patience=20)
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_request_to_a_failing_external_server_is_retried(stand_in: StandIn, patient: Client, status: int) -> None:
+def test_a_request_to_a_failing_external_server_is_retried(
+    stand_in: StandIn, patient: ServerClient, status: int
+) -> None:
     troubled = Troubled(stand_in, status, times=2)
     assert generate(patient, 1, max_tokens=1)[0][0].token_ids == [5]
     patient.pause()
@@ -412,7 +416,7 @@ def test_a_request_to_a_failing_external_server_is_retried(stand_in: StandIn, pa
     assert patient.lost is None
 
 
-def test_a_server_that_keeps_failing_ends_the_run_with_a_checkpoint(stand_in: StandIn, patient: Client) -> None:
+def test_a_server_that_keeps_failing_ends_the_run_with_a_checkpoint(stand_in: StandIn, patient: ServerClient) -> None:
     """Reconnecting does not help either: its checks use few routes of the server."""
     patient.patience = 0.2
     Troubled(stand_in, 429, times=math.inf)
@@ -423,7 +427,7 @@ def test_a_server_that_keeps_failing_ends_the_run_with_a_checkpoint(stand_in: St
     assert isinstance(patient.lost, KeepsRefusing)
 
 
-def test_an_update_of_weights_is_not_retried_alone(stand_in: StandIn, patient: Client) -> None:
+def test_an_update_of_weights_is_not_retried_alone(stand_in: StandIn, patient: ServerClient) -> None:
     """The server may have applied it, so the whole sync starts again, as for a new server."""
     troubled = Troubled(stand_in, 503, times=1)
     patient.start_update()
@@ -444,7 +448,7 @@ def test_an_update_of_weights_is_not_retried_alone(stand_in: StandIn, patient: C
 
 
 @pytest.mark.slow
-def test_a_sync_that_meets_a_busy_server_is_repeated(stand_in: StandIn, patient: Client) -> None:
+def test_a_sync_that_meets_a_busy_server_is_repeated(stand_in: StandIn, patient: ServerClient) -> None:
     troubled, tried = Troubled(stand_in, 503, times=2), list[int]()
 
     def sync(version: int) -> dict[str, float]:

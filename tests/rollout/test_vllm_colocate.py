@@ -75,7 +75,7 @@ class Sampling1(InProcessLLM):
 def recorded(tmp_path: Path) -> tuple[ColocateEngine, Recorded]:
     policy = TinyPolicy(build_model(tmp_path / "model", tied=True))
     llm = Recorded()
-    server = Sampling1(llm, VllmEnvironment(), torch.float32, sleeps=True, log=tmp_path / "log")
+    server = Sampling1(llm, VllmEnvironment(), torch.float32, can_sleep=True, log=tmp_path / "log")
     server.policy = policy
     job = EngineJob(str(tmp_path / "model"), "float32", 128, tmp_path, seed=0)
     return ColocateEngine(server, EngineContext(job, policy, TOKENIZER, Alone())), llm  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.compose import compose
 from grpocli.launch.shared_server import SHORT, Serve, build_server_config, how_to_use, serve
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.sync import AutoSync
+from grpocli.rollout.sync_config import AutoSyncConfig
 from grpocli.rollout.vllm import server as vllm_server
 from grpocli.rollout.vllm.engine_parts import Vllm
 from grpocli.rollout.vllm.server import ServerSpec
@@ -162,7 +162,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_folder: Path) ->
 
     monkeypatch.setattr(vllm_server, "command", command)
     monkeypatch.setattr(vllm_server, "check_plugin", lambda: None)
-    return Serve(model=None, engine=Vllm(start_timeout=30), sync=AutoSync(), port=vllm_server.free_port())
+    return Serve(model=None, engine=Vllm(start_timeout=30), sync=AutoSyncConfig(), port=vllm_server.free_port())
 
 
 def when_it_serves(config: Serve, act: Callable[[], object]) -> threading.Thread:

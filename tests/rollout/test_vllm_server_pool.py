@@ -17,7 +17,7 @@ from grpocli.errors import EngineError, EngineGone
 from grpocli.progress import Watch
 from grpocli.rollout.engine import Listener
 from grpocli.rollout.vllm import liveness, server_pool
-from grpocli.rollout.vllm.client import GENERATE, Client, Refused
+from grpocli.rollout.vllm.client import GENERATE, Refused, ServerClient
 from grpocli.rollout.vllm.engine import VllmEngine
 from grpocli.rollout.vllm.server_files import Endpoint
 from grpocli.rollout.vllm.server_pool import ServerPool
@@ -72,7 +72,7 @@ class Comes:
         self.servers = list(servers)
         self.waited: list[int] = []
 
-    def check(self, clients: Sequence[Client]) -> None:
+    def check(self, clients: Sequence[ServerClient]) -> None:
         return
 
     def wait(self, lost: Lost) -> list[Endpoint]:
@@ -88,7 +88,7 @@ class Comes:
 class Syncs:
     """A stand-in for the weight sync: one call to each server, and an error in every process if one fails."""
 
-    def __init__(self, clients: Sequence[Client]) -> None:
+    def __init__(self, clients: Sequence[ServerClient]) -> None:
         self.clients, self.versions = clients, list[int]()
         self.released = 0
 

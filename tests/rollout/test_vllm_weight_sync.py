@@ -18,12 +18,11 @@ from safetensors import safe_open
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.launch.trainer_launcher import command
-from grpocli.rollout import sync as choices
+from grpocli.rollout import sync_config
 from grpocli.rollout.engine import EngineJob
-from grpocli.rollout.sync import ServerLocation
+from grpocli.rollout.sync_config import ServerLocation
 from grpocli.rollout.vllm import transport_gpu, transport_shm
 from grpocli.rollout.vllm.engine import make_synchronizer
-from grpocli.rollout.vllm.probe import TOLERANCE, WORST, compare, sequence, tolerance
 from grpocli.rollout.vllm.server_files import Endpoint
 from grpocli.rollout.vllm.transport_gpu import ARGUMENTS, decode_handles, encode_handles
 from grpocli.rollout.vllm.transport_shm import (
@@ -35,6 +34,7 @@ from grpocli.rollout.vllm.transport_shm import (
     weights_folder,
 )
 from grpocli.rollout.vllm.weight_sync import LockedIterator, PolicyWeights, WeightSync
+from grpocli.rollout.vllm.weight_verifier import TOLERANCE, WORST, probe_prompt, require_close, tolerance
 
 WEIGHTS = {
     "a": torch.randn(3, 5),
@@ -134,8 +134,8 @@ def test_a_transport_without_a_folder_is_refused(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("vocabulary", [8, 97, 32_000, 151_936])
 def test_probe_tokens_are_fixed_and_spread(vocabulary: int) -> None:
-    tokens = sequence(vocabulary)
-    assert tokens == sequence(vocabulary)
+    tokens = probe_prompt(vocabulary)
+    assert tokens == probe_prompt(vocabulary)
     assert len(tokens) == 32
     assert all(0 <= token < vocabulary for token in tokens)
     assert len(set(tokens)) >= min(vocabulary, 32) // 2
@@ -157,15 +157,15 @@ def test_probe_tokens_are_fixed_and_spread(vocabulary: int) -> None:
 def test_log_probs_outside_the_tolerance_are_refused(server: list[float], agrees: bool) -> None:
     trainer = [-1.0, -2.0, -3.0]
     if agrees:
-        compare(server, trainer, 0.1, version=4)
+        require_close(server, trainer, 0.1, version=4)
         return
     with pytest.raises(EngineError, match=r"sync to version 4: .*on the server and -2\.00000 in the trainer"):
-        compare(server, trainer, 0.1, version=4)
+        require_close(server, trainer, 0.1, version=4)
 
 
 def test_one_wrong_token_is_refused_even_if_the_mean_is_small() -> None:
     with pytest.raises(EngineError, match=r"token 3, -2\.00000 against -1\.00000: 1\.00000"):
-        compare([-1.0, -1.0, -2.0] + [-1.0] * 97, [-1.0] * 100, 0.05, version=1)
+        require_close([-1.0, -1.0, -2.0] + [-1.0] * 97, [-1.0] * 100, 0.05, version=1)
 
 
 class Server:
@@ -258,7 +258,7 @@ def context(world: Any = ALONE, *, transport: str = "shm", in_flight: bool = Fal
         score=lambda ids: [-1.0] * 31,
     )
     job = SimpleNamespace(lora_rank=0, dtype="float32", transport=transport, quantized=False, gpus=())
-    sync = choices.ShmSync(**options)
+    sync = sync_config.ShmSyncConfig(**options)
     return SimpleNamespace(job=job, policy=policy, world=world, sync=sync, in_flight=in_flight)
 
 
@@ -497,41 +497,44 @@ SAME, PARTLY, AWAY = (
 @pytest.mark.parametrize(
     ("part", "place", "chosen"),
     [
-        *[(choices.AutoSync(), *case) for case in ((CPU, "shm"), (OTHER, "nccl"), (SAME, "ipc"), (PARTLY, "shm"))],
-        *[(choices.ShmSync(), place, "shm") for place in (CPU, OTHER, SAME, PARTLY, AWAY)],
-        *[(choices.NcclSync(), place, "nccl") for place in (OTHER, AWAY)],
-        *[(choices.IpcSync(), place, "ipc") for place in (OTHER, SAME)],
-        (choices.AutoSync(), AWAY, "nccl"),
+        *[
+            (sync_config.AutoSyncConfig(), *case)
+            for case in ((CPU, "shm"), (OTHER, "nccl"), (SAME, "ipc"), (PARTLY, "shm"))
+        ],
+        *[(sync_config.ShmSyncConfig(), place, "shm") for place in (CPU, OTHER, SAME, PARTLY, AWAY)],
+        *[(sync_config.NcclSyncConfig(), place, "nccl") for place in (OTHER, AWAY)],
+        *[(sync_config.IpcSyncConfig(), place, "ipc") for place in (OTHER, SAME)],
+        (sync_config.AutoSyncConfig(), AWAY, "nccl"),
     ],
 )
-def test_the_transport_suits_the_machine(part: choices.Sync, place: ServerLocation, chosen: str) -> None:
+def test_the_transport_suits_the_machine(part: sync_config.SyncConfig, place: ServerLocation, chosen: str) -> None:
     assert part.choose(place) == chosen
 
 
 @pytest.mark.parametrize(
     ("part", "place"),
     [
-        (choices.NcclSync(), CPU),
-        (choices.NcclSync(), SAME),
-        (choices.NcclSync(), PARTLY),
-        (choices.IpcSync(), CPU),
-        (choices.IpcSync(), AWAY),
-        (choices.IpcSync(), PARTLY),
+        (sync_config.NcclSyncConfig(), CPU),
+        (sync_config.NcclSyncConfig(), SAME),
+        (sync_config.NcclSyncConfig(), PARTLY),
+        (sync_config.IpcSyncConfig(), CPU),
+        (sync_config.IpcSyncConfig(), AWAY),
+        (sync_config.IpcSyncConfig(), PARTLY),
     ],
 )
-def test_impossible_transports_are_refused(part: choices.Sync, place: ServerLocation) -> None:
+def test_impossible_transports_are_refused(part: sync_config.SyncConfig, place: ServerLocation) -> None:
     with pytest.raises(ConfigError, match=r"^sync=(nccl|ipc): .*sync=shm"):
         part.choose(place)
 
 
 def test_the_machines_of_servers_come_from_the_config() -> None:
-    assert choices.locate_servers("cpu") == ServerLocation(gpu=False, shared=False)
-    assert choices.locate_servers("cuda", shared=None) == PARTLY
-    assert choices.locate_servers("cuda", shared=True) == SAME
-    assert choices.locate_servers("cuda", nodes=1) == AWAY
-    assert choices.locate_servers("cuda", ["http://localhost:8000"]) == OTHER
-    assert choices.locate_servers("cuda", ["http://node2:8000"]) == AWAY
-    assert choices.locate_servers("cuda") == OTHER
+    assert sync_config.locate_servers("cpu") == ServerLocation(gpu=False, shared=False)
+    assert sync_config.locate_servers("cuda", shared=None) == PARTLY
+    assert sync_config.locate_servers("cuda", shared=True) == SAME
+    assert sync_config.locate_servers("cuda", nodes=1) == AWAY
+    assert sync_config.locate_servers("cuda", ["http://localhost:8000"]) == OTHER
+    assert sync_config.locate_servers("cuda", ["http://node2:8000"]) == AWAY
+    assert sync_config.locate_servers("cuda") == OTHER
 
 
 # GPU transports: only messages are tested
@@ -579,7 +582,7 @@ def test_a_source_yields_the_declared_weights() -> None:
 
 def test_workers_of_several_servers_are_one_group(tmp_path: Path) -> None:
     servers: list[Any] = [Server(tmp_path), Server(tmp_path)]
-    client = transport_gpu.SyncClient()
+    client = transport_gpu.TransferClient()
     client.begin(servers, 7)
     client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 5})
     assert [server.infos for server in servers] == [[{"rank_offset": r, "world_size": 5}] for r in (1, 3)]
@@ -596,7 +599,7 @@ def test_workers_of_several_servers_are_one_group(tmp_path: Path) -> None:
 def test_a_failed_transfer_is_completed(tmp_path: Path) -> None:
     """Other processes take part in it and would wait forever otherwise."""
     server: Any = Server(tmp_path, fails="start_update")
-    client = transport_gpu.SyncClient()
+    client = transport_gpu.TransferClient()
     client.begin([server], 7)
     client.start_weight_update()
     client.update_weights({"names": []})

@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from grpocli.rollout.distribution import sampling_logits
-from grpocli.rollout.sampling import first_seen
+from grpocli.rollout.sampling import first_occurrence
 from grpocli.types import Sampling
 
 VOCABULARY = 96
@@ -97,7 +97,7 @@ def expected_logprobs(policy: TinyPolicy, prompt: list[int], token_ids: list[int
     """The completion's log-probs by transformers, under the sampling distribution."""
     ids, n = torch.tensor([prompt + token_ids]), len(token_ids)
     logits_TV = policy.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-    seen_TV = first_seen(ids, torch.ones_like(ids), n, VOCABULARY) < torch.arange(n)[:, None]
+    seen_TV = first_occurrence(ids, torch.ones_like(ids), n, VOCABULARY) < torch.arange(n)[:, None]
     picked = torch.tensor(token_ids)
     logp_TV = sampling_logits(logits_TV, sampling, keep_N=picked, seen_NV=seen_TV).log_softmax(-1)
     return logp_TV.gather(1, picked[:, None])[:, 0].tolist()

@@ -15,7 +15,7 @@ from grpocli.progress import Watch
 from grpocli.rewards.score_stats import RewardStats, ScoreStats
 from grpocli.rewards.scorer import Scorer
 from grpocli.rewards.text_match import ExactMatch
-from grpocli.rollout.sampling import seed_of
+from grpocli.rollout.sampling import derive_seed
 from grpocli.training import saved_rollouts
 from grpocli.training.collector import Collector, RolloutStats
 from grpocli.types import Completion, Group, Prompt, Rollout, Sampling
@@ -329,6 +329,6 @@ def test_a_step_without_terminated_completions_has_no_terminated_lengths() -> No
 
 
 def test_seeds_differ_by_run_and_draw() -> None:
-    seeds = {seed_of(run, draw) for run in range(3) for draw in range(100)}
+    seeds = {derive_seed(run, draw) for run in range(3) for draw in range(100)}
     assert len(seeds) == 300
-    assert seed_of(1, 2) == seed_of(1, 2)
+    assert derive_seed(1, 2) == derive_seed(1, 2)

@@ -3,8 +3,9 @@
 A weight's way to vLLM: the training step calls `VllmEngine.sync` (`engine.py`). `WeightSync` (`weight_sync.py`) streams
 the policy's parameters and pauses the servers; a transport carries them: files in shared memory (`transport_shm.py`),
 or NCCL and CUDA IPC (`transport_gpu.py`). In the server, `worker.py` hands them to vLLM's own weight loader
-(`plugin.py` registers it with vLLM). `Probe` (`probe.py`) proves their arrival. With LoRA `lora.py` sends an adapter
-instead; `colocate.py` hands the trainer's tensors directly to vLLM in the same process, through `worker.py` too.
+(`plugin.py` registers it with vLLM). `WeightVerifier` (`weight_verifier.py`) verifies them. With LoRA
+`lora.py` sends an adapter instead; `colocate.py` hands the trainer's tensors directly to vLLM in the same process,
+through `worker.py` too.
 
 Requests go through `server_pool.py` and `client.py`, and `liveness.py` decides when a server is stuck. `launch.py` and
 `server.py` start servers, and `supervisor.py` restarts lost ones. `auth.py` protects every route of a server.

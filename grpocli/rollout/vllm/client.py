@@ -60,7 +60,7 @@ class KeepsRefusing(ServerGone):
     """The server answers, but has been busy or failing for longer than `engine.patience`."""
 
 
-class Client:
+class ServerClient:
     """One server. A failed call raises EngineError that names the call.
 
     timeout: seconds without any sign of progress after which a call fails (`liveness.py`); a call may last longer while
@@ -297,7 +297,9 @@ class Client:
         with well_formed(self.endpoint, "/reset_prefix_cache"):
             dropped = self.post(f"/reset_prefix_cache?reset_running_requests={str(running).lower()}")["success"]
         if not dropped:
-            raise EngineError(f"the vLLM server at {self.endpoint.url} could not drop its prefix cache: requests run")
+            raise EngineError(
+                f"the vLLM server at {self.endpoint.url} did not clear its prefix cache because requests are running"
+            )
 
     def weight_version(self) -> int | str:
         """The version of this run's weights, or the label of other weights."""
@@ -396,7 +398,7 @@ def _message(response: httpx.Response) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)[:500].removesuffix(".")
 
 
-def call_all(servers: Sequence[Client], call: Callable[[Client], T]) -> list[T]:
+def call_all(servers: Sequence[ServerClient], call: Callable[[ServerClient], T]) -> list[T]:
     """Call all servers concurrently and wait for all; then raise the first server's error, if any."""
     if len(servers) == 1:
         return [call(servers[0])]
@@ -405,11 +407,11 @@ def call_all(servers: Sequence[Client], call: Callable[[Client], T]) -> list[T]:
     return [future.result() for future in futures]
 
 
-def init_transfers(servers: Sequence[Client], infos: Sequence[dict[str, object]]) -> None:
+def init_transfers(servers: Sequence[ServerClient], infos: Sequence[dict[str, object]]) -> None:
     """Prepare every server for transfers, each with its own settings."""
     each_info = dict(zip(map(id, servers), infos, strict=True))
 
-    def init(server: Client) -> None:
+    def init(server: ServerClient) -> None:
         server.init_transfer(each_info[id(server)])
         server.prepared = True
 

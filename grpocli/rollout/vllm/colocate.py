@@ -17,13 +17,13 @@ import torch
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError, EngineError
 from grpocli.rollout.engine import ignore
-from grpocli.rollout.sampling import stop_ids
+from grpocli.rollout.sampling import stop_token_ids
 from grpocli.rollout.vllm.env_isolation import VllmEnvironment, log_to, output_to
-from grpocli.rollout.vllm.probe import PROBE_ROOM, Probe
 from grpocli.rollout.vllm.request import check_temperature, completions, sampling_params
 from grpocli.rollout.vllm.server import max_num_seqs_option, on_cpu
 from grpocli.rollout.vllm.validate import check_room, check_sampling, check_vllm
 from grpocli.rollout.vllm.weight_sync import PolicyWeights
+from grpocli.rollout.vllm.weight_verifier import PROBE_ROOM, WeightVerifier
 from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
@@ -38,16 +38,16 @@ class ColocateEngine:
     def __init__(self, llm: InProcessLLM, context: EngineContext) -> None:
         self.llm, self.policy, self.world = llm, context.policy, context.world
         self.weights = PolicyWeights(context.policy, llm.dtype)
-        self.probe = Probe(context)
+        self.verifier = WeightVerifier(context)
         self.version: int | None = None
-        self._stop = stop_ids(self.policy.model, context.tokenizer)
+        self._stop = stop_token_ids(self.policy.model, context.tokenizer)
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
     ) -> list[list[Completion]]:
         """`n` completions for each request, in order. Raises EngineError if a request fails."""
         if self.version is None:
-            raise EngineError("engine=vllm_colocate starts without weights: sync before the first completion")
+            raise EngineError("engine=vllm_colocate has no weights yet: call sync before generate")
         check_temperature(sampling)
         if self.llm.asleep:
             self._load(self.version)  # sleep discarded vLLM's weights; the policy still has those of the sync
@@ -85,10 +85,10 @@ class ColocateEngine:
     def _verify(self, version: int) -> None:
         reported = self.llm.weight_version()
         if reported != str(version):
-            raise EngineError(f"after a sync vLLM has weight version {reported}, the trainer {version}")
-        if self.probe.due():
-            ids = self.probe.token_ids
-            self.probe.compare(self.llm.score(ids), self.policy.score(ids), version)
+            raise EngineError(f"vLLM has weight version {reported} after the sync to version {version}")
+        if self.verifier.due():
+            ids = self.verifier.token_ids
+            self.verifier.verify_logprobs(self.llm.score(ids), self.policy.score(ids), version)
 
     def close(self) -> None:
         self.llm.close()
@@ -101,7 +101,7 @@ def launch(options: ColocateOptions, job: EngineJob) -> Iterator[None]:
     check_room(options.max_model_len, job)
     if options.sleep and on_cpu():
         raise ConfigError(
-            "vLLM can release a GPU's memory only; leave it null on a CPU", key="engine.sleep", value=True
+            "vLLM releases the memory of GPUs only: set it to null on a CPU", key="engine.sleep", value=True
         )
     if options.vllm_args:
         check_arguments(options.vllm_args)
@@ -122,17 +122,17 @@ def connect(options: ColocateOptions, context: EngineContext) -> ColocateEngine:
     return ColocateEngine(llm, context)
 
 
-DISCARD = 2  # vLLM's sleep level that keeps neither weights nor cache: a wake-up copies the weights from the trainer
+DISCARD_LEVEL = 2  # vLLM keeps neither weights nor cache; `InProcessLLM.load` sends the weights again
 
 
 class InProcessLLM:
     """A `vllm.LLM` in this process. Errors are raised as EngineError with the path of the log.
 
-    dtype: dtype of its weights. sleeps: whether `sleep` releases its memory.
+    dtype: dtype of its weights. can_sleep: whether `sleep` releases its memory.
     """
 
-    def __init__(self, llm: Any, environment: VllmEnvironment, dtype: torch.dtype, sleeps: bool, log: Path) -> None:
-        self.llm, self.dtype, self.sleeps, self.log = llm, dtype, sleeps, log
+    def __init__(self, llm: Any, environment: VllmEnvironment, dtype: torch.dtype, can_sleep: bool, log: Path) -> None:
+        self.llm, self.dtype, self.can_sleep, self.log = llm, dtype, can_sleep, log
         self.asleep = False
         self._environment = environment
 
@@ -146,7 +146,7 @@ class InProcessLLM:
                 sent += tensor.numel() * self.dtype.itemsize
                 yield name, tensor  # in the trainer's dtype, since vLLM's loader casts while it copies
 
-        with self._calling("load the weights"):
+        with self._vllm_call("load the weights"):
             if self.asleep:
                 torch.cuda.empty_cache()  # release unused memory cached by the trainer's allocator
                 self.llm.wake_up(tags=["weights"])
@@ -158,14 +158,16 @@ class InProcessLLM:
                 self.llm.wake_up(tags=["kv_cache"])
                 self.asleep = False
             if not self.llm.reset_prefix_cache():
-                raise EngineError("vLLM in this process could not drop its prefix cache: requests run")
+                raise EngineError(
+                    "vLLM in the trainer's process did not clear its prefix cache because requests are running"
+                )
         return sent
 
     def sleep(self) -> None:
-        """Release the memory if `sleeps`; only `load` wakes vLLM up again."""
-        if self.sleeps:
-            with self._calling("sleep"):
-                self.llm.sleep(level=DISCARD)
+        """Release the memory if `can_sleep`; only `load` wakes vLLM up again."""
+        if self.can_sleep:
+            with self._vllm_call("sleep"):
+                self.llm.sleep(level=DISCARD_LEVEL)
             self.asleep = True
 
     def weight_version(self) -> str:
@@ -175,13 +177,13 @@ class InProcessLLM:
         self, prompts: Sequence[Sequence[int]], parameters: Sequence[Mapping[str, Any]]
     ) -> list[list[dict[str, Any]]]:
         """The completions of each prompt, in order, in the form of the server's JSON (`request.py`)."""
-        with self._calling("generate"):
+        with self._vllm_call("generate"):
             outputs = self._generate(prompts, parameters)
             return [[_choice(one) for one in sorted(output.outputs, key=lambda o: o.index)] for output in outputs]
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """log p(token_ids[i] | token_ids[:i]) for i >= 1, in nats, at temperature 1."""
-        with self._calling("score the probe"):
+        with self._vllm_call("score the probe"):
             sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "detokenize": False}
             entries = self._generate([token_ids], [sampling])[0].prompt_logprobs[1:]
         return [float(entry[token].logprob) for entry, token in zip(entries, token_ids[1:], strict=True)]
@@ -195,7 +197,7 @@ class InProcessLLM:
         """End vLLM and free its memory, but keep the trainer's own process group."""
         if self.llm is None:
             return
-        with self._calling("stop"), _keep_trainers_group():
+        with self._vllm_call("stop"), _keep_trainers_group():
             self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
         gc.collect()
@@ -203,8 +205,8 @@ class InProcessLLM:
             torch.cuda.empty_cache()
 
     @contextlib.contextmanager
-    def _calling(self, what: str) -> Iterator[None]:
-        with self._environment.active(), _failing(what, self.log):
+    def _vllm_call(self, what: str) -> Iterator[None]:
+        with self._environment.active(), _as_engine_error(what, self.log):
             yield
 
 
@@ -217,12 +219,12 @@ def start(options: ColocateOptions, job: EngineJob, world: World) -> InProcessLL
     log = (job.run_dir / "logs" / ("vllm.log" if world.is_main else f"vllm_{world.rank}.log")).absolute()
     log_to(log)
     given = arguments(options, job, world.size, on_cpu())
-    with environment.active(), output_to(log), _failing("start", log):
+    with environment.active(), output_to(log), _as_engine_error("start", log):
         from vllm import LLM
 
-        from grpocli.rollout.vllm.worker import register_direct
+        from grpocli.rollout.vllm.worker import register_in_process_transfer
 
-        register_direct()
+        register_in_process_transfer()
         llm = LLM(**given)
         llm.init_weight_transfer_engine({"init_info": {}})
     return InProcessLLM(llm, environment, getattr(torch, job.dtype), bool(given["enable_sleep_mode"]), log)
@@ -245,7 +247,7 @@ def arguments(options: ColocateOptions, job: EngineJob, processes: int, cpu: boo
         "enable_chunked_prefill": False if cpu else None,  # with seeds, chunked prompts crash vLLM on a CPU
         "generation_config": "vllm",  # otherwise the model's folder may change sampling
         "logprobs_mode": "processed_logprobs",  # log-probs of the distribution that is sampled from
-        "weight_transfer_config": {"backend": "direct"},  # `worker.DirectWeightTransfer`
+        "weight_transfer_config": {"backend": "direct"},  # `worker.InProcessWeightTransfer`
         "load_format": "dummy",  # random weights, so that a parameter missing from a sync is detected
         "use_tqdm_on_load": False,
     }
@@ -296,7 +298,7 @@ def _choice(output: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _failing(what: str, log: Path) -> Iterator[None]:
+def _as_engine_error(what: str, log: Path) -> Iterator[None]:
     """Convert vLLM's exceptions to one-sentence EngineErrors."""
     try:
         yield

@@ -13,8 +13,8 @@ import torch
 from grpocli.errors import EngineError, EngineGone
 from grpocli.http import pause
 from grpocli.rollout.engine import Listener, ignore
-from grpocli.rollout.sampling import stop_ids
-from grpocli.rollout.vllm.client import Client, KeepsRefusing
+from grpocli.rollout.sampling import stop_token_ids
+from grpocli.rollout.vllm.client import KeepsRefusing, ServerClient
 from grpocli.rollout.vllm.lora import AdapterSync
 from grpocli.rollout.vllm.request import body, check_temperature, completions
 from grpocli.rollout.vllm.server_files import Endpoint, run_files
@@ -152,7 +152,7 @@ class VllmEngine:
         self.sync(self.version)
 
     def sync(self, version: int) -> dict[str, float]:
-        """Bring every server to the policy's current weights and prove it, after lost servers have come back.
+        """Bring every server to the policy's current weights and verify it, after lost servers have come back.
 
         Collective. Raises EngineGone in every process if a lost server does not come back.
         """
@@ -236,7 +236,9 @@ def connect(options: VllmOptions, context: EngineContext) -> VllmEngine:
     job = context.job
     run = hashlib.blake2b(str(job.run_dir.absolute()).encode(), digest_size=4).hexdigest()  # the same in every process
     patience = 0 if options.base_url is None else options.patience  # an own server's errors are not temporary
-    clients = [Client(Endpoint.load(path), options.request_timeout, run, patience) for path in run_files(job.run_dir)]
+    clients = [
+        ServerClient(Endpoint.load(path), options.request_timeout, run, patience) for path in run_files(job.run_dir)
+    ]
     pool = ServerPool(clients)
     reconnector = OwnServers if options.base_url is None else ExternalServers
 
@@ -250,7 +252,7 @@ def connect(options: VllmOptions, context: EngineContext) -> VllmEngine:
     return VllmEngine(
         pool,
         make_synchronizer(clients, context),
-        stop_ids(context.policy.model, context.tokenizer),
+        stop_token_ids(context.policy.model, context.tokenizer),
         version=0 if options.base_url is None else None,
         world=context.world,
         reconnector=reconnector(options, job, context.stopping),
@@ -260,7 +262,7 @@ def connect(options: VllmOptions, context: EngineContext) -> VllmEngine:
     )
 
 
-def make_synchronizer(clients: Sequence[Client], context: EngineContext) -> Synchronizer:
+def make_synchronizer(clients: Sequence[ServerClient], context: EngineContext) -> Synchronizer:
     """The synchronizer of the run: an adapter's for LoRA, else one of all weights through the run's transport."""
     job = context.job
     if job.lora_rank:

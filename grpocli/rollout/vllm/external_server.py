@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from grpocli.errors import ConfigError, EngineError
 from grpocli.http import is_loopback
-from grpocli.rollout.vllm.client import GENERATE, MODEL, Client, Refused
+from grpocli.rollout.vllm.client import GENERATE, MODEL, Refused, ServerClient
 from grpocli.rollout.vllm.lora import lora_misfit
 from grpocli.rollout.vllm.plugin import BACKENDS
 from grpocli.rollout.vllm.server_files import Endpoint, serve_file
@@ -39,7 +39,7 @@ def external_servers(options: VllmOptions, job: EngineJob) -> list[Endpoint]:
 def _external_server(options: VllmOptions, url: str, job: EngineJob) -> Endpoint:
     _check_alive(url, options.request_timeout)
     endpoint = find_endpoint(options, url, job.sync_folder)
-    _check(Client(endpoint, options.request_timeout, patience=options.patience), job)
+    _check(ServerClient(endpoint, options.request_timeout, patience=options.patience), job)
     if (job.transport == "shm" or job.lora_rank) and not (endpoint.shm_dir and Path(endpoint.shm_dir).is_dir()):
         raise ConfigError(
             f"must be the folder that the server at {url} reads weights from, as this machine sees it; {SERVE} "
@@ -91,7 +91,7 @@ def _plain_key(file: str | None) -> str:
 
 def _check_alive(url: str, timeout: float) -> None:
     """Raise ConfigError if no server answers `/health`, which needs no key."""
-    client = Client(Endpoint(url, "none", ""), min(timeout, HEALTH_TIMEOUT))
+    client = ServerClient(Endpoint(url, "none", ""), min(timeout, HEALTH_TIMEOUT))
     try:
         client.get("/health")
     except EngineError as error:
@@ -99,7 +99,7 @@ def _check_alive(url: str, timeout: float) -> None:
         raise ConfigError(f"{problem} ({error})", key="engine.base_url", value=url) from error
 
 
-def _check(client: Client, job: EngineJob) -> None:
+def _check(client: ServerClient, job: EngineJob) -> None:
     url = client.endpoint.url
     try:
         client.weight_version()
@@ -116,7 +116,7 @@ def _check(client: Client, job: EngineJob) -> None:
         raise ConfigError(problem, key="engine.base_url", value=url)
 
 
-def _check_generate(client: Client) -> None:
+def _check_generate(client: ServerClient) -> None:
     """Raise Refused unless the route exists and is open: then it refuses a request without tokens as invalid."""
     try:
         client.post(GENERATE, {})
@@ -125,7 +125,7 @@ def _check_generate(client: Client) -> None:
             raise
 
 
-def _advice(client: Client, error: Refused) -> str:
+def _advice(client: ServerClient, error: Refused) -> str:
     if error.status == 401 or (error.status == 403 and error.path != GENERATE):
         return "that server refuses the key: set engine.api_key_file to the file that its start printed"
     if error.status == 403:
@@ -135,7 +135,7 @@ def _advice(client: Client, error: Refused) -> str:
     return f"{NO_SERVER} ({error})"
 
 
-def _version(client: Client) -> str:
+def _version(client: ServerClient) -> str:
     """` (vLLM 0.9.1)`, or "" if the server does not report its version."""
     try:
         return f" (vLLM {client.get('/version')['version']})"

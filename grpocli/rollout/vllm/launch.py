@@ -25,7 +25,6 @@ from grpocli.processes.exit_reports import KINDS
 from grpocli.processes.guard import guarded
 from grpocli.progress import unreported
 from grpocli.rollout.vllm.external_server import external_servers
-from grpocli.rollout.vllm.probe import PROBE_ROOM
 from grpocli.rollout.vllm.server import LOOPBACK, ServerSpec, free_port, serving
 from grpocli.rollout.vllm.server_files import (
     SHM,
@@ -40,6 +39,7 @@ from grpocli.rollout.vllm.server_files import (
 )
 from grpocli.rollout.vllm.supervisor import SupervisedServer
 from grpocli.rollout.vllm.validate import check_room
+from grpocli.rollout.vllm.weight_verifier import PROBE_ROOM
 
 if TYPE_CHECKING:
     from grpocli.processes.guard import Guarded

@@ -18,12 +18,12 @@ from safetensors.torch import save
 from grpocli.errors import ConfigError, EngineError, GrpoError
 from grpocli.models.lora import WEIGHTS, adapter_tensors, switched_off, write_config
 from grpocli.rollout.vllm.client import ADAPTER, MODEL, Refused, ServerGone, call_all
-from grpocli.rollout.vllm.probe import Probe
-from grpocli.rollout.vllm.weight_sync import compare_versions
+from grpocli.rollout.vllm.weight_sync import verify_version
+from grpocli.rollout.vllm.weight_verifier import WeightVerifier
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext, EngineJob
-    from grpocli.rollout.vllm.client import Client
+    from grpocli.rollout.vllm.client import ServerClient
 
 logger = logging.getLogger(__name__)
 
@@ -66,25 +66,25 @@ def lora_misfit(served: dict[str, Any], job: EngineJob) -> str:
 
 
 class AdapterSync:
-    """Sends a version of the adapter and proves it. Every process calls it; the main one sends; all fail together.
+    """Sends a version of the adapter and verifies it. Every process calls it; the main one sends; all fail together.
 
     A version has a new name and a new folder. vLLM's prefix cache is keyed by both, so nothing computed with older
     updates is reused. vLLM holds `LOADED` adapters, drops the least recently used, and reads it from its folder again
     when a request needs it; so a folder is deleted only when no request can use it any more.
     """
 
-    def __init__(self, servers: Sequence[Client], context: EngineContext) -> None:
+    def __init__(self, servers: Sequence[ServerClient], context: EngineContext) -> None:
         self.servers, self.policy, self.world = list(servers), context.policy, context.world
         self.in_flight = context.in_flight
         self.dtype: torch.dtype = getattr(torch, context.job.dtype)
-        self.probe = Probe(context)
+        self.verifier = WeightVerifier(context)
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Send and prove the adapter; return `sync/bytes` and the seconds of the update and of the probe (0 if not
+        """Send and verify the adapter; return `sync/bytes` and the seconds of the update and of the probe (0 if not
         due).
 
-        Raises, in every process, EngineError if the adapter cannot be sent or proven, ConfigError if vLLM's model does
-        not support it.
+        Raises, in every process, EngineError if the adapter cannot be sent or verified, ConfigError if vLLM's model
+        does not support it.
         """
         used = set(self.world.gather_objects([name for server in self.servers for name in server.adapters_in_use()]))
         name, failure = "", None
@@ -121,13 +121,13 @@ class AdapterSync:
         """The new adapter's name, and the metrics. Main process only."""
         began = time.perf_counter()
         new = [server for server in self.servers if not server.prepared]
-        due = self.probe.due(new=bool(new))
-        self._check_base(new, version)
+        due = self.verifier.due(new=bool(new))
+        self._verify_base(new, version)
         name, sent = self._send(version, used)
-        call_all(self.servers, lambda server: compare_versions(server, version))
+        call_all(self.servers, lambda server: verify_version(server, version))
         updated = time.perf_counter()
         if due:
-            self._compare(self.servers, version)
+            self._verify(self.servers, version)
         seconds = {"sync/seconds/update": updated - began, "sync/seconds/probe": time.perf_counter() - updated}
         return name, {"sync/bytes": float(sent), **seconds}
 
@@ -164,7 +164,7 @@ class AdapterSync:
         named = adapter_tensors(self.policy.model)
         return {name: tensor.detach().to("cpu", self.dtype).contiguous() for name, tensor in named}
 
-    def _load(self, server: Client, name: str, version: int, tensors: dict[str, torch.Tensor]) -> None:
+    def _load(self, server: ServerClient, name: str, version: int, tensors: dict[str, torch.Tensor]) -> None:
         folder = self._write(server, tensors)
         try:
             server.load_adapter(name, folder)
@@ -173,7 +173,7 @@ class AdapterSync:
             raise _explain(error, folder) from error
         server.set_version(version)
 
-    def _write(self, server: Client, tensors: dict[str, torch.Tensor]) -> Path:
+    def _write(self, server: ServerClient, tensors: dict[str, torch.Tensor]) -> Path:
         """Write a new folder in peft's format into the folder for weights."""
         root, folder = Path(server.endpoint.shm_dir).absolute(), None
         try:
@@ -189,7 +189,7 @@ class AdapterSync:
             ) from error
         return folder
 
-    def _unload(self, server: Client, adapters: dict[str, Path], keep: set[str]) -> None:
+    def _unload(self, server: ServerClient, adapters: dict[str, Path], keep: set[str]) -> None:
         """Unload and delete the adapters, also an earlier run's, that no request can use any more."""
         root = Path(server.endpoint.shm_dir).absolute()
         for name, folder in adapters.items():
@@ -199,7 +199,7 @@ class AdapterSync:
             if folder.parent == root and folder.name.startswith(FOLDER):
                 shutil.rmtree(folder, ignore_errors=True)  # the server's folder is removed with the server
 
-    def _check_base(self, new: Sequence[Client], version: int) -> None:
+    def _verify_base(self, new: Sequence[ServerClient], version: int) -> None:
         """Raise EngineError unless new servers have the policy's base weights; each server is checked once."""
         if not new:
             return
@@ -209,7 +209,7 @@ class AdapterSync:
             server.resume()
         try:
             with switched_off(self.policy.model):
-                self._compare(new, version)
+                self._verify(new, version)
         except ServerGone:
             raise
         except EngineError as error:
@@ -218,17 +218,17 @@ class AdapterSync:
                 f"with the run's model ({error})"
             ) from error
 
-    def _compare(self, servers: Sequence[Client], version: int) -> None:
+    def _verify(self, servers: Sequence[ServerClient], version: int) -> None:
         """Compare the probe's log-probs; during other requests, those of tokens that the servers sample after it.
 
         On a CPU vLLM 0.32 crashes when it computes a prompt's log-probs together with another adapter's request.
         """
         if not self.in_flight:
-            self.probe.check(servers, version)
+            self.verifier.verify(servers, version)
             return
-        start = self.probe.token_ids
+        start = self.verifier.token_ids
         for ids, scored in call_all(servers, lambda server: server.sample(start, len(start))):
-            self.probe.compare(scored, self.policy.score([*start, *ids])[-len(ids) :], version)
+            self.verifier.verify_logprobs(scored, self.policy.score([*start, *ids])[-len(ids) :], version)
 
 
 def _new_name(version: int, taken: set[str]) -> str:

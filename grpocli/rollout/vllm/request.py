@@ -23,12 +23,12 @@ def check_temperature(sampling: Sampling) -> None:
         raise ConfigError(problem, key="rollout.temperature", value=sampling.temperature)
 
 
-def body(request: Request, sampling: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
+def body(request: Request, sampling: Sampling, stop_token_ids: Sequence[int]) -> dict[str, Any]:
     """The JSON of a request. A whole group is one request, so that vLLM computes the prompt once."""
-    return {"token_ids": list(request.token_ids), "sampling_params": sampling_params(request, sampling, stop_ids)}
+    return {"token_ids": list(request.token_ids), "sampling_params": sampling_params(request, sampling, stop_token_ids)}
 
 
-def sampling_params(request: Request, sampling: Sampling, stop_ids: Sequence[int]) -> dict[str, Any]:
+def sampling_params(request: Request, sampling: Sampling, stop_token_ids: Sequence[int]) -> dict[str, Any]:
     """The arguments of vLLM's SamplingParams as JSON.
 
     To call `SamplingParams(**...)` itself, convert `structured_outputs` to a StructuredOutputsParams.
@@ -44,7 +44,7 @@ def sampling_params(request: Request, sampling: Sampling, stop_ids: Sequence[int
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
         "stop": list(sampling.stop),
-        "stop_token_ids": list(stop_ids),
+        "stop_token_ids": list(stop_token_ids),
         "logprobs": 0,  # of the sampled token only
         "detokenize": bool(sampling.stop),  # vLLM finds stop strings in the text, but cuts no token
         "include_stop_str_in_output": bool(sampling.stop),

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from grpocli.progress import UNWATCHED, Watch, unreported
-from grpocli.rollout.vllm.client import Client, ServerGone
+from grpocli.rollout.vllm.client import ServerClient, ServerGone
 from grpocli.rollout.vllm.server_files import Endpoint
 
 CONCURRENT = 64  # requests at a server; each may hold several sequences, and the server queues the surplus
@@ -43,7 +43,7 @@ class Slot:
     open: whether it takes requests. outstanding: completions that were requested and have not arrived.
     """
 
-    client: Client
+    client: ServerClient
     open: Callable[[], bool]
     room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CONCURRENT))
     outstanding: int = 0
@@ -64,7 +64,7 @@ class Slot:
 class ServerPool:
     """The servers of a run in one trainer process. Several threads may call it."""
 
-    def __init__(self, clients: Sequence[Client]) -> None:
+    def __init__(self, clients: Sequence[ServerClient]) -> None:
         self.clients = list(clients)
         self._closed: set[int] = set()
 

@@ -26,7 +26,7 @@ from grpocli.rollout.vllm.server_files import Endpoint, lost_file, run_file
 if TYPE_CHECKING:
     from grpocli.processes.guard import Guarded
     from grpocli.rollout.engine import EngineJob
-    from grpocli.rollout.vllm.client import Client
+    from grpocli.rollout.vllm.client import ServerClient
     from grpocli.rollout.vllm.config import VllmOptions
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class SupervisedServer:
 class Reconnector(Protocol):
     """Finds lost servers again. Made in every trainer process, called in the main one."""
 
-    def check(self, clients: Sequence[Client]) -> None:
+    def check(self, clients: Sequence[ServerClient]) -> None:
         """Before a sync, mark clients as lost whose server was replaced unnoticed."""
         ...
 
@@ -128,7 +128,7 @@ class OwnServers:
     def __init__(self, options: VllmOptions, job: EngineJob, stopping: Callable[[], bool]) -> None:
         self.options, self.job, self.stopping = options, job, stopping
 
-    def check(self, clients: Sequence[Client]) -> None:
+    def check(self, clients: Sequence[ServerClient]) -> None:
         """Do nothing: a new server has a new address, so the next call to a dead one fails."""
 
     def wait(self, lost: Lost) -> list[Endpoint]:
@@ -161,7 +161,7 @@ class ExternalServers:
     def __init__(self, options: VllmOptions, job: EngineJob, stopping: Callable[[], bool]) -> None:
         self.options, self.job, self.stopping = options, job, stopping
 
-    def check(self, clients: Sequence[Client]) -> None:
+    def check(self, clients: Sequence[ServerClient]) -> None:
         for client in clients:
             with contextlib.suppress(EngineError):  # the sync that follows meets the same error
                 if not client.lost:

@@ -1,4 +1,4 @@
-"""sync=nccl and sync=ipc: vLLM's own trainer engines, which call our servers through `SyncClient`.
+"""sync=nccl and sync=ipc: vLLM's own trainer engines, which call our servers through `TransferClient`.
 
 Neither has run on a GPU yet; the tests cover the calls to the servers. The first sync imports vLLM, which is slow.
 CUDA IPC handles travel as JSON instead of a pickle: `encode_handles` in the trainer, `decode_handles` in `worker.py`.
@@ -19,7 +19,7 @@ from grpocli.errors import EngineError
 from grpocli.rollout.vllm.client import call_all, init_transfers
 
 if TYPE_CHECKING:
-    from grpocli.rollout.vllm.client import Client
+    from grpocli.rollout.vllm.client import ServerClient
     from grpocli.rollout.vllm.weight_sync import PolicyWeights
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class WeightSource:
             yield name, tensor.to(self.weights.dtype)
 
 
-class SyncClient:
+class TransferClient:
     """vLLM's `VLLMWeightSyncClient` over all servers at once.
 
     After a failure later calls do nothing, so that this process finishes the collective work of the transfer in step
@@ -53,11 +53,11 @@ class SyncClient:
     """
 
     def __init__(self) -> None:
-        self.servers: Sequence[Client] = ()
+        self.servers: Sequence[ServerClient] = ()
         self.version = 0
         self.failure: EngineError | None = None
 
-    def begin(self, servers: Sequence[Client], version: int) -> None:
+    def begin(self, servers: Sequence[ServerClient], version: int) -> None:
         self.servers, self.version, self.failure = servers, version, None
 
     def check(self) -> None:
@@ -80,7 +80,7 @@ class SyncClient:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._each(lambda server: server.finish_update(self.version))
 
-    def _each(self, call: Callable[[Client], None]) -> None:
+    def _each(self, call: Callable[[ServerClient], None]) -> None:
         self._try(lambda: call_all(self.servers, call))
 
     def _try(self, call: Callable[[], Any]) -> None:
@@ -92,7 +92,7 @@ class SyncClient:
             self.failure = error
 
 
-def init_infos(servers: Sequence[Client], info: dict[str, Any]) -> list[dict[str, object]]:
+def init_infos(servers: Sequence[ServerClient], info: dict[str, Any]) -> list[dict[str, object]]:
     """`info` for each server, with the first rank of its workers."""
     infos: list[dict[str, object]] = []
     offset = info.get("rank_offset", 0)
@@ -121,10 +121,10 @@ class NcclTransport:
 
     def __init__(self, weights: PolicyWeights, bucket_bytes: int) -> None:
         self.weights, self.bucket_bytes = weights, bucket_bytes
-        self.source, self.client = WeightSource(weights), SyncClient()
+        self.source, self.client = WeightSource(weights), TransferClient()
         self._engine: Any = None
 
-    def send(self, servers: Sequence[Client], stream: Stream, version: int) -> int:
+    def send(self, servers: Sequence[ServerClient], stream: Stream, version: int) -> int:
         self.client.begin(servers, version)
         self.source.stream = stream
         if self._engine is None or not all(server.prepared for server in servers):
@@ -176,10 +176,10 @@ class IpcTransport:
 
     def __init__(self, weights: PolicyWeights, bucket_bytes: int, rank: int) -> None:
         self.weights, self.bucket_bytes, self.rank = weights, bucket_bytes, rank
-        self.source, self.client = WeightSource(weights), SyncClient()
+        self.source, self.client = WeightSource(weights), TransferClient()
         self._engine: Any = None
 
-    def send(self, servers: Sequence[Client], stream: Stream, version: int) -> int:
+    def send(self, servers: Sequence[ServerClient], stream: Stream, version: int) -> int:
         self.client.begin(servers, version)
         self.source.stream = stream
         if self._engine is None:

@@ -24,7 +24,7 @@ from grpocli.rollout.vllm.client import call_all, init_transfers
 from grpocli.rollout.vllm.server_files import SHM
 
 if TYPE_CHECKING:
-    from grpocli.rollout.vllm.client import Client
+    from grpocli.rollout.vllm.client import ServerClient
     from grpocli.rollout.vllm.weight_sync import ParameterShape, PolicyWeights
 
 WEIGHTS_FOLDER_VARIABLE = "GRPOCLI_SHM_DIR"
@@ -53,7 +53,7 @@ class ShmTransport:
         self._slots: list[Files] = []
         self._mapped_plan: list[list[ParameterShape]] = []  # the plan whose slots the servers have mapped
 
-    def send(self, servers: Sequence[Client], stream: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
+    def send(self, servers: Sequence[ServerClient], stream: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
         plan = self._plan()
         groups = by_folder(servers)
         if plan != self._mapped_plan or not all(server.prepared for server in servers):
@@ -81,7 +81,7 @@ class ShmTransport:
     def _send_buckets(
         self,
         plan: list[list[ParameterShape]],
-        groups: dict[Path, list[Client]],
+        groups: dict[Path, list[ServerClient]],
         stream: Iterator[tuple[str, torch.Tensor]],
     ) -> None:
         loads: list[Future[None]] = []
@@ -100,7 +100,7 @@ class ShmTransport:
         for load in loads:
             load.result()
 
-    def _make_slots(self, groups: dict[Path, list[Client]], plan: list[list[ParameterShape]]) -> None:
+    def _make_slots(self, groups: dict[Path, list[ServerClient]], plan: list[list[ParameterShape]]) -> None:
         """Make the files in shared memory before any server begins an update, because there may be no space."""
         if self._slots or not all(in_memory(folder) for folder in groups):
             return
@@ -147,9 +147,9 @@ def make_files(groups: Iterable[Path], buckets: Iterable[list[ParameterShape]], 
     return files
 
 
-def by_folder(servers: Sequence[Client]) -> dict[Path, list[Client]]:
+def by_folder(servers: Sequence[ServerClient]) -> dict[Path, list[ServerClient]]:
     """The servers grouped by the folder that they read weights from."""
-    groups: dict[Path, list[Client]] = {}
+    groups: dict[Path, list[ServerClient]] = {}
     for server in servers:
         groups.setdefault(Path(server.endpoint.shm_dir), []).append(server)
     return groups
@@ -160,7 +160,7 @@ def in_memory(folder: Path) -> bool:
     return folder.resolve().is_relative_to(SHM)
 
 
-def _load(files: Files, groups: dict[Path, list[Client]], keep: bool) -> None:
+def _load(files: Files, groups: dict[Path, list[ServerClient]], keep: bool) -> None:
     folders = {id(server): folder for folder, servers in groups.items() for server in servers}
     servers = [server for group in groups.values() for server in group]
     try:

@@ -1,4 +1,4 @@
-"""Sync all weights: stream the policy's parameters through a transport to every server, then prove their arrival."""
+"""Sync all weights: stream the policy's parameters through a transport to every server, then verify them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 from grpocli.errors import EngineError
 from grpocli.rollout.vllm.client import call_all
-from grpocli.rollout.vllm.probe import Probe
+from grpocli.rollout.vllm.weight_verifier import WeightVerifier
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext, PolicyView
-    from grpocli.rollout.vllm.client import Client
+    from grpocli.rollout.vllm.client import ServerClient
 
 
 class ParameterShape(NamedTuple):
@@ -66,7 +66,7 @@ class Transport(Protocol):
     collective: bool
     """Whether every process calls `send` (each sends the memory of its own GPU), or only the main process."""
 
-    def send(self, servers: Sequence[Client], stream: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
+    def send(self, servers: Sequence[ServerClient], stream: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
         """Prepare new servers, then start, update and finish on every server; return the bytes for each server.
 
         The servers are paused. Raises EngineError.
@@ -77,7 +77,7 @@ class Transport(Protocol):
 
 
 class WeightSync:
-    """Sends a version of the weights and proves it. Every process calls it; the main one sends; all fail together.
+    """Sends a version of the weights and verifies it. Every process calls it; the main one sends; all fail together.
 
     Running requests finish first. With `context.in_flight` they are frozen and resumed instead: vLLM then recomputes
     their keys and values with the new weights before it samples their next token.
@@ -85,21 +85,21 @@ class WeightSync:
     After a failed update servers may hold a mixture of weights. They stay paused until a sync succeeds or `release`.
     """
 
-    def __init__(self, servers: Sequence[Client], context: EngineContext, transport: Transport) -> None:
+    def __init__(self, servers: Sequence[ServerClient], context: EngineContext, transport: Transport) -> None:
         self.servers, self.policy, self.world = list(servers), context.policy, context.world
         self.transport, self.weights = transport, transport.weights
         self.pause_mode = "keep" if context.in_flight else "wait"
-        self.probe = Probe(context)
+        self.verifier = WeightVerifier(context)
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Send and prove the weights; return `sync/bytes` and the seconds of the update and of the probe (0 if not
+        """Send and verify the weights; return `sync/bytes` and the seconds of the update and of the probe (0 if not
         due).
 
-        Raises EngineError in every process if the weights cannot be sent or proven.
+        Raises EngineError in every process if the weights cannot be sent or verified.
         """
         began = time.perf_counter()
         main = self.world.is_main
-        probing = main and self.probe.due(new=not all(server.prepared for server in self.servers))
+        verifying = main and self.verifier.due(new=not all(server.prepared for server in self.servers))
         sent, failure = 0, ""
         stream = LockedIterator(self.weights.stream())
         try:
@@ -112,10 +112,10 @@ class WeightSync:
         if self.world.size > 1 and self.weights.sharded:
             for _ in stream:  # gathers are collective, so every process finishes them, also after a failure
                 pass
-        sent, failure, probing = self.world.broadcast_object((sent, failure, probing))
+        sent, failure, verifying = self.world.broadcast_object((sent, failure, verifying))
         updated = time.perf_counter()
-        if not failure and probing:
-            failure = self.world.broadcast_object(self._prove(version))
+        if not failure and verifying:
+            failure = self.world.broadcast_object(self._verify(version))
         if failure:
             raise EngineError(failure)
         seconds = {"sync/seconds/update": updated - began, "sync/seconds/probe": time.perf_counter() - updated}
@@ -134,26 +134,28 @@ class WeightSync:
         self.transport.close()
 
     def _update(self, stream: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
-        """Pause, replace the weights, drop the prefix cache, check the version, resume; return the bytes sent."""
+        """Pause, replace the weights, drop the prefix cache, verify the version, resume; return the bytes sent."""
         call_all(self.servers, lambda server: server.weight_version())  # raises if another run has changed them
         call_all(self.servers, lambda server: server.pause(self.pause_mode))
         sent = self.transport.send(self.servers, stream, version)
         call_all(self.servers, lambda server: server.reset_prefix_cache(running=self.pause_mode == "keep"))
-        call_all(self.servers, lambda server: compare_versions(server, version))
+        call_all(self.servers, lambda server: verify_version(server, version))
         call_all(self.servers, lambda server: server.resume())
         return sent
 
-    def _prove(self, version: int) -> str:
-        """The problem that the probe finds, in the main process; "" if the servers have the weights.
+    def _verify(self, version: int) -> str:
+        """The problem that the verifier finds, in the main process; "" if the servers have the weights.
+
+        The servers run again: the probe is a request, and requests that waited for the sync may be computed beside it.
 
         A sharded policy scores in all processes or in none.
         """
         if not self.world.is_main:
             if self.weights.sharded:
-                self.policy.score(self.probe.token_ids)
+                self.policy.score(self.verifier.token_ids)
             return ""
         try:
-            self.probe.check(self.servers, version, beside_requests=self.pause_mode == "keep")
+            self.verifier.verify(self.servers, version, beside_requests=self.pause_mode == "keep")
         except EngineError as error:
             return str(error)
         return ""
@@ -176,7 +178,7 @@ class LockedIterator:
             return next(self._items)
 
 
-def compare_versions(server: Client, version: int) -> None:
+def verify_version(server: ServerClient, version: int) -> None:
     """Raise EngineError unless the server reports `version`."""
     reported = server.weight_version()
     if reported != version:

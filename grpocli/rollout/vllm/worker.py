@@ -1,7 +1,7 @@
 """vLLM's side of every transport: vLLM calls these classes in its workers, and its own loader takes the weights.
 
 `sync=nccl` uses vLLM's class. `plugin.py` registers `ShmWeightTransfer` and `JsonIpcWeightTransfer` in servers, and
-`register_direct` registers `DirectWeightTransfer` in the trainer's process for `engine=vllm_colocate`.
+`register_in_process_transfer` registers `InProcessWeightTransfer` in the trainer's process for `engine=vllm_colocate`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine,
 from grpocli.rollout.vllm.transport_gpu import decode_handles
 from grpocli.rollout.vllm.transport_shm import MappedFiles, weights_folder
 
-DIRECT = "direct"
-"""The backend's name in `weight_transfer_config`, see `DirectWeightTransfer`."""
+IN_PROCESS_BACKEND = "direct"
+"""The backend's name in `weight_transfer_config`, see `InProcessWeightTransfer`."""
 
 
 @dataclass
@@ -75,14 +75,14 @@ class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: igno
 
     def receive_weights(self, update_info: ShmUpdate) -> None:
         weights = self.files.tensors(update_info.file, weights_folder(), update_info.keep)
-        with partial_load(), embeddings_unpacked(self.model):
+        with partial_load(), without_packing_embeddings(self.model):
             self.model.load_weights(iter(weights))
         keep_waiting_weights(self.model)
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        with embeddings_unpacked(self.model):
+        with without_packing_embeddings(self.model):
             finalize_layerwise_reload(self.model, self.model_config)
         pack_heads(self.model)
 
@@ -119,7 +119,7 @@ def embeddings(model: torch.nn.Module) -> list[Any]:
 
 
 @contextmanager
-def embeddings_unpacked(model: torch.nn.Module) -> Iterator[None]:
+def without_packing_embeddings(model: torch.nn.Module) -> Iterator[None]:
     """Keep vLLM from packing embeddings, which takes longer than copying the model; `pack_heads` follows."""
     methods = [module.quant_method for module in embeddings(model)]
     for method in methods:
@@ -160,35 +160,35 @@ class JsonIpcWeightTransfer(IPCWeightTransferEngine):  # type: ignore[misc]
 
 
 @dataclass
-class DirectInit(WeightTransferInitInfo):  # type: ignore[misc]
+class InProcessInit(WeightTransferInitInfo):  # type: ignore[misc]
     """Empty: both sides are one process."""
 
 
 @dataclass
-class DirectUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+class InProcessUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     """The whole model: (Hugging Face name, tensor), on any device."""
 
     weights: Iterable[tuple[str, torch.Tensor]]
 
 
-class DirectWeightTransfer(ShmWeightTransfer):
+class InProcessWeightTransfer(ShmWeightTransfer):
     """engine=vllm_colocate: takes the trainer's tensors themselves.
 
     Updates begin and end as with `shm`. vLLM's loader copies each tensor; at most one layer's tensors wait together.
     """
 
-    init_info_cls = DirectInit
-    update_info_cls = DirectUpdate
+    init_info_cls = InProcessInit
+    update_info_cls = InProcessUpdate
 
-    def init_transfer_engine(self, init_info: DirectInit) -> None:
+    def init_transfer_engine(self, init_info: InProcessInit) -> None:
         """Do nothing: there is no connection."""
 
-    def receive_weights(self, update_info: DirectUpdate) -> None:
-        with torch.no_grad(), embeddings_unpacked(self.model):
+    def receive_weights(self, update_info: InProcessUpdate) -> None:
+        with torch.no_grad(), without_packing_embeddings(self.model):
             self.model.load_weights(update_info.weights)
 
 
-def register_direct() -> None:
+def register_in_process_transfer() -> None:
     """Register `weight_transfer_config={"backend": "direct"}` in this process. Safe to call again."""
-    if DIRECT not in Factory._registry:
-        Factory.register_engine(DIRECT, DirectWeightTransfer)
+    if IN_PROCESS_BACKEND not in Factory._registry:
+        Factory.register_engine(IN_PROCESS_BACKEND, InProcessWeightTransfer)

@@ -1,4 +1,4 @@
-"""The proof that a server has the trainer's weights: both give a fixed sequence of tokens the same log-probs."""
+"""Verifies that a server has the trainer's weights: both must give a fixed sequence of tokens the same log-probs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpocli.rollout.vllm.client import call_all
 
 if TYPE_CHECKING:
     from grpocli.rollout.engine import EngineContext, EngineJob
-    from grpocli.rollout.vllm.client import Client
+    from grpocli.rollout.vllm.client import ServerClient
 
 PROBE_TOKENS = 32  # the length of the sequence
 PROBE_ROOM = 2 * PROBE_TOKENS
@@ -38,22 +38,22 @@ def tolerance(job: EngineJob, gpu: bool) -> float:
     return ON_GPU.get(job.dtype, TOLERANCE[job.dtype]) if gpu else TOLERANCE[job.dtype]
 
 
-class Probe:
-    """The probe of all syncs of a run.
+class WeightVerifier:
+    """Verifies the weights of servers, with the same prompt of `PROBE_TOKENS` tokens in every sync of a run.
 
-    token_ids: the sequence. tolerance: nats, see `TOLERANCE`.
+    token_ids: the prompt. tolerance: nats, see `TOLERANCE`.
     """
 
     def __init__(self, context: EngineContext) -> None:
         self.policy, sync = context.policy, context.sync
-        self.token_ids = sequence(int(self.policy.model.config.get_text_config().vocab_size))
+        self.token_ids = probe_prompt(int(self.policy.model.config.get_text_config().vocab_size))
         trains_on_gpu = next(self.policy.model.parameters()).device.type == "cuda"
         usual = tolerance(context.job, gpu=trains_on_gpu or bool(context.job.gpus))
         self.tolerance = usual if sync.tolerance is None else sync.tolerance
         self._every, self._since = sync.verify_every, 0
 
     def due(self, new: bool = False) -> bool:
-        """Whether this sync is probed: the first, then every `sync.verify_every`th, and one with a new server.
+        """Whether to verify this sync: the first, then every `sync.verify_every`th, and one with a new server.
 
         Call it once for each sync.
         """
@@ -61,7 +61,7 @@ class Probe:
         self._since = (1 if due else self._since + 1) % self._every
         return due
 
-    def check(self, servers: Sequence[Client], version: int, beside_requests: bool = False) -> None:
+    def verify(self, servers: Sequence[ServerClient], version: int, beside_requests: bool = False) -> None:
         """Raise EngineError unless every server's log-probs are the policy's. All servers score concurrently.
 
         beside_requests: score before the requests that wait at the servers.
@@ -70,19 +70,19 @@ class Probe:
             scores = pool.submit(call_all, servers, lambda server: server.score(self.token_ids, first=beside_requests))
             expected = self.policy.score(self.token_ids)
         for scored in scores.result():
-            self.compare(scored, expected, version)
+            self.verify_logprobs(scored, expected, version)
 
-    def compare(self, scored: Sequence[float], expected: Sequence[float], version: int) -> None:
+    def verify_logprobs(self, scored: Sequence[float], expected: Sequence[float], version: int) -> None:
         """Raise EngineError unless a server's log-probs are the trainer's."""
-        compare(scored, expected, self.tolerance, version)
+        require_close(scored, expected, self.tolerance, version)
 
 
-def sequence(vocabulary: int) -> list[int]:
+def probe_prompt(vocabulary: int) -> list[int]:
     """The same tokens from all over the vocabulary in every run."""
     return [(1 + i * 2654435761) % vocabulary for i in range(PROBE_TOKENS)]
 
 
-def compare(server: Sequence[float], trainer: Sequence[float], tolerance: float, version: int) -> None:
+def require_close(server: Sequence[float], trainer: Sequence[float], tolerance: float, version: int) -> None:
     """Raise EngineError unless the log-probs agree within `tolerance` nats (see `TOLERANCE`); NaN never agrees."""
     gaps = [abs(a - b) if math.isfinite(a - b) else math.inf for a, b in zip(server, trainer, strict=True)]
     worst = max(range(len(gaps)), key=gaps.__getitem__)

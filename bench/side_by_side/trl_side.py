@@ -1,6 +1,6 @@
 """Run TRL's GRPOTrainer on one workload, in its own environment, and print one JSON line.
 
-`python theirs.py WORKLOAD MODEL_FOLDER STEPS [seed=NUMBER]`
+`python trl_side.py WORKLOAD MODEL_FOLDER STEPS [seed=NUMBER]`
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 from workloads import ALL, FIRST_WORD, Workload, own_tokenizer, peak, reward
 
 
-class Watch(TrainerCallback):
+class StepRecorder(TrainerCallback):
     """Records the time at which each step ends, and its log."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ def run(scratch: str) -> None:
     """Run the trainer. scratch: a folder for its files."""
     name, folder, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
     seed = int(sys.argv[4].removeprefix("seed=")) if len(sys.argv) > 4 else 42
-    work, watch = ALL[name], Watch()
+    work, watch = ALL[name], StepRecorder()
     cuda = torch.cuda.is_available()
     rows = work.groups * work.rows
     # on a GPU a forward has at least as many tokens as grpocli's; one piece is faster if it fits into memory

@@ -1,6 +1,6 @@
 """The side of grpocli: `grpocli train` on one workload. Prints one JSON line.
 
-`python ours.py WORKLOAD MODEL_FOLDER STEPS [KEY=VALUE ...]`
+`python grpocli_side.py WORKLOAD MODEL_FOLDER STEPS [KEY=VALUE ...]`
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Ablation benchmark: step time and memory with and without each optimization.
 
-`python bench/side_by_side/savings.py`
+`python bench/side_by_side/optimizations.py`
 
-Alternates steps of grpocli with and without one saving. Writes a table between two markers of docs/benchmarks.md, as
-`run.py` does. `--without SAVING ...` runs one side.
+Alternates steps of grpocli with and without one optimization. Writes a table between two markers of
+docs/benchmarks.md, as `run.py` does. `--without OPTIMIZATION ...` runs one side.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,12 @@ def whole_logits() -> None:
 def scored_before() -> None:
     from grpocli.training.update import Updater
 
-    score = Updater._score_before
-    Updater._score_before = lambda self, plan, old: score(self, plan, True)  # type: ignore[method-assign]
+    score = Updater._score_before_updates  # only the first window is not scored under the old policy
+
+    def score_as_later_window(self: Any, window: Any) -> None:
+        score(self, replace(window, number=max(1, window.number)))
+
+    Updater._score_before_updates = score_as_later_window  # type: ignore[method-assign]
 
 
 def one_padded_batch() -> None:
@@ -80,42 +84,42 @@ def sampled_in_bfloat16() -> None:
 
     import grpocli.rollout.attention as attention
 
-    attention.in_float32 = lambda model: nullcontext()
+    attention.float32_attention = lambda model: nullcontext()
 
 
 @dataclass(frozen=True)
-class Saving:
-    """How to switch a saving off: config keys, or a change to the code."""
+class Optimization:
+    """How to switch an optimization off: config keys, or a change to the code."""
 
     workload: str
     options: tuple[str, ...] = ()
     change: Callable[[], None] = lambda: None
 
 
-SAVINGS = {
-    "prompts once": Saving("W3", ("train.packed=false",)),
-    "no padding": Saving("W4", ("train.packed=false",), one_padded_batch),
-    "no rows without a gradient": Saving("W5", change=no_skipping),
-    "no logits": Saving("W6", change=whole_logits),
-    "no forward twice": Saving("W2", change=scored_before),
-    "bfloat16": Saving("W2", ("model.dtype=float32",)),
-    "freed memory is kept": Saving("W2", change=freed_memory_given_back),
-    "few sizes": Saving("W4", change=any_size),
-    "a cache with room": Saving("W1", change=growing_cache),
-    "tokens attend in float32": Saving("W1", change=sampled_in_bfloat16),
+OPTIMIZATIONS = {
+    "prompts once": Optimization("W3", ("train.packed=false",)),
+    "no padding": Optimization("W4", ("train.packed=false",), one_padded_batch),
+    "no rows without a gradient": Optimization("W5", change=no_skipping),
+    "no logits": Optimization("W6", change=whole_logits),
+    "no forward twice": Optimization("W2", change=scored_before),
+    "bfloat16": Optimization("W2", ("model.dtype=float32",)),
+    "freed memory is kept": Optimization("W2", change=freed_memory_given_back),
+    "few sizes": Optimization("W4", change=any_size),
+    "a cache with room": Optimization("W1", change=growing_cache),
+    "tokens attend in float32": Optimization("W1", change=sampled_in_bfloat16),
 }
 
 
 def side(name: str, workload: str, folder: str, steps: str) -> None:
-    """One run in this process, with the output of ours.py."""
-    import ours
+    """One run in this process, with the output of grpocli_side.py."""
+    import grpocli_side
 
     options: tuple[str, ...] = ()
     if name:
-        SAVINGS[name].change()
-        options = SAVINGS[name].options
-    sys.argv = ["ours.py", workload, folder, steps, *options]
-    ours.main()
+        OPTIMIZATIONS[name].change()
+        options = OPTIMIZATIONS[name].options
+    sys.argv = ["grpocli_side.py", workload, folder, steps, *options]
+    grpocli_side.main()
 
 
 def run(name: str, workload: str, folder: Path, steps: int) -> dict[str, Any]:
@@ -139,7 +143,7 @@ def row(name: str, sides: dict[str, list[dict[str, Any]]]) -> str:
     with_it, without = (middle(sides[side]) for side in ("with", "without"))
     change = with_it["seconds"] / without["seconds"] - 1
     return (
-        f"| {name} | {SAVINGS[name].workload} | {with_it['seconds']:.2f} | {without['seconds']:.2f} | "
+        f"| {name} | {OPTIMIZATIONS[name].workload} | {with_it['seconds']:.2f} | {without['seconds']:.2f} | "
         f"**{abs(change):.0%} {'less' if change <= 0 else 'more'}** | {with_it['GiB']:.2f} | {without['GiB']:.2f} |"
     )
 
@@ -147,12 +151,12 @@ def row(name: str, sides: dict[str, list[dict[str, Any]]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "savings",
+        "optimizations",
         nargs="*",
-        metavar="SAVING",
-        help=f"of {', '.join(SAVINGS)}, whose rows in the docs are replaced; all by default",
+        metavar="OPTIMIZATION",
+        help=f"of {', '.join(OPTIMIZATIONS)}, whose rows in the docs are replaced; all by default",
     )
-    parser.add_argument("--without", nargs=4, metavar=("SAVING", "WORKLOAD", "FOLDER", "STEPS"))
+    parser.add_argument("--without", nargs=4, metavar=("OPTIMIZATION", "WORKLOAD", "FOLDER", "STEPS"))
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--print", action="store_true", help="leave the docs alone")
@@ -161,23 +165,23 @@ def main() -> None:
         side(*args.without)
         return
     check(parser, args)
-    if unknown := set(args.savings) - set(SAVINGS):
-        parser.error(f"there are {', '.join(SAVINGS)}, not {', '.join(unknown)}")
+    if unknown := set(args.optimizations) - set(OPTIMIZATIONS):
+        parser.error(f"there are {', '.join(OPTIMIZATIONS)}, not {', '.join(unknown)}")
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for name in args.savings or SAVINGS:
-            work = WORKLOADS[SAVINGS[name].workload]
+        for name in args.optimizations or OPTIMIZATIONS:
+            work = WORKLOADS[OPTIMIZATIONS[name].workload]
             folder = Path(scratch) / work.model.replace(" ", "-")
             if not folder.exists():
                 make_model(work.model, folder)
             sides: dict[str, list[dict[str, Any]]] = {name: [], "": []}
             for number in range(args.rounds):
                 for which in sorted(sides, reverse=number % 2 == 0):
-                    sides[which].append(run(which, SAVINGS[name].workload, folder, args.steps * work.times))
+                    sides[which].append(run(which, OPTIMIZATIONS[name].workload, folder, args.steps * work.times))
             found[name] = {"with": sides[""], "without": sides[name]}
             print(row(name, found[name]), file=sys.stderr, flush=True)
     known = {} if args.print else measured(MARK)
-    found = {name: found.get(name) or known[name] for name in SAVINGS if name in found or name in known}
+    found = {name: found.get(name) or known[name] for name in OPTIMIZATIONS if name in found or name in known}
     rows = [row(name, runs) for name, runs in found.items()]
     table = "\n".join(["| | | s with it | without | | GiB with it | without |", f"|{'---|' * 7}", *rows])
     print(table)

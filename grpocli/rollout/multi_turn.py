@@ -13,7 +13,7 @@ from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Failure
 from grpocli.rewards.worker_pool import WorkerPool, default_workers
 from grpocli.rollout.engine import Listener, OnGroup, ignore
-from grpocli.rollout.sampling import seed_of
+from grpocli.rollout.sampling import derive_seed
 from grpocli.types import Completion, Episode, Message, Prompt, Request, ReusableKV, Sampling
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class _RunningEpisode:
 
 
 @dataclass(frozen=True, slots=True)
-class Episodes:
+class MultiTurnEngine:
     """Wraps an engine; runs multi-turn episodes for the tasks in `environments`."""
 
     engine: Engine
@@ -112,31 +112,32 @@ class Episodes:
         listener = Listener.wrap(on_group)
         watch = listener.watch
 
-        def complete(k: int, completions: list[Completion]) -> None:
+        def on_first_turn(k: int, group: list[Completion]) -> None:
             if prompts[k].task not in self.environments:
-                listener(k, completions)
+                listener(k, group)
 
-        found = self.engine.generate(first, sampling, Listener(complete, watch))
+        completions = self.engine.generate(first, sampling, Listener(on_first_turn, watch))
         if not self.environments:
-            return found
-        live = [] if watch.cancelled() else self._begin(prompts, requests, first)
-        everyone = list(live)
-        self._reset(live)
-        turns = [found[episode.k][episode.i] for episode in live]  # complete, because generation was not cancelled
+            return completions
+        running = [] if watch.cancelled() else self._start_episodes(prompts, requests, first)
+        episodes = list(running)
+        self._reset(running)
+        # complete, because generation was not cancelled
+        turns = [completions[episode.k][episode.i] for episode in running]
         while True:
-            live = [] if watch.cancelled() else self._after(live, turns, sampling)
-            if not self.world.any(bool(live)):
+            running = [] if watch.cancelled() else self._step(running, turns, sampling)
+            if not self.world.any(bool(running)):
                 break
-            asked = [self._next(episode, sampling) for episode in live]
-            ended = len(everyone) - len(live)
-            counted = Listener(watch=watch.part(ended, len(everyone)))
-            turns = [completions[0] for completions in self.engine.generate(asked, sampling, counted) if completions]
-        for episode in everyone:
+            requests_of_turn = [self._next_request(episode, sampling) for episode in running]
+            finished = len(episodes) - len(running)
+            turn_listener = Listener(watch=watch.part(finished, len(episodes)))
+            turns = [group[0] for group in self.engine.generate(requests_of_turn, sampling, turn_listener) if group]
+        for episode in episodes:
             if episode.spans:  # otherwise it was cancelled before its first turn
-                found[episode.k][episode.i] = episode.completion()
-        return found
+                completions[episode.k][episode.i] = episode.completion()
+        return completions
 
-    def _begin(
+    def _start_episodes(
         self, prompts: Sequence[Prompt], requests: Sequence[Request], first: Sequence[Request]
     ) -> list[_RunningEpisode]:
         """The episodes of the prompts that have an environment. first: the requests of their first turns."""
@@ -149,12 +150,12 @@ class Episodes:
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Check that an episode of each prompt can begin. Raises ConfigError."""
-        live = [
+        running = [
             _RunningEpisode(0, 0, prompt, Request([], 1, 0), self.environments[prompt.task], ReusableKV())
             for prompt in prompts
         ]
-        self._reset(live)
-        for episode in live:
+        self._reset(running)
+        for episode in running:
             if episode.problem:
                 raise ConfigError(
                     f"{episode.prompt.task}: {episode.problem}",
@@ -162,37 +163,39 @@ class Episodes:
                     value=episode.environment.name,
                 )
 
-    def _reset(self, live: Sequence[_RunningEpisode]) -> None:
-        answers = self._ask(live, ["reset"] * len(live), [[_columns(episode.prompt)] for episode in live])
-        for episode, answer in zip(live, answers, strict=True):
+    def _reset(self, running: Sequence[_RunningEpisode]) -> None:
+        answers = self._call_environments(
+            running, ["reset"] * len(running), [[_columns(episode.prompt)] for episode in running]
+        )
+        for episode, answer in zip(running, answers, strict=True):
             if isinstance(answer, Failure):
-                episode.problem = f"its environment could not be reset: {answer.reason}"
+                episode.problem = f"the environment's reset failed: {answer.reason}"
             else:
                 (episode.state,) = answer
 
-    def _after(
-        self, live: Sequence[_RunningEpisode], turns: Sequence[Completion], sampling: Sampling
+    def _step(
+        self, running: Sequence[_RunningEpisode], turns: Sequence[Completion], sampling: Sampling
     ) -> list[_RunningEpisode]:
         """Pass each turn to its environment; return the episodes that continue."""
-        for episode, turn in zip(live, turns, strict=True):
+        for episode, turn in zip(running, turns, strict=True):
             episode.add_turn(turn, str(self.tokenizer.decode(turn.token_ids, skip_special_tokens=True)))
-        acting = [episode for episode in live if episode.problem is None]
-        answers = self._ask(
+        acting = [episode for episode in running if episode.problem is None]
+        answers = self._call_environments(
             acting, ["step"] * len(acting), [[episode.conversation, episode.state] for episode in acting]
         )
-        on = [
+        continuing = [
             episode
             for episode, answer in zip(acting, answers, strict=True)
-            if self._continues(episode, answer, sampling)
+            if self._apply_step(episode, answer, sampling)
         ]
-        for episode in set(live).difference(on):
+        for episode in set(running).difference(continuing):
             episode.reusable.state = None
-        return on
+        return continuing
 
-    def _continues(self, episode: _RunningEpisode, answer: Any, sampling: Sampling) -> bool:
+    def _apply_step(self, episode: _RunningEpisode, answer: Any, sampling: Sampling) -> bool:
         """Apply an environment's answer to the episode; return whether the episode continues."""
         if isinstance(answer, Failure):
-            episode.problem = f"turn {episode.turns} of its environment: {answer.reason}"
+            episode.problem = f"the environment's turn {episode.turns} failed: {answer.reason}"
             return False
         observation, rewards, done, episode.state = answer
         for name, value in rewards.items():
@@ -201,11 +204,11 @@ class Episodes:
             episode.finish_reason = "stop" if len(episode.token_ids) < sampling.max_tokens else episode.finish_reason
             return False
         try:
-            ids = TurnEncoder(self.tokenizer).between(
+            ids = TurnEncoder(self.tokenizer).encode_observation(
                 episode.token_ids, observation, not isinstance(episode.prompt.text, str)
             )
         except ConfigError as error:
-            episode.problem = f"turn {episode.turns} of its environment: {error}"
+            episode.problem = f"the environment's turn {episode.turns} failed: {error}"
             return False
         if episode.turns == episode.environment.turns or len(episode.token_ids) + len(ids) >= sampling.max_tokens:
             episode.finish_reason = "length"
@@ -213,9 +216,9 @@ class Episodes:
         episode.add_observation(ids, observation)
         return True
 
-    def _next(self, episode: _RunningEpisode, sampling: Sampling) -> Request:
+    def _next_request(self, episode: _RunningEpisode, sampling: Sampling) -> Request:
         room = sampling.max_tokens - len(episode.token_ids)
-        seed = seed_of(episode.request.seed, episode.i, episode.turns)
+        seed = derive_seed(episode.request.seed, episode.i, episode.turns)
         prompt = replace(episode.prompt, text=episode.conversation)
         request = _turn_request(
             Request([*episode.request.token_ids, *episode.token_ids], 1, seed, prompt=prompt), episode.environment
@@ -224,13 +227,16 @@ class Episodes:
             request, max_tokens=min(room, episode.environment.turn_tokens or room), reusable_kv=(episode.reusable,)
         )
 
-    def _ask(self, live: Sequence[_RunningEpisode], kinds: Sequence[str], given: Sequence[Sequence[Any]]) -> list[Any]:
+    def _call_environments(
+        self, running: Sequence[_RunningEpisode], kinds: Sequence[str], given: Sequence[Sequence[Any]]
+    ) -> list[Any]:
         """Call the environments concurrently in worker processes; return their results."""
-        answers: list[Any] = [None] * len(live)
-        for pool in dict.fromkeys(_pool_of(episode.environment) for episode in live):
-            own = [i for i, episode in enumerate(live) if _pool_of(episode.environment) is pool]
+        answers: list[Any] = [None] * len(running)
+        for pool in dict.fromkeys(_pool_of(episode.environment) for episode in running):
+            own = [i for i, episode in enumerate(running) if _pool_of(episode.environment) is pool]
             items = [
-                [kinds[i], live[i].environment.name, json.dumps(live[i].environment.arguments), *given[i]] for i in own
+                [kinds[i], running[i].environment.name, json.dumps(running[i].environment.arguments), *given[i]]
+                for i in own
             ]
             for i, answer in zip(own, pool.map(items), strict=True):
                 answers[i] = answer
@@ -249,7 +255,9 @@ def check_environment(task: str, environment: EnvironmentConfig, example: Mappin
     """
     if missing := [name for name in environment.env if name not in os.environ]:
         raise ConfigError(
-            "is not set here; set it, or leave it out", key="task.environment.env", value=f"[{missing[0]}]"
+            "this environment variable is not set: export it, or remove it from the list",
+            key="task.environment.env",
+            value=f"[{missing[0]}]",
         )
     given = {name: value for name, value in example.items() if name != "prompt"} | {"task_name": task}
     columns = json.loads(json.dumps(given, default=str))
@@ -259,7 +267,7 @@ def check_environment(task: str, environment: EnvironmentConfig, example: Mappin
     finally:
         pool.close()
     if isinstance(answer, Failure):
-        problem = f"{task}: its environment could not be reset: {answer.reason}"
+        problem = f"{task}: the environment's reset failed: {answer.reason}"
         raise ConfigError(problem, key="task.environment.name", value=environment.name)
 
 
@@ -297,7 +305,7 @@ class TurnEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
 
-    def between(self, sampled: Sequence[int], observation: Sequence[Message], chat: bool) -> list[int]:
+    def encode_observation(self, sampled: Sequence[int], observation: Sequence[Message], chat: bool) -> list[int]:
         """The tokens between a turn of the model, `sampled`, and its next one.
 
         If the model already sampled the template's end-of-turn token, it is not repeated. Raises ConfigError if the
@@ -318,8 +326,10 @@ class TurnEncoder:
                 self.tokenizer.apply_chat_template([*turn, *observation], tokenize=False, add_generation_prompt=True)
             )
         except (TemplateError, ValueError) as error:
-            raise ConfigError(f"model: its chat template refuses an environment's messages: {error}") from error
+            raise ConfigError(
+                f"the chat template of the model cannot render the environment's messages: {error}"
+            ) from error
         _, found, after = text.partition(PLACEHOLDER)  # the first occurrence, since a message may contain it too
         if not found:
-            raise ConfigError("model: its chat template leaves out the model's turn before an environment's messages")
+            raise ConfigError("the chat template of the model drops the model's turn before the environment's messages")
         return after

@@ -1,4 +1,4 @@
-"""The config group `sync`: how weights reach a vLLM server, and how often their arrival is proven."""
+"""The config group `sync`: how weights reach a vLLM server, and how often they are verified."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _here(url: str) -> bool:
 
 
 @section("sync")
-class Sync:
+class SyncConfig:
     """How weights reach a vLLM server."""
 
     verify_every: int = 1
@@ -60,7 +60,7 @@ class Sync:
     """MiB that are sent at a time; at most two buckets are in memory beside the model."""
     tolerance: float | None = None
     """Largest mean difference of the server's log-probs from the trainer's, in nats; null: the value for the dtype
-    (`grpocli.rollout.vllm.probe.TOLERANCE`)."""
+    (`grpocli.rollout.vllm.weight_verifier.TOLERANCE`)."""
 
     def __post_init__(self) -> None:
         require(self, "verify_every", self.verify_every >= 1, "must be at least 1: every sync")
@@ -75,7 +75,7 @@ class Sync:
 
 
 @part("sync", "auto")
-class AutoSync(Sync):
+class AutoSyncConfig(SyncConfig):
     """The transport that fits: shm on a CPU; ipc if the server shares the trainer's GPUs; nccl to other GPUs.
 
     ipc and nccl are tested with stand-ins, not yet on a GPU.
@@ -88,7 +88,7 @@ class AutoSync(Sync):
 
 
 @part("sync", "shm")
-class ShmSync(Sync):
+class ShmSyncConfig(SyncConfig):
     """Safetensors files in shared memory on one machine, or in a folder that two machines share."""
 
     folder: str | None = None  # type: ignore[misc]
@@ -96,7 +96,7 @@ class ShmSync(Sync):
 
 
 @part("sync", "nccl")
-class NcclSync(Sync):
+class NcclSyncConfig(SyncConfig):
     """vLLM's broadcast from GPU to GPU, on one machine or several; the server's GPUs are others than the trainer's."""
 
     def choose(self, servers: ServerLocation) -> str:
@@ -114,7 +114,7 @@ class NcclSync(Sync):
 
 
 @part("sync", "ipc")
-class IpcSync(Sync):
+class IpcSyncConfig(SyncConfig):
     """vLLM's CUDA IPC between processes that share GPUs: nothing is copied between devices."""
 
     def choose(self, servers: ServerLocation) -> str:
