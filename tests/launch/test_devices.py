@@ -106,7 +106,7 @@ def test_invalid_devices_are_refused(value: str) -> None:
     [
         ("engine=transformers", r"hardware\.rollout_nodes=1: engine=transformers runs in the trainer processes"),
         ("engine=vllm engine.base_url=http://a:1", r"hardware\.rollout_nodes=1: engine=vllm has its servers already"),
-        ("engine=vllm hardware.rollout_nodes=0", r"hardware\.rollout_nodes=0: engine=vllm starts its servers on mach"),
+        ("engine=vllm hardware.rollout_nodes=0", r"hardware\.rollout_nodes=0: engine=vllm needs machines for its"),
         ("engine=vllm", r"engine\.replicas=1: must be all GPUs of a machine, hardware\.devices_per_node=8"),
         ("engine=vllm engine.tensor_parallel=8 hardware.train_nodes=0", r"hardware\.train_nodes=0: must be at least 1"),
         (
@@ -164,5 +164,5 @@ def test_an_engine_folder_with_open_files_is_reused(tmp_path: Path, monkeypatch:
 
 def test_engine_auto_that_chooses_vllm_needs_rollout_nodes() -> None:
     run = build_run(compose(["hardware=multinode", "hardware.rollout_nodes=0", "engine=auto"]))
-    with pytest.raises(ConfigError, match=r"hardware\.rollout_nodes=0: engine=vllm starts its servers on machines of"):
+    with pytest.raises(ConfigError, match=r"hardware\.rollout_nodes=0: engine=vllm needs machines for its servers"):
         check_nodes(run, Vllm())
