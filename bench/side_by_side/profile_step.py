@@ -64,19 +64,19 @@ def main() -> None:
     # libgomp reads it when torch is loaded
     from torch.profiler import ProfilerActivity, profile
 
-    from grpocli.training.update import Updater
+    from grpocli.training.trainer import Trainer
 
-    step, found = Updater.step, list[str]()
+    update, found = Trainer.update, list[str]()
 
-    def watched(self: Any, rows: Any, n_groups: int, number: int = 0) -> dict[str, float]:
-        if number != AT:
-            return step(self, rows, n_groups, number)
+    def profiled(self: Any, rows: Any, n_groups: int) -> None:
+        if self.state.step != AT:
+            update(self, rows, n_groups)
+            return
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
-            metrics = step(self, rows, n_groups, number)
+            update(self, rows, n_groups)
         found.append(table(seen.events()))
-        return metrics
 
-    Updater.step = watched  # type: ignore[method-assign]
+    Trainer.update = profiled  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         make_model(WORKLOADS[name].model, Path(folder))
         sys.argv = ["grpocli_side.py", name, folder, str(STEPS)]
