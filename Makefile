@@ -48,7 +48,7 @@ test-all: setup ## every test, what CI runs: test, test-survival, test-slurm, an
 	$(MAKE) --no-print-directory --keep-going $$tiers || failed=1; \
 	wait $$slurm || failed=1; cat "$$log"; rm "$$log"; exit $$failed
 
-chaos: setup ## random kills, faults, damages and attacks, and a table of what held (ARGS="--minutes 30 --seed 1 --only kills")
+chaos: setup ## random kills, faults, damages and attacks, and a table of the results (ARGS="--minutes 30 --seed 1 --only kills")
 	PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
 
 setup: $(VENV)/.ready-to-develop ## make the development environment, vLLM for the CPU included

@@ -60,9 +60,7 @@ def write(
             name = f"{stem}-{(number - 1) // world.size * world.size + world.rank + 1:05}.safetensors"
             written = convert(pending) if convert else pending
             save_file(written, folder / name, metadata={"format": "pt"})
-            sync_file(
-                folder / name
-            )  # in the process that wrote it, which may be on another machine than the main process
+            sync_file(folder / name)  # by its writer: the main process may be on another machine
             files.update(dict.fromkeys(written, name))
             pending.clear()
 

@@ -188,8 +188,8 @@ def _refuse_overlap(tasks: Sequence[TaskPrompts], chosen: Mapping[str, Task]) ->
                 first = excerpt(str(evaluated.held_out.prompt(shared[0], "").text))
                 key, problems = evaluated.key, len(evaluated.held_out)
                 raise ConfigError(
-                    f"{len(shared)} of {problems} problems that {evaluated.name} is evaluated on are trained on "
-                    f"in {trained.name}, the first is {first}",
+                    f"{len(shared)} of the {problems} evaluation problems of {evaluated.name} are also training "
+                    f"problems of {trained.name}; the first is {first}",
                     key=key,
-                    hint=f"give other data, or {key}.allow_overlap=true",
+                    hint=f"evaluate on other data, or set {key}.allow_overlap=true",
                 )

@@ -15,12 +15,12 @@ from chaos.workspace import Shared
 
 KINDS = (kills.KIND, damages.KIND, disks.KIND, faults.KIND, data.KIND, rewards.KIND, sandbox_attacks.KIND, keyless.KIND)
 """In the order of the table."""
-HELD, FAILED, SKIPPED, NOT_RUN = "held", "FAILED", "skipped", "not run"
+PASSED, FAILED, SKIPPED, NOT_RUN = "passed", "FAILED", "skipped", "not run"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a trial ended: `HELD`, `FAILED`, `SKIPPED` or `NOT_RUN`, and the reason unless it held."""
+    """How a trial ended: `PASSED`, `FAILED`, `SKIPPED` or `NOT_RUN`, and the reason unless it passed."""
 
     numbered: NumberedTrial
     word: str
@@ -62,7 +62,7 @@ def run_trials(
             return Outcome(numbered, FAILED, str(error))
         except Exception:  # noqa: BLE001  an unexpected error is a failed trial
             return Outcome(numbered, FAILED, traceback.format_exc())
-        return Outcome(numbered, HELD)
+        return Outcome(numbered, PASSED)
 
     with ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(one, numbered) for numbered in trials]

@@ -28,20 +28,20 @@ def test_the_installation_prints_its_steps(tmp_path: Path) -> None:
     assert "--quiet" not in recipe
 
 
-class Shown(View):
+class RecordingView(View):
     """Collects stages, units of progress and notes."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.recorded: list[str] = []
 
     def stage(self, text: str, fraction: float | None = None) -> None:
-        self.said.append(text)
+        self.recorded.append(text)
 
     def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
-        self.said.append(unit)
+        self.recorded.append(unit)
 
     def note(self, text: str) -> None:
-        self.said.append(text)
+        self.recorded.append(text)
 
 
 class Engine(EnginePart):
@@ -58,17 +58,17 @@ def test_the_start_of_an_engine_prints_two_lines_and_its_phases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     monkeypatch.setattr(launching, "QUICK", seconds)
-    view, engine = Shown(), Engine()
+    view, engine = RecordingView(), Engine()
     run: Any = SimpleNamespace(engine=engine)
     job = EngineJob("/m", "float32", 8, tmp_path, seed=0)
     with launching._launched(run, job, view):
-        began, *then = view.said
+        began, *then = view.recorded
         assert began.startswith("starting engine=")
         assert then[0] == "vLLM is loading weights"
         assert len(then) == (2 if seconds == 0 else 1), "a quick start needs no line"
         assert seconds or str(tmp_path / "logs" / "vllm_0.log") in then[1]
         engine.later(0, 0, "a server that is started again")
-        assert view.said[1:] == then
+        assert view.recorded[1:] == then
 
 
 def test_a_saved_job_has_no_progress_function(tmp_path: Path) -> None:

@@ -52,10 +52,10 @@ class Mine(Clip):
 
 
 class Doubles(BaseTask):
-    most: int = 9
+    count: int = 9
 
     def examples(self, split):
-        return [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(self.most)]
+        return [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(self.count)]
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ KINDS = [
         "Mine",
         {"extra": 3.0},
     ),
-    (["task=mine.py:Doubles", "task.most=5"], "task", "Doubles", {"most": 5}),
+    (["task=mine.py:Doubles", "task.count=5"], "task", "Doubles", {"count": 5}),
     (["optim=mine.py:Slow", "optim.lr=1e-3"], "optim", "Slow", {"factor": 0.5, "lr": 1e-3}),
     (["tracker=mine.py:Silent", "tracker.level=2"], "tracker", "Silent", {"level": 2}),
     (["engine=mine.py:Engine", "engine.more=2"], "engine", "Engine", {"more": 2, "max_rows": 256}),
@@ -197,9 +197,9 @@ def test_functions_are_rewards_under_their_names() -> None:
 
 
 def test_a_mixture_and_a_users_recipe_may_use_them() -> None:
-    run = build_run(compose(["task=[mine.py:Doubles,arithmetic]", "task.doubles.most=4"]))
+    run = build_run(compose(["task=[mine.py:Doubles,arithmetic]", "task.doubles.count=4"]))
     assert list(run.task.tasks) == ["doubles", "arithmetic"]
-    assert run.task.tasks["doubles"].most == 4
+    assert run.task.tasks["doubles"].count == 4
     assert list(tasks_of(build_run(compose(["task=mine.py:Doubles"])).task)) == ["doubles"]
     Path("conf/recipe").mkdir(parents=True)
     Path("conf/recipe/ours.yaml").write_text(

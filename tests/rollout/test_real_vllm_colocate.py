@@ -62,7 +62,7 @@ def test_only_a_sync_changes_the_weights(found: Any) -> None:
     assert max(abs(a - b) for a, b in zip(trainer_before, trainer_between, strict=True)) > 0.1
     assert after == pytest.approx(trainer_after, abs=1e-4)
     assert (found["moved"]["versions"], found["moved"]["weight version"]) == ([2], "2")
-    assert "sync before the first completion" in found["before the first sync"]
+    assert "call sync before generate" in found["before the first sync"]
 
 
 @pytest.mark.parametrize(

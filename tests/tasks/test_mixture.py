@@ -118,7 +118,9 @@ def test_every_task_has_evaluation_problems(tmp_path: Path, plain_tokenizer) -> 
 def test_training_on_evaluation_problems_is_refused(tmp_path: Path, plain_tokenizer) -> None:
     other = write(tmp_path / "other.jsonl", ["c", "a b"])
     held_out = [f"task.two.eval_path={other}", f"task.one.eval_path={write(tmp_path / 'others.jsonl', ['c c'])}"]
-    with pytest.raises(ConfigError, match=r"1 of 2 problems that two is evaluated on are trained on in one.*'a b'"):
+    with pytest.raises(
+        ConfigError, match=r"1 of the 2 evaluation problems of two are also training problems of one.*'a b'"
+    ):
         PromptSource.of(two_tasks(tmp_path, *held_out), plain_tokenizer)
     PromptSource.of(two_tasks(tmp_path, *held_out, "task.two.allow_overlap=true"), plain_tokenizer)
 

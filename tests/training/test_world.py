@@ -8,7 +8,7 @@ from grpocli.distributed.world import World
 from grpocli.hardware.hardware import Single
 
 
-def test_attention_on_a_gpu_never_waits_for_cudnns_plans() -> None:
+def test_world_disables_the_cudnn_attention_backend() -> None:
     """cuDNN builds a plan for each new sequence length, and packed rows rarely repeat one."""
     torch.backends.cuda.enable_cudnn_sdp(True)
     World(Single(device="cpu")).close()

@@ -36,8 +36,30 @@ START_KEYS = ("replicas", "port", "tensor_parallel", "data_parallel", "quantizat
 """Keys that have no effect on a running server, and are refused with `base_url`."""
 
 
+class CommonOptions(EnginePart):
+    """The keys that both engines have, each with its own default, and the properties that follow from them."""
+
+    gpu_memory_utilization: float
+    max_model_len: int | None
+    quantization: str | None
+    vllm_args: dict[str, Any]
+
+    @property
+    def max_num_seqs(self) -> int | None:
+        value = self.vllm_args.get("max_num_seqs", self.vllm_args.get("max-num-seqs"))
+        return value if isinstance(value, int) else None
+
+    @property
+    def quantizes(self) -> bool:
+        return self.quantization is not None
+
+    def _check_limits(self) -> None:
+        require(self, "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "must be above 0, at most 1")
+        require(self, "max_model_len", self.max_model_len is None or self.max_model_len > 1, "must be above 1")
+
+
 @section("engine")
-class VllmOptions(EnginePart):
+class VllmOptions(CommonOptions):
     """The keys of `engine=vllm`."""
 
     base_url: Any = None
@@ -86,8 +108,7 @@ class VllmOptions(EnginePart):
         for field in (*at_least_1, "tensor_parallel", "data_parallel", "replicas"):
             require(self, field, getattr(self, field) >= 1, "must be at least 1")
         require(self, "max_restarts", self.max_restarts >= 0, "must be 0 (never) or more")
-        require(self, "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "must be above 0, at most 1")
-        require(self, "max_model_len", self.max_model_len is None or self.max_model_len > 1, "must be above 1")
+        self._check_limits()
         require(
             self,
             "port",
@@ -107,14 +128,6 @@ class VllmOptions(EnginePart):
         files = self.api_key_file
         named = files[self.urls.index(url)] if isinstance(files, list | tuple) else files
         return None if named is None else str(named)
-
-    @property
-    def max_num_seqs(self) -> int | None:
-        return _max_num_seqs(self.vllm_args)
-
-    @property
-    def quantizes(self) -> bool:
-        return self.quantization is not None
 
     @property
     def server_gpus(self) -> int:
@@ -168,11 +181,6 @@ class VllmOptions(EnginePart):
         return [field.name for field in dataclasses.fields(self) if field.name != "vllm_args"]
 
 
-def _max_num_seqs(vllm_args: dict[str, Any]) -> int | None:
-    value = vllm_args.get("max_num_seqs", vllm_args.get("max-num-seqs"))
-    return value if isinstance(value, int) else None
-
-
 def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
@@ -193,7 +201,7 @@ RESERVED_COLOCATED = frozenset(
 
 
 @section("engine")
-class ColocateOptions(EnginePart):
+class ColocateOptions(CommonOptions):
     """The keys of `engine=vllm_colocate`."""
 
     gpu_memory_utilization: float = 0.3
@@ -212,18 +220,9 @@ class ColocateOptions(EnginePart):
     """Any other argument of `vllm.LLM`: `engine.vllm_args.max_num_seqs=64`."""
 
     def __post_init__(self) -> None:
-        require(self, "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "must be above 0, at most 1")
         require(self, "cpu_kv_cache_gb", self.cpu_kv_cache_gb >= 1, "must be at least 1")
-        require(self, "max_model_len", self.max_model_len is None or self.max_model_len > 1, "must be above 1")
+        self._check_limits()
         own = [field.name for field in dataclasses.fields(self) if field.name != "vllm_args"]
         for name in self.vllm_args:
             if name in RESERVED_COLOCATED or name in own:
                 raise ConfigError(f"{key_of(self, 'vllm_args')}.{name}: grpocli sets this itself{nearest(name, own)}")
-
-    @property
-    def max_num_seqs(self) -> int | None:
-        return _max_num_seqs(self.vllm_args)
-
-    @property
-    def quantizes(self) -> bool:
-        return self.quantization is not None

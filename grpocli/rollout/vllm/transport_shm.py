@@ -252,7 +252,8 @@ class MappedFiles:
         self._maps: dict[str, mmap.mmap] = {}
 
     def tensors(self, name: str, folder: Path, keep: bool) -> list[tuple[str, torch.Tensor]]:
-        """Names and views into the file called `name` in `folder`; keep: the trainer will rewrite the file.
+        """Names and views into the file called `name` in `folder`; keep: stay mapped,
+        because later syncs rewrite the file.
 
         Raises ValueError for anything but a plain file of weights there.
         """

@@ -36,17 +36,41 @@ class ShmInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class ShmUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The name of one file of weights; keep: the trainer will rewrite the file and send the same name again."""
+    """file: the name of a file of weights. keep: stay mapped, because later syncs rewrite the file."""
 
     file: str
     keep: bool = False
 
 
-class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: ignore[misc]
-    """sync=shm: start, update (once for each file), finish.
-
-    Reads safetensors files in one folder only. vLLM's loader fuses, shards and casts them like those of a checkpoint.
+class LoaderWeightTransfer(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
+    """Starts, applies and finishes an update with vLLM's own loader, which fuses, shards and casts the tensors like
+    those of a checkpoint. Subclasses define `receive_weights`.
     """
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Like the base class, which would synchronize an accelerator on a CPU too."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with without_packing_embeddings(self.model):
+            finalize_layerwise_reload(self.model, self.model_config)
+        pack_heads(self.model)
+
+    def shutdown(self) -> None:
+        """Do nothing: no connection is open."""
+
+
+class ShmWeightTransfer(LoaderWeightTransfer):
+    """sync=shm: reads safetensors files in one folder only, one update for each file."""
 
     init_info_cls = ShmInit
     update_info_cls = ShmUpdate
@@ -62,29 +86,11 @@ class ShmWeightTransfer(WeightTransferEngine[ShmInit, ShmUpdate]):  # type: igno
         weights_folder()
         self.files.forget()
 
-    def start_weight_update(self) -> None:
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        initialize_layerwise_reload(self.model)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Like the base class, which would synchronize an accelerator on a CPU too."""
-        self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-
     def receive_weights(self, update_info: ShmUpdate) -> None:
         weights = self.files.tensors(update_info.file, weights_folder(), update_info.keep)
         with partial_load(), without_packing_embeddings(self.model):
             self.model.load_weights(iter(weights))
         keep_waiting_weights(self.model)
-
-    def finish_weight_update(self) -> None:
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        with without_packing_embeddings(self.model):
-            finalize_layerwise_reload(self.model, self.model_config)
-        pack_heads(self.model)
 
     def shutdown(self) -> None:
         self.files.forget()
@@ -171,10 +177,10 @@ class InProcessUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     weights: Iterable[tuple[str, torch.Tensor]]
 
 
-class InProcessWeightTransfer(ShmWeightTransfer):
+class InProcessWeightTransfer(LoaderWeightTransfer):
     """engine=vllm_colocate: takes the trainer's tensors themselves.
 
-    Updates begin and end as with `shm`. vLLM's loader copies each tensor; at most one layer's tensors wait together.
+    vLLM's loader copies each tensor; at most one layer's tensors wait together.
     """
 
     init_info_cls = InProcessInit
