@@ -122,12 +122,12 @@ class Zero3(Zero2):
         from transformers.integrations import HfDeepSpeedConfig
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-        asked = HfDeepSpeedConfig(self.config(torch.float32))  # in effect as long as it lives
+        hf_config = HfDeepSpeedConfig(self.config(torch.float32))  # in effect as long as it lives
         try:
             yield
         finally:
             unset_hf_deepspeed_config()
-            del asked
+            del hf_config
 
     def prepare_frozen(self, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
         self.deepspeed.initialize(

@@ -117,12 +117,12 @@ def part_section(group: str, part: object) -> Section:
 
 def is_used(algorithm: Algorithm, kind: str, section: Section) -> bool:
     """Whether a part has an effect; optional terms are decided as in `Algorithm.loss`."""
-    asked = {
+    enabled = {
         "kl": algorithm.needs_reference,
         "entropy": algorithm.needs_entropy_gradient,
         "tokens": algorithm.tokens.needs_entropy,
     }
-    return bool(asked.get(kind, bool(section.lines)))
+    return bool(enabled.get(kind, bool(section.lines)))
 
 
 def loss_line(used: dict[str, Section]) -> str:

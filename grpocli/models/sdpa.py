@@ -52,9 +52,9 @@ def on_cpu(
     In bfloat16 each new length compiles kernels of 5 MB that are never freed, so lengths are padded to multiples of
     STEP. No token attends to padding.
     """
-    given, asked, dtype = query.dtype, query.shape[2], torch.float32
-    if low == torch.bfloat16 and asked >= MANY_QUERIES and key.shape[2] >= MANY_KEYS:
-        dtype, queries, keys = low, -asked % STEP, -key.shape[2] % STEP
+    given, n_queries, dtype = query.dtype, query.shape[2], torch.float32
+    if low == torch.bfloat16 and n_queries >= MANY_QUERIES and key.shape[2] >= MANY_KEYS:
+        dtype, queries, keys = low, -n_queries % STEP, -key.shape[2] % STEP
         query, key, value = _padded(query, queries), _padded(key, keys), _padded(value, keys)
         if mask is not None:
             mask = torch.nn.functional.pad(_padded(mask, queries), (0, keys), value=float("-inf"))
@@ -63,7 +63,7 @@ def on_cpu(
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     how = how | {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": groups > 1}
     out: Tensor = scaled_dot_product_attention(query, key, value, **how)
-    return out[..., :asked, :].to(given)
+    return out[..., :n_queries, :].to(given)
 
 
 def _padded(states: Tensor, more: int) -> Tensor:

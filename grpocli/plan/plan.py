@@ -49,7 +49,7 @@ def load_libraries() -> None:
     from transformers import AutoModelForCausalLM  # noqa: F401
 
 
-def make_plan(run: Run, asked: DeviceOptions, stage: Callable[[str], None] = lambda text: None) -> Plan:
+def make_plan(run: Run, options: DeviceOptions, stage: Callable[[str], None] = lambda text: None) -> Plan:
     """The plan of a run. stage: called with the name of each stage.
 
     Raises ConfigError if the model's config is not available or transformers cannot build it.
@@ -59,7 +59,7 @@ def make_plan(run: Run, asked: DeviceOptions, stage: Callable[[str], None] = lam
     from grpocli.plan.trace import trace
 
     engine = _engine(run)
-    resources = find_resources(run, engine, asked)
+    resources = find_resources(run, engine, options)
     stage("reading the model's sizes")
     size = find_model_size(run.model)
     dtype = _dtype(run, size, resources)

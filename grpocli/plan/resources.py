@@ -73,14 +73,14 @@ class Resources:
         return self.kind == "cuda"
 
 
-def find_resources(run: Run, engine: Any, asked: DeviceOptions) -> Resources:
+def find_resources(run: Run, engine: Any, options: DeviceOptions) -> Resources:
     """The resources of a run. engine: the run's engine, with engine=auto resolved."""
     kind = device_kind(run)
-    memory, tflops, bandwidth, assumed = _gpu(asked) if kind == "cuda" else _cpu(asked)
+    memory, tflops, bandwidth, assumed = _gpu(options) if kind == "cuda" else _cpu(options)
     servers, tensor_parallel = _servers(engine)
     rollout_nodes = run.hardware.rollout_nodes
     servers *= max(1, rollout_nodes)
-    trainers, shared, more = _split(run, kind, servers * tensor_parallel, asked)
+    trainers, shared, more = _split(run, kind, servers * tensor_parallel, options)
     return Resources(
         kind,
         memory,
@@ -114,7 +114,7 @@ def gpus_here() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _gpu(asked: DeviceOptions) -> tuple[float, float, float, tuple[str, ...]]:
+def _gpu(options: DeviceOptions) -> tuple[float, float, float, tuple[str, ...]]:
     import torch
 
     name, memory, assumed = "H100", GPU_MEMORY, "no GPU on this machine: an H100 with 80 GiB is assumed (--memory GIB)"
@@ -122,24 +122,29 @@ def _gpu(asked: DeviceOptions) -> tuple[float, float, float, tuple[str, ...]]:
         properties = torch.cuda.get_device_properties(0)
         name, memory = properties.name, properties.total_memory / GIB
         assumed = f"this machine's GPU: {name}, {memory:.0f} GiB"
-    elif asked.memory:
-        assumed = f"no GPU on this machine: one as fast as an H100, with {asked.memory:g} GiB (--memory)"
+    elif options.memory:
+        assumed = f"no GPU on this machine: one as fast as an H100, with {options.memory:g} GiB (--memory)"
     tflops, bandwidth = next((speed for known, speed in GPUS.items() if known in name), GPUS["A100"])
     return (
-        (asked.memory or memory) * GIB,
-        asked.tflops or tflops,
-        asked.bandwidth or bandwidth,
-        (assumed, f"{asked.tflops or tflops:g} TFLOP/s in bfloat16 and {asked.bandwidth or bandwidth:g} TB/s per GPU"),
+        (options.memory or memory) * GIB,
+        options.tflops or tflops,
+        options.bandwidth or bandwidth,
+        (
+            assumed,
+            f"{options.tflops or tflops:g} TFLOP/s in bfloat16 and {options.bandwidth or bandwidth:g} TB/s per GPU",
+        ),
     )
 
 
-def _cpu(asked: DeviceOptions) -> tuple[float, float, float, tuple[str, ...]]:
+def _cpu(options: DeviceOptions) -> tuple[float, float, float, tuple[str, ...]]:
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     cores = len(os.sched_getaffinity(0))
-    tflops, bandwidth = asked.tflops or cores * CPU_CORE[0], asked.bandwidth or cores * CPU_CORE[1]
-    memory = f"{asked.memory:g} GiB of memory (--memory)" if asked.memory else f"this machine's {ram:.1f} GiB of memory"
+    tflops, bandwidth = options.tflops or cores * CPU_CORE[0], options.bandwidth or cores * CPU_CORE[1]
+    memory = (
+        f"{options.memory:g} GiB of memory (--memory)" if options.memory else f"this machine's {ram:.1f} GiB of memory"
+    )
     return (
-        (asked.memory or ram) * GIB,
+        (options.memory or ram) * GIB,
         tflops,
         bandwidth,
         (
@@ -158,7 +163,7 @@ def _servers(engine: Any) -> tuple[int, int]:
     return engine.replicas * engine.data_parallel, engine.tensor_parallel
 
 
-def _split(run: Run, kind: str, serving: int, asked: DeviceOptions) -> tuple[int, bool, tuple[str, ...]]:
+def _split(run: Run, kind: str, serving: int, options: DeviceOptions) -> tuple[int, bool, tuple[str, ...]]:
     """Trainer processes, whether servers share their devices, and assumptions."""
     from grpocli.hardware.hardware import Multinode
 
@@ -167,7 +172,7 @@ def _split(run: Run, kind: str, serving: int, asked: DeviceOptions) -> tuple[int
         return hardware.processes, hardware.rollout_nodes == 0, ()
     if kind == "cpu":
         return hardware.processes or 1, True, ()
-    devices = asked.devices or gpus_here() or max(hardware.processes or 1, 1)
+    devices = options.devices or gpus_here() or max(hardware.processes or 1, 1)
     train = _number(hardware.train_devices) or hardware.processes
     apart = (train or 1) + serving <= devices
     trainers = train or (devices - serving if serving and apart else devices)

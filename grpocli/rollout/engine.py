@@ -133,8 +133,8 @@ class Engine(Protocol):
     """A connected engine in a trainer process.
 
     With `rollout.max_staleness` above 0 a second thread calls `generate`. The main thread calls `sync`, while
-    `generate` runs only if weights may change under running requests (`EngineContext.in_flight`) or if `generate` asked
-    for it with `EngineContext.recover`.
+    `generate` runs only if weights may change under running requests (`EngineContext.in_flight`) or if `generate`
+    requested it with `EngineContext.recover`.
     """
 
     def generate(

@@ -296,7 +296,7 @@ def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 PLACEHOLDER = "grpocli-turn"
-"""Stands in for the model's turn when the chat template is rendered; the sampled tokens are never re-encoded."""
+"""Stands in for the model's turn when the chat template is rendered, because sampled tokens are never encoded again."""
 
 
 class TurnEncoder:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class _Rows:
     """The rows that are still sampled: row[i] is the output row of the batch's i-th row.
 
-    seen_BV: the tokens that each row has had, prompt included; None without a repetition penalty.
+    seen_BV: the tokens of each row so far, prompt included; None without a repetition penalty.
     """
 
     cache: Any

@@ -34,7 +34,7 @@ def locate_servers(
     """
     gpu = device == "cuda" or (device == "auto" and _has_gpu())
     if urls:
-        return ServerLocation(gpu, all(_here(url) for url in urls))
+        return ServerLocation(gpu, all(_on_this_machine(url) for url in urls))
     return ServerLocation(gpu, local=False) if nodes else ServerLocation(gpu, shared=shared)
 
 
@@ -44,7 +44,7 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _here(url: str) -> bool:
+def _on_this_machine(url: str) -> bool:
     from grpocli.http import is_loopback
 
     return is_loopback(urlsplit(url).hostname or "")

@@ -137,15 +137,15 @@ class Shot:
     @property
     def messages(self) -> Iterator[Message]:
         """The conversation without its system message, which `with_shots` puts first."""
-        asked = [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
-        yield from (message for message in asked if message["role"] != "system")
+        prompt = [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
+        yield from (message for message in prompt if message["role"] != "system")
         yield {"role": "assistant", "content": self.answer}
 
     @property
     def text(self) -> str:
         """The shot as plain text, with an empty line after it."""
-        asked = self.prompt if isinstance(self.prompt, str) else "\n".join(m["content"] for m in self.prompt)
-        return f"{asked}{self.answer}\n\n"
+        prompt = self.prompt if isinstance(self.prompt, str) else "\n".join(m["content"] for m in self.prompt)
+        return f"{prompt}{self.answer}\n\n"
 
     @classmethod
     def of(cls, example: Example, template: str, where: str) -> Shot:

@@ -21,7 +21,7 @@ SYLLABLES = (
 class LetterCounting(Generated):
     """Questions such as: how many times is the letter r in "rubranester"? `reward=[number]` checks the answer.
 
-    Words are made of random syllables, so that a model knows none by heart.
+    Words are made of random syllables, so that no model has memorized them.
     """
 
     syllables: int = 6

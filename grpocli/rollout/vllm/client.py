@@ -68,7 +68,7 @@ class ServerClient:
     patience: seconds during which a busy server, or one with an internal error, is retried; 0: no retries.
     run: a prefix of version labels, which distinguishes this run's weights from another run's.
     model: the name that completions are requested from, `MODEL` or an adapter.
-    prepared: whether this server has had `init_transfer`; False again after `connect`.
+    prepared: whether `init_transfer` has prepared this server; False again after `connect`.
     lost: the error by which the server was found gone, stuck or replaced; None while it answers.
     """
 
@@ -232,7 +232,7 @@ class ServerClient:
     def _version(self, endpoint: Endpoint, label: str) -> int | str:
         """The version of this run's weights, or the label of other weights.
 
-        Raises EngineError for other weights once the server has had this run's.
+        Raises EngineError for other weights after the server received this run's.
         """
         run, dot, number = label.rpartition(".")
         if dot and run == self.run and number.isdecimal():

@@ -159,7 +159,7 @@ class VllmEngine:
         try:
             metrics = self._sync_all(version)
         except EngineError as error:
-            self._failure = error  # first, because answers after `release` may come from any weights
+            self._failure = error  # first, because answers after `release` may come from a mixture of weights
             self._synchronizer.release()
             raise
         self.version, self._synced, self._failure = version, True, None
@@ -230,8 +230,8 @@ def _copy(error: EngineError) -> EngineError:
 def connect(options: VllmOptions, context: EngineContext) -> VllmEngine:
     """An engine for the servers whose endpoints `launch` wrote into the run folder.
 
-    Raises ConfigError if vLLM does not support the run's sampling. What only a server can tell is checked after the
-    first sync, because a killed run may have left servers paused.
+    Raises ConfigError if vLLM does not support the run's sampling. Checks that need a server's answer follow
+    the first sync, because a killed run may have left servers paused.
     """
     job = context.job
     run = hashlib.blake2b(str(job.run_dir.absolute()).encode(), digest_size=4).hexdigest()  # the same in every process

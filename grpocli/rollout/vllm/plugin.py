@@ -28,9 +28,9 @@ def register() -> None:
 def wait_asleep() -> None:
     """Let this process sleep for `NAP` instead of spinning on vLLM's queue in shared memory. Safe to call again.
 
-    vLLM spins for a second after each message. With a GPU that hides latency; on a CPU the engine core would hold a
-    core while the worker computes, and the worker one while the trainer does. Waiting for a wake-up call, as vLLM does
-    after that second, is no replacement, because some of these calls are lost.
+    vLLM spins for a second after each message. With a GPU that hides latency; on a CPU the engine core would occupy a
+    core while the worker computes, and the worker one while the trainer computes. vLLM then waits for a wake-up call;
+    to wait for it at once does not replace the sleep, because some of these calls are lost.
     """
     from vllm.distributed.device_communicators import shm_broadcast
 

@@ -143,7 +143,7 @@ def environment(key: str, shm_dir: Path, own: Path, options: VllmOptions, transp
 
 
 def _loopback(transport: str) -> dict[str, str]:
-    """Have Gloo and NCCL listen on loopback only; the user's environment comes first.
+    """Have Gloo and NCCL listen on loopback only; variables of the user's environment take precedence.
 
     With sync=nccl the trainer joins from another process, maybe on another machine, so NCCL stays reachable.
     """

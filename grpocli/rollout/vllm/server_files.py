@@ -47,7 +47,7 @@ class Endpoint:
         return failure_cause(Path(self.log), self.log_from) if self.log else ""
 
     def names_a_key(self) -> bool:
-        """Whether the log tells which config key must be changed."""
+        """Whether the log names a config key to change."""
         return bool(self.log and find_cause(Path(self.log), self.log_from)[0])
 
     def save(self, path: Path) -> None:
@@ -92,7 +92,7 @@ def failed_file(run_dir: Path, index: int) -> Path:
 
 
 def over_file(run_dir: Path) -> Path:
-    """Its existence ends the servers on rollout nodes, and tells the batch script that their end is intended."""
+    """Its existence ends the servers on rollout nodes, and marks their end as intended for the batch script."""
     return run_dir / "engine" / "over"
 
 

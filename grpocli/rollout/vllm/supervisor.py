@@ -97,7 +97,7 @@ class SupervisedServer:
                 self._running.close()
                 self.start()
                 return True
-            except Exception as error:  # noqa: BLE001 - the trainer must learn of any failure, because no server comes
+            except Exception as error:  # noqa: BLE001 - every failure is reported to the trainer, which waits for a server
                 reason = str(error)
         if not self.stop_event.is_set():
             problem = f"{reason}; it was started again {self.restarts} times (engine.max_restarts={self.max_restarts})"
@@ -163,7 +163,7 @@ class ExternalServers:
 
     def check(self, clients: Sequence[ServerClient]) -> None:
         for client in clients:
-            with contextlib.suppress(EngineError):  # the sync that follows meets the same error
+            with contextlib.suppress(EngineError):  # the sync that follows raises the same error
                 if not client.lost:
                     client.weight_version()
 

@@ -153,7 +153,7 @@ def known_options() -> dict[str, str]:
         found: dict[str, str] = json.loads(cached.read_text())
         return found
     found = _list_options()
-    with contextlib.suppress(OSError):  # without a cache the next run asks again
+    with contextlib.suppress(OSError):  # without a cache the next run lists them again
         cached.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(cached, json.dumps(found, indent=1, sort_keys=True))
     return found
@@ -174,7 +174,7 @@ def _list_options() -> dict[str, str]:
             raise EngineError(f"vLLM did not list its options ({KEY}) within {LIST_TIMEOUT:g} s") from error
         if ended.returncode != 0:
             cause = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
-            raise EngineError(f"vLLM could not be asked for its options ({KEY}): {cause}")
+            raise EngineError(f"vLLM failed to list its options ({KEY}): {cause}")
         found: dict[str, str] = json.loads(answer.read_text())
         return found
 
