@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import one_of, section
 from grpocli.errors import ConfigError
@@ -34,21 +34,6 @@ class ModelPart:
 
     def __post_init__(self) -> None:
         one_of(self, "dtype", ("auto", "float32", "bfloat16"))
-
-
-class Preparable(Protocol):
-    """A choice of the config group `model`."""
-
-    dtype: str
-    attn_implementation: str | None
-    lora: Lora
-
-    def prepare(self, progress: Progress | None = None) -> str:
-        """A local folder, or a hub id, that transformers and vLLM load.
-
-        Called once, before trainer processes start. Raises ConfigError, naming the key, if there is no model.
-        """
-        ...
 
 
 def load_model(part: Any, path: str) -> PreTrainedModel:

@@ -252,9 +252,9 @@ class MappedFiles:
         self._maps: dict[str, mmap.mmap] = {}
 
     def tensors(self, name: str, folder: Path, keep: bool) -> list[tuple[str, torch.Tensor]]:
-        """Names and views into the file called `name` in `folder`; keep: stay mapped,
-        because later syncs rewrite the file.
+        """Names and views into the file called `name` in `folder`.
 
+        keep: the file stays mapped, because later syncs rewrite it.
         Raises ValueError for anything but a plain file of weights there.
         """
         memory = self._maps.get(name) if isinstance(name, str) else None
