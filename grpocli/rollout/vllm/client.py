@@ -117,7 +117,7 @@ class ServerClient:
                     raise self._gone(endpoint, problem, KeepsRefusing) from refused
                 if now > self._warned + self.patience:
                     self._warned = now
-                    logger.warning("%s; asking it again for %g s (engine.patience)", refused, self.patience)
+                    logger.warning("%s; repeating the request for %g s (engine.patience)", refused, self.patience)
                 await asyncio.sleep(min(pause(tries, FIRST_PAUSE, refused.answer), left))
             if self.lost and endpoint is self.endpoint:  # found by another call
                 raise ServerGone(str(self.lost))
