@@ -68,6 +68,6 @@ class RewardGone(ServiceGone, RewardError):
 
 
 class Stopped(GrpoError):
-    """A signal ended the run after a checkpoint; `resume=` continues it."""
+    """The run ended after a checkpoint, by a signal or because a service was lost; `resume=` continues it."""
 
     exit_code = 3

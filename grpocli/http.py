@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
 """Status codes after which a retry may succeed."""
-MAX_PAUSE = 30.0
+MAX_DELAY = 30.0
 """Seconds."""
 
 _jitter = random.Random()
@@ -41,13 +41,13 @@ async def bounded(http: httpx.AsyncClient, method: str, url: str, limit: int, **
     )
 
 
-def pause(tries: int, first: float, answer: httpx.Response | None = None) -> float:
+def retry_delay(tries: int, first: float, answer: httpx.Response | None = None) -> float:
     """Seconds to wait before a retry: exponential backoff with jitter, or the response's Retry-After if that is longer.
 
-    tries: the number of tries so far. first: the maximum of the first pause.
+    tries: the number of tries so far. first: the maximum of the first delay.
     """
     doubled = first * 2.0 ** min(tries - 1, 10) * _jitter.uniform(0.5, 1.0)
-    return min(max(doubled, _retry_after(answer) if answer is not None else 0.0), MAX_PAUSE)
+    return min(max(doubled, _retry_after(answer) if answer is not None else 0.0), MAX_DELAY)
 
 
 def _retry_after(answer: httpx.Response) -> float:

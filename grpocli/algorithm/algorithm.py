@@ -44,7 +44,8 @@ class Algorithm:
     """Weighs each completion's sum over tokens."""
     combine: str = "sum"
     """How rewards become one score. `sum`: weight x reward, over the rewards that apply. `normalize_then_sum`: each
-    reward is normalised in its group first, and then their weighted sum over the batch (GDPO, arXiv 2601.05242)."""
+    reward is normalised in its group first; then their weighted sum is normalised over the batch (GDPO, arXiv
+    2601.05242)."""
 
     def __post_init__(self) -> None:
         one_of(self, "combine", ("sum", "normalize_then_sum"))
@@ -63,20 +64,25 @@ class Algorithm:
         """Whether `loss` needs entropies with a gradient."""
         return bool(self.entropy.coefficient > 0)
 
+    # Which rows an update may leave out: `Updater` leaves out a row with advantage 0 if `skips_zero_advantages`, and a
+    # row without tokens in the loss unless `depends_on_split`. The first two properties extend what the objective and
+    # the aggregate promise under the same names; the third follows from both.
+
     @property
-    def zero_gradient_at_zero_advantage(self) -> bool:
-        """Whether a row whose advantage is 0 has no gradient."""
+    def zero_at_zero_advantage(self) -> bool:
+        """Whether a row whose advantage is 0 has no gradient, with KL and entropy bonus included."""
         objective = getattr(self.objective, "zero_at_zero_advantage", False)  # a user's part may lack it
         return bool(objective and not (self.needs_reference or self.needs_entropy_gradient))
 
     @property
     def skips_zero_advantages(self) -> bool:
         """Whether a row whose advantage is 0 cannot change an update."""
-        return self.zero_gradient_at_zero_advantage and not (self.needs_every_row or self.tokens.needs_entropy)
+        return self.zero_at_zero_advantage and not (self.depends_on_split or self.tokens.needs_entropy)
 
     @property
-    def needs_every_row(self) -> bool:
-        """Whether the rows of a micro-batch affect each other's weights, even rows without tokens in the loss."""
+    def depends_on_split(self) -> bool:
+        """Whether the rows of a micro-batch affect each other's weights, so that no row may be left out, even one
+        without tokens in the loss."""
         return bool(getattr(self.aggregate, "depends_on_split", True))
 
     @property
@@ -178,10 +184,10 @@ class Algorithm:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of some rows of an optimizer window; the losses of its parts add up to the window's loss.
 
-        logp [B, T]: log-probs of the tokens under the policy, in nats, with gradient. old_logp [B, T]: under the old
-        policy, which starts the step, or for older completions without a correction under the one that sampled.
-        rollout_logp [B, T]: under the policy that sampled, computed by the sampler. ref_logp [B, T]: under the
-        reference.
+        logp [B, T]: log-probs of the tokens under the policy, in nats, with gradient. old_logp [B, T]: under the
+        policy at the start of the step. For completions of older weights, without a correction: under the policy that
+        sampled them. rollout_logp [B, T]: under the policy that sampled, computed by the sampler. ref_logp [B, T]:
+        under the reference.
         advantages [B]. mask [B, T]: 1 for tokens in the loss. group_ids [B]: integers (None: one group per row).
         entropy [B, T]: of the policy at each token, in nats, with gradient if the entropy part is a bonus.
         selected [B, T]: tokens of the policy-gradient term (None: the tokens part selects them from these rows).

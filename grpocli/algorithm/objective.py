@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FARTHEST = 20.0
-"""Nats. Ratios beyond exp(+-20) are clamped, without gradient. No clip range is that wide, and exp(89), infinite in
-float32, times an advantage of 0 is NaN."""
+"""Nats. Ratios beyond exp(+-20) are clamped, without gradient. No sensible clip range is that wide, and exp(89),
+infinite in float32, times an advantage of 0 is NaN."""
 
 SHARPNESS = "must be above 0 (at least 1e-6) and finite"
 
@@ -39,10 +39,10 @@ class Clip:
     high: float = 0.2
     """How far the ratio may rise above 1, at least 0."""
     dual: float | None = None
-    """Dual clip: bounds the term from below by `dual` x A where A < 0, so that a large ratio cannot dominate the
-    update; above 1, null: no bound (arXiv 1912.09729), section 4."""
+    """Dual clip: where A < 0 the gain min(...) is at least `dual` x A, so that a large ratio cannot dominate the
+    update. Above 1; null: no bound (arXiv 1912.09729), section 4."""
     delta: float | None = None
-    """Largest ratio anywhere, applied before the clip; null: no limit. Above 1 + high: INTELLECT-2's two-sided clipping
+    """Upper bound of the unclipped ratio; null: none. Above 1 + high: INTELLECT-2's two-sided clipping
     (arXiv 2505.07291), section 3.4."""
     level: str = "token"
     """`token`, or `sequence` for GSPO's length-normalised ratio (arXiv 2507.18071), equation 7."""

@@ -156,7 +156,7 @@ def hydra_app(task: Callable[[DictConfig], Any], config_name: str, argv: list[st
         except GrpoError as error:
             failures.append(error)
             if isinstance(error, Stopped) and arguments(argv).multirun:
-                raise  # a signal ends the whole sweep
+                raise  # a signal or a lost service ends the whole sweep
             if arguments(argv).multirun:
                 print(f"grpocli: this job failed: {clean(str(error))}", file=sys.stderr)
             return None

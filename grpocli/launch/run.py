@@ -252,15 +252,15 @@ def _check_device(run: Run) -> None:
 
 
 def _train(run: Run, job: TrainerJob, run_dir: RunDir, view: View, devices: Devices, node: Node | None) -> float | None:
-    with stop_signal() as stop, ExitStack() as engine:
+    with stop_signal() as stop, ExitStack() as running:
         stop.file = stop_file(run_dir.path)
         here = _in_this_process(devices, node)
-        data = engine.enter_context(BackgroundTask(partial(_load_data, run, job))) if here else None
+        data = running.enter_context(BackgroundTask(partial(_load_data, run, job))) if here else None
         with stop.immediately():
             if node:
                 new_engine_folder(run_dir.path)
                 replace(job, ready=False).save(run_dir.path)
-            engine.enter_context(_launched(run, job.engine, view))
+            running.enter_context(_launched(run, job.engine, view))
         if data:
             return TrainerProcess(run, job, run_dir, stop, view, load_data=data.result).train()
         from grpocli.launch.trainer_launcher import train_in_processes

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SETTLE = 5.0
 """Seconds after the first failure in which other processes may still report theirs."""
 GRACE = 1.0
-"""Seconds between SIGTERM and SIGKILL; the file `stop` asks for a stop after the step."""
+"""Seconds between SIGTERM and SIGKILL. Short, since the file `stop`, not SIGTERM, requests a stop after the step."""
 POLL = 0.1
 POLL_SHARED = 1.0
 """POLL on a file system that all machines of the run poll."""
@@ -46,16 +46,17 @@ def train_in_processes(
     Raises the error of the first process that failed, wherever it runs.
     """
     words = command(devices.processes, run_dir.path, node)
-    with guarded(words, name="trainers", env=environment(devices), grace=GRACE) as workers:
-        _wait(run_dir.path, workers, stop, POLL_SHARED if node else POLL)
+    with guarded(words, name="trainers", env=environment(devices), grace=GRACE) as trainers:
+        _wait(run_dir.path, trainers, stop, POLL_SHARED if node else POLL)
         if node and node.count > 1:
             _wait_for_cause(run_dir.path)
         error = _root_cause(run, run_dir.path)  # while hanging processes are still alive
-        if workers.returncode in KILLED and not exit_reports(run_dir.path):
+        if trainers.returncode in KILLED and not exit_reports(run_dir.path):
             error = RunError(f"the trainer processes were killed from outside; go on with resume={run_dir.path}")
-    if error is None and workers.returncode:
+    if error is None and trainers.returncode:
         error = RunError(
-            f"the trainer processes ended with code {workers.returncode} before they had begun: see {run_dir.path}/logs"
+            f"the trainer processes ended with code {trainers.returncode} before they had begun: "
+            f"see {run_dir.path}/logs"
         )
     if error is None:
         accuracy = json.loads(run_dir.summary.read_text()).get("eval/accuracy")
@@ -65,13 +66,13 @@ def train_in_processes(
     raise error
 
 
-def _wait(run_dir: Path, workers: Guarded, stop: StopSignal, poll: float) -> None:
+def _wait(run_dir: Path, trainers: Guarded, stop: StopSignal, poll: float) -> None:
     """Wait until the processes have ended, or until SETTLE seconds after one has failed."""
-    asked, failed_at = False, None
-    while workers.poll() is None:
-        if stop.received and not asked:
+    stop_requested, failed_at = False, None
+    while trainers.poll() is None:
+        if stop.received and not stop_requested:
             stop_file(run_dir).touch()
-            asked = True
+            stop_requested = True
         if failed_at is None and (any(f.code != Stopped.exit_code for f in exit_reports(run_dir)) or _died(run_dir)):
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > SETTLE:
@@ -158,7 +159,7 @@ def clean(run_dir: Path) -> None:
 
 
 def stop_file(run_dir: Path) -> Path:
-    """A file whose existence asks every process to stop after its step, since signals do not reach all of them."""
+    """A file whose existence makes every process stop after its step, since signals do not reach all of them."""
     return run_dir / "stop"
 
 

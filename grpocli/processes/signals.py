@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 CHECK_SECONDS = 0.25
-"""Seconds between checks for the stop file in `StopSignal.asked_cached`."""
+"""Seconds between checks for the stop file in `StopSignal.requested_cached`."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -35,29 +35,30 @@ def enable_crash_tracebacks() -> None:
 
 @dataclass(slots=True)
 class StopSignal:
-    """Whether the run was asked to stop.
+    """Whether a stop of the run is requested.
 
-    received: the name of the first signal. file: a file whose existence asks too, for processes that get no signal.
+    received: the name of a signal: the first in the process that the user started, the last in one of several trainer
+    processes. file: a file whose existence also requests a stop, for processes that get no signal.
     immediate: a signal raises KeyboardInterrupt, because there is no step to finish.
-    checked_at, was_asked: when `asked_cached` last checked, and the result.
+    checked_at, was_requested: when `requested_cached` last checked, and the result.
     """
 
     received: str | None = None
     file: Path | None = None
     immediate: bool = False
     checked_at: float = -math.inf
-    was_asked: bool = False
+    was_requested: bool = False
 
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         """Whether a signal was received or the file exists."""
         return self.received is not None or (self.file is not None and self.file.exists())
 
-    def asked_cached(self, clock: Callable[[], float] = time.monotonic) -> bool:
-        """`asked`, fast enough to call at every token: the file may be on a network, so it is checked only every
+    def requested_cached(self, clock: Callable[[], float] = time.monotonic) -> bool:
+        """`requested`, fast enough to call at every token: the file may be on a network, so it is checked only every
         CHECK_SECONDS."""
-        if self.received is None and not self.was_asked and clock() - self.checked_at >= CHECK_SECONDS:
-            self.checked_at, self.was_asked = clock(), self.asked()
-        return self.received is not None or self.was_asked
+        if self.received is None and not self.was_requested and clock() - self.checked_at >= CHECK_SECONDS:
+            self.checked_at, self.was_requested = clock(), self.requested()
+        return self.received is not None or self.was_requested
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The handler of the process that the user started. Only a repeated SIGINT ends the run at once, because
@@ -67,8 +68,8 @@ class StopSignal:
         if self.received is None:
             self.received = signal.Signals(number).name
             print(
-                f"\n{self.received}: stopping after this step and the rollouts in progress, or at once in an "
-                "evaluation, with a checkpoint; another Ctrl-C ends the run without one",
+                f"\n{self.received}: stopping after this step and the rollouts in progress (in an evaluation as soon "
+                "as the engine allows), with a checkpoint; another Ctrl-C ends the run without one",
                 file=sys.stderr,
             )
 

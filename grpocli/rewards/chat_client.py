@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from grpocli.http import BUSY, TooLong, bounded, pause
+from grpocli.http import BUSY, TooLong, bounded, retry_delay
 from grpocli.masking import mask
 from grpocli.rewards.reward import Failure, Unreachable
 
@@ -92,7 +92,7 @@ class ChatClient:
         problem, busy = "", None
         for attempt in range(self.retries + 1):
             if attempt:
-                await asyncio.sleep(pause(attempt, self.backoff, busy))
+                await asyncio.sleep(retry_delay(attempt, self.backoff, busy))
             try:
                 async with asyncio.timeout(self.timeout):  # httpx's timeouts restart with every byte received
                     url = f"{self.base_url.rstrip('/')}/chat/completions"

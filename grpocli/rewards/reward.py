@@ -72,7 +72,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Overrun(Failure):
-    """A worker process missed the item's deadline, or, with late=False, crashed on the item."""
+    """A worker process missed the sample's deadline, or, with late=False, crashed on the sample."""
 
     late: bool = True
 
@@ -102,13 +102,13 @@ LARGEST_SCORE = 1e12
 """Its square is far below the largest float32."""
 
 
-@base("reward")
+@base("reward")  # these decorators are explained in config/parts.py
 @section("reward")
 class BaseReward:
     """Base class of the config group `reward`; its choices are registered with `package="reward.NAME"`."""
 
     config_key: ClassVar[str]
-    """Config key of the reward, such as `reward.math`; set by its registration."""
+    """Config key of the reward, such as `reward.math`: set when the class is registered; in a run, `reward.NAME`."""
     scores_independently: ClassVar[bool] = False
     """Whether the reward scores each sample independently, outside of this process. Then it is called group by group
     while other completions are still being sampled; any other reward is called once, with all samples."""

@@ -69,9 +69,11 @@ class Scorer:
         max_tokens: length limit of sampling. enter: called with the name of each reward before its call.
         progress: called with the number of samples scored.
         """
-        return self.complete([ScoredRollout(one, Sample.of(one, max_tokens)) for one in rollouts], enter, progress)
+        return self.add_missing_scores(
+            [ScoredRollout(one, Sample.of(one, max_tokens)) for one in rollouts], enter, progress
+        )
 
-    def complete(
+    def add_missing_scores(
         self, rollouts: Sequence[ScoredRollout], enter: Callable[[str], None], progress: Progress
     ) -> tuple[list[Rollout], ScoreStats]:
         """Like `score`, for rollouts that may already have some of their scores."""
@@ -195,7 +197,7 @@ class StreamingScorer:
         """The rollouts of all requests with their rewards, in order, and counts of errors: see `Scorer.score`."""
         groups = [self._groups.get(k) or self._group(k, completions) for k, completions in enumerate(sampled)]
         with self.lock:
-            return self.scorer.complete([one for group in groups for one in group], enter, progress)
+            return self.scorer.add_missing_scores([one for group in groups for one in group], enter, progress)
 
     def __enter__(self) -> Self:
         return self

@@ -87,9 +87,9 @@ class EngineContext:
     """A trainer process as seen by its engine.
 
     in_flight: weights may change during requests. sampling: the sampling of training, so that an engine can refuse it
-    early; None if unknown. recover: lets the training thread sync the engine again, and returns after that; for an
-    engine that must sync within `generate`, which calls it in every process and equally often. None: the engine may
-    sync in its own thread. stopping: whether the run is asked to stop; a long wait then ends with EngineGone.
+    early; None if unknown. recover: called by `generate` when requests are unanswered and every server is lost, equally
+    often in every process. None: sync in this thread. With prefetch, `training/build.py` passes a function that syncs
+    in the main thread. stopping: whether a stop of the run is requested; a long wait then ends with EngineGone.
     """
 
     job: EngineJob

@@ -45,12 +45,12 @@ def build_trainer(
     world: World,
     recorder: Recorder,
     stop: StopSignal,
-    resume: Path | None,
+    checkpoint_path: Path | None,
     data: PromptSource,
 ) -> Trainer:
-    """The trainer of a run; resume: the checkpoint to continue from. Collective."""
+    """The trainer of a run; checkpoint_path: the checkpoint to continue from. Collective."""
     _check_rewards(run, data, recorder)
-    loaded = _load(run, job, world, data, recorder, resume)
+    loaded = _load(run, job, world, data, recorder, checkpoint_path)
     policy, reference, state = loaded.policy, loaded.reference, loaded.state
 
     def recover() -> None:
@@ -68,10 +68,10 @@ def build_trainer(
         tokenizer=data.tokenizer,
         engine=engine,
         collector=collector,
-        prefetcher=_prefetcher(run, collector, world, state.step, resume),
+        prefetcher=_prefetcher(run, collector, world, state.step, checkpoint_path),
         updater=loaded.updater,
         update_checks=UpdateChecks(run, recorder.run_dir, policy, world),
-        evaluator=_evaluator(run, sampler, data, Watch(recorder.progress_of("eval"), stop.asked_cached)),
+        evaluator=_evaluator(run, sampler, data, Watch(recorder.progress_of("eval"), stop.requested_cached)),
         recorder=recorder,
         checkpointer=_checkpointer(run, world, loaded, data, recorder),
         stop=stop,
@@ -104,16 +104,20 @@ class _Loaded:
 
 
 def _load(
-    run: Run, job: EngineJob, world: World, data: PromptSource, recorder: Recorder, resume: Path | None
+    run: Run, job: EngineJob, world: World, data: PromptSource, recorder: Recorder, checkpoint_path: Path | None
 ) -> _Loaded:
-    with restoring(resume):
-        state = checkpoint.load_state(resume) if resume else checkpoint.State(run=run_id(recorder.run_dir))
-        leftover = _leftover(run, data, resume)
+    with restoring(checkpoint_path):
+        state = (
+            checkpoint.load_state(checkpoint_path)
+            if checkpoint_path
+            else checkpoint.State(run=run_id(recorder.run_dir))
+        )
+        leftover = _leftover(run, data, checkpoint_path)
         with world.parallel.loading():
-            policy, optimizer = _policy(run, job, world, str(resume) if resume else job.model_path)
-            reference = _reference(run, job, policy, resume)
-        if resume:
-            checkpoint.load_optimizer(resume, policy, optimizer)
+            policy, optimizer = _policy(run, job, world, str(checkpoint_path) if checkpoint_path else job.model_path)
+            reference = _reference(run, job, policy, checkpoint_path)
+        if checkpoint_path:
+            checkpoint.load_optimizer(checkpoint_path, policy, optimizer)
         updater = _updater(run, world, policy, reference, optimizer, state, recorder)
     recorder.seconds_before = state.seconds
     _choose_layout(run, world, policy, reference, recorder)
@@ -164,7 +168,7 @@ def _engine(
         rollout.in_flight,
         rollout.sampling,
         recover if rollout.max_staleness else None,
-        stop.asked,
+        stop.requested,
     )
     engine: Engine = run.engine.connect(context)
     return engine
@@ -194,14 +198,14 @@ def _policy(run: Run, job: EngineJob, world: World, path: str) -> tuple[Policy, 
     return Policy(model, wrapped, dtype, world.parallel), optimizer
 
 
-def _reference(run: Run, job: EngineJob, policy: Policy, resume: Path | None) -> Reference | None:
+def _reference(run: Run, job: EngineJob, policy: Policy, checkpoint_path: Path | None) -> Reference | None:
     if not run.algorithm.needs_reference:
         return None
     if run.model.lora.rank and not run.algorithm.kl.sync_every:
         return BaseReference(policy)
     path = job.model_path
-    if resume and (resume / checkpoint.REFERENCE).is_dir():
-        path = str(resume / checkpoint.REFERENCE)
+    if checkpoint_path and (checkpoint_path / checkpoint.REFERENCE).is_dir():
+        path = str(checkpoint_path / checkpoint.REFERENCE)
     return Reference(load_model(run.model, path), policy)
 
 
@@ -226,19 +230,21 @@ def _collector(
     )
 
 
-def _leftover(run: Run, data: PromptSource, resume: Path | None) -> list[Group]:
-    if resume is None:
+def _leftover(run: Run, data: PromptSource, checkpoint_path: Path | None) -> list[Group]:
+    if checkpoint_path is None:
         return []
     rollout = run.rollout
-    return saved_rollouts.load_leftover(resume, data.draw, rollout.group_size, run.reward, rollout.prompts_per_step)
+    return saved_rollouts.load_leftover(
+        checkpoint_path, data.draw, rollout.group_size, run.reward, rollout.prompts_per_step
+    )
 
 
-def _prefetcher(run: Run, collector: Collector, world: World, step: int, resume: Path | None) -> Prefetcher:
+def _prefetcher(run: Run, collector: Collector, world: World, step: int, checkpoint_path: Path | None) -> Prefetcher:
     """The prefetcher after a step, with the batches that the checkpoint has for the next steps."""
     ready: list[RolloutBatch] = []
-    if resume:
-        with restoring(resume):
-            ready = saved_rollouts.load_prefetched(resume, collector, wanted=run.rollout.max_staleness > 0)
+    if checkpoint_path:
+        with restoring(checkpoint_path):
+            ready = saved_rollouts.load_prefetched(checkpoint_path, collector, wanted=run.rollout.max_staleness > 0)
     return Prefetcher(collector, world, run.rollout, run.train.steps, step, ready)
 
 
@@ -256,7 +262,7 @@ def _updater(
         policy=policy,
         reference=reference,
         algorithm=run.algorithm,
-        optim=run.optim,
+        optim_config=run.optim,
         optimizer=optimizer,
         train=run.train,
         sampling=run.rollout.sampling,

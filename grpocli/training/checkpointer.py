@@ -49,7 +49,7 @@ class BackgroundWriter:
         if self._channel is None:
             write()
             return
-        # a daemon: after a second signal the process must be able to exit
+        # a daemon: after a second Ctrl-C the process must be able to exit
         self._thread = threading.Thread(target=self._work, args=(write,), name="checkpoint", daemon=True)
         self._thread.start()
 

@@ -219,10 +219,10 @@ class SamplingState:
 class Collector:
     """Draws prompts, has them sampled and scored, and keeps the groups that the algorithm wants.
 
-    draw: the prompt of a draw number. accuracy_rewards: the name of each task's accuracy reward. draws, leftover: the
-    state to save: the number of prompts drawn, and groups that the last step kept beyond what it needed, which the next
-    one trains on first. keeps_untrained: whether `RolloutBatch.untrained` is filled, which is at most MAX_REFILL times
-    `max_rounds` steps' worth of groups. watch: gets the progress of a step's sampling.
+    draw: the prompt of a draw number. accuracy_rewards: the name of each task's accuracy reward. draws: the number of
+    prompts drawn. leftover: groups that the last step kept but did not need; the next step trains on them first. Both
+    are saved. keeps_untrained: whether `RolloutBatch.untrained` is filled, with at most MAX_REFILL times `max_rounds`
+    steps' worth of groups. watch: gets the progress of a step's sampling.
     """
 
     sampler: Sampler
@@ -377,4 +377,4 @@ def status_of(row: Row, algorithm: Algorithm) -> Status:
     """The status of a row that is in an update."""
     if not any(row.mask):
         return Status.MASKED
-    return Status.ZERO_ADVANTAGE if row.advantage == 0 and algorithm.zero_gradient_at_zero_advantage else Status.TRAINED
+    return Status.ZERO_ADVANTAGE if row.advantage == 0 and algorithm.zero_at_zero_advantage else Status.TRAINED

@@ -76,7 +76,7 @@ def _pad_optional(rows: Sequence[Row], values: Sequence[Tensor | None], device: 
 
 
 def group_spans(n_groups: int, minibatches: int) -> list[range]:
-    """The groups of each window (optimizer update) of an epoch: of equal size up to one group, and none empty."""
+    """The groups of each window of an epoch (one optimizer update); sizes differ by at most one group, none is 0."""
     pieces = min(minibatches, n_groups)
     edges = [n_groups * i // pieces for i in range(pieces + 1)] if pieces else []
     return [range(a, b) for a, b in pairwise(edges)]

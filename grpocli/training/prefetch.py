@@ -6,9 +6,9 @@ Two threads share a `Prefetcher`. The main thread trains; the rollout thread sam
     -----------                                   --------------
     rollouts(s): request step s + max_staleness   wait until a requested step may begin
                  wait for a batch, take it        collect it, append it to `_ready`, and again
-    paused_before(s): let no step after s begin,
-                 wait until the thread is idle,
-                 send the weights                 after the block: go on with the new weights
+    collection_paused_before(s): let no step
+                 after s begin, wait until the
+                 thread is idle, send the weights after the block: go on with the new weights
     wait_until_idle(s), state: for a checkpoint
     while waiting: make the call, if there is one <- run_in_main_thread(work): wait for its result
 
@@ -164,8 +164,8 @@ class Prefetcher:
         return self._without_stale(batch, step)
 
     @contextmanager
-    def paused_before(self, step: int) -> Iterator[None]:
-        """A block before a step in which nothing is collected, so that no completion mixes weight versions.
+    def collection_paused_before(self, step: int) -> Iterator[None]:
+        """A block during which nothing is collected; it precedes `step`. So no completion mixes weight versions.
 
         It begins when the running steps and the given step, if requested, are collected: with max_staleness 1 this
         makes weight versions deterministic. Later steps begin after the block. With `in_flight` it does nothing.
@@ -320,7 +320,7 @@ class Prefetcher:
                 self._changed.notify_all()
 
     def _next_step(self) -> bool:
-        """Wait until a step may begin; False at the end of the run."""
+        """Wait until a step may begin. False when `close` was called."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._collected < min(self._requested, self._limit))
             if self._collected >= self._requested:
@@ -331,7 +331,7 @@ class Prefetcher:
 
     @property
     def _limit(self) -> float:
-        """The last step that may begin now. Only the main process limits: the others begin when it does."""
+        """The last step that may begin now. Infinite in other processes, which follow the main one's broadcast."""
         return min(self._pause_after, self._stop_after) if self.world.is_main else math.inf
 
     def _collect(self) -> RolloutBatch:

@@ -1,4 +1,7 @@
-"""The training loop and its step: sync, generate and score, advantages, update, log, checkpoint."""
+"""The training loop and its step: sync, generate and score, advantages, update, evaluate, log, checkpoint.
+
+The update also mixes the policy into the reference, if `algorithm.kl.sync_every` is set.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 
 
 CLOSE_SECONDS = 2.0
-"""Seconds that a second interrupt waits for a checkpoint in progress."""
+"""Seconds that a second Ctrl-C waits for a checkpoint in progress."""
 
 
 @dataclass(slots=True)
@@ -113,7 +116,7 @@ class Trainer:
             return
         with ExitStack() as paused:
             with self.timed("rollout"):
-                paused.enter_context(self.prefetcher.paused_before(self.next_step))
+                paused.enter_context(self.prefetcher.collection_paused_before(self.next_step))
             with self.timed("sync"):
                 self.sync_now()
 
@@ -214,7 +217,7 @@ class Trainer:
 
     def raise_if_stopped(self) -> None:
         """After a signal to any process, save a checkpoint and raise Stopped. Collective."""
-        if self.world.any(self.stop.asked()):
+        if self.world.any(self.stop.requested()):
             self.checkpoint_and_stop()
 
     def checkpoint_and_stop(self, gone: ServiceGone | None = None) -> NoReturn:
@@ -224,8 +227,10 @@ class Trainer:
         """
         step = self.state.step
         self.prefetcher.stop_after(self.next_step)
-        with suppress(ServiceGone):  # the run ends anyway
+        # wait here, so that a lost service cannot prevent the checkpoint; the wait in `checkpoint` then returns at once
+        with suppress(ServiceGone):
             self.prefetcher.wait_until_idle(self.next_step)
+        # also if the step's own checkpoint is saved: this one has the rollouts prefetched since
         self.checkpoint()
         self.wait_for_checkpoint()
         reason = f"{self.stop.received or 'asked to stop'} after step {step}; go on with"
@@ -235,8 +240,8 @@ class Trainer:
 
     def close(self) -> None:
         """Stop the threads and processes of this trainer, even if some raise errors."""
-        interrupted = isinstance(sys.exception(), KeyboardInterrupt)  # by a second signal: close without waiting
-        with ExitStack() as closing:  # from the last to the first
+        interrupted = isinstance(sys.exception(), KeyboardInterrupt)  # by a second Ctrl-C: close without waiting
+        with ExitStack() as closing:  # called in reverse order: the prefetcher first, the checkpointer last
             closing.callback(self.checkpointer.close, CLOSE_SECONDS if interrupted else None)
             closing.callback(self.collector.sampler.scorer.close)
             closing.callback(self.collector.sampler.episodes.close)
@@ -268,7 +273,8 @@ class Trainer:
     @property
     def seconds(self) -> float:
         """Seconds spent on this run, earlier sessions included."""
-        return self.recorder.seconds_before + max(0.0, time.monotonic() - self.started)  # a reward may fake the clock
+        # not negative: user code (freezegun) may set the clock back
+        return self.recorder.seconds_before + max(0.0, time.monotonic() - self.started)
 
     def due(self, every: int) -> bool:
         """Whether an event that happens every so many steps (0: never) is due now."""

@@ -39,16 +39,17 @@ class Updater:
 
     A step calls `begin_step`, then `update` for each window in each epoch, then `metrics`.
 
-    optimizer: from `Parallel.prepare`. total_updates, updates: of the whole run, and so far. progress: called when a
-    micro-batch begins, without waiting for the GPU. The remaining fields are of the current step. first_update: the
-    number of its first update. lr: of its last update. sums: of the loss metrics. tokens: counts.
+    optim_config: the keys `optim.*`, with the schedule of the learning rate. optimizer: torch's or DeepSpeed's, from
+    `Parallel.prepare`. total_updates: of the whole run; updates: so far. progress: called when a micro-batch begins,
+    without waiting for the GPU. The remaining fields are of the current step. first_update: the number of its first
+    update. lr: of its last update. sums: of the loss metrics. tokens: counts for the `tokens/...` metrics.
     """
 
     world: World
     policy: Policy
     reference: Reference | None
     algorithm: Algorithm
-    optim: AdamW
+    optim_config: AdamW
     optimizer: Any
     train: Train
     sampling: Sampling
@@ -70,7 +71,7 @@ class Updater:
         """
         self.sums, self.tokens, self.micro_batches_done = {}, Counter(), 0
         self.first_update = (step - 1) * self.train.updates_per_step
-        self.lr = self.optim.rate(self.first_update, self.total_updates)
+        self.lr = self.optim_config.rate(self.first_update, self.total_updates)
         self.policy.wrapped.train()
         spans = group_spans(n_groups, self.train.minibatches)
         self.windows = [self._window(i, [r for r in rows if r.group in span]) for i, span in enumerate(spans)]
@@ -89,9 +90,9 @@ class Updater:
                 self._micro_batch(rows, window.totals)
             self.micro_batches_done += 1
         number = self.first_update + epoch * self.train.minibatches + window.number
-        self.lr = self.optim.rate(number, self.total_updates)
-        norm = parallel.update(self.policy.wrapped, self.optimizer, self.lr, self.optim.max_grad_norm)
-        self._add({"grad_norm": norm / self.world.size})
+        self.lr = self.optim_config.rate(number, self.total_updates)
+        norm = parallel.update(self.policy.wrapped, self.optimizer, self.lr, self.optim_config.max_grad_norm)
+        self._add({"grad_norm": norm / self.world.size})  # `metrics` sums over the processes
         self.updates += 1
 
     def gather(self, rows: Sequence[Row]) -> None:
@@ -138,7 +139,7 @@ class Updater:
 
     def _matters(self, row: Row) -> bool:
         """Whether a row has a gradient, or decides which tokens of other rows have one."""
-        if self.algorithm.needs_every_row:
+        if self.algorithm.depends_on_split:
             return True
         return any(row.mask) and (row.advantage != 0 or not self.algorithm.skips_zero_advantages)
 

@@ -38,7 +38,7 @@ def test_a_second_interrupt_prints_how_to_resume(
 def test_one_ctrl_c_waits_for_the_step_and_a_second_one_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     with stop_signal() as stop:
         os.kill(os.getpid(), signal.SIGINT)
-        assert stop.asked()
+        assert stop.requested()
         assert "SIGINT: stopping after this step" in capsys.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -97,8 +97,8 @@ def test_the_stop_file_is_not_checked_at_every_token(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Path, "exists", exists)
     stop, times = StopSignal(file=tmp_path / "stop"), [k * CHECK_SECONDS / 10 for k in range(100)]
-    asked = [stop.asked_cached(lambda now=now: now) for now in times]  # type: ignore[misc]
+    asked = [stop.requested_cached(lambda now=now: now) for now in times]  # type: ignore[misc]
     assert len(looks) == 3
     assert asked == sorted(asked), "it stays true"
     assert asked[-1]
-    assert StopSignal(received="SIGTERM").asked_cached()
+    assert StopSignal(received="SIGTERM").requested_cached()

@@ -327,7 +327,7 @@ def test_a_new_server_gets_no_requests_before_it_has_the_weights(serve: Callable
     one = ServerPool(clients_of(serve(lives=0)))
     one.replace(0, Endpoint(new.url, "key", "/nowhere"))
     assert one.complete(bodies(1)) == [None]
-    one.open()
+    one.open_all()
     assert one.complete(bodies(1)) != [None]
 
 

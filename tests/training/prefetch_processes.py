@@ -78,7 +78,7 @@ def trained(world: World, event: str, staleness: int, in_flight: bool) -> dict[s
             if step == 2:
                 collector.reached.set()
                 time.sleep(LATE if in_flight and world.rank else 0)
-            with prefetcher.paused_before(step):
+            with prefetcher.collection_paused_before(step):
                 world.barrier()
             prefetcher.rollouts(step)
             world.sum(torch.ones(3))

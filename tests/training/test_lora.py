@@ -62,7 +62,7 @@ def updater(policy: Policy, world: World, reference: Reference | None = None, **
         policy=policy,
         reference=reference,
         algorithm=built("algorithm=grpo" if reference else "algorithm=dapo"),
-        optim=optim,
+        optim_config=optim,
         optimizer=optim.make(policy.model.parameters()),
         train=Train(**train),
         sampling=SAMPLING,

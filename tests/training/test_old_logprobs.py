@@ -85,7 +85,7 @@ def test_a_leftover_row_is_off_policy_at_the_first_update(little_model, world, r
 
 def test_the_schedule_follows_the_step_not_the_number_of_updates(little_model, world, rows) -> None:
     up = updater(little_model, world, "algorithm=dapo", minibatches=2)
-    up.optim = type(up.optim)(lr=1.0, schedule="linear")
+    up.optim_config = type(up.optim_config)(lr=1.0, schedule="linear")
     assert train_step(up, [], n_groups=0, step=1)["lr"] == pytest.approx(1.0)
     one_group = [copy.copy(r) for r in rows if r.group == 0]
     assert train_step(up, one_group, n_groups=1, step=2)["lr"] == pytest.approx(0.8)  # update 2 of 10

@@ -109,7 +109,7 @@ def versions(collected: RolloutBatch) -> set[int]:
 
 
 def sync(one: Prefetcher, sampler: Sampler, version: int) -> None:
-    with one.paused_before(version):
+    with one.collection_paused_before(version):
         sampler.version = version
 
 
@@ -196,7 +196,7 @@ def test_a_sync_waits_for_running_steps_and_comes_before_later_ones() -> None:
 
         helper = threading.Thread(target=meanwhile)
         helper.start()
-        with one.paused_before(2):
+        with one.collection_paused_before(2):
             synced.set()
             assert len(sampler.calls) == 2, "steps that had not begun follow the sync"
             sampler.version = 2
@@ -248,7 +248,7 @@ def test_an_error_of_the_thread_is_raised_when_the_trainer_waits() -> None:
         drawn = 2
         sampler.error = EngineError("the server is gone")
         sampler.allow(1)
-        with pytest.raises(EngineError, match="the server is gone"), one.paused_before(2):
+        with pytest.raises(EngineError, match="the server is gone"), one.collection_paused_before(2):
             pytest.fail("weights went to an engine that had failed")
         assert made.draws == drawn, "a failed step is not counted as drawn"
         one.wait_until_idle(2)  # for the checkpoint after a server is lost
@@ -344,7 +344,7 @@ def test_the_waiting_trainer_makes_the_threads_calls() -> None:
         sampler.allow(9)
         one.rollouts(1)
         assert did == [threading.get_ident()]
-        with one.paused_before(2):
+        with one.collection_paused_before(2):
             assert did == [threading.get_ident()] * 2
         one.run_in_main_thread(lambda: did.append(0))  # in the main thread, as in an evaluation
         assert did[2:] == [0]

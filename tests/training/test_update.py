@@ -53,7 +53,7 @@ def updater(little_model, world: World, *algorithm: str, **train: int) -> Update
         policy=policy,
         reference=Reference(copy.deepcopy(little_model), policy) if algo.needs_reference else None,
         algorithm=algo,
-        optim=optim,
+        optim_config=optim,
         optimizer=optimizer,
         train=Train(**train),
         sampling=SAMPLING,
@@ -145,7 +145,7 @@ def test_gradients_are_clipped_to_the_norm(little_model, world, rows) -> None:
     steps = {}
     for limit in (0.0, 1e-4):
         up = updater(little_model, world, "algorithm=drgrpo")
-        up.optim = AdamW(lr=1.0, max_grad_norm=limit)
+        up.optim_config = AdamW(lr=1.0, max_grad_norm=limit)
         up.optimizer = torch.optim.SGD(up.policy.model.parameters(), lr=1.0)
         before = torch.cat([p.detach().flatten().clone() for p in up.policy.model.parameters()])
         norm = train_step(up, [copy.copy(r) for r in rows], n_groups=2)["grad_norm"]

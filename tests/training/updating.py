@@ -105,7 +105,7 @@ def updater_of(
         policy=policy,
         reference=reference,
         algorithm=algorithm,
-        optim=optim,
+        optim_config=optim,
         optimizer=optimizer,
         train=TRAIN,
         sampling=Sampling(10, temperature=0.9),

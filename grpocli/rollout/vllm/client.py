@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from grpocli.errors import EngineError
-from grpocli.http import BUSY, TooLong, bounded, is_loopback, pause
+from grpocli.http import BUSY, TooLong, bounded, is_loopback, retry_delay
 from grpocli.masking import mask
 from grpocli.rollout.vllm.liveness import GENERATED, Liveness, ProgressTimeout, health, tokens_computed
 from grpocli.rollout.vllm.server_files import Endpoint
@@ -95,9 +95,9 @@ class ServerClient:
         return self._call("POST", path, body)
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        return asyncio.run(self._ask(self.endpoint, method, path, body))
+        return asyncio.run(self._request(self.endpoint, method, path, body))
 
-    async def _ask(self, endpoint: Endpoint, method: str, path: str, body: dict[str, Any] | None) -> Any:
+    async def _request(self, endpoint: Endpoint, method: str, path: str, body: dict[str, Any] | None) -> Any:
         """The answer's JSON, with retries while the server is busy.
 
         Patience restarts whenever the server answers another request, because this one's turn will come.
@@ -118,7 +118,7 @@ class ServerClient:
                 if now > self._warned + self.patience:
                     self._warned = now
                     logger.warning("%s; repeating the request for %g s (engine.patience)", refused, self.patience)
-                await asyncio.sleep(min(pause(tries, FIRST_PAUSE, refused.answer), left))
+                await asyncio.sleep(min(retry_delay(tries, FIRST_PAUSE, refused.answer), left))
             if self.lost and endpoint is self.endpoint:  # found by another call
                 raise ServerGone(str(self.lost))
 
@@ -169,7 +169,7 @@ class ServerClient:
         """The choices of one request, in order."""
         endpoint, model = self.endpoint, self.model
         with self._counted(model):
-            answer = await self._ask(endpoint, "POST", GENERATE, {"model": model, **body})
+            answer = await self._request(endpoint, "POST", GENERATE, {"model": model, **body})
         if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
             raise EngineError(
                 f"the answer to {GENERATE} at {endpoint.url} is not from a vLLM server: {str(answer)[:100]}"

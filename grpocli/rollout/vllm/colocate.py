@@ -122,6 +122,7 @@ def connect(options: ColocateOptions, context: EngineContext) -> ColocateEngine:
     return ColocateEngine(llm, context)
 
 
+IN_PROCESS_BACKEND = "direct"  # the name under which vLLM finds `worker.InProcessWeightTransfer`
 DISCARD_LEVEL = 2  # vLLM keeps neither weights nor cache; `InProcessLLM.load` sends the weights again
 
 
@@ -224,7 +225,7 @@ def start(options: ColocateOptions, job: EngineJob, world: World) -> InProcessLL
 
         from grpocli.rollout.vllm.worker import register_in_process_transfer
 
-        register_in_process_transfer()
+        register_in_process_transfer(IN_PROCESS_BACKEND)
         llm = LLM(**given)
         llm.init_weight_transfer_engine({"init_info": {}})
     return InProcessLLM(llm, environment, getattr(torch, job.dtype), bool(given["enable_sleep_mode"]), log)
@@ -247,7 +248,7 @@ def arguments(options: ColocateOptions, job: EngineJob, processes: int, cpu: boo
         "enable_chunked_prefill": False if cpu else None,  # with seeds, chunked prompts crash vLLM on a CPU
         "generation_config": "vllm",  # otherwise the model's folder may change sampling
         "logprobs_mode": "processed_logprobs",  # log-probs of the distribution that is sampled from
-        "weight_transfer_config": {"backend": "direct"},  # `worker.InProcessWeightTransfer`
+        "weight_transfer_config": {"backend": IN_PROCESS_BACKEND},
         "load_format": "dummy",  # random weights, so that a parameter missing from a sync is detected
         "use_tqdm_on_load": False,
     }

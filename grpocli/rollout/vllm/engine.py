@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from grpocli.errors import EngineError, EngineGone
-from grpocli.http import pause
+from grpocli.http import retry_delay
 from grpocli.rollout.engine import Listener, ignore
 from grpocli.rollout.sampling import stop_token_ids
 from grpocli.rollout.vllm.client import KeepsRefusing, ServerClient
@@ -43,8 +43,7 @@ class Synchronizer(Protocol):
     def __call__(self, version: int) -> dict[str, float]:
         """Bring every server to the current weights and verify it. Raises EngineError in every process or in none.
 
-        After a failed transfer the servers hold their requests until a call succeeds or `release`. After a failed probe
-        they already run, and the caller discards their answers.
+        After a failed probe the servers already run, and the caller discards their answers.
         """
         ...
 
@@ -58,9 +57,8 @@ class Synchronizer(Protocol):
 class VllmEngine:
     """The engine of `engine=vllm`; `connect` makes it.
 
-    recover: called by `generate`, equally often in every process, when requests remain that no server is left to
-    answer. It returns when the servers are back and synced. By default it syncs the same version again in this thread;
-    a caller whose other thread trains passes a function that has that thread sync (`EngineContext.recover`).
+    recover: called when requests are unanswered and every server is lost, equally often in every process. Default: sync
+    in this thread. With prefetch, `training/build.py` passes a function that syncs in the main thread.
     """
 
     def __init__(
@@ -163,7 +161,7 @@ class VllmEngine:
             self._synchronizer.release()
             raise
         self.version, self._synced, self._failure = version, True, None
-        self.pool.open()
+        self.pool.open_all()
         if self._check_sampling:
             check_sampling, self._check_sampling = self._check_sampling, None
             check_sampling()
@@ -179,7 +177,7 @@ class VllmEngine:
                 if not self._lost():
                     raise
                 last = error
-            time.sleep(pause(attempt, FIRST_PAUSE))  # the server may be busy
+            time.sleep(retry_delay(attempt, FIRST_PAUSE))  # the server may be busy
         raise EngineGone(f"{ATTEMPTS} syncs of weights failed one after the other: {last}")
 
     def _lost(self) -> dict[int, str]:

@@ -80,11 +80,11 @@ class AdapterSync:
         self.verifier = WeightVerifier(context)
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Send and verify the adapter; return `sync/bytes` and the seconds of the update and of the probe (0 if not
-        due).
+        """Send and verify the adapter; return `sync/bytes` and the seconds of the update and of the probe (near 0 if
+        the probe is not due).
 
-        Raises, in every process, EngineError if the adapter cannot be sent or verified, ConfigError if vLLM's model
-        does not support it.
+        Raises EngineError in every process if the adapter cannot be sent or verified. Raises ConfigError in every
+        process if vLLM's implementation of the model does not support `model.lora.target_modules`.
         """
         used = set(self.world.gather_objects([name for server in self.servers for name in server.adapters_in_use()]))
         name, failure = "", None

@@ -37,24 +37,24 @@ class CompletionCounter:
 
 
 @dataclass(slots=True)
-class Slot:
+class ServerLoad:
     """One server during one call of `complete`.
 
-    open: whether it takes requests. outstanding: completions that were requested and have not arrived.
+    takes_requests: see `ServerPool.takes_requests`. outstanding: completions that were requested and have not arrived.
     """
 
     client: ServerClient
-    open: Callable[[], bool]
+    takes_requests: Callable[[], bool]
     room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CONCURRENT))
     outstanding: int = 0
 
-    async def ask(self, body: dict[str, Any]) -> Choices | None:
+    async def request(self, body: dict[str, Any]) -> Choices | None:
         """The completions; None if the server was lost or replaced before it answered."""
         wanted = int(body.get("sampling_params", {}).get("n", 1))
         self.outstanding += wanted
         try:
             async with self.room:
-                return await self.client.generate(body) if self.open() else None
+                return await self.client.generate(body) if self.takes_requests() else None
         except ServerGone:
             return None
         finally:
@@ -74,15 +74,15 @@ class ServerPool:
         return {index: str(client.lost) for index, client in enumerate(self.clients) if client.lost}
 
     def replace(self, index: int, endpoint: Endpoint) -> None:
-        """Use the server at `endpoint` as number `index`. It gets no requests before `open`."""
+        """Use the server at `endpoint` as number `index`. It gets no requests before `open_all`."""
         self._closed.add(index)
         self.clients[index].connect(endpoint)
 
-    def open(self) -> None:
+    def open_all(self) -> None:
         """Let all servers take requests: they have the weights to sample with."""
         self._closed.clear()
 
-    def is_open(self, index: int) -> bool:
+    def takes_requests(self, index: int) -> bool:
         """Whether server number `index` takes requests."""
         return not self.clients[index].lost and index not in self._closed
 
@@ -107,14 +107,14 @@ class ServerPool:
         on_answer: Callable[[int, Choices], None] | None,
         count: CompletionCounter,
     ) -> list[Choices | None]:
-        slots = [Slot(client, partial(self.is_open, i)) for i, client in enumerate(self.clients)]
-        turn = asyncio.Semaphore(CONCURRENT * len(slots))  # a request chooses its server only when it can run
+        loads = [ServerLoad(client, partial(self.takes_requests, i)) for i, client in enumerate(self.clients)]
+        turn = asyncio.Semaphore(CONCURRENT * len(loads))  # a request chooses its server only when it can run
 
         async def one(number: int, body: dict[str, Any]) -> Choices | None:
             async with turn:
-                while living := [slot for slot in slots if slot.open()]:
-                    slot = min(living, key=lambda slot: slot.outstanding)
-                    if (choices := await slot.ask(body)) is not None:
+                while living := [load for load in loads if load.takes_requests()]:
+                    load = min(living, key=lambda load: load.outstanding)
+                    if (choices := await load.request(body)) is not None:
                         if on_answer:
                             on_answer(number, choices)
                         return choices

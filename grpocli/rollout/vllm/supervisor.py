@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 GRACE = 2.0  # seconds that a lost server has to exit
 POLL = 0.2  # seconds between checks of processes and files
 
-Start = Callable[[int], AbstractContextManager[tuple[Endpoint, "Guarded"]]]
+StartServer = Callable[[int], AbstractContextManager[tuple[Endpoint, "Guarded"]]]
 Lost = Mapping[int, tuple[Endpoint, str]]
 """The former endpoint of each lost server, by number, and the reason why it is lost."""
 
@@ -42,22 +42,24 @@ Lost = Mapping[int, tuple[Endpoint, str]]
 class SupervisedServer:
     """Number `index` of the run's own servers, restarted in a thread of the launching process when it is lost.
 
-    start: starts a server as a context, given the number of servers before it. stop_event: set when the run ends.
-    max_restarts: the number of servers that may follow the first.
+    start_server: starts a server as a context, given the number of attempts to start one before. stop_event: set when
+    the run ends. max_restarts: the number of attempts that may follow the first. attempts: restarts tried so far.
     """
 
-    def __init__(self, index: int, run_dir: Path, start: Start, stop_event: threading.Event, max_restarts: int) -> None:
+    def __init__(
+        self, index: int, run_dir: Path, start_server: StartServer, stop_event: threading.Event, max_restarts: int
+    ) -> None:
         self.index, self.run_dir, self.stop_event, self.max_restarts = index, run_dir, stop_event, max_restarts
         self.name = f"vLLM server {index}"
-        self._start = start
+        self._start_server = start_server
         self._running = contextlib.ExitStack()
         self._thread = threading.Thread(target=self._supervise, name=self.name, daemon=True)
-        self.restarts = 0
+        self.attempts = 0
 
     def start(self) -> None:
         """Return when the server is healthy and its endpoint file written. Raises ConfigError or EngineError."""
-        self.endpoint, self.process = self._running.enter_context(self._start(self.restarts))
-        self.endpoint = dataclasses.replace(self.endpoint, generation=self.restarts)
+        self.endpoint, self.process = self._running.enter_context(self._start_server(self.attempts))
+        self.endpoint = dataclasses.replace(self.endpoint, generation=self.attempts)
         self.endpoint.save(run_file(self.run_dir, self.index))
 
     def supervise(self) -> None:
@@ -85,13 +87,13 @@ class SupervisedServer:
             generation, _, reason = read_shared(lost_file(self.run_dir, self.index)).partition(" ")
         except FileNotFoundError:
             return None
-        return reason if int(generation) == self.restarts else None
+        return reason if int(generation) == self.attempts else None
 
     def _restart(self, reason: str) -> bool:
         """Start another server, as often as `max_restarts` allows; whether one runs."""
-        while self.restarts < self.max_restarts and not self.stop_event.is_set():
-            logger.warning("%s; starting another, number %d of %d", reason, self.restarts + 1, self.max_restarts)
-            self.restarts += 1
+        while self.attempts < self.max_restarts and not self.stop_event.is_set():
+            logger.warning("%s; starting another, number %d of %d", reason, self.attempts + 1, self.max_restarts)
+            self.attempts += 1
             try:
                 self.process.stop(GRACE)
                 self._running.close()
@@ -100,7 +102,7 @@ class SupervisedServer:
             except Exception as error:  # noqa: BLE001 - every failure is reported to the trainer, which waits for a server
                 reason = str(error)
         if not self.stop_event.is_set():
-            problem = f"{reason}; it was started again {self.restarts} times (engine.max_restarts={self.max_restarts})"
+            problem = f"{reason}; it was started again {self.attempts} times (engine.max_restarts={self.max_restarts})"
             logger.error("%s", problem)
             dataclasses.replace(self.endpoint, gone=problem).save(run_file(self.run_dir, self.index))
         return False

@@ -55,14 +55,14 @@ class ShmTransport:
 
     def send(self, servers: Sequence[ServerClient], stream: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
         plan = self._plan()
-        groups = by_folder(servers)
+        servers_by_folder = by_folder(servers)
         if plan != self._mapped_plan or not all(server.prepared for server in servers):
             self.close()
             init_transfers(servers, [{} for _ in servers])
         self._mapped_plan = []
-        self._make_slots(groups, plan)
+        self._make_slots(servers_by_folder, plan)
         call_all(servers, lambda server: server.start_update())
-        self._send_buckets(plan, groups, stream)
+        self._send_buckets(plan, servers_by_folder, stream)
         call_all(servers, lambda server: server.finish_update(version))
         self._mapped_plan = plan
         return self.weights.bytes()
@@ -81,7 +81,7 @@ class ShmTransport:
     def _send_buckets(
         self,
         plan: list[list[ParameterShape]],
-        groups: dict[Path, list[ServerClient]],
+        servers_by_folder: dict[Path, list[ServerClient]],
         stream: Iterator[tuple[str, torch.Tensor]],
     ) -> None:
         loads: list[Future[None]] = []
@@ -89,24 +89,28 @@ class ShmTransport:
             for index, shapes in enumerate(plan):
                 if index >= SLOTS:
                     loads[index - SLOTS].result()
-                files = self._slots[index % SLOTS] if self._slots else make_files(groups, [shapes], self.weights.dtype)
+                files = (
+                    self._slots[index % SLOTS]
+                    if self._slots
+                    else make_files(servers_by_folder, [shapes], self.weights.dtype)
+                )
                 first, *others = files.values()
                 first.write(shapes, (tensor for _, tensor in islice(stream, len(shapes))), self.weights.dtype)
                 for other in others:
                     other.copy(first)
                 for file in [] if self._slots else files.values():
                     file.flush()
-                loads.append(loading.submit(_load, files, groups, bool(self._slots)))
+                loads.append(loading.submit(_load, files, servers_by_folder, bool(self._slots)))
         for load in loads:
             load.result()
 
-    def _make_slots(self, groups: dict[Path, list[ServerClient]], plan: list[list[ParameterShape]]) -> None:
+    def _make_slots(self, servers_by_folder: dict[Path, list[ServerClient]], plan: list[list[ParameterShape]]) -> None:
         """Make the files in shared memory before any server begins an update, because there may be no space."""
-        if self._slots or not all(in_memory(folder) for folder in groups):
+        if self._slots or not all(in_memory(folder) for folder in servers_by_folder):
             return
         try:
             for slot in range(min(SLOTS, len(plan))):
-                self._slots.append(make_files(groups, plan[slot::SLOTS], self.weights.dtype))
+                self._slots.append(make_files(servers_by_folder, plan[slot::SLOTS], self.weights.dtype))
         except EngineError:
             self.close()
             raise
@@ -130,7 +134,7 @@ def bucket_counts(shapes: Shapes, dtype: torch.dtype, size: int) -> list[int]:
     return counts
 
 
-def make_files(groups: Iterable[Path], buckets: Iterable[list[ParameterShape]], dtype: torch.dtype) -> Files:
+def make_files(folders: Iterable[Path], buckets: Iterable[list[ParameterShape]], dtype: torch.dtype) -> Files:
     """A file in each folder with space for the largest bucket.
 
     Raises EngineError, and leaves no file, if there is no space.
@@ -138,7 +142,7 @@ def make_files(groups: Iterable[Path], buckets: Iterable[list[ParameterShape]], 
     size = max(file_size(shapes, dtype) for shapes in buckets)
     files: Files = {}
     try:
-        for folder in groups:
+        for folder in folders:
             files[folder] = BucketFile(folder / f"weights-{secrets.token_hex(8)}.safetensors", size)
     except EngineError:
         for file in files.values():
@@ -149,10 +153,10 @@ def make_files(groups: Iterable[Path], buckets: Iterable[list[ParameterShape]], 
 
 def by_folder(servers: Sequence[ServerClient]) -> dict[Path, list[ServerClient]]:
     """The servers grouped by the folder that they read weights from."""
-    groups: dict[Path, list[ServerClient]] = {}
+    servers_by_folder: dict[Path, list[ServerClient]] = {}
     for server in servers:
-        groups.setdefault(Path(server.endpoint.shm_dir), []).append(server)
-    return groups
+        servers_by_folder.setdefault(Path(server.endpoint.shm_dir), []).append(server)
+    return servers_by_folder
 
 
 def in_memory(folder: Path) -> bool:
@@ -160,9 +164,9 @@ def in_memory(folder: Path) -> bool:
     return folder.resolve().is_relative_to(SHM)
 
 
-def _load(files: Files, groups: dict[Path, list[ServerClient]], keep: bool) -> None:
-    folders = {id(server): folder for folder, servers in groups.items() for server in servers}
-    servers = [server for group in groups.values() for server in group]
+def _load(files: Files, servers_by_folder: dict[Path, list[ServerClient]], keep: bool) -> None:
+    folders = {id(server): folder for folder, servers in servers_by_folder.items() for server in servers}
+    servers = [server for group in servers_by_folder.values() for server in group]
     try:
         call_all(servers, lambda server: server.update({"file": files[folders[id(server)]].path.name, "keep": keep}))
     finally:

@@ -82,7 +82,8 @@ class WeightSync:
     Running requests finish first. With `context.in_flight` they are frozen and resumed instead: vLLM then recomputes
     their keys and values with the new weights before it samples their next token.
 
-    After a failed update servers may hold a mixture of weights. They stay paused until a sync succeeds or `release`.
+    After a failed transfer servers may hold a mixture of weights. They hold their requests until a sync succeeds or
+    `release`.
     """
 
     def __init__(self, servers: Sequence[ServerClient], context: EngineContext, transport: Transport) -> None:
@@ -92,8 +93,8 @@ class WeightSync:
         self.verifier = WeightVerifier(context)
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Send and verify the weights; return `sync/bytes` and the seconds of the update and of the probe (0 if not
-        due).
+        """Send and verify the weights; return `sync/bytes` and the seconds of the update and of the probe (near 0 if
+        the probe is not due).
 
         Raises EngineError in every process if the weights cannot be sent or verified.
         """
@@ -122,7 +123,10 @@ class WeightSync:
         return {"sync/bytes": float(sent), **seconds}
 
     def release(self) -> None:
-        """After a failed sync that is not repeated, let the other servers continue with any weights."""
+        """After a failed sync that is not repeated, let the remaining servers answer, so that no request hangs.
+
+        The caller discards the answers.
+        """
         if self.world.is_main:
             for server in self.servers:
                 with suppress(EngineError):  # the server is going away too; the failed sync has reported the cause
@@ -146,9 +150,8 @@ class WeightSync:
     def _verify(self, version: int) -> str:
         """The problem that the verifier finds, in the main process; "" if the servers have the weights.
 
-        The servers run again: the probe is a request, and requests that waited for the sync may be computed beside it.
-
-        A sharded policy scores in all processes or in none.
+        Called after the resume, since the probe is itself a request. Scoring a sharded policy is collective, so the
+        other processes score too.
         """
         if not self.world.is_main:
             if self.weights.sharded:

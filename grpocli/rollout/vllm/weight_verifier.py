@@ -55,7 +55,7 @@ class WeightVerifier:
     def due(self, new: bool = False) -> bool:
         """Whether to verify this sync: the first, then every `sync.verify_every`th, and one with a new server.
 
-        Call it once for each sync.
+        Call it once for each attempt.
         """
         due = new or self._since == 0
         self._since = (1 if due else self._since + 1) % self._every

@@ -1,7 +1,8 @@
-"""vLLM's side of every transport: vLLM calls these classes in its workers, and its own loader takes the weights.
+"""vLLM's side of shm, ipc and the in-process transfer; `sync=nccl` uses vLLM's own class.
 
-`sync=nccl` uses vLLM's class. `plugin.py` registers `ShmWeightTransfer` and `JsonIpcWeightTransfer` in servers, and
-`register_in_process_transfer` registers `InProcessWeightTransfer` in the trainer's process for `engine=vllm_colocate`.
+vLLM calls these classes in its workers, and its own loader takes the weights. `plugin.py` registers `ShmWeightTransfer`
+and `JsonIpcWeightTransfer` in servers, and `register_in_process_transfer` registers `InProcessWeightTransfer` in the
+trainer's process for `engine=vllm_colocate`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,6 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine,
 
 from grpocli.rollout.vllm.transport_gpu import decode_handles
 from grpocli.rollout.vllm.transport_shm import MappedFiles, weights_folder
-
-IN_PROCESS_BACKEND = "direct"
-"""The backend's name in `weight_transfer_config`, see `InProcessWeightTransfer`."""
 
 
 @dataclass
@@ -194,7 +192,7 @@ class InProcessWeightTransfer(LoaderWeightTransfer):
             self.model.load_weights(update_info.weights)
 
 
-def register_in_process_transfer() -> None:
-    """Register `weight_transfer_config={"backend": "direct"}` in this process. Safe to call again."""
-    if IN_PROCESS_BACKEND not in Factory._registry:
-        Factory.register_engine(IN_PROCESS_BACKEND, InProcessWeightTransfer)
+def register_in_process_transfer(backend: str) -> None:
+    """Register `weight_transfer_config={"backend": backend}` in this process. Safe to call again."""
+    if backend not in Factory._registry:
+        Factory.register_engine(backend, InProcessWeightTransfer)
