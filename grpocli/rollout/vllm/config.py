@@ -81,7 +81,8 @@ class VllmOptions(CommonOptions):
     reconnect_timeout: int = 300
     """Seconds to wait for a server at base_url that went away."""
     patience: int = 120
-    """Seconds to repeat a request to a server that answers that it is busy (429, 503) or fails (500)."""
+    """Seconds to repeat a request to a server at base_url that reports that it is busy or failing (408, 409, 425, 429,
+    500, 502, 503, 504)."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that vLLM may take, above 0 and at most 1."""
     cpu_kv_cache_gb: int = 1
