@@ -38,7 +38,7 @@ class CompletionCounter:
 
 @dataclass(slots=True)
 class ServerLoad:
-    """One server during one call of `complete`.
+    """One server and its load during one call of `complete`.
 
     takes_requests: see `ServerPool.takes_requests`. outstanding: completions that were requested and have not arrived.
     """

@@ -42,8 +42,8 @@ Lost = Mapping[int, tuple[Endpoint, str]]
 class SupervisedServer:
     """Number `index` of the run's own servers, restarted in a thread of the launching process when it is lost.
 
-    start_server: starts a server as a context, given the number of attempts to start one before. stop_event: set when
-    the run ends. max_restarts: the number of attempts that may follow the first. attempts: restarts tried so far.
+    start_server: starts a server as a context; its argument is `attempts`. stop_event: set when the run ends.
+    max_restarts: the largest number of attempts. attempts: restarts tried so far, failed ones included.
     """
 
     def __init__(
