@@ -120,8 +120,13 @@ def search_path(config_dir: str | None) -> list[str]:
     """The override that adds `--config-dir` to a composition outside of Hydra's command line."""
     if config_dir is None:
         return []
-    if not Path(config_dir).is_dir():
+    folder, ours = Path(config_dir), Path(conf_dir())
+    if not folder.is_dir():
         raise ConfigError("there is no such folder", key="--config-dir", value=config_dir)
+    for file in sorted(ours.rglob("*.yaml")):
+        same = folder / file.relative_to(ours)
+        if same.is_file() and not same.samefile(file):
+            raise ConfigError("Hydra would use the file of this name in conf/", key=str(same), hint="rename yours")
     return [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
 
 

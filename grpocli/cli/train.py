@@ -30,6 +30,7 @@ def main(argv: list[str]) -> int:
         return complete(argv, ())
     argv = options_first(argv, "train")
     args = arguments(argv)
+    search_path(args.config_dir)  # a wrong folder is an error for every option
     if only_prints(args):
         if args.multirun and not args.help:
             raise ConfigError("a sweep has several configs", key="-m", hint="leave it out to print one")

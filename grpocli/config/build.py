@@ -115,8 +115,12 @@ def _imported(target: str, key: str) -> Any:
         hint = "install the package that registers it"
         raise ConfigError("no choice has this name", key=subject, value=target, hint=hint)
     try:
-        return instantiate({TARGET: target, "_partial_": True}).func
+        found = instantiate({TARGET: target, "_partial_": True}).func
     except InstantiationException as error:
         raise ConfigError(
             f"cannot be imported: {raised(error.__cause__ or error)}", key=subject, value=target
         ) from error
+    if not dataclasses.is_dataclass(found):
+        hint = "name a choice, FILE.py:CLASS, or the import path of a dataclass"
+        raise ConfigError("is no part of a run", key=subject, value=target, hint=hint)
+    return found

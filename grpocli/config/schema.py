@@ -220,4 +220,8 @@ class Run:
     """The command line that composed this config; grpocli writes it, for `resume=`."""
 
     def __post_init__(self) -> None:
+        for group in ("algorithm", "task", "model", "engine", "sync", "hardware", "optim", "tracker"):
+            if isinstance(getattr(self, group), dict):
+                hint = f"choose one with {group}=NAME, or start your YAML with `defaults: [NAME, _self_]`"
+                raise ConfigError("the keys belong to no choice", key=group, hint=hint)
         require(self, "seed", self.seed >= 0, "must be 0 or more")

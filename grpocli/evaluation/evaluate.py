@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from grpocli.environments.environment import environment_of
 from grpocli.progress import Watch
 from grpocli.rewards.scorer import Scorer
-from grpocli.rollout.engine import EngineContext, EngineJob
+from grpocli.rollout.engine import EngineContext, EngineJob, connected
 from grpocli.tasks.mixture import about, key_of, limits_of, tasks_of
 from grpocli.tasks.prompt_source import accuracy_reward_of
 from grpocli.tasks.prompts import PromptSet
@@ -133,7 +133,7 @@ class Evaluation:
         model = load_policy(run.model, job.model_path, path, run.seed).to(world.device)
         policy = Policy(model, model, getattr(torch, job.dtype))
         context = EngineContext(job, policy, tokenizer, world, run.sync, sampling=run.rollout.sampling)
-        engine = run.engine.connect(context)
+        engine = connected(run.engine, context)
         environments = {
             name: environment for name, task in tasks_of(run.task).items() if (environment := environment_of(task))
         }

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from grpocli.config.build import build
 from grpocli.config.environment import OVERRIDES, needs_environment, without_environment
 from grpocli.errors import ConfigError
-from grpocli.launch.hydra_errors import hydra_errors
+from grpocli.launch.hydra_errors import choices_in, hydra_errors
 from grpocli.launch.hydra_sources import beside_another_hydra, conf_dir, extend_hydra
 from grpocli.launch.overrides import rewritten
 
@@ -51,10 +51,23 @@ def compose(overrides: list[str], config_name: str = "train", *, with_hydra: boo
         initialize_config_dir(conf_dir(), version_base="1.3"),
     ):
         try:
-            return cast("DictConfig", hydra_compose(config_name, overrides, return_hydra_config=with_hydra))
+            config = cast("DictConfig", hydra_compose(config_name, overrides, return_hydra_config=with_hydra))
         except (TypeError, ValueError) as error:  # Hydra raises these for a choice that is null or a list in a list
-            choices = " ".join(o for o in overrides if "." not in o.partition("=")[0])
-            raise ConfigError("cannot be read", key=choices, hint="a choice is GROUP=NAME or GROUP=[A,B]") from error
+            if str(error).startswith("Invalid defaults list"):
+                raise
+            hint = "a choice is GROUP=NAME or GROUP=[A,B]"
+            raise ConfigError("cannot be read", key=choices_in(overrides), hint=hint) from error
+    _refuse_equal_packages(overrides, config)
+    return config
+
+
+def _refuse_equal_packages(overrides: list[str], config: DictConfig) -> None:
+    """Raise ConfigError if two chosen rewards became one, as a copy of a YAML does that keeps its `# @package` line."""
+    chosen = next((o for o in reversed(overrides) if o.startswith("reward=[")), None)
+    if chosen and len(set(chosen[len("reward=[") : -1].split(","))) > len(config.reward):
+        raise ConfigError(
+            "two rewards have one name", key=chosen, hint="change `# @package reward.NAME` in a copied YAML"
+        )
 
 
 def build_run(config: DictConfig) -> Run:

@@ -8,6 +8,7 @@ The dataclass stays the only source of defaults and types; a test holds the file
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from typing import Any
 import yaml
 from omegaconf import MISSING, OmegaConf
 
-from grpocli.config.build import TARGET
+from grpocli.config import yaml_text
+from grpocli.config.build import TARGET, flat_keys
 from grpocli.config.field_docs import class_doc, field_docs, summary
 from grpocli.config.parts import CLASSES, SCHEMAS, choices_of, typed_choice
 from grpocli.launch.compose import register_parts
@@ -46,19 +48,33 @@ def content(group: str, choice: str) -> str:
     """The YAML of a choice: its keys with their defaults, each below its documentation."""
     typed = typed_choice(group, choice)
     package = [f"# @package {typed.package}"] if typed.package else []
-    text = _yaml(CLASSES[f"{group}/{choice}"], f"/{SCHEMAS}/{group}/{choice}@_here_", _values(typed.node))
+    key = typed.package or group.replace("/", ".")
+    text = _yaml(CLASSES[f"{group}/{choice}"], f"/{SCHEMAS}/{group}/{choice}@_here_", _values(typed.node), f"{key}.")
     return "\n".join([*package, text])
 
 
 def run_content() -> str:
     """The YAML of the keys that belong to no config group."""
     cls = CLASSES["run"]
-    return _yaml(cls, "run_schema", {key: value for key, value in _values(cls).items() if value != MISSING})
+    return _yaml(cls, "run_schema", {key: value for key, value in _values(cls).items() if value != MISSING}, "")
 
 
-def _yaml(cls: type[Any], schema: str, values: dict[str, Any]) -> str:
+def _yaml(cls: type[Any], schema: str, values: dict[str, Any], prefix: str) -> str:
     mark = f"{MARK}{cls.__name__}; change the defaults there."
-    return "\n".join([*_header(cls), mark, "defaults:", f"  - {schema}", "  - _self_", *_keys(cls, values), ""])
+    return "\n".join([*_header(cls), mark, "defaults:", f"  - {schema}", "  - _self_", *_keys(cls, values, prefix), ""])
+
+
+@functools.cache
+def _model_defaults() -> dict[str, str]:
+    """{key: a sentence about the models that set it}, from conf/model_defaults/."""
+    found: dict[str, str] = {}
+    for file in sorted(Path(conf_dir(), "model_defaults").glob("*.yaml")):
+        values = yaml_text.load(file.read_text())
+        for key in flat_keys(values):
+            value = OmegaConf.select(OmegaConf.create(values), key)
+            if not OmegaConf.is_config(value):
+                found[key] = f"{found.get(key, '')} With model={file.stem}: {_plain(value)}, over this file."
+    return found
 
 
 def _values(node: Any) -> dict[str, Any]:
@@ -73,17 +89,18 @@ def _groups() -> list[str]:
     return sorted({name.rpartition("/")[0] for name in own})
 
 
-def _keys(cls: type[Any], values: Any, indent: str = "") -> Iterator[str]:
+def _keys(cls: type[Any], values: Any, prefix: str, indent: str = "") -> Iterator[str]:
+    """The lines of a mapping. prefix: its key in the config, with a dot, or nothing."""
     docs, defaults = field_docs(cls), {f.name: f.default for f in dataclasses.fields(cls)}
     for name, value in values.items():
         if name == TARGET:
             continue
         section = type(defaults[name]) if dataclasses.is_dataclass(defaults[name]) else None
         doc = docs.get(name) or (summary(section) if section else "")
-        yield from _comment(doc, indent)
+        yield from _comment(doc + _model_defaults().get(f"{prefix}{name}", ""), indent)
         if section:
             yield f"{indent}{name}:"
-            yield from _keys(section, value, f"{indent}  ")
+            yield from _keys(section, value, f"{prefix}{name}.", f"{indent}  ")
         else:
             yield f"{indent}{name}: {textwrap.indent(_plain(value), indent).lstrip()}"
 

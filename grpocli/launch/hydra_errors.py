@@ -40,8 +40,19 @@ def hydra_errors(overrides: list[str], config_name: str) -> Iterator[None]:
     """Raise errors of Hydra and OmegaConf within the block as ConfigError."""
     try:
         yield
+    except RecursionError as error:
+        raise ConfigError("a YAML file's defaults list leads back to the file", key=choices_in(overrides)) from error
+    except ValueError as error:
+        if not str(error).startswith("Invalid defaults list"):
+            raise
+        raise ConfigError(str(error)) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise _CommandLine(overrides, config_name).explain(error) from error
+
+
+def choices_in(overrides: list[str]) -> str:
+    """The overrides that choose for a group."""
+    return " ".join(o for o in overrides if "=" in o and "." not in o.partition("=")[0])
 
 
 def known_keys(overrides: list[str], config_name: str) -> list[str]:

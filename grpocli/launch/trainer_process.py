@@ -64,7 +64,7 @@ class TrainerProcess:
         trainer = None
         try:
             trainer = self._trainer(world, recorder)
-            results = trainer.train()
+            results = self._trained(trainer)
             finish(trainer, self.job, results)
             return results.get("eval/accuracy")
         except BaseException as error:
@@ -73,6 +73,13 @@ class TrainerProcess:
             raise
         finally:
             close_all(*([trainer.close] if trainer else []), recorder.close, world.close)
+
+    def _trained(self, trainer: Trainer) -> dict[str, float]:
+        """The final evaluation of a training. Raises RunError if user code in it calls `exit`."""
+        try:
+            return trainer.train()
+        except SystemExit as error:
+            raise RunError(f"user code ended the process: {raised(error)}") from error
 
     def _trainer(self, world: World, recorder: Recorder) -> Trainer:
         from grpocli.models.loading import load_tokenizer

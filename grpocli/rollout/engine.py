@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from grpocli.errors import ConfigError
 from grpocli.progress import UNWATCHED, Progress, Watch, unreported
 from grpocli.rollout.sync_config import SyncConfig
 from grpocli.types import Completion, Request, Sampling
@@ -203,3 +204,13 @@ class EnginePart:
     def connect(self, context: EngineContext) -> Engine:
         """The engine of a trainer process; called in every trainer process after `launch`."""
         raise NotImplementedError(f"{type(self).__name__} has no `connect`")
+
+
+def connected(part: EnginePart, context: EngineContext) -> Engine:
+    """The engine of a part. Raises ConfigError if a user's part returns anything else."""
+    engine = part.connect(context)
+    missing = [name for name in ("generate", "sync", "close") if not callable(getattr(engine, name, None))]
+    if missing:
+        problem = f"connect returned an object without {', '.join(missing)}: {engine!r:.100}"
+        raise ConfigError(problem, key="engine", hint="return an Engine (grpocli/rollout/engine.py)")
+    return engine

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from grpocli.rollout.engine import Engine, EngineContext, OnGroup
 
 COLUMN = re.compile(r"\{(\w+)\}")
+LONGEST = 1_000_000
+"""Maximum characters of a text: tokenizing a longer one takes minutes."""
 
 
 @part("engine", "fake")
@@ -42,13 +44,13 @@ class Fake(EnginePart):
         return FakeEngine(self, context.policy, context.tokenizer)
 
     def texts(self, prompt: Prompt, n: int, seed: int) -> list[str]:
-        """The completions of a prompt. Raises RunError unless the user's function returns n texts."""
+        """The completions of a prompt. Raises RunError unless the user's function returns n tokenizable texts."""
         from grpocli.rollout.sampling import derive_seed
 
         if self.function:
             return self._written(prompt, n, seed)
         chosen = [self.completions[derive_seed(seed, i) % len(self.completions)] for i in range(n)]
-        return [filled(text, prompt.columns) for text in chosen]
+        return [checked(filled(text, prompt.columns), "engine.completions") for text in chosen]
 
     def _written(self, prompt: Prompt, n: int, seed: int) -> list[str]:
         from grpocli.config.user_code import load
@@ -57,16 +59,27 @@ class Fake(EnginePart):
         function = load(str(self.function), "engine.function")
         try:
             texts = function(**{**prompt.columns, "prompt": prompt.text, "n": n, "seed": seed})
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RunError(f"engine.function={self.function} raised {raised(error)}") from error
         if not isinstance(texts, list) or len(texts) != n or not all(isinstance(text, str) for text in texts):
             raise RunError(f"engine.function={self.function} returned {texts!r:.200}, which is not a list of {n} texts")
-        return texts
+        return [checked(text, f"engine.function={self.function}") for text in texts]
 
 
 def filled(text: str, columns: Mapping[str, Any]) -> str:
     """The text with {NAME} replaced by the column NAME; without such a column it stays."""
     return COLUMN.sub(lambda found: str(columns.get(found[1], found[0])), text)
+
+
+def checked(text: str, source: str) -> str:
+    """The text. Raises RunError if it is too long, or no valid Unicode. source: the key that it comes from."""
+    if len(text) > LONGEST:
+        raise RunError(f"{source}: a text has {len(text):,} characters, more than {LONGEST:,}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RunError(f"{source}: a text is not valid Unicode ({error.reason} at character {error.start})") from error
+    return text
 
 
 class FakeEngine:

@@ -14,7 +14,7 @@ from grpocli.models.loading import load_model, load_policy
 from grpocli.models.lora import trained_share
 from grpocli.progress import Watch
 from grpocli.rewards.scorer import Scorer
-from grpocli.rollout.engine import Engine, EngineContext, EngineJob
+from grpocli.rollout.engine import Engine, EngineContext, EngineJob, connected
 from grpocli.tasks.mixture import about, limits_of
 from grpocli.tasks.prompt_source import accuracy_rewards_of
 from grpocli.tracking.sessions import run_id
@@ -170,8 +170,7 @@ def _engine(
         recover if rollout.max_staleness else None,
         stop.requested,
     )
-    engine: Engine = run.engine.connect(context)
-    return engine
+    return connected(run.engine, context)
 
 
 def _sampler(run: Run, world: World, engine: Engine, data: PromptSource) -> Sampler:

@@ -215,3 +215,20 @@ def test_a_damaged_config_is_reported(grpocli, tmp_path: Path) -> None:
     assert code == 2
     assert "resume=" in said
     assert "cannot be read" in said
+
+
+def test_user_code_that_exits_ends_the_run_with_an_error(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(*_: Any, **__: Any) -> None:
+        raise SystemExit(0)
+
+    monkeypatch.setattr(TransformersEngine, "generate", leave)
+    code, said = failed(grpocli, *SMALL_RUN)
+    assert code == 1
+    assert "user code ended the process: SystemExit: 0" in said
+
+
+def test_an_engine_part_must_return_an_engine(grpocli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpocli.rollout.transformers_engine.Transformers.connect", lambda *_: None)
+    code, said = failed(grpocli, *SMALL_RUN)
+    assert code == 2
+    assert "engine: connect returned an object without generate, sync, close: None; return an Engine" in said

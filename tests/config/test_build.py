@@ -14,6 +14,7 @@ from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose, register_parts, save
 from grpocli.launch.resume import Resume
 from grpocli.rewards.python import PythonReward
+from grpocli.types import Sampling
 
 
 def run_folder(tmp_path: Path, text: str) -> Path:
@@ -64,8 +65,8 @@ def test_an_unknown_choice_in_a_saved_config_gives_a_one_sentence_error() -> Non
 
 
 def test_a_class_without_a_choice_is_imported() -> None:
-    made = build(OmegaConf.create({"_target_": "fractions.Fraction", "numerator": 3}))
-    assert made == 3
+    made = build(OmegaConf.create({"_target_": "grpocli.types.Sampling", "max_tokens": 3}))
+    assert made == Sampling(3)
 
 
 def test_a_yaml_with_a_module_path_still_works() -> None:
@@ -76,3 +77,11 @@ def test_a_yaml_with_a_module_path_still_works() -> None:
 def test_functions_that_run_commands_are_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be imported"):
         build(OmegaConf.create({"_target_": "os.system", "command": "true"}))
+
+
+def test_only_parts_are_built(tmp_path: Path) -> None:
+    for target, values in (("os.makedirs", {"name": "made"}), ("logging.FileHandler", {"filename": "made"})):
+        values = {key: f"{tmp_path}/{value}" for key, value in values.items()}
+        with pytest.raises(ConfigError, match=rf"^optim\._target_={target}: is no part of a run; name a choice"):
+            build(OmegaConf.create({"optim": {"_target_": target, **values}}))
+    assert not (tmp_path / "made").exists()
