@@ -397,7 +397,7 @@ class Troubled:
 
 @pytest.fixture
 def patient(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> ServerClient:
-    monkeypatch.setattr(vllm_client, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(vllm_client, "FIRST_DELAY", 0.01)
     return ServerClient(Endpoint(stand_in.url, "key", "/nowhere"), 30, patience=20)
 
 

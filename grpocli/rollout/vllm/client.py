@@ -41,7 +41,7 @@ REPEATABLE = (GENERATE, "/pause", "/resume", "/reset_prefix_cache", "/update_wei
 """Requests besides GET that may be retried; with fixed seeds completions are the same."""
 LARGEST_ANSWER = 2**30
 """Bytes of an answer: several times the size of a group of the longest completions."""
-FIRST_PAUSE = 0.5  # seconds at most before the first retry at a busy server
+FIRST_DELAY = 0.5  # seconds at most before the first retry at a busy server
 
 
 class Refused(EngineError):
@@ -118,7 +118,7 @@ class ServerClient:
                 if now > self._warned + self.patience:
                     self._warned = now
                     logger.warning("%s; repeating the request for %g s (engine.patience)", refused, self.patience)
-                await asyncio.sleep(min(retry_delay(tries, FIRST_PAUSE, refused.answer), left))
+                await asyncio.sleep(min(retry_delay(tries, FIRST_DELAY, refused.answer), left))
             if self.lost and endpoint is self.endpoint:  # found by another call
                 raise ServerGone(str(self.lost))
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE = 0.5  # longest wait before the second attempt, in seconds
+FIRST_DELAY = 0.5  # longest wait before the second attempt, in seconds
 ATTEMPTS = 10  # of one sync or one batch of completions, in case a server dies every time
 
 
@@ -177,7 +177,7 @@ class VllmEngine:
                 if not self._lost():
                     raise
                 last = error
-            time.sleep(retry_delay(attempt, FIRST_PAUSE))  # the server may be busy
+            time.sleep(retry_delay(attempt, FIRST_DELAY))  # the server may be busy
         raise EngineGone(f"{ATTEMPTS} syncs of weights failed one after the other: {last}")
 
     def _lost(self) -> dict[int, str]:
