@@ -22,26 +22,26 @@ PAIRS = Path(__file__).parents[1] / "tests" / "rewards" / "answer_pairs.jsonl"
 
 
 def main() -> None:
-    graders = {"math": _ours, "math_verify": _math_verify, "is_equiv": _is_equiv(sys.argv[1])}
+    graders = {"math": _math, "math_verify": _math_verify, "is_equiv": _is_equiv(sys.argv[1])}
     counts: Counter[tuple[str, str]] = Counter()
-    families: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     pairs = [json.loads(line) for line in PAIRS.read_text("utf-8").splitlines()]
     for pair in pairs:
-        for row in (pair["family"], "all"):
-            families[row] += 1
+        for family in (pair["family"], "all"):
+            sizes[family] += 1
         for name, grader in graders.items():
-            found = grader(pair["reference"], pair["completion"])
-            for row in (pair["family"], "all"):
-                counts[row, name] += found == pair["equal"]
-                counts[row, f"{name} accepts"] += found and not pair["equal"]
+            accepted = grader(pair["reference"], pair["completion"])
+            for family in (pair["family"], "all"):
+                counts[family, name] += accepted == pair["equal"]
+                counts[family, f"{name} accepts"] += accepted and not pair["equal"]
     equal = sum(pair["equal"] for pair in pairs)
     print(f"{len(pairs)} pairs, {equal} equal and {len(pairs) - equal} not")
     columns = ("math", "math_verify", "math_verify accepts", "is_equiv", "is_equiv accepts")
-    for row in sorted(families, key=lambda family: family == "all"):
-        print(f"| {row} | {families[row]} | " + " | ".join(str(counts[row, column]) for column in columns) + " |")
+    for family in sorted(sizes, key=lambda name: name == "all"):
+        print(f"| {family} | {sizes[family]} | " + " | ".join(str(counts[family, one]) for one in columns) + " |")
 
 
-def _ours(reference: str, completion: str) -> bool:
+def _math(reference: str, completion: str) -> bool:
     return math_worker.equal(reference, completion) == 1.0
 
 

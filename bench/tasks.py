@@ -19,7 +19,7 @@ from typing import Any
 from grpocli.environments.environment import EnvironmentConfig
 from grpocli.rewards.math import Math
 from grpocli.rewards.reward import Sample
-from grpocli.rollout.engine import OnGroup, ignore
+from grpocli.rollout.engine import OnGroup, ignore_group
 from grpocli.rollout.multi_turn import MultiTurnEngine
 from grpocli.sandbox.backends import interpreter, no_isolation
 from grpocli.sandbox.sandbox import Limits, Submission, run
@@ -65,7 +65,7 @@ class Timed:
         self.engine, self.seconds, self.keeps = engine, 0.0, True
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
     ) -> list[list[Completion]]:
         start = time.perf_counter()
         if not self.keeps:

@@ -12,8 +12,8 @@ def table(cases: Iterable[Any], fast: int) -> list[Any]:
     """The cases for `parametrize`; all but `fast` of them, evenly spread, have the marker `slow`."""
     cases = list(cases)
     step = max(1, len(cases) // fast)
-    return [case if i % step == 0 else _marked(case) for i, case in enumerate(cases)]
+    return [case if i % step == 0 else _slow(case) for i, case in enumerate(cases)]
 
 
-def _marked(case: Any) -> Any:
+def _slow(case: Any) -> Any:
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)

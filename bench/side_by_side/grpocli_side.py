@@ -18,7 +18,7 @@ from workloads import ALL, FIRST_WORD, Workload, own_tokenizer, peak, write_prom
 
 from grpocli.cli import main as grpocli
 from grpocli.config.parts import part
-from grpocli.rollout.engine import EnginePart, OnGroup, ignore
+from grpocli.rollout.engine import EnginePart, OnGroup, ignore_group
 from grpocli.types import Completion, Request, Sampling
 
 TRL = [  # the loss of TRL's defaults, so that both compute the same gradient
@@ -41,7 +41,7 @@ class GivenEngine:
         self.work, self.version = work, 0
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
     ) -> list[list[Completion]]:
         groups = self.work.completions(self.version - 1)
         return [

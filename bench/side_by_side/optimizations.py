@@ -31,7 +31,7 @@ MARK = "savings"
 def no_skipping() -> None:
     from grpocli.training.update import Updater
 
-    Updater._matters = lambda self, row: True  # type: ignore[method-assign]
+    Updater._is_computed = lambda self, row: True  # type: ignore[method-assign]
 
 
 def whole_logits() -> None:

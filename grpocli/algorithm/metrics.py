@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from grpocli.algorithm.aggregate import Totals
 
-OF_COMPUTED = (
+MEANS_OVER_COMPUTED = (
     "token_mult_prob_error",
     "sampling_importance_ratio",
     "gen_kl_error",

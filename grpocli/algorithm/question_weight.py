@@ -1,4 +1,4 @@
-"""Weights of questions. `accuracy_PG` is one named reward, `scores_PG` the summed score."""
+"""Weights of questions. scores_PG: the summed rewards. accuracy_PG: the reward that a weight names."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Difficulty:
     def __call__(self, scores_PG: Tensor, accuracy_PG: Tensor) -> Tensor:
         informative_P = ~constant_P1(scores_PG).squeeze(1)
         mean_P = mean_P1(accuracy_PG).squeeze(1)
-        unknown_P = (mean_P == 0) | (count_P1(accuracy_PG).squeeze(1) == 0)
-        logits_P = (-mean_P.masked_fill(unknown_P, 1.0) / self.temperature).masked_fill(~informative_P, float("-inf"))
+        unsolved_P = (mean_P == 0) | (count_P1(accuracy_PG).squeeze(1) == 0)
+        logits_P = (-mean_P.masked_fill(unsolved_P, 1.0) / self.temperature).masked_fill(~informative_P, float("-inf"))
         weights_P = logits_P.softmax(0) * informative_P.sum()
         return weights_P.where(informative_P, weights_P.new_ones(()))
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @part("algorithm/tokens", "all")
 class AllTokens:
-    """Every token in the loss."""
+    """Select every token in the loss."""
 
     needs_entropy = False
 

@@ -18,7 +18,7 @@ from grpocli.errors import ConfigError, GrpoError, Stopped
 from grpocli.launch.compose import compose, register_parts
 from grpocli.launch.hydra_errors import hydra_errors
 from grpocli.launch.hydra_sources import conf_dir
-from grpocli.launch.overrides import option_advice, typed
+from grpocli.launch.overrides import from_command_line, option_advice
 from grpocli.launch.resume import Resume
 from grpocli.tracking.text import clean
 
@@ -108,7 +108,7 @@ def options_first(argv: list[str], config_name: str) -> list[str]:
     rest = list(argv)
     for override in overrides:
         rest.remove(override)
-    return [*rest, *typed(overrides, config_name)]
+    return [*rest, *from_command_line(overrides, config_name)]
 
 
 def only_prints(args: Any) -> bool:
@@ -133,7 +133,7 @@ def search_path(config_dir: str | None) -> list[str]:
 def composed(overrides: list[str], config_dir: str | None) -> DictConfig:
     """The config that `grpocli train` would run with these overrides, which may include `resume=`."""
     register_parts()
-    overrides = typed(overrides)
+    overrides = from_command_line(overrides)
     resume = Resume.requested(overrides)
     config = compose([*search_path(config_dir), *(resume.overrides(overrides) if resume else overrides)])
     config = resume.merged(config) if resume else config

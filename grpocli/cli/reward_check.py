@@ -87,7 +87,7 @@ def _agreements(
 ) -> Iterator[tuple[Agreement, Sequence[Example]]]:
     """The agreement of each reward on each split, with the examples, which know their rows."""
     from grpocli.rewards.reward_validation import agreement
-    from grpocli.tasks.mixture import about, key_of, tasks_of
+    from grpocli.tasks.mixture import errors_below, key_of, tasks_of
     from grpocli.tasks.prompt_source import rewards_for
     from grpocli.tasks.task import columns_of
 
@@ -96,7 +96,7 @@ def _agreements(
         names = [reward for reward in rewards_for(task, run.reward) if run.reward[reward].checks_answers]
         checked += len(names)
         for one in _splits(task, split) if names else ():
-            with about(key_of(run.task, name)):
+            with errors_below(key_of(run.task, name)):
                 source = task.examples(one)
                 examples = list(islice(source, limit or None))
                 for reward in names:

@@ -1,4 +1,4 @@
-"""Builds live objects from a composed config. `_target_` names the class for a mapping's other keys.
+"""Builds live objects from a composed config. `_target_` names the class that a mapping's other keys are passed to.
 
 A name is a choice (`reward/math`), a section (`train`), a part of the user (`FILE.py:CLASS`), or the import path of a
 class. Choices are independent of the source tree, so saved configs still build after a class moves.
@@ -30,14 +30,14 @@ def build(config: DictConfig) -> Any:
     try:
         _refuse_missing(config)
         plain = OmegaConf.to_container(config, resolve=True)
-        at = str(config._get_full_key(None))
+        key = str(config._get_full_key(None))
     except OmegaConfBaseException as error:
         raise ConfigError(unresolved(error)) from error
-    return _built(plain, at)
+    return _built(plain, key)
 
 
 def with_names(config: Any) -> Any:
-    """A plain config in which the module paths of earlier versions are replaced by choices."""
+    """A plain config whose module paths of earlier versions are replaced by choices."""
     if isinstance(config, list):
         return [with_names(value) for value in config]
     if not isinstance(config, dict):
@@ -62,7 +62,7 @@ def flat_keys(node: Any, prefix: str = "") -> list[str]:
 def _refuse_missing(config: DictConfig) -> None:
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
-        raise ConfigError("has no value", key=missing[0], hint=f"give {missing[0]}=...")
+        raise ConfigError("has no value", key=missing[0], hint=f"set {missing[0]}=...")
 
 
 def _built(value: Any, key: str) -> Any:
@@ -73,10 +73,11 @@ def _built(value: Any, key: str) -> Any:
         return value
     inner = {name: _built(one, f"{key}.{name}".lstrip(".")) for name, one in value.items()}
     target = inner.pop(TARGET, None)
-    return inner if target is None else _made(str(target), inner, key)
+    return inner if target is None else _construct(str(target), inner, key)
 
 
-def _made(target: str, values: dict[str, Any], key: str) -> Any:
+def _construct(target: str, values: dict[str, Any], key: str) -> Any:
+    """An object of the class named `target`, whose arguments are `values`. key: its key in the config."""
     target = FORMER.get(target, target)
     cls = CLASSES.get(target)
     if cls is None:
@@ -85,10 +86,10 @@ def _made(target: str, values: dict[str, Any], key: str) -> Any:
     try:
         return cls(**values)
     except ConfigError as error:
-        usual = getattr(cls, "config_key", "")
-        if usual == key or not f"{error.key}.".startswith(f"{usual}."):
+        class_key = getattr(cls, "config_key", "")  # classes named by import path have none
+        if class_key == key or not f"{error.key}.".startswith(f"{class_key}."):
             raise
-        raise error.with_key(key + error.key.removeprefix(usual)) from error  # `task.gsm8k.path` in a mixture
+        raise error.with_key(key + error.key.removeprefix(class_key)) from error  # `task.gsm8k.path` in a mixture
     except GrpoError:
         raise
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The choices for module paths that configs saved before version 0.1.0 have. Never edit an entry."""
+"""{module path: choice} for configs saved before version 0.1.0. Never edit an entry: saved runs contain its path."""
 
 from __future__ import annotations
 

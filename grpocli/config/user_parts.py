@@ -1,4 +1,4 @@
-"""Parts of users, named instead of a choice: `algorithm/advantage=FILE.py:CLASS`, `reward=[FILE.py:NAME]`.
+"""Classes and functions of users as choices: `algorithm/advantage=FILE.py:CLASS`, `reward=[FILE.py:NAME]`.
 
 The class is a dataclass with or without `@part`, and its fields are typed keys. A plain function is a reward, called as
 by `reward=[python]`. A config source at the end of Hydra's search path resolves them, so they work wherever choices do:
@@ -28,7 +28,7 @@ GROUP = re.compile(r"algorithm/\w+|engine|hardware|model|optim|reward|sync|task|
 """The config groups that accept parts of users."""
 CHOICE = re.compile(rf"({GROUP.pattern})/({SPEC.pattern})")
 ATTRIBUTE = None
-NEEDS: Mapping[str, Mapping[str, str | None]] = {
+REQUIRED_MEMBERS: Mapping[str, Mapping[str, str | None]] = {
     "algorithm/advantage": {"__call__": "scores"},
     "algorithm/aggregate": {"__call__": "mask group_ids totals"},
     "algorithm/correction": {"__call__": "old_logp rollout_logp mask"},
@@ -46,7 +46,7 @@ NEEDS: Mapping[str, Mapping[str, str | None]] = {
     "task": {"examples": "split"},
     "tracker": {"check": "", "start": "name folder config"},
 }
-"""The members that a part of a group must have: methods with their arguments, and attributes."""
+"""{group: {member: a method's arguments, or ATTRIBUTE}} that every part of the group must have."""
 
 
 def is_spec(choice: str) -> bool:
@@ -54,14 +54,16 @@ def is_spec(choice: str) -> bool:
     return SPEC.fullmatch(choice) is not None
 
 
-def name_of(spec: str) -> str:
-    """The part's name in a config: that of a function, `short_answers` for the class `ShortAnswers`."""
-    name = spec.rpartition(":")[2]
+def name_of(choice: str) -> str:
+    """The name of a choice in a config; for user code the function's name, or the class's in snake case."""
+    if not is_spec(choice):
+        return choice
+    name = choice.rpartition(":")[2]
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower() if name[:1].isupper() else name
 
 
 def choice_of(group: str, part: object) -> str:
-    """A part's choice, FILE.py:CLASS of a user's part, or the import path of a class without a name."""
+    """The choice that builds a part: its registered name, FILE.py:CLASS for user code, or an import path."""
     target = target_of(type(part))
     return short(target) if is_spec(target) else target.removeprefix(f"{group}/")
 
@@ -75,8 +77,8 @@ class UserParts(ConfigSource):  # type: ignore[misc]
 
     def load_config(self, config_path: str) -> ConfigResult:
         """The part's config. Raises ConfigError if there is no such part."""
-        group, spec = _read(config_path)
-        config, package = composable(group, spec)
+        group, spec = _group_and_spec(config_path)
+        config, package = _config_and_package(group, spec)
         return ConfigResult(config=config, path=spec, provider="user", header={"package": package})
 
     def available(self) -> bool:
@@ -92,36 +94,35 @@ class UserParts(ConfigSource):  # type: ignore[misc]
         return []
 
 
-def _read(config_path: str) -> tuple[str, str]:
-    """The group and the spec."""
+def _group_and_spec(config_path: str) -> tuple[str, str]:
     found = CHOICE.fullmatch(config_path.removesuffix(".yaml"))
     assert found is not None
     return found[1], found[2]
 
 
-def composable(group: str, spec: str) -> tuple[DictConfig, str]:
+def _config_and_package(group: str, spec: str) -> tuple[DictConfig, str]:
     """The typed config of a part, and the package of its keys. Raises ConfigError if it is not a part of the group."""
     package = f"reward.{name_of(spec)}" if group == "reward" else group.replace("/", ".")
     found = load(spec, group)
     if not isinstance(found, type):
         if group != "reward":
-            raise ConfigError("is not a class; only reward= takes a function", key=group, value=spec)
+            raise ConfigError("is a function, which only reward= accepts; give a class", key=group, value=spec)
         config = OmegaConf.structured(stored("reward")["python"])
         config.function = spec
         return config, package
-    return _structured(schema(_part(found, group, spec, package)), group, spec), package
+    return _structured(schema(_as_part(found, group, spec, package)), group, spec), package
 
 
-def _structured(made: type[Any], group: str, spec: str) -> DictConfig:
+def _structured(part_schema: type[Any], group: str, spec: str) -> DictConfig:
     try:
-        config: DictConfig = OmegaConf.structured(node(made))
+        config: DictConfig = OmegaConf.structured(node(part_schema))
     except OmegaConfBaseException as error:
         problem = f"has a field that cannot be a config key: {str(error).splitlines()[0]}"
         raise ConfigError(problem, key=group, value=spec) from error
     return config
 
 
-def _part(cls: type[Any], group: str, spec: str, key: str) -> type[Any]:
+def _as_part(cls: type[Any], group: str, spec: str, key: str) -> type[Any]:
     """The class as a part; a plain class becomes a frozen dataclass. Raises ConfigError if that fails."""
     if "__init__" in cls.__dict__ and "__dataclass_params__" not in cls.__dict__:
         raise ConfigError("defines __init__; make it a dataclass, whose fields are its keys", key=group, value=spec)
@@ -144,12 +145,12 @@ def _check(cls: type[Any], group: str, spec: str) -> None:
         raise ConfigError(
             f"is not a {group}: derive it from {base.__module__}.{base.__qualname__}", key=group, value=spec
         )
-    needs = NEEDS.get(group, {})
-    has = {f.name for f in dataclasses.fields(cls)}.union(*map(vars, cls.__mro__))
-    missing = [name for name in needs if name not in has]
+    required = REQUIRED_MEMBERS.get(group, {})
+    members = {f.name for f in dataclasses.fields(cls)}.union(*map(vars, cls.__mro__))
+    missing = [name for name in required if name not in members]
     if missing:
         raise ConfigError(f"must define {' and '.join(missing)}, as every choice of {group}=", key=group, value=spec)
-    for name, arguments in needs.items():
+    for name, arguments in required.items():
         if arguments is not ATTRIBUTE:
             _check_signature(cls, name, arguments.split(), group, spec)
 
@@ -169,13 +170,13 @@ def _check_signature(cls: type[Any], name: str, arguments: list[str], group: str
 
 def _plain(signature: inspect.Signature) -> str:
     """The signature without annotations."""
-    bare = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
-    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
 
 
 def user_class(spec: str, key: str) -> type[Any]:
-    """The class FILE.py:CLASS as the part with keys below `key`. Raises ConfigError if it is not a part."""
+    """The class FILE.py:CLASS as a part whose keys are below `key`. Raises ConfigError if it cannot be one."""
     first, *rest = key.split(".")
     group = f"{first}/{rest[0]}" if first == "algorithm" and rest else first
     cls: Any = load(spec, group)
-    return _part(cls, group, spec, key if first == "reward" else group.replace("/", "."))
+    return _as_part(cls, group, spec, key if first == "reward" else group.replace("/", "."))

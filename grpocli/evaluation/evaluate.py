@@ -12,7 +12,7 @@ from grpocli.environments.environment import environment_of
 from grpocli.progress import Watch
 from grpocli.rewards.scorer import Scorer
 from grpocli.rollout.engine import EngineContext, EngineJob, connected
-from grpocli.tasks.mixture import about, key_of, limits_of, tasks_of
+from grpocli.tasks.mixture import error_limits_of, errors_below, key_of, tasks_of
 from grpocli.tasks.prompt_source import accuracy_reward_of
 from grpocli.tasks.prompts import PromptSet
 from grpocli.tasks.task import columns_of
@@ -104,7 +104,7 @@ class Evaluation:
     def _load_problems(self, tokenizer: PreTrainedTokenizerBase) -> list[Problems]:
         found = []
         for name, task in tasks_of(self.run.task).items():
-            with about(key_of(self.run.task, name)):
+            with errors_below(key_of(self.run.task, name)):
                 found.append(self._problems(name, task, tokenizer))
             have, wanted = len(found[-1].prompts), self.options.problems
             if have < wanted:
@@ -138,7 +138,7 @@ class Evaluation:
             name: environment for name, task in tasks_of(run.task).items() if (environment := environment_of(task))
         }
         accuracy_rewards = {one.task: [one.accuracy_reward] for one in problems}
-        scorer = Scorer(run.reward, run.rollout.max_reward_errors, accuracy_rewards, limits_of(run.task))
+        scorer = Scorer(run.reward, run.rollout.max_reward_errors, accuracy_rewards, error_limits_of(run.task))
         return Sampler(world, engine, tokenizer, scorer, environments)
 
     def _evaluate(self, name: str, version: int, sampler: Sampler, problems: Sequence[Problems]) -> ModelResult:

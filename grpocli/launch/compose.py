@@ -13,7 +13,7 @@ from grpocli.config.build import build
 from grpocli.config.environment import OVERRIDES, needs_environment, without_environment
 from grpocli.errors import ConfigError
 from grpocli.launch.hydra_errors import choices_in, hydra_errors
-from grpocli.launch.hydra_sources import beside_another_hydra, conf_dir, extend_hydra
+from grpocli.launch.hydra_sources import cleared_hydra, conf_dir, extend_hydra
 from grpocli.launch.overrides import rewritten
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def compose(overrides: list[str], config_name: str = "train", *, with_hydra: boo
     overrides = rewritten(overrides, config_name)
     with (
         hydra_errors(overrides, config_name),
-        beside_another_hydra(),
+        cleared_hydra(),
         initialize_config_dir(conf_dir(), version_base="1.3"),
     ):
         try:

@@ -1,8 +1,8 @@
-"""`make conf`: YAML files of all choices and of a run's own keys, with comments, written from the dataclasses.
+"""`make conf`: commented YAML files of all choices, and of the keys outside of config groups, from the dataclasses.
 
     python -m grpocli.launch.conf_files
 
-The dataclass stays the only source of defaults and types; a test holds the files equal to it.
+The dataclass stays the only source of defaults and types; a test compares the files with it.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from grpocli.launch.compose import register_parts
 from grpocli.launch.hydra_sources import conf_dir
 
 WIDTH = 120
-INNER = "algorithm/parts"
-"""The defaults at the start of every algorithm's YAML."""
+ALGORITHM_PARTS = "algorithm/parts"
+"""The choice that every algorithm's YAML starts from; it has no file."""
 RUN = "run.yaml"
-MARK = "# Written by `make conf` from the class "
+WRITTEN_FROM = "# Written by `make conf` from the class "
 
 
 def files() -> dict[str, str]:
-    """{path below conf/: content} of every choice that is a dataclass of this package, and of a run's own keys."""
+    """{path below conf/: content} of every choice that is a dataclass of this package, and of the keys of no group."""
     register_parts()
     choices = {
         f"{group}/{choice}.yaml": content(group, choice)
         for group in _groups()
         for choice in choices_of(group)
-        if f"{group}/{choice}" != INNER
+        if f"{group}/{choice}" != ALGORITHM_PARTS
     }
     return {**choices, RUN: run_content()}
 
 
 def content(group: str, choice: str) -> str:
-    """The YAML of a choice: its keys with their defaults, each below its documentation."""
+    """The YAML of a choice: its keys with their defaults, each below its documentation as a comment."""
     typed = typed_choice(group, choice)
     package = [f"# @package {typed.package}"] if typed.package else []
     key = typed.package or group.replace("/", ".")
@@ -60,8 +60,10 @@ def run_content() -> str:
 
 
 def _yaml(cls: type[Any], schema: str, values: dict[str, Any], prefix: str) -> str:
-    mark = f"{MARK}{cls.__name__}; change the defaults there."
-    return "\n".join([*_header(cls), mark, "defaults:", f"  - {schema}", "  - _self_", *_keys(cls, values, prefix), ""])
+    written_from = f"{WRITTEN_FROM}{cls.__name__}; change the defaults there."
+    return "\n".join(
+        [*_header(cls), written_from, "defaults:", f"  - {schema}", "  - _self_", *_keys(cls, values, prefix), ""]
+    )
 
 
 @functools.cache
@@ -73,7 +75,7 @@ def _model_defaults() -> dict[str, str]:
         for key in flat_keys(values):
             value = OmegaConf.select(OmegaConf.create(values), key)
             if not OmegaConf.is_config(value):
-                found[key] = f"{found.get(key, '')} With model={file.stem}: {_plain(value)}, over this file."
+                found[key] = f"{found.get(key, '')} With model={file.stem}: {_yaml_value(value)}, over this file."
     return found
 
 
@@ -102,16 +104,16 @@ def _keys(cls: type[Any], values: Any, prefix: str, indent: str = "") -> Iterato
             yield f"{indent}{name}:"
             yield from _keys(section, value, f"{prefix}{name}.", f"{indent}  ")
         else:
-            yield f"{indent}{name}: {textwrap.indent(_plain(value), indent).lstrip()}"
+            yield f"{indent}{name}: {textwrap.indent(_yaml_value(value), indent).lstrip()}"
 
 
 def _header(cls: type[Any]) -> list[str]:
-    """The class's docstring, its paragraphs apart."""
+    """The class's docstring as comment lines, with an empty comment after each paragraph."""
     paragraphs = [_comment(" ".join(text.split()), "") for text in class_doc(cls).split("\n\n")]
     return [line for paragraph in paragraphs for line in (*paragraph, "#")]
 
 
-def _plain(value: Any) -> str:
+def _yaml_value(value: Any) -> str:
     """A value as YAML: on one line, or a text of several lines as a block."""
     if isinstance(value, str) and "\n" in value:
         return yaml.safe_dump(value, default_style="|", allow_unicode=True, width=10_000).rstrip("\n")
@@ -128,7 +130,7 @@ def write(folder: Path) -> None:
     """Write all files, and remove those of choices that no longer exist."""
     made = files()
     for path in folder.rglob("*.yaml"):
-        if MARK in path.read_text() and str(path.relative_to(folder)) not in made:
+        if WRITTEN_FROM in path.read_text() and str(path.relative_to(folder)) not in made:
             path.unlink()
     for name, text in made.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ from grpocli.config.foreign_names import choice_advice, key_advice
 from grpocli.config.parts import nearest, stored
 from grpocli.config.user_code import names_in
 from grpocli.errors import ConfigError
-from grpocli.launch.hydra_sources import beside_another_hydra, conf_dir
+from grpocli.launch.hydra_sources import cleared_hydra, conf_dir
 
 NEEDS_QUOTES = "text with commas, braces or other special characters needs quotes inside the shell's"
 SYNTAX = "write KEY=VALUE or GROUP=[A,B], with every bracket and quote closed"
@@ -191,7 +191,7 @@ class _CommandLine:
         from hydra import compose, initialize_config_dir
 
         choices = [text for text in self.overrides if _is_group_choice(text)]
-        with beside_another_hydra(), initialize_config_dir(conf_dir(), version_base="1.3"):
+        with cleared_hydra(), initialize_config_dir(conf_dir(), version_base="1.3"):
             for attempt in (choices, []):
                 with suppress(HydraException):
                     return cast("DictConfig", compose(self.config_name, attempt, return_hydra_config=hydra))

@@ -27,7 +27,7 @@ from grpocli.version import PACKAGE
 
 MODEL = re.compile(r"model/(.+)")
 PARSED: dict[tuple[str, Path], tuple[int, ConfigResult]] = {}
-"""The time of the last change and the content of each YAML file, by its source and path. A command composes thrice."""
+"""{(source, path): (time of the last change, content)} of YAML files: a command composes its config three times."""
 
 
 def conf_dir() -> str:
@@ -37,16 +37,16 @@ def conf_dir() -> str:
 
 
 @contextmanager
-def beside_another_hydra() -> Iterator[None]:
-    """Clear Hydra's global state within the block, and restore that of a program that is a Hydra app itself."""
+def cleared_hydra() -> Iterator[None]:
+    """Clear Hydra's global state within the block and restore it, because the caller may be a Hydra app itself."""
     from hydra.core.global_hydra import GlobalHydra
 
-    theirs = GlobalHydra.instance().hydra
+    before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         yield
     finally:
-        GlobalHydra.instance().hydra = theirs
+        GlobalHydra.instance().hydra = before
 
 
 class Choices(ConfigSource):  # type: ignore[misc]
@@ -87,7 +87,7 @@ class Models(ConfigSource):  # type: ignore[misc]
 
     def load_config(self, config_path: str) -> ConfigResult:
         """The config of `model=hf` with this path."""
-        path = _path(config_path)
+        path = _model_path(config_path)
         config = OmegaConf.structured(stored("model")["hf"])
         config.path = path
         return ConfigResult(config=config, path=str(path), provider="user", header={"package": "model"})
@@ -99,14 +99,14 @@ class Models(ConfigSource):  # type: ignore[misc]
         return False
 
     def is_config(self, config_path: str) -> bool:
-        return _path(config_path) is not None
+        return _model_path(config_path) is not None
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         return []
 
 
 class CheckedFiles(FileConfigSource):  # type: ignore[misc]
-    """Hydra's YAML files. Refuses broken files, and files whose aliases expand to too many values."""
+    """Hydra's source of YAML files, which also refuses broken files and aliases that expand to too many values."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         """The config of a checked file, parsed once in a process. Raises ConfigError, naming the file."""
@@ -131,12 +131,12 @@ class SharedStore(StructuredConfigSource):  # type: ignore[misc]
         return self
 
 
+# Hydra registers its own sources later; for a scheme that a class of the same name has, it keeps that class.
 CheckedFiles.__name__ = FileConfigSource.__name__
 SharedStore.__name__ = StructuredConfigSource.__name__
-"""Hydra registers its sources again, and skips those whose name is registered."""
 
 
-def _path(config_path: str) -> str | None:
+def _model_path(config_path: str) -> str | None:
     """The folder or hub name of `model/...`; None if it can only be a choice."""
     found = MODEL.fullmatch(config_path.removesuffix(".yaml"))
     if not found or is_spec(found[1]):
@@ -144,8 +144,8 @@ def _path(config_path: str) -> str | None:
     return found[1] if "/" in found[1] or (Path(found[1]) / "config.json").is_file() else None
 
 
-class OwnSources(SearchPathPlugin):  # type: ignore[misc]
-    """Appends the sources to the search path, after the names of choices."""
+class GrpocliSources(SearchPathPlugin):  # type: ignore[misc]
+    """Appends the sources to the search path, so that a YAML file wins over a class of the same name."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for source in (Choices, UserParts, Models):
@@ -154,7 +154,7 @@ class OwnSources(SearchPathPlugin):  # type: ignore[misc]
 
 def extend_hydra() -> None:
     """Register the sources with Hydra. Safe to call again."""
-    for plugin in (Choices, UserParts, Models, OwnSources):
+    for plugin in (Choices, UserParts, Models, GrpocliSources):
         Plugins.instance().register(plugin)
     for source in (CheckedFiles, SharedStore):
         SourcesRegistry.instance().types[source.scheme()] = source

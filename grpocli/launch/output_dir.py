@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpocli.files import write_atomic
 from grpocli.launch.compose import mode_of, register_parts
-from grpocli.launch.hydra_sources import beside_another_hydra, conf_dir
+from grpocli.launch.hydra_sources import cleared_hydra, conf_dir
 
 RECORD = ".hydra"
 
@@ -35,7 +35,7 @@ def sweep_folder(overrides: list[str]) -> Path | None:
     register_parts()
     with (
         suppress(HydraException, OmegaConfBaseException),
-        beside_another_hydra(),
+        cleared_hydra(),
         initialize_config_dir(conf_dir(), version_base="1.3"),
     ):
         hydra = GlobalHydra.instance().hydra

@@ -1,7 +1,7 @@
 """Rewrites the overrides that users type into overrides that Hydra accepts.
 
-Rewriting changes no valid override and is idempotent. Escapes are the exception: `typed` reads them once, on the
-command line.
+Rewriting changes no valid override and is idempotent. Escapes are the exception: only `from_command_line` decodes
+them, once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def rewritten(overrides: Sequence[str], config_name: str = "train") -> list[str]
     """
     _refuse_empty(overrides)
     _refuse_foreign(overrides, config_name)
-    overrides = [_absolute(LORA.sub(r"\1.rank=\2", override)) for override in spread(overrides)]
+    overrides = [_absolute(LORA.sub(r"\1.rank=\2", override)) for override in expand_task_lists(overrides)]
     _refuse_duplicate_rewards(overrides)
     return _hf_for_path(overrides, config_name)
 
@@ -44,7 +44,7 @@ LORA = re.compile(r"^(\+*model\.lora)=([\d, ]+)$")
 """`model.lora=16`, short for `model.lora.rank=16`."""
 
 
-def typed(overrides: Sequence[str], config_name: str = "train") -> list[str]:
+def from_command_line(overrides: Sequence[str], config_name: str = "train") -> list[str]:
     """`rewritten` for a command line, in which escapes stand for line breaks and tabs."""
     return rewritten([_unescaped(override) for override in overrides], config_name)
 
@@ -63,12 +63,12 @@ def _key(override: str) -> str:
 
 
 def _changed(override: str, change: Callable[[Any], Any]) -> str:
-    """The override with `change` applied to every text of its value; the same string if nothing changes."""
+    """The override with `change` applied to each text of its value; the same string if nothing changes."""
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
         return override  # Hydra reports the error
-    before = parsed._value  # quotes and all; value() drops them
+    before = parsed._value  # with its quotes, which value() drops
     after = _each(before, change)
     if after == before:
         return override
@@ -86,9 +86,11 @@ def _spelled(value: Any) -> str:
 
 
 PLAIN = re.compile(r"[\w/.:+-]+")
+"""Texts that Hydra reads without escapes."""
 
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The value with `change` applied to each text; a shuffled or tagged sweep stays as it is."""
     if isinstance(value, ChoiceSweep):
         return value if value.shuffle or value.tags else replace(value, list=[_each(one, change) for one in value.list])
     if isinstance(value, list):
@@ -97,7 +99,7 @@ def _each(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _absolute(override: str) -> str:
-    """The override with absolute paths for files and folders of the user's, so that a resume finds them."""
+    """The override with absolute paths of user code and model folders, because a resume may start in another folder."""
     key = _key(override)
     if not GROUP.fullmatch(key) and not is_marked(key, USER_CODE):
         return override
@@ -131,11 +133,11 @@ def _with_text(value: Any, new: str) -> Any:
 def _refuse_duplicate_rewards(overrides: Sequence[str]) -> None:
     """Raise ConfigError if two rewards of a list would have the same keys."""
     for override in overrides:
-        found = REWARDS.fullmatch(override)
+        found = REWARD_LIST.fullmatch(override)
         chosen = [one.strip().strip("'\"") for one in found[1].split(",")] if found else []
         first: dict[str, str] = {}
         for one in chosen:
-            name = name_of(one) if is_spec(one) else one
+            name = name_of(one)
             if name in first and (is_spec(one) or is_spec(first[name])):
                 problem = f"{first[name]} and {one} are both called {name}"
                 hint = f"leave one out of the list and give it a name: +reward@reward.NAME={one}"
@@ -143,12 +145,12 @@ def _refuse_duplicate_rewards(overrides: Sequence[str]) -> None:
             first.setdefault(name, one)
 
 
-REWARDS = re.compile(r"reward=\[([^\[\]]*)\]\s*")
+REWARD_LIST = re.compile(r"reward=\[([^\[\]]*)\]\s*")
 """A single list, not a sweep over lists."""
 
 
 def _hf_for_path(overrides: list[str], config_name: str) -> list[str]:
-    """Add `model=hf` to `model.path=...`, unless the chosen model, such as a recipe's, has a path."""
+    """Add `model=hf` to `model.path=...`, unless the chosen model has this key, for example in a recipe."""
     from grpocli.launch.hydra_errors import known_keys
 
     keys = set(map(_key, overrides))
@@ -157,33 +159,29 @@ def _hf_for_path(overrides: list[str], config_name: str) -> list[str]:
     return overrides if "model.path" in known_keys(overrides, config_name) else ["model=hf", *overrides]
 
 
-SEVERAL_TASKS = re.compile(r"task=\[(.*)\]\s*")
+TASK_LIST = re.compile(r"task=\[(.*)\]\s*")
 
 
-def spread(overrides: Sequence[str]) -> list[str]:
-    """The overrides with `task=[A,B]` as Hydra accepts it: `task=mixture`, and each task under its name.
+def expand_task_lists(overrides: Sequence[str]) -> list[str]:
+    """Replace `task=[A,B]` by `task=mixture` and an override for each task, so that they share no keys.
 
     Raises ConfigError for an empty list or a duplicate task.
     """
-    return [given for override in overrides for given in _spread(override)]
+    return [expanded for override in overrides for expanded in _expand_task_list(override)]
 
 
-def _spread(override: str) -> list[str]:
-    found = SEVERAL_TASKS.fullmatch(override)
+def _expand_task_list(override: str) -> list[str]:
+    found = TASK_LIST.fullmatch(override)
     if not found:
         return [override]
     choices = [choice.strip().strip("'\"") for choice in found[1].split(",") if choice.strip()]
-    names = [_name(choice) for choice in choices]
+    names = [name_of(choice) for choice in choices]
     if not names:
         raise ConfigError("choose at least one task", key="task", value="[]")
     if twice := [choice for i, choice in enumerate(choices) if names[i] in names[:i]]:
         hint = f"leave one out and give it a name: +task@task.NAME={twice[0]}"
-        raise ConfigError(f"names {_name(twice[0])} twice", key="task", value=f"[{found[1]}]", hint=hint)
+        raise ConfigError(f"names {name_of(twice[0])} twice", key="task", value=f"[{found[1]}]", hint=hint)
     return ["task=mixture", *(f"+task@task.{name}={choice}" for name, choice in zip(names, choices, strict=True))]
-
-
-def _name(choice: str) -> str:
-    return name_of(choice) if is_spec(choice) else choice
 
 
 def option_advice(name: str, value: str, options: Iterable[str] = ()) -> str:
@@ -200,24 +198,24 @@ def option_advice(name: str, value: str, options: Iterable[str] = ()) -> str:
 
 
 def _refuse_empty(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for an empty choice or folder, as from `resume=$UNSET`; Hydra would take a default."""
+    """Raise ConfigError for an empty choice or folder, for example `resume=$UNSET`, where Hydra would use a default."""
     for override in overrides:
         key, equals, value = override.partition("=")
-        if equals and not value.strip(" '\"") and NAMED.fullmatch(_key(override)):
+        if equals and not value.strip(" '\"") and NEVER_EMPTY.fullmatch(_key(override)):
             raise ConfigError(
                 "has no value", key=f"{key}=", hint=f"give one, or leave {key}= out (is a shell variable unset?)"
             )
 
 
-NAMED = re.compile(rf"{GROUP.pattern}|algorithm|recipe|resume|hydra/\w+|hydra\.(run|sweep)\.dir")
+NEVER_EMPTY = re.compile(rf"{GROUP.pattern}|algorithm|recipe|resume|hydra/\w+|hydra\.(run|sweep)\.dir")
 """Keys whose value names a choice or a folder."""
 
 
 def _refuse_foreign(overrides: Sequence[str], config_name: str) -> None:
     """Raise one ConfigError for all keys of other trainers; Hydra would stop at the first."""
-    own = ("lora_rank", "dtype") if config_name == "vllm_serve" else ()
+    valid = ("lora_rank", "dtype") if config_name == "vllm_serve" else ()  # keys of this command, too
     given = [override.lstrip("+").partition("=") for override in overrides]
-    foreign = {key: advice for key, _, value in given if key not in own and (advice := key_advice(key, value))}
+    foreign = {key: advice for key, _, value in given if key not in valid and (advice := key_advice(key, value))}
     if len(foreign) > 1:
         raise ConfigError("there are no keys " + ", ".join(f"{key} ({advice})" for key, advice in foreign.items()))
     for key, advice in foreign.items():

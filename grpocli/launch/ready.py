@@ -29,10 +29,10 @@ def check_ready(run: Run) -> None:
 
 def check_data(run: Run) -> None:
     """`check_ready` for tasks and rewards only."""
-    from grpocli.tasks.mixture import about, key_of, tasks_of
+    from grpocli.tasks.mixture import errors_below, key_of, tasks_of
 
     for name, task in tasks_of(run.task).items():
-        with about(key_of(run.task, name)):
+        with errors_below(key_of(run.task, name)):
             _check_part(task)
     for reward in run.reward.values():
         _check_part(reward)

@@ -18,7 +18,7 @@ from grpocli.config.environment import raw_value, unresolved
 from grpocli.config.user_parts import is_spec, name_of
 from grpocli.errors import ConfigError
 from grpocli.launch.hydra_errors import known_keys
-from grpocli.launch.overrides import spread
+from grpocli.launch.overrides import expand_task_lists
 from grpocli.tracking.runs import check_run
 
 CONFIG = "config.yaml"
@@ -49,7 +49,7 @@ class Resume:
                 problem = "a resume continues in the run's own folder"
                 hint = "leave it out, or resume a copy of the folder"
                 raise ConfigError(problem, key="hydra.run.dir", value=other, hint=hint)
-        return cls(folder, [o for o in spread(overrides) if not o.startswith(("resume=", "hydra."))])
+        return cls(folder, [o for o in expand_task_lists(overrides) if not o.startswith(("resume=", "hydra."))])
 
     def overrides(self, given: list[str]) -> list[str]:
         """The overrides that compose the run again in its own folder. given: the whole command line."""
@@ -184,7 +184,7 @@ def _replaced(key: str, before: str, now: str) -> list[str]:
     if not before.startswith("["):
         return [group] if before != now else []
     old, new = ({name.strip() for name in choice.strip("[]").split(",")} for choice in (before, now))
-    return [f"{group}.{name_of(one) if is_spec(one) else one}" for one in sorted(old - new)]
+    return [f"{group}.{name_of(one)}" for one in sorted(old - new)]
 
 
 def _as_composed(composed: DictConfig, key: str) -> Any:

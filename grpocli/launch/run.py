@@ -37,7 +37,7 @@ from grpocli.rewards.python import PythonReward
 from grpocli.rollout.engine import EngineJob
 from grpocli.rollout.sync_config import locate_servers
 from grpocli.rollout.vllm.server_files import new_engine_folder, shared_weights_folder
-from grpocli.tasks.mixture import about, key_of, tasks_of
+from grpocli.tasks.mixture import errors_below, key_of, tasks_of
 from grpocli.tasks.task import columns_of
 from grpocli.tracking.metrics import read_metrics
 from grpocli.tracking.run_dir import RunDir
@@ -208,7 +208,7 @@ def prepare(run: Run, run_dir: RunDir, view: View, devices: Devices, node: Node 
     check_nodes(run, run.engine.resolved())
     check_shares(run, devices.processes * (node.count if node else 1))
     for name, task in tasks_of(run.task).items():
-        with about(key_of(run.task, name)):
+        with errors_below(key_of(run.task, name)):
             _check_functions(run, name, task, task.examples("train")[0])
     model_path = run.model.prepare(lambda fraction, text: view.stage(text, fraction))
     nodes = run.hardware.rollout_nodes

@@ -52,7 +52,9 @@ def train_in_processes(
             _wait_for_cause(run_dir.path)
         error = _root_cause(run, run_dir.path)  # while hanging processes are still alive
         if trainers.returncode in KILLED and not exit_reports(run_dir.path):
-            error = RunError(f"the trainer processes were killed from outside; go on with resume={run_dir.path}")
+            error = RunError(
+                f"the trainer processes were killed from outside; resume with: grpocli train resume={run_dir.path}"
+            )
     if error is None and trainers.returncode:
         error = RunError(
             f"the trainer processes ended with code {trainers.returncode} before they had begun: "

@@ -166,7 +166,7 @@ def _update(inputs: PlanInputs) -> list[Item]:
         *casts,
         Item("activations", traced.activations, 0, "kept by decoder layers for the backward pass"),
         Item("head", traced.logits, 0, "kept outside of decoder layers; the backward pass recomputes logits"),
-        Item("backward", traced.more, 0, "further tensors at the peak of the backward pass"),
+        Item("backward", traced.peak, 0, "further tensors at the peak of the backward pass"),
     ]
 
 

@@ -1,7 +1,7 @@
 """The memory of one micro-batch, from the trainer's forward and backward pass on fake tensors.
 
 Fake tensors have shapes and no numbers, and pass through every operation, autocast and gradient checkpointing
-included. So the bytes are those of the model's code and of `completion_logp`, not of a formula for an architecture.
+included. So the bytes are those of the model's own code and of `completion_logp`, and no architecture needs a formula.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.plan.model_size import ModelSize
 
-DEEP = 4
-"""Decoder layers that are run; each further layer counts as much as one of the middle ones."""
+TRACED_LAYERS = 4
+"""Decoder layers of the traced model; the bytes of a deeper model are extrapolated from this depth and half of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class MicroBatchShape:
         return self.prompts * self.prompt + self.rows * self.completion
 
 
-ALMOST_NOTHING = MicroBatchShape((1,), 1, 1, packed=False)
-"""A micro-batch of two tokens: it keeps only the casts of weights."""
+TWO_TOKENS = MicroBatchShape((1,), 1, 1, packed=False)
+"""A micro-batch so small that it keeps only the casts of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +71,17 @@ class TracedMemory:
     """Bytes of a micro-batch.
 
     casts: weights cast to the dtype of the computation. activations: tensors that decoder layers keep for the backward
-    pass. logits: tensors kept outside of them, for the output head. more: further tensors at the peak.
+    pass. logits: tensors kept outside of them, for the output head. peak: further tensors at the peak.
     """
 
     casts: int
     activations: int
     logits: int
-    more: int
+    peak: int
 
     @property
     def total(self) -> int:
-        return self.casts + self.activations + self.logits + self.more
+        return self.casts + self.activations + self.logits + self.peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,46 +95,48 @@ class _LayerBytes:
         return self.outside + layers * self.layer
 
 
-def trace(run: Run, size: ModelSize, rows: MicroBatchShape, dtype: torch.dtype) -> TracedMemory:
+def trace(run: Run, size: ModelSize, shape: MicroBatchShape, dtype: torch.dtype) -> TracedMemory:
     """Peak bytes of one micro-batch, beside weights, gradients and optimizer.
 
     With sharded weights, layers are gathered in `dtype`, and nothing is cast.
     """
-    kept, forward, backward = _layer_bytes(run, size, rows, dtype)
+    kept, forward, backward = _layer_bytes(run, size, shape, dtype)
     cast = dtype != torch.float32 and not shares_weights(run)
-    casts = _layer_bytes(run, size, ALMOST_NOTHING, dtype)[0] if cast else _LayerBytes(0, 0)
+    casts = _layer_bytes(run, size, TWO_TOKENS, dtype)[0] if cast else _LayerBytes(0, 0)
     layers = size.layers
-    known = TracedMemory(
+    without_peak = TracedMemory(
         casts=round(casts.at(layers)),
         activations=round(layers * (kept.layer - casts.layer)),
         logits=round(kept.outside - casts.outside),
-        more=0,
+        peak=0,
     )
-    return replace(known, more=round(max(forward.at(layers), backward.at(layers))) - known.total)
+    return replace(without_peak, peak=round(max(forward.at(layers), backward.at(layers))) - without_peak.total)
 
 
-def _layer_bytes(run: Run, size: ModelSize, rows: MicroBatchShape, dtype: torch.dtype) -> list[_LayerBytes]:
-    """The results of `micro_batch`, as functions of the number of layers."""
-    many = min(DEEP, size.layers)
+def _layer_bytes(run: Run, size: ModelSize, shape: MicroBatchShape, dtype: torch.dtype) -> list[_LayerBytes]:
+    """The results of `micro_batch_bytes`, as functions of the number of layers."""
+    many = min(TRACED_LAYERS, size.layers)
     few = many // 2
-    at_many = micro_batch(run, size.config, many, rows, dtype)
+    at_many = micro_batch_bytes(run, size.config, many, shape, dtype)
     if few == 0:
         return [_LayerBytes(0, value) for value in at_many]
-    at_few = micro_batch(run, size.config, few, rows, dtype)
+    at_few = micro_batch_bytes(run, size.config, few, shape, dtype)
     slopes = [(high - low) / (many - few) for low, high in zip(at_few, at_many, strict=True)]
     return [_LayerBytes(high - many * slope, slope) for high, slope in zip(at_many, slopes, strict=True)]
 
 
-def micro_batch(run: Run, config: Any, layers: int, rows: MicroBatchShape, dtype: torch.dtype) -> tuple[int, int, int]:
+def micro_batch_bytes(
+    run: Run, config: Any, layers: int, shape: MicroBatchShape, dtype: torch.dtype
+) -> tuple[int, int, int]:
     """Bytes after the forward pass, at its peak, and at the peak of the backward pass; without gradients."""
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
     fake = FakeTensorMode()
     with FakeCopyMode(fake):  # building the rows from fake tensors takes several times as long
-        batch = deepcopy(_batch(rows))
+        batch = deepcopy(_batch(shape))
     model = empty_model(with_layers(config, layers), run.model).train()
-    if rows.packed:
-        attention.enable(model, rows.prompt + rows.completion)
+    if shape.packed:
+        attention.enable(model, shape.prompt + shape.completion)
     with fake:
         _fake_weights(model, dtype if shares_weights(run) else torch.float32)
         if run.train.gradient_checkpointing:
@@ -142,17 +144,17 @@ def micro_batch(run: Run, config: Any, layers: int, rows: MicroBatchShape, dtype
         trained = [p for p in model.parameters() if p.requires_grad]
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
-        batch = batch if rows.packed else _with_mask(batch, rows)
+        batch = batch if shape.packed else _with_mask(batch, shape)
         at_head = _ends_with_its_head(model)
-        known = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if p.grad is not None)]
-        with AllocationTracker(known) as allocated:
+        ignored = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if p.grad is not None)]
+        with AllocationTracker(ignored) as allocated:
             plain = dtype == torch.float32 or shares_weights(run)
             computing: Any = nullcontext() if plain else torch.autocast("cpu", dtype=dtype)
             logp, entropy = completion_logp(
                 model, batch, run.rollout.sampling, computing, run.algorithm.needs_entropy_gradient, at_head
             )
             kept, forward = allocated.live, allocated.peak
-            if rows == ALMOST_NOTHING:
+            if shape == TWO_TOKENS:
                 return kept, forward, kept
             allocated.peak = kept
             (logp.sum() + entropy.sum()).backward()
@@ -160,7 +162,7 @@ def micro_batch(run: Run, config: Any, layers: int, rows: MicroBatchShape, dtype
 
 
 def _ends_with_its_head(model: torch.nn.Module) -> bool:
-    """Whether the logits are the output of the head: fake tensors have no numbers, but are the same object."""
+    """Whether the logits are the head's output itself, judged by identity because fake tensors have no numbers."""
     head = output_head(model)
     if head is None:
         return False
@@ -186,34 +188,41 @@ def _fake_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def _batch(rows: MicroBatchShape) -> MicroBatch:
+def _batch(shape: MicroBatchShape) -> MicroBatch:
     made = [
-        Row([number] * rows.prompt, [0] * rows.completion, [1] * rows.completion, 0.0, number, [0.0] * rows.completion)
-        for number, group in enumerate(rows.groups)
+        Row(
+            [number] * shape.prompt,
+            [0] * shape.completion,
+            [1] * shape.completion,
+            0.0,
+            number,
+            [0.0] * shape.completion,
+        )
+        for number, group in enumerate(shape.groups)
         for _ in range(group)
     ]
     cpu = torch.device("cpu")
-    batch = MicroBatch.build(made, cpu, Packed if rows.packed else Padded)
-    return replace(batch, layout=Packed.build(made, cpu, on_cpu=not rows.gpu)) if rows.packed else batch
+    batch = MicroBatch.build(made, cpu, Packed if shape.packed else Padded)
+    return replace(batch, layout=Packed.build(made, cpu, on_cpu=not shape.gpu)) if shape.packed else batch
 
 
-def _with_mask(batch: MicroBatch, rows: MicroBatchShape) -> MicroBatch:
+def _with_mask(batch: MicroBatch, shape: MicroBatchShape) -> MicroBatch:
     """The padded batch with a mask of four dimensions, which transformers uses without reading its numbers."""
-    length = rows.prompt + rows.completion
-    mask = torch.ones(rows.rows, 1, length, length, dtype=torch.bool)
+    length = shape.prompt + shape.completion
+    mask = torch.ones(shape.rows, 1, length, length, dtype=torch.bool)
     return replace(batch, layout=replace(cast(Padded, batch.layout), attention_mask=mask))
 
 
 class AllocationTracker(TorchDispatchMode):
     """Counts the bytes of tensors that are allocated while the context is active, fake tensors included.
 
-    live: bytes now; peak: the most so far. known: earlier tensors, which do not count.
+    live: bytes now; peak: the most so far. ignored: earlier tensors, which do not count.
     """
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, ignored: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet(t.untyped_storage() for t in known)
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet(t.untyped_storage() for t in ignored)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

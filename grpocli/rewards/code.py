@@ -120,10 +120,10 @@ class CodeReward(Correctness):
         return working_backend(self.python, Limits(**self._limits), self.unsafe)
 
     def _pool(self) -> WorkerPool:
-        from grpocli.sandbox.clock import MOST_WAITING
+        from grpocli.sandbox.clock import MAX_SLOWDOWN
 
         # the sandbox enforces the time limit; the pool's timeout is for a sandbox that hangs
-        longest = self.timeout * MOST_WAITING * (2 if self.partial else 1)
+        longest = self.timeout * MAX_SLOWDOWN * (2 if self.partial else 1)
         return shared_pool("grpocli.rewards.code:run_submission", self.workers, longest + 30)
 
 

@@ -1,4 +1,4 @@
-"""Counts of scoring errors and timeouts, the limit at which they stop a run, and warnings below it."""
+"""Counts of scoring errors and timeouts, the limits above which they end a run, and warnings about tolerated ones."""
 
 from __future__ import annotations
 
@@ -93,6 +93,7 @@ class ScoreStats:
         return ScoreStats(self.samples + other.samples, seconds, rewards, self.unscored + other.unscored)
 
     def of(self, reward: str, task: str) -> RewardStats:
+        """The counts of a reward over one task."""
         return self.rewards.get((reward, task), RewardStats())
 
     def of_tasks(self, reward: str, tasks: Collection[str]) -> RewardStats:
@@ -143,35 +144,39 @@ class ErrorLimits:
                 found = stats.of_tasks(name, tasks)
                 if found.errors > allowed:
                     kind = RewardError if found.errors - found.unreachable > allowed else RewardGone
-                    raise kind(_failed(stats, name, reward, tasks, f", more than {limit} allows"))
+                    raise kind(_failure_text(stats, name, reward, tasks, f", more than {limit} allows"))
 
-    def tolerated(self, stats: ScoreStats, rewards: Mapping[str, BaseReward]) -> dict[str, str]:
+    def tolerated_errors(self, stats: ScoreStats, rewards: Mapping[str, BaseReward]) -> dict[str, str]:
         """Warnings about errors that only a task's own limit allows."""
         return {
-            f"errors {name} {task}": _failed(stats, name, reward, [task], f" of task {task}, which {limit} allows")
+            f"errors {name} {task}": _failure_text(
+                stats, name, reward, [task], f" of task {task}, which {limit} allows"
+            )
             for task, limit in self.by_task.items()
             for name, reward in rewards.items()
             if stats.of(name, task).errors > self.share * stats.samples[task]
         }
 
 
-def unscored(stats: ScoreStats) -> dict[str, str]:
+def unscored_warnings(stats: ScoreStats) -> dict[str, str]:
     """Warnings about samples to which no reward applies."""
     text = "no reward applies to {} of {} samples of task {}: they give no training signal"
     found = {task: count for task, count in stats.unscored.items() if count}
     return {f"unscored {task}": text.format(count, stats.samples[task], task) for task, count in found.items()}
 
 
-def silent(stats: ScoreStats, name: str, reward: BaseReward, tasks: Collection[str]) -> dict[str, str]:
+def silent_warning(stats: ScoreStats, name: str, reward: BaseReward, tasks: Collection[str]) -> dict[str, str]:
     """A warning if the reward returned None for every sample of its tasks, while other rewards scored some of them."""
-    none = stats.of_tasks(name, tasks).silent
-    if none != stats.n_samples(tasks) or none <= sum(stats.unscored[task] for task in tasks):
+    count = stats.of_tasks(name, tasks).silent
+    if count != stats.n_samples(tasks) or count <= sum(stats.unscored[task] for task in tasks):
         return {}
-    samples = f"all {none} samples of task {', '.join(tasks)}"
-    return {f"silent {name}": f"reward.{name} ({reward.label}) gave None for {samples}: it does not affect their score"}
+    samples = f"all {count} samples of task {', '.join(tasks)}"
+    return {
+        f"silent {name}": f"reward.{name} ({reward.label}) returned None for {samples}: it does not affect their score"
+    }
 
 
-def timed_out(stats: ScoreStats, rewards: Mapping[str, BaseReward]) -> dict[str, str]:
+def timeout_warnings(stats: ScoreStats, rewards: Mapping[str, BaseReward]) -> dict[str, str]:
     """Warnings about samples that are wrong because scoring them took too long."""
     found = {}
     for (name, task), of_pair in stats.rewards.items():
@@ -184,10 +189,10 @@ def timed_out(stats: ScoreStats, rewards: Mapping[str, BaseReward]) -> dict[str,
     return found
 
 
-def _failed(stats: ScoreStats, name: str, reward: BaseReward, tasks: Collection[str], allowed: str) -> str:
+def _failure_text(stats: ScoreStats, name: str, reward: BaseReward, tasks: Collection[str], limit_text: str) -> str:
     found = stats.of_tasks(name, tasks)
     failed = f"could not score {found.errors} of {stats.n_samples(tasks)} samples"
-    return f"reward.{name} ({reward.label}) {failed}{allowed}: {found.first_error}"
+    return f"reward.{name} ({reward.label}) {failed}{limit_text}: {found.first_error}"
 
 
 def _sentence(sample: Sample, reason: str) -> str:

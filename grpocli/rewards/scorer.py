@@ -131,12 +131,12 @@ class Scorer:
 
     def warnings(self, stats: ScoreStats) -> dict[str, str]:
         """Warnings about samples without a training signal, as sentences; a repeated cause has the same key."""
-        found = score_stats.unscored(stats)
+        found = score_stats.unscored_warnings(stats)
         for name, reward in self.rewards.items():
             tasks = [task for task in stats.samples if name in self.rewards_for(task)]
-            found |= score_stats.silent(stats, name, reward, tasks)
-        tolerated = ErrorLimits(self.max_errors, self.limits).tolerated(stats, self.rewards)
-        return found | tolerated | score_stats.timed_out(stats, self.rewards)
+            found |= score_stats.silent_warning(stats, name, reward, tasks)
+        tolerated = ErrorLimits(self.max_errors, self.limits).tolerated_errors(stats, self.rewards)
+        return found | tolerated | score_stats.timeout_warnings(stats, self.rewards)
 
     def rewards_for(self, task: str) -> Collection[str]:
         """The names of the rewards that score a task's samples."""

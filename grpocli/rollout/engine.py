@@ -8,7 +8,7 @@ To write an engine, derive its config from `EnginePart` and return an `Engine` f
     generate  complete token ids: n completions for each request, with each token's log-prob in nats
     close     at the end of the run
 
-`fake_engine.py` is a small example. An engine that samples with the policy itself only keeps the version in `sync`.
+`fake_engine.py` is a small example. In an engine that samples with the policy itself, `sync` only stores the version.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class PolicyView(Protocol):
-    """The trainer's policy as an engine sees it."""
+    """The part of the trainer's policy that engines use."""
 
     model: PreTrainedModel  # not wrapped by DDP, FSDP or DeepSpeed
     dtype: torch.dtype  # of its computations; weights are float32
@@ -57,7 +57,7 @@ class EngineJob:
     model_path: the folder (or hub id) of the initial weights. dtype: "float32" or "bfloat16".
     max_tokens: tokens of the longest prompt plus completion. max_num_seqs: completions of one request.
     run_dir: for logs and addresses.
-    transport: how weights reach a server, "shm", "nccl" or "ipc". sync_folder: the folder of shm's files; null: a new
+    transport: how weights reach a server, "shm", "nccl" or "ipc". sync_folder: the folder of shm's files; None: a new
         one.
     lora_rank: 0 if all weights are trained. quantized: the engine rounds weights (engine.quantization).
     revision, trust_remote_code: as for the trainer's model.
@@ -85,7 +85,7 @@ class EngineJob:
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """A trainer process as seen by its engine.
+    """The objects and settings of a trainer process that its engine uses.
 
     in_flight: weights may change during requests. sampling: the sampling of training, so that an engine can refuse it
     early; None if unknown. recover: called by `generate` when requests are unanswered and every server is lost, equally
@@ -107,18 +107,18 @@ class EngineContext:
 OnGroup = Callable[[int, list[Completion]], None]
 
 
-def ignore(k: int, completions: list[Completion]) -> None:
+def ignore_group(k: int, completions: list[Completion]) -> None:
     """An `OnGroup` that does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """An `OnGroup` with a `Watch`, which takes the progress of `generate` and may cancel it.
+    """An `OnGroup` with a `Watch`, which receives the progress of `generate` and may cancel it.
 
     An engine that reports no progress calls it like any `OnGroup`; others unpack it with `Listener.wrap`.
     """
 
-    on_group: OnGroup = ignore
+    on_group: OnGroup = ignore_group
     watch: Watch = UNWATCHED
 
     @classmethod
@@ -139,20 +139,21 @@ class Engine(Protocol):
     """
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
     ) -> list[list[Completion]]:
         """`n` completions for each request, in the requests' order.
 
         on_group: may be called once for each request, with its number and its completions, as soon as they are
-        complete, in any thread; it returns at once. If it is a `Listener` whose watch is cancelled, `generate` may
-        return early with completions that are cut off or missing, after the same collective calls in every process.
+        complete, in any thread; it must return immediately. If it is a `Listener` whose watch is cancelled, `generate`
+        may return early with completions that are cut off or missing, after the same collective calls in every process.
         """
         ...
 
     def sync(self, version: int) -> dict[str, float]:
         """Bring the engine to the policy's current weights and verify it; collective over all processes.
 
-        Returns metrics (`sync/bytes` ...). Raises EngineError with both numbers if the verification fails.
+        Returns metrics (`sync/bytes` ...). If the verification fails, raises EngineError with the expected and the
+        found value.
         """
         ...
 
@@ -160,7 +161,7 @@ class Engine(Protocol):
 
 
 class EnginePart:
-    """The base of a choice of the config group `engine`: its keys, and how it starts."""
+    """Base class of the choices of the config group `engine`: their keys, and the start of the engine."""
 
     overlaps: ClassVar[bool] = False
     """Whether it samples beside the trainer, with its own weights and devices, as `rollout.max_staleness` needs."""
@@ -172,7 +173,7 @@ class EnginePart:
 
     @property
     def waits(self) -> dict[str, int]:
-        """Longest waits for a lost server in seconds, by the keys that set them."""
+        """{config key: the longest wait for a lost server in seconds that it sets}."""
         return {}
 
     @property
@@ -195,7 +196,7 @@ class EnginePart:
         return self
 
     def launch(self, job: EngineJob) -> AbstractContextManager[None]:
-        """Start what lives outside the trainer processes (servers); stop it at the end of the block.
+        """Start the engine's servers, if it has any; stop them at the end of the block.
 
         Called once, in the process that the user started.
         """

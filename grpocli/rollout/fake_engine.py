@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import Escaped, UserCode, part, require
 from grpocli.errors import RunError
-from grpocli.rollout.engine import EnginePart, Listener, ignore
+from grpocli.rollout.engine import EnginePart, Listener, ignore_group
 from grpocli.types import Completion, Prompt, Request, Sampling
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class FakeEngine:
         self.version = 0
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
     ) -> list[list[Completion]]:
         """`n` completions for each request, in order."""
         listener = Listener.wrap(on_group)

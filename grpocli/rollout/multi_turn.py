@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from grpocli.errors import ConfigError
 from grpocli.rewards.reward import Failure
 from grpocli.rewards.worker_pool import WorkerPool, default_workers
-from grpocli.rollout.engine import Listener, OnGroup, ignore
+from grpocli.rollout.engine import Listener, OnGroup, ignore_group
 from grpocli.rollout.sampling import derive_seed
 from grpocli.types import Completion, Episode, Message, Prompt, Request, ReusableKV, Sampling
 
@@ -24,9 +24,13 @@ if TYPE_CHECKING:
     from grpocli.rollout.engine import Engine
 
 
+WORKER = "grpocli.environments.worker:call"
+"""The function that a worker process calls for each reset and step."""
+
+
 @lru_cache(maxsize=8)
 def _pool(workers: int, timeout: float, variables: tuple[str, ...]) -> WorkerPool:
-    return WorkerPool("grpocli.environments.worker:call", workers or default_workers(), timeout, variables)
+    return WorkerPool(WORKER, workers or default_workers(), timeout, variables)
 
 
 def _pool_of(environment: EnvironmentConfig) -> WorkerPool:
@@ -56,7 +60,7 @@ class _RunningEpisode:
 
     @property
     def conversation(self) -> list[Message]:
-        """The prompt's messages and this episode's."""
+        """The prompt's messages, then those of this episode."""
         text = self.prompt.text
         return [*([{"role": "user", "content": text}] if isinstance(text, str) else text), *self.messages]
 
@@ -101,9 +105,13 @@ class MultiTurnEngine:
     world: World
 
     def generate(
-        self, prompts: Sequence[Prompt], requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+        self,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Request],
+        sampling: Sampling,
+        on_group: OnGroup = ignore_group,
     ) -> list[list[Completion]]:
-        """`n` completions for each request, in order. on_group: see `Engine.generate`. Collective."""
+        """`n` completions for each request, in the requests' order. on_group: see `Engine.generate`. Collective."""
         first = [
             _turn_request(request, self.environments.get(prompt.task))
             for prompt, request in zip(prompts, requests, strict=True)
@@ -122,7 +130,7 @@ class MultiTurnEngine:
         running = [] if watch.cancelled() else self._start_episodes(prompts, requests, first)
         episodes = list(running)
         self._reset(running)
-        # complete, because generation was not cancelled
+        # an episode runs only if generation was not cancelled, so its first turn is complete
         turns = [completions[episode.k][episode.i] for episode in running]
         while True:
             running = [] if watch.cancelled() else self._step(running, turns, sampling)
@@ -164,9 +172,7 @@ class MultiTurnEngine:
                 )
 
     def _reset(self, running: Sequence[_RunningEpisode]) -> None:
-        answers = self._call_environments(
-            running, ["reset"] * len(running), [[_columns(episode.prompt)] for episode in running]
-        )
+        answers = self._call_environments(running, "reset", [[_as_json(episode.prompt.columns)] for episode in running])
         for episode, answer in zip(running, answers, strict=True):
             if isinstance(answer, Failure):
                 episode.problem = f"the environment's reset failed: {answer.reason}"
@@ -180,9 +186,7 @@ class MultiTurnEngine:
         for episode, turn in zip(running, turns, strict=True):
             episode.add_turn(turn, str(self.tokenizer.decode(turn.token_ids, skip_special_tokens=True)))
         acting = [episode for episode in running if episode.problem is None]
-        answers = self._call_environments(
-            acting, ["step"] * len(acting), [[episode.conversation, episode.state] for episode in acting]
-        )
+        answers = self._call_environments(acting, "step", [[episode.conversation, episode.state] for episode in acting])
         continuing = [
             episode
             for episode, answer in zip(acting, answers, strict=True)
@@ -228,14 +232,14 @@ class MultiTurnEngine:
         )
 
     def _call_environments(
-        self, running: Sequence[_RunningEpisode], kinds: Sequence[str], given: Sequence[Sequence[Any]]
+        self, running: Sequence[_RunningEpisode], method: str, arguments: Sequence[Sequence[Any]]
     ) -> list[Any]:
-        """Call the environments concurrently in worker processes; return their results."""
+        """Call a method of each episode's environment in worker processes, concurrently; return the results."""
         answers: list[Any] = [None] * len(running)
         for pool in dict.fromkeys(_pool_of(episode.environment) for episode in running):
             own = [i for i, episode in enumerate(running) if _pool_of(episode.environment) is pool]
             items = [
-                [kinds[i], running[i].environment.name, json.dumps(running[i].environment.arguments), *given[i]]
+                [method, running[i].environment.name, json.dumps(running[i].environment.arguments), *arguments[i]]
                 for i in own
             ]
             for i, answer in zip(own, pool.map(items), strict=True):
@@ -260,10 +264,9 @@ def check_environment(task: str, environment: EnvironmentConfig, example: Mappin
             value=f"[{missing[0]}]",
         )
     given = {name: value for name, value in example.items() if name != "prompt"} | {"task_name": task}
-    columns = json.loads(json.dumps(given, default=str))
-    pool = WorkerPool("grpocli.environments.worker:call", 1, environment.timeout, environment.env)
+    pool = WorkerPool(WORKER, 1, environment.timeout, environment.env)
     try:
-        (answer,) = pool.map([["reset", environment.name, json.dumps(environment.arguments), columns]])
+        (answer,) = pool.map([["reset", environment.name, json.dumps(environment.arguments), _as_json(given)]])
     finally:
         pool.close()
     if isinstance(answer, Failure):
@@ -279,20 +282,21 @@ def _turn_request(request: Request, environment: EnvironmentConfig | None) -> Re
     return replace(request, max_tokens=environment.turn_tokens, stop=tuple(environment.stop), reusable_kv=reusable_kv)
 
 
-def _columns(prompt: Prompt) -> dict[str, Any]:
-    """The prompt's columns as JSON types, for a worker process."""
-    found: dict[str, Any] = json.loads(json.dumps(prompt.columns, default=str))
-    return found
+def _as_json(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a prompt as JSON types, for a worker process."""
+    converted: dict[str, Any] = json.loads(json.dumps(dict(columns), default=str))
+    return converted
 
 
 def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    made: list[tuple[int, int]] = []
+    """The spans (weight version, tokens), with neighbours of one version added together."""
+    merged: list[tuple[int, int]] = []
     for version, tokens in spans:
-        if made and made[-1][0] == version:
-            made[-1] = (version, made[-1][1] + tokens)
+        if merged and merged[-1][0] == version:
+            merged[-1] = (version, merged[-1][1] + tokens)
         else:
-            made.append((version, tokens))
-    return made
+            merged.append((version, tokens))
+    return merged
 
 
 PLACEHOLDER = "grpocli-turn"

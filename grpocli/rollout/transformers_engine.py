@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpocli.config.parts import part, require
 from grpocli.errors import ConfigError
-from grpocli.rollout.engine import EnginePart, Listener, ignore
+from grpocli.rollout.engine import EnginePart, Listener, ignore_group
 from grpocli.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class TransformersEngine:
         self.version = 0
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
     ) -> list[list[Completion]]:
         """`n` completions for each request, in order. Raises ConfigError for a regex or JSON schema."""
         from grpocli.rollout.attention import float32_attention

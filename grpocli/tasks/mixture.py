@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from grpocli.config.parts import named
-from grpocli.config.user_parts import choice_of, is_spec, name_of
+from grpocli.config.user_parts import choice_of, name_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.score_stats import ErrorLimit
 
@@ -33,28 +33,27 @@ def key_of(chosen: object, name: str) -> str:
 
 
 @contextmanager
-def about(key: str) -> Iterator[None]:
-    """Raise errors about `task.path` again as errors about the key in the run, such as `task.gsm8k.path`."""
+def errors_below(key: str) -> Iterator[None]:
+    """Raise ConfigErrors of a task with the key that the run has: `task.gsm8k.path` instead of `task.path`."""
     try:
         yield
     except ConfigError as error:
         if key == "task":
             raise
-        raise below(error, key) from error
+        raise _error_below(error, key) from error
 
 
-def below(error: ConfigError, key: str) -> ConfigError:
-    """The error with `key` instead of `task` in its key; one about another part of the config ends with `key`."""
-    own, name = error.key, error.key.removeprefix("task")
-    if own == key or own.startswith(f"{key}."):
+def _error_below(error: ConfigError, key: str) -> ConfigError:
+    """The error with `key` instead of `task` in its key; the text names `key` if the key is outside of `task`."""
+    if error.key == key or error.key.startswith(f"{key}."):
         return error
-    if own == "task" or own.startswith("task."):
-        return error.with_key(key + name)
-    if not own:
+    if error.key == "task" or error.key.startswith("task."):
+        return error.with_key(key + error.key.removeprefix("task"))
+    if not error.key:
         return error.with_key(key)
     note = f"{error.hint} ({key})" if error.hint else ""
     problem = error.problem if note else f"{error.problem} ({key})"
-    return ConfigError(problem, key=own, value=error.value, hint=note)
+    return ConfigError(problem, key=error.key, value=error.value, hint=note)
 
 
 def tasks_of(chosen: object) -> dict[str, Task]:
@@ -63,11 +62,11 @@ def tasks_of(chosen: object) -> dict[str, Task]:
         return dict(chosen.tasks)
     one: Task = chosen  # type: ignore[assignment]
     choice = choice_of("task", chosen)
-    return {getattr(chosen, "task_name", None) or (name_of(choice) if is_spec(choice) else choice): one}
+    return {getattr(chosen, "task_name", None) or name_of(choice): one}
 
 
-def limits_of(chosen: object) -> dict[str, ErrorLimit]:
-    """`max_reward_errors` of each task that sets it."""
+def error_limits_of(chosen: object) -> dict[str, ErrorLimit]:
+    """{task: its `max_reward_errors`} of the tasks that set it."""
     shares = {name: getattr(task, "max_reward_errors", None) for name, task in tasks_of(chosen).items()}
     return {
         name: ErrorLimit(f"{key_of(chosen, name)}.max_reward_errors", share)

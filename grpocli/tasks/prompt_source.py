@@ -11,7 +11,7 @@ from grpocli.environments.environment import environment_of
 from grpocli.errors import ConfigError
 from grpocli.rewards.score_stats import excerpt
 from grpocli.tasks.jsonl import Jsonl
-from grpocli.tasks.mixture import about, key_of, tasks_of
+from grpocli.tasks.mixture import errors_below, key_of, tasks_of
 from grpocli.tasks.order import Order, TaskScheduler
 from grpocli.tasks.prompts import PromptSet
 from grpocli.tasks.streaming import StreamedPrompts
@@ -100,7 +100,7 @@ class TaskPrompts:
 
     def draw(self, nth: int, uid: str) -> Prompt:
         """The prompt of the nth draw of this task."""
-        with about(self.key):
+        with errors_below(self.key):
             return self.train.draw(nth, uid)
 
 
@@ -118,7 +118,7 @@ class PromptSource:
         chosen = tasks_of(run.task)
         tasks = []
         for name, task in chosen.items():
-            with about(key_of(run.task, name)):
+            with errors_below(key_of(run.task, name)):
                 tasks.append(TaskPrompts.of(name, task, run, tokenizer, len(chosen) == 1))
         _refuse_overlap(tasks, chosen)
         for one in tasks:

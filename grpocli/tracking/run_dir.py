@@ -113,7 +113,7 @@ class RunDir:
         """Raise ConfigError if a new run would overwrite a run or other files. Writes nothing."""
         if self.metrics.exists() or self.config.exists():
             raise ConfigError(
-                f"holds a run already; go on with resume={self.path}, or choose another folder",
+                f"holds a run already; continue it with resume={self.path}, or choose another folder",
                 key=KEY,
                 value=self.path,
             )

@@ -15,7 +15,7 @@ from grpocli.models.lora import trained_share
 from grpocli.progress import Watch
 from grpocli.rewards.scorer import Scorer
 from grpocli.rollout.engine import Engine, EngineContext, EngineJob, connected
-from grpocli.tasks.mixture import about, limits_of
+from grpocli.tasks.mixture import error_limits_of, errors_below
 from grpocli.tasks.prompt_source import accuracy_rewards_of
 from grpocli.tracking.sessions import run_id
 from grpocli.training import checkpoint, saved_rollouts
@@ -83,7 +83,7 @@ def build_trainer(
 def _check_rewards(run: Run, data: PromptSource, recorder: Recorder) -> None:
     """Check rewards against the columns of their tasks; show the warnings of rewards and the reports of data sets."""
     for task in data.tasks:
-        with about(task.key):
+        with errors_below(task.key):
             for name in task.rewards:
                 run.reward[name].check(task.columns)
     for warning in filter(None, (reward.warning for reward in run.reward.values())):
@@ -175,7 +175,7 @@ def _engine(
 
 def _sampler(run: Run, world: World, engine: Engine, data: PromptSource) -> Sampler:
     """The sampler, after a check of the environments on the first prompt of each task that has one."""
-    scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards, limits_of(run.task))
+    scorer = Scorer(run.reward, run.rollout.max_reward_errors, data.rewards, error_limits_of(run.task))
     sampler = Sampler(world, engine, data.tokenizer, scorer, data.environments)
     sampler.episodes.check([task.draw(0, "") for task in data.tasks if task.environment])
     return sampler

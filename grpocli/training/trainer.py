@@ -111,7 +111,7 @@ class Trainer:
         self.world.enter("start", self.next_step)
 
     def sync(self) -> None:
-        """Sync the engine unless it has the present weights. Step v samples with weight version v."""
+        """Sync the engine unless it has the current weights. Step v samples with weight version v."""
         if self.engine_version == self.next_step:
             return
         with ExitStack() as paused:
@@ -121,18 +121,18 @@ class Trainer:
                 self.sync_now()
 
     def sync_now(self) -> None:
-        """Sync the engine, also if it had the present weights: it may have new servers."""
+        """Sync the engine even if it had the current weights, because it may have new servers."""
         self.metrics |= self.engine.sync(self.next_step)
         self.engine_version = self.next_step
 
     def generate_and_score(self) -> RolloutBatch:
-        """The step's groups of scored rollouts, sampled now or, with `rollout.max_staleness`, ahead of time."""
+        """The step's groups of scored rollouts, sampled now or, with `rollout.max_staleness`, prefetched."""
         self.metrics["weight_version"] = self.engine_version
         with self.timed("rollout"):
             batch = self.prefetcher.rollouts(self.next_step)
         self.metrics |= batch.metrics
         self.metrics["num_tokens"] = self.state.num_tokens + batch.metrics.get("num_tokens", 0)
-        if not self.prefetcher.max_staleness:  # otherwise time/rollout is how long training waited
+        if not self.prefetcher.max_staleness:  # with prefetch, time/rollout is only the wait for a batch
             self.metrics["time/rollout"] -= batch.metrics["time/reward"]
         return batch
 
@@ -205,7 +205,7 @@ class Trainer:
             self.state = replace(self.state, unevaluated=False)
 
     def finish(self) -> dict[str, float]:
-        """The final evaluation, and the last checkpoint."""
+        """Make the final evaluation and the last checkpoint; return the evaluation."""
         results = self.evaluate()
         if not self.due(self.run.checkpoint.every):
             self.checkpoint()
@@ -223,7 +223,7 @@ class Trainer:
     def checkpoint_and_stop(self, gone: ServiceGone | None = None) -> NoReturn:
         """Save a checkpoint of the last whole step and raise Stopped. Collective.
 
-        gone: the reason; None: a signal.
+        gone: the lost service; None: a signal stops the run.
         """
         step = self.state.step
         self.prefetcher.stop_after(self.next_step)
@@ -233,9 +233,9 @@ class Trainer:
         # also if the step's own checkpoint is saved: this one has the rollouts prefetched since
         self.checkpoint()
         self.wait_for_checkpoint()
-        reason = f"{self.stop.received or 'asked to stop'} after step {step}; go on with"
+        reason = f"{self.stop.received or 'asked to stop'} after step {step}; resume with"
         if gone:
-            reason = f"{gone}; stopped after step {step}, which is saved; when the service is back, go on with"
+            reason = f"{gone}; stopped after step {step}, which is saved; when the service is back, resume with"
         raise Stopped(f"{reason}: grpocli train resume={self.recorder.run_dir.path}") from gone
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ class Trainer:
 
     @property
     def next_step(self) -> int:
-        """The number, from 1, of the step after the last whole one. It is also the version of the present weights."""
+        """The number, from 1, of the step after the last whole one. It is also the version of the current weights."""
         return self.state.step + 1
 
     def wait_for_checkpoint(self) -> None:

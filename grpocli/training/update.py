@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpocli.algorithm.aggregate import Totals
-from grpocli.algorithm.metrics import EXTREMES, OF_COMPUTED, combined
+from grpocli.algorithm.metrics import EXTREMES, MEANS_OVER_COMPUTED, combined
 from grpocli.progress import Progress, unreported
 from grpocli.training.micro_batch import MicroBatch, group_spans
 from grpocli.types import Row
@@ -114,7 +114,7 @@ class Updater:
     def _window(self, number: int, rows: list[Row]) -> Window:
         """Deal the rows of a window to the processes; all get as many micro-batches as the busiest one."""
         layout = self.policy.layout(self.sampling)
-        needed = [row for row in rows if self._matters(row)]
+        needed = [row for row in rows if self._is_computed(row)]
         shares = [layout.pack(share, self.train.micro_batch_tokens) for share in layout.deal(needed, self.world.size)]
         # at least one micro-batch, because AdamW skips its weight decay without a gradient
         busiest = max(1, *(len(share) for share in shares))
@@ -126,18 +126,19 @@ class Updater:
             micro_batches=sum(len(share) for share in shares),
         )
         totals = replace(totals, skipped=totals.tokens - sum(sum(r.mask) for r in needed))
-        self._count(layout, [micro_batch for share in shares for micro_batch in share])
+        self._count_tokens(layout, [micro_batch for share in shares for micro_batch in share])
         self.tokens["tokens/skipped"] += sum(r.n_tokens for r in rows) - sum(r.n_tokens for r in needed)
         padded = [*own, *([Row.empty()] for _ in range(busiest - len(own)))]
         return Window(number, padded, totals.to(self.world.device))
 
-    def _count(self, layout: type[Layout], micro_batches: Sequence[Sequence[Row]]) -> None:
+    def _count_tokens(self, layout: type[Layout], micro_batches: Sequence[Sequence[Row]]) -> None:
+        """Count padding, and the tokens of shared prompts that are computed once instead of for each row."""
         for rows in micro_batches:
-            different = layout.distinct(rows)
-            self.tokens["tokens/padding"] += layout.size(rows) - different
-            self.tokens["tokens/shared"] += sum(r.n_tokens for r in rows) - different
+            distinct = layout.distinct(rows)
+            self.tokens["tokens/padding"] += layout.size(rows) - distinct
+            self.tokens["tokens/shared"] += sum(r.n_tokens for r in rows) - distinct
 
-    def _matters(self, row: Row) -> bool:
+    def _is_computed(self, row: Row) -> bool:
         """Whether a row has a gradient, or decides which tokens of other rows have one."""
         if self.algorithm.depends_on_split:
             return True
@@ -146,8 +147,8 @@ class Updater:
     def _score_before_updates(self, window: Window) -> None:
         """Compute the log-probs and entropies that the first update of a window needs and does not compute itself.
 
-        They are: log-probs under the reference; entropies, if they select tokens; and log-probs under the old policy,
-        except in the first window. Its first update still has the old policy, so its forward gives them.
+        These are: log-probs under the reference; entropies, if they select tokens; and log-probs under the old policy,
+        except for the first window, whose first update runs the old policy and so computes them.
         """
         needs_old = window.number > 0
         needs_entropy = self.algorithm.tokens.needs_entropy
@@ -165,9 +166,9 @@ class Updater:
                 _set_missing(rows, "logp", logp)
                 _set_missing(rows, "entropy", entropies)
         if needs_entropy:
-            self._select(window)
+            self._select_tokens(window)
 
-    def _select(self, window: Window) -> None:
+    def _select_tokens(self, window: Window) -> None:
         """Select the tokens of the policy-gradient term by one threshold over the whole window. Collective."""
         rows = [r for micro_batch in window.micro_batches for r in micro_batch]
         entropies = torch.cat([r.entropy for r in rows if r.entropy is not None]).cpu()
@@ -182,7 +183,7 @@ class Updater:
         batch = MicroBatch.build(rows, self.world.device, self.policy.layout(self.sampling))
         logp, entropy = self.policy.logp(batch, self.sampling, self.algorithm.needs_entropy_gradient)
         current_logp = old_logp = logp.detach()
-        if batch.old_logp is not None:  # NaN in rows that have had no update yet, for which this policy is the old one
+        if batch.old_logp is not None:  # NaN in rows without an update so far, whose old policy is the current one
             old_logp = current_logp.where(batch.old_logp.isnan(), batch.old_logp)
         _set_missing(rows, "old_logp", current_logp)  # for the next epoch
         _set_missing(rows, "logp", current_logp)
@@ -222,9 +223,9 @@ class Updater:
         tokens: dict[str, Any] = {f"tokens/{kind}": self.tokens[f"tokens/{kind}"] * self.train.epochs for kind in kinds}
         if not self.sums:
             return tokens | {"lr": self.lr}
-        names = sorted(self.sums.keys() - EXTREMES.keys() - set(() if computed else OF_COMPUTED))
+        names = sorted(self.sums.keys() - EXTREMES.keys() - set(() if computed else MEANS_OVER_COMPUTED))
         sums = self.world.sum(torch.stack([self.sums[name].float() for name in names])).tolist()
-        counts = [computed if name in OF_COMPUTED else n_updates for name in names]
+        counts = [computed if name in MEANS_OVER_COMPUTED else n_updates for name in names]
         means = {name: total / n for name, total, n in zip(names, sums, counts, strict=True)}
         return tokens | means | self._extremes() | {"lr": self.lr}
 
@@ -250,7 +251,7 @@ class Window:
 
 
 def _set_missing(rows: Sequence[Row], name: str, values_BT: Tensor) -> None:
-    """Set an attribute of the rows in which it is None: values of the sampler or of an earlier update stay."""
+    """Set an attribute of the rows where it is None; values of the sampler or of an earlier update stay."""
     for row, values in zip(rows, values_BT, strict=True):
         if getattr(row, name) is None:
             setattr(row, name, values[: len(row.completion_ids)])

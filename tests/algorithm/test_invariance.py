@@ -1,7 +1,7 @@
 """Loss and gradient do not depend on how a window is split, ordered, dealt to processes, packed or padded.
 
-For every choice of every part that is registered, in turn; `token_mean scope=micro_batch` is the one that depends on
-the split, by its definition.
+Tested for every registered choice of every part, except `token_mean scope=micro_batch`, which depends on the split by
+definition.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm.windows import FOUR, NAN, WEIGHTS, Window, choices, deal, run, splits, windows
+from algorithm.windows import ALGORITHMS, NAN, WEIGHTS, Window, choices, deal, run, splits, windows
 from composed import built
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,7 +43,7 @@ OPTIONS = {
 }
 # The base has every term, so that a choice is tried together with the others.
 VARIANTS = {
-    **{name: (f"algorithm={name}",) for name in FOUR},
+    **{name: (f"algorithm={name}",) for name in ALGORITHMS},
     **{name: ("algorithm=grpo", *overrides) for name, overrides in {**choices(), **OPTIONS}.items()},
 }
 

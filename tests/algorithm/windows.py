@@ -17,7 +17,7 @@ from grpocli.launch.compose import register_parts
 
 NAN = float("nan")
 WEIGHTS = {"a": 1.0, "b": 0.5}
-FOUR = ("grpo", "dapo", "drgrpo", "dgpo")
+ALGORITHMS = ("grpo", "dapo", "drgrpo", "dgpo")
 
 
 @functools.cache

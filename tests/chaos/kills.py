@@ -1,4 +1,4 @@
-"""Signals to any process of a run at any moment: nothing stays, and a resumed run equals an uninterrupted one."""
+"""Signals to any process of a run at any moment: nothing is left, and a resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Kill:
             command.tree.wait_gone()
         finally:
             command.tree.end()
-        if self.target != ALL:  # otherwise its guards are dead, too, and the next start removes the memory
+        if self.target != ALL:  # otherwise no guard is left, and the next start removes the memory
             check_removed(memory)
         if ended.code not in (-signal.SIGKILL, 128 + signal.SIGKILL):
             ended.check_readable()
@@ -98,7 +98,7 @@ class Kill:
         time.sleep(self.delay)
 
     def targets(self, command: Command) -> list[int]:
-        """The pids that receive the signal; the run's own if it has no such process."""
+        """The pids that receive the signal; the main process's if the run has no such process."""
         living = command.tree.look()
         if self.target == RUN:
             return [command.pid]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from grpocli.errors import EngineGone
-from grpocli.rollout.engine import EngineContext, EngineJob, EnginePart, OnGroup, ignore
+from grpocli.rollout.engine import EngineContext, EngineJob, EnginePart, OnGroup, ignore_group
 from grpocli.rollout.sampler import sample
 from grpocli.rollout.sampling import stop_token_ids
 from grpocli.tasks.prompts import PromptSet
@@ -78,7 +78,7 @@ class CopiedEngine:
 
     @torch.no_grad()
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
     ) -> list[list[Completion]]:
         """One call at a time, because an engine is busy for `slow` seconds."""
         with self.busy:

@@ -44,7 +44,7 @@ def test_a_run_stops_during_an_evaluation(
     (tmp_path / "evaluations_left").write_text("0")
     code, _, err = grpocli(*command, f"hydra.run.dir={run}")
     assert code == 3
-    assert f"SIGINT after step 0; go on with: grpocli train resume={run}" in err
+    assert f"SIGINT after step 0; resume with: grpocli train resume={run}" in err
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_000000"]
     assert not (run / "metrics.jsonl").exists(), "the stop came before the first step"
 

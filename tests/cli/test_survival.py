@@ -43,7 +43,7 @@ def test_a_signal_stops_after_a_checkpoint(number: int, undisturbed: Path, tmp_p
     process.send_signal(number)
     code, out = finish(process)
     assert code == 3, out
-    assert f"go on with: grpocli train resume={run}" in out
+    assert f"resume with: grpocli train resume={run}" in out
     steps = len(metrics(run))
     assert 1 <= steps < 12
     assert (run / "checkpoints" / f"step_{steps:06d}" / "trainer.json").exists()

@@ -72,7 +72,7 @@ def test_a_lost_external_server_ends_the_run_with_a_checkpoint(tmp_path: Path) -
     assert code == 3, out
     said = " ".join(out.split())
     assert "it did not come back within 3 s (engine.reconnect_timeout)" in said
-    assert f"go on with: grpocli train resume={run}" in said
+    assert f"resume with: grpocli train resume={run}" in said
     done = len(metrics(run))
     assert 3 <= done < 200
     assert json.loads((run / "checkpoints" / f"step_{done:06d}" / "trainer.json").read_text())["step"] == done

@@ -14,7 +14,7 @@ from grpocli.config.parts import CLASSES
 from grpocli.hardware.devices import Devices
 from grpocli.launch import part_modules
 from grpocli.launch.compose import build_run, compose
-from grpocli.launch.conf_files import MARK
+from grpocli.launch.conf_files import WRITTEN_FROM
 from grpocli.launch.hydra_sources import conf_dir
 from grpocli.launch.overview import opening_lines, plan_lines
 from grpocli.rollout.engine import EngineJob
@@ -82,7 +82,7 @@ def test_every_shipped_choice_builds(path: Path) -> None:
     choice = f"[{path.stem}]" if path.parent.name == "reward" else path.stem
     more = {"jsonl": ["task.path=x.jsonl"], "mixture": ["+task@task.one=arithmetic"]}.get(path.stem, [])
     config = compose([f"{path.parent.name}={choice}", *more])
-    if MARK not in path.read_text():  # other choices are classes, whose keys may have no default
+    if WRITTEN_FROM not in path.read_text():  # other choices are classes, whose keys may have no default
         build_run(config)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpocli.launch.conf_files import MARK, RUN, files, write
+from grpocli.launch.conf_files import RUN, WRITTEN_FROM, files, write
 from grpocli.launch.hydra_sources import conf_dir
 
 FILES = files()
@@ -16,7 +16,7 @@ FILES = files()
 def test_every_choice_has_its_file() -> None:
     conf = Path(conf_dir())
     written = {str(path.relative_to(conf)): path.read_text() for path in conf.rglob("*.yaml")}
-    ours = {name: text for name, text in written.items() if MARK in text}
+    ours = {name: text for name, text in written.items() if WRITTEN_FROM in text}
     assert ours == FILES, "conf/ differs from the classes: run make conf"
 
 
@@ -35,7 +35,7 @@ def test_a_file_is_yaml_that_begins_with_its_schema(name: str) -> None:
 
 def test_files_of_removed_choices_are_deleted_and_others_stay(tmp_path: Path) -> None:
     (tmp_path / "reward").mkdir()
-    (tmp_path / "reward" / "gone.yaml").write_text(f"{MARK}Gone.\n")
+    (tmp_path / "reward" / "gone.yaml").write_text(f"{WRITTEN_FROM}Gone.\n")
     (tmp_path / "reward" / "mine.yaml").write_text("weight: 1\n")
     write(tmp_path)
     assert not (tmp_path / "reward" / "gone.yaml").exists()

@@ -14,7 +14,7 @@ from grpocli.config.escapes import literal_escapes, unescape
 from grpocli.config.parts import ESCAPED, is_marked
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose, register_parts, save
-from grpocli.launch.overrides import rewritten, typed
+from grpocli.launch.overrides import from_command_line, rewritten
 from grpocli.launch.resume import Resume
 
 Run = Callable[..., tuple[int, str, str]]
@@ -59,14 +59,14 @@ def _registered() -> None:
 @pytest.mark.parametrize(("text", "read"), table(ESCAPES, fast=3))
 def test_escapes_of_a_text_key_leave_latex_alone(text: str, read: str) -> None:
     assert unescape(text) == read
-    config = compose(typed([*JSONL, f'task.prompt_template="{text}"', f'rollout.stop=["{text}",x]']))
+    config = compose(from_command_line([*JSONL, f'task.prompt_template="{text}"', f'rollout.stop=["{text}",x]']))
     assert config.task.prompt_template == read
     assert list(config.rollout.stop) == [read, "x"]
 
 
 @pytest.mark.parametrize("override", RIGHT)
 def test_valid_overrides_are_not_changed(override: str) -> None:
-    assert typed(override.split(" ") if " " in override else [override]) == override.split(" ")
+    assert from_command_line(override.split(" ") if " " in override else [override]) == override.split(" ")
 
 
 def test_rewriting_twice_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,12 +105,12 @@ def test_text_keys_are_marked_and_regular_expressions_are_not() -> None:
 
 
 def test_escapes_are_read_in_each_value_of_a_sweep() -> None:
-    assert typed([r'task.prefix="a\n","b"']) == ['task.prefix="a\n","b"']
+    assert from_command_line([r'task.prefix="a\n","b"']) == ['task.prefix="a\n","b"']
 
 
 @pytest.mark.slow
 def test_a_resume_keeps_the_text(tmp_path: Path) -> None:
-    began = typed([*JSONL, r'task.prefix="one\ntwo \\n"'])
+    began = from_command_line([*JSONL, r'task.prefix="one\ntwo \\n"'])
     assert began[-1] == 'task.prefix="one\ntwo \\n"'
     config = compose(began)
     config.overrides = began
@@ -128,7 +128,7 @@ def test_a_literal_backslash_n_gets_a_warning() -> None:
     assert warning.startswith(
         r"task.system_prompt has a backslash and the letter n in \nwith, not a line break or a tab"
     )
-    assert list(literal_escapes(compose(typed([*JSONL, r'task.system_prompt="a\nb \text{c}"'])))) == []
+    assert list(literal_escapes(compose(from_command_line([*JSONL, r'task.system_prompt="a\nb \text{c}"'])))) == []
 
 
 QUOTED = [
@@ -149,7 +149,7 @@ def test_the_advice_about_quotes_is_a_valid_command(key: str, value: str, meant:
     with pytest.raises(ConfigError) as caught:
         compose([*JSONL, f"{key}={value}"])
     (advised,) = shlex.split(caught.value.hint.removeprefix("write "))
-    read = OmegaConf.select(compose(typed([*JSONL, advised])), key)
+    read = OmegaConf.select(compose(from_command_line([*JSONL, advised])), key)
     assert (list(read) if isinstance(meant, list) else read) == meant
 
 

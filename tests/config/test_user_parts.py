@@ -15,7 +15,7 @@ from tables import table
 
 from grpocli.config.build import build
 from grpocli.config.parts import CLASSES, stored
-from grpocli.config.user_parts import NEEDS, _check, choice_of
+from grpocli.config.user_parts import REQUIRED_MEMBERS, _check, choice_of
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_algorithm, build_run, compose, register_parts, save
 from grpocli.launch.overrides import rewritten
@@ -243,7 +243,7 @@ def test_a_saved_config_is_built_from_another_folder(monkeypatch: pytest.MonkeyP
         ("algorithm/advantage=mine.py:OwnInit", "defines __init__; make it a dataclass"),
         ("algorithm/advantage=mine.py:ListDefault", "mutable default"),
         ("algorithm/advantage=mine.py:Wrong", "has a field that cannot be a config key"),
-        ("task=mine.py:fmt", "is not a class; only reward= takes a function"),
+        ("task=mine.py:fmt", "is a function, which only reward= accepts; give a class"),
         ("reward=[mine.py:fmt,other.py:fmt]", "are both called fmt; leave one out of the list and give it a name"),
         ("reward=[math,other.py:math]", "are both called math"),
     ],
@@ -256,7 +256,7 @@ def test_an_invalid_part_gives_a_one_sentence_error(override: str, said: str) ->
 
 def test_built_in_parts_have_the_members_that_user_parts_need() -> None:
     register_parts()
-    for group in NEEDS:
+    for group in REQUIRED_MEMBERS:
         for choice in stored(group):
             if (group, choice) != ("algorithm/tokens", "all"):  # it chooses nothing, so it is never called
                 _check(CLASSES[f"{group}/{choice}"], group, choice)

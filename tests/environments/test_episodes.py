@@ -16,7 +16,7 @@ from grpocli.distributed.world import World
 from grpocli.environments.environment import EnvironmentConfig
 from grpocli.errors import ConfigError
 from grpocli.progress import Watch
-from grpocli.rollout.engine import Listener, OnGroup, ignore
+from grpocli.rollout.engine import Listener, OnGroup, ignore_group
 from grpocli.rollout.multi_turn import MultiTurnEngine, check_environment
 from grpocli.types import Completion, Prompt, Request, Sampling
 
@@ -32,7 +32,7 @@ class Scripted:
         self.found_kept: list[list[Any]] = []
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
     ) -> list[list[Completion]]:
         turn = len(self.seen)
         self.seen.append(list(requests))
@@ -255,7 +255,7 @@ def test_a_stop_in_any_turn_ends_the_episodes(make_episodes, turn: int) -> None:
     prompt = prompt_of(tokenizer, turns=3)
 
     class Stopped(Scripted):
-        def generate(self, requests, sampling, on_group=ignore):  # type: ignore[no-untyped-def]
+        def generate(self, requests, sampling, on_group=ignore_group):  # type: ignore[no-untyped-def]
             found = super().generate(requests, sampling, on_group)
             return [[] for _ in requests] if self.over() else found
 
@@ -300,7 +300,7 @@ def test_cancelled_episodes_keep_their_turns_so_far(make_episodes, turns: int) -
 
     class Cancelled(Scripted):
         def generate(
-            self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+            self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
         ) -> list[list[Completion]]:
             if len(self.seen) < turns:
                 return super().generate(requests, sampling, on_group)

@@ -29,7 +29,9 @@ cached("models/x", ("a", "b"), make)
 """
 
 
-def write(content: str):
+def builder(content: str):
+    """A function that fills a folder with complete files."""
+
     def make(folder: Path) -> None:
         for name in NEEDED:
             (folder / name).write_text(content)
@@ -49,7 +51,7 @@ def slow_builder(seconds: float) -> subprocess.Popen[str]:
 
 
 def test_a_folder_is_made_once(cache_folder: Path) -> None:
-    path = cached("models/x", NEEDED, write("one"))
+    path = cached("models/x", NEEDED, builder("one"))
     assert path == cache_folder / "models" / "x"
     assert cached("models/x", NEEDED, forbidden) == path
     assert (path / "a").read_text() == "one"
@@ -61,7 +63,7 @@ def test_a_half_made_folder_is_not_used(cache_folder: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=10)
     assert not (cache_folder / "models" / "x").exists()
-    path = cached("models/x", NEEDED, write("after"))
+    path = cached("models/x", NEEDED, builder("after"))
     assert (path / "a").read_text() == "after"
     assert sorted(p.name for p in path.parent.iterdir()) == [".lock-x", "x"]
 
@@ -95,9 +97,9 @@ def test_a_failed_build_leaves_nothing(cache_folder: Path) -> None:
 
 
 def test_a_damaged_folder_is_built_again(cache_folder: Path) -> None:
-    path = cached("models/x", NEEDED, write("one"))
+    path = cached("models/x", NEEDED, builder("one"))
     (path / "b").unlink()
-    assert (cached("models/x", NEEDED, write("two")) / "b").read_text() == "two"
+    assert (cached("models/x", NEEDED, builder("two")) / "b").read_text() == "two"
 
 
 def test_an_unwritable_cache_gives_a_one_sentence_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,7 +183,7 @@ def test_gradient_checkpointing_and_smaller_micro_batches_save_activations(confi
 def test_layers_of_deep_models_are_extrapolated(config_only: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = [*config_only, "model.dtype=bfloat16"]
     whole = planned(*overrides)
-    monkeypatch.setattr("grpocli.plan.trace.DEEP", 2)
+    monkeypatch.setattr("grpocli.plan.trace.TRACED_LAYERS", 2)
     assert planned(*overrides).traced.total == pytest.approx(whole.traced.total, rel=0.02)
 
 

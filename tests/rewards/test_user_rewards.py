@@ -116,9 +116,8 @@ def test_a_reward_that_does_not_apply_is_not_part_of_the_sum(scores) -> None:
     verses = ["+reward@reward.verses=python", "reward.verses.function=mine.py:of_verses", "reward.verses.weight=9"]
     found, said = scores(PLAIN, ["Paris", "Rome/"], *python("brevity"), *more, *verses)
     assert found == pytest.approx([1 / 5 + 0.5 * 2, 1 / 5])
-    assert said == [
-        "reward.verses (mine.py:of_verses) gave None for all 2 samples of task jsonl: it does not affect their score"
-    ]
+    cause = "reward.verses (mine.py:of_verses) returned None for all 2 samples of task jsonl"
+    assert said == [f"{cause}: it does not affect their score"]
 
 
 def test_samples_without_any_reward_give_a_warning(scores) -> None:

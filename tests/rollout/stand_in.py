@@ -19,7 +19,7 @@ class StandIn:
 
     def __init__(self) -> None:
         self.answer: Answer = lambda path, body: (200, {})
-        self.now = self.most = 0
+        self.in_flight = self.max_in_flight = 0
         self.closed = threading.Event()  # a response that never comes waits for this event
         self.lock = threading.Lock()
         outer = self
@@ -27,13 +27,13 @@ class StandIn:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 with outer.lock:
-                    outer.now += 1
-                    outer.most = max(outer.most, outer.now)
+                    outer.in_flight += 1
+                    outer.max_in_flight = max(outer.max_in_flight, outer.in_flight)
                 body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or "null")
                 status, answer = outer.answer(self.path, body)
                 data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 with outer.lock:
-                    outer.now -= 1
+                    outer.in_flight -= 1
                 self.send_response(status)
                 self.send_header("content-type", "text/plain" if isinstance(answer, bytes) else "application/json")
                 self.send_header("content-length", str(len(data)))

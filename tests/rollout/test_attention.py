@@ -20,7 +20,7 @@ SAMPLING = Sampling(max_tokens=9)
 
 @pytest.fixture
 def grouped(little_model):
-    """A copy with two heads for each key head."""
+    """A copy of the model, which has two query heads for each key head."""
     return deepcopy(little_model)
 
 

@@ -97,7 +97,7 @@ def test_without_a_key_no_server_starts(monkeypatch: pytest.MonkeyPatch, value: 
 
 def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", KEY)
-    assert RequireKey(app)._authorized({"headers": bearer(KEY)})
+    assert RequireKey(app)._is_authorized({"headers": bearer(KEY)})
 
 
 class Routes:

@@ -1,4 +1,4 @@
-"""Errors of a run when a server is slow, dead, broken or foreign; with a stand-in server."""
+"""Errors of a run when a server is slow, dead, broken or not the expected one; with a stand-in server."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_answers_keep_the_order_of_requests_and_concurrency_is_bounded(stand_in:
     stand_in.answer = answer
     results = generate(client, 2 * CONCURRENT + 5)
     assert [group[0].token_ids[0] for group in results] == list(range(2 * CONCURRENT + 5))
-    assert 4 < stand_in.most <= CONCURRENT
+    assert 4 < stand_in.max_in_flight <= CONCURRENT
 
 
 def test_choices_are_sorted_by_index(stand_in: StandIn, client: ServerClient) -> None:
@@ -95,7 +95,7 @@ def test_the_first_failure_does_not_wait_for_the_others(stand_in: StandIn, clien
     stand_in.answer = answer
     with pytest.raises(Refused, match="broken"):
         generate(client, 3)
-    assert stand_in.now, "the others have no answer yet"
+    assert stand_in.in_flight, "the others have no answer yet"
 
 
 class Busy:
@@ -132,19 +132,19 @@ def test_a_server_that_does_nothing_is_stuck(stand_in: StandIn) -> None:
         assert client.lost is caught.value
 
 
-@pytest.mark.parametrize("shows", [{"tokens": 1}, {"paused": True}], ids=["it computes", "it is paused"])
+@pytest.mark.parametrize("activity", [{"tokens": 1}, {"paused": True}], ids=["it computes", "it is paused"])
 def test_a_busy_server_gets_more_time(
-    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, shows: dict[str, Any]
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, activity: dict[str, Any]
 ) -> None:
     """A request may queue for longer than the timeout, but not forever."""
     monkeypatch.setattr(vllm_client, "HEARTBEAT", 0.05)
     (client,) = clients_of(stand_in, timeout=0.1)
-    Busy(stand_in, seconds=0.4, **shows)
+    Busy(stand_in, seconds=0.4, **activity)
     assert asyncio.run(client.generate({}))
-    Busy(stand_in, seconds=60, **shows)
+    Busy(stand_in, seconds=60, **activity)
     with pytest.raises(ServerGone, match=r"within 10 times engine\.request_timeout=0\.1 s"):
         asyncio.run(client.generate({}))
-    assert stand_in.now, "the request is still in flight"
+    assert stand_in.in_flight, "the request is still in flight"
 
 
 def test_the_timeout_of_a_pause_is_not_extended_by_the_pause(stand_in: StandIn) -> None:
@@ -229,7 +229,7 @@ def test_a_server_that_dies_without_an_answer(
         with pytest.raises(ServerGone, match="died during /weight_info"):
             client.weight_version()
         assert client.lost
-        assert stand_in.now, "the request is still in flight"
+        assert stand_in.in_flight, "the request is still in flight"
     else:
         assert client.weight_version() == "1"
         assert client.lost is None
@@ -378,7 +378,7 @@ def test_an_external_server_needs_a_sync_first(client: ServerClient) -> None:
         engine.generate([Request([1], 1, seed=0)], Sampling(2))
 
 
-class Troubled:
+class FailsAtFirst:
     """A server that answers `status` to the first `times` calls of each path, then normally."""
 
     def __init__(self, stand_in: StandIn, status: int, times: float) -> None:
@@ -405,21 +405,21 @@ def patient(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> ServerClient:
 def test_a_request_to_a_failing_external_server_is_retried(
     stand_in: StandIn, patient: ServerClient, status: int
 ) -> None:
-    troubled = Troubled(stand_in, status, times=2)
+    failing = FailsAtFirst(stand_in, status, times=2)
     assert generate(patient, 1, max_tokens=1)[0][0].token_ids == [5]
     patient.pause()
     assert patient.weight_version() == 3
     patient.reset_prefix_cache()
     patient.set_version(4)
     patient.resume()
-    assert set(troubled.calls.values()) == {3}
+    assert set(failing.calls.values()) == {3}
     assert patient.lost is None
 
 
 def test_a_server_that_keeps_failing_ends_the_run_with_a_checkpoint(stand_in: StandIn, patient: ServerClient) -> None:
     """Reconnecting does not help either: its checks use few routes of the server."""
     patient.patience = 0.2
-    Troubled(stand_in, 429, times=math.inf)
+    FailsAtFirst(stand_in, 429, times=math.inf)
     waiting, sync = SimpleNamespace(check=lambda _: None), SimpleNamespace(release=lambda: None)
     engine = VllmEngine(ServerPool([patient]), sync, stop=[], version=0, world=Alone(), reconnector=waiting)  # type: ignore[arg-type]
     with pytest.raises(EngineGone, match=r"generate \(429\): later, for 0\.2 s \(engine\.patience\)$"):
@@ -429,7 +429,7 @@ def test_a_server_that_keeps_failing_ends_the_run_with_a_checkpoint(stand_in: St
 
 def test_an_update_of_weights_is_not_retried_alone(stand_in: StandIn, patient: ServerClient) -> None:
     """The server may have applied it, so the whole sync starts again, as for a new server."""
-    troubled = Troubled(stand_in, 503, times=1)
+    failing = FailsAtFirst(stand_in, 503, times=1)
     patient.start_update()
     calls: list[Callable[[], None]] = [
         lambda: patient.update({}),
@@ -438,18 +438,18 @@ def test_an_update_of_weights_is_not_retried_alone(stand_in: StandIn, patient: S
         lambda: patient.load_adapter("a", Path("/a")),
         lambda: patient.unload_adapter("a"),
     ]
-    troubled.calls.clear()
+    failing.calls.clear()
     for call in calls:
         with pytest.raises(ServerGone, match=r"\(503\): later$"):
             call()
         assert type(patient.lost) is ServerGone
         patient.connect(patient.endpoint)
-    assert set(troubled.calls.values()) == {1}
+    assert set(failing.calls.values()) == {1}
 
 
 @pytest.mark.slow
 def test_a_sync_that_meets_a_busy_server_is_repeated(stand_in: StandIn, patient: ServerClient) -> None:
-    troubled, tried = Troubled(stand_in, 503, times=2), list[int]()
+    failing, tried = FailsAtFirst(stand_in, 503, times=2), list[int]()
 
     def sync(version: int) -> dict[str, float]:
         tried.append(version)
@@ -459,4 +459,4 @@ def test_a_sync_that_meets_a_busy_server_is_repeated(stand_in: StandIn, patient:
     waiting = SimpleNamespace(check=lambda _: None, wait=lambda lost: [patient.endpoint for _ in lost])
     engine = VllmEngine(ServerPool([patient]), sync, stop=[], version=0, world=Alone(), reconnector=waiting)  # type: ignore[arg-type]
     assert engine.sync(1) == {"engine/restarts": 2.0}
-    assert (tried, troubled.calls["/update_weights"]) == ([1, 1, 1], 3)
+    assert (tried, failing.calls["/update_weights"]) == ([1, 1, 1], 3)

@@ -172,7 +172,7 @@ def test_a_fast_server_gets_more_requests_and_answers_keep_their_order(
     assert prompts_of(engine.generate(requests(count), Sampling(2))) == [10 + i for i in range(count)]
     assert len(slow.asked) == 4
     assert len(fast.asked) == count - 4
-    assert fast.most <= 4
+    assert fast.max_in_flight <= 4
 
 
 def test_a_group_is_returned_before_the_slowest_is_complete(serve: Callable[..., Vllm]) -> None:
@@ -294,7 +294,7 @@ def test_a_refused_request_ends_the_run_and_no_server(serve: Callable[..., Vllm]
     engine, _ = engine_of([one, two], waiting)
     with pytest.raises(Refused, match="prompt too long"):
         engine.generate(requests(4), Sampling(2))
-    assert two.now, "the request is still in flight"
+    assert two.in_flight, "the request is still in flight"
     assert waiting.waited == []
 
 

@@ -84,7 +84,7 @@ def detached(cluster: Cluster, sweep: Path, *overrides: str) -> Submitted:
     return Submitted(cluster, found[1], sweep / "0")
 
 
-def until_learning(job: Submitted, step: int, seconds: float = 120) -> None:
+def wait_for_step(job: Submitted, step: int, seconds: float = 120) -> None:
     """Wait until a run has logged a step."""
     path = job.run / "metrics.jsonl"
     job.until(lambda: path.exists() and len(path.read_text().splitlines()) >= step, f"step {step}", seconds)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli.running import metrics
 from slurm.cluster import Cluster
-from slurm.submitting import detached, until_learning
+from slurm.submitting import detached, wait_for_step
 
 pytestmark = [
     pytest.mark.slurm,
@@ -22,7 +22,7 @@ CPUS = ["hardware.device=cpu", "hardware.devices_per_node=1", "hardware.parallel
 def test_two_training_nodes_and_a_vllm_node_train_the_default_model(cluster: Cluster, tmp_path: Path) -> None:
     """The job is stopped in the middle and requeued, and the run continues."""
     job = detached(cluster, tmp_path / "sweep", *NODES, *CPUS, "engine=vllm")
-    until_learning(job, 20, seconds=400)
+    wait_for_step(job, 20, seconds=400)
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)
     job.until_over("COMPLETED", seconds=600)
     assert job.shown("Restarts") == "1"

@@ -10,7 +10,7 @@ import pytest
 from cli.running import metrics, without_times
 from safetensors.torch import load_file
 from slurm.cluster import Cluster
-from slurm.submitting import GRPOCLI, MULTIRUN, detached, until_learning
+from slurm.submitting import GRPOCLI, MULTIRUN, detached, wait_for_step
 
 pytestmark = pytest.mark.slurm
 SMALL = ["engine=transformers", "model.warm_start_steps=20", "rollout.prompts_per_step=4", "rollout.group_size=4"]
@@ -22,11 +22,11 @@ LONG = [*SMALL, *EVEN, "train.steps=60", "checkpoint.every=25", "optim.warmup_st
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
+def uninterrupted(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
     """The uninterrupted run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPOCLI_CACHE", str(shared_cache))
-        job = detached(cluster, tmp_path_factory.mktemp("undisturbed") / "sweep", *LONG)
+        job = detached(cluster, tmp_path_factory.mktemp("uninterrupted") / "sweep", *LONG)
         job.until_over("COMPLETED", seconds=180)
     assert all(row["grad_norm"] > 0 for row in metrics(job.run)), "a run that learns nothing cannot show a difference"
     return job.run
@@ -54,7 +54,7 @@ def test_a_sweep_of_two_is_an_array_and_is_waited_for(cluster: Cluster, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("overrides", "partition", "said"),
+    ("overrides", "partition", "message"),
     [
         (["hydra.launcher.partition=gpu"], "debug", "hydra.launcher.partition=gpu: there is no such partition; choose"),
         ([], "gpu", "hydra.launcher.partition=gpu: there is no such partition; choose one of debug (3 nodes)"),
@@ -67,14 +67,14 @@ def test_a_missing_resource_is_refused_before_submission(
     monkeypatch: pytest.MonkeyPatch,
     overrides: list[str],
     partition: str | None,
-    said: str,
+    message: str,
 ) -> None:
     if partition:
-        monkeypatch.setenv("SBATCH_PARTITION", partition)  # as sbatch does it
+        monkeypatch.setenv("SBATCH_PARTITION", partition)  # the default that sbatch reads
     jobs = cluster.run("squeue", "--noheader", "--states=all").stdout
     done = cluster.run(*GRPOCLI, *MULTIRUN, *SMALL, *overrides, f"hydra.sweep.dir={tmp_path / 'sweep'}")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert said in done.stderr
+    assert message in done.stderr
     assert cluster.run("squeue", "--noheader", "--states=all").stdout == jobs
     assert not (tmp_path / "sweep" / "job.sh").exists()
 
@@ -89,33 +89,33 @@ def test_a_run_that_fails_fails_the_command_with_its_error(cluster: Cluster, tmp
 
 
 def test_a_detached_run_survives_and_a_preempted_one_equals_an_uninterrupted_one(
-    cluster: Cluster, tmp_path: Path, undisturbed: Path
+    cluster: Cluster, tmp_path: Path, uninterrupted: Path
 ) -> None:
     job = detached(cluster, tmp_path / "sweep", *LONG)
-    until_learning(job, 7)
+    wait_for_step(job, 7)
     urgent = cluster.run("sbatch", "--partition=urgent", "-N3", "--exclusive", "--wrap=sleep 2")
     assert urgent.returncode == 0, urgent.stderr
     job.until_over("COMPLETED", seconds=180)
     assert job.shown("Restarts") == "1"
-    assert_same_run(job.run, undisturbed)
+    assert_same_run(job.run, uninterrupted)
 
 
 def test_a_run_near_its_time_limit_equals_an_uninterrupted_one(
-    cluster: Cluster, tmp_path: Path, undisturbed: Path
+    cluster: Cluster, tmp_path: Path, uninterrupted: Path
 ) -> None:
-    """Sends the signal of `--signal=B:USR1@...` itself, because SLURM sends it up to a minute early or late."""
+    """The test sends the signal of `--signal=B:USR1@...`, because SLURM sends it up to a minute early or late."""
     job = detached(cluster, tmp_path / "sweep", *LONG)
-    until_learning(job, 7)
+    wait_for_step(job, 7)
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)
     job.until_over("COMPLETED", seconds=300)
     assert job.shown("Restarts") == "1"
     assert "asked to stop" in job.log
-    assert_same_run(job.run, undisturbed)
+    assert_same_run(job.run, uninterrupted)
 
 
 def test_a_cancelled_run_leaves_no_process(cluster: Cluster, tmp_path: Path) -> None:
     job = detached(cluster, tmp_path / "sweep", *LONG, "train.steps=1000")
-    until_learning(job, 3)
+    wait_for_step(job, 3)
     cluster.run("scancel", job.number)
     job.until_over("CANCELLED")
     assert [cluster.processes(node) for node in cluster.nodes] == [[], [], []]

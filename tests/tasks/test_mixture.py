@@ -10,11 +10,11 @@ import pytest
 
 from grpocli.errors import ConfigError
 from grpocli.launch.compose import build_run, compose
-from grpocli.launch.conf_files import MARK
+from grpocli.launch.conf_files import WRITTEN_FROM
 from grpocli.launch.hydra_sources import conf_dir
-from grpocli.launch.overrides import spread
+from grpocli.launch.overrides import expand_task_lists
 from grpocli.rewards.score_stats import ErrorLimit
-from grpocli.tasks.mixture import about, limits_of, tasks_of
+from grpocli.tasks.mixture import error_limits_of, errors_below, tasks_of
 from grpocli.tasks.prompt_source import PromptSource
 
 
@@ -28,7 +28,7 @@ def run_of(*overrides: str) -> Any:
 
 
 def test_a_list_gives_each_task_a_name() -> None:
-    assert spread(["task=[a, b-c]", "seed=1", "task=d"]) == [
+    assert expand_task_lists(["task=[a, b-c]", "seed=1", "task=d"]) == [
         *("task=mixture", "+task@task.a=a", "+task@task.b-c=b-c"),
         *("seed=1", "task=d"),
     ]
@@ -37,7 +37,7 @@ def test_a_list_gives_each_task_a_name() -> None:
 @pytest.mark.parametrize(("given", "said"), [("task=[]", "at least one task"), ("task=[a,b,a]", "names a twice")])
 def test_bad_lists_of_tasks_are_refused(given: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        spread([given])
+        expand_task_lists([given])
 
 
 def test_each_task_has_keys_below_its_name() -> None:
@@ -59,7 +59,7 @@ def test_one_task_is_named_after_its_choice() -> None:
 @pytest.mark.parametrize("path", sorted(Path(conf_dir(), "task").glob("[!_]*.yaml")), ids=lambda path: path.stem)
 def test_a_yaml_may_name_its_task(path: Path) -> None:
     config = compose([f"task={path.stem}"])
-    assert config.task.get("task_name") == path.stem or path.stem == "mixture" or MARK in path.read_text()
+    assert config.task.get("task_name") == path.stem or path.stem == "mixture" or WRITTEN_FROM in path.read_text()
 
 
 def test_task_name_renames_the_only_task() -> None:
@@ -69,10 +69,10 @@ def test_task_name_renames_the_only_task() -> None:
 
 @pytest.mark.slow
 def test_the_error_limit_of_a_task_names_its_key() -> None:
-    assert limits_of(run_of("task=[arithmetic,gsm8k]", "task.gsm8k.max_reward_errors=0.5").task) == {
+    assert error_limits_of(run_of("task=[arithmetic,gsm8k]", "task.gsm8k.max_reward_errors=0.5").task) == {
         "gsm8k": ErrorLimit("task.gsm8k.max_reward_errors", 0.5)
     }
-    assert str(limits_of(run_of("task.max_reward_errors=1").task)["arithmetic"]) == "task.max_reward_errors=1"
+    assert str(error_limits_of(run_of("task.max_reward_errors=1").task)["arithmetic"]) == "task.max_reward_errors=1"
     with pytest.raises(ConfigError, match=r"task\.gsm8k\.max_reward_errors=2\.0: must be between 0 and 1, or null"):
         run_of("task=[arithmetic,gsm8k]", "task.gsm8k.max_reward_errors=2")
 
@@ -140,10 +140,10 @@ def test_training_on_evaluation_problems_is_refused(tmp_path: Path, plain_tokeni
     ],
 )
 def test_errors_name_the_key_of_their_task(error: ConfigError, wanted: str) -> None:
-    with pytest.raises(ConfigError) as raised, about("task.one"):
+    with pytest.raises(ConfigError) as raised, errors_below("task.one"):
         raise error
     assert str(raised.value) == wanted
-    with pytest.raises(ConfigError) as raised, about("task"):
+    with pytest.raises(ConfigError) as raised, errors_below("task"):
         raise error
     assert raised.value is error
 

@@ -12,30 +12,32 @@ from grpocli.rewards.reward import Failure, Sample
 from grpocli.tasks.reasoning_gym import ReasoningGym
 from grpocli.types import Completion, Prompt, Rollout
 
-TWENTY = [
-    *("chain_sum", "basic_arithmetic", "gcd", "lcm", "prime_factorization", "leg_counting", "letter_counting"),
-    *(
-        "spell_backward",
-        "word_sorting",
-        "number_sorting",
-        "caesar_cipher",
-        "base_conversion",
-        "fraction_simplification",
-    ),
-    *(
-        "simple_equations",
-        "countdown",
-        "mini_sudoku",
-        "knights_knaves",
-        "tower_of_hanoi",
-        "family_relationships",
-        "maze",
-    ),
+GENERATORS = [
+    "chain_sum",
+    "basic_arithmetic",
+    "gcd",
+    "lcm",
+    "prime_factorization",
+    "leg_counting",
+    "letter_counting",
+    "spell_backward",
+    "word_sorting",
+    "number_sorting",
+    "caesar_cipher",
+    "base_conversion",
+    "fraction_simplification",
+    "simple_equations",
+    "countdown",
+    "mini_sudoku",
+    "knights_knaves",
+    "tower_of_hanoi",
+    "family_relationships",
+    "maze",
 ]
 
 pytestmark = [
-    pytest.mark.processes,  # whose answers are all scored in one worker
-    pytest.mark.filterwarnings("ignore::SyntaxWarning"),  # a library that reasoning-gym samples with
+    pytest.mark.processes,  # the reward scores in worker processes
+    pytest.mark.filterwarnings("ignore::SyntaxWarning"),  # from a library of reasoning-gym
 ]
 
 
@@ -51,15 +53,15 @@ def sample(example: dict, text: str):
     return Sample.of(Rollout(Prompt("0", [1], example["prompt"], columns), Completion([1], [0.0], "stop", 0), text), 99)
 
 
-@pytest.mark.parametrize("name", TWENTY)
+@pytest.mark.parametrize("name", GENERATORS)
 def test_every_generator_scores_its_own_answer_as_right(name: str, reward: ReasoningGymReward) -> None:
-    task = ReasoningGym(name=name, train_size=5, eval_size=2, instructions="\nAnswer in <answer> tags.")
+    task, again = (
+        ReasoningGym(name=name, train_size=5, eval_size=2, instructions="\nAnswer in <answer> tags.") for _ in range(2)
+    )
     train, held_out = task.examples("train"), task.examples("eval")
     assert (len(train), len(held_out)) == (5, 2)
     assert not {str(one["prompt"]) for one in train} & {str(one["prompt"]) for one in held_out}
-    assert train == ReasoningGym(
-        name=name, train_size=5, eval_size=2, instructions="\nAnswer in <answer> tags."
-    ).examples("train")
+    assert train == again.examples("train")
     samples = [sample(one, f"Hm, <answer>0?</answer> no: <answer> {one['answer']} </answer>") for one in train]
     assert reward(samples) == [1.0] * 5
     wrong = reward([sample(one, "<answer></answer>") for one in train])
@@ -72,7 +74,7 @@ def test_settings_reach_the_generator() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (
             {"name": "chain_summ"},
@@ -82,8 +84,8 @@ def test_settings_reach_the_generator() -> None:
         ({"name": "chain_sum", "config": {"min_terms": -1}}, r"refuses it: min_terms must be positive"),
     ],
 )
-def test_bad_settings_give_a_one_sentence_error(settings: dict, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_bad_settings_give_a_one_sentence_error(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         ReasoningGym(**settings).examples("train")
 
 

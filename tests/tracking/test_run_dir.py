@@ -62,7 +62,7 @@ def test_a_full_disk_is_reported(full_disk: Path) -> None:
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml"])
 def test_another_run_is_not_overwritten(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("")
-    with pytest.raises(ConfigError, match="holds a run already; go on with resume="):
+    with pytest.raises(ConfigError, match="holds a run already; continue it with resume="):
         RunDir(tmp_path).check_writable(resuming=False)
     RunDir(tmp_path).check_writable(resuming=True)
 

@@ -19,10 +19,10 @@ __all__ = ["rows", "world"]
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the forwards, in order."""
+    """The names of the forwards that a test runs, in order."""
     ran: list[str] = []
 
-    def noted(cls: type, method: str, name: str) -> None:
+    def record(cls: type, method: str, name: str) -> None:
         original = getattr(cls, method)
 
         def call(*args, **kwargs):
@@ -31,9 +31,9 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(cls, method, call)
 
-    noted(Policy, "logp", "update")
-    noted(Policy, "logp_without_gradient", "score")
-    noted(Reference, "logp", "reference")
+    record(Policy, "logp", "update")
+    record(Policy, "logp_without_gradient", "score")
+    record(Reference, "logp", "reference")
     return ran
 
 
@@ -73,14 +73,14 @@ def test_old_log_probs_are_of_the_policy_at_the_start_of_the_step(little_model, 
 def test_a_leftover_row_is_off_policy_at_the_first_update(little_model, world, rows) -> None:
     """Its old log-probs are the sampler's; the other rows of its micro-batch are on-policy."""
     mine = [copy.copy(r) for r in rows]
-    praised = next(r for r in mine if r.advantage > 0)
-    praised.old_logp = torch.tensor(praised.rollout_logp) - 1.0  # ratio e, beyond 1 + 0.28
-    sampled = praised.old_logp.clone()
+    leftover = next(r for r in mine if r.advantage > 0)
+    leftover.old_logp = torch.tensor(leftover.rollout_logp) - 1.0  # ratio e, beyond 1 + 0.28
+    sampled = leftover.old_logp.clone()
     metrics = train_step(updater(little_model, world, "algorithm=dapo"), mine, n_groups=2)
     tokens = sum(len(r.completion_ids) for r in mine)
-    assert metrics["clip_ratio/high_mean"] == pytest.approx(len(praised.completion_ids) / tokens)
+    assert metrics["clip_ratio/high_mean"] == pytest.approx(len(leftover.completion_ids) / tokens)
     assert metrics["clip_ratio/low_mean"] == 0
-    assert praised.old_logp.equal(sampled), "the sampler's log-probs stay"
+    assert leftover.old_logp.equal(sampled), "the sampler's log-probs stay"
 
 
 def test_the_schedule_follows_the_step_not_the_number_of_updates(little_model, world, rows) -> None:

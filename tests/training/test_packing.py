@@ -32,7 +32,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from grpocli.algorithm.metrics import EXTREMES, OF_COMPUTED
+from grpocli.algorithm.metrics import EXTREMES, MEANS_OVER_COMPUTED
 from grpocli.config.schema import Train
 from grpocli.distributed.world import World
 from grpocli.models import sdpa
@@ -162,7 +162,7 @@ def updated(
 class Everything(Updater):
     """An updater that computes rows without a gradient, too."""
 
-    def _matters(self, row: Row) -> bool:
+    def _is_computed(self, row: Row) -> bool:
         return True
 
 
@@ -197,7 +197,11 @@ def test_savings_change_nothing(model, world, algorithm: str, groups: str, monke
         assert one.metrics["loss"] == pytest.approx(plain.metrics["loss"], rel=1e-5, abs=1e-6)
         skipped = one.metrics["tokens/skipped"]
         for name, value in plain.metrics.items():
-            if not name.startswith("tokens/") and name not in EXTREMES and not (skipped and name in OF_COMPUTED):
+            if (
+                not name.startswith("tokens/")
+                and name not in EXTREMES
+                and not (skipped and name in MEANS_OVER_COMPUTED)
+            ):
                 assert one.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     skips_zeros = algorithm in ("no kl", "dapo", "drgrpo", "dgpo")
     assert (skipped > 0) == any(not row.mask or (row.advantage == 0 and skips_zeros) for row in rows)
@@ -351,7 +355,7 @@ def test_token_metrics_are_means_over_computed_tokens(model, world) -> None:
     whole = updated(model, world, [r for r in rows if r.group == 0], ALGORITHMS["dapo"], packed=True, skips=True)
     assert half.metrics["entropy"] == pytest.approx(whole.metrics["entropy"], rel=0.2)  # the first step differs
     none = updated(model, world, rows_of(GROUPS["no signal"]), ALGORITHMS["dapo"], packed=True, skips=True)
-    assert not none.metrics.keys() & set(OF_COMPUTED)
+    assert not none.metrics.keys() & set(MEANS_OVER_COMPUTED)
     assert none.metrics["clip_ratio/region_mean"] == 0
 
 

@@ -1,4 +1,4 @@
-"""The records of a step: its metrics can be computed from them, and each completion has a status."""
+"""The records of a step: its metrics can be recomputed from them, and each completion has a status."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """ASGI middleware for vLLM's server: every route but `/health` needs the key.
 
-vLLM's own check covers only some prefixes; with its RL endpoints on, any client could change weights or call into the
+vLLM's own check covers only some prefixes; with its RL endpoints enabled, any client could change weights or call the
 workers. `--middleware grpocli.rollout.vllm.auth.RequireKey` loads it, and it runs before all other code of the server.
 """
 
@@ -36,7 +36,7 @@ class RequireKey:
         self.app, self._digest = app, _digest(key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._open(scope) or self._authorized(scope):
+        if scope["type"] == "lifespan" or self._is_open(scope) or self._is_authorized(scope):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await _refuse_websocket(scope, receive, send)
@@ -44,10 +44,10 @@ class RequireKey:
             await send({"type": "http.response.start", "status": 401, "headers": HEADERS})
             await send({"type": "http.response.body", "body": BODY})
 
-    def _open(self, scope: Scope) -> bool:
+    def _is_open(self, scope: Scope) -> bool:
         return scope["type"] == "http" and scope["path"] in OPEN_PATHS and scope["method"] == "GET"
 
-    def _authorized(self, scope: Scope) -> bool:
+    def _is_authorized(self, scope: Scope) -> bool:
         given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
         if len(given) != 1:
             return False

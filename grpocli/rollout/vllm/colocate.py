@@ -16,7 +16,7 @@ import torch
 
 from grpocli.config.parts import nearest
 from grpocli.errors import ConfigError, EngineError
-from grpocli.rollout.engine import ignore
+from grpocli.rollout.engine import ignore_group
 from grpocli.rollout.sampling import stop_token_ids
 from grpocli.rollout.vllm.env_isolation import VllmEnvironment, log_to, output_to
 from grpocli.rollout.vllm.request import check_temperature, completions, sampling_params
@@ -43,7 +43,7 @@ class ColocateEngine:
         self._stop = stop_token_ids(self.policy.model, context.tokenizer)
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
     ) -> list[list[Completion]]:
         """`n` completions for each request, in order. Raises EngineError if a request fails."""
         if self.version is None:

@@ -12,7 +12,7 @@ import torch
 
 from grpocli.errors import EngineError, EngineGone
 from grpocli.http import retry_delay
-from grpocli.rollout.engine import Listener, ignore
+from grpocli.rollout.engine import Listener, ignore_group
 from grpocli.rollout.sampling import stop_token_ids
 from grpocli.rollout.vllm.client import KeepsRefusing, ServerClient
 from grpocli.rollout.vllm.lora import AdapterSync
@@ -88,7 +88,7 @@ class VllmEngine:
         self._failure: EngineError | None = None  # of the last sync: servers may have any weights
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore
+        self, requests: Sequence[Request], sampling: Sampling, on_group: OnGroup = ignore_group
     ) -> list[list[Completion]]:
         """`n` completions for each request, in order; the answers of a server that dies later are kept.
 

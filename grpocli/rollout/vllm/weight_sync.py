@@ -42,13 +42,13 @@ class PolicyWeights:
         return any(hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_shape") for parameter in parameters)
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole parameters in order, in the dtype they are trained in."""
+        """Whole parameters in order, in the dtype of training."""
         for name, tensor in self.policy.weights():
             part = tensor.detach()
             yield name, part.full_tensor() if hasattr(part, "full_tensor") else part
 
     def shapes(self) -> list[ParameterShape]:
-        """The names and shapes that `stream` will yield, without a gather."""
+        """The names and shapes of the parameters of `stream`, without a gather."""
         model = self.policy.model
         if any(hasattr(parameter, "ds_shape") for parameter in model.parameters()):  # ZeRO-3, which has no LoRA
             return [ParameterShape(name, tuple(parameter.ds_shape)) for name, parameter in model.named_parameters()]
@@ -167,7 +167,7 @@ class WeightSync:
 class LockedIterator:
     """An iterator that two threads may advance.
 
-    A transfer that was given up may still be in a gather; the main thread then makes the remaining ones.
+    A transfer that has timed out may still be in a gather in its thread while the main thread makes the next ones.
     """
 
     def __init__(self, items: Iterator[tuple[str, torch.Tensor]]) -> None:
