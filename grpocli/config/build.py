@@ -7,6 +7,7 @@ class. Choices are independent of the source tree, so saved configs still build 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -121,7 +122,7 @@ def _imported(target: str, key: str) -> Any:
         raise ConfigError(
             f"cannot be imported: {raised(error.__cause__ or error)}", key=subject, value=target
         ) from error
-    if not dataclasses.is_dataclass(found):
-        hint = "name a choice, FILE.py:CLASS, or the import path of a dataclass"
-        raise ConfigError("is no part of a run", key=subject, value=target, hint=hint)
+    if not isinstance(found, type) or target.partition(".")[0] in sys.stdlib_module_names:
+        hint = "name a choice, FILE.py:CLASS, or the import path of a part's class"
+        raise ConfigError("is not a part of a run", key=subject, value=target, hint=hint)
     return found

@@ -82,6 +82,6 @@ def test_functions_that_run_commands_are_refused() -> None:
 def test_only_parts_are_built(tmp_path: Path) -> None:
     for target, values in (("os.makedirs", {"name": "made"}), ("logging.FileHandler", {"filename": "made"})):
         values = {key: f"{tmp_path}/{value}" for key, value in values.items()}
-        with pytest.raises(ConfigError, match=rf"^optim\._target_={target}: is no part of a run; name a choice"):
+        with pytest.raises(ConfigError, match=rf"^optim\._target_={target}: is not a part of a run; name a choice"):
             build(OmegaConf.create({"optim": {"_target_": target, **values}}))
     assert not (tmp_path / "made").exists()
