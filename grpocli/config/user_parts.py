@@ -142,9 +142,7 @@ def _check(cls: type[Any], group: str, spec: str) -> None:
     """Raise ConfigError unless the class has the base and the members of its group."""
     base = BASES.get(group, object)
     if not issubclass(cls, base):
-        raise ConfigError(
-            f"is not a {group}: derive it from {base.__module__}.{base.__qualname__}", key=group, value=spec
-        )
+        raise ConfigError(f"must derive from {base.__module__}.{base.__qualname__}", key=group, value=spec)
     required = REQUIRED_MEMBERS.get(group, {})
     members = {f.name for f in dataclasses.fields(cls)}.union(*map(vars, cls.__mro__))
     missing = [name for name in required if name not in members]

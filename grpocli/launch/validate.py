@@ -143,7 +143,7 @@ def _check_engine(run: Run) -> None:
 
     if not isinstance(run.engine, EnginePart):
         name = type(run.engine).__name__
-        raise ConfigError("its class must derive from grpocli.rollout.engine.EnginePart", key="engine", value=name)
+        raise ConfigError("must derive from grpocli.rollout.engine.EnginePart", key="engine", value=name)
 
 
 def check_nodes(run: Run, engine: Any) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from grpocli.config.parts import base
 from grpocli.errors import ConfigError
 from grpocli.progress import UNWATCHED, Progress, Watch, unreported
 from grpocli.rollout.sync_config import SyncConfig
@@ -160,6 +161,7 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+@base("engine")
 class EnginePart:
     """Base class of the choices of the config group `engine`: their keys, and the start of the engine."""
 

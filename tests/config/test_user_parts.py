@@ -231,7 +231,8 @@ def test_a_saved_config_is_built_from_another_folder(monkeypatch: pytest.MonkeyP
         ("algorithm/advantage=none.py:Rank", "none.py: there is no such file"),
         ("algorithm/advantage=mine.py:Nothing", "must define __call__, as every choice of algorithm/advantage="),
         ("optim=mine.py:Nothing", "must define make and rate, as every choice of optim="),
-        ("reward=[mine.py:Nothing]", "is not a reward: derive it from grpocli.rewards.reward.BaseReward"),
+        ("reward=[mine.py:Nothing]", "must derive from grpocli.rewards.reward.BaseReward"),
+        ("engine=mine.py:Nothing", "must derive from grpocli.rollout.engine.EnginePart"),
         (
             "algorithm/aggregate=mine.py:Short",
             "must accept __call__(mask, group_ids, totals), but defines __call__(self, m",
@@ -249,7 +250,7 @@ def test_a_saved_config_is_built_from_another_folder(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_an_invalid_part_gives_a_one_sentence_error(override: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=r"^(algorithm/\w+|optim|task|reward)[=:]") as caught:
+    with pytest.raises(ConfigError, match=r"^(algorithm/\w+|engine|optim|task|reward)[=:]") as caught:
         compose([override])
     assert said in str(caught.value)
 
