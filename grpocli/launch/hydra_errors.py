@@ -215,7 +215,8 @@ def _unknown_choice(text: str) -> ConfigError:
         return ConfigError(f"write task=jsonl task.path={choice}", key=group, value=choice)
     if advice := choice_advice(group, choice):
         return ConfigError(advice, key=group, value=choice)
-    names = [name for name in _choices(group) if name not in ("parts", "base")]
+    listed = re.findall(r"^\t(\S+)$", text.partition("Config search path")[0], re.MULTILINE)  # with a user's YAMLs
+    names = sorted({*_choices(group), *listed} - {"parts", "base"})
     more = {
         "model": f", or model=hf model.path={choice} for a folder or a name on the hub",
         "task": f", or task=jsonl task.path={choice} for a file, task=hub task.path={choice} for data on the hub",

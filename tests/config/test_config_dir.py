@@ -21,6 +21,7 @@ MATH = Path(conf_dir(), "reward", "math.yaml").read_text()
             "seed=1",
             "optim/adamw.yaml: Hydra would use the file of this name in conf/",
         ),
+        ("optim/mine", "lr: 1", "optim=mime", 'optim=mime: choose one of adamw, mine; did you mean "mine"?'),
         ("optim/mine", "lr: 1", "optim=mine", "optim: the keys belong to no choice; choose one with optim=NAME"),
         (
             "optim/mine",
@@ -36,7 +37,7 @@ MATH = Path(conf_dir(), "reward", "math.yaml").read_text()
             "reward=[math,mine]: two rewards have one name; change",
         ),
     ],
-    ids=["name of ours", "no defaults", "itself", "a text", "package of ours"],
+    ids=["name of ours", "a typo", "no defaults", "itself", "a text", "package of ours"],
 )
 def test_a_wrong_file_gives_a_one_sentence_error(
     name: str, text: str, override: str, problem: str, grpocli: Callable[..., tuple[int, str, str]], tmp_path: Path
