@@ -47,7 +47,7 @@ def test_a_hanging_process_is_named_with_its_stage_at_the_timeout(tmp_path: Path
     assert (
         "did not arrive within hardware.timeout=20 s: it has been at 'reward.python' of step 3" in out.splitlines()[-1]
     )
-    assert "did not come" in json.loads((tmp_path / "run" / "summary.json").read_text())["exit"]
+    assert "did not arrive" in json.loads((tmp_path / "run" / "summary.json").read_text())["exit"]
     assert "Traceback" not in out
     assert wait_gone([beat.pid for beat in heartbeats(tmp_path / "run")], 20) == []
 
