@@ -227,7 +227,7 @@ def test_processes_of_a_program_share_its_memory_limit(sandbox):
     size = sandbox.limits.memory_mb * 2**20 // 2
     tests = [f"assert fill_together(1, {size}) == [0]", f"assert 9 in fill_together(4, {size})"]
     assert sandbox(SPIN, *tests).passed == [True, True]
-    assert not list(cgroup.parent_group().glob("grpocli-sandbox-*"))
+    assert not list(cgroup.parent_group().glob(f"grpocli-sandbox-{os.getpid()}-*"))
 
 
 def test_the_parent_control_group_is_found(monkeypatch, tmp_path):
