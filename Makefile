@@ -21,10 +21,10 @@ help: ## list the targets
 train: $(VENV)/.ready-to-train ## make the environment and run the default training (ARGS="algorithm=dapo ..." adds overrides)
 	$(BIN)/grpocli train $(ARGS)
 
-test-fast: setup ## the tests without processes, vLLM, whole runs and slow ones: under two minutes on two cores
+test-fast: setup ## the tests without processes, vLLM, whole runs and slow ones: about two minutes on two cores
 	$(TESTS) -m "not (processes or vllm or slow or survival or slurm or zero or parity)" $(ARGS)
 
-test: setup ## every test that runs anywhere, real vLLM included: under ten minutes on two cores
+test: setup ## every test that runs anywhere, real vLLM included: about eight minutes on two cores
 	$(TESTS) $(ARGS)
 
 test-survival: setup ## kills, faults, and the wide matrices of what `make test` tests once
