@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grpocli.algorithm import Algorithm
 
-few = settings(max_examples=10)
+few = settings(max_examples=20)
 
 
 def rows(window: Window) -> torch.Tensor:

@@ -85,7 +85,7 @@ def test_loss_does_not_depend_on_split_order_processes_or_padding(
 
 @pytest.mark.parametrize("name", [*choices("advantage", "question_weight"), "normalize_then_sum"])
 @given(window=windows(), seed=st.integers(0, 9999))
-@settings(max_examples=20)
+@settings(max_examples=30)
 def test_advantages_follow_their_completions(name: str, window: Window, seed: int) -> None:
     """Questions and completions in another order have the same advantages."""
     algorithm = built(*VARIANTS[name])
