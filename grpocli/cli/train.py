@@ -6,7 +6,7 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, open_dict
 
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         return complete(argv, ())
     argv = options_first(argv, "train")
     args = arguments(argv)
-    search_path(args.config_dir)  # a wrong folder is an error for every option
+    searched = search_path(args.config_dir)
     if only_prints(args):
         if args.multirun and not args.help:
             raise ConfigError("a sweep has several configs", key="-m", hint="leave it out to print one")
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     if resume:
         argv = [a for a in argv if a not in args.overrides] + resume.overrides(args.overrides)
         args = arguments(argv)
-    run = _check(args, resume)
+    run = _check([*searched, *args.overrides], args.multirun, resume)
     if resume and run and (message := _finished(RunDir(resume.folder), run)):
         print(clean(message))
         return 0
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _check(args: Any, resume: Resume | None) -> Run | None:
+def _check(overrides: list[str], multirun: bool, resume: Resume | None) -> Run | None:
     """Raise ConfigError before Hydra makes a folder, if the run cannot work or its folder has another run.
 
     Returns the run; None for a sweep, which has several.
@@ -66,8 +66,7 @@ def _check(args: Any, resume: Resume | None) -> Run | None:
     from grpocli.launch.compose import build_run, compose
     from grpocli.launch.output_dir import run_folder, sweep_folder
 
-    overrides = [*search_path(args.config_dir), *args.overrides]
-    if args.multirun:
+    if multirun:
         run, folder = None, sweep_folder(overrides)
     else:
         config = compose(overrides, with_hydra=True)

@@ -64,10 +64,10 @@ def compose(overrides: list[str], config_name: str = "train", *, with_hydra: boo
 def _refuse_equal_packages(overrides: list[str], config: DictConfig) -> None:
     """Raise ConfigError if two chosen rewards became one, as a copy of a YAML does that keeps its `# @package` line."""
     chosen = next((o for o in reversed(overrides) if o.startswith("reward=[")), None)
-    if chosen and len(set(chosen[len("reward=[") : -1].split(","))) > len(config.reward):
-        raise ConfigError(
-            "two rewards have one name", key=chosen, hint="change `# @package reward.NAME` in a copied YAML"
-        )
+    removed = any(o.startswith("~reward") for o in overrides)
+    if chosen and not removed and len(set(chosen[len("reward=[") : -1].split(","))) > len(config.reward):
+        hint = "change `# @package reward.NAME` in a copied YAML"
+        raise ConfigError("two rewards have one name", key=chosen, hint=hint)
 
 
 def build_run(config: DictConfig) -> Run:

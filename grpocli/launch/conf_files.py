@@ -72,10 +72,12 @@ def _model_defaults() -> dict[str, str]:
     found: dict[str, str] = {}
     for file in sorted(Path(conf_dir(), "model_defaults").glob("*.yaml")):
         values = yaml_text.load(file.read_text())
+        config = OmegaConf.create(values)
         for key in flat_keys(values):
-            value = OmegaConf.select(OmegaConf.create(values), key)
+            value = OmegaConf.select(config, key)
             if not OmegaConf.is_config(value):
-                found[key] = f"{found.get(key, '')} With model={file.stem}: {_yaml_value(value)}, over this file."
+                sets = f" model={file.stem} sets {_yaml_value(value)}, which overrides this file."
+                found[key] = found.get(key, "") + sets
     return found
 
 

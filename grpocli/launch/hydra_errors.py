@@ -40,14 +40,14 @@ def hydra_errors(overrides: list[str], config_name: str) -> Iterator[None]:
     """Raise errors of Hydra and OmegaConf within the block as ConfigError."""
     try:
         yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _CommandLine(overrides, config_name).explain(error) from error
     except RecursionError as error:
         raise ConfigError("a YAML file's defaults list leads back to the file", key=choices_in(overrides)) from error
     except ValueError as error:
         if not str(error).startswith("Invalid defaults list"):
             raise
         raise ConfigError(str(error)) from error
-    except (HydraException, OmegaConfBaseException) as error:
-        raise _CommandLine(overrides, config_name).explain(error) from error
 
 
 def choices_in(overrides: list[str]) -> str:

@@ -6,7 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf.errors import ValidationError
 
+from grpocli.errors import ConfigError
+from grpocli.launch.compose import compose
+from grpocli.launch.hydra_errors import hydra_errors
 from grpocli.launch.hydra_sources import conf_dir
 
 MATH = Path(conf_dir(), "reward", "math.yaml").read_text()
@@ -60,3 +64,12 @@ def test_a_copied_file_has_its_values(grpocli: Callable[..., tuple[int, str, str
     code, out, err = grpocli(*command)
     assert code == 0, err
     assert "weight: 0.3" in out
+
+
+def test_a_chosen_reward_may_be_removed() -> None:
+    assert list(compose(["reward=[math,format]", "~reward.format"]).reward) == ["math"]
+
+
+def test_a_value_error_of_omegaconf_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="no number"), hydra_errors([], "train"):
+        raise ValidationError("no number")
