@@ -13,7 +13,7 @@ UV := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(
 TESTS := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PINS := pyproject.toml requirements/constraints.txt requirements/overrides.txt
 
-.PHONY: help train test-fast test test-survival test-slurm test-zero test-all chaos setup check format constraints hooks build release-check conf docs parity bench bench-limit bench-savings bench-gpu clean
+.PHONY: help train test-fast test test-survival test-slurm test-zero test-all chromium chaos setup check format constraints hooks build release-check conf docs parity bench bench-limit bench-savings bench-gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -22,7 +22,7 @@ train: $(VENV)/.ready-to-train ## make the environment and run the default train
 	$(BIN)/grpocli train $(ARGS)
 
 test-fast: setup ## the tests without processes, vLLM, whole runs and slow ones: about two minutes on two cores
-	$(TESTS) -m "not (processes or vllm or slow or survival or slurm or zero or parity)" $(ARGS)
+	$(TESTS) -m "not (processes or vllm or browser or slow or survival or slurm or zero or parity)" $(ARGS)
 
 test: setup ## every test that runs anywhere, real vLLM included: about eight minutes on two cores
 	$(TESTS) $(ARGS)
@@ -36,8 +36,13 @@ test-slurm: setup ## runs on a SLURM cluster that is installed and started here 
 test-zero: setup .venv-zero/.ready ## zero2 and zero3, with DeepSpeed built for the CPU in an environment beside .venv
 	.venv-zero/bin/python -m pytest tests/training/test_processes.py -m "processes or zero" $(ARGS)
 
+chromium: ## install Chromium and its driver for the tests of the report's page (root on Debian; elsewhere install them yourself)
+	@command -v chromium > /dev/null && command -v chromedriver > /dev/null || \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; } || \
+	  { echo "Chromium and chromedriver are missing and cannot be installed here; see CONTRIBUTING.md" >&2; exit 1; }
+
 # test-slurm runs beside the others: it mostly waits for SLURM
-test-all: setup ## every test, what CI runs: test, test-survival, test-slurm, and test-zero and parity where they install
+test-all: setup chromium ## every test, what CI runs: test, test-survival, test-slurm, and test-zero and parity where they install
 	@tiers="test test-survival"; failed=0; \
 	if $(MAKE) --no-print-directory .venv-zero/.ready; then tiers="$$tiers test-zero"; \
 	else echo "left out: test-zero, because DeepSpeed cannot be built here"; fi; \
@@ -45,7 +50,7 @@ test-all: setup ## every test, what CI runs: test, test-survival, test-slurm, an
 	else echo "left out: parity, because TRL cannot be installed here"; fi; \
 	log=$$(mktemp); $(MAKE) --no-print-directory test-slurm > "$$log" 2>&1 & slurm=$$!; \
 	trap 'kill $$slurm 2>/dev/null' INT TERM; \
-	$(MAKE) --no-print-directory --keep-going $$tiers || failed=1; \
+	NEEDS_CHROMIUM=1 $(MAKE) --no-print-directory --keep-going $$tiers || failed=1; \
 	wait $$slurm || failed=1; cat "$$log"; rm "$$log"; exit $$failed
 
 chaos: setup ## random kills, faults, damages and attacks, and a table of the results (ARGS="--minutes 30 --seed 1 --only kills")

@@ -1,0 +1,1 @@
+"""`grpocli doctor`: checks whether this machine is ready."""

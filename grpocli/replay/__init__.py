@@ -1,0 +1,1 @@
+"""`grpocli replay`: recompute recorded steps and compare them with the records."""

@@ -1,0 +1,1 @@
+"""`grpocli report` and `grpocli watch`: pages about runs, made from their folders."""
