@@ -143,6 +143,8 @@ class Row:
     old_logp: under the old policy; None until it is computed, at the latest in the first update.
     ref_logp: under the reference; None without a reference.
     logp, entropy: under the policy at the start of the step; None until they are computed.
+    ratio: π_θ / π_old in the last update; None while every update was the first after sampling, where it is 1.
+    clipped: 1 for tokens that the objective clipped in an update; None as `ratio`.
     selected: 1 for tokens in the policy-gradient term; None: all.
     """
 
@@ -157,6 +159,8 @@ class Row:
     logp: Tensor | None = None
     entropy: Tensor | None = None
     selected: Tensor | None = None
+    ratio: Tensor | None = None
+    clipped: Tensor | None = None
 
     @property
     def n_tokens(self) -> int:

@@ -231,6 +231,15 @@ class Algorithm:
         rollout_logp = None if rollout_logp is None else sampler_logp
         return loss, loss_metrics(logp, old_logp, rollout_logp, mask, totals, clipped, kl_BT, clamped_BT)
 
+    def clipped(self, logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        """Whether the objective clips each token [B, T] (bool), on either side. Arguments are those of `loss`."""
+        inside = mask.bool()
+        _, sides = self.objective(logp.detach().where(inside, 0.0), old_logp.where(inside, 0.0), advantages, mask)
+        found_BT = inside.new_zeros(inside.shape)
+        for flags in sides.values():  # [B] for a sequence ratio
+            found_BT = found_BT | (flags if flags.shape == inside.shape else flags.unsqueeze(1))
+        return found_BT & inside
+
     def _ids(self, advantages_B: Tensor, group_ids: Tensor | None, whole: bool) -> Tensor:
         if group_ids is None and not whole:
             if getattr(self.aggregate, "needs_groups", True):  # a user's part may lack it

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpocli.errors import ConfigError
 from grpocli.hardware.hardware import Hardware, Multinode, Single
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,17 @@ def visible_gpus() -> list[str]:
     count = torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[:count] if visible else [str(i) for i in range(count)]
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The peak memory of this process in GiB: on a GPU since the last call, on a CPU since its start."""
+    import torch
+
+    if device.type == "cuda":
+        peak: int = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # in KiB on Linux
 
 
 def split(hardware: Single, engine: Any, gpus: Sequence[str]) -> Devices:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from grpocli.errors import ServiceGone, Stopped
+from grpocli.hardware.devices import peak_memory_gib
 from grpocli.progress import Cancelled
 from grpocli.rollout.sampling import derive_seed
 from grpocli.training.accuracy import Evaluator
@@ -160,6 +161,7 @@ class Trainer:
         """Write and show the step's metrics; write every completion that was sampled for it."""
         step, weights = self.state.step, self.collector.reward_weights
         records = records_of(batch, rows, self.run.algorithm, weights, step) if self.world.is_main else []
+        self.metrics["memory/peak_gib"] = peak_memory_gib(self.world.device)
         self.recorder.step(step, self.metrics, batch.groups, advantages_PG, batch.warnings, records)
         self.metrics = {}
 

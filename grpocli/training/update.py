@@ -96,20 +96,23 @@ class Updater:
         self.updates += 1
 
     def gather(self, rows: Sequence[Row]) -> None:
-        """Bring the log-probs and entropies of all rows to the main process, in float32 on the CPU. Collective.
+        """Bring the per-token values of all rows to the main process, in float32 on the CPU. Collective.
 
-        Each process sends its own in one copy from its device, 8 bytes per completion token. Rows that no process has
-        computed keep None.
+        They are log-probs and entropies, and ratios and clipped tokens if there are any. Each process sends its own in
+        one copy from its device, 8 or 16 bytes per completion token. Rows that no process has computed keep None.
         """
-        computed = {i: (row.logp, row.entropy) for i, row in enumerate(rows) if row.logp is not None}
+        computed = [i for i, row in enumerate(rows) if row.logp is not None]
+        kinds = ["logp", "entropy", *(["ratio", "clipped"] if _complete_ratios(rows) else [])]
         own = []
         if computed:
-            values_2N = torch.stack([torch.cat(list(values)) for values in zip(*computed.values(), strict=True)])
-            own = [(list(computed), values_2N.float().cpu())]
-        for numbers, values_2N in self.world.gather_to_main(own):
-            pieces = values_2N.split([len(rows[i].completion_ids) for i in numbers], dim=1)
-            for i, (logp, entropy) in zip(numbers, pieces, strict=True):
-                rows[i].logp, rows[i].entropy = logp, entropy
+            values_KN = torch.stack([torch.cat([getattr(rows[i], kind) for i in computed]) for kind in kinds])
+            own = [(kinds, computed, values_KN.float().cpu())]
+        for kinds, numbers, values_KN in self.world.gather_to_main(own):
+            pieces = values_KN.split([len(rows[i].completion_ids) for i in numbers], dim=1)
+            for i, values_KT in zip(numbers, pieces, strict=True):
+                for kind, values_T in zip(kinds, values_KT, strict=True):
+                    setattr(rows[i], kind, values_T)
+        _complete_ratios(rows)
 
     def _window(self, number: int, rows: list[Row]) -> Window:
         """Deal the rows of a window to the processes; all get as many micro-batches as the busiest one."""
@@ -200,10 +203,21 @@ class Updater:
             selected=batch.selected,
             totals=totals,
         )
+        if batch.old_logp is not None:
+            self._record_ratios(rows, batch, current_logp, old_logp)
         self.policy.parallel.backward(self.policy.wrapped, loss)
         metrics["loss"] = loss.detach()
         metrics["entropy"] = (entropy.detach() * batch.mask).sum() / max(totals.tokens - totals.skipped, 1)
         self._add(metrics)
+
+    def _record_ratios(self, rows: Sequence[Row], batch: MicroBatch, logp_BT: Tensor, old_logp_BT: Tensor) -> None:
+        """Keep the ratio of this update, and which tokens were clipped in an update, for the rollout file."""
+        ratios_BT = (logp_BT - old_logp_BT).exp()
+        clipped_BT = self.algorithm.clipped(logp_BT, old_logp_BT, batch.advantages, batch.mask).to(logp_BT.dtype)
+        for row, ratios_T, clipped_T in zip(rows, ratios_BT, clipped_BT, strict=True):
+            n = len(row.completion_ids)
+            row.ratio = ratios_T[:n]
+            row.clipped = clipped_T[:n] if row.clipped is None else row.clipped.maximum(clipped_T[:n])
 
     def _add(self, metrics: dict[str, Tensor]) -> None:
         for name, value in metrics.items():
@@ -248,6 +262,16 @@ class Window:
     number: int
     micro_batches: list[list[Row]]
     totals: Totals
+
+
+def _complete_ratios(rows: Sequence[Row]) -> bool:
+    """If some rows have ratios, set those of other computed rows, whose only update was on-policy, to 1."""
+    if all(row.ratio is None for row in rows):
+        return False
+    for row in rows:
+        if row.ratio is None and row.logp is not None:
+            row.ratio, row.clipped = torch.ones_like(row.logp), torch.zeros_like(row.logp)
+    return True
 
 
 def _set_missing(rows: Sequence[Row], name: str, values_BT: Tensor) -> None:

@@ -65,6 +65,8 @@ FIRST_ROW = {
     "logprobs": [-0.5, -0.25],
     "trainer_logprobs": [-0.75, -0.125],
     "entropies": [1.5, 0.0],
+    "ratios": None,
+    "clipped": None,
     "reward": 1.0,
     "advantage": 0.75,
     "finish_reason": "length",

@@ -193,7 +193,7 @@ def test_the_number_of_processes_changes_nothing(results, tied_model, name: str)
 
 @pytest.mark.parametrize("name", updating.ALGORITHMS)
 def test_the_main_process_gets_the_log_probs_of_every_row(results, rows: list[Row], name: str) -> None:
-    """This includes entropies, whichever process computed them; None if no process did."""
+    """This includes entropies, ratios and clipped tokens, whichever process computed them; None if no process did."""
     alone = results[1, 0, "ddp"][name]["scored"]
     computed = [row.mask for row, scored in zip(rows, alone, strict=True) if scored is not None]
     assert all(map(any, computed))

@@ -166,9 +166,12 @@ def test_log_probs_and_entropies_of_the_update_are_in_the_file(tmp_path: Path) -
     collected = RolloutBatch([Group(prompt, rollouts)], {})
     rows = [row(-1.0, [1, 1]), row(2.0, [1, 0])]  # scaled by a loss_multiplier
     rows[1].logp, rows[1].entropy = torch.tensor([-0.5, -0.25]), torch.tensor([1.0, 2.0])
+    rows[1].ratio, rows[1].clipped = torch.tensor([1.5, 1.0]), torch.tensor([1.0, 0.0])
     records = records_of(collected, rows, built("algorithm=grpo"), {"r": 1.0}, step=1)
     write_rollouts(tmp_path / "rollouts.parquet", records, 1)
     first, second = read_rollouts(tmp_path / "rollouts.parquet")
     assert (first["trainer_logprobs"], first["entropies"]) == (None, None)
     assert (second["trainer_logprobs"], second["entropies"]) == ([-0.5, -0.25], [1.0, 2.0])
+    assert (first["ratios"], first["clipped"]) == (None, None)
+    assert (second["ratios"], second["clipped"]) == ([1.5, 1.0], [1, 0])
     assert (second["advantage"], second["loss_mask"], second["reward"]) == (2.0, [1, 0], 1.0)

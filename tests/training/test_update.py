@@ -120,6 +120,25 @@ def test_extremes_of_clipping_are_taken_over_the_micro_batches_of_all_updates(li
     assert once.metrics["clip_ratio/high_max"] == 0
 
 
+def test_rows_get_their_last_ratio_and_the_tokens_that_were_clipped(little_model, world, rows) -> None:
+    """With one update a step each ratio is 1, and none is recorded."""
+    up = updater(little_model, world, "algorithm=dapo", "algorithm.objective.low=1e-4", "algorithm.objective.high=1e-4")
+    trained_rows = [copy.copy(r) for r in rows]
+    train_step(up, trained_rows, n_groups=2)
+    up.gather(trained_rows)
+    assert all(row.ratio is None and row.clipped is None for row in trained_rows)
+
+    up.train = Train(epochs=2)
+    trained_rows = [copy.copy(r) for r in rows]
+    metrics = train_step(up, trained_rows, n_groups=2)
+    up.gather(trained_rows)
+    high = [(row.ratio > 1 + 1e-4) if row.advantage > 0 else (row.ratio < 1 - 1e-4) for row in trained_rows]
+    clipped = torch.cat([row.clipped for row in trained_rows])
+    assert clipped.tolist() == torch.cat(high).float().tolist()  # of two updates the first has ratios of 1
+    assert clipped.mean().item() == pytest.approx(2 * metrics["clip_ratio/region_mean"])
+    assert 0 < clipped.mean() < 1
+
+
 def test_an_update_makes_completions_with_a_positive_advantage_likelier(little_model, world, rows) -> None:
     up = updater(little_model, world, "algorithm=drgrpo")
     ids = rows[0].prompt_ids + rows[0].completion_ids

@@ -148,7 +148,10 @@ def descended(world: World, folder: Path, name: str) -> dict[str, object]:
     result = {"metrics": metrics, "weights": whole(policy)}
     updater.gather(rows)
     if world.is_main:
-        result["scored"] = [None if row.logp is None else torch.stack([row.logp, row.entropy]) for row in rows]
+        result["scored"] = [
+            None if row.logp is None else torch.stack([row.logp, row.entropy, row.ratio.log(), row.clipped])
+            for row in rows  # some are of older weights, so that each has a ratio
+        ]
     if type(updater.reference) is Reference and not isinstance(world.parallel, Zero3):
         updater.reference.mix(0.5)
         mixed = policy.parallel.parameters(updater.reference.model)
