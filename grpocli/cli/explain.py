@@ -1,9 +1,11 @@
-"""`grpocli explain`: print the objective of a run as mathematics, with the key and value of each symbol."""
+"""`grpocli explain`: print the objective of a run as mathematics, or the reference of a key."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.cli.hydra_app import composed, parser_of
@@ -11,10 +13,12 @@ from grpocli.errors import ConfigError
 
 if TYPE_CHECKING:
     from grpocli.explain.explanation import Explanation
+    from grpocli.explain.keys import Reference
 
 LIKE_VS = ("vs", "versus", "against", "and", "with")
 EXAMPLES = """\
-It accepts the overrides of `grpocli train`. `vs` between two lists of overrides compares the two objectives.
+It accepts the overrides of `grpocli train`. `vs` between two lists of overrides compares the two objectives. A word
+without `=` is a key or config group: its meaning, type, default, choices, readers, and its name in TRL and NeMo RL.
 
 examples
   grpocli explain algorithm=dgpo
@@ -22,12 +26,22 @@ examples
   grpocli explain algorithm=grpo vs algorithm=dapo train.epochs=2
   grpocli explain recipe=dapo-small --markdown > objective.md
   grpocli explain resume=runs/DATE/TIME              the objective of an existing run
+  grpocli explain train.minibatches algorithm/keep   the reference of a key and of a config group
+  grpocli explain --from-trl num_generations         the key for a name of TRL, NeMo RL or verl
 """
 
 
 def main(argv: Sequence[str]) -> int:
     """Print an objective or a comparison. Returns the exit code. Raises ConfigError."""
     args = _parser().parse_intermixed_args(argv)
+    keys = [word for word in args.overrides if _is_key(word)]
+    if args.from_trl is not None:
+        return _print_foreign([args.from_trl, *args.overrides], args)
+    if keys and len(keys) == len(args.overrides):
+        return _print_keys(keys, args)
+    if args.json:
+        raise ConfigError("is for keys and names", key="--json", hint="grpocli explain train.minibatches --json")
+    _refuse_keys_beside_overrides(keys, args.overrides)
     sides = _sides(args.overrides)
     shown = [_explained(side, args.config_dir) for side in sides]
     print(_markdown(shown) if args.markdown else _text(shown), end="")
@@ -35,9 +49,59 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("explain", "[vs ...] [--markdown]", __doc__, EXAMPLES)
+    parser = parser_of("explain", "[vs ...] [KEY ...] [--from-trl NAME]", __doc__, EXAMPLES)
     parser.add_argument("--markdown", action="store_true", help="GitHub-flavoured Markdown")
+    parser.add_argument("--json", action="store_true", help="the reference of keys as JSON")
+    parser.add_argument("--from-trl", metavar="NAME", help="the equivalent of a name of TRL, NeMo RL or verl")
     return parser
+
+
+def _is_key(word: str) -> bool:
+    """Whether a word names a key rather than overrides a value: `train.steps`, but not `~reward.math` or `vs`."""
+    return "=" not in word and not word.startswith("~") and word.strip(".").lower() not in LIKE_VS
+
+
+def _reference() -> Reference:
+    from grpocli.explain.keys import Reference
+    from grpocli.launch.compose import register_parts
+    from grpocli.launch.hydra_sources import conf_dir
+
+    register_parts()
+    return Reference(Path(conf_dir()))
+
+
+def _refuse_keys_beside_overrides(keys: Sequence[str], words: Sequence[str]) -> None:
+    """Raise ConfigError for keys among overrides; another stray word is reported with the override before it."""
+    known = [key for key in keys if _reference().has(key)] if keys else []
+    if known:
+        other = next(word for word in words if word not in keys)
+        hint = f"write `grpocli explain {known[0]}`, or overrides alone for an objective"
+        raise ConfigError(f"a key cannot stand beside {other}", key=known[0], hint=hint)
+
+
+def _print_keys(words: Sequence[str], args: argparse.Namespace) -> int:
+    from grpocli.explain.key_pages import as_json, markdown, text
+    from grpocli.explain.readers import readers
+
+    reference = _reference()
+    shown = [(one, readers(one)) for one in map(reference.find, words)]
+    if args.json:
+        print(json.dumps([as_json(*one) for one in shown], indent=2, ensure_ascii=False))
+    else:
+        print("\n".join((markdown if args.markdown else text)(*one) for one in shown), end="")
+    return 0
+
+
+def _print_foreign(words: Sequence[str], args: argparse.Namespace) -> int:
+    from grpocli.explain.foreign import as_json, find, markdown, text
+
+    reference = _reference()
+    shown = [one for word in words for one in find(word, reference)]
+    if args.json:
+        print(json.dumps([as_json(one) for one in shown], indent=2, ensure_ascii=False))
+    else:
+        print("\n".join((markdown if args.markdown else text)(one) for one in shown), end="")
+    return 0
 
 
 def _sides(overrides: Sequence[str]) -> list[list[str]]:

@@ -14,6 +14,7 @@ from grpocli.config.foreign_names import CHOICES, KEYS
 from grpocli.launch.compose import compose
 
 VALUES = {"model": "tiny", "algorithm": "dapo", "engine": "vllm", "tracker": "wandb", "rollout.stop": "[a]"}
+VALUES |= {"algorithm/correction": "token_mask", "optim.betas": "[0.9,0.99]"}
 ADVISED = sorted({example for here in [*KEYS.values(), *CHOICES.values()] for example in here.examples()})
 
 

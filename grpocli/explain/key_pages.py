@@ -1,0 +1,145 @@
+"""The reference of a key or group as text, Markdown and JSON."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from grpocli.config.foreign_names import TRAINERS, UNSTATED
+from grpocli.explain.keys import Group, Key, Variant, Yamls, spelled
+from grpocli.explain.render import table
+
+WIDTH = 100
+LABEL = 12
+LISTED = 8
+"""Entries of a long list in the text of the command line; JSON has all."""
+Rows = list[tuple[str, str]]
+
+
+def rows(shown: Key | Group, readers: Sequence[str] = ()) -> Rows:
+    """(label, text) of everything known about a key or group, in the order to print."""
+    return _key_rows(shown, readers) if isinstance(shown, Key) else _group_rows(shown)
+
+
+def _key_rows(key: Key, readers: Sequence[str]) -> Rows:
+    found: Rows = []
+    for variant in key.variants:
+        found += _variant_rows(variant, several=len(key.variants) > 1)
+    found += [("set by", text) for text in _set_by(key.set_by)]
+    found += [("class", text) for text in dict.fromkeys(one.reader for one in key.variants if one.owner is not Yamls)]
+    found += [("read by", text) for text in readers]
+    found += [("related", ", ".join(key.related))] if key.related else []
+    return [*found, *_foreign_rows(key.foreign), ("example", key.example)]
+
+
+def _variant_rows(variant: Variant, several: bool) -> Iterator[tuple[str, str]]:
+    if variant.choices:
+        yield "with", _short(variant.choices)
+    if several:
+        yield "meaning", variant.doc
+    yield "type", variant.type
+    if variant.unit:
+        yield "unit", variant.unit
+    yield "default", variant.default or "none: it must be given"
+    if variant.allowed:
+        yield "choices", ", ".join(variant.allowed)
+
+
+def _group_rows(group: Group) -> Rows:
+    found: Rows = [("choice", f"{name}: {doc}") for name, doc in group.choices]
+    found += [("default", group.default)] if group.default else []
+    found += [("chosen by", f"{label}: {value}") for label, value in group.chosen_by if not label.startswith("recipe=")]
+    recipes = [f"{label} ({value})" for label, value in group.chosen_by if label.startswith("recipe=")]
+    found += [("recipes", _short(recipes))] if recipes else []
+    found += [("key", f"{key.name}={key.variants[0].default}: {_first(key)}") for key in group.keys]
+    return [*found, *_foreign_rows(group.foreign), ("example", group.example)]
+
+
+def _first(key: Key) -> str:
+    """The first sentence of a key's meaning, and the choices that have the key."""
+    doc = key.variants[0].doc
+    first = doc.split(". ")[0].rstrip(".")
+    return f"{first}."
+
+
+def _set_by(entries: Sequence[tuple[str, str]]) -> list[str]:
+    """`algorithm=dapo: 0.28`, and the recipes in one line."""
+    lines = [f"{label}: {value}" for label, value in entries if not label.startswith("recipe=")]
+    recipes = [f"{label} ({value})" for label, value in entries if label.startswith("recipe=")]
+    return [*lines, *([_short(recipes)] if recipes else [])]
+
+
+def _short(names: Sequence[str]) -> str:
+    more = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _foreign_rows(foreign: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, str]]:
+    for trainer, names in foreign.items():
+        table = TRAINERS[trainer]
+        stated = {name: table[name].default for name in names}
+        shown = [name if value is UNSTATED else f"{name} (default {spelled(value)})" for name, value in stated.items()]
+        yield trainer, ", ".join(shown)
+
+
+def text(shown: Key | Group, readers: Sequence[str] = ()) -> str:
+    """For a terminal: the name, the meaning, and a line for each fact."""
+    width = min(shutil.get_terminal_size().columns, WIDTH) if sys.stdout.isatty() else WIDTH
+    lines = [shown.name, *textwrap.wrap(_meaning(shown), width, initial_indent="  ", subsequent_indent="  "), ""]
+    label = ""
+    for name, value in rows(shown, readers):
+        head = "" if name == label else name
+        label = name
+        lines += textwrap.wrap(
+            value,
+            width,
+            initial_indent=f"  {head:<{LABEL}}",
+            subsequent_indent=" " * (LABEL + 4),
+            break_on_hyphens=False,
+            break_long_words=False,
+        ) or [f"  {head:<{LABEL}}"]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def markdown(shown: Key | Group, readers: Sequence[str] = ()) -> str:
+    """A heading, the meaning and a table."""
+    return "\n".join([f"### `{shown.name}`", "", _meaning(shown), "", *table(["", ""], rows(shown, readers))])
+
+
+def _meaning(shown: Key | Group) -> str:
+    if isinstance(shown, Group):
+        return shown.doc
+    return shown.variants[0].doc if len(shown.variants) == 1 else ""
+
+
+def as_json(shown: Key | Group, readers: Sequence[str] = ()) -> dict[str, Any]:
+    """The same as plain values."""
+    common = {"name": shown.name, "foreign": {k: list(v) for k, v in shown.foreign.items()}, "example": shown.example}
+    if isinstance(shown, Group):
+        return common | {
+            "meaning": shown.doc,
+            "choices": dict(shown.choices),
+            "default": shown.default,
+            "chosen_by": dict(shown.chosen_by),
+            "keys": [key.name for key in shown.keys],
+        }
+    return common | {
+        "variants": [
+            {
+                "choices_with_it": list(one.choices),
+                "meaning": one.doc,
+                "type": one.type,
+                "unit": one.unit or None,
+                "default": one.default or None,
+                "allowed": list(one.allowed),
+                "class": f"{one.owner.__module__}.{one.owner.__qualname__}",
+            }
+            for one in shown.variants
+        ],
+        "set_by": [list(entry) for entry in shown.set_by],
+        "read_by": list(readers),
+        "related": list(shown.related),
+    }
