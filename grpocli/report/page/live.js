@@ -1,0 +1,119 @@
+// The page of a live run: newer data from the server of `grpocli watch`.
+
+const live = { cursor: null, wait: 2000, timer: null };
+
+async function ask(path) {
+  const response = await fetch(page.data.live + path, { cache: "no-store" });
+  if (response.status === 204) return null;
+  if (!response.ok) throw new Error(`status ${response.status}`);
+  return response.json();
+}
+
+function say(text) {
+  const place = find("#connection");
+  if (place && place.textContent !== text) place.textContent = text;
+}
+
+async function startLive() {
+  try {
+    const answer = await ask("data");
+    if (answer) takeAll(answer);
+  } catch {
+    say("The run's server does not answer.");
+  }
+  document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });
+  live.timer = setTimeout(poll, live.wait);
+}
+
+function takeAll(answer) {
+  live.cursor = answer.cursor;
+  rollouts.entries = null;
+  rollouts.loaded.clear();
+  showData({ ...answer, live: answer.live ?? page.data.live });
+}
+
+async function poll() {
+  clearTimeout(live.timer);
+  if (document.hidden) return;
+  try {
+    const answer = await ask(live.cursor === null ? "data" : `data?since=${encodeURIComponent(live.cursor)}`);
+    live.wait = 2000;
+    say("");
+    if (answer && (live.cursor === null || answer.charts)) takeAll(answer);
+    else if (answer?.reload) takeAll(await ask("data"));
+    else if (answer) takeUpdate(answer);
+  } catch {
+    live.wait = Math.min(30000, live.wait * 2);
+    say("The run's server has ended, or cannot be reached; reload the page when it runs again.");
+  }
+  live.timer = setTimeout(poll, live.wait);
+}
+
+// New steps of known runs, and new runs.
+function takeUpdate(answer) {
+  live.cursor = answer.cursor ?? live.cursor;
+  for (const [id, update] of Object.entries(answer.runs ?? {})) {
+    const run = runById(id);
+    if (run) extendRun(run, update);
+  }
+  if (answer.results !== undefined && answer.results !== null) page.data.results = answer.results;
+  if (answer.added?.length) {
+    page.data.runs.push(...answer.added);
+    return showData(page.data);
+  }
+  const before = curves.charts.length;
+  setRuns(page.runs);
+  followNewest();
+  buildHeader();
+  if (before !== knownCharts()) return buildPanel("curves");
+  curves.charts.forEach((chart) => chart.extend());
+  moveTo(page.step);
+  if (several()) for (const name of ["results", "wall"]) buildPanel(name);
+}
+
+const knownCharts = () => page.data.charts.filter((chart) => chart.lines.some((line) => page.runs.some((run) => hasMetric(run, line.metric)))).length;
+
+function extendRun(run, update) {
+  for (const key of ["state", "verdict", "warnings", "facts", "total_steps", "sessions"]) if (update[key] !== undefined) run[key] = update[key];
+  if (update.rollouts?.steps) run.rollouts.steps = update.rollouts.steps;
+  const before = run.steps.length;
+  const steps = update.steps ?? [];
+  run.steps.push(...steps);
+  for (const [name, values] of Object.entries(update.metrics ?? {})) {
+    run.metrics[name] ??= Array(before).fill(null);
+    run.metrics[name].push(...values);
+  }
+  for (const values of Object.values(run.metrics)) while (values.length < run.steps.length) values.push(null);
+}
+
+function followNewest() {
+  page.steps = unionOfSteps(page.runs);
+  if (page.follows || page.step === null) page.step = page.steps[page.steps.length - 1] ?? null;
+}
+
+// The step of the filter "from", or that of the cursor where the reader has filtered nothing.
+async function loadWantedStep() {
+  if (state.from === undefined && page.step !== null) setState({ from: page.step, to: page.step });
+  const step = Number(state.from);
+  if (Number.isFinite(step) && (await loadStep(step))) buildPanel("rollouts");
+}
+
+// The rollouts of a step, asked for when the reader wants them.
+async function loadStep(step) {
+  const runs = page.runs.filter((run) => run.rollouts.steps.includes(step) && !rollouts.loaded.has(`${run.id}~${step}`));
+  for (const run of runs) {
+    rollouts.loaded.add(`${run.id}~${step}`);
+    try {
+      const answer = await ask(`rollouts?run=${encodeURIComponent(run.id)}&step=${step}`);
+      if (!answer) continue;
+      const first = page.prompts.length;
+      const known = new Map(page.prompts.map((prompt, at) => [prompt.task + "\0" + prompt.text, at]));
+      const numbers = answer.prompts.map((prompt) => known.get(prompt.task + "\0" + prompt.text) ?? page.prompts.push(prompt) - 1);
+      addGroups(run, answer.groups.map((group) => ({ ...group, prompt: numbers[group.prompt] })));
+    } catch {
+      rollouts.loaded.delete(`${run.id}~${step}`);
+      say(`The rollouts of step ${step} cannot be read.`);
+    }
+  }
+  return runs.length > 0;
+}

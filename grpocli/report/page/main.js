@@ -1,0 +1,109 @@
+// The page: its tabs, and what happens when the address, the data or the colours change.
+
+const TABS = {
+  results: { label: "Results", build: buildResults, several: true },
+  curves: { label: "Curves", build: buildCurves },
+  wall: { label: "Wall", build: buildWall, several: true },
+  rollouts: { label: "Rollouts", build: buildRollouts },
+};
+
+const tabNames = () => Object.keys(TABS).filter((name) => several() || !TABS[name].several);
+const currentTab = () => (tabNames().includes(state.tab) ? state.tab : tabNames()[0]);
+
+function buildTabs() {
+  const tabs = tabNames().map((name) => button(TABS[name].label, () => setState({ tab: name }, true), { role: "tab", id: `tab-${name}`, "aria-controls": `panel-${name}`, "data-tab": name }));
+  const list = el("div", { role: "tablist", "aria-label": "Parts of the page" }, tabs);
+  list.addEventListener("keydown", (event) => {
+    const at = tabs.indexOf(document.activeElement);
+    const target = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: tabs.length - 1 }[event.key];
+    if (target === undefined) return;
+    event.preventDefault();
+    const tab = tabs[(target + tabs.length) % tabs.length];
+    tab.focus();
+    tab.click();
+  });
+  find("#tabs").replaceChildren(list);
+  find("#main").replaceChildren(...tabNames().map((name) => el("div", { class: "panel", id: `panel-${name}`, role: "tabpanel", "aria-labelledby": `tab-${name}`, hidden: true })));
+}
+
+function showTab() {
+  const current = currentTab();
+  for (const name of tabNames()) {
+    const tab = find(`#tab-${name}`);
+    tab.setAttribute("aria-selected", String(name === current));
+    tab.tabIndex = name === current ? 0 : -1;
+    find(`#panel-${name}`).hidden = name !== current;
+  }
+  if (find(`#panel-${current}`).childElementCount === 0) buildPanel(current);
+}
+
+// Builds a panel that is shown, or empties it so that it is built when it is.
+function buildPanel(name) {
+  const panel = find(`#panel-${name}`);
+  if (!panel) return;
+  if (name === currentTab()) TABS[name].build(panel);
+  else panel.replaceChildren();
+}
+
+function showData(data) {
+  page.data = data;
+  page.prompts ??= [];
+  setRuns(data.runs);
+  if (rollouts.entries) for (const run of page.runs) run.groups ??= [];
+  page.hidden = new Set((state.hidden ?? "").split(",").filter((id) => runById(id)));
+  const zoom = /^(-?\d+)-(\d+)$/.exec(state.zoom ?? "");
+  page.zoom = zoom ? [Number(zoom[1]), Number(zoom[2])] : page.zoom;
+  followNewest();
+  if (state.step !== undefined && page.steps.length) {
+    page.step = nearest(page.steps, Number(state.step));
+    page.follows = false;
+  }
+  buildHeader();
+  buildTabs();
+  showTab();
+  if (data.live !== null && currentTab() === "rollouts") loadWantedStep();
+}
+
+async function stateChanged(changed) {
+  if (changed.has("tab")) showTab();
+  if (changed.has("step") && state.step !== undefined && Number(state.step) !== page.step) moveTo(nearest(page.steps, Number(state.step)));
+  if (changed.has("wall")) drawWall();
+  if (currentTab() !== "rollouts" || !rollouts.panel) return;
+  if (page.data.live !== null && (changed.has("from") || changed.has("tab"))) await loadWantedStep();
+  if ([...changed].some(isFilter)) {
+    showFilters();
+    applyFilters();
+  }
+  if (changed.has("group") || changed.has("at") || ([...changed].some(isFilter) && !state.group)) drawGroup();
+}
+
+function printing(on) {
+  applyTheme(on ? "light" : null);
+  for (const name of tabNames()) {
+    find(`#panel-${name}`).hidden = on ? false : name !== currentTab();
+    if (on && find(`#panel-${name}`).childElementCount === 0) TABS[name].build(find(`#panel-${name}`));
+  }
+  if (on) drawAll();
+}
+
+function start() {
+  startState();
+  applyTheme();
+  showData(JSON.parse(find("#data").textContent));
+  onState(stateChanged);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => applyTheme());
+  addEventListener("beforeprint", () => printing(true));
+  addEventListener("afterprint", () => printing(false));
+  find("#skip").addEventListener("click", (event) => {
+    event.preventDefault();
+    find("#main").focus();
+  });
+  new ResizeObserver(() => curves.charts.forEach((chart) => {
+    if (chart.plot && chart.area.clientWidth > 0 && chart.plot.width !== chart.area.clientWidth) chart.plot.setSize({ width: chart.area.clientWidth, height: CHART_HEIGHT });
+  })).observe(find("#main"));
+  if (page.data.live !== null) startLive();
+  page.ready = performance.now();
+  document.documentElement.dataset.ready = page.ready.toFixed(0);
+}
+
+start();

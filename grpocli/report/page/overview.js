@@ -1,0 +1,98 @@
+// The head of the page: what ran, whether it learned, what to look at first, and the warnings.
+
+const STATES = { running: "running", done: "done", stopped: "stopped", failed: "failed", unfinished: "unfinished" };
+const VERDICTS = { good: "learned", unclear: "unclear", bad: "did not learn" };
+
+const stateWord = (name) => el("span", { class: `word state-${STATES[name] ? name : "unfinished"}` }, foreign(name));
+const verdictWord = (level) => el("span", { class: `word verdict-${VERDICTS[level] ? level : "unclear"}` }, VERDICTS[level] ?? "unclear");
+
+function buildHeader() {
+  const { data } = page;
+  const heading = el("div", { class: "title-row" }, el("h1", {}, foreign(data.title)), page.runs.length === 1 ? stateWord(page.runs[0].state) : null, themeField());
+  const content = page.runs.length === 0 ? [el("p", { class: "quiet" }, data.live === null ? "No run." : "No step yet.")]
+    : several() ? severalHeader() : runHeader(page.runs[0]);
+  find("#header").replaceChildren(heading, el("div", { id: "connection", role: "status" }), ...content, ...notes(data.notes));
+  find("#footer").replaceChildren(el("p", { class: "quiet" }, `grpocli ${data.version}`, data.made ? ` · made ${data.made}` : "", data.live === null ? " · this file loads nothing from a network" : " · live"));
+  document.title = clean(data.title);
+}
+
+function runHeader(run) {
+  return [verdictLine(run), progressLine(run), ...warningList([run]), facts(run), setup(run)].filter(Boolean);
+}
+
+function verdictLine(run) {
+  return el("div", { class: "verdict" }, el("p", {}, verdictWord(run.verdict.level), " ", foreign(run.verdict.text)),
+    run.verdict.look ? el("p", { class: "look" }, el("strong", {}, "Look first: "), foreign(run.verdict.look)) : null);
+}
+
+function progressLine(run) {
+  const last = run.steps[run.steps.length - 1] ?? 0;
+  if (run.state !== "running" || run.total_steps <= 0) return null;
+  return el("p", { class: "row" }, el("progress", { max: run.total_steps, value: last, "aria-label": "Steps" }), `step ${count(last)} of ${count(run.total_steps)}`);
+}
+
+function severalHeader() {
+  const levels = ["good", "unclear", "bad"].map((level) => [level, page.runs.filter((run) => run.verdict.level === level).length]).filter(([, number]) => number > 0);
+  return [el("p", { class: "verdict" }, plural(page.runs.length, "run"), ": ",
+    levels.map(([level, number], at) => [at ? ", " : "", `${number} `, verdictWord(level)])), ...warningList(page.runs)];
+}
+
+function warningList(runs) {
+  const all = runs.flatMap((run) => run.warnings.map((warning) => [run, warning]));
+  if (all.length === 0) return [];
+  const items = all.map(([run, warning]) => el("li", {},
+    el("p", {}, several() ? el("strong", {}, foreign(runLabel(run)), ": ") : null, stepLink(warning), " ", foreign(warning.text)),
+    el("p", { class: "quiet" }, foreign(warning.meaning), " ", el("span", { class: "advice" }, foreign(warning.advice)))));
+  const list = el("ul", {}, items.slice(0, 6));
+  const rest = items.length > 6 ? el("details", {}, el("summary", {}, plural(items.length - 6, "more warning")), el("ul", {}, items.slice(6))) : null;
+  return [el("section", { class: "warnings", "aria-labelledby": "warnings-title" },
+    el("h2", { id: "warnings-title" }, plural(all.length, "warning")), list, rest)];
+}
+
+function stepLink(warning) {
+  return button(`Step ${warning.step}`, () => showChart(warning.chart, warning.step), { class: "link", "data-warning": warning.kind });
+}
+
+function facts(run) {
+  return el("dl", { class: "facts" }, run.facts.map(([label, value]) => el("div", {}, el("dt", {}, foreign(label)), el("dd", {}, foreign(value)))));
+}
+
+// Formula, command line and sessions: read once, so folded away.
+function setup(run) {
+  const command = ["grpocli train", ...run.overrides.map(shellWord)].join(" ");
+  const commandBlock = el("pre", { tabindex: "0", "aria-label": "Command line" }, foreign(command));
+  return el("details", { class: "setup" }, el("summary", {}, "Formula, command line, sessions"),
+    run.formula.length ? [el("h2", {}, "Objective"), el("pre", { class: "formula", tabindex: "0", "aria-label": "Objective" }, foreign(run.formula.join("\n")))] : null,
+    el("h2", {}, "Command line ", copyButton(command, commandBlock)), commandBlock,
+    run.sessions.length ? [el("h2", {}, "Sessions"), el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Sessions" }, el("table", {},
+      el("thead", {}, el("tr", {}, ["Steps", "Started", "Versions and changes"].map((text) => el("th", { scope: "col" }, text)))),
+      el("tbody", {}, run.sessions.map((row) => el("tr", {}, row.map((text) => el("td", {}, foreign(text))))))))] : null,
+    el("p", { class: "quiet" }, "Folder: ", foreign(run.path)));
+}
+
+const shellWord = (text) => (/^[A-Za-z0-9_.\/=:,+@%-]+$/.test(text) ? text : "'" + text.replaceAll("'", "'\\''") + "'");
+
+function runBody(run) {
+  return [run.verdict.look ? el("p", {}, el("strong", {}, "Look first: "), foreign(run.verdict.look)) : null, facts(run), setup(run)];
+}
+
+function themeField() {
+  let saved = "";
+  try { saved = localStorage.getItem("grpocli-colors") ?? ""; } catch { /* no storage for this page */ }
+  const select = choices([["", "As the system"], ["light", "Light"], ["dark", "Dark"]], saved, { id: "theme" });
+  select.addEventListener("change", () => {
+    try { localStorage.setItem("grpocli-colors", select.value); } catch { /* no storage for this page */ }
+    applyTheme();
+  });
+  return labelled("Colors", select, { class: "field theme" });
+}
+
+function applyTheme(forced = null) {
+  let saved = find("#theme")?.value;
+  if (saved === undefined) try { saved = localStorage.getItem("grpocli-colors") ?? ""; } catch { saved = ""; }
+  const theme = forced || saved || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  if (document.documentElement.dataset.theme === theme) return;
+  document.documentElement.dataset.theme = theme;
+  curves.charts.forEach((chart) => chart.redraw());
+  curves.charts.forEach((chart) => chart.zoomTo(page.zoom));
+}
