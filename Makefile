@@ -87,8 +87,9 @@ release-check: build ## install the wheel in an empty environment and run it (TA
 conf: setup ## write a commented YAML for every choice into conf/, from the dataclasses
 	$(BIN)/python -m grpocli.launch.conf_files
 
-docs: setup ## write docs/algorithms.md from the code of the algorithms' parts
+docs: setup ## write docs/algorithms.md, docs/keys.md and docs/from-trl.md from the code
 	$(BIN)/python -m grpocli.cli.algorithms_page docs/algorithms.md
+	$(BIN)/python -m grpocli.cli.key_pages docs
 
 constraints: setup ## pin what is installed now
 	$(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable | sed 's/+cpu$$//' > requirements/constraints.txt

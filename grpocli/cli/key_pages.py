@@ -1,0 +1,150 @@
+"""Write docs/keys.md and docs/from-trl.md: `python -m grpocli.cli.key_pages DOCS`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from grpocli.config import foreign_names
+from grpocli.config.foreign_names import UNSTATED, Equivalent
+from grpocli.explain.foreign import TABLES, of
+from grpocli.explain.keys import Key, Reference, spelled
+from grpocli.explain.render import table
+from grpocli.files import write_atomic
+from grpocli.launch.compose import register_parts
+from grpocli.launch.hydra_sources import conf_dir
+
+KEYS = """\
+# Keys
+
+`make docs` writes this page from the code. `grpocli explain KEY` prints the same for one key, with its type, its
+choices and the functions that read it. A key with several defaults has another one in each of the named choices.
+"""
+FROM_TRL = """\
+# From TRL and NeMo RL
+
+`make docs` writes this page from `grpocli/config/foreign_names.py`. `grpocli explain --from-trl NAME` prints one row.
+Defaults of TRL are those of version 1.16; a test compares them with an installed TRL.
+
+## Batches and steps
+
+TRL counts completions in micro-batches, grpocli counts prompts of a step. With P = per_device_train_batch_size,
+A = gradient_accumulation_steps, N processes, S = steps_per_generation (A if it is not given), G = num_generations:
+
+| here | from TRL's values | example: P=8, A=4, N=2, G=8, max_steps=500 |
+| --- | --- | --- |
+| `rollout.prompts_per_step` | P x N x S / G | 8 x 2 x 4 / 8 = 8 prompts, 64 completions |
+| `rollout.group_size` | G | 8 |
+| `train.minibatches` | S / A | 1 |
+| `train.epochs` | num_iterations | 1 |
+| `train.steps` | max_steps / (train.minibatches x train.epochs) | 500 |
+| `checkpoint.every`, `eval.every` | save_steps, eval_steps / (train.minibatches x train.epochs) | 500 |
+
+A step of TRL is an optimizer update; a step here is one round of sampling with all of its updates. TRL's epochs are
+passes over the dataset: train.steps = num_train_epochs x prompts / rollout.prompts_per_step. Reward functions have the
+same signature in both: keyword arguments for the prompts, completions and columns, and a list of numbers.
+
+TRL's default loss is `loss_type=dapo` without a KL term, which is
+`algorithm=grpo algorithm/aggregate=token_mean algorithm/kl=none` here. `algorithm=dapo` is the whole of the paper: also
+dynamic sampling, clip-higher and the punishment of long completions.
+"""
+PORTED = """\
+## A script, line by line
+
+| the script | the command |
+| --- | --- |
+| `load_dataset("openai/gsm8k", "main", split="train")` | `task=hub task.path=openai/gsm8k task.name=main` |
+| `.map(to_prompt)` | `task.processor=rewards.py:to_prompt`, which returns the whole row, not only what is new |
+| `reward_funcs=[correct, short]` | `'reward=[rewards.py:correct,rewards.py:short]'` |
+| `reward_weights=[1.0, 0.2]` | `reward.short.weight=0.2` |
+| `model="Qwen/Qwen2.5-1.5B-Instruct"` | `model=hf model.path=Qwen/Qwen2.5-1.5B-Instruct` |
+| `LoraConfig(r=16, lora_alpha=32)` | `model.lora.rank=16 model.lora.alpha=32` |
+| `loss_type="dapo"`, `beta=0.0`, TRL's defaults | `algorithm=grpo algorithm/aggregate=token_mean algorithm/kl=none` |
+| `per_device_train_batch_size=8, gradient_accumulation_steps=4` on 2 GPUs | `rollout.prompts_per_step=8` |
+| `num_generations=8` | `rollout.group_size=8` |
+| `max_completion_length=512`, TRL's default | `rollout.max_completion_tokens=512` |
+| `learning_rate=1e-5, lr_scheduler_type="linear"`, the latter TRL's default | `optim.lr=1e-5 optim.schedule=linear` |
+| `warmup_steps=10` | `optim.warmup_steps=10`; TRL's first update has the rate 0, the first one here 1/11 of it |
+| `max_steps=500` | `train.steps=500` |
+| `gradient_checkpointing=True`, TRL's default | `train.gradient_checkpointing=true` |
+| `seed=42`, TRL's default | `seed=42` |
+| `use_vllm=True` (colocated) | `engine=vllm_colocate` |
+| `trainer.train()` | `grpocli train` with all of these |
+"""
+SECTIONS = {
+    "GRPOConfig": ("TRL", foreign_names.GRPO_CONFIG),
+    "TrainingArguments": ("TRL", foreign_names.TRAINING_ARGUMENTS),
+    "ModelConfig and ScriptArguments": ("TRL", foreign_names.MODEL_CONFIG),
+    "GRPOTrainer": ("TRL", foreign_names.TRAINER),
+    "LoraConfig": ("PEFT", foreign_names.LORA_CONFIG),
+    "NeMo RL": ("NeMo RL", foreign_names.NEMO_RL),
+}
+
+
+def keys_page(reference: Reference) -> str:
+    """docs/keys.md: every key in a table of its group."""
+    groups: dict[str, list[Key]] = {}
+    for name, key in sorted(reference.keys.items()):
+        groups.setdefault(_section(name), []).append(key)
+    pieces = [KEYS, "\n".join(f"- [{name}](#{_anchor(name)})" for name in groups) + "\n"]
+    pieces += [f"## {name}\n\n" + "\n".join(_key_table(keys)) for name, keys in groups.items()]
+    return "\n".join(piece.rstrip() + "\n" for piece in pieces)
+
+
+def _section(name: str) -> str:
+    """The heading of a key: `train`, `algorithm.kl`, `reward.math`; `run` for keys without a group."""
+    head = name.rpartition(".")[0]
+    return head or "run"
+
+
+def _anchor(name: str) -> str:
+    return name.lower().replace(".", "").replace(" ", "-")
+
+
+def _key_table(keys: list[Key]) -> Iterator[str]:
+    rows = []
+    for key in keys:
+        for one in key.variants:
+            choices = f" ({', '.join(one.choices)})" if len(key.variants) > 1 and one.choices else ""
+            names = [", ".join(f"`{name}`" for name in key.foreign.get(trainer, ())) for trainer in ("TRL", "NeMo RL")]
+            shown = f"`{one.default}`" if one.default else "required"
+            rows.append([f"`{key.name}`", f"{shown}{choices}", one.doc, *names])
+    yield from table(["key", "default", "meaning", "TRL", "NeMo RL"], rows)
+
+
+def from_trl_page(reference: Reference) -> str:
+    """docs/from-trl.md: every foreign name with its equivalent and both defaults."""
+    pieces = [FROM_TRL, PORTED]
+    for title, (trainer, names) in SECTIONS.items():
+        pieces.append(f"## {title}\n\n" + "\n".join(_foreign_table(trainer, names, reference)))
+    contents = [piece.split("\n")[0].removeprefix("## ") for piece in pieces[1:]]
+    links = "\n".join(f"- [{name}](#{_anchor(name.replace(',', ''))})" for name in ["Batches and steps", *contents])
+    head, _, rest = FROM_TRL.partition("## ")
+    return "\n".join(piece.rstrip() + "\n" for piece in [head, links, f"## {rest}", *pieces[1:]])
+
+
+def _foreign_table(trainer: str, names: Mapping[str, Equivalent], reference: Reference) -> Iterator[str]:
+    rows = []
+    for name, one in names.items():
+        full = next(known for known in TABLES[trainer] if known == name or f"({name}=)" in known)
+        ours = ", ".join(f"`{key}={default}`" for key, default in of(trainer, full, reference).ours)
+        values = "; ".join(f"{value}: `{overrides}`" for value, overrides in one.values.items() if overrides)
+        written = f"`{one.overrides.replace('{}', 'VALUE')}`" if one.overrides else "-"
+        stated = "" if one.default is UNSTATED else f"`{spelled(one.default)}`"
+        remark = "; ".join(filter(None, [one.note, values, one.why]))
+        rows.append([f"`{name}`", stated, written, ours, remark])
+    yield from table(["name", "default there", "here", "default here", "remark"], rows)
+
+
+def main(argv: list[str]) -> int:
+    """Write the pages into a folder."""
+    register_parts()
+    reference = Reference(Path(conf_dir()))
+    write_atomic(Path(argv[0]) / "keys.md", keys_page(reference))
+    write_atomic(Path(argv[0]) / "from-trl.md", from_trl_page(reference))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,33 @@
+"""docs/keys.md and docs/from-trl.md are up to date, and name everything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpocli.cli.key_pages import from_trl_page, keys_page
+from grpocli.config.foreign_names import GRPO_CONFIG, NEMO_RL
+from grpocli.explain.keys import Reference
+from grpocli.launch.compose import register_parts
+from grpocli.launch.hydra_sources import conf_dir
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    register_parts()
+    return Reference(Path(conf_dir()))
+
+
+def test_the_page_of_keys_is_current(reference: Reference) -> None:
+    page = keys_page(reference)
+    assert page == (DOCS / "keys.md").read_text(), "run make docs"
+    assert all(f"| `{name}` |" in page for name in reference.keys)
+
+
+def test_the_page_of_foreign_names_is_current(reference: Reference) -> None:
+    page = from_trl_page(reference)
+    assert page == (DOCS / "from-trl.md").read_text(), "run make docs"
+    assert all(f"| `{name}` |" in page for name in [*GRPO_CONFIG, *NEMO_RL])
