@@ -25,6 +25,7 @@ FROM_TRL = """\
 # From TRL and NeMo RL
 
 `make docs` writes this page from `grpocli/config/foreign_names.py`. `grpocli explain --from-trl NAME` prints one row.
+`grpocli from-trl FILE` prints the command for a script or YAML of TRL, which is read and never run.
 Defaults of TRL are those of version 1.16; a test compares them with an installed TRL.
 
 ## Batches and steps

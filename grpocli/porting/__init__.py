@@ -1,0 +1,1 @@
+"""Configs and scripts of TRL and NeMo RL as overrides of grpocli."""

@@ -1,0 +1,191 @@
+"""The settings of a foreign config or script as plain values, before they are translated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpocli.config import yaml_text
+from grpocli.config.foreign_names import LORA_CONFIG, TRAINER, TRL
+from grpocli.config.parts import nearest
+from grpocli.errors import ConfigError
+
+MAX_BYTES = 2_000_000
+"""Largest file that is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A value that is no literal, such as a call: its text and line."""
+
+    text: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.text} (line {self.line})"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCall:
+    """A reward: name of a function. module: where it is imported from; "" for a function of the script.
+
+    arguments: those of a call that makes the function. path: a reward model instead of a function.
+    """
+
+    name: str
+    module: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A method call on the dataset, such as `map` with the text of its function."""
+
+    method: str
+    text: str
+    line: int
+    function: str = ""
+    plain: bool = True
+    """Whether the call has no other arguments that matter, such as `batched=True`."""
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(slots=True)
+class Data:
+    """A dataset: the arguments of `load_dataset` and the steps after it."""
+
+    path: str = ""
+    name: str | None = None
+    split: str | None = None
+    files: Any = None
+    streaming: bool = False
+    steps: list[Step] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Source:
+    """What a file sets. settings: {field: value or Unread}, of GRPOConfig and what `trl grpo` reads beside it.
+
+    lora: arguments of LoraConfig; None without one. starts_training: whether importing the file would train.
+    ignored: arguments without a counterpart. notes: what a reader must know.
+    """
+
+    file: Path
+    settings: dict[str, Any] = field(default_factory=dict)
+    model: str | Unread | None = None
+    rewards: list[RewardCall | Unread] = field(default_factory=list)
+    data: Data | Unread | None = None
+    eval_data: Data | Unread | None = None
+    lora: dict[str, Any] | None = None
+    ignored: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    starts_training: bool = False
+    is_script: bool = False
+
+
+def read_text(file: Path) -> str:
+    """The text of a file. Raises ConfigError if it cannot be read, is too large, or is not UTF-8."""
+    try:
+        if not file.is_file():
+            raise ConfigError("there is no such file", key=str(file))
+        if (size := file.stat().st_size) > MAX_BYTES:
+            raise ConfigError(f"has {size:,} bytes; a config or script has at most {MAX_BYTES:,}", key=str(file))
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"is not UTF-8 (byte {error.start:,})", key=str(file), hint="save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", key=str(file)) from error
+
+
+def read_mapping(file: Path) -> dict[str, Any]:
+    """The mapping of a YAML or JSON file. Raises ConfigError if it is broken, too deep, too large or no mapping."""
+    text = read_text(file)
+    try:
+        values = _json(text) if file.suffix == ".json" else yaml_text.load(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"cannot be read: {error}", key=str(file), hint="give a YAML, a JSON or a .py file"
+        ) from error
+    if not isinstance(values, dict):
+        kind = "nothing" if values is None else f"a {type(values).__name__}"
+        raise ConfigError(f"has {kind}, not a mapping of settings", key=str(file))
+    return {str(key): value for key, value in values.items()}
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("lists or mappings are nested too deep") from error
+
+
+def of_mapping(file: Path, values: Mapping[str, Any]) -> Source:
+    """The source of a `trl grpo --config` file. Raises ConfigError if no key of it is known."""
+    source = Source(file)
+    known = {name: value for name, value in values.items() if name in TRL}
+    if not known and {"grpo", "policy"} & set(values):
+        hint = "docs/from-trl.md has the equivalent of each key; grpocli explain --from-trl NAME prints one"
+        raise ConfigError("is NeMo RL's, which is not translated as a whole", key=str(file), hint=hint)
+    if not known:
+        close = next((nearest(name, TRL) for name in values if nearest(name, TRL)), "")
+        hint = "give the config of `trl grpo --config` or a script with GRPOConfig(...)"
+        raise ConfigError(f"has no key of TRL{close}", key=str(file), hint=hint)
+    for name, value in values.items():
+        _put(source, name, value)
+    return source
+
+
+def _put(source: Source, name: str, value: Any) -> None:
+    """Store a value where the translation looks for it."""
+    if name == "model_name_or_path":
+        source.model = str(value)
+    elif name == "reward_funcs":
+        source.rewards += [_reward(str(one)) for one in (value if isinstance(value, list) else [value])]
+    elif name == "reward_model_name_or_path":
+        source.rewards.insert(0, RewardCall("model", path=str(value)))
+    elif name.startswith("dataset_"):
+        _put_data(source, name, value)
+    elif name == "datasets" and isinstance(value, list):
+        _put_mixture(source, value)
+    elif name in TRL or name in TRAINER or name in LORA_CONFIG:
+        source.settings[name] = value
+    else:
+        source.ignored[name] = value
+
+
+def _put_data(source: Source, name: str, value: Any) -> None:
+    data = source.data if isinstance(source.data, Data) else Data()
+    source.data = data
+    match name:
+        case "dataset_name":
+            data.path = str(value)
+        case "dataset_config":
+            data.name = None if value is None else str(value)
+        case "dataset_train_split":
+            data.split = str(value)
+        case "dataset_test_split":
+            source.eval_data = Data(split=str(value))
+        case "dataset_streaming":
+            data.streaming = bool(value)
+        case _:
+            source.ignored[name] = value
+
+
+def _put_mixture(source: Source, datasets: list[Any]) -> None:
+    """The first dataset of a mixture; the others are a note."""
+    first = datasets[0] if datasets and isinstance(datasets[0], dict) else {}
+    if first.get("path"):
+        source.data = Data(str(first["path"]), first.get("name"), first.get("split"), first.get("data_files"))
+    if len(datasets) > 1:
+        source.notes.append(
+            f"the mixture has {len(datasets)} datasets, and this takes the first: task=[A,B] trains on several"
+        )
+
+
+def _reward(name: str) -> RewardCall:
+    module, _, function = name.rpartition(".")
+    return RewardCall(function, module or "trl.rewards")

@@ -1,0 +1,112 @@
+"""`grpocli from-trl`: scripts and configs of TRL become overrides that compose; broken files are one sentence."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpocli.cli.from_trl import shell_script
+from grpocli.launch.compose import build_run, compose
+
+Command = Callable[..., tuple[int, str, str]]
+SCRIPT = """
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+raise SystemExit("this script must never run")
+G = 8
+def prompt(x): return {"prompt": x["question"]}
+def correct(completions, answer, **kw): return [1.0 for c in completions]
+data = load_dataset("openai/gsm8k", "main", split="train").map(prompt)
+args = GRPOConfig("out", learning_rate=LR(), num_generations=G, per_device_train_batch_size=4,
+                  gradient_accumulation_steps=2 * 4, steps_per_generation=16, num_iterations=2, max_steps=100, SETTINGS)
+GRPOTrainer(model="a/b", reward_funcs=[correct], args=args, train_dataset=data).train()
+"""
+VARIANTS = [
+    "beta=0.04",
+    "loss_type='dr_grpo', scale_rewards=False",
+    "loss_type='bnpo'",
+    "loss_type='luspo', importance_sampling_level='sequence'",
+    "loss_type='cispo', epsilon_high=5.0",
+    "loss_type='sapo', beta=0.001",
+    "loss_type='vespo'",
+    "epsilon_high=0.28, delta=1.5, top_entropy_quantile=0.2, entropy_coef=0.01",
+    "use_vllm=True, vllm_gpu_memory_utilization=0.4",
+    "use_vllm=True, vllm_mode='server', vllm_importance_sampling_mode='token_mask'",
+    "max_completion_length=16384, warmup_ratio=0.1, lr_scheduler_type='cosine', bf16=True",
+]
+
+
+def overrides(text: str) -> list[str]:
+    """The overrides of a printed script, as the shell reads them."""
+    return shlex.split(text.partition("overrides=(")[2].partition("\n)\n")[0], comments=True)
+
+
+@pytest.mark.parametrize("settings", VARIANTS)
+def test_a_scripts_overrides_compose_and_build(settings: str, tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT.replace("SETTINGS", settings))
+    chosen = [one for one in overrides(shell_script(file, 1, None)) if not one.startswith("hydra.")]
+    reward = next(one for one in chosen if one.startswith("reward="))
+    assert reward == f"reward=[{file}:correct]"
+    chosen[chosen.index(reward)] = "reward=[math]"  # building it would import the script
+    run = build_run(compose(chosen))
+    assert (run.rollout.prompts_per_step, run.rollout.group_size) == (8, 8)
+    assert (run.train.minibatches, run.train.epochs, run.train.steps) == (2, 2, 25)
+
+
+def test_what_is_no_literal_is_reported(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT.replace("SETTINGS", "lora_dropout=0.1"))
+    text = shell_script(file, 2, None)
+    assert "# check: learning_rate=LR() (line 9) is not a literal: set optim.lr={} yourself" in text
+    assert "would start its training" in text
+    assert "rollout.prompts_per_step=16" in text
+
+
+def test_a_yaml_is_translated(tmp_path: Path) -> None:
+    file = tmp_path / "grpo.yaml"
+    file.write_text(
+        "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: [accuracy_reward]\nlearning_rate: 1e-5\n"
+        "use_peft: true\nnum_train_epochs: 2\n"
+    )
+    chosen = overrides(shell_script(file, 1, 100))
+    run = build_run(compose(chosen))
+    assert run.optim.lr == 1e-5
+    assert run.train.steps == 200
+    assert run.model.lora.rank == 16
+    assert run.task.answer_column == "solution"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.py", b"x = (\n", "line 1: "),
+        ("a.py", b"x = 1\n", "has no GRPOConfig(...) and no GRPOTrainer(...)"),
+        ("a.py", b"\xff\xfe", "is not UTF-8"),
+        ("a.py", b"(" * 5000, "line 1: too many nested parentheses"),
+        ("a.py", b"x" * 2_000_001, "has 2,000,001 bytes"),
+        ("a.yaml", b"- 1\n", "has a list, not a mapping"),
+        ("a.yaml", b"a: [" * 200, "nested more than 100 deep"),
+        ("a.json", b"[" * 100_000, "nested too deep"),
+        ("a.yaml", b"a: 1\n", "has no key of TRL"),
+        ("a.yaml", b"grpo: {}\npolicy: {}\n", "is NeMo RL's"),
+        (
+            "a.yaml",
+            b"a: &a [1,1,1,1,1,1,1,1,1]\n"
+            + b"".join(
+                f"{x}: &{x} [*{y},*{y},*{y},*{y},*{y},*{y},*{y},*{y},*{y}]\n".encode()
+                for y, x in zip("abcdef", "bcdefg", strict=True)
+            ),
+            "values with expanded aliases",
+        ),
+    ],
+)
+def test_a_hostile_file_is_one_sentence(name: str, content: bytes, said: str, tmp_path: Path, grpocli: Command) -> None:
+    (tmp_path / name).write_bytes(content)
+    code, out, err = grpocli("from-trl", str(tmp_path / name))
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
