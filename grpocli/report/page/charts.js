@@ -111,10 +111,10 @@ class CurveChart {
     const plan = this.plan();
     this.steps = plan.steps;
     if (plan.steps.length === 0 || plan.series.length === 0) {
-      this.area.replaceChildren(el("p", { class: "quiet empty" }, "no numbers yet"));
+      fill(this.area, el("p", { class: "quiet empty" }, "no numbers yet"));
       return;
     }
-    this.area.replaceChildren();
+    fill(this.area);
     this.plot = new uPlot(chartOptions(this, plan), chartData(this, plan), this.area);
     this.shape = shapeOf(plan);
     this.showStep();
@@ -156,7 +156,7 @@ class CurveChart {
 
   showValues() {
     const rows = several() ? this.groupRows() : this.lineRows();
-    this.values.replaceChildren(...rows.flat());
+    fill(this.values, ...rows.flat());
     const steps = page.steps;
     setAttributes(this.area, {
       "aria-valuemin": steps[0] ?? 0, "aria-valuemax": steps[steps.length - 1] ?? 0, "aria-valuenow": page.step ?? 0,
@@ -177,7 +177,7 @@ class CurveChart {
       if (runs.length === 1) rows.push(valueRow(this.line.metric, runLabel(runs[0]), runs[0], group.color, group.dash));
       else {
         rows.push(meanRow(this.line.metric, group, runs, this.view.band));
-        if (this.view.single) for (const run of runs) rows.push(valueRow(this.line.metric, runLabel(run), run, null, []));
+        if (this.view.single) for (const run of runs) rows.push(valueRow(this.line.metric, seedLabel(run), run, null, []));
       }
     }
     return rows;

@@ -10,7 +10,7 @@ function buildCurves(panel) {
   curves.view.band = state.band === "sd" ? "sd" : "range";
   curves.view.single = state.single === "1";
   curves.charts = page.data.charts.map((chart) => new CurveChart(chart, curves.view)).filter((chart) => chart.lines.length > 0);
-  panel.replaceChildren(el("h2", { class: "visually-hidden" }, "Curves"), curvesBar(), several() ? runSwitches() : "", thinningNote(), ...chartSections(),
+  fill(panel, el("h2", { class: "visually-hidden" }, "Curves"), curvesBar(), several() ? runSwitches() : "", thinningNote(), ...chartSections(),
     curves.charts.length === 0 ? el("p", { class: "quiet" }, "No metrics yet: the first step has not ended.") : "");
   drawWhenVisible();
   moveTo(page.step);
@@ -126,7 +126,7 @@ function runSwitches() {
     }
     sync();
     const seeds = group.runs.length > 1 ? group.runs.map((run, number) =>
-      el("label", { class: "check seed" }, boxes[number], foreign(runLabel(run)))) : [];
+      el("label", { class: "check seed" }, boxes[number], foreign(seedLabel(run)))) : [];
     return el("div", { class: "run-switch" }, el("label", { class: "check" }, all, swatch(group.color, group.dash), foreign(group.label)), seeds);
   });
   return el("fieldset", { class: "runs" }, el("legend", {}, "Runs"), switches);

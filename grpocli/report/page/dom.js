@@ -20,6 +20,11 @@ function el(tag, attributes = {}, ...children) {
   return element;
 }
 
+// Replaces what an element contains.
+function fill(element, ...children) {
+  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false && child !== ""));
+}
+
 function svg(tag, attributes = {}, ...children) {
   const element = setAttributes(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes);
   element.append(...children.flat(Infinity).filter(Boolean));
@@ -176,7 +181,7 @@ function sortableTable(table, caption) {
   const headers = table.header.map((text, column) =>
     el("th", { scope: "col", "aria-sort": "none" }, button(el("span", {}, foreign(text)), () => sortBy(column), { class: "sort" })));
   function draw(rows) {
-    body.replaceChildren(...rows.map((row) => el("tr", {}, row.map((value, column) =>
+    fill(body, ...rows.map((row) => el("tr", {}, row.map((value, column) =>
       el(column === 0 ? "th" : "td", { scope: column === 0 ? "row" : null, class: isNumber(value) ? "number" : null },
         isNumber(value) ? short(value) : value === null ? "–" : foreign(value))))));
   }

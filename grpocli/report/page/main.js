@@ -22,12 +22,14 @@ function buildTabs() {
     tab.focus();
     tab.click();
   });
-  find("#tabs").replaceChildren(list);
-  find("#main").replaceChildren(...tabNames().map((name) => el("div", { class: "panel", id: `panel-${name}`, role: "tabpanel", "aria-labelledby": `tab-${name}`, hidden: true })));
+  fill(find("#tabs"), list);
+  fill(find("#main"), ...tabNames().map((name) => el("div", { class: "panel", id: `panel-${name}`, role: "tabpanel", "aria-labelledby": `tab-${name}`, hidden: true })));
 }
 
 function showTab() {
   const current = currentTab();
+  const main = find("#main");
+  if (main.getBoundingClientRect().top < 0) main.scrollIntoView();
   for (const name of tabNames()) {
     const tab = find(`#tab-${name}`);
     tab.setAttribute("aria-selected", String(name === current));
@@ -42,7 +44,7 @@ function buildPanel(name) {
   const panel = find(`#panel-${name}`);
   if (!panel) return;
   if (name === currentTab()) TABS[name].build(panel);
-  else panel.replaceChildren();
+  else fill(panel);
 }
 
 function showData(data) {

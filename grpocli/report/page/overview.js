@@ -11,8 +11,8 @@ function buildHeader() {
   const heading = el("div", { class: "title-row" }, el("h1", {}, foreign(data.title)), page.runs.length === 1 ? stateWord(page.runs[0].state) : null, themeField());
   const content = page.runs.length === 0 ? [el("p", { class: "quiet" }, data.live === null ? "No run." : "No step yet.")]
     : several() ? severalHeader() : runHeader(page.runs[0]);
-  find("#header").replaceChildren(heading, el("div", { id: "connection", role: "status" }), ...content, ...notes(data.notes));
-  find("#footer").replaceChildren(el("p", { class: "quiet" }, `grpocli ${data.version}`, data.made ? ` · made ${data.made}` : "", data.live === null ? " · this file loads nothing from a network" : " · live"));
+  fill(find("#header"), heading, el("div", { id: "connection", role: "status" }), ...content, ...notes(data.notes));
+  fill(find("#footer"), el("p", { class: "quiet" }, `grpocli ${data.version}`, data.made ? ` · made ${data.made}` : "", data.live === null ? " · this file loads nothing from a network" : " · live"));
   document.title = clean(data.title);
 }
 
@@ -37,17 +37,36 @@ function severalHeader() {
     levels.map(([level, number], at) => [at ? ", " : "", `${number} `, verdictWord(level)])), ...warningList(page.runs)];
 }
 
+// Warnings of one kind and text stand together, with the runs and steps that have them.
 function warningList(runs) {
-  const all = runs.flatMap((run) => run.warnings.map((warning) => [run, warning]));
-  if (all.length === 0) return [];
-  const items = all.map(([run, warning]) => el("li", {},
-    el("p", {}, several() ? el("strong", {}, foreign(runLabel(run)), ": ") : null, stepLink(warning), " ", foreign(warning.text)),
-    el("p", { class: "quiet" }, foreign(warning.meaning), " ", el("span", { class: "advice" }, foreign(warning.advice)))));
-  const list = el("ul", {}, items.slice(0, 6));
+  const kinds = new Map();
+  for (const run of runs) {
+    for (const warning of run.warnings) {
+      const key = several() ? warning.kind : `${warning.kind} ${warning.step}`;
+      if (!kinds.has(key)) kinds.set(key, []);
+      kinds.get(key).push([run, warning]);
+    }
+  }
+  if (kinds.size === 0) return [];
+  const items = [...kinds.values()].map((found) => (several() ? sharedWarning(found) : ownWarning(found[0][1])));
   const rest = items.length > 6 ? el("details", {}, el("summary", {}, plural(items.length - 6, "more warning")), el("ul", {}, items.slice(6))) : null;
   return [el("section", { class: "warnings", "aria-labelledby": "warnings-title" },
-    el("h2", { id: "warnings-title" }, plural(all.length, "warning")), list, rest)];
+    el("h2", { id: "warnings-title" }, plural(items.length, "warning")), el("ul", {}, items.slice(0, 6)), rest)];
 }
+
+function ownWarning(warning) {
+  return el("li", {}, el("p", {}, stepLink(warning), " ", foreign(warning.text)), meaning(warning));
+}
+
+function sharedWarning(found) {
+  const links = found.map(([run, warning]) => el("li", {}, foreign(runLabel(run)), ": ", stepLink(warning), " ", foreign(warning.text)));
+  const [, first] = found[0];
+  if (found.length === 1) return el("li", {}, links[0].childNodes.length ? el("p", {}, [...links[0].childNodes]) : null, meaning(first));
+  return el("li", {}, el("p", {}, el("strong", {}, `${found.length} of ${plural(page.runs.length, "run")}: `), foreign(first.meaning), " ", el("span", { class: "advice" }, foreign(first.advice))),
+    el("details", {}, el("summary", {}, "Which runs and steps"), el("ul", {}, links)));
+}
+
+const meaning = (warning) => el("p", { class: "quiet" }, foreign(warning.meaning), " ", el("span", { class: "advice" }, foreign(warning.advice)));
 
 function stepLink(warning) {
   return button(`Step ${warning.step}`, () => showChart(warning.chart, warning.step), { class: "link", "data-warning": warning.kind });

@@ -41,7 +41,7 @@ function buildRollouts(panel) {
   reading.measure = state.color ?? null;
   reading.marks = state.marks === "1";
   const status = el("p", { id: "found", role: "status" });
-  panel.replaceChildren(el("h2", { class: "visually-hidden" }, "Rollouts"), ...ruleNotes(), filterForm(), status,
+  fill(panel, el("h2", { class: "visually-hidden" }, "Rollouts"), ...ruleNotes(), filterForm(), status,
     el("div", { class: "reader" }, el("div", { class: "list-side" }, el("ul", { id: "list", "aria-label": "Completions" }), el("div", { class: "pager", id: "pager" })),
       el("div", { id: "group", tabindex: "-1", role: "region", "aria-label": "The open group" })));
   applyFilters();
@@ -57,20 +57,24 @@ const distinct = (of) => [...new Set(rollouts.entries.map(of))].filter((value) =
 const withAny = (values, names = {}) => [["", "Any"], ...values.map((value) => [value, names[value] ?? value])];
 
 function filterForm() {
-  const rewards = distinct((entry) => null).concat([...new Set(rollouts.entries.flatMap((entry) => Object.keys(entry.completion.rewards)))].sort());
+  const rewards = [...new Set(rollouts.entries.flatMap((entry) => Object.keys(entry.completion.rewards)))].sort();
   const select = (key, label, values) => labelled(label, choices(values, state[key] ?? "", { "data-filter": key, onchange: (event) => filter(key, event.target.value) }));
   const number = (key, label, step = 1) => labelled(label, el("input", { type: "number", step, value: state[key] ?? "", "data-filter": key, oninput: (event) => filter(key, event.target.value) }));
   const text = labelled("Prompt or completion contains", el("input", { type: "search", value: state.q ?? "", "data-filter": "q", oninput: (event) => filter("q", event.target.value) }), { class: "field wide" });
   return el("form", { class: "bar filters", "aria-label": "Filters", onsubmit: (event) => event.preventDefault() },
-    el("fieldset", { class: "range" }, el("legend", {}, "Steps"), number("from", "from"), number("to", "to")),
+    range("Steps", number("from", "from"), number("to", "to")),
     several() ? select("run", "Run", withAny(page.runs.map((run) => run.id), Object.fromEntries(page.runs.map((run) => [run.id, runLabel(run)])))) : null,
     distinct((entry) => entry.prompt.task).length > 1 ? select("task", "Task", withAny(distinct((entry) => entry.prompt.task))) : null,
     text, select("adv", "Advantage", withAny(["positive", "negative", "zero"])),
     select("finish", "Finish reason", withAny(distinct((entry) => entry.completion.finish))),
     select("status", "Status", withAny(distinct((entry) => entry.completion.status))),
-    rewards.map((name) => el("fieldset", { class: "range" }, el("legend", {}, foreign(name)), number(`min.${name}`, "at least", "any"), number(`max.${name}`, "at most", "any"))),
+    rewards.map((name) => range(name, number(`min.${name}`, "from", "any"), number(`max.${name}`, "to", "any"))),
     labelled("Order", choices(Object.entries(SORTS).map(([key, [label]]) => [key, label]), state.sort ?? "newest", { "data-filter": "sort", onchange: (event) => filter("sort", event.target.value) })),
     button("Clear filters", clearFilters));
+}
+
+function range(name, ...fields) {
+  return el("div", { class: "range", role: "group", "aria-label": clean(name) }, el("div", { class: "field-label" }, foreign(name)), el("div", { class: "row" }, fields));
 }
 
 function filter(key, value) {
@@ -123,9 +127,9 @@ function drawList() {
   const status = find("#found");
   status.dataset.count = found.length;
   status.textContent = `${plural(found.length, "completion")} of ${count(rollouts.entries.length)}`;
-  find("#list").replaceChildren(...found.slice(start, start + PAGE_SIZE).map(listRow));
+  fill(find("#list"), ...found.slice(start, start + PAGE_SIZE).map(listRow));
   const turn = (by) => () => { rollouts.shownPage += by; drawList(); find("#list").scrollTop = 0; };
-  find("#pager").replaceChildren(button("Previous", turn(-1), { disabled: rollouts.shownPage === 0 }),
+  fill(find("#pager"), button("Previous", turn(-1), { disabled: rollouts.shownPage === 0 }),
     el("span", {}, `Page ${rollouts.shownPage + 1} of ${count(pages)}`), button("Next", turn(1), { disabled: rollouts.shownPage >= pages - 1 }));
 }
 
@@ -158,9 +162,9 @@ function drawGroup(focused = null) {
   for (const row of findAll(".list-row")) row.toggleAttribute("aria-current", row.dataset.group === state.group && row.dataset.at === (state.at ?? ""));
   for (const row of findAll(".list-row[aria-current]")) row.setAttribute("aria-current", "true");
   const entry = rollouts.entries.find((one) => groupKey(one.run, one.group) === state.group) ?? (state.group ? null : rollouts.found[0]);
-  if (!entry) return place.replaceChildren(el("p", { class: "quiet" }, rollouts.entries.length === 0 ? "No rollouts." : "Choose a completion from the list."));
+  if (!entry) return fill(place, el("p", { class: "quiet" }, rollouts.entries.length === 0 ? "No rollouts." : "Choose a completion from the list."));
   const { run, group, prompt } = entry;
-  place.replaceChildren(groupHead(run, group, prompt), promptView(prompt), throughSteps(run, group.prompt, group) ?? "", readingBar(group, drawGroup), completionGrid(entry), otherRuns(run, group.prompt, group.step) ?? "");
+  fill(place, groupHead(run, group, prompt), promptView(prompt), throughSteps(run, group.prompt, group) ?? "", readingBar(group, drawGroup), completionGrid(entry), otherRuns(run, group.prompt, group.step) ?? "");
   if (focused) find(`[data-control="${focused}"]`, place)?.focus();
   if (state.at && state.at !== "0") find(`[data-completion="${CSS.escape(state.at)}"]`, place)?.classList.add("chosen");
 }

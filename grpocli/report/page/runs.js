@@ -2,7 +2,7 @@
 
 function buildResults(panel) {
   const { results, differences } = page.data;
-  panel.replaceChildren(
+  fill(panel,
     el("h2", {}, "Results"),
     results ? [sortableTable(results, "Results"), notes(results.notes)] : el("p", { class: "quiet" }, "No results yet."),
     el("h2", {}, "What differs between the configs"),
@@ -29,7 +29,7 @@ function buildWall(panel) {
   const names = new Map(page.data.charts.flatMap((chart) => chart.lines.map((line) => [line.metric, line.metric === line.label ? line.metric : `${chart.title}: ${line.label}`])));
   const select = choices(metrics.map((metric) => [metric, names.get(metric)]), state.wall, { onchange: () => setState({ wall: select.value }) });
   const grid = el("div", { class: "wall" });
-  panel.replaceChildren(el("h2", {}, "One curve for each run"), el("div", { class: "bar" }, labelled("Metric", select)), grid);
+  fill(panel, el("h2", {}, "One curve for each run"), el("div", { class: "bar" }, labelled("Metric", select)), grid);
   drawWall();
 }
 
@@ -41,11 +41,11 @@ function drawWall() {
   const all = values.flat().filter((value) => value !== null);
   const [low, high] = all.reduce(([min, max], value) => [Math.min(min, value), Math.max(max, value)], [Infinity, -Infinity]);
   const last = page.steps[page.steps.length - 1];
-  grid.replaceChildren(...page.runs.map((run, number) => {
+  fill(grid, ...page.runs.map((run, number) => {
     const numbers = values[number].filter((value) => value !== null);
     const end = numbers[numbers.length - 1];
     return el("figure", { class: "tile" },
-      el("figcaption", {}, swatch(run.color, run.dash), foreign(runLabel(run)), " ", stateWord(run.state)),
+      el("figcaption", {}, swatch(run.color, run.dash), foreign(runLabel(run)), run.state === "done" ? null : [" ", stateWord(run.state)]),
       curve(run.steps, values[number], { low, high, first: page.steps[0], last, color: run.color, label: `${metric} of ${runLabel(run)}` }),
       el("p", { class: "quiet" }, `step ${run.steps[run.steps.length - 1] ?? 0}`, numbers.length ? `: ${short(end)}` : ": no numbers"));
   }));

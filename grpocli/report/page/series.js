@@ -34,6 +34,11 @@ function setRuns(runs) {
 const several = () => page.runs.length > 1;
 const runById = (id) => page.runs.find((run) => run.id === id);
 const runLabel = (run) => run.label || run.name;
+// A run among those of its group: its label without the group's name.
+function seedLabel(run) {
+  const label = runLabel(run);
+  return label.startsWith(run.group) && label.length > run.group.length ? label.slice(run.group.length).trim() : label;
+}
 const visibleRuns = () => page.runs.filter((run) => !page.hidden.has(run.id));
 
 function valueAt(run, metric, step) {

@@ -70,7 +70,7 @@ function tokenView(completion, name, marks) {
     area.children[current]?.classList.remove("current");
     current = at;
     area.children[at].classList.add("current");
-    values.replaceChildren(...tokenNumbers(completion, at));
+    fill(values, ...tokenNumbers(completion, at));
   }
   area.addEventListener("mouseover", (event) => {
     const token = event.target.closest("[data-token]");
