@@ -7,10 +7,12 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from grpocli.config.foreign_names import GRPO_CONFIG, LORA_CONFIG, TRAINING_ARGUMENTS, TRL, UNSTATED
 from grpocli.porting.source import Data, RewardCall, Source, Unread
+from grpocli.tracking.text import clean
 
 DEFAULTS = {n: e.default for n, e in (GRPO_CONFIG | TRAINING_ARGUMENTS).items() if e.default is not UNSTATED}
 BUILT_IN = {"accuracy_reward": "math", "think_format_reward": "format", "get_soft_overlong_punishment": "overlong"}
@@ -54,6 +56,22 @@ def hydra_value(value: Any) -> str:
     if isinstance(value, int | float) or PLAIN.fullmatch(text):
         return text
     return str(QuotedString(text, Quote.double).with_quotes())
+
+
+def recipe(port: Port, origin: str) -> str:
+    """The overrides as a recipe: choices in the defaults list, and keys as nested mappings."""
+    groups = [line for line in port.lines if "." not in line.key and line.key != "seed"]
+    values: dict[str, Any] = {}
+    for line in port.lines:
+        if line not in groups:
+            *sections, last = line.key.split(".")
+            inner = values
+            for section in sections:
+                inner = inner.setdefault(section, {})
+            inner[last] = line.value
+    chosen = [{f"override /{line.key}": line.value} for line in sorted(groups, key=lambda line: line.key)]
+    text: str = yaml.safe_dump({"defaults": [*chosen, "_self_"], **values}, sort_keys=False, allow_unicode=True)
+    return f"# @package _global_\n# From {clean(origin)}, by grpocli from-trl.\n{text}"
 
 
 class Translation:

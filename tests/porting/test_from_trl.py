@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpocli.cli.from_trl import shell_script
+from grpocli.cli.from_trl import ported, shell_script
 from grpocli.launch.compose import build_run, compose
 
 Command = Callable[..., tuple[int, str, str]]
@@ -48,7 +48,7 @@ def overrides(text: str) -> list[str]:
 def test_a_scripts_overrides_compose_and_build(settings: str, tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(SCRIPT.replace("SETTINGS", settings))
-    chosen = [one for one in overrides(shell_script(file, 1, None)) if not one.startswith("hydra.")]
+    chosen = [one for one in overrides(shell_script(ported(file))) if not one.startswith("hydra.")]
     reward = next(one for one in chosen if one.startswith("reward="))
     assert reward == f"reward=[{file}:correct]"
     chosen[chosen.index(reward)] = "reward=[math]"  # building it would import the script
@@ -60,7 +60,7 @@ def test_a_scripts_overrides_compose_and_build(settings: str, tmp_path: Path) ->
 def test_what_is_no_literal_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(SCRIPT.replace("SETTINGS", "lora_dropout=0.1"))
-    text = shell_script(file, 2, None)
+    text = shell_script(ported(file, 2))
     assert "# check: learning_rate=LR() (line 9) is not a literal: set optim.lr={} yourself" in text
     assert "would start its training" in text
     assert "rollout.prompts_per_step=16" in text
@@ -72,12 +72,27 @@ def test_a_yaml_is_translated(tmp_path: Path) -> None:
         "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: [accuracy_reward]\nlearning_rate: 1e-5\n"
         "use_peft: true\nnum_train_epochs: 2\n"
     )
-    chosen = overrides(shell_script(file, 1, 100))
+    chosen = overrides(shell_script(ported(file, 1, 100)))
     run = build_run(compose(chosen))
     assert run.optim.lr == 1e-5
     assert run.train.steps == 200
     assert run.model.lora.rank == 16
     assert run.task.answer_column == "solution"
+
+
+def test_a_recipe_composes(tmp_path: Path, grpocli: Command) -> None:
+    file = tmp_path / "grpo.yaml"
+    file.write_text("model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: accuracy_reward\nbeta: 0.1\n")
+    out = tmp_path / "recipe" / "mine.yaml"
+    code, text, _ = grpocli("from-trl", str(file), "--out", str(out))
+    assert code == 0
+    assert f"# grpocli train --config-dir {tmp_path} recipe=mine" in text
+    config = compose([f"hydra.searchpath=[file://{tmp_path}]", "recipe=mine"])
+    assert build_run(config).algorithm.kl.beta == 0.1
+    assert config.algorithm == compose(overrides(text)).algorithm
+    code, _, err = grpocli("from-trl", str(file), "--out", str(tmp_path / "mine.yaml"))
+    assert code == 2
+    assert "write --out recipe/mine.yaml" in err
 
 
 @pytest.mark.parametrize(
