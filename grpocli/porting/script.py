@@ -117,8 +117,8 @@ class Reader:
         self._read_trainer(source, arguments, scope)
         if not source.settings and not configs:
             source.notes.append(
-                "GRPOConfig comes from the command line here: give its arguments after the file, such as "
-                "--learning_rate 1e-5, or the YAML of --config in place of the script"
+                "GRPOConfig comes from the command line here, so TRL's defaults stand for it: write the arguments "
+                "into a YAML, one FIELD: VALUE a line, and give that file instead"
             )
         return source
 

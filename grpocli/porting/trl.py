@@ -367,6 +367,16 @@ class Translation:
                 port.set("engine.gpu_memory_utilization", self.given("vllm_gpu_memory_utilization"))
         if self.given("save_steps"):
             port.set("checkpoint.every", max(1, int(self.number("save_steps")) // self.updates), "save_steps")
+        report = self.given("report_to")
+        trackers = report if isinstance(report, list) else [report]
+        for name in [str(one) for one in trackers if one not in (None, "none", "all")][:1]:
+            port.set("tracker", name, "report_to")
+        if not str(self.get("optim")).startswith("adamw_torch"):
+            port.missing.append(f"optim={self.get('optim')}: optim=adamw in float32 stands for it")
+        if str(self.get("eval_strategy")) == "no":
+            port.set("eval.problems", 0, "eval_strategy=no")
+        elif self.given("eval_steps"):
+            port.set("eval.every", max(1, int(self.number("eval_steps")) // self.updates), "eval_steps")
         if self.given("output_dir"):
             port.set("hydra.run.dir", str(self.given("output_dir")), "output_dir")
 

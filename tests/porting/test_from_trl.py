@@ -59,10 +59,11 @@ def test_a_scripts_overrides_compose_and_build(settings: str, tmp_path: Path) ->
 
 def test_what_is_no_literal_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
-    file.write_text(SCRIPT.replace("SETTINGS", "lora_dropout=0.1"))
+    file.write_text(SCRIPT.replace("SETTINGS", "optim='paged_adamw_8bit'"))
     text = shell_script(ported(file, 2))
     assert "# check: learning_rate=LR() (line 9) is not a literal: set optim.lr={} yourself" in text
     assert "would start its training" in text
+    assert "no counterpart: optim=paged_adamw_8bit" in text
     assert "rollout.prompts_per_step=16" in text
 
 
