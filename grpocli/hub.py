@@ -33,7 +33,7 @@ def why_unreachable() -> str:
     if constants.HF_HUB_OFFLINE:
         return ""
     found: list[str] = []
-    asking = threading.Thread(target=lambda: found.append(_ask(constants.ENDPOINT)), name="hub", daemon=True)
+    asking = threading.Thread(target=lambda: found.append(ask(constants.ENDPOINT)), name="hub", daemon=True)
     asking.start()
     asking.join(WITHIN_SECONDS)
     problem = found[0] if found else f"no answer within {WITHIN_SECONDS:g} s"
@@ -42,7 +42,8 @@ def why_unreachable() -> str:
     return f"{constants.ENDPOINT}: {problem}" if problem else ""
 
 
-def _ask(url: str) -> str:
+def ask(url: str) -> str:
+    """Why a server does not answer, as a phrase; "" if it does, also with an error."""
     import httpx
 
     try:

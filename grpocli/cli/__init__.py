@@ -19,6 +19,7 @@ COMMANDS = {
     "vllm-serve": ("grpocli.cli.vllm_serve", "start a vLLM server for several runs"),
     "explain": ("grpocli.cli.explain", "print the objective of a run as mathematics; `A vs B` compares two"),
     "from-trl": ("grpocli.cli.from_trl", "print the overrides for a script or config of TRL, which is never run"),
+    "doctor": ("grpocli.cli.doctor", "check whether this machine is ready, for a default run or for a config"),
     "plan": ("grpocli.cli.plan", "estimate memory and work of a run; exit code 1 if it does not fit"),
     "reward-check": ("grpocli.cli.reward_check", "check rewards against the reference answers of tasks"),
     "eval": ("grpocli.cli.evaluate", "evaluate models and checkpoints, with confidence intervals"),
@@ -42,6 +43,7 @@ examples
   grpocli train resume=runs/DATE/TIME                 continue exactly where the run stopped
   grpocli train --cfg job                             print the composed config
   grpocli explain algorithm=dgpo vs algorithm=grpo    compare two objectives
+  grpocli doctor recipe=dapo-small                    is this machine ready for it?
   grpocli plan model=qwen2.5-7b hardware.device=cuda --devices 8    does it fit?
 
 `grpocli COMMAND --help` lists the config groups and options of a command.

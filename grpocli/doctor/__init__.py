@@ -1,1 +1,1 @@
-"""`grpocli doctor`: checks whether this machine is ready."""
+"""`grpocli doctor`: checks whether this machine is ready for a run."""

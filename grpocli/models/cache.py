@@ -6,7 +6,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,12 +17,12 @@ DEADLINE = 600.0
 """Seconds to wait for another process that makes the same folder."""
 
 
-def cache_dir() -> Path:
+def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """$GRPOCLI_CACHE, else grpocli/ in the user's cache folder."""
-    own = os.environ.get("GRPOCLI_CACHE")
+    own = environ.get("GRPOCLI_CACHE")
     if own:
         return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
+    shared = environ.get("XDG_CACHE_HOME")
     return (Path(shared) if shared else Path.home() / ".cache") / "grpocli"
 
 

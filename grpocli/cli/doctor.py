@@ -1,0 +1,71 @@
+"""`grpocli doctor`: check whether this machine is ready for a run, and say what to do where it is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from grpocli.cli.hydra_app import composed, parser_of
+
+if TYPE_CHECKING:
+    from grpocli.doctor.checkup import Group
+    from grpocli.doctor.config import Judged
+
+EXAMPLES = """\
+It takes about ten seconds, and starts nothing. Exit code 1: an error, which would stop the run.
+
+examples
+  grpocli doctor
+  grpocli doctor recipe=dapo-qwen2.5-32b             is it ready for this config?
+  grpocli doctor engine=vllm model=qwen2.5-1.5b task=gsm8k
+  grpocli doctor --json
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the findings. Returns the exit code: 1 with errors, else 0. Raises ConfigError."""
+    parser = parser_of("doctor", "[--json]", __doc__, EXAMPLES)
+    parser.add_argument("--json", action="store_true", help="a list of {name, status, detail, advice}")
+    args = parser.parse_intermixed_args(argv)
+    groups = _examined(args.overrides, args.config_dir)
+    from grpocli.doctor.report import as_list, errors, print_report
+    from grpocli.tracking.console import CleanConsole
+
+    if args.json:
+        print(json.dumps(as_list(groups), indent=2))
+    else:
+        print_report(CleanConsole(), groups, " ".join(args.overrides) or "the default run")
+    return 1 if errors(groups) else 0
+
+
+def _examined(overrides: list[str], config_dir: str | None) -> list[Group]:
+    from grpocli.doctor.checks import MACHINE
+    from grpocli.doctor.checkup import examine
+    from grpocli.doctor.machine import Machine
+    from grpocli.doctor.needs import Needs
+    from grpocli.tracking.live_view import status_view
+
+    judged = _judged(overrides, config_dir) if overrides else None
+    checks, needs = ([*judged.checks(), *MACHINE], judged.needs()) if judged else (MACHINE, Needs())
+    view = status_view()
+    try:
+        view.stage("examining this machine")
+        return examine(checks, Machine(), needs, view.progress)
+    finally:
+        view.stop()
+
+
+def _judged(overrides: list[str], config_dir: str | None) -> Judged:
+    """The config of these overrides. Raises ConfigError if it cannot be composed."""
+    from functools import partial
+
+    from grpocli.doctor.config import Judged
+    from grpocli.launch.compose import build_run
+    from grpocli.launch.ready import check_data
+
+    run = build_run(composed(overrides, config_dir))
+    ready = {"tracker": run.tracker.check, "data and rewards": partial(check_data, run)}
+    if model := getattr(run.model, "check_ready", None):
+        ready["model"] = model
+    return Judged(run, overrides, ready, "hydra/launcher=slurm" in overrides)

@@ -1,0 +1,120 @@
+"""Checks that run at the same time, each with a deadline, and their findings."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from grpocli.doctor.machine import Machine
+    from grpocli.doctor.needs import Needs
+    from grpocli.progress import Progress
+
+Status = Literal["ok", "warning", "error", "-"]
+"""`error`: the run cannot start or will fail. `warning`: it runs, but something deserves a look. `-`: not needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the result. detail: what was found. advice: what to do, as a command where there is one."""
+
+    name: str
+    status: Status
+    detail: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check, which may have several findings. seconds: its deadline."""
+
+    group: str
+    name: str
+    find: Callable[[Machine, Needs], Iterable[Finding]]
+    seconds: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The findings below one heading."""
+
+    title: str
+    findings: tuple[Finding, ...]
+
+
+def ok(name: str, detail: str) -> Finding:
+    return Finding(name, "ok", detail)
+
+
+def not_needed(name: str, detail: str, advice: str = "") -> Finding:
+    return Finding(name, "-", detail, advice)
+
+
+def warning(name: str, detail: str, advice: str = "") -> Finding:
+    return Finding(name, "warning", detail, advice)
+
+
+def problem(name: str, detail: str, advice: str, needed: object, otherwise: Status = "warning") -> Finding:
+    """An error if the run needs it, else a warning, or what `otherwise` says."""
+    return Finding(name, "error" if needed else otherwise, detail, advice)
+
+
+def examine(checks: Sequence[Check], machine: Machine, needs: Needs, progress: Progress) -> list[Group]:
+    """The findings of all checks, grouped. A check that hangs or fails is a warning with its name."""
+    done: queue.SimpleQueue[tuple[int, list[Finding]]] = queue.SimpleQueue()
+    began = time.monotonic()
+    for number, check in enumerate(checks):
+        work = threading.Thread(target=_work, args=(number, check, machine, needs, done), daemon=True, name=check.name)
+        work.start()
+    found: dict[int, list[Finding]] = {}
+    while len(found) < len(checks):
+        waiting = [number for number in range(len(checks)) if number not in found]
+        progress(len(found), len(checks), "checks", ", ".join(checks[number].name for number in waiting[:3]))
+        now = time.monotonic() - began
+        for number in waiting:
+            if now >= checks[number].seconds:
+                found[number] = [_hung(checks[number])]
+        try:
+            number, findings = done.get(timeout=0.1)
+        except queue.Empty:
+            continue
+        found.setdefault(number, findings)
+    progress(len(checks), len(checks), "checks")
+    return grouped(checks, found)
+
+
+def grouped(checks: Sequence[Check], found: dict[int, list[Finding]]) -> list[Group]:
+    """The findings below the headings of their checks, in the order of the checks."""
+    titles = list(dict.fromkeys(check.group for check in checks))
+    return [
+        Group(title, tuple(one for number, check in enumerate(checks) if check.group == title for one in found[number]))
+        for title in titles
+    ]
+
+
+def _work(
+    number: int,
+    check: Check,
+    machine: Machine,
+    needs: Needs,
+    done: queue.SimpleQueue[tuple[int, list[Finding]]],
+) -> None:
+    try:
+        findings = list(check.find(machine, needs))
+    except Exception as error:  # noqa: BLE001 - the other checks are of use without this one
+        reason = " ".join(str(error).split())[:200] or "no message"
+        advice = "report it as a bug of grpocli, with the output of `grpocli doctor --json`"
+        findings = [warning(check.name, f"this check failed: {type(error).__name__}: {reason}", advice)]
+    done.put((number, findings))
+
+
+def _hung(check: Check) -> Finding:
+    return warning(
+        check.name,
+        f"this check did not end within {check.seconds:g} s",
+        "try again when the machine is less busy; a file system or a driver that hangs has the same effect",
+    )

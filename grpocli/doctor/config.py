@@ -1,0 +1,136 @@
+"""What a config needs of a machine, and the checks of it: devices, memory, disk, model, data, packages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpocli.doctor.checkup import Check, Finding, ok, problem
+from grpocli.doctor.devices import torch_report
+from grpocli.doctor.needs import Module, Needs
+from grpocli.doctor.resources import room, runs_folder
+from grpocli.errors import ConfigError
+from grpocli.hardware.devices import split
+from grpocli.hardware.hardware import Single
+from grpocli.rewards.code import CodeReward
+from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
+
+if TYPE_CHECKING:
+    from grpocli.config.schema import Run
+    from grpocli.doctor.machine import Machine
+
+PLAN_SECONDS = 120.0
+BYTES_PER_PARAMETER = 12
+"""Of a checkpoint: weights and AdamW's two moments in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The config to judge. words: its overrides.
+
+    ready: {what: raises ConfigError if this machine lacks it}. slurm: whether a cluster's nodes run it.
+    runs: the folder of its runs.
+    """
+
+    run: Run
+    words: Sequence[str]
+    ready: Mapping[str, Callable[[], None]]
+    slurm: bool
+    runs: Path | None = None
+
+    def needs(self) -> Needs:
+        """What the config needs of this machine."""
+        run, engine = self.run, self.run.engine
+        own_vllm = isinstance(engine, VllmColocate) or (isinstance(engine, Vllm) and not engine.urls)
+        code = next((one for one in run.reward.values() if isinstance(one, CodeReward) and not one.unsafe), None)
+        return Needs(
+            vllm="engine=vllm" if own_vllm and not self.slurm else "",
+            cuda="hardware.device=cuda" if run.hardware.device == "cuda" and not self.slurm else "",
+            slurm="hydra/launcher=slurm" if self.slurm else "",
+            sandbox="reward=[code]" if code else "",
+            python=code.python if code else None,
+            shared_memory="engine=vllm" if own_vllm and not self.slurm else "",
+            modules=tuple(_modules(run)),
+            runs=self.runs,
+        )
+
+    def checks(self) -> list[Check]:
+        """The checks of this config."""
+        return [
+            Check("config", "ready", lambda machine, needs: self._ready(), 30.0),
+            Check("config", "devices", self._devices, 120.0),
+            Check("config", "plan", self._plan, PLAN_SECONDS + 5),
+        ]
+
+    def _ready(self) -> Iterator[Finding]:
+        for name, check in self.ready.items():
+            try:
+                check()
+            except ConfigError as error:
+                fix = error.hint or "the sentence says what to change"
+                yield Finding(name, "error", str(replaced(error)), fix)
+            else:
+                yield ok(name, "ready")
+
+    def _devices(self, machine: Machine, needs: Needs) -> Iterator[Finding]:
+        hardware = self.run.hardware
+        if self.slurm or not isinstance(hardware, Single):
+            yield Finding("devices", "-", "those of the cluster's nodes")
+            return
+        count = 0 if hardware.device == "cpu" else len(torch_report(machine, needs).gpus)
+        if not count:
+            wanted = hardware.device == "cuda"
+            detail = (
+                "no GPU; the run computes on the CPU" if not wanted else "hardware.device=cuda, and there is no GPU"
+            )
+            yield problem("devices", detail, "run on a machine with a GPU, or hardware.device=cpu", wanted, "ok")
+            return
+        try:
+            yield ok("devices", str(split(hardware, self.run.engine, [str(number) for number in range(count)])))
+        except ConfigError as error:
+            yield Finding("devices", "error", str(replaced(error)), error.hint or "lower it, or add GPUs")
+
+    def _plan(self, machine: Machine, needs: Needs) -> Iterator[Finding]:
+        """Memory and disk, from `grpocli plan` in a process of its own."""
+        words = [word for word in self.words if not word.startswith("hydra")]
+        ended = machine.run([machine.python, "-P", "-m", "grpocli", "plan", "--json", *words], PLAN_SECONDS)
+        try:
+            plan: dict[str, Any] = json.loads(ended.out)
+        except ValueError:
+            reason = f"none within {PLAN_SECONDS:g} s" if ended.code is None else ended.last_error
+            detail = f"no estimate: {reason.removeprefix('grpocli: error: ')}"
+            yield Finding("plan", "warning", detail, f"grpocli plan {' '.join(words)}")
+            return
+        worst = max(plan["devices"], key=lambda device: device["peak"] / device["memory"])
+        used = f"{worst['peak'] / 2**30:,.1f} of {worst['memory'] / 2**30:,.1f} GiB on {worst['name']}"
+        advice = f"grpocli plan {' '.join(words)} lists the keys to change"
+        yield problem("plan", f"needs {used}", advice, not plan["fits"], "ok")
+        yield self._disk(machine, needs, plan["model"])
+
+    def _disk(self, machine: Machine, needs: Needs, model: Mapping[str, Any]) -> Finding:
+        checkpoint = self.run.checkpoint
+        steps = self.run.train.steps
+        saved = max(1, steps // checkpoint.every if checkpoint.every else 1)
+        kept = min(checkpoint.keep + 1, saved) if checkpoint.keep else saved
+        size = float(BYTES_PER_PARAMETER * model["trained"] * kept + 4 * model["parameters"])
+        folder = runs_folder(machine, needs)
+        advice = "hydra.run.dir=FOLDER on a larger disk, a smaller checkpoint.keep, or a larger checkpoint.every"
+        return replace(room(machine, "checkpoints", folder, size, advice), name="checkpoints")
+
+
+def replaced(error: ConfigError) -> ConfigError:
+    """The error without its hint, which is the advice."""
+    return ConfigError(error.problem, key=error.key, value=error.value)
+
+
+def _modules(run: Run) -> Iterator[Module]:
+    if run.hardware.parallel in ("zero2", "zero3"):
+        parallel = f"hardware.parallel={run.hardware.parallel}"
+        yield Module("deepspeed", parallel, "in a clone of grpocli: pip install '.[deepspeed]'")
+    if run.model.lora.rank:
+        yield Module("peft", "model.lora.rank", "pip install peft")
+    if run.model.attn_implementation == "flash_attention_2":
+        yield Module("flash_attn", "model.attn_implementation", "pip install flash-attn, or leave it at null")

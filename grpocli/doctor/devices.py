@@ -1,0 +1,267 @@
+"""Checks of torch, of the GPUs and of NCCL between them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from grpocli.doctor.checkup import Finding, not_needed, ok, problem, warning
+from grpocli.doctor.machine import MISSING
+from grpocli.doctor.needs import GIB
+
+if TYPE_CHECKING:
+    from grpocli.doctor.machine import Machine
+    from grpocli.doctor.needs import Needs
+
+TORCH_SECONDS = 60.0
+NCCL_SECONDS = 45.0
+SMI_SECONDS = 10.0
+SLOW = 25.0
+"""Seconds after which loading torch is worth a warning."""
+LIBRARIES = ("transformers", "accelerate", "datasets", "pyarrow.parquet")
+"""What every run imports."""
+FOR_VISION = ("torchvision", "torchaudio", "torchcodec")
+QUERY = "index,name,driver_version,memory.total,memory.used,compute_cap,uuid"
+USERS = "gpu_uuid,pid,process_name,used_memory"
+DRIVER_CUDA = re.compile(r"CUDA Version:\s*(\d+)\.(\d+)")
+OCCUPIED = 0.1
+"""The share of a GPU's memory that others may use before it is worth a warning."""
+BFLOAT16 = (8, 0)
+"""The compute capability from which a GPU has bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchReport:
+    """What the probe found. error: why torch cannot be imported; "" if it can."""
+
+    error: str = ""
+    version: str = ""
+    cuda: str | None = None
+    hip: str | None = None
+    cpu: bool = True
+    gpus: tuple[Mapping[str, Any], ...] = ()
+    broken: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as nvidia-smi sees it. total, used: bytes. users: the processes on it, as a phrase."""
+
+    index: str
+    name: str
+    driver: str
+    total: float
+    used: float
+    capability: str
+    users: str = ""
+
+
+def torch_report(machine: Machine, needs: Needs) -> TorchReport:
+    """Torch and its devices, from a process of its own."""
+    return machine.once("torch", partial(_asked, machine, needs))
+
+
+def _asked(machine: Machine, needs: Needs) -> TorchReport:
+    more = [module.module for module in needs.modules if module.module == "peft"]
+    ended = machine.probe("torch_probe", TORCH_SECONDS, *LIBRARIES, *more)
+    found = ended.answers()
+    if "version" not in found:
+        reason = f"it did not load within {TORCH_SECONDS:g} s" if ended.code is None else ended.last_error
+        return TorchReport(error=reason)
+    broken = dict(found.get("broken", {}))
+    if ended.code != 0:
+        late = f"did not end within {TORCH_SECONDS:g} s" if ended.code is None else ended.last_error
+        broken[found.get("importing") or "torch"] = late
+    seconds = float(found.get("whole", TORCH_SECONDS))
+    return TorchReport(
+        "",
+        found["version"],
+        found["cuda"],
+        found["hip"],
+        bool(found.get("cpu")),
+        tuple(found.get("gpus", ())),
+        broken,
+        seconds,
+    )
+
+
+def torch(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Whether torch and the libraries of every run can be imported and compute."""
+    report = torch_report(machine, needs)
+    again = "pip install --force-reinstall --no-deps"
+    if report.error:
+        version = _version_of("torch", machine)
+        yield Finding("torch", "error", f"cannot be imported: {report.error}", f"{again} torch{version}")
+        return
+    for name, reason in report.broken.items():
+        yield _broken(name, reason, report, machine, needs)
+    build = f"CUDA {report.cuda}" if report.cuda else f"ROCm {report.hip}" if report.hip else "the CPU"
+    detail = f"{report.version}, built for {build}"
+    if not report.cpu and "torch" not in report.broken:
+        yield Finding("torch", "error", f"{detail}, computes a wrong product", f"{again} torch")
+    elif report.seconds > SLOW:
+        advice = "put the environment on a local disk, or try again when the machine is less busy"
+        yield warning("torch", f"{detail}; the libraries took {report.seconds:.0f} s to load", advice)
+    else:
+        yield ok("torch", f"{detail}; torch, transformers and datasets load in {report.seconds:.1f} s")
+
+
+def _version_of(name: str, machine: Machine) -> str:
+    package = machine.packages().get(name)
+    return f"=={package.version.partition('+')[0]}" if package else ""
+
+
+def _broken(name: str, reason: str, report: TorchReport, machine: Machine, needs: Needs) -> Finding:
+    package = name.partition(".")[0]
+    if package in FOR_VISION:
+        build = "for the CPU" if report.cuda is None else f"for CUDA {report.cuda}"
+        detail = f"does not load beside torch {report.version}, so vLLM does not either: {reason}"
+        advice = f"pip uninstall {package} (models of text do without it), or install its build {build}"
+        return problem(package, detail, advice, needs.vllm)
+    required = package == "torch" or any(package == one.partition(".")[0] for one in LIBRARIES) or needs.modules
+    advice = f"pip install --force-reinstall --no-deps {package}{_version_of(package, machine)}"
+    return problem(package, f"cannot be imported: {reason}", advice, required)
+
+
+def gpus(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """The GPUs, their driver and memory, and who else uses them."""
+    present, reason = nvidia_gpus(machine)
+    report = torch_report(machine, needs)
+    wanted = needs.cuda or needs.gpus
+    if not present and not report.gpus:
+        if reason:
+            advice = "ask the administrator to reload the driver, or run `nvidia-smi` for details"
+            yield problem("GPUs", f"nvidia-smi fails: {reason}", advice, wanted)
+        else:
+            why = needs.cuda or "the config"
+            advice = f"{why} needs a GPU: run on a machine that has one" if wanted else ""
+            yield problem("GPUs", "none; runs compute on the CPU", advice, wanted, otherwise="-")
+        return
+    if present and not report.gpus and not report.error:
+        yield _unseen(present, report, machine, needs)
+    for gpu in present:
+        yield _gpu(gpu)
+    for number, seen in enumerate(report.gpus):
+        if seen.get("problem") or not seen.get("computes"):
+            advice = "install a torch that is built for this GPU, or leave it out with CUDA_VISIBLE_DEVICES"
+            yield Finding(
+                f"cuda:{number}", "error", f"{seen['name']}: {seen.get('problem', 'computes wrongly')}", advice
+            )
+        elif not present:
+            yield ok(f"cuda:{number}", f"{seen['name']}, {_gib(seen['free'])} of {_gib(seen['total'])} GiB free")
+
+
+def nvidia_gpus(machine: Machine) -> tuple[list[Gpu], str]:
+    """The GPUs that nvidia-smi lists, and why it fails; "" if it works or does not exist."""
+    return machine.once("nvidia-smi", partial(_listed, machine))
+
+
+def _listed(machine: Machine) -> tuple[list[Gpu], str]:
+    options = ["--format=csv,noheader,nounits"]
+    ended = machine.run(["nvidia-smi", f"--query-gpu={QUERY}", *options], SMI_SECONDS)
+    if ended.code == MISSING:
+        return [], ""
+    if ended.code != 0:
+        said = (ended.err or ended.out).strip().splitlines()
+        return [], f"no answer within {SMI_SECONDS:g} s" if ended.code is None else (said or ["no message"])[-1]
+    users = _users(machine.run(["nvidia-smi", f"--query-compute-apps={USERS}", *options], SMI_SECONDS).out)
+    found = []
+    for line in ended.out.splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if len(words) == len(QUERY.split(",")):
+            index, name, driver, total, used, capability, uuid = words
+            found.append(Gpu(index, name, driver, _mib(total), _mib(used), capability, ", ".join(users.get(uuid, []))))
+    return found, ""
+
+
+def _users(text: str) -> dict[str, list[str]]:
+    """{GPU: its processes as phrases}."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if len(words) == 4:
+            uuid, pid, name, used = words
+            found.setdefault(uuid, []).append(f"{name.rpartition('/')[2]} (process {pid}, {_gib(_mib(used))} GiB)")
+    return found
+
+
+def _mib(text: str) -> float:
+    """Bytes of a number of MiB; 0 for `[N/A]`."""
+    try:
+        return float(text) * 2**20
+    except ValueError:
+        return 0.0
+
+
+def _gpu(gpu: Gpu) -> Finding:
+    name = f"GPU {gpu.index}"
+    detail = f"{gpu.name}, {_gib(gpu.total - gpu.used)} of {_gib(gpu.total)} GiB free, driver {gpu.driver}"
+    if gpu.total and gpu.used / gpu.total > OCCUPIED:
+        by = f" by {gpu.users}" if gpu.users else ""
+        advice = "end that process, or choose other GPUs with CUDA_VISIBLE_DEVICES"
+        return warning(name, f"{detail}; {_gib(gpu.used)} GiB are used{by}", advice)
+    major, _, minor = gpu.capability.partition(".")
+    if major.isdigit() and minor.isdigit() and (int(major), int(minor)) < BFLOAT16:
+        detail = f"{detail}; its compute capability {gpu.capability} has no bfloat16"
+        return warning(name, detail, "set model.dtype=float32")
+    return ok(name, f"{detail}, compute capability {gpu.capability}")
+
+
+def _unseen(present: list[Gpu], report: TorchReport, machine: Machine, needs: Needs) -> Finding:
+    """Why torch does not see the GPUs that nvidia-smi lists."""
+    there = f"there {'is 1 GPU' if len(present) == 1 else f'are {len(present)} GPUs'}"
+    wanted = needs.cuda or needs.gpus
+    hidden = machine.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.strip() in ("", "-1", "NoDevFiles"):
+        detail = f"{there}, and CUDA_VISIBLE_DEVICES={hidden!r} hides all"
+        return problem("torch and GPUs", detail, "unset CUDA_VISIBLE_DEVICES", wanted)
+    plain = report.version.partition("+")[0]
+    if not report.cuda and not report.hip:
+        detail = f"{there}, and torch {report.version} is built without CUDA"
+        advice = f"pip install --force-reinstall torch=={plain} --index-url https://download.pytorch.org/whl/cu130"
+        return problem("torch and GPUs", detail, advice, wanted)
+    driver = _driver_cuda(machine)
+    if report.cuda and driver and driver[0] < int(report.cuda.partition(".")[0]):
+        shown = ".".join(map(str, driver))
+        detail = (
+            f"the driver {present[0].driver} is for CUDA {shown}, and torch {report.version} for CUDA {report.cuda}"
+        )
+        advice = f"update the driver, or pip install --force-reinstall torch=={plain} --index-url "
+        return problem("torch and GPUs", detail, f"{advice}https://download.pytorch.org/whl/cu{driver[0]}X", wanted)
+    detail = f"{there}, and torch {report.version} sees none"
+    return problem("torch and GPUs", detail, "run python -c 'import torch; torch.cuda.init()' for the reason", wanted)
+
+
+def _driver_cuda(machine: Machine) -> tuple[int, int] | None:
+    """The newest version of CUDA that the driver supports."""
+    found = DRIVER_CUDA.search(machine.run(["nvidia-smi"], SMI_SECONDS).out)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def nccl(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Whether the GPUs can add a tensor together."""
+    count = len(torch_report(machine, needs).gpus)
+    if count < 2:
+        yield not_needed("NCCL", "connects two GPUs or more")
+        return
+    yield connected(machine, "nccl", count, needs.gpus > 1)
+
+
+def connected(machine: Machine, backend: str, count: int, needed: bool) -> Finding:
+    """A finding about a sum over `count` processes by torch.distributed."""
+    ended = machine.probe("collective_probe", NCCL_SECONDS, backend, str(count))
+    found = ended.answers()
+    name = backend.upper()
+    if ended.code == 0 and found.get("sum") == count:
+        return ok(name, f"{count} GPUs add a tensor in {1e3 * found['seconds']:.1f} ms")
+    reason = f"no sum within {NCCL_SECONDS:g} s" if ended.code is None else ended.last_error
+    advice = "NCCL_DEBUG=INFO grpocli doctor shows more; NCCL_P2P_DISABLE=1 or NCCL_SHM_DISABLE=1 may help"
+    return problem(name, f"{count} GPUs cannot add a tensor: {reason}", advice, needed)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.1f}"

@@ -1,0 +1,168 @@
+"""The machine that `grpocli doctor` looks at: its environment, its folders, its packages and its commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+MISSING = 127
+"""The exit code of a command that does not exist, as in a shell."""
+LONGEST_OUTPUT = 1_000_000
+"""Characters of a command's output that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A command that ended. code: its exit code; None if it was killed at its deadline."""
+
+    code: int | None
+    out: str = ""
+    err: str = ""
+
+    @property
+    def last_error(self) -> str:
+        """The last line of standard error that is not empty, or the signal that ended the command."""
+        lines = [line.strip() for line in self.err.splitlines() if line.strip()]
+        if self.code is not None and self.code < 0:
+            with suppress(ValueError):
+                return f"it was ended by {signal.Signals(-self.code).name}"
+        return lines[-1][:300] if lines else f"exit code {self.code}"
+
+    def answers(self) -> dict[str, Any]:
+        """The JSON objects that a probe printed, one a line, merged; other lines are left out."""
+        merged: dict[str, Any] = {}
+        for line in self.out.splitlines():
+            with suppress(ValueError):
+                found = json.loads(line)
+                merged |= found if isinstance(found, dict) else {}
+        return merged
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """An installed distribution. requires: its requirements, as its metadata spells them."""
+
+    name: str
+    version: str
+    requires: tuple[str, ...] = ()
+
+
+Run = Callable[[Sequence[str], float, Mapping[str, str]], Ended]
+"""Runs a command within seconds, in an environment."""
+
+
+def run_command(command: Sequence[str], seconds: float, environ: Mapping[str, str]) -> Ended:
+    """Run a command in a session of its own; at the deadline the whole session is killed."""
+    try:
+        process = subprocess.Popen(
+            command,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Ended(MISSING, err=f"{command[0]}: {error.strerror or error}")
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        out, err = _rest(process)
+        return Ended(None, out, err)
+    return Ended(process.returncode, out[:LONGEST_OUTPUT], err[-LONGEST_OUTPUT:])
+
+
+def _rest(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """The output of a killed command; empty if a process that it left behind keeps the pipes open."""
+    try:
+        return process.communicate(timeout=1.0)
+    except subprocess.TimeoutExpired:
+        return "", ""
+
+
+def installed_packages() -> dict[str, Package]:
+    """The installed distributions by their normalized names; the first on the path counts."""
+    from packaging.utils import canonicalize_name
+
+    found: dict[str, Package] = {}
+    for one in distributions():
+        name = one.metadata["Name"]
+        if name and one.version:
+            found.setdefault(canonicalize_name(name), Package(name, one.version, tuple(one.requires or ())))
+    return found
+
+
+def reach(url: str) -> str:
+    """Why a server does not answer, as a phrase; "" if it does."""
+    from grpocli.hub import ask
+
+    return ask(url)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Everything that the checks look at, so that a test can break each thing.
+
+    folder: the working folder. root: the folder that holds proc, sys, dev and etc. python: the interpreter that
+    probes run with. now: the time in seconds since 1970.
+    """
+
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    folder: Path = field(default_factory=Path.cwd)
+    root: Path = Path("/")
+    python: str = sys.executable
+    command: Run = run_command
+    packages: Callable[[], Mapping[str, Package]] = installed_packages
+    disk_usage: Callable[[Path], Any] = shutil.disk_usage
+    reach: Callable[[str], str] = reach
+    now: Callable[[], float] = time.time
+    _kept: dict[str, Any] = field(default_factory=dict)
+    _locks: dict[str, threading.Lock] = field(default_factory=dict)
+
+    def run(self, command: Sequence[str], seconds: float) -> Ended:
+        """Run a command of this machine's PATH within a deadline."""
+        found = shutil.which(command[0], path=self.environ.get("PATH", os.defpath))
+        if found is None:
+            return Ended(MISSING, err=f"{command[0]}: not found")
+        return self.command([found, *command[1:]], seconds, self.environ)
+
+    def has(self, command: str) -> bool:
+        """Whether a command is on the PATH."""
+        return shutil.which(command, path=self.environ.get("PATH", os.defpath)) is not None
+
+    def probe(self, name: str, seconds: float, *words: str) -> Ended:
+        """Run a program of `probes/`. The working folder is not on its path, so a torch.py there is not imported."""
+        file = Path(__file__).parent / "probes" / f"{name}.py"
+        return self.run([self.python, "-P", str(file), *words], seconds)
+
+    def text(self, path: str) -> str:
+        """The content of a file below `root`; "" if it cannot be read."""
+        with suppress(OSError):
+            return (self.root / path).read_text(errors="replace")
+        return ""
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """The result of the first call with this name. Other threads wait for it."""
+        with self._locks.setdefault(name, threading.Lock()):
+            if name not in self._kept:
+                self._kept[name] = make()
+            result: T = self._kept[name]
+            return result

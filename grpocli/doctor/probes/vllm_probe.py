@@ -1,0 +1,32 @@
+"""Imports vLLM and loads the kernels of its platform."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+
+def main() -> None:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    began = time.monotonic()
+    import vllm
+
+    print(json.dumps({"version": vllm.__version__, "seconds": time.monotonic() - began}), flush=True)
+    from vllm.platforms import current_platform
+
+    print(json.dumps({"platform": type(current_platform).__name__, "device": current_platform.device_type}), flush=True)
+    current_platform.import_kernels()
+    print(json.dumps({"kernels": loaded_kernels()}), flush=True)
+
+
+def loaded_kernels() -> list[str]:
+    """The names of vLLM's operators that torch knows now."""
+    import torch
+
+    names = torch._C._dispatch_get_all_op_names()
+    return sorted(name for name in names if name.startswith(("_C::", "_C_cache_ops::", "_C_cpu::")))[:400]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Checks of the hub, of ports, of SLURM, of the locale and of environment variables."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpocli.doctor.checkup import Finding, not_needed, ok, problem, warning
+from grpocli.doctor.devices import nvidia_gpus
+from grpocli.doctor.machine import MISSING
+from grpocli.doctor.needs import LEAST_DISK
+from grpocli.doctor.resources import room, usable_cores
+from grpocli.version import PACKAGE
+
+if TYPE_CHECKING:
+    from grpocli.doctor.machine import Machine
+    from grpocli.doctor.needs import Needs
+
+HUB = "https://huggingface.co"
+DAY = 86400.0
+SLURM_SECONDS = 10.0
+ENCODINGS = "import json,locale,sys; print(json.dumps({'e': [locale.getpreferredencoding(), sys.stdout.encoding]}))"
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+
+
+def hub(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Whether the model hub answers, its cache, and whether there is a token, which is not shown."""
+    environ = machine.environ
+    endpoint = environ.get("HF_ENDPOINT", HUB).rstrip("/")
+    offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _true(environ.get(name, ""))]
+    if offline:
+        advice = f"unset {offline[0]} to download"
+        yield problem("hub", f"{offline[0]} is set: only what is in the cache", advice, needs.hub)
+    elif reason := machine.reach(endpoint):
+        advice = (
+            "use model=hf model.path=FOLDER and task.path=FILE, set HF_ENDPOINT to a mirror or HTTPS_PROXY to a proxy, "
+            "or download on another machine and copy HF_HOME"
+        )
+        yield problem("hub", f"{endpoint} does not answer: {reason}", advice, needs.hub)
+    else:
+        yield ok("hub", f"{endpoint} answers")
+    cache = hub_cache(machine)
+    yield room(machine, "hub cache", cache, LEAST_DISK if needs.hub else 0, "export HF_HOME=FOLDER on a larger disk")
+    token = environ.get("HF_TOKEN") or existing_file(Path(environ.get("HF_TOKEN_PATH", hub_home(machine) / "token")))
+    if token:
+        yield ok("hub token", "set")
+    else:
+        yield not_needed("hub token", "none; only gated models and private data need one (`hf auth login`)")
+
+
+def existing_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def hub_home(machine: Machine) -> Path:
+    """The folder of Hugging Face's libraries."""
+    environ = machine.environ
+    cache = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '/')}/.cache"
+    return Path(environ.get("HF_HOME") or f"{cache}/huggingface").expanduser()
+
+
+def hub_cache(machine: Machine) -> Path:
+    """The folder of downloaded models."""
+    environ = machine.environ
+    return Path(environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or hub_home(machine) / "hub")
+
+
+def _true(text: str) -> bool:
+    return text.upper() in ("1", "ON", "YES", "TRUE")
+
+
+def ports(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Whether a server on this machine can be started and reached."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), 2.0).close()
+    except OSError as error:
+        detail = f"127.0.0.1 cannot be used: {error.strerror or error}"
+        yield Finding("loopback", "error", detail, "bring the loopback interface up: ip link set lo up")
+        return
+    yield ok("loopback", "a port on 127.0.0.1 can be opened and reached")
+
+
+def slurm(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """SLURM's commands, and whether this is a job of it."""
+    job = machine.environ.get("SLURM_JOB_ID")
+    inside = f"inside of job {job}" if job else ""
+    if not machine.has("sbatch"):
+        detail = f"{inside}, without sbatch on the path" if inside else "no sbatch on the path"
+        yield problem("SLURM", detail, "submit from a machine of the cluster", needs.slurm, otherwise="-")
+        return
+    ended = machine.run(["sinfo", "--noheader", "--format=%P %D %t"], SLURM_SECONDS)
+    if ended.code == 0 and ended.out.strip():
+        nodes = sum(int(words[1]) for line in ended.out.splitlines() if len(words := line.split()) > 1)
+        partitions = {line.split()[0] for line in ended.out.splitlines() if line.split()}
+        detail = f"answers: {len(partitions)} partitions, {nodes} nodes"
+        yield ok("SLURM", f"{detail}, {inside}" if inside else detail)
+        return
+    reason = f"no answer within {SLURM_SECONDS:g} s" if ended.code is None else ended.last_error
+    reason = "sinfo is not on the path" if ended.code == MISSING else reason
+    advice = "ask the administrator whether slurmctld runs; scontrol ping shows it"
+    yield problem("SLURM", f"sbatch is installed, and sinfo fails: {reason}", advice, needs.slurm)
+
+
+def locale(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Whether text is UTF-8."""
+    ended = machine.run([machine.python, "-P", "-c", ENCODINGS], 5.0)
+    found = [str(name) for name in ended.answers().get("e", [])]
+    if found and all(name.lower().replace("-", "") == "utf8" for name in found):
+        yield ok("text", "UTF-8")
+    else:
+        shown = " and ".join(dict.fromkeys(found)) or ended.last_error
+        yield warning("text", f"is {shown}, not UTF-8; prompts in other scripts may not print", "export LC_ALL=C.UTF-8")
+
+
+def clock(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Whether the clock is after the installation of grpocli; certificates fail with a clock that is wrong."""
+    behind = (PACKAGE / "version.py").stat().st_mtime - machine.now()
+    if behind > DAY:
+        detail = f"is {behind / DAY:,.0f} days before grpocli was installed, so certificates seem invalid"
+        yield warning("clock", detail, "set it: timedatectl set-ntp true")
+    else:
+        yield ok("clock", "after the installation of grpocli")
+
+
+def variables(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Environment variables that slow a run down or break it."""
+    found = list(_variables(machine))
+    yield from found
+    if not found:
+        yield ok("variables", "none that disturbs a run")
+
+
+def _variables(machine: Machine) -> Iterator[Finding]:
+    environ = machine.environ
+    threads, cores = environ.get("OMP_NUM_THREADS", ""), usable_cores(machine)
+    if threads.isdigit() and cores and int(threads) > cores:
+        detail = f"is {threads}, and this process may use {cores:g} cores"
+        yield warning("OMP_NUM_THREADS", detail, "unset OMP_NUM_THREADS")
+    if environ.get("CUDA_VISIBLE_DEVICES") == "" and nvidia_gpus(machine)[0]:
+        yield warning("CUDA_VISIBLE_DEVICES", "is empty, which hides all GPUs", "unset CUDA_VISIBLE_DEVICES")
+    if _proxied(machine):
+        detail = "set without NO_PROXY: a judge or vLLM server on this machine may be asked through the proxy"
+        yield warning("proxy", detail, "export NO_PROXY=localhost,127.0.0.1")
+    if preloaded := environ.get("LD_PRELOAD", "").replace(":", " ").split():
+        missing = [name for name in preloaded if "/" in name and not Path(name).exists()]
+        detail = f"names {missing[0]}, which does not exist" if missing else f"loads {' '.join(preloaded)} everywhere"
+        yield warning("LD_PRELOAD", detail, "unset LD_PRELOAD unless it is meant")
+    if environ.get("PYTHONHOME"):
+        yield warning("PYTHONHOME", "is set, which breaks virtual environments", "unset PYTHONHOME")
+    if environ.get("PYTHONDONTWRITEBYTECODE"):
+        detail = "is set: each process compiles torch, transformers and vLLM again unless they are compiled"
+        yield warning("PYTHONDONTWRITEBYTECODE", detail, "unset PYTHONDONTWRITEBYTECODE")
+
+
+def _proxied(machine: Machine) -> bool:
+    """Whether a proxy is set and loopback addresses are not excepted."""
+    environ = machine.environ
+    names = [name for one in PROXIES for name in (one, one.lower()) if environ.get(name)]
+    excepted = environ.get("NO_PROXY", environ.get("no_proxy", ""))
+    return bool(names) and not any(host in excepted for host in ("127.0.0.1", "localhost", "*"))

@@ -1,0 +1,82 @@
+"""Machines that are broken on purpose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from grpocli.doctor.checkup import Finding
+from grpocli.doctor.machine import Ended, Machine, Package, run_command
+
+FILES = {
+    "proc/meminfo": "MemTotal:       16000000 kB\nMemAvailable:   12000000 kB\n",
+    "proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\nflags\t\t: fpu avx2 avx512f\n",
+    "proc/self/status": "Name:\tpython\nCpus_allowed_list:\t0-1\n",
+    "proc/self/cgroup": "0::/job\n",
+    "proc/self/limits": "Limit                     Soft Limit           Hard Limit           Units\n"
+    "Max core file size        0                    unlimited            bytes\n"
+    "Max processes             60000                60000                processes\n"
+    "Max open files            20000                20000                files\n"
+    "Max locked memory         8388608              8388608              bytes\n",
+}
+TORCH = [
+    {"version": "2.13.0", "cuda": "13.0", "hip": None, "seconds": 2.0},
+    {"cpu": True, "threads": 2},
+    {"gpus": []},
+    {"importing": "", "broken": {}, "whole": 5.0},
+]
+VLLM = [{"version": "0.32.0", "seconds": 6.0}, {"platform": "CpuPlatform", "device": "cpu"}, {"kernels": ["_C::x"]}]
+
+
+def said(*objects: Mapping[str, Any], code: int | None = 0, err: str = "") -> Ended:
+    """A probe that printed these objects."""
+    return Ended(code, "".join(f"{json.dumps(one)}\n" for one in objects), err)
+
+
+def machine(
+    folder: Path,
+    *,
+    files: Mapping[str, str] = {},
+    environ: Mapping[str, str] = {},
+    answers: Mapping[str, Ended] = {},
+    packages: Iterable[Package] = (),
+    free: float = 100 * 2**30,
+    **more: Any,
+) -> Machine:
+    """A machine in a folder. answers: what commands and probes end with, by a part of their command line.
+
+    free: bytes on every disk.
+    """
+    for path, text in {**FILES, **files}.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    for name in ("dev/shm", "home", "work", "bin"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    known = {"torch_probe": said(*TORCH), "vllm_probe": said(*VLLM), "sandbox_probe": said({"backend": "bubblewrap"})}
+
+    def command(words: Sequence[str], seconds: float, environ: Mapping[str, str]) -> Ended:
+        line = " ".join(words)
+        found = {**known, **answers}
+        return next((found[part] for part in found if part in line), None) or run_command(words, seconds, environ)
+
+    for name, part in {"nvidia-smi": "query-gpu", "sbatch": "sbatch", "sinfo": "sinfo"}.items():
+        if part in answers:
+            (folder / "bin" / name).write_text("#!/bin/sh\n")
+            (folder / "bin" / name).chmod(0o755)
+    return Machine(
+        environ={"HOME": str(folder / "home"), "PATH": str(folder / "bin"), **environ},
+        folder=folder / "work",
+        root=folder,
+        command=command,
+        packages=lambda: {one.name: one for one in packages},
+        disk_usage=lambda path: SimpleNamespace(free=free, total=2 * free),
+        reach=more.pop("reach", lambda url: ""),
+        **more,
+    )
+
+
+def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:
+    return {one.name: one for one in findings}
