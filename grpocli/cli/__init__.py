@@ -25,6 +25,7 @@ COMMANDS = {
     "eval": ("grpocli.cli.evaluate", "evaluate models and checkpoints, with confidence intervals"),
     "rollouts": ("grpocli.cli.rollouts", "show, filter and export the completions of a run"),
     "compare": ("grpocli.cli.compare", "print a table of runs"),
+    "report": ("grpocli.cli.report", "write a page about runs: curves, warnings, completions"),
 }
 
 HELP = """\
@@ -45,6 +46,8 @@ examples
   grpocli explain algorithm=dgpo vs algorithm=grpo    compare two objectives
   grpocli doctor recipe=dapo-small                    is this machine ready for it?
   grpocli plan model=qwen2.5-7b hardware.device=cuda --devices 8    does it fit?
+
+  grpocli report runs/DATE/TIME                       a page with curves and completions, as one HTML file
 
 `grpocli COMMAND --help` lists the config groups and options of a command.
 GRPOCLI_TRACEBACK=1 prints the traceback of an error. GRPOCLI_CACHE is the folder for built models.

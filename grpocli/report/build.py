@@ -1,0 +1,174 @@
+"""The data of a page, from the folders of runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpocli.errors import ConfigError, GrpoError
+from grpocli.progress import Progress, unreported
+from grpocli.report.charts import charts
+from grpocli.report.curves import read_curves, thinned, with_evaluations
+from grpocli.report.diagnosis import verdict, warnings
+from grpocli.report.facts import facts, sessions
+from grpocli.report.page_data import PageData, RunView
+from grpocli.report.rollout_sample import BUDGET, Prompts, RolloutSample
+from grpocli.report.several import differences, labels, results
+from grpocli.report.token_texts import TokenTexts
+from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.runs import RunRow, find_runs, flatten, load_yaml
+from grpocli.version import __version__
+
+ROWS = 6_000
+"""Rows of metrics of all runs of a page; a run has at most ROWS_OF_RUN, at least FEWEST_ROWS."""
+ROWS_OF_RUN, FEWEST_ROWS = 1_000, 60
+PROBLEMS = 32
+"""Held-out problems if the config leaves them to the hardware: the smaller of its two defaults."""
+
+FormulaOf = Callable[[Path], Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Builder:
+    """Builds the data of a page.
+
+    formula: the lines of a run's objective; raises GrpoError if it is unknown. completions: at most, for all runs; None
+    for as many as fit into the budget.
+    """
+
+    formula: FormulaOf
+    completions: int | None = None
+    progress: Progress = unreported
+
+    def page(self, folders: Sequence[Path]) -> PageData:
+        """The page of the runs below some folders. Raises ConfigError if there are none."""
+        rows = list({row.path.resolve(): row for folder in folders for row in find_runs(folder)}.values())
+        if not rows:
+            raise ConfigError(
+                f"there is no run below {', '.join(map(str, folders))}; give the folder of a run or sweep"
+            )
+        prompts, notes = Prompts(), list[str]()
+        names = labels(rows)
+        runs = [self._run(number, row, rows, names[number], prompts, notes) for number, row in enumerate(rows)]
+        several = len(runs) > 1
+        return PageData(
+            title=_title(folders, runs),
+            made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            version=__version__,
+            charts=charts({name for run in runs for name in run.metrics}),
+            runs=runs,
+            prompts=prompts.found,
+            results=results(rows, runs) if several else None,
+            differences=differences(rows, runs) if several else None,
+            notes=notes,
+        )
+
+    def _run(
+        self,
+        number: int,
+        row: RunRow,
+        rows: Sequence[RunRow],
+        names: tuple[str, str, str],
+        prompts: Prompts,
+        notes: list[str],
+    ) -> RunView:
+        problems: list[str] = []
+        config = _config(row.path, problems)
+        flat, summary = flatten(config), _summary(row.path, problems)
+        raw = read_curves(row.path)
+        problems += raw.notes
+        last = raw.steps[-1] if raw.steps else 0
+        if summary and summary.get("steps") != last:
+            problems.append(f"summary.json is of an earlier session, which ended at step {summary.get('steps')}")
+            summary = {name: value for name, value in summary.items() if name.endswith("_before")}
+        curves = with_evaluations(raw, summary, *_evaluation(flat))
+        found = warnings(curves, flat)
+        state = _state(row.path, summary)
+        most = max(FEWEST_ROWS, min(ROWS_OF_RUN, ROWS // len(rows)))
+        drawn, thinning = thinned(curves, most, [warning.step for warning in found])
+        share = None if self.completions is None else self.completions // len(rows)
+        tokens = TokenTexts.of_run(row.path, config)
+        sample = RolloutSample(row.path, prompts, tokens, BUDGET // len(rows), share, problems, self.progress)
+        view = RunView(
+            id=f"r{number}",
+            name=names[0],
+            path=str(row.path),
+            label=names[1],
+            group=names[2],
+            state=state,
+            total_steps=_int(flat.get("train.steps")),
+            verdict=verdict(curves, state, found),
+            facts=facts(row.path, config, flat, summary, raw),
+            formula=self._formula(row.path, problems),
+            overrides=[str(text) for text in config.get("overrides") or []],
+            sessions=sessions(row.path),
+            warnings=found,
+            steps=drawn.steps,
+            metrics=drawn.metrics,
+            thinning=thinning,
+            rollouts=sample.read(),
+        )
+        notes += [f"{names[0]}: {problem}" for problem in problems]
+        return view
+
+    def _formula(self, run: Path, problems: list[str]) -> list[str]:
+        try:
+            return list(self.formula(run))
+        except (GrpoError, OSError, ValueError, TypeError, KeyError, AttributeError):
+            problems.append("the formula of the objective is unknown: the config cannot be composed")
+            return []
+
+
+def _title(folders: Sequence[Path], runs: Sequence[RunView]) -> str:
+    names = ", ".join(folder.resolve().name for folder in folders)
+    return runs[0].name if len(runs) == 1 else f"{len(runs)} runs in {names}"
+
+
+def _config(run: Path, problems: list[str]) -> dict[str, Any]:
+    path = RunDir(run).config
+    try:
+        config = load_yaml(path) if path.is_file() else None
+    except (ValueError, OSError):
+        problems.append("config.yaml is broken")
+        return {}
+    if not isinstance(config, dict):
+        problems.append("config.yaml is broken" if config is not None else "config.yaml is missing")
+        return {}
+    return config
+
+
+def _summary(run: Path, problems: list[str]) -> dict[str, Any]:
+    path = RunDir(run).summary
+    try:
+        summary = json.loads(path.read_text()) if path.is_file() else {}
+    except (ValueError, OSError, RecursionError):
+        summary = None
+    if not isinstance(summary, dict):
+        problems.append("summary.json is broken")
+        return {}
+    return summary
+
+
+def _state(run: Path, summary: Mapping[str, Any]) -> str:
+    if RunDir(run).is_running():
+        return "running"
+    cause = summary.get("exit")
+    if cause is None:
+        return "unfinished"
+    return "done" if cause == "done" else "stopped" if "stop" in str(cause) or "interrupt" in str(cause) else "failed"
+
+
+def _evaluation(flat: Mapping[str, Any]) -> tuple[int, int]:
+    """The numbers of problems of a task, and of samples of a problem."""
+    problems = flat.get("eval.problems")
+    wanted = PROBLEMS if problems is None else _int(problems)
+    size = _int(flat.get("task.eval_size"))
+    return min(wanted, size) if size else wanted, max(1, _int(flat.get("eval.samples")))
+
+
+def _int(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0

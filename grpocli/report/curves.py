@@ -1,0 +1,221 @@
+"""The curves of a run: metrics.jsonl as one series per metric, held-out accuracies with intervals, and thinning."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+from grpocli.report.page_data import Number, Series
+from grpocli.tracking.run_dir import RunDir
+
+ACCURACIES = ("accuracy", "accuracy_greedy")
+LOW, HIGH = " (low)", " (high)"
+"""The ends of the names of an interval's limits, which are not in metrics.jsonl."""
+
+WATCHED = (
+    ("reward", max),
+    ("reward", min),
+    ("grad_norm", max),
+    ("completions/mean_length", max),
+    ("entropy", min),
+    ("token_mult_prob_error", max),
+)
+"""The extremes whose rows thinning keeps in each range of steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """The metrics of a run.
+
+    steps: in order. metrics: a number or None for each step. not_finite: for each metric that was recorded without a
+    finite number (null, NaN), the steps. notes: a sentence for each problem of the file.
+    """
+
+    steps: list[int] = field(default_factory=list)
+    metrics: dict[str, Series] = field(default_factory=dict)
+    not_finite: dict[str, list[int]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def series(self, metric: str) -> list[tuple[int, float]]:
+        """(step, value) of the steps that have the metric."""
+        values = self.metrics.get(metric, [])
+        return [(step, value) for step, value in zip(self.steps, values, strict=bool(values)) if value is not None]
+
+    def rows(self, kept: Iterable[int]) -> Curves:
+        """Only the rows with these numbers (not steps)."""
+        numbers = sorted(kept)
+        metrics = {name: [values[i] for i in numbers] for name, values in self.metrics.items()}
+        return replace(self, steps=[self.steps[i] for i in numbers], metrics=metrics)
+
+
+def read_curves(run: Path) -> Curves:
+    """The metrics of a run as they are in metrics.jsonl. Broken lines are left out, with a note.
+
+    If a step has two lines, the later one counts.
+    """
+    path = RunDir(run).metrics
+    try:
+        lines = path.read_text(errors="replace").split("\n") if path.is_file() else []
+    except OSError as error:
+        return Curves(notes=[f"metrics.jsonl cannot be read: {error.strerror}"])
+    rows: dict[int, dict[str, Any]] = {}
+    broken = []
+    for number, text in enumerate(lines, start=1):
+        if (row := _row(text)) is not None:
+            rows[row["step"]] = row
+        elif text.strip():
+            broken.append(number)
+    return _curves([rows[step] for step in sorted(rows)], _notes(broken, len(lines)))
+
+
+def _row(text: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return row if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53 else None
+
+
+def _notes(broken: list[int], lines: int) -> list[str]:
+    torn = [number for number in broken if number == lines]
+    damaged = [number for number in broken if number != lines]
+    notes = [f"metrics.jsonl: line {torn[0]} is incomplete and left out"] if torn else []
+    if damaged:
+        shown = ", ".join(map(str, damaged[:5])) + (" ..." if len(damaged) > 5 else "")
+        notes.append(f"metrics.jsonl: {len(damaged)} broken lines are left out ({shown})")
+    return notes
+
+
+def _curves(rows: Sequence[Mapping[str, Any]], notes: list[str]) -> Curves:
+    names = sorted({name for row in rows for name in row if name != "step"})
+    metrics = {name: [number(row.get(name)) for row in rows] for name in names}
+    lost = {
+        name: steps for name in names if (steps := [row["step"] for row in rows if name in row and _is_lost(row[name])])
+    }
+    numeric = {name: values for name, values in metrics.items() if name in lost or any(v is not None for v in values)}
+    return Curves([row["step"] for row in rows], numeric, lost, notes)
+
+
+def number(value: Any) -> Number:
+    """A finite number; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond the floats
+        return None
+
+
+def _is_lost(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and not math.isfinite(value))
+
+
+def with_evaluations(curves: Curves, summary: Mapping[str, Any], problems: int | None, samples: int) -> Curves:
+    """The curves with the evaluations before the first and after the last step, and the intervals of accuracies.
+
+    summary: of the run; empty if it is of an earlier session. problems: for each task; None if unknown.
+    """
+    curves = _with_outer(curves, summary)
+    metrics = dict(curves.metrics)
+    for name, values in curves.metrics.items():
+        prefix, _, last = name.rpartition("/")
+        if not problems or last not in ACCURACIES or not prefix.startswith("eval"):
+            continue
+        n = problems * (_tasks(curves.metrics) if prefix == "eval" else 1)
+        pairs = (
+            curves.metrics.get(f"{prefix}/pass@2", [None] * len(values)) if last == "accuracy" else [None] * len(values)
+        )
+        limits = [
+            None if v is None else accuracy_interval(v, n, samples, p) for v, p in zip(values, pairs, strict=True)
+        ]
+        metrics[name + LOW] = [None if pair is None else pair[0] for pair in limits]
+        metrics[name + HIGH] = [None if pair is None else pair[1] for pair in limits]
+    return replace(curves, metrics=metrics)
+
+
+def _tasks(metrics: Mapping[str, Series]) -> int:
+    return max(
+        1, sum(name.startswith("eval/") and name.count("/") == 2 and name.endswith("/accuracy") for name in metrics)
+    )
+
+
+def _with_outer(curves: Curves, summary: Mapping[str, Any]) -> Curves:
+    before = {name.removesuffix("_before"): v for name, v in summary.items() if name.endswith("_before")}
+    after = {name: v for name, v in summary.items() if name.startswith("eval/") and not name.endswith("_before")}
+    outer = {0: before} | ({curves.steps[-1]: after} if curves.steps else {})
+    for step, values in outer.items():
+        known = {name: value for name, text in values.items() if (value := number(text)) is not None}
+        curves = _with_row(curves, step, known) if known else curves
+    return curves
+
+
+def _with_row(curves: Curves, step: int, values: Mapping[str, float]) -> Curves:
+    """The curves with these values at a step, which is added at the start if it is missing."""
+    steps = curves.steps if step in curves.steps else [step, *curves.steps]
+    at, added = steps.index(step), len(steps) - len(curves.steps)
+    gap: Series = [None] * added
+    metrics = {name: [*gap, *series] for name, series in curves.metrics.items()}
+    for name, value in values.items():
+        series = metrics.setdefault(name, [None] * len(steps))
+        series[at] = value
+    return replace(curves, steps=steps, metrics=metrics)
+
+
+def accuracy_interval(accuracy: float, problems: int, samples: int, pass_2: Number = None) -> tuple[float, float]:
+    """The 95 % interval of an accuracy over problems: Wilson's, as in `grpocli eval`.
+
+    Several samples of a problem count as more than one draw, by the design effect, which pass@2 determines: it has the
+    spread of the problems' accuracies. Without pass@2 each problem counts as one draw.
+    """
+    p = min(max(accuracy, 0.0), 1.0)
+    draws = float(problems)
+    if pass_2 is not None and samples > 1 and 0 < p < 1:
+        wrong = samples * (1 - p)
+        variance = (samples * (samples - 1) * (1 - pass_2) + wrong - wrong**2) / samples**2
+        apart = problems * max(0.0, variance) + 2 * p * (1 - p)
+        draws *= max(1.0, p * (1 - p) * (problems + 1) / apart)
+    z = NormalDist().inv_cdf(0.975)
+    center, reach = p + z**2 / (2 * draws), z * math.sqrt(p * (1 - p) / draws + (z / (2 * draws)) ** 2)
+    low, high = ((center + side * reach) / (1 + z**2 / draws) for side in (-1, 1))
+    return max(0.0, min(low, p)), min(1.0, max(high, p))
+
+
+def thinned(curves: Curves, most: int, steps: Iterable[int] = ()) -> tuple[Curves, str]:
+    """About `most` of the rows, unchanged, and a sentence that says which; "" if all are kept.
+
+    steps: always kept, as are evaluations, the first and last steps and the extremes of every metric.
+    """
+    total = len(curves.steps)
+    if total <= most:
+        return curves, ""
+    wanted = set(steps)
+    kept = {0, total - 1} | {i for i, step in enumerate(curves.steps) if step in wanted}
+    for name, values in curves.metrics.items():
+        known = [(value, i) for i, value in enumerate(values) if value is not None]
+        if name.startswith("eval/") and len(known) <= most // 2:
+            kept.update(i for _, i in known)
+        elif known:
+            kept.update((min(known)[1], max(known)[1]))
+    width = math.ceil(total * len(WATCHED) / most)
+    for start in range(0, total, width):
+        kept.update(_extremes(curves, range(start, min(start + width, total))))
+    names = "the highest and lowest reward, the highest gradient norm, length and mismatch, the lowest entropy"
+    rule = f"{len(kept):,} of {total:,} steps are drawn: of each {width} steps those with {names}"
+    return curves.rows(kept), f"{rule}; all evaluations; the extremes of every metric. No value is an average."
+
+
+def _extremes(curves: Curves, rows: range) -> set[int]:
+    """The rows of WATCHED, and the last row."""
+    found = {rows[-1]}
+    for name, extreme in WATCHED:
+        values = curves.metrics.get(name, [])
+        known = [(value, i) for i in rows if values and (value := values[i]) is not None]
+        if known:
+            found.add(extreme(known)[1])
+    return found

@@ -1,0 +1,73 @@
+"""The text of each token of a completion, with the tokenizer in the folders of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpocli.tracking.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+UNFINISHED = "\ufffd"
+"""The character that a decoder returns for bytes that are not a whole character."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTexts:
+    """Decodes tokens one by one."""
+
+    tokenizer: Tokenizer
+
+    @classmethod
+    def of_run(cls, run: Path, config: Mapping[str, Any]) -> TokenTexts | None:
+        """With the tokenizer of the final model, of the newest checkpoint or of a local start model; None without."""
+        from tokenizers import Tokenizer
+
+        for folder in _folders(run, config):
+            try:
+                return cls(Tokenizer.from_file(str(folder / "tokenizer.json")))
+            except Exception:  # noqa: BLE001 - tokenizers raises plain Exception for a missing or broken file
+                continue
+        return None
+
+    def __call__(self, ids: Sequence[int]) -> list[str]:
+        """A text for each token, special tokens included; joined they are the decoded text.
+
+        A character of several tokens is in the last one of them. A text that depends on later tokens falls back to
+        the tokens of the vocabulary.
+        """
+        from tokenizers.decoders import DecodeStream
+
+        whole = self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        stream = DecodeStream(skip_special_tokens=False)
+        try:
+            pieces = [stream.step(self.tokenizer, token) or "" for token in ids]
+        except Exception:  # noqa: BLE001 - tokenizers raises plain Exception for bytes that no text has
+            pieces = self._by_prefix(ids)
+        joined = "".join(pieces)
+        if pieces and whole.startswith(joined):  # the rest are bytes of a character that was cut off
+            return [*pieces[:-1], pieces[-1] + whole[len(joined) :]]
+        return pieces if joined == whole else self._by_prefix(ids)
+
+    def _by_prefix(self, ids: Sequence[int]) -> list[str]:
+        """Each piece is what a token adds to the decoded text so far; slow for long completions."""
+        pieces, done = [], ""
+        for end in range(1, len(ids) + 1):
+            text = self.tokenizer.decode(list(ids[:end]), skip_special_tokens=False)
+            shown = text.rstrip(UNFINISHED) if end < len(ids) else text
+            pieces.append(shown[len(done) :] if shown.startswith(done) else "")
+            done = shown if shown.startswith(done) else done
+        return pieces
+
+
+def _folders(run: Path, config: Mapping[str, Any]) -> list[Path]:
+    run_dir = RunDir(run)
+    checkpoints = sorted(run_dir.checkpoints.glob("step_*"), reverse=True) if run_dir.checkpoints.is_dir() else []
+    model = config.get("model")
+    path = model.get("path") if isinstance(model, Mapping) else None
+    local = [Path(path)] if isinstance(path, str) and Path(path).is_dir() else []
+    return [run_dir.model, *checkpoints, *local]
