@@ -39,3 +39,8 @@ def test_links_of_a_page_exist(page: Path) -> None:
         if not path.exists() or (heading and heading not in map(anchor, headings)):
             broken.append(target + heading)
     assert broken == []
+
+
+def test_every_page_is_listed() -> None:
+    listed = (ROOT / "docs" / "README.md").read_text()
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"({page.name})" not in listed] == ["README.md"]
