@@ -14,6 +14,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from grpocli.report.page_data import PageData
+from grpocli.tracking.text import one_line
 
 SCRIPTS = (
     "dom.js",
@@ -46,7 +47,7 @@ def page_html(data: PageData) -> str:
     )
     # Markup: our own files, and JSON without a character of markup
     return template.render(
-        title=data.title,
+        title=one_line(data.title),
         policy=_policy(style, script, live=data.live is not None),
         style=Markup(style),
         script=Markup(script),

@@ -65,8 +65,8 @@ def metrics_of(steps: list[int], shift: float = 0.0) -> dict[str, list[float | N
 
 
 def completion(text: str = "The answer is 4.", reward: float = 1.0, **changes: Any) -> CompletionView:
-    tokens = [part + " " for part in text.split(" ")] if "tokens" not in changes else changes.pop("tokens")
-    count = len(tokens)
+    tokens = changes.pop("tokens", [part + " " for part in text.split(" ")])
+    count = len(tokens or [])
     return replace(
         CompletionView(
             text=text,
