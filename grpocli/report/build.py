@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ ROWS_OF_RUN, FEWEST_ROWS = 1_000, 60
 PROBLEMS = 32
 """Held-out problems if the config leaves them to the hardware: the smaller of its two defaults."""
 
+FORMULA_KEYS = ("algorithm", "reward", "rollout", "train", "optim")
+"""The sections of a config that the formula of its objective shows."""
+
 FormulaOf = Callable[[Path], Sequence[str]]
 
 
@@ -37,12 +40,13 @@ class Builder:
     """Builds the data of a page.
 
     formula: the lines of a run's objective; raises GrpoError if it is unknown. completions: at most, for all runs; None
-    for as many as fit into the budget.
+    for as many as fit into the budget. formulas: those known, by the sections that they show.
     """
 
     formula: FormulaOf
     completions: int | None = None
     progress: Progress = unreported
+    formulas: dict[str, list[str]] = field(default_factory=dict)
 
     def page(self, folders: Sequence[Path]) -> PageData:
         """The page of the runs below some folders. Raises ConfigError if there are none."""
@@ -103,7 +107,7 @@ class Builder:
             total_steps=_int(flat.get("train.steps")),
             verdict=verdict(curves, state, found),
             facts=facts(row.path, config, flat, summary, raw),
-            formula=self._formula(row.path, problems),
+            formula=self._formula(row.path, config, problems),
             overrides=[str(text) for text in config.get("overrides") or []],
             sessions=sessions(row.path),
             warnings=found,
@@ -115,12 +119,17 @@ class Builder:
         notes += [f"{names[0]}: {problem}" for problem in problems]
         return view
 
-    def _formula(self, run: Path, problems: list[str]) -> list[str]:
-        try:
-            return list(self.formula(run))
-        except (GrpoError, OSError, ValueError, TypeError, KeyError, AttributeError):
+    def _formula(self, run: Path, config: Mapping[str, Any], problems: list[str]) -> list[str]:
+        """The formula, composed once for runs whose configs differ in nothing that it shows."""
+        key = json.dumps([config.get(name) for name in FORMULA_KEYS], default=str)
+        if key not in self.formulas:
+            try:
+                self.formulas[key] = list(self.formula(run))
+            except (GrpoError, OSError, ValueError, TypeError, KeyError, AttributeError):
+                self.formulas[key] = []
+        if not self.formulas[key]:
             problems.append("the formula of the objective is unknown: the config cannot be composed")
-            return []
+        return self.formulas[key]
 
 
 def _title(folders: Sequence[Path], runs: Sequence[RunView]) -> str:

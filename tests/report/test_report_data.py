@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
+from report.large_run import write_large_run
 
 from grpocli.errors import ConfigError
+from grpocli.launch.compose import compose
 from grpocli.report.build import Builder
 from grpocli.report.charts import charts
 from grpocli.report.curves import accuracy_interval, read_curves, thinned
-from grpocli.report.diagnosis import verdict, warnings
-from grpocli.report.rollout_sample import LONGEST, cut
+from grpocli.report.diagnosis import RULES, verdict, warnings
+from grpocli.report.html import page_json
+from grpocli.report.rollout_sample import BUDGET, LONGEST, cut
+from grpocli.tracking.runs import flatten
 from grpocli.training.accuracy import interval, pass_at_k
 
 
@@ -117,3 +123,30 @@ def test_the_verdict_needs_a_change_beyond_the_noise(tmp_path: Path) -> None:
     assert level("up", [value + step / 60 for step, value in enumerate(noise)]) == "good"
     assert level("down", [value - step / 60 for step, value in enumerate(noise)]) == "bad"
     assert level("short", [0.0, 1.0, 2.0]) == "unclear"
+
+
+def test_advice_names_keys_and_choices_that_exist() -> None:
+    keys, conf = flatten(OmegaConf.to_container(compose([]))), Path("conf")
+    named = {
+        word.rstrip(".,") for rule in RULES for word in rule.advice.split() if "." in word.rstrip(".,") or "/" in word
+    }
+    assert {"optim.lr", "algorithm/keep=dynamic"} <= named
+    for word in named:
+        group, _, choice = word.partition("=")
+        assert group in keys or (conf / group / f"{choice}.yaml").is_file(), word
+
+
+@pytest.mark.slow
+def test_a_large_run_stays_within_the_budget(tmp_path: Path) -> None:
+    run = write_large_run(tmp_path / "large", steps=400)
+    (view,) = builder().page([run]).runs
+    shown = [len(group.completions) for group in view.rollouts.groups]
+    assert view.rollouts.total == 100_000
+    assert 1_000 < sum(shown) < 20_000
+    assert len(page_json(view.rollouts)) < 1.2 * BUDGET
+    steps = {group.step for group in view.rollouts.groups}
+    assert {1, 400} <= steps
+    assert len(steps) > 100
+    prompts = Counter(group.prompt for group in view.rollouts.groups if 10 < group.step < 390)
+    assert max(prompts.values()) >= 2, "no prompt is followed through the steps"
+    assert f"{sum(shown):,} of 100,000 completions" in view.rollouts.rule
