@@ -311,7 +311,7 @@ function yScale(chart) {
     range: (u, min, max) => {
       if (min === null) return [0, 1];
       if (chart.chart.stacked) return [0, max * 1.05 || 1];
-      if (min === max) return flat(min, max);
+      if (min === max) return min === 0 ? [0, 1] : flat(min, max);
       return uPlot.rangeNum(min, max, 0.08, min >= 0 && min < max * 0.25);
     },
   };

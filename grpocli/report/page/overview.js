@@ -22,8 +22,10 @@ function runHeader(run) {
 
 function verdictLine(run) {
   return el("div", { class: "verdict" }, el("p", {}, verdictWord(run.verdict.level), " ", foreign(run.verdict.text)),
-    run.verdict.look ? el("p", { class: "look" }, el("strong", {}, "Look first: "), foreign(run.verdict.look)) : null);
+    run.verdict.look ? el("p", { class: "look" }, lookFirst(run)) : null);
 }
+
+const lookFirst = (run) => [/^look/i.test(run.verdict.look) ? null : el("strong", {}, "Look first: "), foreign(run.verdict.look)];
 
 function progressLine(run) {
   const last = run.steps[run.steps.length - 1] ?? 0;
@@ -92,7 +94,7 @@ function setup(run) {
 const shellWord = (text) => (/^[A-Za-z0-9_.\/=:,+@%-]+$/.test(text) ? text : "'" + text.replaceAll("'", "'\\''") + "'");
 
 function runBody(run) {
-  return [run.verdict.look ? el("p", {}, el("strong", {}, "Look first: "), foreign(run.verdict.look)) : null, facts(run), setup(run)];
+  return [run.verdict.look ? el("p", {}, lookFirst(run)) : null, facts(run), setup(run)];
 }
 
 function themeField() {

@@ -37,7 +37,7 @@ const runLabel = (run) => run.label || run.name;
 // A run among those of its group: its label without the group's name.
 function seedLabel(run) {
   const label = runLabel(run);
-  return label.startsWith(run.group) && label.length > run.group.length ? label.slice(run.group.length).trim() : label;
+  return label.startsWith(run.group) && label.length > run.group.length ? label.slice(run.group.length).replace(/^[\s,]+/, "") : label;
 }
 const visibleRuns = () => page.runs.filter((run) => !page.hidden.has(run.id));
 
