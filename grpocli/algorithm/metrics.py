@@ -56,7 +56,7 @@ def loss_metrics(
     def token_mean(values_BT: Tensor) -> Tensor:
         return (values_BT * mask_BT).sum() / max(totals.tokens - totals.skipped, 1)
 
-    gaps = {} if rollout_logp_BT is None else _gap_metrics(old_logp_BT, rollout_logp_BT)
+    gaps = {} if rollout_logp_BT is None else gap_metrics(old_logp_BT, rollout_logp_BT)
     sampler_BT = old_logp_BT if rollout_logp_BT is None else rollout_logp_BT
     gaps["approx_entropy"] = -(logp_BT - sampler_BT).exp() * logp_BT
     metrics = {name: token_mean(values_BT) for name, values_BT in gaps.items()}
@@ -72,7 +72,7 @@ def loss_metrics(
     return metrics
 
 
-def _gap_metrics(trainer_BT: Tensor, sampler_BT: Tensor) -> dict[str, Tensor]:
+def gap_metrics(trainer_BT: Tensor, sampler_BT: Tensor) -> dict[str, Tensor]:
     """Metrics [B, T] of the trainer's and the sampler's log-probs, as NeMo RL's GRPO guide and loss define them.
 
     token_mult_prob_error = exp |trainer - sampler|; sampling_importance_ratio = exp(trainer - sampler).

@@ -26,6 +26,7 @@ COMMANDS = {
     "rollouts": ("grpocli.cli.rollouts", "show, filter and export the completions of a run"),
     "compare": ("grpocli.cli.compare", "print a table of runs"),
     "report": ("grpocli.cli.report", "write a page about runs: curves, warnings, completions"),
+    "replay": ("grpocli.cli.replay", "compute recorded steps again and compare them with the record"),
 }
 
 HELP = """\
@@ -46,6 +47,7 @@ examples
   grpocli explain algorithm=dgpo vs algorithm=grpo    compare two objectives
   grpocli doctor recipe=dapo-small                    is this machine ready for it?
   grpocli plan model=qwen2.5-7b hardware.device=cuda --devices 8    does it fit?
+  grpocli replay runs/DATE/TIME --step 12             is the record of this step right?
 
   grpocli report runs/DATE/TIME                       a page with curves and completions, as one HTML file
 

@@ -44,6 +44,7 @@ class Judge(BaseReward):
     A completion whose judgement fails or has no score is a failure: masked and counted, not a 0.
     """
 
+    repeatable = False
     checks_answers = True
     scores_independently = True
     base_url: str = MISSING

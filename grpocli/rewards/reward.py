@@ -112,6 +112,8 @@ class BaseReward:
     scores_independently: ClassVar[bool] = False
     """Whether the reward scores each sample independently, outside of this process. Then it is called group by group
     while other completions are still being sampled; any other reward is called once, with all samples."""
+    repeatable: ClassVar[bool] = True
+    """Whether another call scores the same samples alike, without a service outside of this machine."""
     checks_answers: ClassVar[bool] = False
     """Whether the reward decides if an answer is right, so that `grpocli reward-check` can test it."""
     solution_column: ClassVar[str] = ""

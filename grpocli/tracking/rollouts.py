@@ -60,15 +60,21 @@ def write_rollouts(path: Path, records: Sequence[Record], step: int, answers: Se
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    out = pa.BufferOutputStream()
+    # log-probs hardly repeat, so a dictionary encoding makes the file 1.5 times as large
+    pq.write_table(rollout_table(records, step, answers), out, compression="zstd", use_dictionary=False)
+    path.parent.mkdir(exist_ok=True)
+    write_atomic(path, out.getvalue().to_pybytes())
+
+
+def rollout_table(records: Sequence[Record], step: int, answers: Sequence[str] = ("answer",)) -> Any:
+    """The Arrow table of a rollout file. Arguments are those of `write_rollouts`."""
+    import pyarrow as pa
+
     prompts = {id(record.rollout.prompt): record.rollout.prompt for record in records}
     shared = {key: _of_prompt(prompt, answers) for key, prompt in prompts.items()}
     rows = [{"step": step, **_of_record(record), **shared[id(record.rollout.prompt)]} for record in records]
-    table = pa.Table.from_pylist(rows, schema=_schema(records))
-    out = pa.BufferOutputStream()
-    # log-probs hardly repeat, so a dictionary encoding makes the file 1.5 times as large
-    pq.write_table(table, out, compression="zstd", use_dictionary=False)
-    path.parent.mkdir(exist_ok=True)
-    write_atomic(path, out.getvalue().to_pybytes())
+    return pa.Table.from_pylist(rows, schema=_schema(records))
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:

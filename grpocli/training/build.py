@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ import torch
 from grpocli.algorithm import Algorithm
 from grpocli.models.loading import load_model, load_policy
 from grpocli.models.lora import trained_share
-from grpocli.progress import Watch
+from grpocli.progress import Progress, Watch
 from grpocli.rewards.scorer import Scorer
 from grpocli.rollout.engine import Engine, EngineContext, EngineJob, connected
 from grpocli.tasks.mixture import error_limits_of, errors_below
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from grpocli.processes.signals import StopSignal
     from grpocli.tasks.prompt_source import PromptSource
     from grpocli.tracking.recorder import Recorder
-    from grpocli.types import Group
+    from grpocli.types import Group, Prompt
 
 
 def build_trainer(
@@ -59,7 +59,8 @@ def build_trainer(
 
     engine = _engine(run, job, policy, data, world, stop, recover)
     sampler = _sampler(run, world, engine, data)
-    collector = _collector(run, sampler, data, state.draws, loaded.leftover, recorder)
+    watch = Watch(recorder.progress_of("rollout"))
+    collector = make_collector(run, sampler, data.draw, state.draws, loaded.leftover, watch)
     trainer = Trainer(
         run=run,
         world=world,
@@ -113,25 +114,37 @@ def _load(
             else checkpoint.State(run=run_id(recorder.run_dir))
         )
         leftover = _leftover(run, data, checkpoint_path)
-        with world.parallel.loading():
-            policy, optimizer = _policy(run, job, world, str(checkpoint_path) if checkpoint_path else job.model_path)
-            reference = _reference(run, job, policy, checkpoint_path)
-        if checkpoint_path:
-            checkpoint.load_optimizer(checkpoint_path, policy, optimizer)
-        updater = _updater(run, world, policy, reference, optimizer, state, recorder)
+        updater = load_updater(run, job, world, checkpoint_path, state.updates, recorder.progress_of("train"))
     recorder.seconds_before = state.seconds
-    _choose_layout(run, world, policy, reference, recorder)
+    policy, reference = updater.policy, updater.reference
+    for note in choose_layout(run, world, policy, reference):
+        recorder.view.note(note)
     return _Loaded(state, leftover, policy, reference, updater)
 
 
-def _choose_layout(run: Run, world: World, policy: Policy, reference: Reference | None, recorder: Recorder) -> None:
-    """Turn on packing and log-probs at the output head if the model supports them; otherwise log a note."""
+def load_updater(
+    run: Run, job: EngineJob, world: World, checkpoint_path: Path | None, updates: int, progress: Progress
+) -> Updater:
+    """The updater with the models and the optimizer of a checkpoint, or of a new run. Collective.
+
+    updates: made so far. Call `choose_layout` before the first update.
+    """
+    with world.parallel.loading():
+        policy, optimizer = _policy(run, job, world, str(checkpoint_path) if checkpoint_path else job.model_path)
+        reference = _reference(run, job, policy, checkpoint_path)
+    if checkpoint_path:
+        checkpoint.load_optimizer(checkpoint_path, policy, optimizer)
+    return _updater(run, world, policy, reference, optimizer, updates, progress)
+
+
+def choose_layout(run: Run, world: World, policy: Policy, reference: Reference | None) -> Iterator[str]:
+    """Turn on packing and log-probs at the output head if the model supports them; otherwise yield a note."""
     if not find_head(policy, world):
-        recorder.view.note("all logits of a micro-batch are kept: this model changes what its output head returns")
+        yield "all logits of a micro-batch are kept: this model changes what its output head returns"
     if run.train.packed and not pack(policy, reference, world, run.rollout.longest_row):
-        recorder.view.note(f"micro-batches are padded: {_why_padded(run)}")
+        yield f"micro-batches are padded: {_why_padded(run)}"
     if run.model.lora.rank:
-        recorder.view.note(f"LoRA trains {trained_share(policy.model)}")
+        yield f"LoRA trains {trained_share(policy.model)}"
 
 
 def _checkpointer(run: Run, world: World, loaded: _Loaded, data: PromptSource, recorder: Recorder) -> Checkpointer:
@@ -208,14 +221,15 @@ def _reference(run: Run, job: EngineJob, policy: Policy, checkpoint_path: Path |
     return Reference(load_model(run.model, path), policy)
 
 
-def _collector(
-    run: Run, sampler: Sampler, data: PromptSource, draws: int, leftover: list[Group], recorder: Recorder
+def make_collector(
+    run: Run, sampler: Sampler, draw: Callable[[int], Prompt], draws: int, leftover: list[Group], watch: Watch
 ) -> Collector:
+    """The collector of a run after `draws` prompts. draw: the prompt of a draw number."""
     algorithm: Algorithm = run.algorithm
     return Collector(
         sampler=sampler,
         algorithm=algorithm,
-        draw=data.draw,
+        draw=draw,
         reward_weights={name: reward.weight for name, reward in run.reward.items()},
         accuracy_rewards=accuracy_rewards_of(run),
         prompts_per_step=run.rollout.prompts_per_step,
@@ -225,7 +239,7 @@ def _collector(
         draws=draws,
         leftover=leftover,
         keeps_untrained=sampler.world.is_main,
-        watch=Watch(recorder.progress_of("rollout")),
+        watch=watch,
     )
 
 
@@ -253,8 +267,8 @@ def _updater(
     policy: Policy,
     reference: Reference | None,
     optimizer: Any,
-    state: checkpoint.State,
-    recorder: Recorder,
+    updates: int,
+    progress: Progress,
 ) -> Updater:
     return Updater(
         world=world,
@@ -266,8 +280,8 @@ def _updater(
         train=run.train,
         sampling=run.rollout.sampling,
         total_updates=run.train.steps * run.train.updates_per_step,
-        updates=state.updates,
-        progress=recorder.progress_of("train"),
+        updates=updates,
+        progress=progress,
     )
 
 

@@ -66,6 +66,23 @@ def version_of(group: Group) -> int:
     return min(rollout.completion.version for rollout in group.rollouts)
 
 
+def without_stale(batch: RolloutBatch, step: int, max_staleness: int) -> RolloutBatch:
+    """The batch of a step without groups that are too old, with metrics of the ages."""
+    groups: list[Group] = []
+    stale: list[Group] = []
+    for group in batch.groups:
+        (groups if version_of(group) >= step - max_staleness else stale).append(group)
+    ages = [step - rollout.completion.version for group in groups for rollout in group.rollouts]
+    metrics = batch.metrics | {
+        "sampling/kept": len(groups),
+        "sampling/stale": len(stale),
+        "staleness/mean": float(np.mean(ages)) if ages else 0.0,
+        "staleness/max": max(ages, default=0),
+    }
+    untrained = [*((Status.STALE, group) for group in stale), *batch.untrained]
+    return replace(batch, groups=groups, metrics=metrics, untrained=untrained)
+
+
 @dataclass(frozen=True, slots=True)
 class MainThreadCall:
     """Work that must run in the main thread, between two steps' updates."""
@@ -161,7 +178,7 @@ class Prefetcher:
         self._wait(lambda: bool(self._ready))
         with self._changed:
             batch = self._ready.popleft()
-        return self._without_stale(batch, step)
+        return without_stale(batch, step, self.max_staleness)
 
     @contextmanager
     def collection_paused_before(self, step: int) -> Iterator[None]:
@@ -268,22 +285,6 @@ class Prefetcher:
             if self._error and isinstance(self._error, ServiceGone) == status.error_gone:
                 return self._error
         return ServiceGone(status.error) if status.error_gone else RunError(status.error)
-
-    def _without_stale(self, batch: RolloutBatch, step: int) -> RolloutBatch:
-        """The batch without groups that are too old, with metrics of the ages."""
-        groups: list[Group] = []
-        stale: list[Group] = []
-        for group in batch.groups:
-            (groups if version_of(group) >= step - self.max_staleness else stale).append(group)
-        ages = [step - rollout.completion.version for group in groups for rollout in group.rollouts]
-        metrics = batch.metrics | {
-            "sampling/kept": len(groups),
-            "sampling/stale": len(stale),
-            "staleness/mean": float(np.mean(ages)) if ages else 0.0,
-            "staleness/max": max(ages, default=0),
-        }
-        untrained = [*((Status.STALE, group) for group in stale), *batch.untrained]
-        return replace(batch, groups=groups, metrics=metrics, untrained=untrained)
 
     # The rollout thread
 

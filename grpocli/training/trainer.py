@@ -138,24 +138,14 @@ class Trainer:
         return batch
 
     def update(self, rows: list[Row], n_groups: int) -> None:
-        """Update the policy, then the reference if it follows the policy.
-
-        Each epoch makes one optimizer update for each window, a part of the step's groups.
-        """
+        """Update the policy, then the reference if it follows the policy."""
         self.wait_for_checkpoint()
         step = self.next_step
         with self.timed("train"):
-            windows = self.updater.begin_step(rows, n_groups, step)
-            for epoch in range(self.run.train.epochs):
-                for window in windows:
-                    self.updater.update(window, epoch)
-            self.metrics |= self.updater.metrics(rows)
-            self.updater.gather(rows)
+            self.metrics |= self.updater.train_step(rows, n_groups, step)
         self.update_checks(step, self.metrics)
         self.state = replace(self.state, step=step, updates=self.updater.updates, num_tokens=self.metrics["num_tokens"])
-        kl = self.run.algorithm.kl
-        if self.reference and kl.sync_every and step % kl.sync_every == 0:
-            self.reference.mix(kl.sync_alpha)
+        self.updater.move_reference(step)
 
     def log(self, batch: RolloutBatch, advantages_PG: Tensor, rows: Sequence[Row]) -> None:
         """Write and show the step's metrics; write every completion that was sampled for it."""

@@ -37,7 +37,7 @@ ROUNDING = 1e-5
 class Updater:
     """Updates the policy on the rows of a step.
 
-    A step calls `begin_step`, then `update` for each window in each epoch, then `metrics`.
+    A step calls `train_step`: `begin_step`, then `update` for each window in each epoch, then `metrics` and `gather`.
 
     optim_config: the keys `optim.*`, with the schedule of the learning rate. optimizer: torch's or DeepSpeed's, from
     `Parallel.prepare`. total_updates: of the whole run; updates: so far. progress: called when a micro-batch begins,
@@ -79,8 +79,37 @@ class Updater:
             self._score_before_updates(window)
         return self.windows
 
+    def train_step(self, rows: Sequence[Row], n_groups: int, step: int) -> dict[str, float]:
+        """All updates of step number `step`; return its metrics. Collective.
+
+        Each epoch makes one optimizer update for each window, a part of the step's groups.
+        """
+        windows = self.begin_step(rows, n_groups, step)
+        for epoch in range(self.train.epochs):
+            for window in windows:
+                self.update(window, epoch)
+        metrics = self.metrics(rows)
+        self.gather(rows)
+        return metrics
+
+    def move_reference(self, step: int) -> None:
+        """Mix the policy into the reference after step number `step`, if `algorithm.kl.sync_every` says so."""
+        kl = self.algorithm.kl
+        if self.reference and kl.sync_every and step % kl.sync_every == 0:
+            self.reference.mix(kl.sync_alpha)
+
     def update(self, window: Window, epoch: int) -> None:
         """One optimizer update on a window, in epoch number `epoch` (from 0) of the step. Collective."""
+        self.accumulate(window)
+        number = self.first_update + epoch * self.train.minibatches + window.number
+        self.lr = self.optim_config.rate(number, self.total_updates)
+        limit = self.optim_config.max_grad_norm
+        norm = self.policy.parallel.update(self.policy.wrapped, self.optimizer, self.lr, limit)
+        self._add({"grad_norm": norm / self.world.size})  # `metrics` sums over the processes
+        self.updates += 1
+
+    def accumulate(self, window: Window) -> None:
+        """Add the gradient of a window's loss, without an optimizer update. Collective."""
         parallel = self.policy.parallel
         total = self.train.epochs * sum(len(one.micro_batches) for one in self.windows)
         for i, rows in enumerate(window.micro_batches):
@@ -89,11 +118,6 @@ class Updater:
             with parallel.accumulating(self.policy.wrapped, last):
                 self._micro_batch(rows, window.totals)
             self.micro_batches_done += 1
-        number = self.first_update + epoch * self.train.minibatches + window.number
-        self.lr = self.optim_config.rate(number, self.total_updates)
-        norm = parallel.update(self.policy.wrapped, self.optimizer, self.lr, self.optim_config.max_grad_norm)
-        self._add({"grad_norm": norm / self.world.size})  # `metrics` sums over the processes
-        self.updates += 1
 
     def gather(self, rows: Sequence[Row]) -> None:
         """Bring the per-token values of all rows to the main process, in float32 on the CPU. Collective.
@@ -117,7 +141,7 @@ class Updater:
     def _window(self, number: int, rows: list[Row]) -> Window:
         """Deal the rows of a window to the processes; all get as many micro-batches as the busiest one."""
         layout = self.policy.layout(self.sampling)
-        needed = [row for row in rows if self._is_computed(row)]
+        needed = [row for row in rows if self.is_computed(row)]
         shares = [layout.pack(share, self.train.micro_batch_tokens) for share in layout.deal(needed, self.world.size)]
         # at least one micro-batch, because AdamW skips its weight decay without a gradient
         busiest = max(1, *(len(share) for share in shares))
@@ -141,7 +165,7 @@ class Updater:
             self.tokens["tokens/padding"] += layout.size(rows) - distinct
             self.tokens["tokens/shared"] += sum(r.n_tokens for r in rows) - distinct
 
-    def _is_computed(self, row: Row) -> bool:
+    def is_computed(self, row: Row) -> bool:
         """Whether a row has a gradient, or decides which tokens of other rows have one."""
         if self.algorithm.depends_on_split:
             return True

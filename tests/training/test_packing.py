@@ -162,7 +162,7 @@ def updated(
 class Everything(Updater):
     """An updater that computes rows without a gradient, too."""
 
-    def _is_computed(self, row: Row) -> bool:
+    def is_computed(self, row: Row) -> bool:
         return True
 
 

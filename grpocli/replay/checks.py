@@ -1,0 +1,162 @@
+"""Comparing what a replay computes with what a run recorded: checks with counts, and located differences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+EXACT_SHARE = 0.99
+"""A step is repeated to the bit if this share of its log-probs is equal to the bit: then all of them have to be."""
+LOGP_TOLERANCE = {"float32": 2e-3, "bfloat16": 0.25}
+"""Nats by which log-probs, entropies and ratios of the trainer may differ by rounding, by compute dtype, on another
+device, number of processes or version of torch."""
+SAMPLER_TOLERANCE = {"float32": 1e-2, "bfloat16": 1.0}
+"""Nats by which a sampler's log-prob of a token may differ from the trainer's, by compute dtype."""
+SAMPLER_OUTLIER = 100.0
+"""In float32, multiple of a step's median difference between sampler and trainer above which a token stands out."""
+SAMPLER_ROUNDING = 2e-5
+"""Nats below which a difference between sampler and trainer never stands out."""
+METRIC_TOLERANCE = {"float32": (1e-2, 1e-3), "bfloat16": (0.2, 0.05)}
+"""Relative and absolute difference of metrics that may be rounding, by compute dtype."""
+WEIGHT_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-2}
+"""Difference of weights that may be rounding, by compute dtype."""
+SUM_TOLERANCE = 1e-6
+"""Relative difference of sums, advantages and rewards that may be rounding."""
+
+
+SUM_ROUNDING = 3e-6
+"""Relative difference of a metric that is a sum of recorded values, in float32."""
+NOISE = 2e-7
+"""Relative rounding of a difference of two log-probs in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One value that differs. group, completion, token: its place; None where they do not apply."""
+
+    step: int
+    what: str
+    recorded: Any
+    recomputed: Any
+    group: int | None = None
+    completion: int | None = None
+    token: int | None = None
+    token_text: str = ""
+
+
+@dataclass(slots=True)
+class Check:
+    """The result of one comparison: how many values agree, differ and cannot be checked.
+
+    rounded: of those that agree, the ones that are not equal to the bit. unit: of the counts. why: the reasons why
+    values cannot be checked, and how many. differences: all of them, in order.
+    """
+
+    name: str
+    unit: str = "completions"
+    agree: int = 0
+    rounded: int = 0
+    differences: list[Difference] = field(default_factory=list)
+    why: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def differ(self) -> int:
+        return len(self.differences)
+
+    @property
+    def unchecked(self) -> int:
+        return sum(self.why.values())
+
+    def skip(self, why: str, count: int = 1) -> None:
+        """Count values that cannot be checked."""
+        if count:
+            self.why[why] = self.why.get(why, 0) + count
+
+    def compare(self, difference: Difference, same: bool, exact: bool = True) -> None:
+        """Count a value; the difference is kept unless it is the same."""
+        if same:
+            self.agree += 1
+            self.rounded += not exact
+        else:
+            self.differences.append(difference)
+
+    def add(self, other: Check) -> None:
+        """Add the counts of another step."""
+        self.agree += other.agree
+        self.rounded += other.rounded
+        self.differences += other.differences
+        for why, count in other.why.items():
+            self.skip(why, count)
+
+
+def total(checks: Iterable[Check]) -> list[Check]:
+    """One check for each name, with the counts of all steps."""
+    found: dict[str, Check] = {}
+    for check in checks:
+        found.setdefault(check.name, Check(check.name, check.unit)).add(check)
+    return list(found.values())
+
+
+def close(recorded: Any, recomputed: Any, relative: float, absolute: float = 0.0) -> bool:
+    """Whether two numbers are equal within a tolerance; other values must be equal."""
+    numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (recorded, recomputed))
+    if not numbers or recorded == recomputed:
+        return bool(recorded == recomputed)
+    return math.isclose(recorded, recomputed, rel_tol=relative, abs_tol=absolute)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A check of some columns of a rollout file. tolerance: of numbers, relative and absolute."""
+
+    name: str
+    columns: tuple[str, ...]
+    relative: float = 0.0
+    absolute: float = 0.0
+    per_token: bool = False
+
+
+def compare_rows(
+    step: int,
+    spec: Columns,
+    recorded: Sequence[Mapping[str, Any]],
+    recomputed: Sequence[Mapping[str, Any]],
+    group_size: int,
+    token_text: Callable[[int], str],
+) -> Check:
+    """Compare columns of a step's rows, cell by cell, and token by token in lists of one value per token."""
+    check = Check(spec.name, "tokens" if spec.per_token else "completions")
+    for number, (old, new) in enumerate(zip(recorded, recomputed, strict=True)):
+        place = number // group_size, number % group_size
+        for column in spec.columns:
+            if column not in old:
+                check.skip(f"the file has no column {column}")
+            elif spec.per_token and isinstance(old[column], list) and isinstance(new[column], list):
+                _compare_tokens(check, step, spec, column, place, old, new, token_text)
+            elif spec.per_token and old[column] is None and new[column] is None:
+                continue
+            else:
+                same = close(old[column], new[column], spec.relative, spec.absolute)
+                difference = Difference(step, column, old[column], new[column], *place)
+                check.compare(difference, same, old[column] == new[column])
+    return check
+
+
+def _compare_tokens(
+    check: Check,
+    step: int,
+    spec: Columns,
+    column: str,
+    place: tuple[int, int],
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    token_text: Callable[[int], str],
+) -> None:
+    before, after = old[column], new[column]
+    for t in range(max(len(before), len(after))):
+        one, other = (values[t] if t < len(values) else None for values in (before, after))
+        same = close(one, other, spec.relative, spec.absolute)
+        text = token_text(old["completion_ids"][t]) if not same and t < len(old["completion_ids"]) else ""
+        check.compare(Difference(step, column, one, other, *place, t, text), same, one == other)

@@ -1,0 +1,200 @@
+"""A replay agrees with the record of a run, and finds and names one changed cell of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from cli.test_environment_run import TWO
+from replay.conftest import trained
+
+from grpocli.errors import ConfigError
+
+pytestmark = pytest.mark.processes
+
+STEP = "step_000002.parquet"
+Grpocli = Callable[..., tuple[int, str, str]]
+
+
+def replayed(grpocli: Grpocli, run: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """The exit code and the JSON of a replay."""
+    code, out, _ = grpocli("replay", str(run), "--json", *options)
+    return code, json.loads(out)
+
+
+def differing(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """{check: differences} of the checks that found some."""
+    checks = [check for step in report["steps"] for check in step["checks"] if check["differ"]]
+    return {check["name"]: check["differences"] for check in checks}
+
+
+def changed(run: Path, folder: Path, row: int, column: str, change: Callable[[Any], Any]) -> Path:
+    """A copy of the run with one changed cell in its second rollout file."""
+    copy = folder / "changed"
+    shutil.copytree(run, copy)
+    path = copy / "rollouts" / STEP
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    rows[row][column] = change(rows[row][column])
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+    return copy
+
+
+def first_row(run: Path, status: str) -> int:
+    rows = pq.read_table(run / "rollouts" / STEP).to_pylist()
+    return next(i for i, row in enumerate(rows) if row["status"] == status)
+
+
+def test_every_step_of_a_run_with_dynamic_sampling_agrees_to_the_bit(grpocli: Grpocli, dapo: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in dapo.rglob("*")}
+    code, report = replayed(grpocli, dapo, "--step", ":")
+    assert (code, differing(report)) == (0, {})
+    assert [step["step"] for step in report["steps"]] == [1, 2]
+    assert all(step["exact"] for step in report["steps"])
+    statuses = {row["status"] for row in pq.read_table(dapo / "rollouts" / STEP).to_pylist()}
+    assert {"trained", "masked", "filtered"} <= statuses
+    assert {path: path.stat().st_mtime_ns for path in dapo.rglob("*")} == before, "nothing is written"
+
+
+def moved(by: float) -> Callable[[Any], Any]:
+    return lambda value: value + by
+
+
+def first(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda values: [change(values[0]), *values[1:]]
+
+
+CELLS: list[tuple[str, Callable[[Any], Any]]] = [
+    ("completion_ids", first(lambda token: token + 1)),
+    ("logprobs", first(moved(0.1))),
+    ("loss_mask", first(lambda inside: 1 - inside)),
+    ("prompt_ids", first(lambda token: token + 1)),
+    ("reward/exact_match", lambda value: 1 - value),
+    ("reward/overlong", moved(-0.25)),
+    ("reward", moved(1e-3)),
+    ("version", moved(-1)),
+    ("status", lambda value: "surplus" if value == "filtered" else "zero_advantage"),
+    ("completion", lambda text: f"{text}1"),
+    ("prompt", lambda text: f"{text}1"),
+    ("answer", lambda text: f"{text}1"),
+    ("uid", lambda text: f"{text}1"),
+    ("columns", lambda text: text.replace("{", '{"more": 1, ', 1)),
+    ("task", lambda text: f"{text}1"),
+    ("length", moved(1)),
+    ("group", moved(1)),
+    ("step", moved(1)),
+    ("sampled_step", moved(-1)),
+    ("finish_reason", lambda reason: {"stop": "length", "length": "stop"}[reason]),
+]
+
+
+@pytest.mark.parametrize("status", ["trained", "filtered", "masked"])
+@pytest.mark.parametrize(("column", "change"), CELLS, ids=[column for column, _ in CELLS])
+def test_one_changed_cell_is_found_and_named(
+    column: str, change: Callable[[Any], Any], status: str, grpocli: Grpocli, dapo: Path, tmp_path: Path
+) -> None:
+    row = first_row(dapo, status)
+    code, report = replayed(grpocli, changed(dapo, tmp_path, row, column, change), "--step", "2")
+    assert code == 1
+    found = [one for differences in differing(report).values() for one in differences]
+    places = {(one["what"], one["group"], one["completion"]) for one in found}
+    names = {column, "logprobs", "completion"} if column == "completion_ids" else {column}
+    assert any((name, row // 4, row % 4) in places for name in names), found
+
+
+@pytest.mark.parametrize(
+    ("column", "change"),
+    [
+        ("trainer_logprobs", first(moved(1e-3))),
+        ("entropies", first(moved(1e-3))),
+        ("advantage", moved(1e-3)),
+    ],
+)
+def test_a_changed_value_of_the_update_is_found_and_named(
+    column: str, change: Callable[[Any], Any], grpocli: Grpocli, dapo: Path, tmp_path: Path
+) -> None:
+    row = first_row(dapo, "trained")
+    code, report = replayed(grpocli, changed(dapo, tmp_path, row, column, change), "--step", "2")
+    found = [one for differences in differing(report).values() for one in differences]
+    assert code == 1
+    assert {(one["what"], one["group"], one["completion"]) for one in found if one["what"] == column} == {
+        (column, row // 4, row % 4)
+    }
+
+
+def test_a_tiny_change_of_a_samplers_log_prob_shows_in_the_metrics(
+    grpocli: Grpocli, dapo: Path, tmp_path: Path
+) -> None:
+    copy = changed(dapo, tmp_path, first_row(dapo, "trained"), "logprobs", first(moved(1e-5)))
+    code, report = replayed(grpocli, copy, "--step", "2")
+    assert code == 1
+    assert {"metrics of the recorded log-probs", "metrics of the update"} <= differing(report).keys()
+
+
+def test_a_changed_metric_and_a_changed_weight_are_named(grpocli: Grpocli, dapo: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(dapo, copy)
+    lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    lines[1]["grad_norm"] += 1e-3
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, report = replayed(grpocli, copy, "--step", "2")
+    assert code == 1
+    assert [one["what"] for one in differing(report)["metrics of the update"]] == ["grad_norm"]
+
+
+def test_without_weights_the_rest_is_checked(
+    grpocli: Grpocli, dapo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from grpocli.models.tiny import Tiny
+
+    def gone(part: Tiny, progress: object) -> str:
+        raise ConfigError("was removed", key="model.path")
+
+    monkeypatch.setattr(Tiny, "prepare", gone)
+    copy = tmp_path / "copy"
+    shutil.copytree(dapo, copy)
+    shutil.rmtree(copy / "checkpoints")
+    code, out, _ = grpocli("replay", str(copy), "--step", "2")
+    assert code == 0
+    assert "cannot be checked: trainer log-probs" in out
+    assert "everything that can be checked agrees" in out
+
+
+def test_an_environment_is_stepped_again(grpocli: Grpocli, tmp_path: Path) -> None:
+    run = trained(tmp_path, *TWO[1:], "train.steps=2")
+    code, report = replayed(grpocli, run, "--step", ":")
+    assert (code, differing(report)) == (0, {})
+    turns = [row["turns"] for row in pq.read_table(run / "rollouts" / STEP).to_pylist()]
+    assert max(turn or 0 for turn in turns) > 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "there is no such folder"),
+        ([], "give the folder of one run"),
+        (["{run}", "--step", "9"], "--step 9: the run has sampled nothing there"),
+        (["{run}", "resume=x"], "RUN names the run"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(words: list[str], said: str, grpocli: Grpocli, dapo: Path) -> None:
+    code, _, err = grpocli("replay", *[word.format(run=dapo) for word in words])
+    assert code == 2
+    assert said in err
+
+
+@pytest.mark.survival
+def test_every_step_of_the_default_run_agrees(grpocli: Grpocli, tmp_path: Path) -> None:
+    from cli.running import run_here
+
+    run = tmp_path / "run"
+    assert run_here("train", f"hydra.run.dir={run}") == 0
+    code, report = replayed(grpocli, run, "--step", ":")
+    assert (code, differing(report)) == (0, {})
+    assert [step["step"] for step in report["steps"]] == list(range(1, 61))
