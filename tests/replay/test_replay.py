@@ -94,7 +94,10 @@ CELLS: list[tuple[str, Callable[[Any], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("status", ["trained", "filtered", "masked"])
+@pytest.mark.parametrize(
+    "status",
+    ["filtered", *[pytest.param(one, marks=pytest.mark.survival) for one in ("trained", "masked")]],
+)
 @pytest.mark.parametrize(("column", "change"), CELLS, ids=[column for column, _ in CELLS])
 def test_one_changed_cell_is_found_and_named(
     column: str, change: Callable[[Any], Any], status: str, grpocli: Grpocli, dapo: Path, tmp_path: Path
