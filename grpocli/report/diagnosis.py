@@ -21,6 +21,11 @@ NOISE = 3.0
 WINDOW = 10
 """Steps that a warning's numbers are averaged over, because single steps are noisy."""
 
+SPIKE = 20.0
+"""A gradient norm is a spike above this multiple of the median; clipping limits smaller ones."""
+STALE = 0.1
+"""The share of steps that may drop groups as too old: a few do after a resume."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -150,10 +155,15 @@ STAGES = ("reward", "sync", "eval", "checkpoint")
 def warnings(curves: Curves, flat: Mapping[str, Any]) -> list[RunWarning]:
     """Warnings in the order of their first steps."""
     found = [warning for rule in RULES if (warning := _warning(rule, curves, flat))]
-    return sorted([*found, *_not_finite(curves), *_slow_stages(curves)], key=lambda warning: warning.step)
+    return sorted(
+        [*found, *_not_finite(curves), *_slow_stages(curves), *_learning(curves), *_events(curves)],
+        key=lambda warning: warning.step,
+    )
 
 
 def _warning(rule: Rule, curves: Curves, flat: Mapping[str, Any]) -> RunWarning | None:
+    if rule.kind == "length growth" and (change := _reward_change(curves)) and change[0] == "good":
+        return None  # as reasoning grows, which is healthy
     if rule.kind == "mismatch" and any(value > 0 for _, value in curves.series("staleness/max")):
         return None  # the weights differ, too
     points = curves.series(rule.metric)
@@ -238,19 +248,106 @@ def _by_accuracy(curves: Curves) -> tuple[str, str] | None:
 
 
 def _by_reward(curves: Curves) -> tuple[str, str]:
+    change = _reward_change(curves)
+    if change is None:
+        return "unclear", f"{len(curves.series('reward'))} steps are too few to judge the reward."
+    level, numbers = change
+    if level == "unclear":
+        return level, f"No clear change: the reward went {numbers}."
+    if level == "good":
+        return level, f"The reward rose {numbers}; there is no held-out accuracy."
+    return level, f"The reward fell {numbers}."
+
+
+def _reward_change(curves: Curves) -> tuple[str, str] | None:
+    """The level of the change from the first to the last tenth of the steps, and its numbers; None for few steps."""
     rewards = [value for _, value in curves.series("reward")]
     if len(rewards) < FEW_STEPS:
-        return "unclear", f"{len(rewards)} steps are too few to judge the reward."
+        return None
     n = max(ENDS, len(rewards) // 10)
-    before, after = rewards[:n], rewards[-n:]
-    errors = [statistics.stdev(part) / math.sqrt(n) for part in (before, after)]
-    change = statistics.fmean(after) - statistics.fmean(before)
+    (before, first), (after, last) = (_mean_and_error(part) for part in (rewards[:n], rewards[-n:]))
     numbers = (
-        f"from {statistics.fmean(before):.3f} ± {errors[0]:.3f} in the first {n} steps to "
-        f"{statistics.fmean(after):.3f} ± {errors[1]:.3f} in the last {n} (± standard error)"
+        f"from {before:.3f} ± {first:.3f} in the first {n} steps to {after:.3f} ± {last:.3f} in the last {n} "
+        "(± standard error)"
     )
-    if abs(change) <= NOISE * math.hypot(*errors):
-        return "unclear", f"No clear change: the reward went {numbers}."
-    if change > 0:
-        return "good", f"The reward rose {numbers}; there is no held-out accuracy."
-    return "bad", f"The reward fell {numbers}."
+    clear = abs(after - before) > NOISE * math.hypot(first, last)
+    return ("unclear" if not clear else "good" if after > before else "bad"), numbers
+
+
+def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _learning(curves: Curves) -> list[RunWarning]:
+    """A reward that falls, and an accuracy that falls while the reward rises."""
+    change, accuracy = _reward_change(curves), _by_accuracy(curves)
+    last = curves.steps[-1] if curves.steps else 0
+    found = []
+    if change and change[0] == "bad":
+        advice = "Lower optim.lr, or raise algorithm.kl.beta."
+        found.append(
+            RunWarning(
+                last, "reward falls", f"the reward went {change[1]}", "The update harms the policy.", advice, "reward"
+            )
+        )
+    if change and change[0] == "good" and accuracy and accuracy[0] == "bad":
+        meaning = "The model may exploit the reward instead of solving the problems."
+        found.append(
+            RunWarning(
+                last,
+                "reward hacking",
+                f"{accuracy[1]} The reward rose {change[1]}",
+                meaning,
+                "Read completions of high reward, and choose stricter rewards.",
+                "accuracy",
+            )
+        )
+    return found
+
+
+def _events(curves: Curves) -> list[RunWarning]:
+    """Spikes of the gradient norm, rewards that fail, and groups that are dropped as too old."""
+    found = []
+    norms = curves.series("grad_norm")
+    usual = statistics.median(value for _, value in norms) if norms else 0.0
+    spikes = [(step, value) for step, value in norms if len(norms) >= FEW_STEPS and value > SPIKE * usual > 0]
+    if spikes:
+        text = f"the gradient norm is {spikes[0][1]:.3g}, the median {usual:.3g}, in {len(spikes)} steps"
+        found.append(
+            RunWarning(
+                spikes[0][0],
+                "gradient spike",
+                text,
+                "Single batches dominate the update.",
+                "Lower optim.max_grad_norm or optim.lr.",
+                "grad_norm",
+            )
+        )
+    for name in curves.metrics:
+        failed = [(step, value) for step, value in curves.series(name) if value > 0]
+        if failed and name.startswith("rewards/") and name.endswith(("/errors", "/timeouts")):
+            text = f"{name} is {failed[0][1]:g}, above 0 in {len(failed)} steps"
+            found.append(
+                RunWarning(
+                    failed[0][0],
+                    "reward errors",
+                    text,
+                    "Completions have no score, or a wrong one.",
+                    "Check the reward with grpocli reward-check.",
+                    "reward_errors",
+                )
+            )
+    stale = [(step, value) for step, value in curves.series("sampling/stale") if value > 0]
+    if len(stale) > len(curves.steps) * STALE:
+        text = f"groups were dropped as too old in {len(stale)} steps"
+        found.append(
+            RunWarning(
+                stale[0][0],
+                "staleness",
+                text,
+                "Sampled completions are thrown away.",
+                "Raise rollout.max_staleness.",
+                "staleness",
+            )
+        )
+    return found

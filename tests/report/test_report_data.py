@@ -105,6 +105,10 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
         ("token_mult_prob_error", [1.5] * 20, "mismatch"),
         ("kl", [0.1] * 10 + [4.0] * 20, "KL"),
         ("completions/mean_length", [100.0] * 10 + [900.0] * 20, "length growth"),
+        ("grad_norm", [1.0, 1.1] * 10 + [90.0], "gradient spike"),
+        ("rewards/math/errors", [0.0, 2.0], "reward errors"),
+        ("sampling/stale", [0.0, 2.0], "staleness"),
+        ("reward", [1.0, 0.9] * 10 + [0.1, 0.0] * 10, "reward falls"),
         ("completions/mean_length", [100.0] * 10 + [5.0] * 20, "length collapse"),
     ],
 )
