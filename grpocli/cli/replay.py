@@ -144,17 +144,21 @@ def _changed(run_folder: Path) -> tuple[int, list[str]]:
 
 def _what_if(replay: Replay, args: argparse.Namespace, steps: Sequence[int], view: View) -> Iterator[dict[str, object]]:
     """What another reward or algorithm would have given, in the last of the steps."""
+    if not (args.reward or args.algorithm):
+        return
     from grpocli.launch.compose import build_run
+    from grpocli.replay.what_if import other_algorithm, other_reward, recorded_groups
 
+    step = steps[-1]
+    groups = recorded_groups(replay, step)
     if args.reward:
-        from grpocli.replay.what_if import other_reward
-
         rewards = build_run(composed([f"reward=[{args.reward}]"], args.config_dir)).reward
         view.stage(f"scoring with {args.reward}")
-        yield other_reward(replay, steps[-1], rewards)
+        yield {"step": step, "other reward": args.reward, **other_reward(groups, replay, step, rewards)}
     if args.algorithm:
-        from grpocli.replay.what_if import other_algorithm
-
         words = [word if "=" in word else f"algorithm={word}" for word in args.algorithm]
         run = build_run(composed([f"resume={replay.run_dir.path}", *args.overrides, *words], args.config_dir))
-        yield other_algorithm(replay, steps[-1], run.algorithm, " ".join(words))
+        weights = replay.weights_before(step)
+        view.stage(f"computing {' '.join(words)}")
+        found = other_algorithm(groups, replay, step, weights, run.algorithm)
+        yield {"step": step, "other algorithm": " ".join(words), **found}

@@ -77,6 +77,18 @@ class Replay:
                 self.stage(f"step {step}" + ("" if step in asked else f", towards step {wanted[0]}"))
                 yield self._report(step, step in asked)
 
+    def weights_before(self, step: int) -> Weights:
+        """The weights before a step, trained over the record. Raises GrpoError if they cannot be had."""
+        if step > 1 and self.run_dir.rollouts(step - 1).is_file():
+            for _ in self.reports([step - 1]):
+                pass
+        if self.weights is None or self.weights.step != step - 1:
+            self._begin(step)
+        weights = self.weights
+        if weights is None or weights.step != step - 1:
+            raise GrpoError(f"step {step}: there are no weights before it: {self.no_weights}")
+        return weights
+
     def recorded(self, step: int) -> RecordedStep:
         """The record of a step. Raises GrpoError if its file is missing or damaged."""
         session = self.session_of(step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from grpocli.training.resume_point import UNREADABLE, checkpoints
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from grpocli.algorithm import Algorithm
     from grpocli.config.schema import Run
     from grpocli.distributed.world import World
     from grpocli.progress import Progress
@@ -78,6 +79,32 @@ class Weights:
             for row, logp_T in zip(batch_rows, logp_BT, strict=True):
                 found[place[id(row)]] = logp_T[: len(row.completion_ids)].float().cpu()
         return [found[i] for i in range(len(rows))]
+
+    def gradient(
+        self, algorithm: Algorithm, rows: Sequence[Row], n_groups: int, step: int
+    ) -> tuple[dict[str, float], Tensor]:
+        """The metrics of one backward of an algorithm over the rows, and the gradient. The weights stay as they are.
+
+        Raises GrpoError if the algorithm needs a reference that the run does not have.
+        """
+        if algorithm.needs_reference and self.updater.reference is None:
+            raise GrpoError("this algorithm needs a reference, which the run lacks; add --algorithm algorithm/kl=none")
+        train = replace(self.run.train, epochs=1, minibatches=1)
+        updater = replace(
+            self.updater,
+            algorithm=algorithm,
+            train=train,
+            reference=self.updater.reference if algorithm.needs_reference else None,
+        )
+        for window in updater.begin_step(rows, n_groups, step):
+            updater.accumulate(window)
+        metrics = updater.metrics(rows)
+        parameters = [parameter for _, parameter in _trained(updater.policy.model)]
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        gradient = torch.cat([part.detach().flatten().float().cpu() for part in parts])
+        updater.optimizer.zero_grad(set_to_none=True)
+        loss = metrics.get("loss", 0.0)
+        return {"loss": loss, "grad_norm": float(gradient.double().norm())}, gradient
 
     def vocabulary(self) -> int:
         """The number of tokens that the model has."""

@@ -2,16 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from grpocli.errors import GrpoError
+import torch
+
+from grpocli.replay.collection import collect_again
 from grpocli.replay.replay import Replay
+from grpocli.rewards.scorer import Scorer
+from grpocli.tasks.prompt_source import accuracy_rewards_of
+from grpocli.training.collector import rewards_of
+from grpocli.training.micro_batch import rows_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from grpocli.algorithm import Algorithm
+    from grpocli.replay.weights import Weights
+    from grpocli.types import Group, Row
+
+SHOWN = 5
+"""Completions shown on which two rewards disagree most."""
+LONGEST = 80
+"""Characters shown of a completion."""
 
 
-def other_reward(replay: Replay, step: int, rewards: Mapping[str, Any]) -> dict[str, object]:
-    raise GrpoError("not yet")
+def recorded_groups(replay: Replay, step: int) -> list[Group]:
+    """All groups that were sampled for a step, with the recorded rewards."""
+    source = replay.sources_of(replay.session_of(step)).unscored
+    collected = collect_again(source, replay.recorded(step), 0)
+    return collected.with_recorded_rewards(list(source.run.reward))
 
 
-def other_algorithm(replay: Replay, step: int, algorithm: Any, name: str) -> dict[str, object]:
-    raise GrpoError("not yet")
+def other_reward(groups: Sequence[Group], replay: Replay, step: int, rewards: Mapping[str, Any]) -> dict[str, object]:
+    """What other rewards say about a step's completions, beside the run's weighted sum."""
+    run = replay.session_of(step).run
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    scored, _ = Scorer(dict(rewards), 1.0).score(rollouts, run.rollout.max_completion_tokens)
+    size = run.rollout.group_size
+    new_PG = torch.tensor([[r.rewards[name] for r in scored] for name in rewards], dtype=torch.float64)
+    weights = torch.tensor([[reward.weight] for reward in rewards.values()], dtype=torch.float64)
+    other_PG = (new_PG * weights).nansum(0).masked_fill(new_PG.isnan().all(0), math.nan).reshape(-1, size)
+    own = {name: reward.weight for name, reward in run.reward.items()}
+    mine_PG = run.algorithm.scores(rewards_of(groups, list(own)), own)
+    known = ~(mine_PG.isnan() | other_PG.isnan())
+    mine, other = mine_PG[known], other_PG[known]
+    constant = [(scores == scores[:, :1]).all(1) for scores in (mine_PG, other_PG)]
+    return {
+        "rewards": list(rewards),
+        "mean": {
+            **{name: float(values.nanmean()) for name, values in rewards_of(groups, list(own)).items()},
+            **{f"{name} (other)": float(values.nanmean()) for name, values in zip(rewards, new_PG, strict=True)},
+        },
+        "not scored": int(other_PG.isnan().sum()),
+        "equal": int((mine == other).sum()),
+        "higher": int((other > mine).sum()),
+        "lower": int((other < mine).sum()),
+        "correlation of advantages": _correlation(
+            run.algorithm.advantage(mine_PG)[known], run.algorithm.advantage(other_PG)[known]
+        ),
+        "groups that become informative": int((constant[0] & ~constant[1]).sum()),
+        "groups that become uninformative": int((~constant[0] & constant[1]).sum()),
+        "largest disagreements": _largest(groups, mine_PG, other_PG),
+    }
+
+
+def _largest(groups: Sequence[Group], mine_PG: Tensor, other_PG: Tensor) -> list[dict[str, object]]:
+    """The completions on which the rewards disagree most."""
+    gap_N = (mine_PG - other_PG).abs().nan_to_num().flatten()
+    found: list[dict[str, object]] = []
+    for place in gap_N.argsort(descending=True, stable=True)[:SHOWN].tolist():
+        p, g = divmod(place, mine_PG.shape[1])
+        if gap_N[place] > 0:
+            values = {"recorded": float(mine_PG[p, g]), "other": float(other_PG[p, g])}
+            text = groups[p].rollouts[g].text[:LONGEST]
+            found.append({"group": p, "completion": g, "uid": groups[p].uid, **values, "text": text})
+    return found
+
+
+def _correlation(one: Tensor, other: Tensor) -> float | None:
+    """Pearson's; None if one of them is constant."""
+    if len(one) < 2 or not (one.std() > 0 and other.std() > 0):
+        return None
+    return float(torch.corrcoef(torch.stack([one.double(), other.double()]))[0, 1])
+
+
+def other_algorithm(
+    groups: Sequence[Group], replay: Replay, step: int, weights: Weights, algorithm: Algorithm
+) -> dict[str, object]:
+    """Advantages, loss and gradient of another algorithm beside the run's, on the same groups and weights.
+
+    Both have one backward over the groups that the step trained on, in one window, and no update. The rewards are the
+    recorded ones.
+    """
+    run, numbers = replay.session_of(step).run, [group.number for group in replay.recorded(step).trained]
+    trained = [groups[number] for number in numbers]
+    own = {name: reward.weight for name, reward in run.reward.items()}
+    found: dict[str, dict[str, float]] = {}
+    advantages, gradients = [], []
+    for name, one in (("run", run.algorithm), ("other", algorithm)):
+        accuracy = [accuracy_rewards_of(run)[group.prompt.task] for group in trained]
+        advantages_PG = one.advantages(rewards_of(trained, list(own)), own, accuracy)
+        kept_P = one.kept(rewards_of(trained, list(own)), own, accuracy)
+        rows = rows_of(trained, advantages_PG, one, step)
+        found[name], gradient = weights.gradient(one, rows, len(trained), step)
+        found[name] |= {
+            "groups that its keep part keeps": float(kept_P.sum()),
+            "mean |advantage|": float(advantages_PG.abs().mean()),
+            "share of tokens with a gradient": _share(one, rows),
+        }
+        advantages.append(advantages_PG.flatten())
+        gradients.append(gradient)
+    return {
+        **found,
+        "correlation of advantages": _correlation(*advantages),
+        "cosine of the gradients": float(torch.nn.functional.cosine_similarity(gradients[0], gradients[1], dim=0)),
+    }
+
+
+def _share(algorithm: Algorithm, rows: Sequence[Row]) -> float:
+    """The share of the model's tokens whose loss has a gradient."""
+    counted = [sum(row.mask) * (row.advantage != 0 or not algorithm.zero_at_zero_advantage) for row in rows]
+    return sum(counted) / max(1, sum(len(row.completion_ids) for row in rows))

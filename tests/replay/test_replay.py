@@ -177,6 +177,23 @@ def test_an_environment_is_stepped_again(grpocli: Grpocli, tmp_path: Path) -> No
     assert max(turn or 0 for turn in turns) > 1
 
 
+def test_another_reward_and_algorithm_are_compared(grpocli: Grpocli, dapo: Path, tmp_path: Path) -> None:
+    reward = tmp_path / "mine.py"
+    reward.write_text("def none(completions, **_):\n    return [0.0] * len(completions)\n")
+    options = ["--reward", f"{reward}:none", "--algorithm", "drgrpo"]
+    code, report = replayed(grpocli, dapo, "--step", "2", *options)
+    assert code == 0
+    other_reward, other_algorithm = report["what_if"]
+    rows = pq.read_table(dapo / "rollouts" / STEP).to_pylist()
+    assert other_reward["equal"] == sum(row["reward"] == 0 for row in rows)
+    assert other_reward["higher"] == sum(row["reward"] < 0 for row in rows)
+    line = json.loads((dapo / "metrics.jsonl").read_text().splitlines()[1])
+    assert other_algorithm["run"]["loss"] == line["loss"]
+    assert other_algorithm["run"]["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-5)
+    assert other_algorithm["other"]["grad_norm"] != other_algorithm["run"]["grad_norm"]
+    assert 0 < other_algorithm["cosine of the gradients"] < 1
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
