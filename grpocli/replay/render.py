@@ -11,7 +11,7 @@ from typing import Any
 from grpocli.replay import checks as limits
 from grpocli.replay.checks import Check, Difference, total
 from grpocli.replay.replay import StepReport
-from grpocli.tracking.text import one_line
+from grpocli.tracking.text import clean, format_number, one_line
 
 SHOWN = 5
 """Differences shown of each check; --json has all."""
@@ -54,8 +54,8 @@ def as_text(run: Path, reports: Sequence[StepReport], others: Sequence[dict[str,
             lines.append(f"  ... and {more:,} more of {check.name}")
     lines += [f"cannot be checked: {c.name}: {n:,} {c.unit}: {why}" for c in checks for why, n in c.why.items()]
     for other in others:
-        lines += ["", *[f"{name}: {value}" for name, value in other.items()]]
-    return "\n".join(one_line(line) if "\n" not in line else line.rstrip("\n") for line in [*lines, _verdict(reports)])
+        lines += ["", *_other(other)]
+    return "\n".join(clean(line.rstrip("\n")) for line in [*lines, _verdict(reports)])
 
 
 def _heading(run: Path, reports: Sequence[StepReport]) -> str:
@@ -104,6 +104,20 @@ def _sentence(one: Difference) -> str:
     token = f" ({one.token_text!r})" if one.token_text else ""
     name = NAMES.get(one.what, one.what)
     return f"{where}{token}: recorded {name} {_value(one.recorded)}, recomputed {_value(one.recomputed)}"
+
+
+def _other(other: dict[str, object], indent: str = "") -> list[str]:
+    """A line for each value; mappings and lists of mappings are indented below their name."""
+    lines = []
+    for name, value in other.items():
+        if isinstance(value, dict):
+            lines += [f"{indent}{name}", *_other(value, f"{indent}  ")]
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            pairs = [", ".join(f"{key} {_value(item)}" for key, item in one.items()) for one in value]
+            lines += [f"{indent}{name}", *[f"{indent}  {pair}" for pair in pairs]]
+        else:
+            lines.append(f"{indent}{name}: {format_number(value) if isinstance(value, float) else _value(value)}")
+    return lines
 
 
 def _value(value: Any) -> str:
