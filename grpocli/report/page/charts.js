@@ -25,30 +25,53 @@ class CurveChart {
   build() {
     const { id, title, unit } = this.chart;
     this.area = el("div", {
-      class: "plot", tabindex: "0", role: "slider", "aria-label": `${clean(title)}: step cursor`, "aria-orientation": "horizontal",
-      "aria-valuemin": "0", "aria-valuemax": "0", "aria-valuenow": "0", onkeydown: (event) => chartKey(event, this),
+      class: "plot",
+      tabindex: "0",
+      role: "slider",
+      "aria-label": `${clean(title)}: step cursor`,
+      "aria-orientation": "horizontal",
+      "aria-valuemin": "0",
+      "aria-valuemax": "0",
+      "aria-valuenow": "0",
+      onkeydown: (event) => chartKey(event, this),
     });
     this.values = el("dl", { class: "values" });
     this.body = el("tbody");
     this.table = el("details", { class: "table", ontoggle: () => this.fillTable() }, el("summary", {}, "Table"));
     const pick = several() && this.lines.length > 1 ? this.picker() : null;
-    return el("section", { class: "chart", id: `chart-${id}`, "aria-labelledby": `title-${id}` },
-      el("div", { class: "chart-head" },
-        el("h3", { id: `title-${id}` }, foreign(title), unit ? el("span", { class: "unit" }, foreign(unit)) : null), pick),
-      this.area, this.values,
-      el("div", { class: "chart-foot" }, this.table,
-        button("Save CSV", () => this.save(), { class: "small", "aria-label": `Save CSV of ${clean(title)}` })),
-      this.chart.help ? el("p", { class: "help" }, foreign(this.chart.help)) : null);
+    return el(
+      "section",
+      { class: "chart", id: `chart-${id}`, "aria-labelledby": `title-${id}` },
+      el(
+        "div",
+        { class: "chart-head" },
+        el("h3", { id: `title-${id}` }, foreign(title), unit ? el("span", { class: "unit" }, foreign(unit)) : null),
+        pick,
+      ),
+      this.area,
+      this.values,
+      el(
+        "div",
+        { class: "chart-foot" },
+        this.table,
+        button("Save CSV", () => this.save(), { class: "small", "aria-label": `Save CSV of ${clean(title)}` }),
+      ),
+      this.chart.help ? el("p", { class: "help" }, foreign(this.chart.help)) : null,
+    );
   }
 
   picker() {
-    const select = choices(this.lines.map((line) => [line.metric, line.label]), this.line.metric, {
-      "aria-label": `Line of ${clean(this.chart.title)}`,
-      onchange: () => {
-        this.line = this.lines.find((line) => line.metric === select.value);
-        this.redraw();
+    const select = choices(
+      this.lines.map((line) => [line.metric, line.label]),
+      this.line.metric,
+      {
+        "aria-label": `Line of ${clean(this.chart.title)}`,
+        onchange: () => {
+          this.line = this.lines.find((line) => line.metric === select.value);
+          this.redraw();
+        },
       },
-    });
+    );
     return select;
   }
 
@@ -101,7 +124,9 @@ class CurveChart {
       }
       const { mean, low, high } = meanAndBand(lines, this.view.band);
       addBand(plan, low, high, color);
-      if (this.view.single) for (const values of lines) plan.series.push({ values, color: faint(color, 0.45), width: 0.75, dash: group.dash });
+      if (this.view.single)
+        for (const values of lines)
+          plan.series.push({ values, color: faint(color, 0.45), width: 0.75, dash: group.dash });
       plan.series.push({ values: mean, color, width: 1.75, dash: group.dash });
     }
   }
@@ -159,8 +184,15 @@ class CurveChart {
     fill(this.values, ...rows.flat());
     const steps = page.steps;
     setAttributes(this.area, {
-      "aria-valuemin": steps[0] ?? 0, "aria-valuemax": steps[steps.length - 1] ?? 0, "aria-valuenow": page.step ?? 0,
-      "aria-valuetext": `step ${page.step}: ` + findAll("dd", this.values).slice(0, 8).map((item) => `${item.dataset.label} ${item.textContent}`).join(", "),
+      "aria-valuemin": steps[0] ?? 0,
+      "aria-valuemax": steps[steps.length - 1] ?? 0,
+      "aria-valuenow": page.step ?? 0,
+      "aria-valuetext":
+        `step ${page.step}: ` +
+        findAll("dd", this.values)
+          .slice(0, 8)
+          .map((item) => `${item.dataset.label} ${item.textContent}`)
+          .join(", "),
     });
   }
 
@@ -177,7 +209,8 @@ class CurveChart {
       if (runs.length === 1) rows.push(valueRow(this.line.metric, runLabel(runs[0]), runs[0], group.color, group.dash));
       else {
         rows.push(meanRow(this.line.metric, group, runs, this.view.band));
-        if (this.view.single) for (const run of runs) rows.push(valueRow(this.line.metric, seedLabel(run), run, null, []));
+        if (this.view.single)
+          for (const run of runs) rows.push(valueRow(this.line.metric, seedLabel(run), run, null, []));
       }
     }
     return rows;
@@ -194,14 +227,39 @@ class CurveChart {
     const columns = several() ? [this.line.metric] : this.lines.map((line) => line.metric);
     const steps = unionOfSteps(runs);
     const kept = thinned(steps.length, 50).map((number) => steps[number]);
-    const rows = kept.map((step) => el("tr", {}, el("th", { scope: "row" }, String(step)),
-      runs.flatMap((run) => columns.map((metric) => el("td", { class: "number" }, short(valueAt(run, metric, step)))))));
-    const heads = runs.flatMap((run) => columns.map((metric) =>
-      el("th", { scope: "col" }, foreign(several() ? runLabel(run) : this.lines.find((line) => line.metric === metric).label))));
+    const rows = kept.map((step) =>
+      el(
+        "tr",
+        {},
+        el("th", { scope: "row" }, String(step)),
+        runs.flatMap((run) =>
+          columns.map((metric) => el("td", { class: "number" }, short(valueAt(run, metric, step)))),
+        ),
+      ),
+    );
+    const heads = runs.flatMap((run) =>
+      columns.map((metric) =>
+        el(
+          "th",
+          { scope: "col" },
+          foreign(several() ? runLabel(run) : this.lines.find((line) => line.metric === metric).label),
+        ),
+      ),
+    );
     const note = kept.length < steps.length ? `${kept.length} of ${count(steps.length)} steps; CSV has them all.` : "";
-    this.table.append(el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Table of ${clean(this.chart.title)}` },
-      el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "step"), heads)), el("tbody", {}, rows))),
-      note ? el("p", { class: "quiet" }, note) : "");
+    this.table.append(
+      el(
+        "div",
+        { class: "scroll", tabindex: "0", role: "region", "aria-label": `Table of ${clean(this.chart.title)}` },
+        el(
+          "table",
+          {},
+          el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "step"), heads)),
+          el("tbody", {}, rows),
+        ),
+      ),
+      note ? el("p", { class: "quiet" }, note) : "",
+    );
   }
 
   save() {
@@ -236,15 +294,29 @@ const shapeOf = (plan) => plan.series.map((one) => `${one.color}${one.width}`).j
 
 function swatch(number, dash) {
   if (number === null) return el("span", { class: "swatch none" });
-  return svg("svg", { class: "swatch", viewBox: "0 0 16 8", width: 16, height: 8, "aria-hidden": "true" },
-    svg("line", { x1: 0, y1: 4, x2: 16, y2: 4, "stroke-dasharray": dash.map((one) => one / 1.5).join(" ") || null, class: `stroke-${number % COLORS}` }));
+  return svg(
+    "svg",
+    { class: "swatch", viewBox: "0 0 16 8", width: 16, height: 8, "aria-hidden": "true" },
+    svg("line", {
+      x1: 0,
+      y1: 4,
+      x2: 16,
+      y2: 4,
+      "stroke-dasharray": dash.map((one) => one / 1.5).join(" ") || null,
+      class: `stroke-${number % COLORS}`,
+    }),
+  );
 }
 
 function valueRow(metric, label, run, color, dash) {
   const value = run ? valueAt(run, metric, page.step) : null;
   return [
     el("dt", {}, swatch(color, dash), foreign(label)),
-    el("dd", { "data-metric": metric, "data-run": run?.id ?? "", "data-label": clean(label), "data-value": value }, full(value)),
+    el(
+      "dd",
+      { "data-metric": metric, "data-run": run?.id ?? "", "data-label": clean(label), "data-value": value },
+      full(value),
+    ),
   ];
 }
 
@@ -253,8 +325,19 @@ function meanRow(metric, group, runs, kind) {
   const { mean, low, high } = meanAndBand(values, kind);
   const band = mean[0] === null || low[0] === high[0] ? "" : ` [${short(low[0])}, ${short(high[0])}]`;
   return [
-    el("dt", {}, swatch(group.color, group.dash), foreign(group.label), el("span", { class: "quiet" }, ` ${runs.length} seeds`)),
-    el("dd", { "data-metric": metric, "data-group": group.name, "data-label": clean(group.label), "data-value": mean[0] }, short(mean[0]), el("span", { class: "quiet" }, band)),
+    el(
+      "dt",
+      {},
+      swatch(group.color, group.dash),
+      foreign(group.label),
+      el("span", { class: "quiet" }, ` ${runs.length} seeds`),
+    ),
+    el(
+      "dd",
+      { "data-metric": metric, "data-group": group.name, "data-label": clean(group.label), "data-value": mean[0] },
+      short(mean[0]),
+      el("span", { class: "quiet" }, band),
+    ),
   ];
 }
 
@@ -267,34 +350,76 @@ function chartData(chart, plan) {
 function axisLabels(values) {
   const distance = values.length > 1 ? Math.abs(values[1] - values[0]) : 0;
   const largest = Math.max(...values.map(Math.abs));
-  if (largest > 0 && (largest < 1e-3 || largest >= 1e6)) return values.map((value) => (value === 0 ? "0" : value.toExponential(distance < largest / 20 ? 1 : 0).replace("e+", "e")));
+  if (largest > 0 && (largest < 1e-3 || largest >= 1e6))
+    return values.map((value) =>
+      value === 0 ? "0" : value.toExponential(distance < largest / 20 ? 1 : 0).replace("e+", "e"),
+    );
   let decimals = 0;
   while (decimals < 9 && Math.abs(distance * 10 ** decimals - Math.round(distance * 10 ** decimals)) > 1e-6) decimals++;
-  return values.map((value) => (value === null ? "" : largest >= 10000 ? `${Number((value / 1000).toPrecision(4))}k` : value.toFixed(decimals)));
+  return values.map((value) =>
+    value === null ? "" : largest >= 10000 ? `${Number((value / 1000).toPrecision(4))}k` : value.toFixed(decimals),
+  );
 }
 
 function logLabels(values) {
-  return values.map((value) => (value === null ? "" : value >= 0.01 && value < 10000 ? String(Number(value.toPrecision(2))) : value.toExponential(0).replace("e+", "e")));
+  return values.map((value) =>
+    value === null
+      ? ""
+      : value >= 0.01 && value < 10000
+        ? String(Number(value.toPrecision(2)))
+        : value.toExponential(0).replace("e+", "e"),
+  );
 }
 
 function chartOptions(chart, plan) {
   const ink = cssColor("--quiet");
   const grid = { stroke: cssColor("--grid"), width: 1 };
   const font = `11px ${cssColor("--font")}`;
-  chart.logs = chart.view.log && !chart.chart.stacked && plan.series.some((one) => one.values.some((value) => value > 0));
-  const points = plan.series.reduce((most, one) => Math.max(most, one.values.filter((value) => value !== null).length), 0);
+  chart.logs =
+    chart.view.log && !chart.chart.stacked && plan.series.some((one) => one.values.some((value) => value > 0));
+  const points = plan.series.reduce(
+    (most, one) => Math.max(most, one.values.filter((value) => value !== null).length),
+    0,
+  );
   const line = (one) => ({
-    stroke: one.color, width: one.width, dash: one.dash?.length ? one.dash : undefined, spanGaps: true,
+    stroke: one.color,
+    width: one.width,
+    dash: one.dash?.length ? one.dash : undefined,
+    spanGaps: true,
     points: { show: one.width > 0 && points <= 12, size: 5, fill: one.color },
   });
   return {
-    width: chart.area.clientWidth || 320, height: CHART_HEIGHT, padding: [10, 8, 0, 0],
+    width: chart.area.clientWidth || 320,
+    height: CHART_HEIGHT,
+    padding: [10, 8, 0, 0],
     legend: { show: false },
     cursor: chartCursor(chart),
-    scales: { x: { time: false, range: (u, min, max) => (min === max ? [min - 1, max + 1] : [min, max]) }, y: yScale(chart) },
+    scales: {
+      x: { time: false, range: (u, min, max) => (min === max ? [min - 1, max + 1] : [min, max]) },
+      y: yScale(chart),
+    },
     axes: [
-      { stroke: ink, font, grid, ticks: { show: false }, size: 24, gap: 2, space: 60, incrs: STEP_INCREMENTS, values: (u, values) => values.map((value) => (value >= 10000 ? `${value / 1000}k` : String(value))) },
-      { stroke: ink, font, grid, ticks: { show: false }, gap: 4, space: 28, size: axisWidth, values: (u, values) => (chart.logs ? logLabels(values) : axisLabels(values)) },
+      {
+        stroke: ink,
+        font,
+        grid,
+        ticks: { show: false },
+        size: 24,
+        gap: 2,
+        space: 60,
+        incrs: STEP_INCREMENTS,
+        values: (u, values) => values.map((value) => (value >= 10000 ? `${value / 1000}k` : String(value))),
+      },
+      {
+        stroke: ink,
+        font,
+        grid,
+        ticks: { show: false },
+        gap: 4,
+        space: 28,
+        size: axisWidth,
+        values: (u, values) => (chart.logs ? logLabels(values) : axisLabels(values)),
+      },
     ],
     series: [{}, ...plan.series.map(line)],
     bands: plan.bands,
@@ -302,7 +427,9 @@ function chartOptions(chart, plan) {
   };
 }
 
-const STEP_INCREMENTS = [1, 2, 5].flatMap((base) => [0, 1, 2, 3, 4, 5].map((power) => base * 10 ** power)).sort((a, b) => a - b);
+const STEP_INCREMENTS = [1, 2, 5]
+  .flatMap((base) => [0, 1, 2, 3, 4, 5].map((power) => base * 10 ** power))
+  .sort((a, b) => a - b);
 
 function yScale(chart) {
   if (chart.logs) return { distr: 3 };
@@ -332,6 +459,15 @@ function chartCursor(chart) {
       if (left < 0 || chart.steps.length === 0) return [left, top];
       return [u.valToPos(nearest(chart.steps, u.posToVal(left, "x")), "x"), top];
     },
-    bind: { dblclick: () => () => { setZoom(null); return null; }, click: (u) => (event) => { chartClicked(u, chart); return null; } },
+    bind: {
+      dblclick: () => () => {
+        setZoom(null);
+        return null;
+      },
+      click: (u) => (event) => {
+        chartClicked(u, chart);
+        return null;
+      },
+    },
   };
 }

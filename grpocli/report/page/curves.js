@@ -1,6 +1,12 @@
 // The curves: a grid of charts under headings, with one step cursor, one zoom and one smoothing for all of them.
 
-const curves = { charts: [], view: { smoothing: 0, log: false, band: "range", single: false }, observer: null, panel: null, moving: false };
+const curves = {
+  charts: [],
+  view: { smoothing: 0, log: false, band: "range", single: false },
+  observer: null,
+  panel: null,
+  moving: false,
+};
 
 function buildCurves(panel) {
   curves.panel = panel;
@@ -9,9 +15,18 @@ function buildCurves(panel) {
   curves.view.log = state.log === "1";
   curves.view.band = state.band === "sd" ? "sd" : "range";
   curves.view.single = state.single === "1";
-  curves.charts = page.data.charts.map((chart) => new CurveChart(chart, curves.view)).filter((chart) => chart.lines.length > 0);
-  fill(panel, el("h2", { class: "visually-hidden" }, "Curves"), curvesBar(), several() ? runSwitches() : "", thinningNote(), ...chartSections(),
-    curves.charts.length === 0 ? el("p", { class: "quiet" }, "No metrics yet: the first step has not ended.") : "");
+  curves.charts = page.data.charts
+    .map((chart) => new CurveChart(chart, curves.view))
+    .filter((chart) => chart.lines.length > 0);
+  fill(
+    panel,
+    el("h2", { class: "visually-hidden" }, "Curves"),
+    curvesBar(),
+    several() ? runSwitches() : "",
+    thinningNote(),
+    ...chartSections(),
+    curves.charts.length === 0 ? el("p", { class: "quiet" }, "No metrics yet: the first step has not ended.") : "",
+  );
   drawWhenVisible();
   moveTo(page.step);
 }
@@ -22,7 +37,9 @@ function chartSections() {
     if (!sections.has(chart.chart.section)) sections.set(chart.chart.section, []);
     sections.get(chart.chart.section).push(chart.element);
   }
-  return [...sections].map(([name, charts]) => el("section", { class: "charts" }, el("h2", {}, foreign(name)), el("div", { class: "grid" }, charts)));
+  return [...sections].map(([name, charts]) =>
+    el("section", { class: "charts" }, el("h2", {}, foreign(name)), el("div", { class: "grid" }, charts)),
+  );
 }
 
 function thinningNote() {
@@ -31,12 +48,30 @@ function thinningNote() {
 }
 
 function curvesBar() {
-  return el("div", { class: "bar", role: "group", "aria-label": "How curves are drawn" }, stepField(), smoothingField(),
-    el("label", { class: "check" }, checkbox(curves.view.log, (on) => changeView({ log: on }, { log: on ? 1 : "" }), "log"), "Log axis"),
+  return el(
+    "div",
+    { class: "bar", role: "group", "aria-label": "How curves are drawn" },
+    stepField(),
+    smoothingField(),
+    el(
+      "label",
+      { class: "check" },
+      checkbox(curves.view.log, (on) => changeView({ log: on }, { log: on ? 1 : "" }), "log"),
+      "Log axis",
+    ),
     several() ? seedFields() : null,
-    button("Reset zoom", () => setZoom(null), { id: "reset-zoom", disabled: page.zoom === null, title: "Also: double click, or Escape in a chart" }),
+    button("Reset zoom", () => setZoom(null), {
+      id: "reset-zoom",
+      disabled: page.zoom === null,
+      title: "Also: double click, or Escape in a chart",
+    }),
     button("Save all as CSV", saveAll),
-    el("p", { class: "help" }, "Drag to zoom. In a chart: arrow keys move the step cursor (Shift: 10 steps), + and - zoom, Enter or a click opens the step's rollouts."));
+    el(
+      "p",
+      { class: "help" },
+      "Drag to zoom. In a chart: arrow keys move the step cursor (Shift: 10 steps), + and - zoom, Enter or a click opens the step's rollouts.",
+    ),
+  );
 }
 
 function checkbox(on, changed, id) {
@@ -45,14 +80,35 @@ function checkbox(on, changed, id) {
 }
 
 function stepField() {
-  const input = el("input", { type: "number", id: "cursor-step", value: page.step ?? "", min: page.steps[0] ?? 0, max: page.steps[page.steps.length - 1] ?? 0 });
+  const input = el("input", {
+    type: "number",
+    id: "cursor-step",
+    value: page.step ?? "",
+    min: page.steps[0] ?? 0,
+    max: page.steps[page.steps.length - 1] ?? 0,
+  });
   input.addEventListener("change", () => userMoves(nearest(page.steps, Number(input.value))));
-  return labelled("Step", el("span", { class: "row" }, input, button("Rollouts", () => openStep(), { class: "small", "aria-label": "Rollouts of this step" })));
+  return labelled(
+    "Step",
+    el(
+      "span",
+      { class: "row" },
+      input,
+      button("Rollouts", () => openStep(), { class: "small", "aria-label": "Rollouts of this step" }),
+    ),
+  );
 }
 
 function smoothingField() {
   const output = el("output", {}, curves.view.smoothing.toFixed(2));
-  const slider = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: curves.view.smoothing, "data-control": "smoothing" });
+  const slider = el("input", {
+    type: "range",
+    min: 0,
+    max: 0.98,
+    step: 0.02,
+    value: curves.view.smoothing,
+    "data-control": "smoothing",
+  });
   slider.addEventListener("input", () => {
     output.textContent = Number(slider.value).toFixed(2);
     changeView({ smoothing: Number(slider.value) }, { smooth: slider.value });
@@ -61,10 +117,24 @@ function smoothingField() {
 }
 
 function seedFields() {
-  const band = choices([["range", "Minimum to maximum"], ["sd", "± 1 standard deviation"]], curves.view.band, { "data-control": "band" });
+  const band = choices(
+    [
+      ["range", "Minimum to maximum"],
+      ["sd", "± 1 standard deviation"],
+    ],
+    curves.view.band,
+    { "data-control": "band" },
+  );
   band.addEventListener("change", () => changeView({ band: band.value }, { band: band.value }));
-  return [labelled("Band of the seeds", band),
-    el("label", { class: "check" }, checkbox(curves.view.single, (on) => changeView({ single: on }, { single: on ? 1 : "" }), "single"), "Each seed")];
+  return [
+    labelled("Band of the seeds", band),
+    el(
+      "label",
+      { class: "check" },
+      checkbox(curves.view.single, (on) => changeView({ single: on }, { single: on ? 1 : "" }), "single"),
+      "Each seed",
+    ),
+  ];
 }
 
 function changeView(view, address) {
@@ -90,9 +160,12 @@ function scheduleRedraw() {
 function drawWhenVisible() {
   curves.observer?.disconnect();
   const byArea = new Map(curves.charts.map((chart) => [chart.area, chart]));
-  curves.observer = new IntersectionObserver((entries) => {
-    for (const entry of entries) if (entry.isIntersecting) drawChart(byArea.get(entry.target));
-  }, { rootMargin: "300px" });
+  curves.observer = new IntersectionObserver(
+    (entries) => {
+      for (const entry of entries) if (entry.isIntersecting) drawChart(byArea.get(entry.target));
+    },
+    { rootMargin: "300px" },
+  );
   for (const chart of curves.charts) if (!chart.plot) curves.observer.observe(chart.area);
 }
 
@@ -125,9 +198,16 @@ function runSwitches() {
       scheduleRedraw();
     }
     sync();
-    const seeds = group.runs.length > 1 ? group.runs.map((run, number) =>
-      el("label", { class: "check seed" }, boxes[number], foreign(seedLabel(run)))) : [];
-    return el("div", { class: "run-switch" }, el("label", { class: "check" }, all, swatch(group.color, group.dash), foreign(group.label)), seeds);
+    const seeds =
+      group.runs.length > 1
+        ? group.runs.map((run, number) => el("label", { class: "check seed" }, boxes[number], foreign(seedLabel(run))))
+        : [];
+    return el(
+      "div",
+      { class: "run-switch" },
+      el("label", { class: "check" }, all, swatch(group.color, group.dash), foreign(group.label)),
+      seeds,
+    );
   });
   return el("fieldset", { class: "runs" }, el("legend", {}, "Runs"), switches);
 }
@@ -156,11 +236,12 @@ let hoverScheduled = null;
 function cursorMoved(u, chart) {
   if (curves.moving || u.cursor.left < 0 || u.cursor.event === null || !chart.steps?.length) return;
   const step = nearest(chart.steps, u.posToVal(u.cursor.left, "x"));
-  if (hoverScheduled === null) requestAnimationFrame(() => {
-    const target = hoverScheduled;
-    hoverScheduled = null;
-    userMoves(target);
-  });
+  if (hoverScheduled === null)
+    requestAnimationFrame(() => {
+      const target = hoverScheduled;
+      hoverScheduled = null;
+      userMoves(target);
+    });
   hoverScheduled = step;
 }
 
@@ -192,7 +273,11 @@ function zoomBy(factor) {
   const end = page.step + (last - page.step) * factor;
   if (factor < 1 && end - start < 2) return;
   const all = factor > 1 && start <= page.steps[0] && end >= page.steps[page.steps.length - 1];
-  setZoom(all ? null : [Math.max(page.steps[0], Math.round(start)), Math.min(page.steps[page.steps.length - 1], Math.round(end))]);
+  setZoom(
+    all
+      ? null
+      : [Math.max(page.steps[0], Math.round(start)), Math.min(page.steps[page.steps.length - 1], Math.round(end))],
+  );
 }
 
 function chartKey(event, chart) {
@@ -200,7 +285,16 @@ function chartKey(event, chart) {
   const at = page.steps.indexOf(nearest(page.steps, page.step ?? page.steps[0]));
   const stride = event.shiftKey ? 10 : 1;
   const last = page.steps.length - 1;
-  const targets = { ArrowLeft: at - stride, ArrowDown: at - stride, ArrowRight: at + stride, ArrowUp: at + stride, Home: 0, End: last, PageDown: at - 10, PageUp: at + 10 };
+  const targets = {
+    ArrowLeft: at - stride,
+    ArrowDown: at - stride,
+    ArrowRight: at + stride,
+    ArrowUp: at + stride,
+    Home: 0,
+    End: last,
+    PageDown: at - 10,
+    PageUp: at + 10,
+  };
   if (event.key in targets) userMoves(page.steps[Math.min(last, Math.max(0, targets[event.key]))]);
   else if (event.key === "Enter") openStep();
   else if (event.key === "+" || event.key === "=") zoomBy(0.5);

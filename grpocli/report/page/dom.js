@@ -16,13 +16,19 @@ function setAttributes(element, attributes) {
 // An element with attributes (a function under `onclick`, an object under `style`) and children: nodes, texts, lists.
 function el(tag, attributes = {}, ...children) {
   const element = setAttributes(document.createElement(tag), attributes);
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(
+    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false),
+  );
   return element;
 }
 
 // Replaces what an element contains.
 function fill(element, ...children) {
-  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false && child !== ""));
+  element.replaceChildren(
+    ...children
+      .flat(Infinity)
+      .filter((child) => child !== null && child !== undefined && child !== false && child !== ""),
+  );
 }
 
 function svg(tag, attributes = {}, ...children) {
@@ -42,7 +48,9 @@ const SHORT_ESCAPES = { "\r": "\\r", "\v": "\\v", "\f": "\\f", "\0": "\\0" };
 function escapeOf(character) {
   const code = character.codePointAt(0);
   if (SHORT_ESCAPES[character]) return SHORT_ESCAPES[character];
-  return code < 256 ? "\\x" + code.toString(16).padStart(2, "0") : "U+" + code.toString(16).toUpperCase().padStart(4, "0");
+  return code < 256
+    ? "\\x" + code.toString(16).padStart(2, "0")
+    : "U+" + code.toString(16).toUpperCase().padStart(4, "0");
 }
 
 // Nodes that show a text; invisible characters become visible escapes.
@@ -50,7 +58,10 @@ function shown(text) {
   const nodes = [];
   let end = 0;
   for (const match of String(text).matchAll(INVISIBLE)) {
-    nodes.push(text.slice(end, match.index), el("span", { class: "escape", title: "an invisible character" }, escapeOf(match[0])));
+    nodes.push(
+      text.slice(end, match.index),
+      el("span", { class: "escape", title: "an invisible character" }, escapeOf(match[0])),
+    );
     end = match.index + match[0].length;
   }
   nodes.push(String(text).slice(end));
@@ -64,7 +75,10 @@ const clean = (text) => String(text).replace(INVISIBLE, escapeOf);
 
 // The first characters of a text on one line.
 function excerpt(text, length) {
-  const head = String(text).slice(0, length * 2).replace(/\s+/g, " ").trim();
+  const head = String(text)
+    .slice(0, length * 2)
+    .replace(/\s+/g, " ")
+    .trim();
   return head.length > length || text.length > length * 2 ? head.slice(0, length) + "…" : head;
 }
 
@@ -124,7 +138,9 @@ function labelled(label, control, attributes = {}) {
 }
 
 function choices(values, selected, attributes = {}) {
-  const options = values.map(([value, label]) => el("option", { value, selected: String(value) === String(selected) }, clean(label)));
+  const options = values.map(([value, label]) =>
+    el("option", { value, selected: String(value) === String(selected) }, clean(label)),
+  );
   return el("select", attributes, options);
 }
 
@@ -168,10 +184,14 @@ async function copy(text, element) {
 
 function copyButton(text, element) {
   const label = el("span", {}, "Copy");
-  return button(label, async () => {
-    label.textContent = (await copy(text, element)) ? "Copied" : "Selected";
-    setTimeout(() => (label.textContent = "Copy"), 1500);
-  }, { class: "small" });
+  return button(
+    label,
+    async () => {
+      label.textContent = (await copy(text, element)) ? "Copied" : "Selected";
+      setTimeout(() => (label.textContent = "Copy"), 1500);
+    },
+    { class: "small" },
+  );
 }
 
 // A table with headers that sort it.
@@ -179,22 +199,49 @@ function sortableTable(table, caption) {
   let order = { column: -1, up: true };
   const body = el("tbody");
   const headers = table.header.map((text, column) =>
-    el("th", { scope: "col", "aria-sort": "none" }, button(el("span", {}, foreign(text)), () => sortBy(column), { class: "sort" })));
+    el(
+      "th",
+      { scope: "col", "aria-sort": "none" },
+      button(el("span", {}, foreign(text)), () => sortBy(column), { class: "sort" }),
+    ),
+  );
   function draw(rows) {
-    fill(body, ...rows.map((row) => el("tr", {}, row.map((value, column) =>
-      el(column === 0 ? "th" : "td", { scope: column === 0 ? "row" : null, class: isNumber(value) ? "number" : null },
-        isNumber(value) ? short(value) : value === null ? "–" : foreign(value))))));
+    fill(
+      body,
+      ...rows.map((row) =>
+        el(
+          "tr",
+          {},
+          row.map((value, column) =>
+            el(
+              column === 0 ? "th" : "td",
+              { scope: column === 0 ? "row" : null, class: isNumber(value) ? "number" : null },
+              isNumber(value) ? short(value) : value === null ? "–" : foreign(value),
+            ),
+          ),
+        ),
+      ),
+    );
   }
   function sortBy(column) {
     order = { column, up: order.column === column ? !order.up : true };
     headers.forEach((header, number) =>
-      header.setAttribute("aria-sort", number !== column ? "none" : order.up ? "ascending" : "descending"));
+      header.setAttribute("aria-sort", number !== column ? "none" : order.up ? "ascending" : "descending"),
+    );
     draw([...table.rows].sort((a, b) => compare(a[column], b[column]) * (order.up ? 1 : -1)));
   }
   draw(table.rows);
-  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
-    el("table", { class: "sortable" }, el("caption", { class: "visually-hidden" }, caption),
-      el("thead", {}, el("tr", {}, headers)), body));
+  return el(
+    "div",
+    { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    el(
+      "table",
+      { class: "sortable" },
+      el("caption", { class: "visually-hidden" }, caption),
+      el("thead", {}, el("tr", {}, headers)),
+      body,
+    ),
+  );
 }
 
 // Numbers and texts that begin with a number ("0.912 ± 0.01") in the order of the numbers, others as texts.

@@ -21,7 +21,9 @@ async function startLive() {
   } catch {
     say("The run's server does not answer.");
   }
-  document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });
+  document.addEventListener("visibilitychange", () => {
+    if (!document.hidden) poll();
+  });
   live.timer = setTimeout(poll, live.wait);
 }
 
@@ -71,10 +73,13 @@ function takeUpdate(answer) {
   if (several()) for (const name of ["results", "wall"]) buildPanel(name);
 }
 
-const knownCharts = () => page.data.charts.filter((chart) => chart.lines.some((line) => page.runs.some((run) => hasMetric(run, line.metric)))).length;
+const knownCharts = () =>
+  page.data.charts.filter((chart) => chart.lines.some((line) => page.runs.some((run) => hasMetric(run, line.metric))))
+    .length;
 
 function extendRun(run, update) {
-  for (const key of ["state", "verdict", "warnings", "facts", "total_steps", "sessions"]) if (update[key] !== undefined) run[key] = update[key];
+  for (const key of ["state", "verdict", "warnings", "facts", "total_steps", "sessions"])
+    if (update[key] !== undefined) run[key] = update[key];
   if (update.rollouts?.steps) run.rollouts.steps = update.rollouts.steps;
   const before = run.steps.length;
   const steps = update.steps ?? [];
@@ -100,7 +105,9 @@ async function loadWantedStep() {
 
 // The rollouts of a step, asked for when the reader wants them.
 async function loadStep(step) {
-  const runs = page.runs.filter((run) => run.rollouts.steps.includes(step) && !rollouts.loaded.has(`${run.id}~${step}`));
+  const runs = page.runs.filter(
+    (run) => run.rollouts.steps.includes(step) && !rollouts.loaded.has(`${run.id}~${step}`),
+  );
   for (const run of runs) {
     rollouts.loaded.add(`${run.id}~${step}`);
     try {
@@ -108,8 +115,13 @@ async function loadStep(step) {
       if (!answer) continue;
       const first = page.prompts.length;
       const known = new Map(page.prompts.map((prompt, at) => [prompt.task + "\0" + prompt.text, at]));
-      const numbers = answer.prompts.map((prompt) => known.get(prompt.task + "\0" + prompt.text) ?? page.prompts.push(prompt) - 1);
-      addGroups(run, answer.groups.map((group) => ({ ...group, prompt: numbers[group.prompt] })));
+      const numbers = answer.prompts.map(
+        (prompt) => known.get(prompt.task + "\0" + prompt.text) ?? page.prompts.push(prompt) - 1,
+      );
+      addGroups(
+        run,
+        answer.groups.map((group) => ({ ...group, prompt: numbers[group.prompt] })),
+      );
     } catch {
       rollouts.loaded.delete(`${run.id}~${step}`);
       say(`The rollouts of step ${step} cannot be read.`);

@@ -11,7 +11,14 @@ const tabNames = () => Object.keys(TABS).filter((name) => several() || !TABS[nam
 const currentTab = () => (tabNames().includes(state.tab) ? state.tab : tabNames()[0]);
 
 function buildTabs() {
-  const tabs = tabNames().map((name) => button(TABS[name].label, () => setState({ tab: name }, true), { role: "tab", id: `tab-${name}`, "aria-controls": `panel-${name}`, "data-tab": name }));
+  const tabs = tabNames().map((name) =>
+    button(TABS[name].label, () => setState({ tab: name }, true), {
+      role: "tab",
+      id: `tab-${name}`,
+      "aria-controls": `panel-${name}`,
+      "data-tab": name,
+    }),
+  );
   const list = el("div", { role: "tablist", "aria-label": "Parts of the page" }, tabs);
   list.addEventListener("keydown", (event) => {
     const at = tabs.indexOf(document.activeElement);
@@ -23,7 +30,18 @@ function buildTabs() {
     tab.click();
   });
   fill(find("#tabs"), list);
-  fill(find("#main"), ...tabNames().map((name) => el("div", { class: "panel", id: `panel-${name}`, role: "tabpanel", "aria-labelledby": `tab-${name}`, hidden: true })));
+  fill(
+    find("#main"),
+    ...tabNames().map((name) =>
+      el("div", {
+        class: "panel",
+        id: `panel-${name}`,
+        role: "tabpanel",
+        "aria-labelledby": `tab-${name}`,
+        hidden: true,
+      }),
+    ),
+  );
 }
 
 function showTab() {
@@ -68,7 +86,8 @@ function showData(data) {
 
 async function stateChanged(changed) {
   if (changed.has("tab")) showTab();
-  if (changed.has("step") && state.step !== undefined && Number(state.step) !== page.step) moveTo(nearest(page.steps, Number(state.step)));
+  if (changed.has("step") && state.step !== undefined && Number(state.step) !== page.step)
+    moveTo(nearest(page.steps, Number(state.step)));
   if (changed.has("wall")) drawWall();
   if (currentTab() !== "rollouts" || !rollouts.panel) return;
   if (page.data.live !== null && (changed.has("from") || changed.has("tab"))) await loadWantedStep();
@@ -100,9 +119,12 @@ function start() {
     event.preventDefault();
     find("#main").focus();
   });
-  new ResizeObserver(() => curves.charts.forEach((chart) => {
-    if (chart.plot && chart.area.clientWidth > 0 && chart.plot.width !== chart.area.clientWidth) chart.plot.setSize({ width: chart.area.clientWidth, height: CHART_HEIGHT });
-  })).observe(find("#main"));
+  new ResizeObserver(() =>
+    curves.charts.forEach((chart) => {
+      if (chart.plot && chart.area.clientWidth > 0 && chart.plot.width !== chart.area.clientWidth)
+        chart.plot.setSize({ width: chart.area.clientWidth, height: CHART_HEIGHT });
+    }),
+  ).observe(find("#main"));
   if (page.data.live !== null) startLive();
   page.ready = performance.now();
   document.documentElement.dataset.ready = page.ready.toFixed(0);

@@ -4,15 +4,35 @@ const STATES = { running: "running", done: "done", stopped: "stopped", failed: "
 const VERDICTS = { good: "learned", unclear: "unclear", bad: "did not learn" };
 
 const stateWord = (name) => el("span", { class: `word state-${STATES[name] ? name : "unfinished"}` }, foreign(name));
-const verdictWord = (level) => el("span", { class: `word verdict-${VERDICTS[level] ? level : "unclear"}` }, VERDICTS[level] ?? "unclear");
+const verdictWord = (level) =>
+  el("span", { class: `word verdict-${VERDICTS[level] ? level : "unclear"}` }, VERDICTS[level] ?? "unclear");
 
 function buildHeader() {
   const { data } = page;
-  const heading = el("div", { class: "title-row" }, el("h1", {}, foreign(data.title)), page.runs.length === 1 ? stateWord(page.runs[0].state) : null, themeField());
-  const content = page.runs.length === 0 ? [el("p", { class: "quiet" }, data.live === null ? "No run." : "No step yet.")]
-    : several() ? severalHeader() : runHeader(page.runs[0]);
+  const heading = el(
+    "div",
+    { class: "title-row" },
+    el("h1", {}, foreign(data.title)),
+    page.runs.length === 1 ? stateWord(page.runs[0].state) : null,
+    themeField(),
+  );
+  const content =
+    page.runs.length === 0
+      ? [el("p", { class: "quiet" }, data.live === null ? "No run." : "No step yet.")]
+      : several()
+        ? severalHeader()
+        : runHeader(page.runs[0]);
   fill(find("#header"), heading, el("div", { id: "connection", role: "status" }), ...content, ...notes(data.notes));
-  fill(find("#footer"), el("p", { class: "quiet" }, `grpocli ${data.version}`, data.made ? ` · made ${data.made}` : "", data.live === null ? " · this file loads nothing from a network" : " · live"));
+  fill(
+    find("#footer"),
+    el(
+      "p",
+      { class: "quiet" },
+      `grpocli ${data.version}`,
+      data.made ? ` · made ${data.made}` : "",
+      data.live === null ? " · this file loads nothing from a network" : " · live",
+    ),
+  );
   document.title = clean(data.title);
 }
 
@@ -21,22 +41,44 @@ function runHeader(run) {
 }
 
 function verdictLine(run) {
-  return el("div", { class: "verdict" }, el("p", {}, verdictWord(run.verdict.level), " ", foreign(run.verdict.text)),
-    run.verdict.look ? el("p", { class: "look" }, lookFirst(run)) : null);
+  return el(
+    "div",
+    { class: "verdict" },
+    el("p", {}, verdictWord(run.verdict.level), " ", foreign(run.verdict.text)),
+    run.verdict.look ? el("p", { class: "look" }, lookFirst(run)) : null,
+  );
 }
 
-const lookFirst = (run) => [/^look/i.test(run.verdict.look) ? null : el("strong", {}, "Look first: "), foreign(run.verdict.look)];
+const lookFirst = (run) => [
+  /^look/i.test(run.verdict.look) ? null : el("strong", {}, "Look first: "),
+  foreign(run.verdict.look),
+];
 
 function progressLine(run) {
   const last = run.steps[run.steps.length - 1] ?? 0;
   if (run.state !== "running" || run.total_steps <= 0) return null;
-  return el("p", { class: "row" }, el("progress", { max: run.total_steps, value: last, "aria-label": "Steps" }), `step ${count(last)} of ${count(run.total_steps)}`);
+  return el(
+    "p",
+    { class: "row" },
+    el("progress", { max: run.total_steps, value: last, "aria-label": "Steps" }),
+    `step ${count(last)} of ${count(run.total_steps)}`,
+  );
 }
 
 function severalHeader() {
-  const levels = ["good", "unclear", "bad"].map((level) => [level, page.runs.filter((run) => run.verdict.level === level).length]).filter(([, number]) => number > 0);
-  return [el("p", { class: "verdict" }, plural(page.runs.length, "run"), ": ",
-    levels.map(([level, number], at) => [at ? ", " : "", `${number} `, verdictWord(level)])), ...warningList(page.runs)];
+  const levels = ["good", "unclear", "bad"]
+    .map((level) => [level, page.runs.filter((run) => run.verdict.level === level).length])
+    .filter(([, number]) => number > 0);
+  return [
+    el(
+      "p",
+      { class: "verdict" },
+      plural(page.runs.length, "run"),
+      ": ",
+      levels.map(([level, number], at) => [at ? ", " : "", `${number} `, verdictWord(level)]),
+    ),
+    ...warningList(page.runs),
+  ];
 }
 
 // Warnings of one kind and text stand together, with the runs and steps that have them.
@@ -51,9 +93,19 @@ function warningList(runs) {
   }
   if (kinds.size === 0) return [];
   const items = [...kinds.values()].map((found) => (several() ? sharedWarning(found) : ownWarning(found[0][1])));
-  const rest = items.length > 6 ? el("details", {}, el("summary", {}, plural(items.length - 6, "more warning")), el("ul", {}, items.slice(6))) : null;
-  return [el("section", { class: "warnings", "aria-labelledby": "warnings-title" },
-    el("h2", { id: "warnings-title" }, plural(items.length, "warning")), el("ul", {}, items.slice(0, 6)), rest)];
+  const rest =
+    items.length > 6
+      ? el("details", {}, el("summary", {}, plural(items.length - 6, "more warning")), el("ul", {}, items.slice(6)))
+      : null;
+  return [
+    el(
+      "section",
+      { class: "warnings", "aria-labelledby": "warnings-title" },
+      el("h2", { id: "warnings-title" }, plural(items.length, "warning")),
+      el("ul", {}, items.slice(0, 6)),
+      rest,
+    ),
+  ];
 }
 
 function ownWarning(warning) {
@@ -61,34 +113,96 @@ function ownWarning(warning) {
 }
 
 function sharedWarning(found) {
-  const links = found.map(([run, warning]) => el("li", {}, foreign(runLabel(run)), ": ", stepLink(warning), " ", foreign(warning.text)));
+  const links = found.map(([run, warning]) =>
+    el("li", {}, foreign(runLabel(run)), ": ", stepLink(warning), " ", foreign(warning.text)),
+  );
   const [, first] = found[0];
-  if (found.length === 1) return el("li", {}, links[0].childNodes.length ? el("p", {}, [...links[0].childNodes]) : null, meaning(first));
-  return el("li", {}, el("p", {}, el("strong", {}, `${found.length} of ${plural(page.runs.length, "run")}: `), foreign(first.meaning), " ", el("span", { class: "advice" }, foreign(first.advice))),
-    el("details", {}, el("summary", {}, "Which runs and steps"), el("ul", {}, links)));
+  if (found.length === 1)
+    return el("li", {}, links[0].childNodes.length ? el("p", {}, [...links[0].childNodes]) : null, meaning(first));
+  return el(
+    "li",
+    {},
+    el(
+      "p",
+      {},
+      el("strong", {}, `${found.length} of ${plural(page.runs.length, "run")}: `),
+      foreign(first.meaning),
+      " ",
+      el("span", { class: "advice" }, foreign(first.advice)),
+    ),
+    el("details", {}, el("summary", {}, "Which runs and steps"), el("ul", {}, links)),
+  );
 }
 
-const meaning = (warning) => el("p", { class: "quiet" }, foreign(warning.meaning), " ", el("span", { class: "advice" }, foreign(warning.advice)));
+const meaning = (warning) =>
+  el("p", { class: "quiet" }, foreign(warning.meaning), " ", el("span", { class: "advice" }, foreign(warning.advice)));
 
 function stepLink(warning) {
-  return button(`Step ${warning.step}`, () => showChart(warning.chart, warning.step), { class: "link", "data-warning": warning.kind });
+  return button(`Step ${warning.step}`, () => showChart(warning.chart, warning.step), {
+    class: "link",
+    "data-warning": warning.kind,
+  });
 }
 
 function facts(run) {
-  return el("dl", { class: "facts" }, run.facts.map(([label, value]) => el("div", {}, el("dt", {}, foreign(label)), el("dd", {}, foreign(value)))));
+  return el(
+    "dl",
+    { class: "facts" },
+    run.facts.map(([label, value]) => el("div", {}, el("dt", {}, foreign(label)), el("dd", {}, foreign(value)))),
+  );
 }
 
 // Formula, command line and sessions: read once, so folded away.
 function setup(run) {
   const command = ["grpocli train", ...run.overrides.map(shellWord)].join(" ");
   const commandBlock = el("pre", { tabindex: "0", "aria-label": "Command line" }, foreign(command));
-  return el("details", { class: "setup" }, el("summary", {}, "Formula, command line, sessions"),
-    run.formula.length ? [el("h2", {}, "Objective"), el("pre", { class: "formula", tabindex: "0", "aria-label": "Objective" }, foreign(run.formula.join("\n")))] : null,
-    el("h2", {}, "Command line ", copyButton(command, commandBlock)), commandBlock,
-    run.sessions.length ? [el("h2", {}, "Sessions"), el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Sessions" }, el("table", {},
-      el("thead", {}, el("tr", {}, ["Steps", "Started", "Versions and changes"].map((text) => el("th", { scope: "col" }, text)))),
-      el("tbody", {}, run.sessions.map((row) => el("tr", {}, row.map((text) => el("td", {}, foreign(text))))))))] : null,
-    el("p", { class: "quiet" }, "Folder: ", foreign(run.path)));
+  return el(
+    "details",
+    { class: "setup" },
+    el("summary", {}, "Formula, command line, sessions"),
+    run.formula.length
+      ? [
+          el("h2", {}, "Objective"),
+          el("pre", { class: "formula", tabindex: "0", "aria-label": "Objective" }, foreign(run.formula.join("\n"))),
+        ]
+      : null,
+    el("h2", {}, "Command line ", copyButton(command, commandBlock)),
+    commandBlock,
+    run.sessions.length
+      ? [
+          el("h2", {}, "Sessions"),
+          el(
+            "div",
+            { class: "scroll", tabindex: "0", role: "region", "aria-label": "Sessions" },
+            el(
+              "table",
+              {},
+              el(
+                "thead",
+                {},
+                el(
+                  "tr",
+                  {},
+                  ["Steps", "Started", "Versions and changes"].map((text) => el("th", { scope: "col" }, text)),
+                ),
+              ),
+              el(
+                "tbody",
+                {},
+                run.sessions.map((row) =>
+                  el(
+                    "tr",
+                    {},
+                    row.map((text) => el("td", {}, foreign(text))),
+                  ),
+                ),
+              ),
+            ),
+          ),
+        ]
+      : null,
+    el("p", { class: "quiet" }, "Folder: ", foreign(run.path)),
+  );
 }
 
 const shellWord = (text) => (/^[A-Za-z0-9_.\/=:,+@%-]+$/.test(text) ? text : "'" + text.replaceAll("'", "'\\''") + "'");
@@ -99,10 +213,26 @@ function runBody(run) {
 
 function themeField() {
   let saved = "";
-  try { saved = localStorage.getItem("grpocli-colors") ?? ""; } catch { /* no storage for this page */ }
-  const select = choices([["", "As the system"], ["light", "Light"], ["dark", "Dark"]], saved, { id: "theme" });
+  try {
+    saved = localStorage.getItem("grpocli-colors") ?? "";
+  } catch {
+    /* no storage for this page */
+  }
+  const select = choices(
+    [
+      ["", "As the system"],
+      ["light", "Light"],
+      ["dark", "Dark"],
+    ],
+    saved,
+    { id: "theme" },
+  );
   select.addEventListener("change", () => {
-    try { localStorage.setItem("grpocli-colors", select.value); } catch { /* no storage for this page */ }
+    try {
+      localStorage.setItem("grpocli-colors", select.value);
+    } catch {
+      /* no storage for this page */
+    }
     applyTheme();
   });
   return labelled("Colors", select, { class: "field theme" });
@@ -110,7 +240,12 @@ function themeField() {
 
 function applyTheme(forced = null) {
   let saved = find("#theme")?.value;
-  if (saved === undefined) try { saved = localStorage.getItem("grpocli-colors") ?? ""; } catch { saved = ""; }
+  if (saved === undefined)
+    try {
+      saved = localStorage.getItem("grpocli-colors") ?? "";
+    } catch {
+      saved = "";
+    }
   const theme = forced || saved || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   if (document.documentElement.dataset.theme === theme) return;
   document.documentElement.dataset.theme = theme;

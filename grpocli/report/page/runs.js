@@ -2,20 +2,40 @@
 
 function buildResults(panel) {
   const { results, differences } = page.data;
-  fill(panel,
+  fill(
+    panel,
     el("h2", {}, "Results"),
-    results ? [sortableTable(results, "Results"), notes(results.notes)] : el("p", { class: "quiet" }, "No results yet."),
+    results
+      ? [sortableTable(results, "Results"), notes(results.notes)]
+      : el("p", { class: "quiet" }, "No results yet."),
     el("h2", {}, "What differs between the configs"),
-    differences && differences.rows.length ? [sortableTable(differences, "Differences"), notes(differences.notes)] : el("p", { class: "quiet" }, "Nothing."),
+    differences && differences.rows.length
+      ? [sortableTable(differences, "Differences"), notes(differences.notes)]
+      : el("p", { class: "quiet" }, "Nothing."),
     el("h2", {}, "Runs"),
-    page.runs.map(runDetails));
+    page.runs.map(runDetails),
+  );
 }
 
 const notes = (texts) => texts.map((text) => el("p", { class: "quiet" }, foreign(text)));
 
 function runDetails(run) {
-  const details = el("details", { class: "run" }, el("summary", {}, swatch(run.color, run.dash), el("strong", {}, foreign(runLabel(run))),
-    " ", stateWord(run.state), " ", verdictWord(run.verdict.level), " ", el("span", {}, foreign(run.verdict.text))));
+  const details = el(
+    "details",
+    { class: "run" },
+    el(
+      "summary",
+      {},
+      swatch(run.color, run.dash),
+      el("strong", {}, foreign(runLabel(run))),
+      " ",
+      stateWord(run.state),
+      " ",
+      verdictWord(run.verdict.level),
+      " ",
+      el("span", {}, foreign(run.verdict.text)),
+    ),
+  );
   details.addEventListener("toggle", () => {
     if (details.open && details.childElementCount === 1) details.append(el("div", { class: "run-body" }, runBody(run)));
   });
@@ -23,11 +43,23 @@ function runDetails(run) {
 }
 
 function buildWall(panel) {
-  const metrics = [...new Set(page.data.charts.flatMap((chart) => chart.lines.map((line) => line.metric)))]
-    .filter((metric) => page.runs.some((run) => hasMetric(run, metric)));
+  const metrics = [...new Set(page.data.charts.flatMap((chart) => chart.lines.map((line) => line.metric)))].filter(
+    (metric) => page.runs.some((run) => hasMetric(run, metric)),
+  );
   if (!metrics.includes(state.wall)) state.wall = metrics.includes("reward") ? "reward" : metrics[0];
-  const names = new Map(page.data.charts.flatMap((chart) => chart.lines.map((line) => [line.metric, line.metric === line.label ? line.metric : `${chart.title}: ${line.label}`])));
-  const select = choices(metrics.map((metric) => [metric, names.get(metric)]), state.wall, { onchange: () => setState({ wall: select.value }) });
+  const names = new Map(
+    page.data.charts.flatMap((chart) =>
+      chart.lines.map((line) => [
+        line.metric,
+        line.metric === line.label ? line.metric : `${chart.title}: ${line.label}`,
+      ]),
+    ),
+  );
+  const select = choices(
+    metrics.map((metric) => [metric, names.get(metric)]),
+    state.wall,
+    { onchange: () => setState({ wall: select.value }) },
+  );
   const grid = el("div", { class: "wall" });
   fill(panel, el("h2", {}, "One curve for each run"), el("div", { class: "bar" }, labelled("Metric", select)), grid);
   drawWall();
@@ -39,26 +71,73 @@ function drawWall() {
   const metric = state.wall;
   const values = page.runs.map((run) => smooth(seriesOf(run, metric, run.steps), page.steps.length >= 40 ? 0.6 : 0));
   const all = values.flat().filter((value) => value !== null);
-  const [low, high] = all.reduce(([min, max], value) => [Math.min(min, value), Math.max(max, value)], [Infinity, -Infinity]);
+  const [low, high] = all.reduce(
+    ([min, max], value) => [Math.min(min, value), Math.max(max, value)],
+    [Infinity, -Infinity],
+  );
   const last = page.steps[page.steps.length - 1];
-  fill(grid, ...page.runs.map((run, number) => {
-    const numbers = values[number].filter((value) => value !== null);
-    const end = numbers[numbers.length - 1];
-    return el("figure", { class: "tile" },
-      el("figcaption", {}, swatch(run.color, run.dash), foreign(runLabel(run)), run.state === "done" ? null : [" ", stateWord(run.state)]),
-      curve(run.steps, values[number], { low, high, first: page.steps[0], last, color: run.color, label: `${metric} of ${runLabel(run)}` }),
-      el("p", { class: "quiet" }, `step ${run.steps[run.steps.length - 1] ?? 0}`, numbers.length ? `: ${short(end)}` : ": no numbers"));
-  }));
-  grid.append(el("p", { class: "quiet wall-scale" }, all.length ? `All with the same axes: steps ${page.steps[0]} to ${last}, ${short(low)} to ${short(high)}.` : ""));
+  fill(
+    grid,
+    ...page.runs.map((run, number) => {
+      const numbers = values[number].filter((value) => value !== null);
+      const end = numbers[numbers.length - 1];
+      return el(
+        "figure",
+        { class: "tile" },
+        el(
+          "figcaption",
+          {},
+          swatch(run.color, run.dash),
+          foreign(runLabel(run)),
+          run.state === "done" ? null : [" ", stateWord(run.state)],
+        ),
+        curve(run.steps, values[number], {
+          low,
+          high,
+          first: page.steps[0],
+          last,
+          color: run.color,
+          label: `${metric} of ${runLabel(run)}`,
+        }),
+        el(
+          "p",
+          { class: "quiet" },
+          `step ${run.steps[run.steps.length - 1] ?? 0}`,
+          numbers.length ? `: ${short(end)}` : ": no numbers",
+        ),
+      );
+    }),
+  );
+  grid.append(
+    el(
+      "p",
+      { class: "quiet wall-scale" },
+      all.length ? `All with the same axes: steps ${page.steps[0]} to ${last}, ${short(low)} to ${short(high)}.` : "",
+    ),
+  );
 }
 
 // A small curve without axes.
 function curve(steps, values, { low, high, first, last, color, label, width = 240, height = 64 }) {
   const x = (step) => (last === first ? width / 2 : ((step - first) / (last - first)) * (width - 4) + 2);
   const y = (value) => (high === low ? height / 2 : height - 3 - ((value - low) / (high - low)) * (height - 6));
-  const points = steps.map((step, number) => [step, values[number]]).filter(([, value]) => isNumber(value)).map(([step, value]) => [x(step), y(value)]);
+  const points = steps
+    .map((step, number) => [step, values[number]])
+    .filter(([, value]) => isNumber(value))
+    .map(([step, value]) => [x(step), y(value)]);
   const path = points.map(([a, b], number) => `${number ? "L" : "M"}${a.toFixed(1)} ${b.toFixed(1)}`).join("");
-  return svg("svg", { class: "curve", viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": clean(label) },
+  return svg(
+    "svg",
+    {
+      class: "curve",
+      viewBox: `0 0 ${width} ${height}`,
+      preserveAspectRatio: "none",
+      role: "img",
+      "aria-label": clean(label),
+    },
     svg("path", { d: path, class: `stroke-${color % COLORS}` }),
-    points.length <= 12 ? points.map(([a, b]) => svg("circle", { cx: a, cy: b, r: 2.5, class: `fill-${color % COLORS}` })) : []);
+    points.length <= 12
+      ? points.map(([a, b]) => svg("circle", { cx: a, cy: b, r: 2.5, class: `fill-${color % COLORS}` }))
+      : [],
+  );
 }

@@ -37,7 +37,9 @@ const runLabel = (run) => run.label || run.name;
 // A run among those of its group: its label without the group's name.
 function seedLabel(run) {
   const label = runLabel(run);
-  return label.startsWith(run.group) && label.length > run.group.length ? label.slice(run.group.length).replace(/^[\s,]+/, "") : label;
+  return label.startsWith(run.group) && label.length > run.group.length
+    ? label.slice(run.group.length).replace(/^[\s,]+/, "")
+    : label;
 }
 const visibleRuns = () => page.runs.filter((run) => !page.hidden.has(run.id));
 
@@ -80,7 +82,9 @@ function smooth(values, weight) {
 
 // Mean of several series with a band: their minimum and maximum, or one standard deviation (n - 1) to each side.
 function meanAndBand(series, kind) {
-  const mean = [], low = [], high = [];
+  const mean = [],
+    low = [],
+    high = [];
   for (let number = 0; number < series[0].length; number++) {
     const values = series.map((one) => one[number]).filter((value) => value !== null);
     const average = values.length === 0 ? null : values.reduce((a, b) => a + b, 0) / values.length;
