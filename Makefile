@@ -13,7 +13,7 @@ UV := UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" $(
 TESTS := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PINS := pyproject.toml requirements/constraints.txt requirements/overrides.txt
 
-.PHONY: help train test-fast test test-survival test-slurm test-zero test-all chromium chaos setup check format constraints hooks build release-check conf docs parity bench bench-limit bench-savings bench-gpu clean
+.PHONY: help train test-fast test test-survival test-slurm test-zero test-all chromium pictures chaos setup check format constraints hooks build release-check conf docs parity bench bench-limit bench-savings bench-gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -90,6 +90,9 @@ conf: setup ## write a commented YAML for every choice into conf/, from the data
 docs: setup ## write docs/algorithms.md, docs/keys.md and docs/from-trl.md from the code
 	$(BIN)/python -m grpocli.cli.algorithms_page docs/algorithms.md
 	$(BIN)/python -m grpocli.cli.key_pages docs
+
+pictures: setup chromium ## make the pictures of README.md from a default run
+	$(BIN)/python docs/pictures/make.py
 
 constraints: setup ## pin what is installed now
 	$(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable | sed 's/+cpu$$//' > requirements/constraints.txt

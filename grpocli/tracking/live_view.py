@@ -47,7 +47,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "tokens/",
         "sampling/",
     ),
-    "time": ("time/step", "time/", "weight_version", "sync/"),
+    "time": ("time/step", "time/", "memory/", "weight_version", "sync/"),
 }
 """Metrics by section, in order: names, or prefixes that end in `/` or `_`. Other metrics go to `policy`."""
 

@@ -1,0 +1,203 @@
+"""Curves of several runs as a picture for a paper, and as a CSV table."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpocli.config.parts import nearest
+from grpocli.errors import ConfigError
+from grpocli.files import write_atomic
+from grpocli.report.curves import Curves, read_curves, with_evaluations
+from grpocli.report.several import labels
+from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.runs import RunRow
+from grpocli.tracking.text import clean
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg", ".pdf")
+DEFAULT_METRICS = ("reward",)
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's palette, which the color-blind can tell apart; then the line style changes."""
+STYLES = ("-", "--", ":", "-.")
+INCHES = (3.4, 2.3)
+"""The size of one plot: the width of a column of a two-column paper."""
+SETTINGS: Any = {
+    "svg.fonttype": "none",  # text stays text
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "grpocli",  # the same curves give the same bytes
+    "font.size": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RunCurves:
+    """The curves of a run. group: what it shares with runs that differ only in the seed."""
+
+    label: str
+    group: str
+    seed: Any
+    curves: Curves
+
+
+def run_curves(rows: Sequence[RunRow]) -> list[RunCurves]:
+    """The curves of runs, with the numbers of metrics.jsonl and summary.json."""
+    return [
+        RunCurves(label, group, row.settings.get("seed"), _curves(row.path))
+        for row, (_, label, group) in zip(rows, labels(rows), strict=True)
+    ]
+
+
+def _curves(run: Path) -> Curves:
+    """The metrics of a run, with the evaluations before its first and after its last step."""
+    try:
+        summary = json.loads(RunDir(run).summary.read_text())
+    except (OSError, ValueError, RecursionError):
+        summary = {}
+    curves = read_curves(run)
+    ended = isinstance(summary, dict) and curves.steps[-1:] == [summary.get("steps")]
+    return with_evaluations(curves, summary if ended else {}, None, 1)
+
+
+def chosen_metrics(runs: Sequence[RunCurves], names: Sequence[str]) -> list[str]:
+    """The metrics of these names. Raises ConfigError, with the nearest name, if no run has one."""
+    known = sorted({name for run in runs for name in run.curves.metrics})
+    for name in names:
+        if name not in known:
+            hint = nearest(name, known).removeprefix("; ") or f"there are {', '.join(known) or 'none: no step is done'}"
+            raise ConfigError("no run has this metric", key="--metric", value=name, hint=hint)
+    return list(names)
+
+
+def check_suffix(path: Path) -> None:
+    """Raise ConfigError unless the file's suffix is a format for pictures."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise ConfigError("is no picture's suffix", key="--plot", value=path, hint=f"use {', '.join(SUFFIXES)}")
+
+
+def plot(path: Path, runs: Sequence[RunCurves], metrics: Sequence[str], smoothing: float = 0.0) -> list[str]:
+    """Write a picture with a plot for each metric. Returns a sentence for each run without one of the metrics.
+
+    Runs that differ only in the seed are one line, their mean, in a band from their minimum to their maximum.
+    smoothing: the weight of the past in an exponential moving average of each run, 0 to below 1.
+    """
+    os.environ.setdefault("MPLCONFIGDIR", str(Path(tempfile.gettempdir()) / "grpocli-matplotlib"))
+    import matplotlib
+
+    with matplotlib.rc_context(SETTINGS):
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(INCHES[0], INCHES[1] * len(metrics)), layout="constrained")
+        for axes, metric in zip(figure.subplots(len(metrics), 1, squeeze=False)[:, 0], metrics, strict=True):
+            _draw(axes, runs, metric, smoothing)
+        _legend(figure, runs, smoothing)
+        out = io.BytesIO()
+        kind = path.suffix.lower().removeprefix(".")
+        without_date: dict[str, Any] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
+        figure.savefig(out, format=kind, dpi=300, metadata=without_date)
+    write_atomic(path, out.getvalue())
+    return [
+        f"{clean(run.label)} has no {metric}" for run in runs for metric in metrics if not run.curves.series(metric)
+    ]
+
+
+def _draw(axes: Axes, runs: Sequence[RunCurves], metric: str, smoothing: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for number, (group, members) in enumerate(_groups(runs).items()):
+        series = [smoothed(one.curves.series(metric), smoothing) for one in members]
+        points = _mean_and_range([one for one in series if one])
+        if not points:
+            continue
+        steps, means, lows, highs = zip(*points, strict=True)
+        color, style = COLORS[number % len(COLORS)], STYLES[number // len(COLORS) % len(STYLES)]
+        marker = "o" if len(steps) <= 12 else None
+        axes.plot(steps, means, style, color=color, linewidth=1.2, marker=marker, markersize=2.5, label=_plain(group))
+        if len(members) > 1:
+            axes.fill_between(steps, lows, highs, color=color, alpha=0.2, linewidth=0)
+    axes.set_xlabel("step")
+    axes.set_ylabel(_plain(metric))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.margins(x=0.01)
+
+
+def _legend(figure: Figure, runs: Sequence[RunCurves], smoothing: float) -> None:
+    handles = {
+        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    if len(handles) > 1:
+        figure.legend(handles.values(), handles.keys(), loc="outside upper left", ncols=1)
+    seeds = {len(members) for members in _groups(runs).values()}
+    notes = [f"mean of {max(seeds)} seeds; band: minimum to maximum"] if max(seeds, default=1) > 1 else []
+    notes += [f"moving average, weight {smoothing:g}"] if smoothing else []
+    if notes:
+        figure.supxlabel("; ".join(notes), fontsize=6, color="0.35")
+
+
+def _plain(text: str) -> str:
+    """A text that matplotlib draws as it is: no mathematics between dollar signs, no leading underscore."""
+    shown = clean(text).replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown
+
+
+def _groups(runs: Sequence[RunCurves]) -> dict[str, list[RunCurves]]:
+    groups: dict[str, list[RunCurves]] = {}
+    for run in runs:
+        groups.setdefault(run.group, []).append(run)
+    return groups
+
+
+def smoothed(series: Sequence[tuple[int, float]], weight: float) -> list[tuple[int, float]]:
+    """An exponential moving average of (step, value), corrected for its start as in Adam."""
+    total = norm = 0.0
+    points = []
+    for step, value in series:
+        total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
+        points.append((step, total / norm))
+    return points
+
+
+def _mean_and_range(series: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float, float, float]]:
+    """(step, mean, minimum, maximum) over the series that have the step."""
+    values: dict[int, list[float]] = {}
+    for one in series:
+        for step, value in one:
+            values.setdefault(step, []).append(value)
+    return [(step, statistics.fmean(found), min(found), max(found)) for step, found in sorted(values.items())]
+
+
+def write_csv(path: Path, rows: Sequence[RunRow], runs: Sequence[RunCurves], metrics: Sequence[str] | None) -> int:
+    """Write run, label, seed, step, metric and value of each number, in full precision. Returns how many.
+
+    metrics: None for all.
+    """
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["run", "label", "seed", "step", "metric", "value"])
+    table = list(_csv_rows(rows, runs, metrics))
+    writer.writerows(table)
+    write_atomic(path, out.getvalue())
+    return len(table)
+
+
+def _csv_rows(
+    rows: Sequence[RunRow], runs: Sequence[RunCurves], metrics: Sequence[str] | None
+) -> Iterator[tuple[Any, ...]]:
+    for row, run in zip(rows, runs, strict=True):
+        for metric in run.curves.metrics if metrics is None else metrics:
+            for step, value in run.curves.series(metric):
+                yield clean(str(row.path)), clean(run.label), run.seed, step, clean(metric), value

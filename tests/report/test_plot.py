@@ -1,0 +1,94 @@
+"""`grpocli compare --plot` and `--curves`: pictures and tables of the curves of several runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpocli.cli.compare import main
+from grpocli.errors import ConfigError
+from grpocli.report.plot import smoothed
+
+SUFFIXES = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Two learning rates with two seeds; only the second learning rate has the metric `extra`."""
+    for number, (lr, seed) in enumerate([(0.1, 0), (0.1, 1), (0.2, 0), (0.2, 1)]):
+        run = tmp_path / "sweep" / str(number)
+        run.mkdir(parents=True)
+        config = {"optim": {"_target_": "optim/adamw", "lr": lr}, "seed": seed, "overrides": [f"optim.lr={lr}"]}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        lines = [
+            {"step": step, "reward": lr * step + seed, **({"extra_$x$": 0.5} if lr > 0.1 else {})} for step in (1, 2, 3)
+        ]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        summary = {"steps": 3, "exit": "done", "eval/accuracy_before": 0.25, "eval/accuracy": 0.75}
+        (run / "summary.json").write_text(json.dumps(summary))
+    return tmp_path / "sweep"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_the_same_curves_give_the_same_picture(sweep: Path, tmp_path: Path, suffix: str) -> None:
+    pictures = [tmp_path / f"{name}{suffix}" for name in "ab"]
+    for picture in pictures:
+        assert main([str(sweep), "--plot", str(picture), "--metric", "reward,eval/accuracy"]) == 0
+    first, second = (picture.read_bytes() for picture in pictures)
+    assert first.startswith(SUFFIXES[suffix])
+    assert first == second
+
+
+def test_a_picture_names_runs_metrics_and_the_band(sweep: Path, tmp_path: Path, capsys) -> None:
+    assert main([str(sweep), "--plot", str(tmp_path / "p.svg"), "--metric", "reward,extra_$x$"]) == 0
+    texts = {
+        "".join(text.itertext()).strip()
+        for text in ET.parse(tmp_path / "p.svg").iter("{http://www.w3.org/2000/svg}text")
+    }
+    assert {"step", "reward", "extra_$x$", "lr=0.1", "lr=0.2", "mean of 2 seeds; band: minimum to maximum"} <= texts
+    assert "lr=0.1, seed=0 has no extra_$x$" in capsys.readouterr().out
+
+
+def test_the_table_has_every_number(sweep: Path, tmp_path: Path) -> None:
+    assert main([str(sweep), "--curves", str(tmp_path / "c.csv")]) == 0
+    rows = list(csv.DictReader((tmp_path / "c.csv").read_text().splitlines()))
+    rewards = [(row["seed"], int(row["step"]), float(row["value"])) for row in rows if row["metric"] == "reward"]
+    assert sorted(rewards) == sorted(
+        (str(seed), step, lr * step + seed) for lr in (0.1, 0.2) for seed in (0, 1) for step in (1, 2, 3)
+    )
+    accuracies = {(int(row["step"]), float(row["value"])) for row in rows if row["metric"] == "eval/accuracy"}
+    assert accuracies == {(0, 0.25), (3, 0.75)}
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--plot", "p.gif"], "--plot=p.gif: is no picture's suffix; use .png, .svg, .pdf"),
+        (["--plot", "p.png", "--metric", "rewad"], 'no run has this metric; did you mean "reward"?'),
+        (["--plot", "p.png", "--smoothing", "1"], "--smoothing=1.0: must be 0 (none) to below 1"),
+        (["--curves", "no/such/c.csv"], "--curves=no/such/c.csv: there is no such folder"),
+    ],
+)
+def test_wrong_options_are_one_sentence(
+    sweep: Path, options: list[str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        main([str(sweep), *options])
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_smoothing_has_no_bias_at_the_start() -> None:
+    assert smoothed([(1, 2.0), (2, 2.0), (5, 2.0)], 0.9) == [
+        (1, pytest.approx(2)),
+        (2, pytest.approx(2)),
+        (5, pytest.approx(2)),
+    ]
+    assert smoothed([(1, 1.0), (2, 3.0)], 0.5) == [(1, 1.0), (2, pytest.approx((0.25 * 1 + 0.5 * 3) / 0.75))]
