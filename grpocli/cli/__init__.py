@@ -26,6 +26,7 @@ COMMANDS = {
     "rollouts": ("grpocli.cli.rollouts", "show, filter and export the completions of a run"),
     "compare": ("grpocli.cli.compare", "print a table of runs"),
     "report": ("grpocli.cli.report", "write a page about runs: curves, warnings, completions"),
+    "watch": ("grpocli.cli.watch", "serve a live page about runs on this machine, until Ctrl-C"),
     "replay": ("grpocli.cli.replay", "compute recorded steps again and compare them with the record"),
 }
 
@@ -46,6 +47,7 @@ examples
   grpocli train --cfg job                             print the composed config
   grpocli explain algorithm=dgpo vs algorithm=grpo    compare two objectives
   grpocli doctor recipe=dapo-small                    is this machine ready for it?
+  grpocli watch runs                                  a live page about all runs, also those that begin later
   grpocli plan model=qwen2.5-7b hardware.device=cuda --devices 8    does it fit?
   grpocli replay runs/DATE/TIME --step 12             is the record of this step right?
 

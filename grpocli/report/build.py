@@ -12,10 +12,10 @@ from typing import Any
 from grpocli.errors import ConfigError, GrpoError
 from grpocli.progress import Progress, unreported
 from grpocli.report.charts import charts
-from grpocli.report.curves import read_curves, thinned, with_evaluations
+from grpocli.report.curves import curves_of, read_curves, thinned, with_evaluations
 from grpocli.report.diagnosis import verdict, warnings
 from grpocli.report.facts import facts, sessions
-from grpocli.report.page_data import PageData, RunView
+from grpocli.report.page_data import PageData, Rollouts, RunView, Series
 from grpocli.report.rollout_sample import BUDGET, Prompts, RolloutSample
 from grpocli.report.several import differences, labels, results
 from grpocli.report.token_texts import TokenTexts
@@ -40,13 +40,15 @@ class Builder:
     """Builds the data of a page.
 
     formula: the lines of a run's objective; raises GrpoError if it is unknown. completions: at most, for all runs; None
-    for as many as fit into the budget. formulas: those known, by the sections that they show.
+    for as many as fit into the budget. formulas: those known, by the sections that they show. live: leave completions
+    out, because the page asks for those of a step.
     """
 
     formula: FormulaOf
     completions: int | None = None
     progress: Progress = unreported
     formulas: dict[str, list[str]] = field(default_factory=dict)
+    live: bool = False
 
     def page(self, folders: Sequence[Path]) -> PageData:
         """The page of the runs below some folders. Raises ConfigError if there are none."""
@@ -95,7 +97,7 @@ class Builder:
         most = max(FEWEST_ROWS, min(ROWS_OF_RUN, ROWS // len(rows)))
         drawn, thinning = thinned(curves, most, [warning.step for warning in found])
         share = None if self.completions is None else self.completions // len(rows)
-        tokens = TokenTexts.of_run(row.path, config)
+        tokens = None if self.live else TokenTexts.of_run(row.path, config)
         sample = RolloutSample(row.path, prompts, tokens, BUDGET // len(rows), share, problems, self.progress)
         view = RunView(
             id=f"r{number}",
@@ -114,7 +116,7 @@ class Builder:
             steps=drawn.steps,
             metrics=drawn.metrics,
             thinning=thinning,
-            rollouts=sample.read(),
+            rollouts=Rollouts(steps=sorted(sample.files)) if self.live else sample.read(),
         )
         notes += [f"{names[0]}: {problem}" for problem in problems]
         return view
@@ -130,6 +132,14 @@ class Builder:
         if not self.formulas[key]:
             problems.append("the formula of the objective is unknown: the config cannot be composed")
         return self.formulas[key]
+
+
+def new_values(run: Path, rows: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict[str, Series]]:
+    """The steps and values of new rows of a run's metrics, in order, with the intervals of accuracies."""
+    curves = curves_of(rows)
+    if any(name.startswith("eval") for name in curves.metrics):
+        curves = with_evaluations(curves, {}, *_evaluation(flatten(_config(run, []))))
+    return curves.steps, curves.metrics
 
 
 def _title(folders: Sequence[Path], runs: Sequence[RunView]) -> str:

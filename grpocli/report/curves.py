@@ -63,14 +63,19 @@ def read_curves(run: Path) -> Curves:
         lines = path.read_text(errors="replace").split("\n") if path.is_file() else []
     except OSError as error:
         return Curves(notes=[f"metrics.jsonl cannot be read: {error.strerror}"])
-    rows: dict[int, dict[str, Any]] = {}
-    broken = []
+    rows, broken = [], []
     for number, text in enumerate(lines, start=1):
         if (row := _row(text)) is not None:
-            rows[row["step"]] = row
+            rows.append(row)
         elif text.strip():
             broken.append(number)
-    return _curves([rows[step] for step in sorted(rows)], _notes(broken, len(lines)))
+    return curves_of(rows, _notes(broken, len(lines)))
+
+
+def curves_of(rows: Iterable[Mapping[str, Any]], notes: Sequence[str] = ()) -> Curves:
+    """The metrics of rows with a step. If a step has two rows, the later one counts."""
+    unique = {row["step"]: row for row in rows}
+    return _curves([unique[step] for step in sorted(unique)], list(notes))
 
 
 def _row(text: str) -> dict[str, Any] | None:

@@ -61,6 +61,11 @@ def live_html(title: str, version: str, live: str = "") -> str:
     return page_html(PageData(title=title, made="", version=version, charts=[], runs=[], live=live))
 
 
+def live_policy() -> str:
+    """The Content-Security-Policy of the page of `live_html`."""
+    return _policy(_style(), _script(), live=True)
+
+
 def page_json(value: Any) -> str:
     """`value` (dataclasses, dicts, lists, texts, numbers) as ASCII JSON. Half a surrogate pair stays an escape."""
     return json.dumps(value, default=_fields_of, allow_nan=False, separators=(",", ":"))

@@ -11,11 +11,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from grpocli.errors import RunError
 from grpocli.progress import Progress, unreported
 from grpocli.report.curves import number
 from grpocli.report.page_data import CompletionView, GroupView, PromptText, Rollouts, Series
 from grpocli.report.token_texts import TokenTexts
 from grpocli.tracking.rollout_query import NAME
+from grpocli.tracking.run_dir import RunDir
+from grpocli.tracking.runs import load_yaml
 
 BUDGET = 6_000_000
 """Bytes of JSON of all rollouts of a page: small enough for a mail, and read by a browser in a moment."""
@@ -166,6 +169,15 @@ class RolloutSample:
             views = [completion_view(row, self.tokens) for row in members]
             yield GroupView(step, group, _text(members[0].get("uid")), self.prompts.number(members[0]), views)
 
+    def step_groups(self, step: int) -> list[GroupView]:
+        """The first groups of a step that fit into the budget."""
+        groups = sorted(self._prompts_of([step]).get(step, {}), key=str)
+        completions = self._counts([step]).get(step, 0)
+        if not groups:
+            return []
+        most = max(1, self._affordable([step]) * len(groups) // max(1, completions))
+        return list(self._groups(step, None if most >= len(groups) else groups[:most]))
+
     def _table(self, step: int, filters: Any) -> list[dict[str, Any]]:
         from pyarrow import compute
 
@@ -191,6 +203,24 @@ class RolloutSample:
             if note not in self.notes:
                 self.notes.append(note)
             return None
+
+
+def read_step(run: Path, step: int) -> dict[str, Any]:
+    """The prompts and groups of one step for the live page: as many groups as fit into the budget.
+
+    Raises RunError if the file is broken.
+    """
+    try:
+        config = load_yaml(RunDir(run).config)
+    except (OSError, ValueError):
+        config = {}
+    prompts = Prompts()
+    tokens = TokenTexts.of_run(run, config if isinstance(config, dict) else {})
+    sample = RolloutSample(run, prompts, tokens)
+    groups = sample.step_groups(step)
+    if sample.notes:
+        raise RunError(sample.notes[0])
+    return {"prompts": prompts.found, "groups": groups}
 
 
 def completion_view(row: Mapping[str, Any], tokens: TokenTexts | None) -> CompletionView:

@@ -57,7 +57,7 @@ def find_runs(folder: Path) -> list[RunRow]:
     """The runs in and below a folder, unfinished and broken ones included. Raises ConfigError if it does not exist."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder{suggest_run(folder)}")
-    return [read_run(path) for path in sorted(_run_folders(folder))]
+    return [read_run(path) for path in sorted(run_folders(folder))]
 
 
 def check_run(folder: Path, typed: str) -> None:
@@ -78,7 +78,7 @@ def suggest_run(folder: Path) -> str:
     It is the run that contains the folder, else one below it or of a similar name, else the newest.
     """
     near = (path.parent for at in (folder, folder.parent) for path in at.glob("*/config.yaml"))
-    runs = {*_run_folders(Path("runs")), *near}
+    runs = {*run_folders(Path("runs")), *near}
     names = {name: path for path in runs for name in (str(path), path.name)}
     below = {path for path in runs if path.is_relative_to(folder)}
     close = [] if below else [names[name] for name in difflib.get_close_matches(str(folder), names, n=1)]
@@ -88,7 +88,8 @@ def suggest_run(folder: Path) -> str:
     return f"; the newest run is {newest}" if newest else "; give the folder of a run"
 
 
-def _run_folders(folder: Path) -> Iterator[Path]:
+def run_folders(folder: Path) -> Iterator[Path]:
+    """The folders of the runs in and below a folder; links are not followed."""
     for here, below, files in os.walk(folder):
         path = Path(here)
         if _is_run(path, files):

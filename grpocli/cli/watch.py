@@ -1,0 +1,112 @@
+"""`grpocli watch`: a live page about runs, on this machine only."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from grpocli.errors import ConfigError
+
+EPILOG = """\
+examples
+  grpocli watch runs/DATE/TIME            one run
+  grpocli watch runs                      every run in a folder, also those that begin later
+  grpocli watch RUN --port 8080 --open    on a fixed port, and open the browser
+
+The page is served on 127.0.0.1 only. From another machine, forward the port, then open the printed address there:
+  ssh -N -L PORT:127.0.0.1:PORT USER@MACHINE
+Each printed address lets one browser in. Ctrl-C ends it; the run goes on.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """Prints the address for a browser. port: of the server."""
+
+    port: int
+
+    def address(self, token: str) -> str:
+        return f"http://127.0.0.1:{self.port}/?token={token}"
+
+    def next(self, token: str) -> None:
+        """Print the address for one more browser."""
+        print(f"opened; another browser: {self.address(token)}", flush=True)
+
+    def tunnel(self) -> str | None:
+        """The command that forwards the port to the user's machine, in a session of SSH."""
+        parts = os.environ.get("SSH_CONNECTION", "").split()
+        if len(parts) != 4:
+            return None
+        user = os.environ.get("USER") or "USER"
+        return f"ssh -N -L {self.port}:127.0.0.1:{self.port} {user}@{parts[2]}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve the page until Ctrl-C. Returns the exit code. Raises ConfigError for a file or a port that is taken."""
+    args = _parser().parse_args(argv)
+    for folder in args.folders:
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{folder} is a file; give the folder of a run, or a folder of runs")
+    if not 0 <= args.port < 1 << 16:
+        raise ConfigError("must be between 1 and 65535, or 0 for a free one", key="--port", value=args.port)
+    from grpocli.cli.report import formula_lines_of
+    from grpocli.report.build import Builder, new_values
+    from grpocli.report.live import Sessions, live_app
+    from grpocli.report.live_data import LiveData
+    from grpocli.report.live_server import listen, serve
+    from grpocli.report.rollout_sample import read_step
+
+    server = listen(args.port)
+    announcement = Announcement(server.getsockname()[1])
+    builder = Builder(formula_lines_of, live=True)
+    data = LiveData(args.folders, builder.page, new_values, read_step)
+    sessions = Sessions(f"grpocli_watch_{announcement.port}", announcement.next)
+    app = live_app(data, sessions, "grpocli watch")
+    _announce(args.folders, announcement, sessions.token)
+    if args.open:
+        _open(announcement.address(sessions.token))
+    with suppress(KeyboardInterrupt):  # before the server handles it
+        serve(app, server)
+    print("the page has ended; the runs go on", flush=True)
+    return 0
+
+
+def _announce(folders: Sequence[Path], announcement: Announcement, token: str) -> None:
+    from grpocli.tracking.text import one_line
+
+    say = partial(print, flush=True)
+    say(f"watching {', '.join(one_line(str(folder)) for folder in folders)}")
+    for folder in folders:
+        if not folder.is_dir():
+            say(f"there is no folder {one_line(str(folder))} yet; its runs are shown when they begin")
+    say(f"open {announcement.address(token)}")
+    if tunnel := announcement.tunnel():
+        say(f"from your machine, first: {one_line(tunnel)}")
+    say("Ctrl-C ends it")
+
+
+def _open(address: str) -> None:
+    import webbrowser
+
+    if not webbrowser.open(address):
+        print("no browser can be opened here", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="grpocli watch",
+        description="Serve a live page about runs, until Ctrl-C.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN|FOLDER", help="a run, or a folder of runs")
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="the port on 127.0.0.1 (a free one)")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser of this machine")
+    return parser
