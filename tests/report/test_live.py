@@ -1,0 +1,185 @@
+"""The live page lets in a browser with a token once, and refuses everybody else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report.test_live_data import make_run, no_formula
+from starlette.testclient import TestClient
+
+from grpocli.report.build import Builder, new_values
+from grpocli.report.live import LONGEST_QUERY, Sessions, live_app
+from grpocli.report.live_data import LiveData
+from grpocli.report.rollout_sample import read_step
+
+PATHS = ("/", "/data", "/data?since=x", "/rollouts?run=r0&step=1", "/nothing", "/?token=wrong", "/?token=")
+
+
+class Page:
+    """A served page: its sessions, the tokens that were announced, and clients."""
+
+    def __init__(self, folder: Path) -> None:
+        make_run(folder / "a")
+        self.announced: list[str] = []
+        self.sessions = Sessions("grpocli_watch_1", self.announced.append)
+        data = LiveData((folder,), Builder(no_formula, live=True).page, new_values, read_step)
+        self.app = live_app(data, self.sessions, "watch")
+
+    def client(self, host: str = "http://127.0.0.1:8080") -> Any:
+        return TestClient(self.app, base_url=host, follow_redirects=False)
+
+    def admitted(self) -> Any:
+        client = self.client()
+        assert client.get(f"/?token={self.sessions.token}").status_code == 303
+        return client
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Page:
+    return Page(tmp_path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_without_a_session_everything_is_refused_with_a_sentence(served: Page, path: str) -> None:
+    answer = served.client().get(path)
+    assert answer.status_code == 403
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert "grpocli watch" in answer.text
+    assert answer.text.count("\n") == 1
+
+
+def test_a_token_lets_one_browser_in(served: Page) -> None:
+    first, second = served.client(), served.client()
+    token = served.sessions.token
+    answer = first.get(f"/?token={token}")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+    cookie = answer.headers["set-cookie"]
+    assert {"HttpOnly", "Path=/", "SameSite=strict"} <= set(cookie.split("; "))
+    assert token not in cookie
+    assert first.get("/").status_code == first.get("/data").status_code == 200
+    assert second.get(f"/?token={token}").status_code == 403
+    assert second.get("/").status_code == 403
+    assert served.announced == [served.sessions.token] != [token]
+    assert second.get(f"/?token={served.announced[0]}").status_code == 303
+
+
+def test_a_browser_that_was_let_in_may_open_the_spent_address_again(served: Page) -> None:
+    client, token = served.client(), served.sessions.token
+    client.get(f"/?token={token}")
+    assert client.get(f"/?token={token}").headers["location"] == "/"
+    assert len(served.announced) == 1
+
+
+@pytest.mark.parametrize("cookie", ["", "x", "grpocli_watch_1=", "grpocli_watch_1=wrong", "grpocli_watch_1=é"])
+def test_a_wrong_cookie_is_refused(served: Page, cookie: str) -> None:
+    served.admitted()
+    assert served.client().get("/data", headers={"cookie": cookie.encode()}).status_code == 403
+
+
+def test_asking_only_for_headers_does_not_spend_the_token(served: Page) -> None:
+    assert served.client().head(f"/?token={served.sessions.token}").status_code == 403
+    assert served.announced == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:1", "LOCALHOST:65535", "[::1]:8080"])
+def test_a_tunnel_may_change_the_port(served: Page, host: str) -> None:
+    assert served.admitted().get("/", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["", "evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "127.0.0.1@evil", "127.0.0.2"]
+)
+def test_another_host_is_refused_even_with_a_session(served: Page, host: str) -> None:
+    assert served.admitted().get("/data", headers={"host": host}).status_code == 403
+
+
+@pytest.mark.parametrize("path", ["/", "/data"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("origin", "http://evil.example"),
+        ("origin", "null"),
+        ("origin", "https://127.0.0.1:8080"),
+        ("origin", "http://127.0.0.1:9999"),
+        ("sec-fetch-site", "cross-site"),
+        ("sec-fetch-site", "same-site"),
+    ],
+)
+def test_requests_of_another_site_are_refused_even_with_a_session(
+    served: Page, path: str, name: str, value: str
+) -> None:
+    assert served.admitted().get(path, headers={name: value}).status_code == 403
+
+
+def test_another_site_cannot_spend_the_token(served: Page) -> None:
+    token = served.sessions.token
+    assert served.client().get(f"/?token={token}", headers={"sec-fetch-site": "cross-site"}).status_code == 403
+    assert served.client().get(f"/?token={token}").status_code == 303
+
+
+def test_the_own_origin_is_allowed(served: Page) -> None:
+    headers = {"origin": "http://127.0.0.1:8080", "sec-fetch-site": "same-origin"}
+    assert served.admitted().get("/data", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE"])
+def test_only_get_and_head_are_answered(served: Page, method: str) -> None:
+    assert served.admitted().request(method, "/data").status_code == 405
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/rollouts?run=../..&step=1"])
+def test_every_answer_has_the_headers(served: Page, path: str) -> None:
+    for client in (served.client(), served.admitted()):
+        headers = client.get(path).headers
+        assert "frame-ancestors 'none'" in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+        assert headers["cache-control"] == "no-store"
+        assert not [name for name in headers if name.startswith("access-control")]
+
+
+def test_the_page_has_the_policy_of_its_script(served: Page) -> None:
+    answer = served.admitted().get("/")
+    policy = answer.headers["content-security-policy"].removesuffix("; frame-ancestors 'none'")
+    assert f'content="{policy.replace(chr(39), "&#39;")}"' in answer.text
+
+
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [
+        ("run=r0&step=1", 404),
+        ("run=r9&step=1", 404),
+        ("run=../../etc&step=1", 404),
+        ("run=r0&step=-1", 400),
+        ("run=r0&step=1e3", 400),
+        ("run=r0&step=" + "9" * 100, 400),
+        ("run=r0&step=٣", 400),
+        ("run=r0", 400),
+        ("", 400),
+    ],
+)
+def test_a_wrong_question_about_rollouts_is_one_sentence(served: Page, query: str, status: int) -> None:
+    answer = served.admitted().get(f"/rollouts?{query}")
+    assert (answer.status_code, answer.text.count("\n")) == (status, 1)
+
+
+@pytest.mark.parametrize("path", ["/../config.yaml", "/%2e%2e/config.yaml", "/config.yaml", "//etc/passwd", "/data/"])
+def test_no_file_is_served(served: Page, path: str) -> None:
+    answer = served.admitted().get(path)
+    assert answer.status_code in (307, 404)
+    assert "seed" not in answer.text
+
+
+def test_a_long_query_is_refused(served: Page) -> None:
+    assert served.admitted().get("/data?since=" + "x" * LONGEST_QUERY).status_code == 414
+
+
+def test_the_data_are_a_page_then_what_is_new(served: Page) -> None:
+    client = served.admitted()
+    whole = client.get("/data").json()
+    assert whole["runs"][0]["steps"] == [1, 2, 3]
+    assert whole["live"] == ""
+    assert client.get(f"/data?since={whole['cursor']}").status_code == 204
+    assert client.get("/data?since=unknown-0").json() == {"reload": True}

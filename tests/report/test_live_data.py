@@ -1,0 +1,226 @@
+"""The data of a live page: what is new, what asks for a reload, and what is not read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpocli.report.build import Builder, new_values
+from grpocli.report.html import page_json
+from grpocli.report.live_data import Budget, LiveData, MetricsTail
+from grpocli.report.rollout_sample import read_step
+
+
+def row(step: int, **more: Any) -> str:
+    return json.dumps({"step": step, "reward": step / 10, "time/step": 1.0, **more}) + "\n"
+
+
+def add(run: Path, *lines: str) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(lines)
+
+
+def make_run(path: Path, steps: int = 3) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text("seed: 0\ntrain:\n  steps: 10\neval:\n  problems: 100\n  samples: 4\n")
+    add(path, *(row(step) for step in range(1, steps + 1)))
+    return path
+
+
+@dataclass
+class Clock:
+    """A clock that a test moves."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        self.now += 100.0  # each look finds the budget rested
+        return self.now
+
+
+def no_formula(run: Path) -> list[str]:
+    return ["J = 1"]
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Callable[..., LiveData]:
+    def made(*folders: Path) -> LiveData:
+        clock = Clock()
+        load = Builder(no_formula, live=True).page
+        return LiveData(folders or (tmp_path,), load, new_values, read_step, Budget(1, clock), Budget(1, clock))
+
+    return made
+
+
+def answer(value: Any) -> Any:
+    return None if value is None else json.loads(page_json(value))
+
+
+def test_only_new_steps_are_sent(live: Callable[..., LiveData], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    data = live()
+    whole = answer(data.whole())
+    assert whole["runs"][0]["steps"] == [1, 2, 3]
+    assert data.since(whole["cursor"]) is None
+    add(run, row(4), row(5))
+    news = answer(data.since(whole["cursor"]))
+    assert news["runs"]["r0"]["steps"] == [4, 5]
+    assert news["runs"]["r0"]["metrics"]["reward"] == [0.4, 0.5]
+    assert ["steps", "5 of 10"] in answer(data.whole())["runs"][0]["facts"]
+
+
+def test_each_page_gets_every_step_once(live: Callable[..., LiveData], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    data = live()
+    early = answer(data.whole())["cursor"]
+    add(run, row(4))
+    late = answer(data.whole())
+    assert late["runs"][0]["steps"] == [1, 2, 3, 4]
+    add(run, row(5))
+    assert answer(data.since(late["cursor"]))["runs"]["r0"]["steps"] == [5]
+    assert answer(data.since(early))["runs"]["r0"]["steps"] == [4, 5]
+
+
+def test_a_torn_line_waits_for_its_end(live: Callable[..., LiveData], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    data = live()
+    cursor = answer(data.whole())["cursor"]
+    line = row(4)
+    add(run, line[:20])
+    assert data.since(cursor) is None
+    add(run, line[20:])
+    assert answer(data.since(cursor))["runs"]["r0"]["steps"] == [4]
+
+
+def test_a_page_opened_in_the_middle_of_a_line_gets_the_step(live: Callable[..., LiveData], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    line = row(4)
+    add(run, line[:20])
+    data = live()
+    cursor = answer(data.whole())["cursor"]
+    add(run, line[20:])
+    news = answer(data.since(cursor))
+    assert news.get("reload") or news["runs"]["r0"]["steps"] == [4]
+    assert answer(data.whole())["runs"][0]["steps"] == [1, 2, 3, 4]
+
+
+def test_only_appended_bytes_are_read(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    tail = MetricsTail(run / "metrics.jsonl")
+    size = (run / "metrics.jsonl").stat().st_size
+    assert (tail.offset, tail.read()) == (size, [])
+    add(run, row(4), "broken\n", '{"step": true}\n', row(5))
+    assert [found["step"] for found in tail.read() or []] == [4, 5]
+    assert tail.read() == []
+
+
+def test_new_accuracies_have_intervals(live: Callable[..., LiveData], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", 0)
+    add(run, row(1, **{"eval/accuracy": 0.4}))
+    data = live()
+    cursor = answer(data.whole())["cursor"]
+    add(run, row(2, **{"eval/accuracy": 0.5}))
+    metrics = answer(data.since(cursor))["runs"]["r0"]["metrics"]
+    (low,), (high,) = metrics["eval/accuracy (low)"], metrics["eval/accuracy (high)"]
+    assert 0.3 < low < 0.5 < high < 0.7
+
+
+def test_a_resume_that_cuts_the_run_back_reloads_the_page(live: Callable[..., LiveData], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    data = live()
+    cursor = answer(data.whole())["cursor"]
+    (run / "new").write_text(row(1) + row(2, reward=7) + row(3) + row(4))
+    (run / "new").rename(run / "metrics.jsonl")
+    assert answer(data.since(cursor)) == {"reload": True}
+    whole = answer(data.whole())
+    assert whole["runs"][0]["steps"] == [1, 2, 3, 4]
+    assert whole["runs"][0]["metrics"]["reward"][1] == 7
+    assert data.since(whole["cursor"]) is None
+
+
+@pytest.mark.parametrize("cursor", ["", "x", "-", "-1", "a-b", "-" * 200, "٣-٣"])
+def test_an_unknown_cursor_reloads_the_page(live: Callable[..., LiveData], tmp_path: Path, cursor: str) -> None:
+    make_run(tmp_path / "a")
+    assert live().since(cursor) == {"reload": True}
+
+
+def test_a_folder_that_appears_later_is_waited_for(live: Callable[..., LiveData], tmp_path: Path) -> None:
+    data = live(tmp_path / "later")
+    first = answer(data.whole())
+    assert first["runs"] == []
+    assert "waiting for a run" in first["notes"][0]
+    make_run(tmp_path / "later" / "a")
+    assert answer(data.since(first["cursor"])) == {"reload": True}
+    assert [run["name"] for run in answer(data.whole())["runs"]] == ["a"]
+
+
+def test_a_deleted_run_is_a_note(live: Callable[..., LiveData], tmp_path: Path) -> None:
+    make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    data = live()
+    cursor = answer(data.whole())["cursor"]
+    shutil.rmtree(tmp_path / "a")
+    assert answer(data.since(cursor)) == {"reload": True}
+    whole = answer(data.whole())
+    assert [run["name"] for run in whole["runs"]] == ["b"]
+    assert whole["notes"][0] == "a: its folder is not there any more"
+    shutil.rmtree(tmp_path / "b")
+    assert answer(data.since(whole["cursor"])) == {"reload": True}
+    assert answer(data.whole())["runs"] == []
+
+
+def test_a_run_whose_data_is_a_link_out_of_its_folder_is_not_shown(
+    live: Callable[..., LiveData], tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret.json"
+    secret.write_text(row(1, secret=1))
+    run = make_run(tmp_path / "runs" / "a", 1)
+    make_run(tmp_path / "runs" / "b", 1)
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").symlink_to(secret)
+    whole = answer(live(tmp_path / "runs").whole())
+    assert [run["name"] for run in whole["runs"]] == ["b"]
+    assert whole["notes"] == ["a is not shown: a link in it leads out of its folder"]
+
+
+def test_a_rollout_file_that_is_a_link_out_of_its_folder_is_not_read(
+    live: Callable[..., LiveData], tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "runs" / "a")
+    (run / "rollouts").mkdir()
+    (tmp_path / "step_000001.parquet").write_bytes(b"secret")
+    (run / "rollouts" / "step_000001.parquet").symlink_to(tmp_path / "step_000001.parquet")
+    data = live(tmp_path / "runs")
+    assert answer(data.whole())["runs"][0]["rollouts"]["steps"] == [1]
+    assert data.rollouts("r0", 1) is None
+
+
+def test_the_files_are_not_read_again_while_the_budget_rests(tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    still = lambda: 0.0  # noqa: E731
+    reads: list[int] = []
+
+    def load(paths: Any) -> Any:
+        reads.append(1)
+        return Builder(no_formula, live=True).page(paths)
+
+    data = LiveData((tmp_path,), load, new_values, read_step, Budget(1, still), Budget(1, still))
+    cursor = answer(data.whole())["cursor"]
+    for _ in range(5):
+        add(tmp_path / "a", row(4))
+        data.since(cursor)
+    assert reads == [1]
+
+
+def test_work_rests_for_fifty_times_its_duration() -> None:
+    times = iter([0.0, 2.0, 101.0, 102.0, 61.9, 62.0])
+    budget = Budget(1.0, lambda: next(times))
+    with budget:
+        pass
+    assert budget.next == 62.0  # a minute at most
+    assert budget.allows()
