@@ -52,13 +52,12 @@ def _curves(args: argparse.Namespace) -> int:
     if not 0 <= args.smoothing < 1:
         raise ConfigError("must be 0 (none) to below 1", key="--smoothing", value=args.smoothing)
     if args.plot:
-        plot.check_suffix(args.plot)
+        plot.check_target(args.plot, "--plot", plot.SUFFIXES)
+    if args.curves:
+        plot.check_target(args.curves, "--curves", [".csv"])
     rows = list({row.path.resolve(): row for folder in args.folders for row in find_runs(folder)}.values())
     runs = plot.run_curves(rows)
     names = None if args.metric is None else plot.chosen_metrics(runs, args.metric.split(","))
-    for key, path in (("--plot", args.plot), ("--curves", args.curves)):
-        if path and not path.parent.is_dir():
-            raise ConfigError("there is no such folder", key=key, value=path)
     if args.plot:
         missing = plot.plot(args.plot, runs, names or plot.chosen_metrics(runs, plot.DEFAULT_METRICS), args.smoothing)
         print(*missing, clean(f"{len(runs)} runs are drawn in {args.plot}"), sep="\n")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import os
 import statistics
-import tempfile
+import textwrap
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +35,16 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 STYLES = ("-", "--", ":", "-.")
 INCHES = (3.4, 2.3)
 """The size of one plot: the width of a column of a two-column paper."""
+LONGEST, LINE = 120, 54
+"""Characters of a label in the legend, and of one of its lines."""
+LINE_INCHES = 0.15
 SETTINGS: Any = {
     "svg.fonttype": "none",  # text stays text
     "pdf.fonttype": 42,
     "svg.hashsalt": "grpocli",  # the same curves give the same bytes
+    "text.parse_math": False,  # labels are data: `$` is a dollar
     "font.size": 8,
+    "legend.fontsize": 7,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
@@ -46,8 +53,9 @@ SETTINGS: Any = {
 
 @dataclass(frozen=True, slots=True)
 class RunCurves:
-    """The curves of a run. group: what it shares with runs that differ only in the seed."""
+    """The curves of a run. name: its folder. group: what it shares with runs that differ only in the seed."""
 
+    name: str
     label: str
     group: str
     seed: Any
@@ -55,10 +63,12 @@ class RunCurves:
 
 
 def run_curves(rows: Sequence[RunRow]) -> list[RunCurves]:
-    """The curves of runs, with the numbers of metrics.jsonl and summary.json."""
+    """The curves of runs, with the numbers of metrics.jsonl and summary.json. Raises ConfigError without runs."""
+    if not rows:
+        raise ConfigError("there is no run below these folders; give the folder of a run or sweep")
     return [
-        RunCurves(label, group, row.settings.get("seed"), _curves(row.path))
-        for row, (_, label, group) in zip(rows, labels(rows), strict=True)
+        RunCurves(name, label, group, row.settings.get("seed"), _curves(row.path))
+        for row, (name, label, group) in zip(rows, labels(rows), strict=True)
     ]
 
 
@@ -83,36 +93,57 @@ def chosen_metrics(runs: Sequence[RunCurves], names: Sequence[str]) -> list[str]
     return list(names)
 
 
-def check_suffix(path: Path) -> None:
-    """Raise ConfigError unless the file's suffix is a format for pictures."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError("is no picture's suffix", key="--plot", value=path, hint=f"use {', '.join(SUFFIXES)}")
+def check_target(path: Path, key: str, suffixes: Sequence[str]) -> None:
+    """Raise ConfigError unless a file of this name, with one of these suffixes, can be written."""
+    if path.suffix.lower() not in suffixes:
+        raise ConfigError("has an unknown suffix", key=key, value=path, hint=f"use {', '.join(suffixes)}")
+    if path.is_dir():
+        raise ConfigError("is a folder; name a file", key=key, value=path)
+    if not path.parent.is_dir():
+        raise ConfigError("there is no such folder", key=key, value=path)
 
 
 def plot(path: Path, runs: Sequence[RunCurves], metrics: Sequence[str], smoothing: float = 0.0) -> list[str]:
-    """Write a picture with a plot for each metric. Returns a sentence for each run without one of the metrics.
+    """Write a picture with a plot for each metric. Returns a line for each metric that runs lack.
 
     Runs that differ only in the seed are one line, their mean, in a band from their minimum to their maximum.
     smoothing: the weight of the past in an exponential moving average of each run, 0 to below 1.
     """
-    os.environ.setdefault("MPLCONFIGDIR", str(Path(tempfile.gettempdir()) / "grpocli-matplotlib"))
-    import matplotlib
+    matplotlib = _matplotlib()
+    from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(SETTINGS):
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(INCHES[0], INCHES[1] * len(metrics)), layout="constrained")
-        for axes, metric in zip(figure.subplots(len(metrics), 1, squeeze=False)[:, 0], metrics, strict=True):
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # characters that the font lacks
+        matplotlib.rcdefaults()  # not the user's own style
+        matplotlib.rcParams.update(SETTINGS)
+        entries = [_plain(group) for group in _groups(runs)]
+        lines = sum(entry.count("\n") + 1 for entry in entries) if len(entries) > 1 else 0
+        size = (INCHES[0], INCHES[1] * len(metrics) + LINE_INCHES * lines)
+        figure = Figure(figsize=size, layout="constrained")
+        panels = figure.subplots(len(metrics), 1, squeeze=False, sharex=True)[:, 0]
+        for axes, metric in zip(panels, metrics, strict=True):
             _draw(axes, runs, metric, smoothing)
+        panels[-1].set_xlabel("step")
         _legend(figure, runs, smoothing)
         out = io.BytesIO()
         kind = path.suffix.lower().removeprefix(".")
         without_date: dict[str, Any] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
         figure.savefig(out, format=kind, dpi=300, metadata=without_date)
-    write_atomic(path, out.getvalue())
+    _write(path, out.getvalue(), "--plot")
     return [
-        f"{clean(run.label)} has no {metric}" for run in runs for metric in metrics if not run.curves.series(metric)
+        f"without {metric}: {clean(', '.join(lacking))}"
+        for metric in metrics
+        if (lacking := [run.name for run in runs if not run.curves.series(metric)])
     ]
+
+
+def _matplotlib() -> Any:
+    """matplotlib without a window and without messages about its caches; it finds a folder for them itself."""
+    os.environ["MPLBACKEND"] = "agg"  # a notebook's, say, may not be installed here
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    import matplotlib
+
+    return matplotlib
 
 
 def _draw(axes: Axes, runs: Sequence[RunCurves], metric: str, smoothing: float) -> None:
@@ -129,7 +160,6 @@ def _draw(axes: Axes, runs: Sequence[RunCurves], metric: str, smoothing: float) 
         axes.plot(steps, means, style, color=color, linewidth=1.2, marker=marker, markersize=2.5, label=_plain(group))
         if len(members) > 1:
             axes.fill_between(steps, lows, highs, color=color, alpha=0.2, linewidth=0)
-    axes.set_xlabel("step")
     axes.set_ylabel(_plain(metric))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0.01)
@@ -149,9 +179,17 @@ def _legend(figure: Figure, runs: Sequence[RunCurves], smoothing: float) -> None
 
 
 def _plain(text: str) -> str:
-    """A text that matplotlib draws as it is: no mathematics between dollar signs, no leading underscore."""
-    shown = clean(text).replace("$", r"\$")
+    """A label for the picture, on several lines if it is long. A leading underscore would hide it."""
+    shown = clean(text)
+    shown = textwrap.fill(shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 3]}...", LINE)
     return f" {shown}" if shown.startswith("_") else shown
+
+
+def _write(path: Path, data: str | bytes, key: str) -> None:
+    try:
+        write_atomic(path, data)
+    except OSError as error:
+        raise ConfigError(f"{error.strerror or error}; name another file", key=key, value=path) from error
 
 
 def _groups(runs: Sequence[RunCurves]) -> dict[str, list[RunCurves]]:
@@ -190,7 +228,7 @@ def write_csv(path: Path, rows: Sequence[RunRow], runs: Sequence[RunCurves], met
     writer.writerow(["run", "label", "seed", "step", "metric", "value"])
     table = list(_csv_rows(rows, runs, metrics))
     writer.writerows(table)
-    write_atomic(path, out.getvalue())
+    _write(path, out.getvalue().encode(errors="replace"), "--curves")
     return len(table)
 
 
