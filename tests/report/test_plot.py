@@ -52,7 +52,7 @@ def test_a_picture_names_runs_metrics_and_the_band(sweep: Path, tmp_path: Path, 
         for text in ET.parse(tmp_path / "p.svg").iter("{http://www.w3.org/2000/svg}text")
     }
     assert {"step", "reward", "extra_$x$", "lr=0.1", "lr=0.2", "mean of 2 seeds; band: minimum to maximum"} <= texts
-    assert "lr=0.1, seed=0 has no extra_$x$" in capsys.readouterr().out
+    assert "without extra_$x$: 0, 1" in capsys.readouterr().out
 
 
 def test_the_table_has_every_number(sweep: Path, tmp_path: Path) -> None:
