@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +37,8 @@ class Announcement:
 
     def next(self, token: str) -> None:
         """Print the address for one more browser."""
-        print(f"opened; another browser: {self.address(token)}", flush=True)
+        with suppress(OSError):  # the terminal is closed
+            print(f"opened; another browser: {self.address(token)}", flush=True)
 
     def tunnel(self) -> str | None:
         """The command that forwards the port to the user's machine, in a session of SSH."""
@@ -45,6 +47,21 @@ class Announcement:
             return None
         user = os.environ.get("USER") or "USER"
         return f"ssh -N -L {self.port}:127.0.0.1:{self.port} {user}@{parts[2]}"
+
+
+@dataclass(slots=True)
+class TimedFormula:
+    """A run's formula. It is composed once for each config, so its seconds do not delay the next build of the page."""
+
+    lines_of: Callable[[Path], list[str]]
+    seconds: float = 0.0
+
+    def __call__(self, run: Path) -> list[str]:
+        start = time.monotonic()
+        try:
+            return self.lines_of(run)
+        finally:
+            self.seconds += time.monotonic() - start
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,14 +75,15 @@ def main(argv: Sequence[str]) -> int:
     from grpocli.cli.report import formula_lines_of
     from grpocli.report.build import Builder, new_values
     from grpocli.report.live import Sessions, live_app
-    from grpocli.report.live_data import LiveData
+    from grpocli.report.live_data import Budget, LiveData
     from grpocli.report.live_server import listen, serve
     from grpocli.report.rollout_sample import read_step
 
     server = listen(args.port)
     announcement = Announcement(server.getsockname()[1])
-    builder = Builder(formula_lines_of, live=True)
-    data = LiveData(args.folders, builder.page, new_values, read_step)
+    formula = TimedFormula(formula_lines_of)
+    builds = Budget(2.0, lambda: time.monotonic() - formula.seconds)
+    data = LiveData(args.folders, Builder(formula, live=True).page, new_values, read_step, builds=builds)
     sessions = Sessions(f"grpocli_watch_{announcement.port}", announcement.next)
     app = live_app(data, sessions, "grpocli watch")
     _announce(args.folders, announcement, sessions.token)

@@ -57,7 +57,9 @@ class QuietServer(Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        signals = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+            signals.append(signal.SIGHUP)
         for number in signals:
             loop.add_signal_handler(number, self.end)
         try:
