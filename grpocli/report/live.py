@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 import secrets
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs
 
-import anyio
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request, cookie_parser
@@ -136,10 +138,11 @@ def live_app(data: LiveData, sessions: Sessions, title: str) -> ASGIApp:
     """The application: `/` is the page, `/data` and `/rollouts` are its data."""
     page = live_html(title, __version__)
     policy = {"Content-Security-Policy": f"{live_policy()}; {FRAMES}"}
-    one_at_a_time = anyio.CapacityLimiter(1)
+    one_at_a_time = asyncio.Lock()
 
     async def run(work: Callable[[], str | None]) -> Response:
-        text = await anyio.to_thread.run_sync(work, limiter=one_at_a_time, abandon_on_cancel=True)
+        async with one_at_a_time:
+            text = await _in_thread(work)
         return Response(status_code=204) if text is None else Response(text, media_type="application/json")
 
     async def show_page(request: Request) -> Response:
@@ -164,6 +167,21 @@ def live_app(data: LiveData, sessions: Sessions, title: str) -> ASGIApp:
 
     routes = [Route("/", show_page), Route("/data", show_data), Route("/rollouts", show_rollouts)]
     return Guard(Starlette(routes=routes), sessions)
+
+
+async def _in_thread(work: Callable[[], str | None]) -> str | None:
+    """The result of `work` in a thread that does not keep the process alive when Ctrl-C ends the server."""
+    result: Future[str | None] = Future()
+    result.set_running_or_notify_cancel()  # from now on it cannot be cancelled, so the thread may set it
+
+    def compute() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+            result.set_exception(error)
+
+    threading.Thread(target=compute, name="live data", daemon=True).start()
+    return await asyncio.wrap_future(result)
 
 
 def step_number(query: Mapping[str, str]) -> int | None:

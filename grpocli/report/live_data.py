@@ -193,7 +193,7 @@ class LiveData:
             if found is None or step not in found.view.rollouts.steps or _leads_out(found.path):
                 return None
             path = found.path
-        if not _is_inside(RunDir(path).rollouts(step), path):
+        if not _is_own(RunDir(path).rollouts(step), path):
             return None
         return self.load_step(path, step)
 
@@ -268,7 +268,9 @@ class LiveData:
         """The run folders below the watched ones. Runs with files outside of their folder are left out."""
         paths = {path.resolve(): path for folder in self.folders if folder.is_dir() for path in run_folders(folder)}
         linked = [path for path in paths.values() if _leads_out(path)]
-        self.linked = [f"{path.name} is not shown: a link in it leads out of its folder" for path in linked]
+        self.linked = [
+            f"{path.name} is not shown: one of its files is a link out of its folder, or a pipe" for path in linked
+        ]
         return [path for path in paths.values() if path not in linked]
 
     def _build(self) -> None:
@@ -354,14 +356,17 @@ def _signature(run: Path) -> tuple[Any, ...]:
 
 
 def _leads_out(run: Path) -> bool:
-    """Whether a file of a run is a link to a place outside of its folder."""
+    """Whether a file of a run is a link to a place outside of its folder, or a pipe or device."""
     files = [run / name for name in OWN_FILES] + [run / ".hydra" / name for name in HYDRA_FILES]
-    return not all(_is_inside(file, run) for file in files)
+    return not all(_is_own(file, run) for file in files)
 
 
-def _is_inside(file: Path, run: Path) -> bool:
+def _is_own(file: Path, run: Path) -> bool:
+    """Whether a file of a run is inside its folder, and is a plain file, a folder or missing. Opening a pipe hangs."""
     try:
-        return file.resolve().is_relative_to(run.resolve())
+        found = file.resolve()
+        plain = found.is_file() or found.is_dir() or not found.exists()
+        return plain and found.is_relative_to(run.resolve())
     except (OSError, RuntimeError):  # links in a circle
         return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -185,7 +186,7 @@ def test_a_run_whose_data_is_a_link_out_of_its_folder_is_not_shown(
     (run / "metrics.jsonl").symlink_to(secret)
     whole = answer(live(tmp_path / "runs").whole())
     assert [run["name"] for run in whole["runs"]] == ["b"]
-    assert whole["notes"] == ["a is not shown: a link in it leads out of its folder"]
+    assert whole["notes"] == ["a is not shown: one of its files is a link out of its folder, or a pipe"]
 
 
 def test_a_rollout_file_that_is_a_link_out_of_its_folder_is_not_read(
@@ -197,6 +198,20 @@ def test_a_rollout_file_that_is_a_link_out_of_its_folder_is_not_read(
     (run / "rollouts" / "step_000001.parquet").symlink_to(tmp_path / "step_000001.parquet")
     data = live(tmp_path / "runs")
     assert answer(data.whole())["runs"][0]["rollouts"]["steps"] == [1]
+    assert data.rollouts("r0", 1) is None
+
+
+def test_a_pipe_is_not_opened(live: Callable[..., LiveData], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "a", 1)
+    (run / "rollouts").mkdir()
+    os.mkfifo(run / "rollouts" / "step_000001.parquet")
+    other = make_run(tmp_path / "runs" / "b", 1)
+    (other / "metrics.jsonl").unlink()
+    os.mkfifo(other / "metrics.jsonl")
+    data = live(tmp_path / "runs")
+    whole = answer(data.whole())
+    assert [run["name"] for run in whole["runs"]] == ["a"]
+    assert whole["notes"][0] == "b is not shown: one of its files is a link out of its folder, or a pipe"
     assert data.rollouts("r0", 1) is None
 
 
