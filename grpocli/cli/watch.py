@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from grpocli.errors import ConfigError
+from grpocli.processes.threads import leave
 
 EPILOG = """\
 examples
@@ -92,6 +94,8 @@ def main(argv: Sequence[str]) -> int:
     with suppress(KeyboardInterrupt):  # before the server handles it
         serve(app, server)
     print("the page has ended; the runs go on", flush=True)
+    if threading.active_count() > 1:
+        leave(0)  # a thread that still builds the page only reads
     return 0
 
 
