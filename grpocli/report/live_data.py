@@ -266,7 +266,9 @@ class LiveData:
 
     def _found(self) -> list[Path]:
         """The run folders below the watched ones. Runs with files outside of their folder are left out."""
-        paths = {path.resolve(): path for folder in self.folders if folder.is_dir() for path in run_folders(folder)}
+        paths = {
+            path.resolve(): path for folder in self.folders if folder.is_dir() for path in sorted(run_folders(folder))
+        }
         linked = [path for path in paths.values() if _leads_out(path)]
         self.linked = [
             f"{path.name} is not shown: one of its files is a link out of its folder, or a pipe" for path in linked

@@ -201,6 +201,13 @@ def test_a_rollout_file_that_is_a_link_out_of_its_folder_is_not_read(
     assert data.rollouts("r0", 1) is None
 
 
+def test_runs_are_in_the_order_of_the_report(live: Callable[..., LiveData], tmp_path: Path) -> None:
+    for name in "cabed":
+        make_run(tmp_path / name, 1)
+    whole = answer(live(tmp_path).whole())
+    assert [(run["id"], run["name"]) for run in whole["runs"]] == [(f"r{i}", name) for i, name in enumerate("abcde")]
+
+
 def test_a_pipe_is_not_opened(live: Callable[..., LiveData], tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs" / "a", 1)
     (run / "rollouts").mkdir()
