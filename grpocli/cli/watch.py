@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 from grpocli.errors import ConfigError
-from grpocli.processes.threads import leave
 
 EPILOG = """\
 examples
@@ -95,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
         serve(app, server)
     print("the page has ended; the runs go on", flush=True)
     if threading.active_count() > 1:
-        leave(0)  # a thread that still builds the page only reads
+        os._exit(0)  # a thread that still builds the page only reads
     return 0
 
 
