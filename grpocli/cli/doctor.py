@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpocli.cli.hydra_app import composed, parser_of
@@ -46,12 +47,13 @@ def _examined(overrides: list[str], config_dir: str | None) -> list[Group]:
     from grpocli.doctor.needs import Needs
     from grpocli.tracking.live_view import status_view
 
+    machine = Machine()
     judged = _judged(overrides, config_dir) if overrides else None
-    checks, needs = ([*judged.checks(), *MACHINE], judged.needs()) if judged else (MACHINE, Needs())
+    checks, needs = ([*judged.checks(), *MACHINE], judged.needs(machine)) if judged else (MACHINE, Needs())
     view = status_view()
     try:
         view.stage("examining this machine")
-        return examine(checks, Machine(), needs, view.progress)
+        return examine(checks, machine, needs, view.progress)
     finally:
         view.stop()
 
@@ -60,7 +62,7 @@ def _judged(overrides: list[str], config_dir: str | None) -> Judged:
     """The config of these overrides. Raises ConfigError if it cannot be composed."""
     from functools import partial
 
-    from grpocli.doctor.config import Judged
+    from grpocli.doctor.config import Judged, runs_in
     from grpocli.launch.compose import build_run
     from grpocli.launch.ready import check_data
 
@@ -68,4 +70,4 @@ def _judged(overrides: list[str], config_dir: str | None) -> Judged:
     ready = {"tracker": run.tracker.check, "data and rewards": partial(check_data, run)}
     if model := getattr(run.model, "check_ready", None):
         ready["model"] = model
-    return Judged(run, overrides, ready, "hydra/launcher=slurm" in overrides)
+    return Judged(run, overrides, ready, "hydra/launcher=slurm" in overrides, runs_in(overrides, Path.cwd()))

@@ -59,15 +59,17 @@ def warning(name: str, detail: str, advice: str = "") -> Finding:
 
 
 def problem(name: str, detail: str, advice: str, needed: object, otherwise: Status = "warning") -> Finding:
-    """An error if the run needs it, else a warning, or what `otherwise` says."""
-    return Finding(name, "error" if needed else otherwise, detail, advice)
+    """An error if the run needs it, else a warning, or what `otherwise` says; "ok" needs no advice."""
+    status: Status = "error" if needed else otherwise
+    return Finding(name, status, detail, "" if status == "ok" else advice)
 
 
 def examine(checks: Sequence[Check], machine: Machine, needs: Needs, progress: Progress) -> list[Group]:
     """The findings of all checks, grouped. A check that hangs or fails is a warning with its name."""
     done: queue.SimpleQueue[tuple[int, list[Finding]]] = queue.SimpleQueue()
     began = time.monotonic()
-    for number, check in enumerate(checks):
+    # the slowest first, so that the others run beside them
+    for number, check in sorted(enumerate(checks), key=lambda one: -one[1].seconds):
         work = threading.Thread(target=_work, args=(number, check, machine, needs, done), daemon=True, name=check.name)
         work.start()
     found: dict[int, list[Finding]] = {}
@@ -116,5 +118,5 @@ def _hung(check: Check) -> Finding:
     return warning(
         check.name,
         f"this check did not end within {check.seconds:g} s",
-        "try again when the machine is less busy; a file system or a driver that hangs has the same effect",
+        "grpocli doctor once more on a less busy machine; df and nvidia-smi hang if a file system or the driver does",
     )

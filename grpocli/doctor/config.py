@@ -12,17 +12,27 @@ from grpocli.doctor.checkup import Check, Finding, ok, problem
 from grpocli.doctor.devices import torch_report
 from grpocli.doctor.needs import Module, Needs
 from grpocli.doctor.resources import room, runs_folder
+from grpocli.doctor.surroundings import in_cache
 from grpocli.errors import ConfigError
 from grpocli.hardware.devices import split
 from grpocli.hardware.hardware import Single
 from grpocli.rewards.code import CodeReward
+from grpocli.rollout.sync_config import ServerLocation
 from grpocli.rollout.vllm.engine_parts import Vllm, VllmColocate
+from grpocli.tasks.loading import looks_local
+from grpocli.tasks.mixture import key_of, tasks_of
 
 if TYPE_CHECKING:
     from grpocli.config.schema import Run
     from grpocli.doctor.machine import Machine
 
 PLAN_SECONDS = 120.0
+FIXES = {
+    "tracker": "tracker=none",
+    "data and rewards": "task.path=FILE, or another task=NAME or reward=[NAME]",
+    "model": "model=hf model.path=FOLDER, or on a machine that reaches the hub: hf download NAME, and copy HF_HOME",
+}
+"""What to do where an error has no hint."""
 BYTES_PER_PARAMETER = 12
 """Of a checkpoint: weights and AdamW's two moments in float32."""
 
@@ -41,7 +51,7 @@ class Judged:
     slurm: bool
     runs: Path | None = None
 
-    def needs(self) -> Needs:
+    def needs(self, machine: Machine) -> Needs:
         """What the config needs of this machine."""
         run, engine = self.run, self.run.engine
         own_vllm = isinstance(engine, VllmColocate) or (isinstance(engine, Vllm) and not engine.urls)
@@ -50,6 +60,7 @@ class Judged:
             vllm="engine=vllm" if own_vllm and not self.slurm else "",
             cuda="hardware.device=cuda" if run.hardware.device == "cuda" and not self.slurm else "",
             slurm="hydra/launcher=slurm" if self.slurm else "",
+            hub=next(_on_hub(run, machine), ""),
             sandbox="reward=[code]" if code else "",
             python=code.python if code else None,
             shared_memory="engine=vllm" if own_vllm and not self.slurm else "",
@@ -62,6 +73,7 @@ class Judged:
         return [
             Check("config", "ready", lambda machine, needs: self._ready(), 30.0),
             Check("config", "devices", self._devices, 120.0),
+            Check("config", "sync", self._sync, 120.0),
             Check("config", "plan", self._plan, PLAN_SECONDS + 5),
         ]
 
@@ -70,8 +82,7 @@ class Judged:
             try:
                 check()
             except ConfigError as error:
-                fix = error.hint or "the sentence says what to change"
-                yield Finding(name, "error", str(replaced(error)), fix)
+                yield Finding(name, "error", str(replaced(error)), error.hint or FIXES[name])
             else:
                 yield ok(name, "ready")
 
@@ -91,7 +102,20 @@ class Judged:
         try:
             yield ok("devices", str(split(hardware, self.run.engine, [str(number) for number in range(count)])))
         except ConfigError as error:
-            yield Finding("devices", "error", str(replaced(error)), error.hint or "lower it, or add GPUs")
+            yield Finding("devices", "error", str(replaced(error)), error.hint or "hardware.processes=1")
+
+    def _sync(self, machine: Machine, needs: Needs) -> Iterator[Finding]:
+        """Whether weights can reach vLLM without GPUs."""
+        run = self.run
+        gpus = run.hardware.device != "cpu" and torch_report(machine, needs).gpus
+        if self.slurm or gpus or not isinstance(run.engine, Vllm):
+            return
+        try:
+            transport = run.sync.choose(ServerLocation(gpu=False))
+        except ConfigError as error:
+            yield Finding("sync", "error", str(replaced(error)), error.hint or "sync=shm")
+        else:
+            yield ok("sync", f"weights reach vLLM by {transport}")
 
     def _plan(self, machine: Machine, needs: Needs) -> Iterator[Finding]:
         """Memory and disk, from `grpocli plan` in a process of its own."""
@@ -102,11 +126,11 @@ class Judged:
         except ValueError:
             reason = f"none within {PLAN_SECONDS:g} s" if ended.code is None else ended.last_error
             detail = f"no estimate: {reason.removeprefix('grpocli: error: ')}"
-            yield Finding("plan", "warning", detail, f"grpocli plan {' '.join(words)}")
+            yield Finding("plan", "warning", detail, " ".join(["grpocli plan", *words]))
             return
         worst = max(plan["devices"], key=lambda device: device["peak"] / device["memory"])
         used = f"{worst['peak'] / 2**30:,.1f} of {worst['memory'] / 2**30:,.1f} GiB on {worst['name']}"
-        advice = f"grpocli plan {' '.join(words)} lists the keys to change"
+        advice = f"{' '.join(['grpocli plan', *words])} lists the keys to change"
         yield problem("plan", f"needs {used}", advice, not plan["fits"], "ok")
         yield self._disk(machine, needs, plan["model"])
 
@@ -126,6 +150,24 @@ def replaced(error: ConfigError) -> ConfigError:
     return ConfigError(error.problem, key=error.key, value=error.value)
 
 
+def _on_hub(run: Run, machine: Machine) -> Iterator[str]:
+    """The keys of the model and the data that are neither on this machine nor in the hub's cache."""
+    path = getattr(run.model, "path", None)
+    if isinstance(path, str) and not Path(path).expanduser().exists() and not in_cache(machine, path, "models"):
+        yield f"model.path={path}"
+    for name, task in tasks_of(run.task).items():
+        path = getattr(task, "path", None)
+        elsewhere = isinstance(path, str) and not looks_local(path) and not Path(path).exists()
+        if elsewhere and not in_cache(machine, path, "datasets"):
+            yield f"{key_of(run.task, name)}.path={path}"
+
+
+def runs_in(words: Sequence[str], folder: Path) -> Path | None:
+    """The folder of `hydra.run.dir=` among overrides, without what changes from run to run; None if it is not given."""
+    given = [word.partition("=")[2].strip("'\"") for word in words if word.startswith("hydra.run.dir=")]
+    return folder / Path(given[-1].partition("${")[0]).expanduser() if given else None
+
+
 def _modules(run: Run) -> Iterator[Module]:
     if run.hardware.parallel in ("zero2", "zero3"):
         parallel = f"hardware.parallel={run.hardware.parallel}"
@@ -133,4 +175,5 @@ def _modules(run: Run) -> Iterator[Module]:
     if run.model.lora.rank:
         yield Module("peft", "model.lora.rank", "pip install peft")
     if run.model.attn_implementation == "flash_attention_2":
-        yield Module("flash_attn", "model.attn_implementation", "pip install flash-attn, or leave it at null")
+        key = "model.attn_implementation"
+        yield Module("flash_attn", key, "model.attn_implementation=null, or pip install flash-attn")

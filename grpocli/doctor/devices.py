@@ -27,6 +27,8 @@ FOR_VISION = ("torchvision", "torchaudio", "torchcodec")
 QUERY = "index,name,driver_version,memory.total,memory.used,compute_cap,uuid"
 USERS = "gpu_uuid,pid,process_name,used_memory"
 DRIVER_CUDA = re.compile(r"CUDA Version:\s*(\d+)\.(\d+)")
+REINSTALL = "pip install --force-reinstall --no-deps"
+WHEELS = "https://download.pytorch.org/whl"
 OCCUPIED = 0.1
 """The share of a GPU's memory that others may use before it is worth a warning."""
 BFLOAT16 = (8, 0)
@@ -49,7 +51,7 @@ class TorchReport:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as nvidia-smi sees it. total, used: bytes. users: the processes on it, as a phrase."""
+    """A GPU as nvidia-smi sees it. total, used: bytes. users, pids: the processes on it, as a phrase and as numbers."""
 
     index: str
     name: str
@@ -58,6 +60,7 @@ class Gpu:
     used: float
     capability: str
     users: str = ""
+    pids: str = ""
 
 
 def torch_report(machine: Machine, needs: Needs) -> TorchReport:
@@ -92,38 +95,36 @@ def _asked(machine: Machine, needs: Needs) -> TorchReport:
 def torch(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """Whether torch and the libraries of every run can be imported and compute."""
     report = torch_report(machine, needs)
-    again = "pip install --force-reinstall --no-deps"
     if report.error:
         version = _version_of("torch", machine)
-        yield Finding("torch", "error", f"cannot be imported: {report.error}", f"{again} torch{version}")
+        yield Finding("torch", "error", f"cannot be imported: {report.error}", f"{REINSTALL} torch{version}")
         return
     for name, reason in report.broken.items():
         yield _broken(name, reason, report, machine, needs)
     build = f"CUDA {report.cuda}" if report.cuda else f"ROCm {report.hip}" if report.hip else "the CPU"
     detail = f"{report.version}, built for {build}"
     if not report.cpu and "torch" not in report.broken:
-        yield Finding("torch", "error", f"{detail}, computes a wrong product", f"{again} torch")
+        yield Finding("torch", "error", f"{detail}, computes a wrong product", f"{REINSTALL} torch")
     elif report.seconds > SLOW:
-        advice = "put the environment on a local disk, or try again when the machine is less busy"
+        advice = "make VENV=FOLDER setup, with a folder on a local disk; on a busy machine, grpocli doctor once more"
         yield warning("torch", f"{detail}; the libraries took {report.seconds:.0f} s to load", advice)
     else:
         yield ok("torch", f"{detail}; torch, transformers and datasets load in {report.seconds:.1f} s")
 
 
 def _version_of(name: str, machine: Machine) -> str:
-    package = machine.packages().get(name)
+    package = machine.installed().get(name)
     return f"=={package.version.partition('+')[0]}" if package else ""
 
 
 def _broken(name: str, reason: str, report: TorchReport, machine: Machine, needs: Needs) -> Finding:
     package = name.partition(".")[0]
     if package in FOR_VISION:
-        build = "for the CPU" if report.cuda is None else f"for CUDA {report.cuda}"
         detail = f"does not load beside torch {report.version}, so vLLM does not either: {reason}"
-        advice = f"pip uninstall {package} (models of text do without it), or install its build {build}"
+        advice = f"pip uninstall {package}; models of text do without it"
         return problem(package, detail, advice, needs.vllm)
     required = package == "torch" or any(package == one.partition(".")[0] for one in LIBRARIES) or needs.modules
-    advice = f"pip install --force-reinstall --no-deps {package}{_version_of(package, machine)}"
+    advice = f"{REINSTALL} {package}{_version_of(package, machine)}"
     return problem(package, f"cannot be imported: {reason}", advice, required)
 
 
@@ -134,11 +135,11 @@ def gpus(machine: Machine, needs: Needs) -> Iterator[Finding]:
     wanted = needs.cuda or needs.gpus
     if not present and not report.gpus:
         if reason:
-            advice = "ask the administrator to reload the driver, or run `nvidia-smi` for details"
+            advice = "nvidia-smi shows the reason; sudo modprobe -r nvidia && sudo modprobe nvidia reloads the driver"
             yield problem("GPUs", f"nvidia-smi fails: {reason}", advice, wanted)
         else:
             why = needs.cuda or "the config"
-            advice = f"{why} needs a GPU: run on a machine that has one" if wanted else ""
+            advice = f"hardware.device=cpu, or a machine with a GPU, which {why} needs" if wanted else ""
             yield problem("GPUs", "none; runs compute on the CPU", advice, wanted, otherwise="-")
         return
     if present and not report.gpus and not report.error:
@@ -147,7 +148,8 @@ def gpus(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield _gpu(gpu)
     for number, seen in enumerate(report.gpus):
         if seen.get("problem") or not seen.get("computes"):
-            advice = "install a torch that is built for this GPU, or leave it out with CUDA_VISIBLE_DEVICES"
+            others = ",".join(str(other) for other in range(len(report.gpus)) if other != number)
+            advice = f"export CUDA_VISIBLE_DEVICES={others} leaves it out; {REINSTALL} torch is for a wrong build"
             yield Finding(
                 f"cuda:{number}", "error", f"{seen['name']}: {seen.get('problem', 'computes wrongly')}", advice
             )
@@ -174,18 +176,21 @@ def _listed(machine: Machine) -> tuple[list[Gpu], str]:
         words = [word.strip() for word in line.split(",")]
         if len(words) == len(QUERY.split(",")):
             index, name, driver, total, used, capability, uuid = words
-            found.append(Gpu(index, name, driver, _mib(total), _mib(used), capability, ", ".join(users.get(uuid, []))))
+            those = users.get(uuid, {})
+            phrase, pids = ", ".join(those.values()), " ".join(those)
+            found.append(Gpu(index, name, driver, _mib(total), _mib(used), capability, phrase, pids))
     return found, ""
 
 
-def _users(text: str) -> dict[str, list[str]]:
-    """{GPU: its processes as phrases}."""
-    found: dict[str, list[str]] = {}
+def _users(text: str) -> dict[str, dict[str, str]]:
+    """{GPU: {process: a phrase about it}}."""
+    found: dict[str, dict[str, str]] = {}
     for line in text.splitlines():
         words = [word.strip() for word in line.split(",")]
         if len(words) == 4:
             uuid, pid, name, used = words
-            found.setdefault(uuid, []).append(f"{name.rpartition('/')[2]} (process {pid}, {_gib(_mib(used))} GiB)")
+            phrase = f"{name.rpartition('/')[2]} (process {pid}, {_gib(_mib(used))} GiB)"
+            found.setdefault(uuid, {})[pid] = phrase
     return found
 
 
@@ -202,7 +207,8 @@ def _gpu(gpu: Gpu) -> Finding:
     detail = f"{gpu.name}, {_gib(gpu.total - gpu.used)} of {_gib(gpu.total)} GiB free, driver {gpu.driver}"
     if gpu.total and gpu.used / gpu.total > OCCUPIED:
         by = f" by {gpu.users}" if gpu.users else ""
-        advice = "end that process, or choose other GPUs with CUDA_VISIBLE_DEVICES"
+        end = f"kill {gpu.pids} ends what runs there" if gpu.pids else "nvidia-smi shows what runs there"
+        advice = f"{end}; export CUDA_VISIBLE_DEVICES=NUMBERS chooses other GPUs"
         return warning(name, f"{detail}; {_gib(gpu.used)} GiB are used{by}", advice)
     major, _, minor = gpu.capability.partition(".")
     if major.isdigit() and minor.isdigit() and (int(major), int(minor)) < BFLOAT16:
@@ -222,7 +228,7 @@ def _unseen(present: list[Gpu], report: TorchReport, machine: Machine, needs: Ne
     plain = report.version.partition("+")[0]
     if not report.cuda and not report.hip:
         detail = f"{there}, and torch {report.version} is built without CUDA"
-        advice = f"pip install --force-reinstall torch=={plain} --index-url https://download.pytorch.org/whl/cu130"
+        advice = f"{REINSTALL} torch=={plain} --index-url {WHEELS}/cu130"
         return problem("torch and GPUs", detail, advice, wanted)
     driver = _driver_cuda(machine)
     if report.cuda and driver and driver[0] < int(report.cuda.partition(".")[0]):
@@ -230,10 +236,11 @@ def _unseen(present: list[Gpu], report: TorchReport, machine: Machine, needs: Ne
         detail = (
             f"the driver {present[0].driver} is for CUDA {shown}, and torch {report.version} for CUDA {report.cuda}"
         )
-        advice = f"update the driver, or pip install --force-reinstall torch=={plain} --index-url "
-        return problem("torch and GPUs", detail, f"{advice}https://download.pytorch.org/whl/cu{driver[0]}X", wanted)
+        older = f", or {REINSTALL} torch=={plain} --index-url {WHEELS}/cu126" if driver[0] == 12 else ""
+        advice = f"update the driver: apt install nvidia-driver-580{older}"
+        return problem("torch and GPUs", detail, advice, wanted)
     detail = f"{there}, and torch {report.version} sees none"
-    return problem("torch and GPUs", detail, "run python -c 'import torch; torch.cuda.init()' for the reason", wanted)
+    return problem("torch and GPUs", detail, "python -c 'import torch; torch.cuda.init()' prints the reason", wanted)
 
 
 def _driver_cuda(machine: Machine) -> tuple[int, int] | None:
@@ -255,12 +262,12 @@ def connected(machine: Machine, backend: str, count: int, needed: bool) -> Findi
     """A finding about a sum over `count` processes by torch.distributed."""
     ended = machine.probe("collective_probe", NCCL_SECONDS, backend, str(count))
     found = ended.answers()
-    name = backend.upper()
+    name, what = backend.upper(), "GPUs" if backend == "nccl" else "processes"
     if ended.code == 0 and found.get("sum") == count:
-        return ok(name, f"{count} GPUs add a tensor in {1e3 * found['seconds']:.1f} ms")
+        return ok(name, f"{count} {what} add a tensor in {1e3 * found['seconds']:.1f} ms")
     reason = f"no sum within {NCCL_SECONDS:g} s" if ended.code is None else ended.last_error
     advice = "NCCL_DEBUG=INFO grpocli doctor shows more; NCCL_P2P_DISABLE=1 or NCCL_SHM_DISABLE=1 may help"
-    return problem(name, f"{count} GPUs cannot add a tensor: {reason}", advice, needed)
+    return problem(name, f"{count} {what} cannot add a tensor: {reason}", advice, needed)
 
 
 def _gib(size: float) -> str:

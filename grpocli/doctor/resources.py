@@ -41,10 +41,10 @@ def disk(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """The folders that a run writes to: whether they take a file, and how much room there is."""
     cache = cache_dir(machine.environ)
     folders = {
-        "working folder": (machine.folder, LEAST_DISK, "start grpocli in a folder that you may write to"),
-        "runs": (runs_folder(machine, needs), LEAST_DISK, "choose another folder with hydra.run.dir=FOLDER"),
-        "cache": (cache, LEAST_DISK, "choose another folder: export GRPOCLI_CACHE=FOLDER"),
-        "temporary": (_temporary(machine), LEAST_DISK, "choose another folder: export TMPDIR=FOLDER"),
+        "working folder": (machine.folder, LEAST_DISK, "cd FOLDER on another disk, or hydra.run.dir=FOLDER"),
+        "runs": (runs_folder(machine, needs), LEAST_DISK, "hydra.run.dir=FOLDER on another disk"),
+        "cache": (cache, LEAST_DISK, "export GRPOCLI_CACHE=FOLDER on another disk"),
+        "temporary": (_temporary(machine), LEAST_DISK, "export TMPDIR=FOLDER on another disk"),
     }
     for name, (folder, least, advice) in folders.items():
         yield room(machine, name, folder, least, advice)
@@ -121,7 +121,7 @@ def memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
     free = min(free, limit - used) if limited else free
     where = f"{_size(min(limit, total))}{' (limit of the container or job)' if limited else ''}"
     detail = f"{_size(free)} of {where} free"
-    advice = "end other programs, or ask for more memory (docker run --memory, sbatch --mem)"
+    advice = "`top -o %MEM` shows what to end; more memory is docker run --memory=16g or sbatch --mem=16G"
     if free < LEAST_MEMORY:
         yield Finding("memory", "error", f"{detail}, and a run needs {_size(LEAST_MEMORY)}", advice)
     elif free < ROOMY_MEMORY:

@@ -36,7 +36,8 @@ def python(machine: Machine, needs: Needs) -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     where = f"{version}, {machine.python}"
     if sys.version_info < OLDEST:
-        yield Finding("Python", "error", where, "install Python 3.11 or newer, and make a new environment with it")
+        advice = "in a clone of grpocli: apt install python3.11-venv && make PYTHON=python3.11 VENV=.venv-new setup"
+        yield Finding("Python", "error", where, advice)
     elif sys.prefix == sys.base_prefix and not _contained(machine):
         advice = "keep grpocli's packages apart: python3 -m venv .venv && . .venv/bin/activate"
         yield warning("Python", f"{where}, in no virtual environment", advice)
@@ -52,7 +53,7 @@ def _contained(machine: Machine) -> bool:
 
 def packages(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """Whether each requirement of each installed package is installed in a version that fits."""
-    installed = machine.packages()
+    installed = machine.installed()
     own = installed.get("grpocli")
     if own is None:
         advice = "in a clone of grpocli: pip install -e ."
@@ -115,7 +116,7 @@ def chosen(machine: Machine, needs: Needs) -> Iterator[Finding]:
         else:
             yield ok(module.module, f"installed, for {module.key}")
     if not needs.modules:
-        installed = machine.packages()
+        installed = machine.installed()
         there = [f"{name} for {use}" for name, use in OPTIONAL.items() if name in installed]
         status: Status = "ok" if there else "-"
         yield Finding("optional", status, f"installed: {', '.join(there) or 'none'}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,17 +33,21 @@ def hub(machine: Machine, needs: Needs) -> Iterator[Finding]:
     offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _true(environ.get(name, ""))]
     if offline:
         advice = f"unset {offline[0]} to download"
-        yield problem("hub", f"{offline[0]} is set: only what is in the cache", advice, needs.hub)
+        missing = f", and {needs.hub} is not" if needs.hub else ""
+        yield problem("hub", f"{offline[0]} is set: only what is in the cache{missing}", advice, needs.hub)
     elif reason := machine.reach(endpoint):
         advice = (
-            "use model=hf model.path=FOLDER and task.path=FILE, set HF_ENDPOINT to a mirror or HTTPS_PROXY to a proxy, "
-            "or download on another machine and copy HF_HOME"
+            "export HTTPS_PROXY=URL of a proxy or HF_ENDPOINT=URL of a mirror, or work without the hub: "
+            "model=hf model.path=FOLDER task.path=FILE"
         )
-        yield problem("hub", f"{endpoint} does not answer: {reason}", advice, needs.hub)
+        missing = f"; {needs.hub} is not in the cache" if needs.hub else ""
+        yield problem("hub", f"{endpoint} does not answer: {reason}{missing}", advice, needs.hub)
     else:
         yield ok("hub", f"{endpoint} answers")
     cache = hub_cache(machine)
-    yield room(machine, "hub cache", cache, LEAST_DISK if needs.hub else 0, "export HF_HOME=FOLDER on a larger disk")
+    found = room(machine, "hub cache", cache, LEAST_DISK if needs.hub else 0, "export HF_HOME=FOLDER on another disk")
+    unneeded = found.status == "error" and not needs.hub
+    yield replace(found, status="warning") if unneeded else found
     token = environ.get("HF_TOKEN") or existing_file(Path(environ.get("HF_TOKEN_PATH", hub_home(machine) / "token")))
     if token:
         yield ok("hub token", "set")
@@ -70,6 +75,27 @@ def hub_cache(machine: Machine) -> Path:
     return Path(environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or hub_home(machine) / "hub")
 
 
+def in_cache(machine: Machine, name: str, kind: str) -> bool:
+    """Whether a model or a dataset (kind: "models" or "datasets") has been downloaded."""
+    folders = [hub_cache(machine) / f"{kind}--{name.replace('/', '--')}"]
+    if kind == "datasets":
+        prepared = Path(machine.environ.get("HF_DATASETS_CACHE") or hub_home(machine) / "datasets")
+        folders += [prepared] if any(_plain(one.name) == _plain(name) for one in _content(prepared)) else []
+    return any(_content(folder) for folder in folders)
+
+
+def _plain(name: str) -> str:
+    """A name as the datasets library spells it in its cache, `openai___gsm8k`, without what it changes."""
+    return name.lower().replace("/", "").replace("_", "").replace("-", "")
+
+
+def _content(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
 def _true(text: str) -> bool:
     return text.upper() in ("1", "ON", "YES", "TRUE")
 
@@ -92,7 +118,8 @@ def slurm(machine: Machine, needs: Needs) -> Iterator[Finding]:
     inside = f"inside of job {job}" if job else ""
     if not machine.has("sbatch"):
         detail = f"{inside}, without sbatch on the path" if inside else "no sbatch on the path"
-        yield problem("SLURM", detail, "submit from a machine of the cluster", needs.slurm, otherwise="-")
+        advice = "ssh to a login node of the cluster, or leave out hydra/launcher=slurm"
+        yield problem("SLURM", detail, advice, needs.slurm, otherwise="-")
         return
     ended = machine.run(["sinfo", "--noheader", "--format=%P %D %t"], SLURM_SECONDS)
     if ended.code == 0 and ended.out.strip():
@@ -103,7 +130,7 @@ def slurm(machine: Machine, needs: Needs) -> Iterator[Finding]:
         return
     reason = f"no answer within {SLURM_SECONDS:g} s" if ended.code is None else ended.last_error
     reason = "sinfo is not on the path" if ended.code == MISSING else reason
-    advice = "ask the administrator whether slurmctld runs; scontrol ping shows it"
+    advice = "scontrol ping shows whether slurmctld runs; SLURM_CONF=FILE names another slurm.conf"
     yield problem("SLURM", f"sbatch is installed, and sinfo fails: {reason}", advice, needs.slurm)
 
 

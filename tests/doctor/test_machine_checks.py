@@ -347,3 +347,17 @@ def test_a_command_is_ended_at_its_deadline_with_what_it_started() -> None:
     child = Path(f"/proc/{ended.out.strip()}/stat")
     while child.exists() and child.read_text().split()[2] != "Z":
         time.sleep(0.05)
+
+
+@pytest.mark.processes
+def test_processes_add_a_tensor_together() -> None:
+    found = devices.connected(Machine(), "gloo", 2, needed=True)
+    assert (found.name, found.status) == ("GLOO", "ok")
+    assert found.detail.startswith("2 processes add a tensor in ")
+
+
+@pytest.mark.processes
+def test_processes_that_cannot_connect_are_one_line() -> None:
+    found = devices.connected(Machine(), "no_such_backend", 2, needed=True)
+    assert found.status == "error"
+    assert "no_such_backend" in found.detail
