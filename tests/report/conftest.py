@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,17 @@ import pytest
 
 from grpocli.report.html import page_html
 from grpocli.report.page_data import PageData
+
+LONGEST_WAIT_S = 30
+
+
+def wait_until(holds: Callable[[], Any]) -> None:
+    """Waits until something holds; fails if it never does."""
+    end = time.monotonic() + LONGEST_WAIT_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
 
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1280,1000")
 
@@ -53,3 +65,20 @@ def show(chromium: Any, tmp_path: Path) -> Callable[..., Any]:
         return chromium
 
     return opened
+
+
+@pytest.fixture
+def downloads(chromium: Any, tmp_path: Path) -> Callable[[Callable[[], None]], Path]:
+    """Does something that saves a file, and returns the file."""
+
+    def saved(action: Callable[[], None]) -> Path:
+        folder = tmp_path / "downloads"
+        folder.mkdir()
+        chromium.execute_cdp_cmd(
+            "Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(folder), "eventsEnabled": False}
+        )
+        action()
+        wait_until(lambda: [path for path in folder.iterdir() if path.suffix == ".csv"])
+        return next(folder.iterdir())
+
+    return saved

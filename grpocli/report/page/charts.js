@@ -372,22 +372,8 @@ function logLabels(values) {
 }
 
 function chartOptions(chart, plan) {
-  const ink = cssColor("--quiet");
-  const grid = { stroke: cssColor("--grid"), width: 1 };
-  const font = `11px ${cssColor("--font")}`;
-  chart.logs =
-    chart.view.log && !chart.chart.stacked && plan.series.some((one) => one.values.some((value) => value > 0));
-  const points = plan.series.reduce(
-    (most, one) => Math.max(most, one.values.filter((value) => value !== null).length),
-    0,
-  );
-  const line = (one) => ({
-    stroke: one.color,
-    width: one.width,
-    dash: one.dash?.length ? one.dash : undefined,
-    spanGaps: true,
-    points: { show: one.width > 0 && points <= 12, size: 5, fill: one.color },
-  });
+  const isPositive = (one) => one.values.some((value) => value > 0);
+  chart.logs = chart.view.log && !chart.chart.stacked && plan.series.some(isPositive);
   return {
     width: chart.area.clientWidth || 320,
     height: CHART_HEIGHT,
@@ -398,33 +384,40 @@ function chartOptions(chart, plan) {
       x: { time: false, range: (u, min, max) => (min === max ? [min - 1, max + 1] : [min, max]) },
       y: yScale(chart),
     },
-    axes: [
-      {
-        stroke: ink,
-        font,
-        grid,
-        ticks: { show: false },
-        size: 24,
-        gap: 2,
-        space: 60,
-        incrs: STEP_INCREMENTS,
-        values: (u, values) => values.map((value) => (value >= 10000 ? `${value / 1000}k` : String(value))),
-      },
-      {
-        stroke: ink,
-        font,
-        grid,
-        ticks: { show: false },
-        gap: 4,
-        space: 28,
-        size: axisWidth,
-        values: (u, values) => (chart.logs ? logLabels(values) : axisLabels(values)),
-      },
-    ],
-    series: [{}, ...plan.series.map(line)],
+    axes: chartAxes(chart),
+    series: [{}, ...lineOptions(plan)],
     bands: plan.bands,
     hooks: { setSelect: [(u) => zoomBySelection(u)], setCursor: [(u) => cursorMoved(u, chart)] },
   };
+}
+
+// Lines of few points show the points.
+function lineOptions(plan) {
+  const counts = plan.series.map((one) => one.values.filter((value) => value !== null).length);
+  const few = Math.max(0, ...counts) <= 12;
+  return plan.series.map((one) => ({
+    stroke: one.color,
+    width: one.width,
+    dash: one.dash?.length ? one.dash : undefined,
+    spanGaps: true,
+    points: { show: one.width > 0 && few, size: 5, fill: one.color },
+  }));
+}
+
+const stepLabel = (step) => (step >= 10000 ? `${step / 1000}k` : String(step));
+
+function chartAxes(chart) {
+  const look = {
+    stroke: cssColor("--quiet"),
+    font: `11px ${cssColor("--font")}`,
+    grid: { stroke: cssColor("--grid"), width: 1 },
+    ticks: { show: false },
+  };
+  const labels = (u, values) => (chart.logs ? logLabels(values) : axisLabels(values));
+  return [
+    { ...look, size: 24, gap: 2, space: 60, incrs: STEP_INCREMENTS, values: (u, values) => values.map(stepLabel) },
+    { ...look, size: axisWidth, gap: 4, space: 28, values: labels },
+  ];
 }
 
 const STEP_INCREMENTS = [1, 2, 5]

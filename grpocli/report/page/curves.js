@@ -1,6 +1,7 @@
 // The curves: a grid of charts under headings, with one step cursor, one zoom and one smoothing for all of them.
 
 const curves = {
+  folded: "", // the ids of the charts that never change
   charts: [],
   view: { smoothing: 0, log: false, band: "range", single: false },
   observer: null,
@@ -25,6 +26,7 @@ function buildCurves(panel) {
     several() ? runSwitches() : "",
     thinningNote(),
     ...chartSections(),
+    constantCharts(),
     curves.charts.length === 0 ? el("p", { class: "quiet" }, "No metrics yet: the first step has not ended.") : "",
   );
   drawWhenVisible();
@@ -33,14 +35,59 @@ function buildCurves(panel) {
 
 function chartSections() {
   const sections = new Map();
-  for (const chart of curves.charts) {
-    if (!sections.has(chart.chart.section)) sections.set(chart.chart.section, []);
-    sections.get(chart.chart.section).push(chart.element);
+  for (const chart of curves.charts.filter((one) => !isConstant(one))) {
+    const { section } = chart.chart;
+    sections.set(section, [...(sections.get(section) ?? []), chart.element]);
   }
   return [...sections].map(([name, charts]) =>
     el("section", { class: "charts" }, el("h2", {}, foreign(name)), el("div", { class: "grid" }, charts)),
   );
 }
+
+const FEWEST_FOR_CONSTANT = 5;
+
+// The number that a metric always has, in all runs; null if it changes.
+function constantOf(metric) {
+  const numbers = page.runs.flatMap((run) => (run.metrics[metric] ?? []).filter(isNumber));
+  return numbers.length > 0 && numbers.every((value) => value === numbers[0]) ? numbers[0] : null;
+}
+
+// Whether a chart shows no more than its numbers in a line of text would: none changes, and no warning is about it.
+function isConstant({ chart, lines }) {
+  const isWarned = page.runs.some((run) => run.warnings.some((warning) => warning.chart === chart.id));
+  if (chart.id === "reward" || isWarned || page.steps.length < FEWEST_FOR_CONSTANT) return false;
+  return lines.every((line) => !line.low && constantOf(line.metric) !== null);
+}
+
+// Charts that never change, folded into a line with their numbers.
+function constantCharts() {
+  const charts = curves.charts.filter(isConstant);
+  curves.folded = foldedCharts();
+  if (charts.length === 0) return "";
+  const summary = charts.map(constantText).join(" · ");
+  return el(
+    "details",
+    { class: "constant" },
+    el("summary", {}, el("strong", {}, "Constant: "), foreign(summary)),
+    el(
+      "div",
+      { class: "grid" },
+      charts.map((chart) => chart.element),
+    ),
+  );
+}
+
+function constantText({ chart, lines }) {
+  const values = lines.map((line) => constantOf(line.metric));
+  if (values.every((value) => value === values[0])) return `${chart.title} ${short(values[0])}`;
+  return `${chart.title}: ` + lines.map((line, at) => `${line.label} ${short(values[at])}`).join(", ");
+}
+
+const foldedCharts = () =>
+  curves.charts
+    .filter(isConstant)
+    .map((one) => one.chart.id)
+    .join();
 
 function thinningNote() {
   const notes = [...new Set(page.runs.map((run) => run.thinning).filter(Boolean))];
@@ -65,11 +112,12 @@ function curvesBar() {
       disabled: page.zoom === null,
       title: "Also: double click, or Escape in a chart",
     }),
-    button("Save all as CSV", saveAll),
+    button("Save all as CSV", saveAll, { id: "save-all" }),
     el(
       "p",
       { class: "help" },
-      "Drag to zoom. In a chart: arrow keys move the step cursor (Shift: 10 steps), + and - zoom, Enter or a click opens the step's rollouts.",
+      "Drag to zoom. In a chart: arrow keys move the step cursor (Shift: 10 steps), + and - zoom, ",
+      "Enter or a click opens the step's rollouts.",
     ),
   );
 }
@@ -321,6 +369,7 @@ function showChart(id, step) {
   userMoves(nearest(page.steps, step));
   const chart = curves.charts.find((one) => one.chart.id === id);
   if (!chart) return;
+  chart.element.closest("details")?.setAttribute("open", "");
   const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
   chart.element.scrollIntoView({ block: "center", behavior: calm ? "auto" : "smooth" });
   chart.area.focus({ preventScroll: true });

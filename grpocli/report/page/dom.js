@@ -194,54 +194,78 @@ function copyButton(text, element) {
   );
 }
 
-// A table with headers that sort it.
-function sortableTable(table, caption) {
-  let order = { column: -1, up: true };
+function tableHead(cells) {
+  return el(
+    "thead",
+    {},
+    el(
+      "tr",
+      {},
+      cells.map((cell) => el("th", { scope: "col" }, cell)),
+    ),
+  );
+}
+
+const tableRow = (cells) =>
+  el(
+    "tr",
+    {},
+    cells.map((cell) => el("td", {}, cell)),
+  );
+
+// A region that scrolls by itself, so that a wide table does not widen the page.
+function scrollable(name, ...children) {
+  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": name }, children);
+}
+
+const NUMERIC = /^[-–]?[\d.,e]*( ± .*)?$/;
+
+// Texts for the values of a column: its numbers have the same decimals.
+function columnTexts(values) {
+  const numbers = values.filter(isNumber);
+  const decimals = Math.max(0, ...numbers.map((value) => (short(value).split(".")[1] ?? "").length));
+  const tiny = numbers.some((value) => value !== 0 && Math.abs(value) < 1e-3) || decimals > 6;
+  const fixed = { minimumFractionDigits: decimals, maximumFractionDigits: decimals };
+  const text = (value) => (tiny ? short(value) : value.toLocaleString("en-US", fixed));
+  return values.map((value) => (isNumber(value) ? text(value) : value === null ? "–" : String(value)));
+}
+
+// A table with headers that sort it. isStrong: whether a row stands out.
+function sortableTable(table, caption, isStrong = () => false) {
+  const texts = table.header.map((_, column) => columnTexts(table.rows.map((row) => row[column])));
+  const numeric = texts.map((column, number) => number > 0 && column.every((text) => NUMERIC.test(text)));
+  const kind = (column) => (numeric[column] ? "number" : null);
   const body = el("tbody");
   const headers = table.header.map((text, column) =>
     el(
       "th",
-      { scope: "col", "aria-sort": "none" },
+      { scope: "col", "aria-sort": "none", class: kind(column) },
       button(el("span", {}, foreign(text)), () => sortBy(column), { class: "sort" }),
     ),
   );
-  function draw(rows) {
-    fill(
-      body,
-      ...rows.map((row) =>
-        el(
-          "tr",
-          {},
-          row.map((value, column) =>
-            el(
-              column === 0 ? "th" : "td",
-              { scope: column === 0 ? "row" : null, class: isNumber(value) ? "number" : null },
-              isNumber(value) ? short(value) : value === null ? "–" : foreign(value),
-            ),
-          ),
-        ),
-      ),
-    );
-  }
-  function sortBy(column) {
-    order = { column, up: order.column === column ? !order.up : true };
-    headers.forEach((header, number) =>
-      header.setAttribute("aria-sort", number !== column ? "none" : order.up ? "ascending" : "descending"),
-    );
-    draw([...table.rows].sort((a, b) => compare(a[column], b[column]) * (order.up ? 1 : -1)));
-  }
-  draw(table.rows);
-  return el(
-    "div",
-    { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+  const cell = (row, column) =>
+    column === 0
+      ? el("th", { scope: "row" }, foreign(texts[0][row]))
+      : el("td", { class: kind(column) }, foreign(texts[column][row]));
+  const rows = table.rows.map((row, number) =>
     el(
-      "table",
-      { class: "sortable" },
-      el("caption", { class: "visually-hidden" }, caption),
-      el("thead", {}, el("tr", {}, headers)),
-      body,
+      "tr",
+      { class: isStrong(row) ? "strong" : null },
+      table.header.map((_, column) => cell(number, column)),
     ),
   );
+  let order = { column: -1, up: true };
+  function sortBy(column) {
+    order = { column, up: order.column === column ? !order.up : true };
+    const direction = order.up ? "ascending" : "descending";
+    headers.forEach((header, number) => header.setAttribute("aria-sort", number === column ? direction : "none"));
+    const value = (row) => table.rows[row][column];
+    const sorted = rows.map((_, row) => row).sort((a, b) => compare(value(a), value(b)) * (order.up ? 1 : -1));
+    fill(body, ...sorted.map((row) => rows[row]));
+  }
+  fill(body, ...rows);
+  const name = el("caption", { class: "visually-hidden" }, caption);
+  return scrollable(caption, el("table", { class: "sortable" }, name, el("thead", {}, el("tr", {}, headers)), body));
 }
 
 // Numbers and texts that begin with a number ("0.912 ± 0.01") in the order of the numbers, others as texts.

@@ -67,7 +67,7 @@ function takeUpdate(answer) {
   setRuns(page.runs);
   followNewest();
   buildHeader();
-  if (before !== knownCharts()) return buildPanel("curves");
+  if (before !== knownCharts() || curves.folded !== foldedCharts()) buildPanel("curves");
   curves.charts.forEach((chart) => chart.extend());
   moveTo(page.step);
   if (several()) for (const name of ["results", "wall"]) buildPanel(name);
@@ -96,11 +96,47 @@ function followNewest() {
   if (page.follows || page.step === null) page.step = page.steps[page.steps.length - 1] ?? null;
 }
 
-// The step of the filter "from", or that of the cursor where the reader has filtered nothing.
-async function loadWantedStep() {
-  if (state.from === undefined && page.step !== null) setState({ from: page.step, to: page.step });
-  const step = Number(state.from);
-  if (Number.isFinite(step) && (await loadStep(step))) buildPanel("rollouts");
+const MOST_STEPS = 20; // of a range whose rollouts are loaded
+
+const recordedSteps = () => [...new Set(page.runs.flatMap((run) => run.rollouts.steps))].sort((a, b) => a - b);
+
+// The steps whose rollouts the reader wants to see, and those of them that are loaded: of a range with a first step the
+// first ones, otherwise the last ones; without a range that of the step cursor.
+function wantedSteps() {
+  const [from, to] = [bound("from"), bound("to")];
+  const recorded = recordedSteps();
+  if (from === null && to === null) {
+    const step = page.step === null ? null : nearest(recorded, page.step);
+    return { within: recorded, steps: step === null ? [] : [step] };
+  }
+  const within = recorded.filter((step) => step >= (from ?? -Infinity) && step <= (to ?? Infinity));
+  return { within, steps: from === null ? within.slice(-MOST_STEPS) : within.slice(0, MOST_STEPS) };
+}
+
+function loadedText({ within, steps }) {
+  if (within.length === steps.length) return "";
+  const loaded = steps.length === 1 ? `step ${steps[0]}` : `steps ${steps[0]} to ${steps[steps.length - 1]}`;
+  return `Loaded: ${loaded}, of ${plural(within.length, "step")}; ` + "the filter of the steps loads others.";
+}
+
+let loadScheduled = null;
+
+// Loads the wanted steps when the reader has stopped typing.
+function scheduleLoad() {
+  clearTimeout(loadScheduled);
+  loadScheduled = setTimeout(loadWantedSteps, 250);
+}
+
+async function loadWantedSteps() {
+  if (!rollouts.panel || currentTab() !== "rollouts") return;
+  loadRollouts();
+  const wanted = wantedSteps();
+  const opened = Number((state.group ?? "").split("~")[1] || NaN);
+  for (const step of new Set([...wanted.steps, opened].filter(Number.isFinite))) {
+    if ((await loadStep(step)) && find("#list")) showNewRollouts();
+  }
+  const note = find("#loaded");
+  if (note) note.textContent = loadedText(wanted);
 }
 
 // The rollouts of a step, asked for when the reader wants them.

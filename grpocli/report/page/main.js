@@ -81,30 +81,46 @@ function showData(data) {
   buildHeader();
   buildTabs();
   showTab();
-  if (data.live !== null && currentTab() === "rollouts") loadWantedStep();
+  if (data.live !== null && currentTab() === "rollouts") loadWantedSteps();
 }
 
-async function stateChanged(changed) {
+function stateChanged(changed) {
   if (changed.has("tab")) showTab();
-  if (changed.has("step") && state.step !== undefined && Number(state.step) !== page.step)
-    moveTo(nearest(page.steps, Number(state.step)));
+  const step = Number(state.step);
+  if (changed.has("step") && state.step !== undefined && step !== page.step) moveTo(nearest(page.steps, step));
   if (changed.has("wall")) drawWall();
   if (currentTab() !== "rollouts" || !rollouts.panel) return;
-  if (page.data.live !== null && (changed.has("from") || changed.has("tab"))) await loadWantedStep();
-  if ([...changed].some(isFilter)) {
+  if (page.data.live !== null && ["from", "to", "tab", "group"].some((key) => changed.has(key))) scheduleLoad();
+  const isFiltered = [...changed].some(isFilter);
+  if (isFiltered) {
     showFilters();
     applyFilters();
   }
-  if (changed.has("group") || changed.has("at") || ([...changed].some(isFilter) && !state.group)) drawGroup();
+  if (changed.has("group") || changed.has("at") || (isFiltered && !state.group)) drawGroup();
 }
 
+const PRINTED_WIDTH = 320; // of a chart, in a grid of two columns
+
+// On paper all parts stand below each other: every chart, and the open group of rollouts.
 function printing(on) {
+  if (page.printing === on) return;
+  page.printing = on;
   applyTheme(on ? "light" : null);
   for (const name of tabNames()) {
-    find(`#panel-${name}`).hidden = on ? false : name !== currentTab();
-    if (on && find(`#panel-${name}`).childElementCount === 0) TABS[name].build(find(`#panel-${name}`));
+    const panel = find(`#panel-${name}`);
+    if (on && panel.childElementCount === 0) TABS[name].build(panel);
+    panel.hidden = on ? false : name !== currentTab();
   }
   if (on) drawAll();
+  resizeCharts(on ? PRINTED_WIDTH : null);
+}
+
+// width: null for the width of each chart's area.
+function resizeCharts(width = null) {
+  for (const { plot, area } of curves.charts) {
+    const wanted = width ?? area.clientWidth;
+    if (plot && wanted > 0 && plot.width !== wanted) plot.setSize({ width: wanted, height: CHART_HEIGHT });
+  }
 }
 
 function start() {
@@ -115,16 +131,14 @@ function start() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => applyTheme());
   addEventListener("beforeprint", () => printing(true));
   addEventListener("afterprint", () => printing(false));
+  matchMedia("print").addEventListener("change", (event) => printing(event.matches));
   find("#skip").addEventListener("click", (event) => {
     event.preventDefault();
     find("#main").focus();
   });
-  new ResizeObserver(() =>
-    curves.charts.forEach((chart) => {
-      if (chart.plot && chart.area.clientWidth > 0 && chart.plot.width !== chart.area.clientWidth)
-        chart.plot.setSize({ width: chart.area.clientWidth, height: CHART_HEIGHT });
-    }),
-  ).observe(find("#main"));
+  new ResizeObserver(() => {
+    if (!page.printing) resizeCharts();
+  }).observe(find("#main"));
   if (page.data.live !== null) startLive();
   page.ready = performance.now();
   document.documentElement.dataset.ready = page.ready.toFixed(0);

@@ -144,65 +144,74 @@ function stepLink(warning) {
   });
 }
 
+const SETTING = /^([a-z_][\w./]*)=(.*)$/;
+
+// The [key, value] pairs of a text that lists settings ("optim.lr=1e-05, optim.schedule=constant"), or null.
+function settingsIn(text) {
+  const found = text.split(", ").map((part) => SETTING.exec(part));
+  return found.every(Boolean) ? found.map(([, key, value]) => [key, value]) : null;
+}
+
+// A fact in two parts: what stands in the head of the page, and the settings that are folded away.
+function factParts([label, value]) {
+  if (value.length > 2000) return { label, value, settings: null };
+  const named = /^([^(]*) \((.*=.*)\)$/.exec(value);
+  const settings = settingsIn(named ? named[2] : value);
+  return { label, value: settings ? (named?.[1] ?? null) : value, settings };
+}
+
 function facts(run) {
+  const rows = run.facts.map(factParts).filter(({ value }) => value !== null);
   return el(
     "dl",
     { class: "facts" },
-    run.facts.map(([label, value]) => el("div", {}, el("dt", {}, foreign(label)), el("dd", {}, foreign(value)))),
+    rows.map(({ label, value }) => el("div", {}, el("dt", {}, foreign(label)), el("dd", {}, foreign(value)))),
   );
+}
+
+function settingsList(run) {
+  const rows = run.facts.map(factParts).filter(({ settings }) => settings !== null);
+  if (rows.length === 0) return null;
+  const line = ([key, value]) => el("div", {}, el("code", {}, foreign(key)), " ", foreign(value));
+  return [
+    el("h2", {}, "Settings"),
+    el(
+      "dl",
+      { class: "settings" },
+      rows.map(({ label, settings }) => el("div", {}, el("dt", {}, foreign(label)), el("dd", {}, settings.map(line)))),
+    ),
+  ];
 }
 
 // Formula, command line and sessions: read once, so folded away.
 function setup(run) {
-  const command = ["grpocli train", ...run.overrides.map(shellWord)].join(" ");
-  const commandBlock = el("pre", { tabindex: "0", "aria-label": "Command line" }, foreign(command));
   return el(
     "details",
     { class: "setup" },
-    el("summary", {}, "Formula, command line, sessions"),
-    run.formula.length
-      ? [
-          el("h2", {}, "Objective"),
-          el("pre", { class: "formula", tabindex: "0", "aria-label": "Objective" }, foreign(run.formula.join("\n"))),
-        ]
-      : null,
-    el("h2", {}, "Command line ", copyButton(command, commandBlock)),
-    commandBlock,
-    run.sessions.length
-      ? [
-          el("h2", {}, "Sessions"),
-          el(
-            "div",
-            { class: "scroll", tabindex: "0", role: "region", "aria-label": "Sessions" },
-            el(
-              "table",
-              {},
-              el(
-                "thead",
-                {},
-                el(
-                  "tr",
-                  {},
-                  ["Steps", "Started", "Versions and changes"].map((text) => el("th", { scope: "col" }, text)),
-                ),
-              ),
-              el(
-                "tbody",
-                {},
-                run.sessions.map((row) =>
-                  el(
-                    "tr",
-                    {},
-                    row.map((text) => el("td", {}, foreign(text))),
-                  ),
-                ),
-              ),
-            ),
-          ),
-        ]
-      : null,
+    el("summary", {}, "Settings, formula, command line, sessions"),
+    settingsList(run),
+    run.formula.length ? objective(run) : null,
+    commandLine(run),
+    run.sessions.length ? sessionsTable(run) : null,
     el("p", { class: "quiet" }, "Folder: ", foreign(run.path)),
   );
+}
+
+function objective(run) {
+  const text = foreign(run.formula.join("\n"));
+  return [el("h2", {}, "Objective"), el("pre", { class: "formula", tabindex: "0", "aria-label": "Objective" }, text)];
+}
+
+function commandLine(run) {
+  const command = ["grpocli train", ...run.overrides.map(shellWord)].join(" ");
+  const block = el("pre", { tabindex: "0", "aria-label": "Command line" }, foreign(command));
+  return [el("h2", {}, "Command line ", copyButton(command, block)), block];
+}
+
+function sessionsTable(run) {
+  const rows = run.sessions.map((row) => tableRow(row.map(foreign)));
+  const table = el("table", {}, tableHead(["Steps", "Started", "Versions and changes"]), el("tbody", {}, rows));
+  return [el("h2", {}, "Sessions"), scrollable("Sessions", table)];
 }
 
 const shellWord = (text) => (/^[A-Za-z0-9_.\/=:,+@%-]+$/.test(text) ? text : "'" + text.replaceAll("'", "'\\''") + "'");

@@ -1,4 +1,5 @@
-// A group to read: the prompt and its reference answer beside the completions; the same prompt in other steps and runs.
+// A group to read: the prompt and its reference answer beside the completions; the same prompt in other steps and
+// runs.
 
 const reading = { measure: null, marks: false }; // how completions are shown; measure: null for the choice by default
 
@@ -39,31 +40,37 @@ function bestAndWorstFirst(completions) {
   return [order[0], order[order.length - 1], ...order.slice(1, -1)];
 }
 
-function completionCard(entry, completion, at, mark) {
-  const numbers = [
-    ["reward", short(completion.reward)],
-    ...Object.entries(completion.rewards)
-      .filter(([name]) => Object.keys(completion.rewards).length > 1 || name !== "reward")
-      .map(([name, value]) => [name, short(value)]),
-    ["advantage", isNumber(completion.advantage) ? signed(completion.advantage) : "–"],
-    ["length", plural(completion.length, "token")],
-    ["finish", completion.finish],
-    ["status", completion.status],
-    ["weights", `version ${completion.version}`],
-  ];
-  const tone =
-    !isNumber(completion.advantage) || completion.advantage === 0 ? "none" : completion.advantage > 0 ? "up" : "down";
+function completionCard(completion, at, mark) {
+  const { advantage } = completion;
+  const tone = !isNumber(advantage) || advantage === 0 ? "none" : advantage > 0 ? "up" : "down";
   return el(
     "article",
     { class: `completion tone-${tone}`, "data-completion": at, "aria-label": `Completion ${at + 1}` },
     el("h4", {}, `Completion ${at + 1}`, mark ? el("span", { class: "word" }, mark) : null),
-    el(
-      "dl",
-      { class: "numbers" },
-      numbers.map(([name, value]) => el("div", {}, el("dt", {}, foreign(name)), el("dd", {}, foreign(value)))),
-    ),
+    scores(completion),
+    el("p", { class: "made-by" }, madeBy(completion)),
     completionBody(completion),
   );
+}
+
+// The rewards and the advantage of a completion.
+function scores({ reward, rewards, advantage }) {
+  const parts = Object.entries(rewards);
+  const shown = parts.length > 1 || (parts.length === 1 && parts[0][1] !== reward) ? parts : [];
+  const rows = [["reward", short(reward)], ...shown.map(([name, value]) => [name, short(value)])];
+  rows.push(["advantage", isNumber(advantage) ? signed(advantage) : "–"]);
+  return el(
+    "dl",
+    { class: "numbers" },
+    rows.map(([name, value]) => el("div", {}, el("dt", {}, foreign(name)), el("dd", { "data-number": name }, value))),
+  );
+}
+
+// How a completion was sampled, in a line.
+function madeBy(completion) {
+  const status = completion.status === "trained" ? [] : [" · ", foreign(completion.status)];
+  const finish = [" · finish reason ", foreign(completion.finish)];
+  return [plural(completion.length, "token"), finish, status, ` · weight version ${completion.version}`];
 }
 
 function completionBody(completion) {
@@ -129,43 +136,23 @@ function bestOf(group) {
 function throughSteps(run, prompt, current) {
   const groups = run.groups.filter((group) => group.prompt === prompt).sort((a, b) => a.step - b.step);
   if (groups.length < 2) return null;
-  const steps = groups.map((group) => group.step);
   const rewards = groups.map(groupReward);
-  const numbers = rewards.filter(isNumber);
+  const [first, last] = [groups[0], groups[groups.length - 1]];
   const details = el(
     "details",
     { class: "through" },
     el("summary", {}, `This prompt through the steps (${groups.length} groups)`),
-    curve(steps, rewards, {
-      low: Math.min(0, ...numbers),
-      high: Math.max(1, ...numbers),
-      first: steps[0],
-      last: steps[steps.length - 1],
-      color: run.color,
-      label: "mean reward by step",
-      width: 480,
-    }),
+    rewardCurve(run, groups, rewards),
     el(
       "p",
       { class: "quiet" },
-      `Mean reward of the group: ${short(rewards[0])} at step ${steps[0]}, ${short(rewards[rewards.length - 1])} at step ${steps[steps.length - 1]}. Below, the best completion of each group.`,
+      `Mean reward of the group: ${short(rewards[0])} at step ${first.step}, `,
+      `${short(rewards[rewards.length - 1])} at step ${last.step}. Below, the best completion of each group.`,
     ),
     el(
       "ol",
       { class: "history" },
-      groups.slice(0, 200).map((group, at) => {
-        const best = bestOf(group);
-        return el(
-          "li",
-          {},
-          button([`Step ${group.step}`], () => openGroup(run, group), {
-            class: "link",
-            "aria-current": group === current ? "true" : null,
-          }),
-          el("span", { class: "quiet" }, ` mean ${short(rewards[at])}, best ${short(best.reward)}: `),
-          el("span", { class: "excerpt" }, foreign(excerpt(best.text, 200))),
-        );
-      }),
+      groups.slice(0, 200).map((group) => groupRow(run, group, group === current)),
     ),
   );
   details.open = state.through === "1";
@@ -173,58 +160,79 @@ function throughSteps(run, prompt, current) {
   return details;
 }
 
+function rewardCurve(run, groups, rewards) {
+  const numbers = rewards.filter(isNumber);
+  return curve(
+    groups.map((group) => group.step),
+    rewards,
+    {
+      low: Math.min(0, ...numbers),
+      high: Math.max(1, ...numbers),
+      first: groups[0].step,
+      last: groups[groups.length - 1].step,
+      color: run.color,
+      label: "mean reward by step",
+      width: 480,
+    },
+  );
+}
+
+// A group of the history: its step, its mean reward and its best completion.
+function groupRow(run, group, isCurrent) {
+  const best = bestOf(group);
+  return el(
+    "li",
+    {},
+    groupLink(run, group, isCurrent),
+    el("span", { class: "quiet" }, ` mean ${short(groupReward(group))}, best ${short(best.reward)}: `),
+    el("span", { class: "excerpt" }, foreign(excerpt(best.text, 200))),
+  );
+}
+
+function groupLink(run, group, isCurrent) {
+  const open = () => openGroup(run, group);
+  return button(`Step ${group.step}`, open, { class: "link", "aria-current": isCurrent ? "true" : null });
+}
+
 // The same prompt in the other runs, at the recorded step closest to this one.
 function otherRuns(run, prompt, step) {
   if (!several()) return null;
-  const columns = page.runs
-    .map((other) => {
-      const groups = other.groups.filter((group) => group.prompt === prompt);
-      if (groups.length === 0) return null;
-      return [
-        other,
-        groups.reduce((best, group) => (Math.abs(group.step - step) < Math.abs(best.step - step) ? group : best)),
-      ];
-    })
-    .filter(Boolean);
-  if (columns.length < 2) return null;
+  const distance = (group) => Math.abs(group.step - step);
+  const found = page.runs.flatMap((other) => {
+    const groups = other.groups.filter((group) => group.prompt === prompt);
+    return groups.length ? [[other, groups.reduce((a, b) => (distance(b) < distance(a) ? b : a))]] : [];
+  });
+  if (found.length < 2) return null;
+  const columns = found.map(([other, group]) => runColumn(other, group, other === run && group.step === step));
+  const name = "The same prompt in other runs";
   return el(
     "section",
     { class: "other-runs" },
-    el("h3", {}, `The same prompt in ${columns.length} runs`),
+    el("h3", {}, `The same prompt in ${found.length} runs`),
+    el("div", { class: "columns", tabindex: "0", role: "region", "aria-label": name }, columns),
+  );
+}
+
+const SHOWN_OF_OTHER_RUN = 4;
+
+function runColumn(run, group, isCurrent) {
+  const best = bestAndWorstFirst(group.completions).slice(0, SHOWN_OF_OTHER_RUN);
+  const item = ({ reward, text }) =>
+    el("li", {}, el("span", { class: "quiet" }, `reward ${short(reward)} `), longText(text.slice(0, 3000)));
+  return el(
+    "div",
+    { class: "column" },
+    el("h4", {}, swatch(run.color, run.dash), foreign(runLabel(run))),
     el(
-      "div",
-      { class: "columns", tabindex: "0", role: "region", "aria-label": "The same prompt in other runs" },
-      columns.map(([other, group]) =>
-        el(
-          "div",
-          { class: "column" },
-          el("h4", {}, swatch(other.color, other.dash), foreign(runLabel(other))),
-          el(
-            "p",
-            {},
-            button(`Step ${group.step}`, () => openGroup(other, group), {
-              class: "link",
-              "aria-current": other === run && group.step === step ? "true" : null,
-            }),
-            el("span", { class: "quiet" }, ` mean reward ${short(groupReward(group))}`),
-          ),
-          el(
-            "ol",
-            { class: "plain" },
-            bestAndWorstFirst(group.completions)
-              .slice(0, 4)
-              .map((at) => {
-                const completion = group.completions[at];
-                return el(
-                  "li",
-                  {},
-                  el("span", { class: "quiet" }, `reward ${short(completion.reward)} `),
-                  longText(completion.text.slice(0, 3000)),
-                );
-              }),
-          ),
-        ),
-      ),
+      "p",
+      {},
+      groupLink(run, group, isCurrent),
+      el("span", { class: "quiet" }, ` mean reward ${short(groupReward(group))}`),
+    ),
+    el(
+      "ol",
+      { class: "plain" },
+      best.map((at) => item(group.completions[at])),
     ),
   );
 }

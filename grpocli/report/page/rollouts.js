@@ -52,6 +52,7 @@ function buildRollouts(panel) {
     el("h2", { class: "visually-hidden" }, "Rollouts"),
     ...ruleNotes(),
     filterForm(),
+    el("p", { id: "loaded", class: "quiet", role: "status" }),
     status,
     el(
       "div",
@@ -80,67 +81,73 @@ const distinct = (of) =>
     .sort();
 const withAny = (values, names = {}) => [["", "Any"], ...values.map((value) => [value, names[value] ?? value])];
 
-function filterForm() {
-  const rewards = [...new Set(rollouts.entries.flatMap((entry) => Object.keys(entry.completion.rewards)))].sort();
-  const select = (key, label, values) =>
-    labelled(
-      label,
-      choices(values, state[key] ?? "", { "data-filter": key, onchange: (event) => filter(key, event.target.value) }),
-    );
-  const number = (key, label, step = 1) =>
-    labelled(
-      label,
-      el("input", {
-        type: "number",
-        step,
-        value: state[key] ?? "",
-        "data-filter": key,
-        oninput: (event) => filter(key, event.target.value),
-      }),
-    );
-  const text = labelled(
-    "Prompt or completion contains",
-    el("input", {
-      type: "search",
-      value: state.q ?? "",
-      "data-filter": "q",
-      oninput: (event) => filter("q", event.target.value),
-    }),
-    { class: "field wide" },
-  );
-  return el(
-    "form",
-    { class: "bar filters", "aria-label": "Filters", onsubmit: (event) => event.preventDefault() },
-    range("Steps", number("from", "from"), number("to", "to")),
-    several()
-      ? select(
-          "run",
-          "Run",
-          withAny(
-            page.runs.map((run) => run.id),
-            Object.fromEntries(page.runs.map((run) => [run.id, runLabel(run)])),
-          ),
-        )
-      : null,
-    distinct((entry) => entry.prompt.task).length > 1
-      ? select("task", "Task", withAny(distinct((entry) => entry.prompt.task)))
-      : null,
-    text,
-    select("adv", "Advantage", withAny(["positive", "negative", "zero"])),
-    select("finish", "Finish reason", withAny(distinct((entry) => entry.completion.finish))),
-    select("status", "Status", withAny(distinct((entry) => entry.completion.status))),
-    rewards.map((name) => range(name, number(`min.${name}`, "from", "any"), number(`max.${name}`, "to", "any"))),
-    labelled(
-      "Order",
-      choices(
-        Object.entries(SORTS).map(([key, [label]]) => [key, label]),
-        state.sort ?? "newest",
-        { "data-filter": "sort", onchange: (event) => filter("sort", event.target.value) },
-      ),
-    ),
-    button("Clear filters", clearFilters),
-  );
+// The values of the loaded completions that a filter offers.
+function filterChoices() {
+  return {
+    rewards: [...new Set(rollouts.entries.flatMap((entry) => Object.keys(entry.completion.rewards)))].sort(),
+    tasks: distinct((entry) => entry.prompt.task),
+    finishes: distinct((entry) => entry.completion.finish),
+    statuses: distinct((entry) => entry.completion.status),
+  };
 }
+
+function filterForm() {
+  const { rewards, tasks, finishes, statuses } = filterChoices();
+  const labels = Object.fromEntries(page.runs.map((run) => [run.id, runLabel(run)]));
+  const runs = page.runs.map((run) => run.id);
+  const parts = {
+    steps: range("Steps", filterNumber("from", "from"), filterNumber("to", "to")),
+    run: several() ? filterSelect("run", "Run", withAny(runs, labels)) : null,
+    task: tasks.length > 1 ? filterSelect("task", "Task", withAny(tasks)) : null,
+    text: filterText(),
+    adv: filterSelect("adv", "Advantage", withAny(["positive", "negative", "zero"])),
+    finish: filterSelect("finish", "Finish reason", withAny(finishes)),
+    status: filterSelect("status", "Status", withAny(statuses)),
+    ...Object.fromEntries(rewards.map((name) => [`reward ${name}`, rewardRange(name)])),
+    order: filterSelect(
+      "sort",
+      "Order",
+      Object.entries(SORTS).map(([key, [label]]) => [key, label]),
+    ),
+    clear: button("Clear filters", clearFilters),
+  };
+  const shown = Object.entries(parts).filter(([, part]) => part !== null);
+  for (const [name, part] of shown) part.dataset.part = name;
+  const submitted = (event) => event.preventDefault();
+  const children = shown.map(([, part]) => part);
+  return el("form", { class: "bar filters", "aria-label": "Filters", onsubmit: submitted }, children);
+}
+
+// New completions may bring new rewards and finish reasons. The part that the reader is typing in stays as it is.
+function refreshFilters() {
+  const form = find(".filters", rollouts.panel);
+  for (const part of [...filterForm().children]) {
+    const known = find(`:scope > [data-part="${CSS.escape(part.dataset.part)}"]`, form);
+    if (!known) form.insertBefore(part, find('[data-part="order"]', form));
+    else if (!known.contains(document.activeElement)) known.replaceWith(part);
+  }
+}
+
+const filterChanged = (key) => (event) => filter(key, event.target.value);
+
+function filterSelect(key, label, values) {
+  const selected = state[key] ?? (key === "sort" ? "newest" : "");
+  return labelled(label, choices(values, selected, { "data-filter": key, onchange: filterChanged(key) }));
+}
+
+function filterNumber(key, label, step = 1) {
+  const value = state[key] ?? "";
+  return labelled(label, el("input", { type: "number", step, value, "data-filter": key, oninput: filterChanged(key) }));
+}
+
+function filterText() {
+  const value = state.q ?? "";
+  const input = el("input", { type: "search", value, "data-filter": "q", oninput: filterChanged("q") });
+  return labelled("Prompt or completion contains", input, { class: "field wide" });
+}
+
+const rewardRange = (name) =>
+  range(name, filterNumber(`min.${name}`, "from", "any"), filterNumber(`max.${name}`, "to", "any"));
 
 function range(name, ...fields) {
   return el(
@@ -175,12 +182,14 @@ function showFilters() {
   }
 }
 
+// The number in a filter, or null.
+function bound(key) {
+  const text = state[key] ?? "";
+  return text.trim() !== "" && Number.isFinite(Number(text)) ? Number(text) : null;
+}
+
 // A function that says whether an entry passes all filters.
 function filterTest() {
-  const bound = (key) =>
-    state[key] !== undefined && state[key].trim() !== "" && Number.isFinite(Number(state[key]))
-      ? Number(state[key])
-      : null;
   const [from, to] = [bound("from"), bound("to")];
   const words = (state.q ?? "").toLowerCase();
   const ranges = Object.keys(state)
@@ -286,6 +295,11 @@ function openGroup(run, group, at = "") {
   if (find("#group").getBoundingClientRect().top > innerHeight * 0.8) find("#group").scrollIntoView({ block: "start" });
 }
 
+function nothingOpen() {
+  if (rollouts.entries.length > 0) return "No completion passes the filters; clear one of them.";
+  return page.data.live === null ? "The page has no rollouts." : "No rollouts are loaded yet.";
+}
+
 function drawGroup(focused = null) {
   const place = find("#group");
   if (!place) return;
@@ -295,27 +309,36 @@ function drawGroup(focused = null) {
   const entry =
     rollouts.entries.find((one) => groupKey(one.run, one.group) === state.group) ??
     (state.group ? null : rollouts.found[0]);
-  if (!entry)
-    return fill(
-      place,
-      el(
-        "p",
-        { class: "quiet" },
-        rollouts.entries.length === 0 ? "No rollouts." : "Choose a completion from the list.",
-      ),
-    );
+  if (!entry) return fill(place, el("p", { class: "quiet" }, nothingOpen()));
   const { run, group, prompt } = entry;
   fill(
     place,
     groupHead(run, group, prompt),
-    promptView(prompt),
-    throughSteps(run, group.prompt, group) ?? "",
-    readingBar(group, drawGroup),
-    completionGrid(entry),
+    el(
+      "div",
+      { class: "group-body" },
+      el(
+        "div",
+        { class: "prompt-side", tabindex: "0", role: "region", "aria-label": "Prompt" },
+        promptView(prompt),
+        throughSteps(run, group.prompt, group),
+      ),
+      el("div", { class: "completions-side" }, readingBar(group, drawGroup), completionGrid(entry)),
+    ),
     otherRuns(run, group.prompt, group.step) ?? "",
   );
   if (focused) find(`[data-control="${focused}"]`, place)?.focus();
   if (state.at && state.at !== "0") find(`[data-completion="${CSS.escape(state.at)}"]`, place)?.classList.add("chosen");
+}
+
+// Completions that came after the panel was built. An open group stays as it is.
+function showNewRollouts() {
+  refreshFilters();
+  const shownPage = rollouts.shownPage;
+  applyFilters();
+  rollouts.shownPage = shownPage;
+  drawList();
+  if (!state.group || !find("#group .completion")) drawGroup();
 }
 
 function groupHead(run, group, prompt) {
@@ -347,19 +370,21 @@ function groupHead(run, group, prompt) {
   );
 }
 
-function completionGrid({ run, group }) {
-  const order = bestAndWorstFirst(group.completions);
-  const spread = order.length > 2 && group.completions[order[0]].reward !== group.completions[order[1]].reward;
-  return el(
-    "div",
-    { class: "completions" },
-    order.map((at, place) =>
-      completionCard(
-        run,
-        group.completions[at],
-        at,
-        spread && place === 0 ? "best" : spread && place === 1 ? "worst" : "",
-      ),
-    ),
-  );
+const LONG_TEXT = 240;
+const MOST_PRINTED = 8; // completions of the open group
+
+// Short completions stand in columns, long ones below each other, in lines that are comfortable to read.
+function completionGrid({ group }) {
+  const { completions } = group;
+  const order = bestAndWorstFirst(completions);
+  const spread = order.length > 2 && completions[order[0]].reward !== completions[order[1]].reward;
+  const mark = (place) => (spread ? (["best", "worst"][place] ?? "") : "");
+  const mean = meanOf(completions.map((one) => one.text.length));
+  const cards = order.map((at, place) => completionCard(completions[at], at, mark(place)));
+  cards.slice(MOST_PRINTED).forEach((card) => card.classList.add("not-printed"));
+  const note = `Printed: ${MOST_PRINTED} of ${completions.length} completions.`;
+  return [
+    el("div", { class: mean > LONG_TEXT ? "completions long" : "completions" }, cards),
+    cards.length > MOST_PRINTED ? el("p", { class: "printed-note" }, note) : null,
+  ];
 }

@@ -1,20 +1,31 @@
 // Several runs: results, differences, each run's facts, and a wall with one small curve for each run.
 
 function buildResults(panel) {
-  const { results, differences } = page.data;
+  const { results } = page.data;
+  const differences = page.data.differences ? runsAsRows(page.data.differences) : null;
+  const isMean = (row) => results.header[1] === "runs" && row[1] > 1;
   fill(
     panel,
     el("h2", {}, "Results"),
     results
-      ? [sortableTable(results, "Results"), notes(results.notes)]
+      ? [sortableTable(results, "Results", isMean), notes(results.notes)]
       : el("p", { class: "quiet" }, "No results yet."),
     el("h2", {}, "What differs between the configs"),
     differences && differences.rows.length
       ? [sortableTable(differences, "Differences"), notes(differences.notes)]
-      : el("p", { class: "quiet" }, "Nothing."),
+      : el("p", { class: "quiet" }, "Nothing: the runs have the same settings."),
     el("h2", {}, "Runs"),
     page.runs.map(runDetails),
   );
+}
+
+// The table of differences with a row for each run, where there are more runs than keys.
+function runsAsRows(table) {
+  const keys = table.rows.map((row) => row[0]);
+  const runs = table.header.slice(1);
+  if (keys.length === 0 || runs.length <= keys.length) return table;
+  const rows = runs.map((run, at) => [run, ...table.rows.map((row) => row[at + 1])]);
+  return { header: ["run", ...keys], rows, notes: table.notes };
 }
 
 const notes = (texts) => texts.map((text) => el("p", { class: "quiet" }, foreign(text)));
@@ -69,51 +80,31 @@ function drawWall() {
   const grid = find(".wall");
   if (!grid || page.runs.length === 0) return;
   const metric = state.wall;
-  const values = page.runs.map((run) => smooth(seriesOf(run, metric, run.steps), page.steps.length >= 40 ? 0.6 : 0));
+  const weight = page.steps.length >= 40 ? 0.6 : 0;
+  const values = page.runs.map((run) => smooth(seriesOf(run, metric, run.steps), weight));
   const all = values.flat().filter((value) => value !== null);
-  const [low, high] = all.reduce(
-    ([min, max], value) => [Math.min(min, value), Math.max(max, value)],
-    [Infinity, -Infinity],
-  );
-  const last = page.steps[page.steps.length - 1];
+  const low = all.reduce((a, b) => Math.min(a, b), Infinity);
+  const high = all.reduce((a, b) => Math.max(a, b), -Infinity);
+  const [first, last] = [page.steps[0], page.steps[page.steps.length - 1]];
+  const axes = `All with the same axes: steps ${first} to ${last}, ${short(low)} to ${short(high)}.`;
   fill(
     grid,
-    ...page.runs.map((run, number) => {
-      const numbers = values[number].filter((value) => value !== null);
-      const end = numbers[numbers.length - 1];
-      return el(
-        "figure",
-        { class: "tile" },
-        el(
-          "figcaption",
-          {},
-          swatch(run.color, run.dash),
-          foreign(runLabel(run)),
-          run.state === "done" ? null : [" ", stateWord(run.state)],
-        ),
-        curve(run.steps, values[number], {
-          low,
-          high,
-          first: page.steps[0],
-          last,
-          color: run.color,
-          label: `${metric} of ${runLabel(run)}`,
-        }),
-        el(
-          "p",
-          { class: "quiet" },
-          `step ${run.steps[run.steps.length - 1] ?? 0}`,
-          numbers.length ? `: ${short(end)}` : ": no numbers",
-        ),
-      );
-    }),
+    page.runs.map((run, number) => wallTile(run, metric, values[number], { low, high, first, last })),
+    el("p", { class: "quiet wall-scale" }, all.length ? axes : "No numbers yet."),
   );
-  grid.append(
-    el(
-      "p",
-      { class: "quiet wall-scale" },
-      all.length ? `All with the same axes: steps ${page.steps[0]} to ${last}, ${short(low)} to ${short(high)}.` : "",
-    ),
+}
+
+function wallTile(run, metric, values, axes) {
+  const numbers = values.filter((value) => value !== null);
+  const step = run.steps[run.steps.length - 1] ?? 0;
+  const end = numbers.length ? short(numbers[numbers.length - 1]) : "no numbers";
+  const state = run.state === "done" ? null : [" ", stateWord(run.state)];
+  return el(
+    "figure",
+    { class: "tile" },
+    el("figcaption", {}, swatch(run.color, run.dash), foreign(runLabel(run)), state),
+    curve(run.steps, values, { ...axes, color: run.color, label: `${metric} of ${runLabel(run)}` }),
+    el("p", { class: "quiet" }, `step ${step}: `, el("strong", {}, end)),
   );
 }
 

@@ -7,6 +7,7 @@ const page = {
   hidden: new Set(), // ids of runs that are switched off
   step: null, // of the shared step cursor
   follows: true, // the cursor stays at the newest step until the reader moves it
+  printing: false,
   zoom: null, // [first, last] step that the charts show, or null for all
 };
 

@@ -17,7 +17,8 @@ function address() {
   return "#" + new URLSearchParams(entries).toString();
 }
 
-// push: an entry of the browser's history, for what Back should undo. Other changes are written a little later, together.
+// push: an entry of the browser's history, for what Back should undo. Other changes are written together, a little
+// later.
 function setState(changes, push = false) {
   if (push) writeAddress();
   const changed = new Set();

@@ -2,7 +2,8 @@
 
 const difference = (a, b) => (isNumber(a) && isNumber(b) ? a - b : null);
 
-// scale: the values at the ends of the colours. A sequential one colours the values far from 0, a diverging one both signs.
+// scale: the values at the ends of the colours. A sequential one colours the values far from 0, a diverging one both
+// signs.
 const MEASURES = {
   none: { label: "No color" },
   logp: {
@@ -39,7 +40,7 @@ const MEASURES = {
     ends: ["≤ −2: made rarer", "0", "≥ 2: made likelier"],
   },
 };
-const STRONGEST = 0.62;
+const STRONGEST = 0.5; // the opacity of the background at an end of a scale: texts stay easy to read
 
 function measuresOf(completion) {
   return Object.keys(MEASURES).filter(
@@ -49,7 +50,8 @@ function measuresOf(completion) {
 
 function tokenColor(measure, value) {
   if (!isNumber(value) || !measure.scale) return "";
-  const strength = Math.min(1, Math.abs(value) / Math.max(...measure.scale.map(Math.abs))) * STRONGEST;
+  const share = Math.min(1, Math.abs(value) / Math.max(...measure.scale.map(Math.abs)));
+  const strength = (measure.diverging ? share : share ** 1.5) * STRONGEST;
   if (strength < 0.005) return "";
   return `rgb(var(--${measure.diverging && value < 0 ? "cool" : "warm"}) / ${strength.toFixed(3)})`;
 }
@@ -119,7 +121,7 @@ function tokenView(completion, name, marks) {
   const { tokens } = completion;
   const values = el("p", { class: "token-values", "aria-live": "polite" }, "Point at a token, or use the arrow keys.");
   const area = el("div", {
-    class: "tokens",
+    class: marks ? "tokens marks" : "tokens",
     tabindex: "0",
     role: "group",
     "aria-label": "Tokens; the arrow keys go through them",
