@@ -239,10 +239,14 @@ def test_the_files_are_not_read_again_while_the_budget_rests(tmp_path: Path) -> 
     assert reads == [1]
 
 
-def test_work_rests_for_fifty_times_its_duration() -> None:
-    times = iter([0.0, 2.0, 101.0, 102.0, 61.9, 62.0])
+def test_work_rests_for_a_hundred_times_its_duration_but_a_minute_at_most() -> None:
+    times = iter([0.0, 0.25, 25.0, 25.25, 100.0, 102.0])
     budget = Budget(1.0, lambda: next(times))
     with budget:
         pass
-    assert budget.next == 62.0  # a minute at most
+    assert budget.next == 25.25
+    assert not budget.allows()
     assert budget.allows()
+    with budget:
+        pass
+    assert budget.next == 162.0
