@@ -157,8 +157,9 @@ def _on_hub(run: Run, machine: Machine) -> Iterator[str]:
         yield f"model.path={path}"
     for name, task in tasks_of(run.task).items():
         path = getattr(task, "path", None)
-        elsewhere = isinstance(path, str) and not looks_local(path) and not Path(path).exists()
-        if elsewhere and not in_cache(machine, path, "datasets"):
+        if not isinstance(path, str) or looks_local(path) or Path(path).exists():
+            continue
+        if not in_cache(machine, path, "datasets"):
             yield f"{key_of(run.task, name)}.path={path}"
 
 
